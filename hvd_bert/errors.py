@@ -1,0 +1,15 @@
+"""The one exception that a user may see, and the exit statuses of every command."""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_FAILURE = 1
+EXIT_BAD_INPUT = 2
+
+
+class UserError(ValueError):
+    """A mistake the user can mend.
+
+    The message says what is wrong, where it is and what to do. The entry point prints it once,
+    on one rank and without a traceback, and exits with `EXIT_BAD_INPUT`.
+    """
