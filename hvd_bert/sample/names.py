@@ -1,0 +1,50 @@
+"""Composed names, and which of them are kept for dev."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvd_bert.sample import themes
+from hvd_bert.sample.vocabulary import split_word, vocabulary
+
+
+def _kept_for_dev(first: int, second: int) -> bool:
+    # A fifth of the pairs, every first and every second part among them and among the rest.
+    return (first + second) % 5 == 0
+
+
+def _pairs(firsts: Sequence[str], seconds: Sequence[str], dev: bool) -> list[tuple[str, str]]:
+    return [(first, second) for i, first in enumerate(firsts) for j, second in enumerate(seconds)
+            if _kept_for_dev(i, j) == dev]
+
+
+def _composed(starts: Sequence[str], ends: Sequence[str], dev: bool) -> list[str]:
+    # "bar" + "berg" would be read as "barber" + "g": only names that split where they were joined.
+    pieces = frozenset(vocabulary())
+    return [start + end for start, end in _pairs(starts, ends, dev)
+            if split_word(start + end, pieces) == [start, f"##{end}"]]
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names that one split may use."""
+
+    places: tuple[str, ...]
+    surnames: tuple[str, ...]
+    rivers: tuple[str, ...]
+    plants: tuple[str, ...]
+    ships: tuple[str, ...]
+    books: tuple[str, ...]
+
+    @classmethod
+    def of(cls, split: str) -> Names:
+        """The names of "train" or "dev"; the two have none in common."""
+        dev = split == "dev"
+        proper = [tuple(name.capitalize() for name in _composed(starts, ends, dev)) for starts, ends in (
+            (themes.PLACE_STARTS, themes.PLACE_ENDS), (themes.SURNAME_STARTS, themes.SURNAME_ENDS),
+            (themes.PLACE_STARTS, themes.RIVER_ENDS))]
+        plants = tuple(_composed(themes.PLANT_STARTS, themes.PLANT_ENDS, dev))
+        ships = tuple(" ".join(pair) for pair in _pairs(themes.SHIP_FIRST, themes.SHIP_SECOND, dev))
+        books = tuple(" ".join(pair) for pair in _pairs(themes.BOOK_FIRST, themes.BOOK_SECOND, dev))
+        return cls(proper[0], proper[1], proper[2], plants, ships, books)
