@@ -1,0 +1,114 @@
+"""A dataset from the Hugging Face hub or, without a network, from its cache on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from hvd_bert.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# The hub moved SQuAD under its author's name, and a local cache may know it by either.
+_ALIASES = {"squad": "rajpurkar/squad", "squad_v2": "rajpurkar/squad_v2"}
+_REACH_TIMEOUT_S = 10.0
+
+
+def load(dataset_name: str, split: str, dataset_config_name: str | None = None) -> Dataset:
+    """One split of a dataset. Raises `UserError`, with the ways out, if it cannot be had.
+
+    The local cache comes first: what is there needs no network, and N ranks do not all ask the hub.
+    """
+    import datasets  # slow to import, and not needed for files
+
+    names = [dataset_name]
+    for old, new in _ALIASES.items():
+        names += [new] if dataset_name == old else [old] if dataset_name == new else []
+    reason: Exception | None = None
+    with _quiet():
+        for name, offline in [*((name, True) for name in names), (dataset_name, False)]:
+            try:
+                with _offline() if offline else contextlib.nullcontext():
+                    if not offline:
+                        _reach_hub()
+                    return datasets.load_dataset(name, dataset_config_name, split=split)
+            # What comes out when the hub is out of reach differs between releases and between the
+            # hub's own errors and those of its HTTP library: it is all one to the user.
+            except Exception as error:
+                reason = error
+    said = " ".join(str(reason).split())
+    raise UserError(
+        f"--dataset_name {dataset_name}: split {split!r} could be had neither from the Hugging Face hub's "
+        f"cache on this machine nor from the hub ({type(reason).__name__}: {said[:300]}). Two ways out: "
+        "give local files with --train_file and --validation_file, or train on the sample that ships, "
+        "with --config sample."
+    ) from reason
+
+
+def _reach_hub() -> None:
+    """Raises if the hub does not answer. `load_dataset` finds that out too, but by half a minute of retries."""
+    import datasets
+    import huggingface_hub
+
+    if datasets.config.HF_HUB_OFFLINE:
+        raise ConnectionError("HF_HUB_OFFLINE is set")
+    huggingface_hub.get_session().head(datasets.config.HF_ENDPOINT, timeout=_REACH_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    import datasets
+
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the bars and warnings of `datasets`: every rank comes here, and N of each would be noise."""
+    import datasets
+
+    had_bars, verbosity = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+        if had_bars:
+            datasets.enable_progress_bars()
+
+
+class _HashingSink:
+    """A writable file that keeps only the sha256 of what is written."""
+
+    def __init__(self) -> None:
+        self.sha256 = hashlib.sha256()
+        self.closed = False
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        return len(data)
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def digest(rows: Dataset) -> str:
+    """sha256 of the rows themselves: `datasets`' own fingerprint also depends on where its cache lies."""
+    import pyarrow as pa
+
+    table = rows.data.table.replace_schema_metadata(None)
+    sink = _HashingSink()
+    with pa.PythonFile(sink, mode="w") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=1000)
+    return sink.sha256.hexdigest()

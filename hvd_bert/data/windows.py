@@ -1,0 +1,203 @@
+"""Questions -> windows of tokens, kept in memory-mapped Arrow.
+
+One table serves training and evaluation. Its columns, one row per window
+(`[CLS] question [SEP] piece of the context [SEP]`; how they are cut: cutting.py):
+
+    question        int32        index into `source.questions()`
+    input_ids       list<int32>  the window's tokens, not padded
+    context_start   int32        index in input_ids of the first token of the context piece
+    context_end     int32        one past its last, so the final [SEP]
+    start_position, end_position
+                    int32        first and last token (inclusive, indices in input_ids) of the first answer,
+                                 if this window has all of it, else 0, 0, the [CLS]
+    char_starts, char_ends
+                    list<int32>  for each token of the piece, the characters [start, end) of the context
+                                 that it stands for
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import tokenizers
+from tqdm.auto import tqdm
+
+from hvd_bert.data import cache
+from hvd_bert.data.cache import default_cache_dir
+from hvd_bert.data.cutting import SCHEMA, Batch, Cutter, WindowCounts, WindowOptions
+from hvd_bert.data.squad import Source
+from hvd_bert.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["WindowCounts", "WindowOptions", "check_lengths", "counts", "default_cache_dir", "prepare"]
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1  # part of the cache's key: raise it with every change of what is written or how it is cut
+_QUESTIONS_AT_ONCE = 1000
+_DATA, _META = "windows.arrow", "windows.json"
+
+
+def check_lengths(options: WindowOptions, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises `UserError` for options that no window can satisfy."""
+    length, stride = options.max_seq_length, options.doc_stride
+    if options.max_samples is not None and options.max_samples < 1:
+        raise UserError(f"The number of samples must be at least 1, not {options.max_samples}.")
+    if stride < 0:
+        raise UserError(f"--doc_stride {stride}: must be 0 or more.")
+    if length > tokenizer.model_max_length:
+        raise UserError(
+            f"--max_seq_length {length}: this model's tokenizer allows {tokenizer.model_max_length} at most."
+        )
+    # [CLS], [SEP], [SEP], one token of the question, and one new token of the context per window
+    if length < stride + 5:
+        raise UserError(
+            f"--max_seq_length {length} leaves no room for a question beside --doc_stride {stride}: "
+            f"use at least {stride + 5} (--doc_stride is the overlap of neighbouring windows)."
+        )
+
+
+def prepare(
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    options: WindowOptions,
+    *,
+    cache_dir: str | os.PathLike[str] | None = None,
+    overwrite_cache: bool = False,
+    leader: bool = True,
+    num_workers: int | None = None,
+    show_progress: bool = False,
+) -> Dataset:
+    """The windows of `source`, built now or found in `cache_dir` (default: `default_cache_dir()`).
+
+    Every rank calls it, with no collective: the first to come builds and the others wait for its file
+    lock. `overwrite_cache` rebuilds on the `leader` alone, so that a node rebuilds once and not once per
+    rank (the key holds everything that matters, so the others may well take the old copy); the leader also
+    logs what was lost. Only the process that builds draws a bar, so `show_progress` may be true on every
+    rank of one node. `num_workers` is the number of threads, by default one per core of this process.
+
+    Raises `UserError` for options, a tokenizer or questions that will not do, and for a cache that
+    cannot be written.
+    """
+    check_lengths(options, tokenizer)
+    if num_workers is not None and num_workers < 1:
+        raise UserError(f"--preprocessing_num_workers {num_workers}: must be at least 1.")
+    cutter = Cutter(tokenizer, options)
+
+    def build(folder: Path) -> None:
+        with _threads(num_workers or len(os.sched_getaffinity(0))):
+            _write(folder, source, cutter, show_progress)
+
+    entry = cache.folder(
+        Path(cache_dir) if cache_dir is not None else default_cache_dir(),
+        _key(source, cutter),
+        build,
+        _is_whole,
+        overwrite=overwrite_cache and leader,
+    )
+    dataset = _open(entry)
+    if leader:
+        _log_losses(source.name, counts(dataset))
+    return dataset
+
+
+def counts(dataset: Dataset) -> WindowCounts:
+    """What became of the questions of a table that `prepare` returned."""
+    return WindowCounts(**json.loads(dataset.info.description))
+
+
+def _log_losses(name: str, counted: WindowCounts) -> None:
+    if counted.shortened_questions:
+        logger.warning(
+            "%s: %d of %d questions were cut at the end, to leave room for the context (--max_seq_length, "
+            "--doc_stride)", name, counted.shortened_questions, counted.questions,
+        )  # fmt: skip
+    lost = counted.cut_answers + counted.tokenless_answers
+    if lost:
+        logger.warning(
+            "%s: %d of %d answers are in no window as a whole and train as if there were none",
+            name, lost, counted.answerable_questions,
+        )  # fmt: skip
+
+
+# --- the table on disk ---------------------------------------------------------------------------
+
+
+def _key(source: Source, cutter: Cutter) -> str:
+    parts = {
+        "format": _FORMAT,
+        "source": source.digest,
+        "tokenizer": cutter.backend.to_str(),
+        "special": [cutter.cls_id, cutter.sep_id, cutter.backend.encode_special_tokens],
+        "tokenizers": tokenizers.__version__,
+        "options": asdict(cutter.options),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _write(folder: Path, source: Source, cutter: Cutter, show_progress: bool) -> None:
+    questions = source.questions()[: cutter.options.max_samples]
+    total = WindowCounts()
+    title = f"Tokenising {source.name}"
+    with (
+        pa.OSFile(str(folder / _DATA), "wb") as file,
+        pa.ipc.new_stream(file, SCHEMA) as writer,
+        tqdm(total=len(questions), desc=title, unit="q", disable=not show_progress) as bar,
+    ):
+        for first in range(0, len(questions), _QUESTIONS_AT_ONCE):
+            some = questions[first : first + _QUESTIONS_AT_ONCE]
+            batch = Batch(cutter, some, first)
+            for table_batch in batch.record_batches():
+                writer.write_batch(table_batch)
+            total += batch.counts
+            bar.update(len(some))
+    size = (folder / _DATA).stat().st_size
+    (folder / _META).write_text(json.dumps({"bytes": size, "counts": asdict(total)}))
+
+
+def _is_whole(entry: Path) -> bool:
+    try:
+        meta = json.loads((entry / _META).read_text())
+        return bool(meta["bytes"] == (entry / _DATA).stat().st_size and WindowCounts(**meta["counts"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _open(entry: Path) -> Dataset:
+    import datasets
+
+    meta = json.loads((entry / _META).read_text())
+    info = datasets.DatasetInfo(description=json.dumps(meta["counts"]))
+    return datasets.Dataset.from_file(str(entry / _DATA), info=info)
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Tokenises with `count` threads of the tokenizer's own (Rust's rayon).
+
+    Not with forked workers, as `Dataset.map(num_proc=...)` would: a fork after MPI_Init is unsafe. The pool
+    is made at its first use and keeps its size in this process; a count of 1 always works.
+    """
+    wanted = {"RAYON_NUM_THREADS": str(count), "TOKENIZERS_PARALLELISM": "true" if count > 1 else "false"}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
