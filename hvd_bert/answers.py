@@ -1,0 +1,224 @@
+"""Logits to spans: the n best answers of every question, out of the logits of its windows.
+
+The rules and the file entries are those of `postprocess_qa_predictions` in transformers' run_qa example,
+with one difference: run_qa pairs the `n_best_size` highest starts of a window with its `n_best_size` highest
+ends, and so can miss a good span (a start outside the top 20 with a very fit end). Here every pair within
+`max_answer_length` is scored, as a banded (T, max_answer_length) matrix for T context tokens: the exact
+result, which run_qa's search approximates.
+
+Equal scores are ordered by the earliest span, then by the shortest, so that the order of the windows and the
+number of ranks that share the questions change nothing. Needs numpy only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_bert.data.squad import Question
+from hvd_bert.errors import UserError
+
+IntArray = npt.NDArray[np.integer[Any]]
+FloatArray = npt.NDArray[np.float32]
+Entry = dict[str, float | str]
+
+# The null odds where there is no span to compare with: above any threshold and, unlike infinity, valid JSON.
+CERTAINLY_NO_ANSWER = sys.float_info.max
+
+
+@dataclass(frozen=True)
+class SpanOptions:
+    """What counts as an answer, with run_qa's names and defaults. Raises UserError for sizes below 1."""
+
+    n_best_size: int = 20
+    max_answer_length: int = 30  # in tokens
+    version_2_with_negative: bool = False
+    null_score_diff_threshold: float = 0.0  # "" wins if the null odds are above this
+
+    def __post_init__(self) -> None:
+        for name in ("n_best_size", "max_answer_length"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}: it must be 1 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class WindowLogits:
+    """One window, [CLS] question [SEP] context piece [SEP] without padding, and what the model said about it.
+
+    T is the number of context tokens; the window has `context_start + T + 1` tokens in all.
+    """
+
+    question: int  # index into the questions handed to `answers_of`: a rank's own, if they are shared out
+    context_start: int  # index of the first context token
+    char_starts: IntArray  # (T,) first character of each context token, in the question's context
+    char_ends: IntArray  # (T,) one past its last character
+    start_logits: FloatArray  # (context_start + T + 1,)
+    end_logits: FloatArray  # (context_start + T + 1,)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to one question and its rivals."""
+
+    id: str
+    text: str  # "": no answer
+    nbest: list[Entry]  # best first: text, start_logit, end_logit, probability (sums to 1)
+    null_odds: float | None  # v2: the score of "no answer" minus the best span's; "" wins above the threshold
+
+    @property
+    def best_span(self) -> str:
+        """The best answer that is not empty, whatever "no answer" scores; "" if there is no span at all."""
+        return next((str(entry["text"]) for entry in self.nbest if entry["text"]), "")
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """Candidates as columns, all of length n."""
+
+    score: FloatArray
+    char_start: IntArray
+    char_end: IntArray
+    start_logit: FloatArray
+    end_logit: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.score)
+
+    def best(self, count: int) -> _Spans:
+        """The `count` best, best first. The last key only parts equals: the same span seen in two windows."""
+        order = np.lexsort((-self.start_logit, self.char_end, self.char_start, -self.score))[:count]
+        return _Spans(*(column[order] for column in self._columns()))
+
+    @staticmethod
+    def concatenate(parts: Sequence[_Spans]) -> _Spans:
+        columns = zip(*(part._columns() for part in parts), strict=True)
+        return _Spans(*map(np.concatenate, columns))
+
+    def rows(self) -> Iterator[tuple[float, int, int, float, float]]:
+        return zip(*(column.tolist() for column in self._columns()), strict=True)
+
+    def _columns(self) -> tuple[npt.NDArray[Any], ...]:
+        return self.score, self.char_start, self.char_end, self.start_logit, self.end_logit
+
+
+def answers_of(
+    questions: Sequence[Question], windows: Iterable[WindowLogits], options: SpanOptions
+) -> list[Answer]:
+    """One answer per question, in the order of `questions`; the windows may come in any order.
+
+    A candidate is a start and an end in the context of one window, end >= start, at most `max_answer_length`
+    tokens; its score is the sum of the two logits. The `n_best_size` best over all windows of a question are
+    kept, and two windows or two spans that give the same text stay two entries, as in run_qa.
+
+    v1.1: the best candidate is the answer. v2.0: the null score is the least start[CLS] + end[CLS] over the
+    windows; its entry (text "") stands among the n best at its score, or last if it is too low. The best
+    span is added if there was no room for it, so both are always there. A question without a single
+    candidate (no context token in any window, or no window) gets the answer "" with probability 1, where
+    run_qa puts the word "empty".
+
+    Raises UserError if a logit is not finite, ValueError if a window's arrays do not fit each other.
+    """
+    by_question: list[list[WindowLogits]] = [[] for _ in questions]
+    for window in windows:
+        if not 0 <= window.question < len(by_question):
+            raise ValueError(f"a window of question {window.question}, but there are {len(by_question)}")
+        by_question[window.question].append(window)
+    return [_answer(q, group, options) for q, group in zip(questions, by_question, strict=True)]
+
+
+def _answer(question: Question, windows: Sequence[WindowLogits], options: SpanOptions) -> Answer:
+    for window in windows:
+        _check(window, question.id)
+    parts = [_best_of_window(w, options) for w in windows if len(w.char_starts)]
+    spans = _Spans.concatenate(parts).best(options.n_best_size) if parts else None
+    if spans is None or not len(spans):
+        return _no_candidate(question, windows, options)
+
+    scores = spans.score.astype(np.float64)
+    entries: list[Entry] = [
+        {"text": question.context[char_start:char_end], "start_logit": start_logit, "end_logit": end_logit}
+        for _, char_start, char_end, start_logit, end_logit in spans.rows()
+    ]
+    text, null_odds = str(entries[0]["text"]), None
+    if options.version_2_with_negative:
+        null_score, start_logit, end_logit = _null(windows)
+        null_odds = null_score - float(scores[0])
+        if null_odds > options.null_score_diff_threshold:
+            text = ""
+        # Equal scores: the span comes first. The worst span makes room, but not the only one.
+        rank = int(np.count_nonzero(scores >= null_score))
+        kept = max(1, options.n_best_size - 1) if rank < options.n_best_size else options.n_best_size
+        entries, scores = entries[:kept], scores[:kept]
+        entries.insert(rank, {"text": "", "start_logit": start_logit, "end_logit": end_logit})
+        scores = np.insert(scores, rank, null_score)
+
+    weights = np.exp(scores - scores.max())
+    for entry, probability in zip(entries, (weights / weights.sum()).tolist(), strict=True):
+        entry["probability"] = probability
+    return Answer(question.id, text, entries, null_odds)
+
+
+def _best_of_window(window: WindowLogits, options: SpanOptions) -> _Spans:
+    """The candidates of a window that may be among the n best of its question, in no order; T >= 1.
+
+    All that tie with the n-th best are kept: which of them counts is known only over all the windows.
+    """
+    num_tokens = len(window.char_starts)
+    context = slice(window.context_start, window.context_start + num_tokens)
+    starts, ends = window.start_logits[context], window.end_logits[context]
+    without_text = window.char_ends <= window.char_starts
+    if without_text.any():  # from no BERT tokenizer known; alone they would be the answer ""
+        starts, ends = (np.where(without_text, np.float32(-np.inf), side) for side in (starts, ends))
+
+    # scores[s, k] = start s, end s + k; the ends past the context are -inf.
+    length = min(options.max_answer_length, num_tokens)
+    padded_ends = np.concatenate((ends, np.full(length - 1, -np.inf, dtype=np.float32)))
+    scores = (starts[:, None] + np.lib.stride_tricks.sliding_window_view(padded_ends, length)).ravel()
+    count = min(options.n_best_size, scores.size)
+    floor = np.partition(scores, scores.size - count)[scores.size - count]
+    chosen = np.flatnonzero((scores >= floor) & (scores > -np.inf))
+    first, extra = np.divmod(chosen, length)
+    last = first + extra
+    char_starts, char_ends = window.char_starts[first], window.char_ends[last]
+    return _Spans(scores[chosen], char_starts, char_ends, starts[first], ends[last])
+
+
+def _no_candidate(question: Question, windows: Sequence[WindowLogits], options: SpanOptions) -> Answer:
+    start_logit = end_logit = 0.0
+    if options.version_2_with_negative and windows:
+        _, start_logit, end_logit = _null(windows)
+    nothing: Entry = {"text": "", "start_logit": start_logit, "end_logit": end_logit, "probability": 1.0}
+    null_odds = CERTAINLY_NO_ANSWER if options.version_2_with_negative else None
+    return Answer(question.id, "", [nothing], null_odds)
+
+
+def _null(windows: Sequence[WindowLogits]) -> tuple[float, float, float]:
+    """Score, start logit and end logit of "no answer": the window that is least sure of it, as in run_qa."""
+    return min(
+        (float(w.start_logits[0] + w.end_logits[0]), float(w.start_logits[0]), float(w.end_logits[0]))
+        for w in windows
+    )
+
+
+def _check(window: WindowLogits, question_id: str) -> None:
+    num_tokens = len(window.char_starts)
+    expected = window.context_start + num_tokens + 1
+    if window.context_start < 1 or len(window.char_ends) != num_tokens:
+        raise ValueError(
+            f"question {question_id}: a window with context_start {window.context_start}, "
+            f"{num_tokens} char_starts and {len(window.char_ends)} char_ends"
+        )
+    for name, logits in (("start", window.start_logits), ("end", window.end_logits)):
+        if logits.shape != (expected,):
+            shapes = f"of shape {logits.shape}, not ({expected},)"
+            raise ValueError(f"question {question_id}: {name} logits {shapes}")
+        if not np.isfinite(logits).all():
+            raise UserError(
+                f"question {question_id}: the model's {name} logits are not finite (NaN or infinite). "
+                "Its weights are damaged or its training diverged: try a lower learning rate, or not fp16"
+            )

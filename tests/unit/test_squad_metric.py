@@ -1,0 +1,243 @@
+"""EM and F1 against the official scripts' own code and the values they gave (squad_metric_golden.json)."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import official_squad
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_bert.data.squad import Question
+from hvd_bert.errors import UserError
+from hvd_bert.squad_metric import score
+
+GOLDEN = json.loads((Path(__file__).parent / "squad_metric_golden.json").read_text(encoding="utf-8"))
+V2_NAMES = {"exact": "exact_match", "final_exact": "best_exact", "final_exact_thresh": "best_exact_thresh",
+            "final_f1": "best_f1", "final_f1_thresh": "best_f1_thresh"}  # fmt: skip
+Official = tuple[ModuleType, ModuleType]
+Scores = dict[str, float]
+Drawn = tuple[list[Question], dict[str, str], dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def official() -> Official:
+    try:
+        return official_squad.scripts()
+    except official_squad.NotReachableError as error:
+        pytest.skip(f"the official scripts are neither cached nor reachable: {error}")
+
+
+def question(id_: str, golds: list[str]) -> Question:
+    return Question(
+        id=id_, title="", context=" ".join(golds), question="?", answer_texts=tuple(golds),
+        answer_starts=tuple(0 for _ in golds),
+    )  # fmt: skip
+
+
+def as_dataset(questions: list[Question]) -> list[dict[str, Any]]:
+    qas = [{"id": q.id, "answers": [{"text": text} for text in q.answer_texts]} for q in questions]
+    return [{"paragraphs": [{"qas": qas}]}]
+
+
+def official_v1(module: ModuleType, questions: list[Question], predictions: dict[str, str]) -> Scores:
+    result = module.evaluate(as_dataset(questions), predictions)
+    exact, f1 = 100 * result["exact_match"], 100 * result["final_f1"]
+    return {"exact_match": exact, "f1": f1, "total": len(questions)}
+
+
+def official_v2(
+    module: ModuleType, questions: list[Question], predictions: dict[str, str],
+    odds: dict[str, float] | None, threshold: float,
+) -> Scores:  # fmt: skip
+    # The standalone script has --na-prob-thresh; in this copy of it that is a default value.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module._apply_no_ans_threshold, "__defaults__", (threshold if odds else 1.0,))
+        result = module.evaluate(as_dataset(questions), predictions, odds)
+    wanted = {V2_NAMES.get(name, name): value for name, value in result.items() if not name.startswith("pr_")}
+    # Without odds the standalone script reports no best thresholds.
+    return {name: value for name, value in wanted.items() if odds or not name.startswith("best_")}
+
+
+def golden(version: str) -> Drawn:
+    rows = GOLDEN[version]["rows"]
+    questions = [question(str(i), row["golds"]) for i, row in enumerate(rows)]
+    predictions = {str(i): row["prediction"] for i, row in enumerate(rows)}
+    odds = {str(i): row["null_odds"] for i, row in enumerate(rows) if "null_odds" in row}
+    return questions, predictions, odds
+
+
+def test_golden_v1() -> None:
+    questions, predictions, _ = golden("v1.1")
+    assert score(questions, predictions) == pytest.approx(GOLDEN["v1.1"]["scores"], abs=1e-9)
+
+
+@pytest.mark.parametrize("threshold", ["0.0", "1.0", "-2.5", "none"])
+def test_golden_v2(threshold: str) -> None:
+    questions, predictions, odds = golden("v2.0")
+    got = (
+        score(questions, predictions, None, True)
+        if threshold == "none"
+        else score(questions, predictions, odds, True, float(threshold))
+    )
+    assert got == pytest.approx(GOLDEN["v2.0"]["scores"][threshold], abs=1e-9)
+
+
+def test_golden_values_are_the_official_ones(official: Official) -> None:
+    questions, predictions, _ = golden("v1.1")
+    scores = official_v1(official[0], questions, predictions)
+    assert scores == pytest.approx(GOLDEN["v1.1"]["scores"], abs=1e-9)
+    questions, predictions, odds = golden("v2.0")
+    for threshold, expected in GOLDEN["v2.0"]["scores"].items():
+        args = (None, 0.0) if threshold == "none" else (odds, float(threshold))
+        assert official_v2(official[1], questions, predictions, *args) == pytest.approx(expected, abs=1e-9)
+
+
+WORDS = ["a", "An", "the", "The.", "cat", "Cat's", "cat,", "caf\u00e9", "cafe\u0301", "\u0130stanbul",
+         "\ufb01sh", "straße", "«dog»", "10%", "$5.00", "U.S.", "-", "…", "北京", "a-b", "theory", "\u00a0",
+         "\t", "x_y", "…the", "\u0391\u03a3"]  # fmt: skip
+texts = st.one_of(
+    st.lists(st.sampled_from(WORDS), max_size=5).map(" ".join),
+    st.text(max_size=8),
+    st.sampled_from(["", " ", "the", "A!", "?"]),
+)
+
+
+@st.composite
+def scored(draw: st.DrawFn, least_golds: int) -> Drawn:
+    questions, predictions, odds = [], {}, {}
+    for i in range(draw(st.integers(1, 8))):
+        golds = draw(st.lists(texts, min_size=least_golds, max_size=3))
+        changed = [change for gold in golds for change in (gold, f"The {gold}!", gold.upper())]
+        near = [*changed, " ".join(golds)]
+        predictions[str(i)] = draw(st.one_of(st.sampled_from(near), texts))
+        odds[str(i)] = draw(st.sampled_from([-3.0, -0.5, 0.0, 0.25, 1.0, 7.5]))
+        questions.append(question(str(i), golds))
+    return questions, predictions, odds
+
+
+@settings(deadline=None)  # a loaded machine is not a failure
+@given(scored(least_golds=1))
+def test_v1_equals_the_official_script(official: Official, drawn: Drawn) -> None:
+    questions, predictions, _ = drawn
+    expected = official_v1(official[0], questions, predictions)
+    assert score(questions, predictions) == pytest.approx(expected, abs=1e-9)
+
+
+@settings(deadline=None)  # a loaded machine is not a failure
+@given(scored(least_golds=0), st.sampled_from([-1.0, 0.0, 0.25, 1.0, 100.0]), st.booleans())
+def test_v2_equals_the_official_script(
+    official: Official,
+    drawn: Drawn,
+    threshold: float,
+    with_odds: bool,
+) -> None:
+    questions, predictions, odds = drawn
+    given_odds = odds if with_odds else None
+    expected = official_v2(official[1], questions, predictions, given_odds, threshold)
+    assert score(questions, predictions, given_odds, True, threshold) == pytest.approx(expected, abs=1e-9)
+
+
+@settings(deadline=None)  # a loaded machine is not a failure
+@given(scored(least_golds=0), st.randoms(use_true_random=False))
+def test_order_of_the_mappings_and_strangers_change_nothing(drawn: Drawn, rng: random.Random) -> None:
+    questions, predictions, odds = drawn
+    expected = score(questions, predictions, odds, True)
+    ids = [*predictions, "stranger"]
+    rng.shuffle(ids)
+    shuffled = {id_: predictions.get(id_, "cat") for id_ in ids}
+    assert score(questions, shuffled, {id_: odds.get(id_, 9.0) for id_ in ids}, True) == expected
+
+
+@settings(deadline=None)  # a loaded machine is not a failure
+@given(scored(least_golds=0), st.sampled_from([-1.0, 0.0, 1.0]))
+def test_best_spans_instead_of_nulled_texts_change_only_the_best_thresholds(
+    drawn: Drawn, threshold: float
+) -> None:
+    questions, best_spans, odds = drawn
+    nulled = {id_: "" if odds[id_] > threshold else text for id_, text in best_spans.items()}
+    with_spans = score(questions, best_spans, odds, True, threshold)
+    with_nulls = score(questions, nulled, odds, True, threshold)
+    assert {k: v for k, v in with_spans.items() if "best" not in k} == {
+        k: v for k, v in with_nulls.items() if "best" not in k
+    }
+
+
+def test_best_threshold_above_the_used_one_needs_the_best_spans() -> None:
+    questions = [question("q1", ["cat"]), question("q2", ["dog"]), question("q3", [])]
+    spans, odds = {"q1": "cat", "q2": "dog", "q3": "cow"}, {"q1": -1.0, "q2": 2.0, "q3": 3.0}
+    result = score(questions, spans, odds, True, 0.0)
+    assert (result["f1"], result["best_f1"]) == (pytest.approx(200 / 3), 100.0)
+    assert result["best_f1_thresh"] == 2.0
+    assert score(questions, {**spans, "q2": "", "q3": ""}, odds, True)["best_f1"] == pytest.approx(200 / 3)
+
+
+def real_predictions(questions: list[Question], rng: random.Random) -> dict[str, str]:
+    """Right, wrong, cut, widened, dressed-up and empty answers."""
+    predictions = {}
+    for q in questions:
+        words = q.context.split()
+        start = rng.randrange(len(words))
+        gold = rng.choice(q.answer_texts) if q.answer_texts else "the"
+        wrong = " ".join(words[start : start + rng.randint(1, 9)])
+        half = gold[: len(gold) // 2]
+        near = [gold, f"the {gold}.", gold.upper(), half, f"{gold} {words[start]}"]
+        predictions[q.id] = rng.choice([*near, gold, wrong, ""])
+    return predictions
+
+
+@pytest.mark.realdata
+@pytest.mark.parametrize("name", ["dev-v1.1", "train-v1.1", "dev-v2.0", "train-v2.0"])
+def test_real_questions(official: Official, name: str) -> None:
+    default = Path(__file__).parents[3] / "shared" / "data" / "squad"
+    path = Path(os.environ.get("HVD_BERT_SQUAD") or default) / f"{name}.json"
+    if not path.is_file():
+        pytest.skip(f"{path} is not there (HVD_BERT_SQUAD names another folder)")
+    questions = [
+        Question(
+            id=qa["id"], title=article["title"], context=paragraph["context"], question=qa["question"],
+            answer_texts=tuple(a["text"] for a in qa["answers"]),
+            answer_starts=tuple(a["answer_start"] for a in qa["answers"]),
+        )
+        for article in json.loads(path.read_text(encoding="utf-8"))["data"]
+        for paragraph in article["paragraphs"]
+        for qa in paragraph["qas"]
+    ]  # fmt: skip
+    assert len(questions) > 400
+    rng = random.Random(name)
+    predictions = real_predictions(questions, rng)
+    if name.endswith("v1.1"):
+        expected = official_v1(official[0], questions, predictions)
+        assert score(questions, predictions) == pytest.approx(expected)
+        return
+    odds = {q.id: rng.gauss(0.0 if q.answer_texts else 2.0, 3.0) for q in questions}
+    for threshold in (-1.0, 0.0, 2.0):
+        expected = official_v2(official[1], questions, predictions, odds, threshold)
+        assert score(questions, predictions, odds, True, threshold) == pytest.approx(expected)
+
+
+def test_versions_differ_on_texts_without_a_word() -> None:
+    questions = [question("q", ["the"])]
+    assert score(questions, {"q": "a"}) == {"exact_match": 100.0, "f1": 0.0, "total": 1}
+    assert score(questions, {"q": "a"}, version_2_with_negative=True)["f1"] == 100.0
+
+
+def test_missing_prediction_is_named() -> None:
+    questions = [question("q1", ["x"]), question("q2", ["x"]), question("q3", ["x"])]
+    with pytest.raises(UserError, match=r"no prediction for question q2 \(and 1 more"):
+        score(questions, {"q1": "x"})
+    with pytest.raises(UserError, match="no null odds for question q3:"):
+        score(questions, dict.fromkeys(("q1", "q2", "q3"), "x"), {"q1": 0.0, "q2": 0.0}, True)
+
+
+def test_v1_question_without_answer_and_no_questions() -> None:
+    with pytest.raises(UserError, match=r"question q has no answer.*version_2_with_negative"):
+        score([question("q", [])], {"q": ""})
+    with pytest.raises(UserError, match="no questions"):
+        score([], {})
