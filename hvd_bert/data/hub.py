@@ -49,7 +49,7 @@ def load(dataset_name: str, split: str, dataset_config_name: str | None = None) 
 
 
 def _reach_hub() -> None:
-    """Raises if the hub does not answer. `load_dataset` finds that out too, but by half a minute of retries."""
+    """Raises if the hub does not answer: `load_dataset` needs half a minute of retries to find that out."""
     import datasets
     import huggingface_hub
 

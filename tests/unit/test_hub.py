@@ -1,0 +1,84 @@
+"""Questions from the local hub cache, as a download leaves it there, and what is said where there is none."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import datasets
+import pytest
+
+from hvd_bert.data import hub, squad
+from hvd_bert.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own, and no way to the hub."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no network in this test")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize("cached_as", ["squad", "rajpurkar/squad"])
+@pytest.mark.parametrize("asked_for", ["squad", "rajpurkar/squad"])
+def test_squad_is_found_in_the_cache_by_either_name(
+    no_network, write_hub_cache, make_questions, cached_as, asked_for
+):
+    questions = make_questions(7)
+    write_hub_cache(no_network, {"train": questions, "validation": questions[:2]}, cached_as)
+    assert squad.open_hub(asked_for, "train", False).questions() == questions
+    assert squad.open_hub(asked_for, "validation", False).questions() == questions[:2]
+
+
+def test_digest_is_of_the_rows_and_not_of_the_place(no_network, write_hub_cache, make_questions, monkeypatch):
+    digests = []
+    for folder, count in (("a", 5), ("b", 5), ("c", 6)):
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(no_network / folder))
+        write_hub_cache(no_network / folder, {"train": make_questions(count)})
+        digests.append(squad.open_hub("squad", "train", False).digest)
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_unanswered_rows_need_the_flag(no_network, write_hub_cache, make_questions):
+    questions = make_questions(6, unanswered_every=3)
+    write_hub_cache(no_network, {"train": questions}, "rajpurkar/squad_v2")
+    assert squad.open_hub("squad_v2", "train", True).questions() == questions
+    with pytest.raises(UserError, match=r"2 of 6 questions have no answer.*'q0' \(row 0\).*--version_2"):
+        squad.open_hub("squad_v2", "train", False).questions()
+
+
+def test_neither_hub_nor_cache_names_the_two_ways_out():
+    with pytest.raises(UserError) as caught:
+        squad.open_hub("squad", "train", False)
+    for words in ("--dataset_name squad", "'train'", "--train_file", "--validation_file", "--config sample"):
+        assert words in str(caught.value)
+
+
+def test_a_split_that_is_not_there(no_network, write_hub_cache, make_questions):
+    write_hub_cache(no_network, {"train": make_questions(3)})
+    with pytest.raises(UserError, match="'validation'"):
+        squad.open_hub("squad", "validation", False)
+
+
+def test_other_columns_are_refused(no_network, monkeypatch):
+    rows = datasets.Dataset.from_dict({"text": ["a"], "label": [0]})
+    monkeypatch.setattr(hub, "load", lambda *_: rows)
+    with pytest.raises(UserError, match=r"imdb\[train\].*no column id, title.*found: text, label"):
+        squad.open_hub("imdb", "train", False)
+
+
+def test_settings_of_datasets_are_left_as_they_were():
+    def settings() -> tuple[object, ...]:
+        verbosity = datasets.logging.get_verbosity()
+        return datasets.are_progress_bars_disabled(), verbosity, datasets.config.HF_HUB_OFFLINE
+
+    before = settings()
+    with pytest.raises(UserError):
+        hub.load("squad", "train")
+    assert settings() == before

@@ -1,0 +1,256 @@
+"""Reading SQuAD: each layout, and each mistake with its message."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from hvd_bert.data import squad
+from hvd_bert.data.squad import Question
+from hvd_bert.errors import UserError
+
+
+def write(tmp_path: Path, content: object, name: str = "file.json") -> Path:
+    path = tmp_path / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return path
+
+
+def complaint(path: Path, version_2_with_negative: bool = False) -> str:
+    with pytest.raises(UserError) as caught:
+        squad.open_file(path, version_2_with_negative).questions()
+    assert str(caught.value).startswith(f"{path}: ")
+    return str(caught.value)
+
+
+# --- layouts -------------------------------------------------------------------------------------
+
+
+def test_nested_and_flat_layouts_give_the_same_questions(tmp_path, make_questions, to_squad, to_rows):
+    questions = make_questions(12, unanswered_every=4)
+    rows = to_rows(questions)
+    lines = "\n".join(json.dumps(row) for row in rows) + "\n"
+    for number, content in enumerate((to_squad(questions), {"data": rows}, rows, lines)):
+        path = write(tmp_path, content, f"{number}.json")
+        assert squad.open_file(path, True).questions() == questions
+
+
+def test_one_row_alone_on_its_line(tmp_path, make_questions, to_rows):
+    questions = make_questions(1)
+    path = write(tmp_path, to_rows(questions)[0], "one.jsonl")
+    assert squad.open_file(path, False).questions() == questions
+
+
+def test_byte_order_mark_and_missing_title(tmp_path, make_questions, to_squad):
+    content = to_squad(make_questions(2))
+    for article in content["data"]:
+        del article["title"]
+    path = tmp_path / "bom.json"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(content).encode())
+    assert [question.title for question in squad.open_file(path, False).questions()] == ["", ""]
+
+
+def test_offsets_count_characters_of_the_unstripped_context(tmp_path, to_squad):
+    context = " \U0001d49c and 東京 are names."
+    question = Question("u", "t", context, " What? ", ("東京",), (context.index("東京"),))
+    assert squad.open_file(write(tmp_path, to_squad([question])), False).questions() == [question]
+
+
+def test_questions_are_parsed_once(tmp_path, make_questions, to_squad):
+    source = squad.open_file(write(tmp_path, to_squad(make_questions(3))), False)
+    assert source.questions() is source.questions()
+
+
+def test_equal_contexts_are_one_object(tmp_path, make_questions, to_rows):
+    row = to_rows(make_questions(1))[0]
+    path = write(tmp_path, [row, {**row, "id": "other"}])
+    first, second = squad.open_file(path, False).questions()
+    assert first.context is second.context
+
+
+def test_digest_follows_content_and_flag_but_not_name(tmp_path, make_questions, to_squad):
+    a = write(tmp_path, to_squad(make_questions(3)), "a.json")
+    b = write(tmp_path, to_squad(make_questions(3)), "b.json")
+    c = write(tmp_path, to_squad(make_questions(4)), "c.json")
+    digest = squad.open_file(a, False).digest
+    assert squad.open_file(b, False).digest == digest
+    assert len({digest, squad.open_file(c, False).digest, squad.open_file(a, True).digest}) == 3
+
+
+def test_in_memory_source(make_questions):
+    three, four = make_questions(3), make_questions(4)
+    assert squad.from_questions("typed", three).questions() == three
+    assert squad.from_questions("a", three).digest == squad.from_questions("b", make_questions(3)).digest
+    assert squad.from_questions("a", three).digest != squad.from_questions("a", four).digest
+
+
+# --- mistakes in the file ------------------------------------------------------------------------
+
+
+def test_missing_file_and_folder_are_refused_at_once(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere\.json: no such file \(looked from .*Check the path"):
+        squad.open_file(tmp_path / "nowhere.json", False)
+    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+        squad.open_file(tmp_path, False)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "the file is empty"),
+        (" \n", "the file is empty"),
+        ('{"data": [\n  {"title": }]}', "not JSON: Expecting value at line 2, column 13"),
+        ('{"id": "a"}\n{"id" "b"}', "not JSON: Expecting ':' delimiter at line 2, column 7"),
+        ("3", 'an object with a list under "data" (found 3)'),
+        ('{"version": "1.1"}', "(found an object with 'version')"),
+        ('{"data": {"a": 1}}', 'a list under "data"'),
+        ('{"data": []}', "there is no question in it"),
+        ("[]", "there is no question in it"),
+        ('{"data": [{"title": "t", "paragraphs": []}]}', "there is no question in it"),
+        ('{"data": ["text"]}', 'data[0] should be an object (found "text")'),
+        ('[{"id": "a"}]', '[0] has no "context"'),
+    ],
+)
+def test_files_that_are_not_squad(tmp_path, content, words):
+    assert words in complaint(write(tmp_path, content))
+
+
+def test_not_utf8(tmp_path):
+    path = tmp_path / "latin.json"
+    path.write_bytes('{"data": "é"}'.encode("latin-1"))
+    assert "not UTF-8 text (byte 10)" in complaint(path)
+
+
+def test_file_that_changes_after_it_was_opened(tmp_path, make_questions, to_squad):
+    path = write(tmp_path, to_squad(make_questions(3)))
+    source = squad.open_file(path, False)
+    write(tmp_path, to_squad(make_questions(4)))
+    with pytest.raises(UserError, match="changed while it was being read"):
+        source.questions()
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (("title",), 3, "data[1].title should be text (found 3)"),
+        (("paragraphs",), None, "data[1].paragraphs should be a list (found null)"),
+        (("paragraphs", 2, "context"), ["a"], 'data[1].paragraphs[2].context should be text (found ["a"])'),
+        (("paragraphs", 2, "qas", 0), [], "data[1].paragraphs[2].qas[0] should be an object (found [])"),
+        (("paragraphs", 2, "qas", 0, "id"), 7, "data[1].paragraphs[2].qas[0].id should be text (found 7)"),
+        (
+            ("paragraphs", 2, "qas", 0, "answers", 0, "answer_start"),
+            "35",
+            'data[1].paragraphs[2].qas[0].answers[0].answer_start should be a whole number (found "35")',
+        ),
+        (("paragraphs", 2, "qas", 0, "answers", 0, "answer_start"), True, "a whole number (found true)"),
+        (("paragraphs", 2, "qas", 0, "answers", 0), {"text": "red"}, 'answers[0] has no "answer_start"'),
+        (("paragraphs", 2, "qas", 0, "is_impossible"), True, '"is_impossible" and yet has answers'),
+    ],
+)
+def test_wrong_structure_names_the_place(tmp_path, make_questions, to_squad, place, value, words):
+    content = to_squad(make_questions(10))
+    parent = content["data"][1]
+    for key in place[:-1]:
+        parent = parent[key]
+    parent[place[-1]] = value
+    assert words in complaint(write(tmp_path, content))
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ({"text": ["a"], "answer_start": []}, "[0].answers has 1 texts and 0 answer_starts"),
+        ({"text": [1], "answer_start": [0]}, "[0].answers.text[0] should be text (found 1)"),
+        ({"text": ["a"], "answer_start": [0.5]}, "[0].answers.answer_start[0] should be a whole number"),
+        ([], "[0].answers should be an object (found [])"),
+    ],
+)
+def test_wrong_answers_in_a_flat_row(tmp_path, make_questions, to_rows, answers, words):
+    assert words in complaint(write(tmp_path, [{**to_rows(make_questions(1))[0], "answers": answers}]))
+
+
+# --- mistakes in a question ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"context": " \n"}, "its context is empty"),
+        ({"question": ""}, "its question is empty"),
+        ({"answer_texts": (" ",), "answer_starts": (3,)}, "an answer text is empty"),
+        ({"answer_starts": (-1,)}, "answer_start -1 of the answer 'blue' is outside its context"),
+        ({"answer_starts": (4000,)}, "outside its context, which has"),
+        ({"question": "what \ud83d?"}, "half of a surrogate pair"),
+        ({"answer_starts": (4,)}, "should stand at character 4 of its context, but there stands '2 is'"),
+        ({"answer_texts": ("blue ",)}, "but there stands 'blue,'"),
+        ({"answer_texts": ("Blue",)}, "but there stands 'blue'"),
+        ({"id": "q0"}, "its id is also that of [0]"),
+    ],
+)
+def test_mistakes_name_the_question_and_its_place(tmp_path, make_questions, to_rows, change, words):
+    questions = make_questions(3)
+    fields = {name: getattr(questions[2], name) for name in Question.__dataclass_fields__}
+    questions[2] = Question(**{**fields, **change})
+    message = complaint(write(tmp_path, to_rows(questions)))
+    assert words in message
+    assert f"question {questions[2].id!r} ([2])" in message
+
+
+def test_all_mistakes_are_counted_and_the_first_is_shown(tmp_path, make_questions, to_squad):
+    content = to_squad(make_questions(10))
+    for article in content["data"]:
+        for paragraph in article["paragraphs"]:
+            paragraph["context"] = "X" + paragraph["context"]
+    message = complaint(write(tmp_path, content))
+    assert "question 'q0' (data[0].paragraphs[0].qas[0])" in message
+    assert "(10 such mistakes in all)" in message
+
+
+def test_unanswered_questions_need_the_flag(tmp_path, make_questions, to_squad):
+    path = write(tmp_path, to_squad(make_questions(10, unanswered_every=3)))
+    assert len(squad.open_file(path, True).questions()) == 10
+    message = complaint(path)
+    assert "4 of 10 questions have no answer" in message
+    assert "'q0' (data[0].paragraphs[0].qas[0])" in message
+    assert "add --version_2_with_negative" in message
+
+
+def test_is_impossible_may_be_left_out(tmp_path, make_questions, to_squad):
+    content = to_squad(make_questions(4, unanswered_every=2))
+    plain = copy.deepcopy(content)
+    for article in plain["data"]:
+        for paragraph in article["paragraphs"]:
+            paragraph["qas"][0].pop("is_impossible", None)
+    with_flag, without = (
+        squad.open_file(write(tmp_path, c, f"{number}.json"), True).questions()
+        for number, c in enumerate((content, plain))
+    )
+    assert with_flag == without
+
+
+# --- real SQuAD ----------------------------------------------------------------------------------
+
+
+@pytest.mark.realdata
+@pytest.mark.parametrize(
+    ("name", "version_2", "count", "unanswered", "answers"),
+    [
+        ("train-v1.1.json", False, 3807, 0, 3807),
+        ("dev-v1.1.json", False, 438, 0, 438),
+        ("train-v2.0.json", True, 3861, 2033, 5823),
+        ("dev-v2.0.json", True, 839, 411, 1396),
+    ],
+)
+def test_real_files(squad_dir, name, version_2, count, unanswered, answers):
+    questions = squad.open_file(squad_dir / name, version_2).questions()
+    assert len(questions) == count
+    assert sum(not question.answer_texts for question in questions) == unanswered
+    assert sum(len(question.answer_texts) for question in questions) == answers
+
+
+@pytest.mark.realdata
+def test_real_v2_file_without_the_flag(squad_dir):
+    assert "2033 of 3861 questions have no answer" in complaint(squad_dir / "train-v2.0.json")
