@@ -1,0 +1,403 @@
+#!/usr/bin/env bash
+# Builds Horovod 0.28.1, its last release, for the torch that a Python has, and installs it there.
+# Needs nothing else of this project: the file can be copied and used alone. See --help.
+set -euo pipefail
+
+horovod_version=0.28.1
+sdist_sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
+recipe=1 # raise it when the way of building changes, so that older wheels in the cache are left alone
+
+usage() {
+  cat <<END
+usage: build_horovod.sh [option...]
+
+Builds Horovod $horovod_version against the torch installed in a Python and installs it into that Python.
+The wheel is kept, so that the next environment with the same torch, MPI, CUDA and compiler takes seconds.
+
+  --python PY           the Python that has torch (default: python3)
+  --cache DIR           where wheels are kept (default: \${XDG_CACHE_HOME:-~/.cache}/hvd_bert/wheels)
+  --rebuild             build even if the cache has the wheel
+  --with-mpi            fail if MPI can't be built in;    --without-mpi   leave it out
+                        (default: MPI when mpicxx is there)
+  --with-nccl           fail if NCCL can't be built in;   --without-nccl  leave it out
+                        (default: NCCL when torch is a CUDA build and nvcc is there)
+  --cuda-home DIR       the CUDA toolkit's own folder (default: \$CUDA_HOME, else found through nvcc)
+  --nccl-home DIR       folder with include/nccl.h and lib/libnccl.so* (default: the NCCL that torch brought)
+  --cuda-arch LIST      GPU architectures, as in 80,90 (default: those that both torch and nvcc know)
+  --cxx-std N           C++ standard (default: the one that torch's own CMake files ask for)
+  --jobs N              compilers at a time (default: by cores and memory)
+  --sdist FILE          horovod-$horovod_version.tar.gz that is already here (default: from the package index)
+  --dry-run             print what would be built, and stop
+  -h, --help            this text
+CXX, CXXFLAGS, LDFLAGS and HOROVOD_CPU_OPERATIONS are honoured, and are part of the cache's key.
+END
+}
+
+say() { printf 'build_horovod: %s\n' "$*"; }
+warn() { printf 'build_horovod: warning: %s\n' "$*" >&2; }
+die() {
+  printf 'build_horovod: error: %s\n' "$1" >&2
+  shift
+  [ $# -eq 0 ] || printf '  %s\n' "$@" >&2
+  exit 1
+}
+
+parse_arguments() {
+  python=python3
+  cache=${XDG_CACHE_HOME:-${HOME:?HOME is not set: give --cache DIR}/.cache}/hvd_bert/wheels
+  rebuild=no mpi=auto nccl=auto cuda_home='' nccl_home='' cuda_arch='' cxx_std='' jobs='' sdist='' dry_run=no
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --python | --cache | --cuda-home | --nccl-home | --cuda-arch | --cxx-std | --jobs | --sdist)
+        [ $# -ge 2 ] || die "$1 needs a value (see --help)"
+        local name=${1#--}
+        printf -v "${name//-/_}" '%s' "$2"
+        shift
+        ;;
+      --rebuild) rebuild=yes ;;
+      --with-mpi) mpi=yes ;;
+      --without-mpi) mpi=no ;;
+      --with-nccl) nccl=yes ;;
+      --without-nccl) nccl=no ;;
+      --dry-run) dry_run=yes ;;
+      -h | --help) usage && exit 0 ;;
+      *) die "unknown argument $1 (see --help)" ;;
+    esac
+    shift
+  done
+}
+
+# What the build must know of the Python and its torch, as name=value lines.
+inspect_python() {
+  command -v "$python" >/dev/null || die "no such Python: $python"
+  py_soabi='' py_scripts='' py_include='' py_libc=''
+  torch_version='' torch_git='' torch_cuda='' torch_std='' torch_arches='' torch_nccl=''
+  local facts
+  facts=$("$python" - 2>&1 <<'END'
+import importlib.util, pathlib, platform, re, sys, sysconfig
+if importlib.util.find_spec("torch") is None:
+    sys.exit("torch is not installed in " + sys.executable)
+import torch
+root = pathlib.Path(torch.__file__).parent
+standards = []
+for name, pattern in (("share/cmake/Torch/TorchConfig.cmake", r"CXX_STANDARD (\d\d)"),
+                      ("utils/cpp_extension.py", r"-std=c\+\+(\d\d)")):
+    if (root / name).is_file():
+        standards += [int(n) for n in re.findall(pattern, (root / name).read_text())]
+nccl = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
+try:
+    arches = re.findall(r"\bsm_(\d+)\b", torch._C._cuda_getArchFlags() or "")
+except AttributeError:
+    arches = []
+print("py_soabi=" + str(sysconfig.get_config_var("SOABI")))
+print("py_scripts=" + sysconfig.get_path("scripts"))
+print("py_include=" + sysconfig.get_path("include"))
+print("py_libc=" + "-".join(platform.libc_ver()))
+print("torch_version=" + torch.__version__)
+print("torch_git=" + str(torch.version.git_version))
+print("torch_cuda=" + (torch.version.cuda or ""))
+print("torch_std=" + str(max(standards, default="")))
+print("torch_arches=" + " ".join(arches))
+print("torch_nccl=" + (list(nccl.submodule_search_locations)[0] if nccl else ""))
+END
+  ) || die "$python can't be built for: ${facts##*$'\n'}" "Install torch there first: $python -m pip install torch==2.13.0"
+  local line
+  while IFS= read -r line; do
+    case $line in py_*=* | torch_*=*) printf -v "${line%%=*}" '%s' "${line#*=}" ;; esac
+  done <<<"$facts"
+  [ -f "$py_include/Python.h" ] || die "Python's headers are missing ($py_include/Python.h)" \
+    "Debian or Ubuntu: apt-get install python3-dev    RHEL or Rocky: dnf install python3-devel"
+}
+
+choose_compiler() {
+  cxx=${CXX:-g++}
+  command -v "${cxx%% *}" >/dev/null || die "no C++ compiler: $cxx" \
+    "Debian or Ubuntu: apt-get install g++ make    RHEL or Rocky: dnf install gcc-c++ make    a cluster: module load gcc"
+  command -v make >/dev/null || die "make is missing" "Debian or Ubuntu: apt-get install make    RHEL or Rocky: dnf install make"
+  cxx_std=${cxx_std:-$torch_std}
+  [ -n "$cxx_std" ] || die "torch $torch_version does not say which C++ standard it needs" "Give it: --cxx-std 17 (torch 2.1+) or --cxx-std 20"
+  # shellcheck disable=SC2086  # CXX may hold a compiler and its first options, as make reads it
+  cxx_identity="$($cxx --version | head -n 1) $($cxx -dumpmachine)"
+  # shellcheck disable=SC2086
+  echo 'int main() { return 0; }' | $cxx "-std=c++$cxx_std" -fsyntax-only -x c++ - 2>/dev/null ||
+    die "this compiler does not know C++$cxx_std, which torch $torch_version needs: $cxx_identity" \
+      "Take a newer one (g++ 11 or later knows C++20) by CXX=/path/to/g++, 'module load gcc/12' or 'dnf install gcc-toolset-12'," \
+      "or an older torch (2.8 needs C++17 only)."
+}
+
+choose_mpi() {
+  mpi_identity=none
+  [ "$mpi" != no ] || return 0
+  if ! command -v mpicxx >/dev/null; then
+    [ "$mpi" = auto ] || die "MPI was asked for, but mpicxx is not on PATH" \
+      "Debian or Ubuntu: apt-get install libopenmpi-dev openmpi-bin    a cluster: module load openmpi"
+    mpi=no
+    return 0
+  fi
+  mpi=yes
+  mpi_identity="$(mpicxx -show) | $(mpicxx --showme:version 2>/dev/null || mpirun --version 2>/dev/null | head -n 1)"
+}
+
+# The toolkit's own folder: nvcc may be a link or a script elsewhere, so nvcc itself is asked.
+find_cuda_home() {
+  cuda_home=${cuda_home:-${CUDA_HOME:-${CUDA_PATH:-}}}
+  if [ -z "$cuda_home" ] && command -v nvcc >/dev/null; then
+    cuda_home=$(nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p' | head -n 1) || true
+  fi
+  [ -n "$cuda_home" ] || { [ ! -x /usr/local/cuda/bin/nvcc ] || cuda_home=/usr/local/cuda; }
+  [ -z "$cuda_home" ] || cuda_home=$(realpath -m "$cuda_home")
+  if [ -x "$cuda_home/bin/nvcc" ]; then
+    nvcc_version=$("$cuda_home/bin/nvcc" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
+  fi
+}
+
+choose_nccl() {
+  nccl_identity=none nvcc_version=''
+  [ "$nccl" != no ] || return 0
+  if [ -z "$torch_cuda" ]; then
+    [ "$nccl" = auto ] || die "NCCL was asked for, but torch $torch_version is not a CUDA build"
+    nccl=no
+    return 0
+  fi
+  find_cuda_home
+  if [ -z "$nvcc_version" ]; then
+    [ "$nccl" = auto ] || die "NCCL was asked for, but no nvcc was found" "Load a CUDA ${torch_cuda%%.*} toolkit (module load cuda/$torch_cuda) or give --cuda-home DIR."
+    warn "torch $torch_version is a CUDA build, but there is no nvcc: Horovod gets no NCCL and can't train on GPUs."
+    warn "For GPUs: load a CUDA ${torch_cuda%%.*} toolkit (module load cuda/$torch_cuda) and run this again."
+    nccl=no
+    return 0
+  fi
+  [ "${nvcc_version%%.*}" = "${torch_cuda%%.*}" ] ||
+    die "torch $torch_version is for CUDA $torch_cuda, but nvcc in $cuda_home is $nvcc_version: the major versions must be equal" \
+      "Load a CUDA ${torch_cuda%%.*} toolkit (module load cuda/$torch_cuda) or give --cuda-home DIR," \
+      "or take a torch for CUDA ${nvcc_version%%.*}, or leave the GPUs out: --without-nccl."
+  nccl_home=${nccl_home:-${HOROVOD_NCCL_HOME:-$torch_nccl}}
+  [ -f "$nccl_home/include/nccl.h" ] || die "no NCCL headers: '$nccl_home/include/nccl.h'" "Give the folder: --nccl-home DIR"
+  nccl_library=$(find -L "$nccl_home/lib" "$nccl_home/lib64" -maxdepth 1 -name 'libnccl.so*' 2>/dev/null | sort | tail -n 1)
+  [ -n "$nccl_library" ] || die "no libnccl.so* in $nccl_home/lib" "Give the folder: --nccl-home DIR"
+  nccl=yes
+  cuda_arch=${cuda_arch:-${HOROVOD_BUILD_CUDA_CC_LIST:-$(common_arches)}}
+  nccl_identity="NCCL $(sed -n 's/^#define NCCL_VERSION_CODE *//p' "$nccl_home/include/nccl.h") CUDA $nvcc_version sm $cuda_arch"
+}
+
+# The architectures that torch was built for, as far as this nvcc knows them: 80,90 if none is found.
+common_arches() {
+  local known arch list=''
+  known=" $("$cuda_home/bin/nvcc" --list-gpu-code 2>/dev/null | tr '\n' ' ') "
+  for arch in $torch_arches; do
+    case $known in *" sm_$arch "*) list+="${list:+,}$arch" ;; esac
+  done
+  echo "${list:-80,90}"
+}
+
+# Everything that makes one wheel differ from another; its hash names the wheel.
+compute_key() {
+  local flag arch_flags=''
+  for flag in f16c avx fma; do
+    grep -qsw -m 1 "$flag" /proc/cpuinfo && arch_flags+="-m$flag "
+  done
+  arch_flags=${HOROVOD_BUILD_ARCH_FLAGS:-$arch_flags}
+  build_arch_flags=$arch_flags
+  key_text="recipe $recipe
+Horovod $horovod_version $sdist_sha256
+Python $py_soabi, $py_libc, $(uname -m)
+torch $torch_version (${torch_cuda:+CUDA $torch_cuda, }$torch_git)
+compiler $cxx_identity, C++$cxx_std, ${arch_flags:-no -m flags}
+flags CXXFLAGS='${CXXFLAGS:-}' LDFLAGS='${LDFLAGS:-}' HOROVOD_CPU_OPERATIONS='${HOROVOD_CPU_OPERATIONS:-}'
+MPI $mpi_identity
+NCCL $nccl_identity
+Gloo yes"
+  key=$(printf '%s' "$key_text" | sha256sum | cut -c 1-16)
+  # The key is part of the version, so that 'pip list' and the next run can tell which build is installed.
+  local_version="torch$(tr -c 'A-Za-z0-9\n' . <<<"$torch_version").k$key"
+  features="PyTorch $torch_version, Gloo$([ "$mpi" = no ] || echo ', MPI')$([ "$nccl" = no ] || echo ', NCCL')"
+}
+
+# setuptools and packaging stay in the Python: horovodrun needs them too (distutils is gone from Python 3.12).
+install_tools() {
+  "$python" -m pip install -q 'setuptools>=70.1' packaging 'cffi>=1.4' cloudpickle psutil pyyaml
+}
+
+# cmake 3.18 or later and below 4, whose policies Horovod's bundled gloo is too old for.
+provide_cmake() {
+  local version
+  version=$(cmake --version 2>/dev/null | sed -n 's/^cmake version \([0-9]*\.[0-9]*\).*/\1/p') || true
+  if [ -n "$version" ] && [ "${version%%.*}" -eq 3 ] && [ "${version#*.}" -ge 18 ]; then
+    return 0
+  fi
+  "$python" -m pip install -q --target "$work/tools" 'cmake>=3.18,<4'
+  export PATH="$work/tools/bin:$PATH" PYTHONPATH="$work/tools${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+unpack_source() {
+  if [ -z "$sdist" ]; then
+    printf 'horovod==%s --hash=sha256:%s\n' "$horovod_version" "$sdist_sha256" >"$work/sdist.txt"
+    "$python" -m pip download -q --no-deps --no-build-isolation --no-binary :all: -d "$work" -r "$work/sdist.txt"
+    sdist=$work/horovod-$horovod_version.tar.gz
+  fi
+  echo "$sdist_sha256  $sdist" | sha256sum -c --quiet -
+  tar -xzf "$sdist" -C "$work"
+  source_dir=$work/horovod-$horovod_version
+  if [ "$nccl" = no ]; then
+    # A CUDA torch, or merely an nvcc on PATH, would pull CUDA into a build that was not asked for it.
+    # shellcheck disable=SC2016  # ${Pytorch_CUDA} is CMake's
+    sed -i 's/^string(TOUPPER "${Pytorch_CUDA}" Pytorch_CUDA)$/set(Pytorch_CUDA FALSE)/' "$source_dir/cmake/Modules/FindPytorch.cmake"
+    sed -i 's/^    enable_language(CUDA)$/    message(STATUS "CUDA is left out")/' "$source_dir/CMakeLists.txt"
+    grep -q '^set(Pytorch_CUDA FALSE)$' "$source_dir/cmake/Modules/FindPytorch.cmake"
+    grep -q 'CUDA is left out' "$source_dir/CMakeLists.txt"
+  fi
+}
+
+# Horovod's CMake files fix C++14 and drop any -std from CXXFLAGS; the last -std on the line wins, so a
+# compiler that adds its own is the one way round that needs no change to them. -g0: 20 instead of 77 MB.
+make_compiler_wrapper() {
+  local link=''
+  # shellcheck disable=SC2016  # $ORIGIN is for the loader: NCCL is found beside this package, where torch has it
+  [ "$nccl" = no ] || link='-Wl,-rpath,\$ORIGIN/../../nvidia/nccl/lib'
+  printf '#!/bin/sh\nexec %s "$@" -std=c++%s -g0 %s\n' "$cxx" "$cxx_std" "$link" >"$work/c++"
+  chmod +x "$work/c++"
+}
+
+provide_nccl() {
+  mkdir -p "$work/nccl/lib"
+  ln -s "$nccl_home/include" "$work/nccl/include"
+  ln -s "$nccl_library" "$work/nccl/lib/libnccl.so"
+  ln -s "$nccl_library" "$work/nccl/lib/libnccl.so.2"
+  export CUDA_HOME=$cuda_home HOROVOD_CUDA_HOME=$cuda_home PATH="$cuda_home/bin:$PATH"
+  export HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_HOME=$work/nccl HOROVOD_NCCL_LINK=SHARED HOROVOD_BUILD_CUDA_CC_LIST=$cuda_arch
+}
+
+count_jobs() {
+  local cores memory_gib
+  cores=$(nproc)
+  memory_gib=$(awk '/^MemAvailable/ { print int($2 / 1048576) }' /proc/meminfo)
+  local by_memory=$((memory_gib / 2)) # one of torch's translation units takes up to 2 GiB
+  [ "$by_memory" -ge 1 ] || by_memory=1
+  echo $((cores < by_memory ? cores : by_memory))
+}
+
+build_wheel() {
+  local name
+  for name in $(compgen -e HOROVOD_); do # leave only what this script decides
+    case $name in HOROVOD_CPU_OPERATIONS) ;; *) unset "$name" ;; esac
+  done
+  make_compiler_wrapper
+  [ "$nccl" = no ] || provide_nccl
+  export PATH="$py_scripts:$PATH" CXX="$work/c++" MAKEFLAGS="-j${jobs:-$(count_jobs)}"
+  export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_GLOO=1
+  if [ "$mpi" = yes ]; then export HOROVOD_WITH_MPI=1; else export HOROVOD_WITHOUT_MPI=1; fi
+  [ -z "$build_arch_flags" ] || export HOROVOD_BUILD_ARCH_FLAGS=$build_arch_flags
+  export HOROVOD_LOCAL_VERSION=$local_version
+  provide_cmake
+  unpack_source
+  "$python" -m pip wheel -v --no-deps --no-build-isolation --no-cache-dir -w "$work/wheel" "$source_dir"
+}
+
+# The wheel appears under its key by one rename, so that another run never sees half of it.
+publish_wheel() {
+  mkdir "$work/publish"
+  mv "$work"/wheel/horovod-*.whl "$work/publish/"
+  printf '%s\n' "$key_text" >"$work/publish/BUILD.txt"
+  [ "$rebuild" = no ] || rm -rf "${cache:?}/$key"
+  mv -T "$work/publish" "$cache/$key" 2>/dev/null || [ -f "$cache/$key/BUILD.txt" ]
+}
+
+logged() {
+  # Not 'if "$@"': inside a condition the shell ignores 'set -e', and a failed step would go unseen.
+  set +e
+  (
+    set -e
+    "$@"
+  ) </dev/null >>"$log" 2>&1
+  local status=$?
+  set -e
+  [ $status -eq 0 ] || {
+    tail -n 40 "$log" >&2
+    die "$1 failed (status $status); above are the last lines of $log"
+  }
+}
+
+lock_cache() {
+  command -v flock >/dev/null || return 0
+  exec 9>"$cache/$key.lock"
+  flock -n 9 || {
+    say "another run is building the same wheel; waiting for it"
+    flock 9 || warn "$cache does not support locks; going on without one"
+  }
+}
+
+build_and_publish() {
+  if [ "$rebuild" = no ] && [ -f "$cache/$key/BUILD.txt" ]; then
+    say "the wheel is in the cache: $cache/$key"
+    return 0
+  fi
+  work=$(mktemp -d "$cache/.build.XXXXXX")
+  trap 'rm -rf "$work"' EXIT
+  say "building for $features, C++$cxx_std; about 5 minutes on 2 cores; log: $log"
+  local start=$SECONDS
+  logged install_tools
+  logged build_wheel
+  logged publish_wheel
+  say "built in $((SECONDS - start)) s: $cache/$key"
+}
+
+install_wheel() {
+  logged install_tools
+  logged "$python" -m pip install -q --no-deps --force-reinstall "$cache/$key"/horovod-*.whl
+}
+
+# A build that lacks a part says nothing about it, so both of Horovod's own accounts are read.
+check_build() {
+  local report wanted missing=''
+  report=$("$py_scripts/horovodrun" --check-build 2>&1) || die "horovodrun --check-build failed:" "$report"
+  wanted="PyTorch Gloo$([ "$mpi" = no ] || echo ' MPI')$([ "$nccl" = no ] || echo ' NCCL')"
+  local part
+  for part in $wanted; do
+    grep -qF "[X] $part" <<<"$report" || missing+=" $part"
+  done
+  local built
+  built=$("$python" - 2>&1 <<'END'
+import horovod.torch as hvd
+found = {"Gloo": hvd.gloo_built(), "MPI": hvd.mpi_built(), "NCCL": hvd.nccl_built()}
+print("built:", *(name for name, there in found.items() if there), "")
+END
+  ) || die "Horovod was built but can't be imported:" "$built"
+  built=$(grep '^built: ' <<<"$built")
+  for part in ${wanted#PyTorch }; do
+    case " $built " in *" $part "*) ;; *) missing+=" $part(import)" ;; esac
+  done
+  [ -z "$missing" ] || die "Horovod lacks what was asked for:$missing" "$report"
+}
+
+installed_version() {
+  "$python" -c 'import importlib.metadata as m; print(m.version("horovod"))' 2>/dev/null || true
+}
+
+main() {
+  parse_arguments "$@"
+  inspect_python
+  choose_compiler
+  choose_mpi
+  choose_nccl
+  compute_key
+  if [ "$dry_run" = yes ]; then
+    printf '%s\nkey %s\n' "$key_text" "$key"
+    exit 0
+  fi
+  mkdir -p "$cache"
+  cache=$(cd "$cache" && pwd)
+  log=$cache/$key.log
+  if [ "$rebuild" = no ] && [ "$(installed_version)" = "$horovod_version+$local_version" ]; then
+    check_build
+    say "already installed: Horovod $horovod_version for $features"
+    return 0
+  fi
+  lock_cache
+  : >"$log"
+  build_and_publish
+  install_wheel
+  check_build
+  say "installed: Horovod $horovod_version for $features"
+}
+
+main "$@"

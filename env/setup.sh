@@ -1,0 +1,342 @@
+#!/usr/bin/env bash
+# All the set-up this project needs: a virtual environment with torch, Horovod built for it, and the package itself.
+# Safe to repeat: with nothing to do it takes a moment. See --help.
+set -euo pipefail
+
+default_torch=2.13.0
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+usage() {
+  cat <<END
+usage: env/setup.sh [option...]
+
+Makes .venv: torch first, then Horovod built against it (env/build_horovod.sh), then requirements.txt and this package.
+What an option chose is remembered in the environment and kept by later runs that do not name it.
+
+  --python PY       Python 3.10 or later to make the environment from (default: python3, else the newest on PATH)
+  --venv DIR        the environment's folder (default: .venv in this clone)
+  --torch SPEC      a version (2.8.0), a requirement ('torch>=2.8,<2.9') or a wheel file (default: $default_torch)
+  --torch-index URL package index for torch alone, as in https://download.pytorch.org/whl/cpu
+  --with-mpi | --without-mpi      demand MPI, or leave it out (default: MPI when mpicxx is there or apt can bring it)
+  --with-nccl | --without-nccl    demand NCCL, or leave it out (default: NCCL when torch has CUDA and nvcc is there)
+  --auto            forget what --with-... and --without-... options chose
+  --dev             add what scripts/test.sh needs (env/requirements-dev.txt)
+  --no-apt          never install system packages, even as root
+  -h, --help        this text
+END
+}
+
+die() {
+  printf 'env/setup.sh: error: %s\n' "$1" >&2
+  shift
+  [ $# -eq 0 ] || printf '  %s\n' "$@" >&2
+  exit 1
+}
+warn() { printf 'env/setup.sh: warning: %s\n' "$*" >&2; }
+say() { printf '%s\n' "$*"; }
+
+parse_arguments() {
+  python='' venv=$root/.venv dev=no use_apt=yes auto=no
+  given_torch='' given_torch_index='' given_mpi='' given_nccl=''
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --python | --venv | --torch | --torch-index)
+        [ $# -ge 2 ] && [ -n "$2" ] || die "$1 needs a value (see --help)"
+        case $1 in
+          --python) python=$2 ;;
+          --venv) venv=$2 ;;
+          --torch) given_torch=$2 ;;
+          --torch-index) given_torch_index=$2 ;;
+        esac
+        shift
+        ;;
+      --with-mpi) given_mpi=yes ;;
+      --without-mpi) given_mpi=no ;;
+      --with-nccl) given_nccl=yes ;;
+      --without-nccl) given_nccl=no ;;
+      --auto) auto=yes ;;
+      --dev) dev=yes ;;
+      --no-apt) use_apt=no ;;
+      -h | --help) usage && exit 0 ;;
+      *) die "unknown argument $1 (see --help)" ;;
+    esac
+    shift
+  done
+  venv=$(realpath -m "$venv")
+  case $given_torch in
+    '' | torch*) ;;
+    *.whl)
+      [ -f "$given_torch" ] || die "--torch: no such file: $given_torch"
+      given_torch="torch @ file://$(realpath "$given_torch")"
+      ;;
+    [0-9]*) given_torch="torch==$given_torch" ;;
+    *) die "--torch $given_torch: give a version (2.8.0), a requirement ('torch>=2.8,<2.9') or a wheel file" ;;
+  esac
+}
+
+# Choices are kept in the environment, since scripts/demo.sh and scripts/test.sh run this file without options.
+load_settings() {
+  torch="torch==$default_torch" torch_index='' mpi=auto nccl=auto mpi_seen=none nvcc_seen=none torch_installed='' horovod_version=''
+  if [ -f "$venv/hvd_bert.settings" ]; then
+    local name value
+    while IFS='=' read -r name value; do
+      case $name in torch | torch_index | torch_installed | mpi | nccl | mpi_seen | nvcc_seen | horovod_version) printf -v "$name" '%s' "$value" ;; esac
+    done <"$venv/hvd_bert.settings"
+  fi
+  [ "$auto" = no ] || mpi=auto nccl=auto
+  if [ -n "$given_torch" ]; then torch=$given_torch torch_index=''; fi
+  torch_index=${given_torch_index:-$torch_index}
+  mpi=${given_mpi:-$mpi}
+  nccl=${given_nccl:-$nccl}
+}
+
+save_settings() {
+  local name
+  for name in torch torch_index torch_installed mpi nccl mpi_seen nvcc_seen horovod_version; do
+    printf '%s=%s\n' "$name" "${!name}"
+  done >"$venv/hvd_bert.settings.new"
+  mv "$venv/hvd_bert.settings.new" "$venv/hvd_bert.settings"
+}
+
+# A compiler module that is merely not loaded today (a compute node, say) must not undo the MPI or NCCL of yesterday.
+look_for_mpi_and_cuda() {
+  if [ "$mpi" != no ] && command -v mpicxx >/dev/null; then
+    mpi_seen="$(command -v mpicxx) $(mpicxx -show 2>&1 | tr '\n' ' ') $(mpirun --version 2>/dev/null | head -n 1)"
+  fi
+  if [ "$nccl" != no ] && command -v nvcc >/dev/null; then
+    nvcc_seen="$(command -v nvcc) $(nvcc --version 2>&1 | tail -n 1)"
+  fi
+}
+
+venv_python_identity() { "$venv/bin/python" -c 'import sys; print(sys.prefix, sys.base_prefix, sys.version, sep="|")' 2>/dev/null; }
+
+fingerprint() {
+  local files=(requirements.txt pyproject.toml env/setup.sh env/build_horovod.sh)
+  [ "$1" != dev ] || files+=(env/requirements-dev.txt)
+  {
+    cat "${files[@]/#/$root/}"
+    printf '%s\n' "$root" "$(venv_python_identity)" "$torch" "$torch_index" "$mpi" "$nccl" "$mpi_seen" "$nvcc_seen"
+  } | sha256sum | cut -c 1-32
+}
+
+# Is what the stamp vouches for still there? Reads package metadata only, so it takes a fraction of a second.
+still_there() {
+  [ -x "$venv/bin/horovodrun" ] && "$venv/bin/python" - "$horovod_version" "$root/requirements.txt" <<'END' >/dev/null 2>&1
+import importlib.metadata as metadata, re, sys
+assert metadata.version("horovod") == sys.argv[1]
+metadata.version("hvd-bert"), metadata.version("torch"), metadata.version("pip")
+for line in open(sys.argv[2]):
+    pin = re.match(r"([\w-]+)==([\w.]+)\s*(?:#.*)?$", line)
+    if pin and pin[1] not in ("torch", "mpi4py"):
+        assert metadata.version(pin[1]) == pin[2], line
+END
+}
+
+up_to_date() {
+  local kind
+  for kind in base $([ "$dev" = no ] || echo dev); do
+    [ "$(cat "$venv/hvd_bert.$kind.stamp" 2>/dev/null)" = "$(fingerprint "$kind")" ] || return 1
+  done
+  still_there
+}
+
+works_as_base() {
+  "$1" -c 'import sys, venv, ensurepip, ssl; sys.exit(not ((3, 10) <= sys.version_info[:2]))' >/dev/null 2>&1
+}
+
+find_python() {
+  local candidate
+  if [ -n "$python" ]; then
+    command -v "$python" >/dev/null || die "--python $python: no such program"
+    works_as_base "$python" || try_apt "$("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])' 2>/dev/null)"
+    works_as_base "$python" || die "--python $python: it must be Python 3.10 or later with its venv and ssl modules" \
+      "Debian or Ubuntu: apt-get install python3-venv python3-dev"
+    return 0
+  fi
+  for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
+    if works_as_base "$candidate"; then
+      python=$candidate
+      return 0
+    fi
+  done
+  try_apt python3 python3-venv python3-dev
+  python=python3
+  works_as_base "$python" || die "no Python 3.10 or later (with its venv module) was found" \
+    "Debian or Ubuntu: apt-get install python3 python3-venv python3-dev" \
+    "RHEL or Rocky: dnf install python3.11 python3.11-devel    a cluster: module load python    or name one: --python PY"
+}
+
+can_apt() { [ "$use_apt" = yes ] && [ "$(id -u)" -eq 0 ] && [ -f /etc/debian_version ] && command -v apt-get >/dev/null; }
+
+# Installs Debian packages when that is possible; whether it helped is for the caller to look at.
+try_apt() {
+  can_apt && [ -n "$*" ] || return 0
+  say "      apt-get install $*"
+  {
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get -o DPkg::Lock::Timeout=300 update
+    apt-get -o DPkg::Lock::Timeout=300 install -y --no-install-recommends "$@"
+  } </dev/null >>"$log" 2>&1 || warn "apt-get install $* failed; see $log"
+}
+
+provide_system_packages() {
+  local packages=()
+  command -v "${CXX:-g++}" >/dev/null || packages+=(g++)
+  command -v make >/dev/null || packages+=(make)
+  [ -f "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ||
+    packages+=("$("$venv/bin/python" -c 'import sys; print("python%d.%d-dev" % sys.version_info[:2])')")
+  if [ "$mpi" != no ] && { ! command -v mpicxx || ! command -v mpirun; } >/dev/null; then
+    packages+=(openmpi-bin libopenmpi-dev openssh-client)
+  fi
+  [ ${#packages[@]} -eq 0 ] || try_apt "${packages[@]}"
+  look_for_mpi_and_cuda
+
+  { command -v "${CXX:-g++}" && command -v make; } >/dev/null || die "a C++ compiler and make are needed to build Horovod" \
+    "Debian or Ubuntu: apt-get install g++ make    RHEL or Rocky: dnf install gcc-c++ make    a cluster: module load gcc"
+  if [ "$mpi" = no ] || command -v mpicxx >/dev/null; then return 0; fi
+  [ "$mpi_seen" = none ] || die "this environment's Horovod has MPI, but mpicxx is not on PATH now" \
+    "It was: $mpi_seen" "Load the same MPI again (module load openmpi), or choose: --without-mpi"
+  [ "$mpi" = auto ] || die "--with-mpi: mpicxx is not on PATH" \
+    "Debian or Ubuntu: apt-get install openmpi-bin libopenmpi-dev    RHEL or Rocky: dnf install openmpi-devel" \
+    "a cluster: module load openmpi"
+  warn "no Open MPI here (mpicxx is not on PATH): Horovod will have Gloo only, which trains as well but not under srun or mpirun."
+  warn "To have MPI: 'module load openmpi' or 'apt-get install openmpi-bin libopenmpi-dev', then run this again."
+}
+
+make_venv() {
+  if [ -e "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ] && [ "$venv" != "$root/.venv" ] && [ -n "$(ls -A "$venv")" ]; then
+    die "--venv $venv: the folder is there and is no virtual environment; name another one"
+  fi
+  local identity
+  identity=$(venv_python_identity) || identity=''
+  if [ "${identity%%|*}" = "$venv" ] && "$venv/bin/python" -m pip --version >/dev/null 2>&1 && same_base; then
+    return 0
+  fi
+  find_python
+  [ ! -e "$venv" ] || say "      $venv is incomplete or of another Python: making it anew"
+  logged "$python" -m venv --clear "$venv"
+  torch_installed='' mpi_seen=none nvcc_seen=none horovod_version='' # what was chosen stays, what was found there went
+}
+
+# Is the environment made from the Python that --python names?
+same_base() {
+  [ -z "$python" ] || [ "$("$python" -c 'import sys; print(sys.base_prefix, sys.version)' 2>/dev/null)" = \
+    "$("$venv/bin/python" -c 'import sys; print(sys.base_prefix, sys.version)')" ]
+}
+
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+version_of() { "$venv/bin/python" -c 'import importlib.metadata as m, sys; print(m.version(sys.argv[1]))' "$1" 2>/dev/null; }
+
+install_torch() {
+  local again=()
+  if version_of torch >/dev/null && [ "$torch_installed" != "$torch@$torch_index" ]; then again=(--force-reinstall); fi
+  pip install --progress-bar off "${again[@]}" ${torch_index:+--index-url "$torch_index"} "$torch"
+  "$venv/bin/python" -c 'import torch; torch.ones(2).sum().item()'
+}
+
+build_horovod() {
+  local options=()
+  [ "$mpi" = auto ] || options+=("$(choice "$mpi" mpi)")
+  [ "$nccl" = auto ] || options+=("$(choice "$nccl" nccl)")
+  bash "$root/env/build_horovod.sh" --python "$venv/bin/python" "${options[@]}" </dev/null | sed 's/^build_horovod: /      /'
+  horovod_version=$(version_of horovod)
+}
+choice() { if [ "$1" = yes ]; then echo "--with-$2"; else echo "--without-$2"; fi; }
+has_mpi() { "$venv/bin/python" -c 'import sys, horovod.torch as hvd; sys.exit(not hvd.mpi_built())' 2>/dev/null; }
+
+# torch and Horovod are there by now and must stay as they are; mpi4py makes sense only with MPI.
+install_requirements() {
+  local skip='^(torch|horovod)\b'
+  has_mpi || skip='^(torch|horovod|mpi4py)\b'
+  grep -vE "$skip" "$root/requirements.txt" >"$venv/hvd_bert.requirements.txt"
+  printf 'torch==%s\n' "$(version_of torch)" >"$venv/hvd_bert.constraints.txt"
+  local files=(-r "$venv/hvd_bert.requirements.txt")
+  [ "$dev" = no ] || files+=(-r "$root/env/requirements-dev.txt")
+  pip install --progress-bar off -c "$venv/hvd_bert.constraints.txt" "${files[@]}"
+  ! has_mpi || match_mpi4py
+  pip install --no-deps --no-build-isolation --config-settings editable_mode=compat -e "$root"
+  pip check || true # for the log
+}
+
+# mpi4py's wheel takes the first libmpi it finds; two different ones in a process crash it.
+match_mpi4py() {
+  one_libmpi && return 0
+  echo "mpi4py's wheel does not load the MPI of Horovod: building it from source"
+  MPICC=$(command -v mpicc) pip install --no-binary mpi4py --no-deps --no-cache-dir --force-reinstall "$(grep -E '^mpi4py' "$root/requirements.txt")"
+  one_libmpi
+}
+one_libmpi() {
+  "$venv/bin/python" - <<'END'
+import mpi4py
+mpi4py.rc.initialize = False
+import horovod.torch
+from mpi4py import MPI
+found = {line.split()[-1] for line in open("/proc/self/maps") if "/libmpi.so" in line or "/libmpich" in line}
+print("MPI libraries in use:", *sorted(found))
+raise SystemExit(len(found) != 1)
+END
+}
+
+logged() {
+  # Not 'if "$@"': inside a condition the shell ignores 'set -e', and a failed step would go unseen.
+  set +e
+  (
+    set -e
+    "$@"
+  ) </dev/null >>"$log" 2>&1
+  local status=$?
+  set -e
+  [ $status -eq 0 ] || {
+    tail -n 25 "$log" >&2
+    die "$1 failed (status $status); above are the last lines of $log"
+  }
+}
+
+set_up() {
+  local start=$SECONDS
+  say "Setting up $venv (details: $log)"
+  rm -f "$venv"/hvd_bert.*.stamp
+  make_venv
+  say "[1/5] Python: $("$venv/bin/python" --version)"
+  save_settings # now already, so that a run that is broken off keeps the choice
+  provide_system_packages
+  say "[2/5] system packages: $(${CXX:-g++} --version | head -n 1), $(mpirun --version 2>/dev/null | head -n 1 | grep . || echo 'no MPI')"
+  say "[3/5] torch: $torch (the CUDA builds are several GB)"
+  logged install_torch
+  torch_installed=$torch@$torch_index
+  save_settings
+  say "[4/5] Horovod for torch $(version_of torch)"
+  build_horovod
+  say "[5/5] requirements.txt$([ "$dev" = no ] || echo ', env/requirements-dev.txt') and this package"
+  logged install_requirements
+  save_settings
+  fingerprint base >"$venv/hvd_bert.base.stamp"
+  [ "$dev" = no ] || fingerprint dev >"$venv/hvd_bert.dev.stamp"
+  say "Ready in $((SECONDS - start)) s: $venv/bin/python (or: source $venv/bin/activate)"
+}
+
+lock() {
+  mkdir -p "$(dirname "$venv")"
+  command -v flock >/dev/null || return 0
+  exec 8>"$venv.lock"
+  flock -n 8 || {
+    say "Another env/setup.sh works on $venv; waiting for it"
+    flock 8 || warn "$venv.lock: this file system has no locks; going on without one"
+  }
+}
+
+main() {
+  parse_arguments "$@"
+  log=$venv.setup.log
+  lock
+  load_settings
+  look_for_mpi_and_cuda
+  if same_base && up_to_date; then
+    say "Set-up is up to date: $venv"
+    return 0
+  fi
+  : >"$log"
+  set_up
+}
+
+main "$@"

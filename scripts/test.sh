@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Sets up and runs every check: ruff, mypy, shellcheck, then the tests in the tiers unit, parallel, integration.
+#   bash scripts/test.sh                       everything
+#   bash scripts/test.sh tests/unit -k plan    only pytest, with these arguments
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+bash env/setup.sh --dev </dev/null
+export PATH="$PWD/.venv/bin:$PATH"
+# One thread per process: the tests start up to four ranks, often on two cores.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
+# Nothing in the tests may depend on a network.
+export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
+if [ "$(id -u)" -eq 0 ]; then
+  export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+fi
+
+if [ $# -gt 0 ]; then
+  exec python -m pytest "$@" </dev/null
+fi
+
+check() {
+  printf -- '-- %s\n' "$*"
+  "$@" </dev/null
+}
+check ruff check .
+check ruff format --check .
+check mypy
+mapfile -t shell_scripts < <(git ls-files --cached --others --exclude-standard 2>/dev/null -- '*.sh' '*.slurm' .ci/run |
+  grep . || find env scripts .ci -type f \( -name '*.sh' -o -name '*.slurm' -o -name run \))
+check shellcheck "${shell_scripts[@]}"
+check python -m pytest tests/unit tests/parallel tests/integration
