@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Builds Horovod 0.28.1, its last release, for the torch that a Python has, and installs it there.
 # Needs nothing else of this project: the file can be copied and used alone. See --help.
-set -euo pipefail
+set -Eeuo pipefail
+trap 'echo "build_horovod: error: line $LINENO failed: $BASH_COMMAND" >&2' ERR
 
 horovod_version=0.28.1
 sdist_sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
@@ -173,7 +174,7 @@ choose_nccl() {
       "or take a torch for CUDA ${nvcc_version%%.*}, or leave the GPUs out: --without-nccl."
   nccl_home=${nccl_home:-${HOROVOD_NCCL_HOME:-$torch_nccl}}
   [ -f "$nccl_home/include/nccl.h" ] || die "no NCCL headers: '$nccl_home/include/nccl.h'" "Give the folder: --nccl-home DIR"
-  nccl_library=$(find -L "$nccl_home/lib" "$nccl_home/lib64" -maxdepth 1 -name 'libnccl.so*' 2>/dev/null | sort | tail -n 1)
+  nccl_library=$(find -L "$nccl_home/lib" "$nccl_home/lib64" -maxdepth 1 -name 'libnccl.so*' 2>/dev/null | sort | tail -n 1) || true
   [ -n "$nccl_library" ] || die "no libnccl.so* in $nccl_home/lib" "Give the folder: --nccl-home DIR"
   nccl=yes
   cuda_arch=${cuda_arch:-${HOROVOD_BUILD_CUDA_CC_LIST:-$(common_arches)}}
@@ -400,4 +401,4 @@ main() {
   say "installed: Horovod $horovod_version for $features"
 }
 
-main "$@"
+main "$@"; exit # on one line: the file may be changed while it runs

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # All the set-up this project needs: a virtual environment with torch, Horovod built for it, and the package itself.
 # Safe to repeat: with nothing to do it takes a moment. See --help.
-set -euo pipefail
+set -Eeuo pipefail
+trap 'echo "env/setup.sh: error: line $LINENO failed: $BASH_COMMAND" >&2' ERR
 
 default_torch=2.13.0
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -339,4 +340,4 @@ main() {
   set_up
 }
 
-main "$@"
+main "$@"; exit # on one line: the file may be changed while it runs

@@ -1,0 +1,160 @@
+"""What env/build_horovod.sh decides from torch, the compiler, MPI and CUDA (--dry-run: nothing is built)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Machine:
+    """A made-up machine: a torch that only says what the script asks for, and programs put first on PATH."""
+
+    folder: Path
+    env: dict[str, str] = field(default_factory=dict)
+
+    def torch(self, version: str, cuda: str = "None", standard: int = 20) -> None:
+        package = self.folder / "torch"
+        cmake = package / "share/cmake/Torch"
+        cmake.mkdir(parents=True, exist_ok=True)
+        (cmake / "TorchConfig.cmake").write_text(f"set_target_properties(torch CXX_STANDARD {standard})\n")
+        (package / "__init__.py").write_text(
+            "from types import SimpleNamespace\n"
+            f"__version__ = {version!r}\n"
+            f"version = SimpleNamespace(cuda={cuda}, git_version='abc')\n"
+            "_C = SimpleNamespace(_cuda_getArchFlags=lambda: 'sm_70 sm_80 sm_90')\n"
+        )
+
+    def program(self, name: str, text: str, folder: str = "bin") -> None:
+        path = self.folder / folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("#!/bin/sh\n" + text)
+        path.chmod(0o755)
+
+    def toolkit(self, release: str) -> None:
+        """A CUDA toolkit whose nvcc knows sm_80 and sm_90, and NCCL headers."""
+        self.program(
+            "nvcc",
+            'case "$1" in\n'
+            f"  --version) echo 'Cuda compilation tools, release {release}, V{release}.1' ;;\n"
+            "  --list-gpu-code) printf 'sm_80\\nsm_90\\n' ;;\n"
+            "esac\n",
+            "cuda/bin",
+        )
+        nccl = self.folder / "nccl"
+        (nccl / "include").mkdir(parents=True)
+        (nccl / "lib").mkdir()
+        (nccl / "include/nccl.h").write_text("#define NCCL_VERSION_CODE 22803\n")
+        (nccl / "lib/libnccl.so.2").touch()
+        self.env |= {"CUDA_HOME": str(self.folder / "cuda"), "HOROVOD_NCCL_HOME": str(nccl)}
+
+    def without(self, *names: str) -> None:
+        """Hide programs: PATH becomes one folder of links to all others."""
+        links = self.folder / "links"
+        links.mkdir()
+        for place in ("/usr/bin", "/bin"):
+            for program in Path(place).iterdir():
+                if program.name not in names and not (links / program.name).is_symlink():
+                    (links / program.name).symlink_to(program)
+        self.env["PATH"] = str(links)
+
+    def run(self, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        path = f"{self.folder / 'bin'}:{self.env.get('PATH', os.environ['PATH'])}"
+        drop = ("CXX", "CXXFLAGS", "LDFLAGS", "CUDA_HOME", "CUDA_PATH")
+        env = {k: v for k, v in os.environ.items() if k not in drop and not k.startswith("HOROVOD_")}
+        env |= self.env | {"PATH": path, "PYTHONPATH": str(self.folder), "HOME": str(self.folder)}
+        command = ["/bin/bash", str(ROOT / "env" / script), *arguments]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+    def plan(self, *arguments: str) -> dict[str, str]:
+        """The dry run's lines by their first word."""
+        result = self.run("build_horovod.sh", "--python", sys.executable, "--dry-run", *arguments)
+        assert result.returncode == 0, result.stderr
+        return dict(line.split(" ", 1) for line in result.stdout.splitlines())
+
+    def refusal(self, *arguments: str) -> str:
+        result = self.run("build_horovod.sh", "--python", sys.executable, "--dry-run", *arguments)
+        assert result.returncode == 1 and not result.stdout
+        return result.stderr
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    made = Machine(tmp_path)
+    made.torch("2.13.0+cpu")
+    return made
+
+
+@pytest.mark.parametrize("standard", [17, 20])
+def test_the_cxx_standard_is_the_one_torch_asks_for(machine: Machine, standard: int) -> None:
+    machine.torch("2.8.0", standard=standard)
+    assert f"C++{standard}," in machine.plan()["compiler"]
+
+
+def test_a_compiler_too_old_for_torch_is_refused_before_the_build(machine: Machine) -> None:
+    machine.program("g++-8", 'case "$*" in *-std=c++20*) exit 1 ;; *) echo g++ 8.5.0 ;; esac\n')
+    machine.env["CXX"] = "g++-8"
+    assert "does not know C++20, which torch 2.13.0+cpu needs: g++ 8.5.0" in machine.refusal()
+
+
+def test_the_key_is_stable_and_follows_what_matters(machine: Machine) -> None:
+    machine.program("mpicxx", "echo $MPI_VERSION\n")
+    machine.env["MPI_VERSION"] = "Open MPI 4.1.4"
+    keys = [machine.plan()["key"], machine.plan()["key"]]
+    assert keys[0] == keys[1]
+    machine.env["MPI_VERSION"] = "Open MPI 5.0.1"
+    keys.append(machine.plan()["key"])
+    keys.append(machine.plan("--without-mpi")["key"])
+    machine.env["CXXFLAGS"] = "-O1"
+    keys.append(machine.plan()["key"])
+    machine.torch("2.12.0+cpu")
+    keys.append(machine.plan()["key"])
+    assert len(set(keys)) == 5
+
+
+def test_mpi_is_left_out_where_there_is_none_unless_demanded(machine: Machine) -> None:
+    machine.without("mpicxx", "mpicxx.openmpi", "nvcc")
+    assert machine.plan()["MPI"] == "none"
+    assert "mpicxx is not on PATH" in machine.refusal("--with-mpi")
+
+
+def test_nccl_comes_with_a_cuda_torch_and_a_toolkit_of_its_major_version(machine: Machine) -> None:
+    machine.torch("2.8.0+cu128", cuda="'12.8'", standard=17)
+    machine.toolkit("12.4")
+    assert machine.plan()["NCCL"] == "NCCL 22803 CUDA 12.4 sm 80,90"
+    assert machine.plan("--cuda-arch", "80")["NCCL"].endswith("sm 80")
+    assert machine.plan("--without-nccl")["NCCL"] == "none"
+
+
+def test_a_toolkit_of_another_major_version_is_refused(machine: Machine) -> None:
+    machine.torch("2.8.0+cu128", cuda="'12.8'", standard=17)
+    machine.toolkit("13.0")
+    message = machine.refusal()
+    assert "torch 2.8.0+cu128 is for CUDA 12.8, but nvcc in" in message and "--without-nccl" in message
+
+
+def test_nccl_can_not_be_demanded_of_a_cpu_torch(machine: Machine) -> None:
+    assert "not a CUDA build" in machine.refusal("--with-nccl")
+
+
+def test_setup_leaves_a_folder_alone_that_is_no_environment(machine: Machine) -> None:
+    precious = machine.folder / "papers"
+    precious.mkdir()
+    (precious / "thesis.tex").write_text("done")
+    result = machine.run("setup.sh", "--venv", str(precious))
+    assert result.returncode == 1 and "no virtual environment" in result.stderr
+    assert [path.name for path in precious.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("arguments", [["--torch", "newest"], ["--tarch"], ["--python"]])
+def test_setup_refuses_arguments_it_does_not_know(machine: Machine, arguments: list[str]) -> None:
+    result = machine.run("setup.sh", "--venv", str(machine.folder / "venv"), *arguments)
+    assert result.returncode == 1 and result.stderr.startswith("env/setup.sh: error: ")
+    assert not (machine.folder / "venv").exists()
