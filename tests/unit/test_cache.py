@@ -1,0 +1,189 @@
+"""One build per key, whoever comes when, and whatever was left behind."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import signal
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from hvd_bert.data import cache
+from hvd_bert.errors import UserError
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def is_whole(entry: Path) -> bool:
+    return (entry / "data").is_file() and (entry / "data").read_text() == "whole"
+
+
+def build(folder: Path) -> None:
+    (folder / "data").write_text("whole")
+
+
+def never(folder: Path) -> None:
+    raise AssertionError("must not be built")
+
+
+def build_with_log(folder: Path) -> None:
+    with open(folder.parent / "log", "a") as log:
+        log.write(f"{os.getpid()}\n")
+    time.sleep(0.3)  # long enough for the others to come meanwhile; what is asserted does not hang on it
+    build(folder)
+
+
+def come_together(cache_dir: Path, barrier, overwrite: bool) -> None:
+    barrier.wait()
+    assert is_whole(cache.folder(cache_dir, "key", build_with_log, is_whole, overwrite=overwrite))
+
+
+def build_half_and_wait(cache_dir: Path, started) -> None:
+    def half(folder: Path) -> None:
+        (folder / "data").write_text("wh")
+        started.set()
+        signal.pause()
+
+    cache.folder(cache_dir, "key", half, is_whole)
+
+
+@pytest.mark.parametrize("flock", [True, False], ids=["flock", "no flock"])
+def test_four_processes_at_once_build_once(tmp_path, flock):
+    # Without flock, the children take the other path: a lock by the presence of a file.
+    target = come_together if flock else come_together_without_flock
+    barrier = SPAWN.Barrier(4)
+    children = [SPAWN.Process(target=target, args=(tmp_path, barrier, False)) for _ in range(4)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0] * 4
+    assert len((tmp_path / "log").read_text().split()) == 1
+    assert not list(tmp_path.glob("tmp-*"))
+
+
+def come_together_without_flock(cache_dir: Path, barrier, overwrite: bool) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    fcntl.flock = refuse
+    come_together(cache_dir, barrier, overwrite)
+
+
+def test_a_found_entry_is_not_built_again(tmp_path):
+    entry = cache.folder(tmp_path, "key", build, is_whole)
+    before = (entry / "data").stat().st_ino
+    assert cache.folder(tmp_path, "key", never, is_whole) == entry
+    assert (entry / "data").stat().st_ino == before
+
+
+def test_a_broken_entry_is_built_again(tmp_path):
+    entry = cache.folder(tmp_path, "key", build, is_whole)
+    (entry / "data").write_text("who")
+    assert is_whole(cache.folder(tmp_path, "key", build, is_whole))
+
+
+def test_overwriting_leaves_the_old_copy_readable_to_those_who_hold_it(tmp_path):
+    entry = cache.folder(tmp_path, "key", build, is_whole)
+    with open(entry / "data") as held:
+        before = os.fstat(held.fileno()).st_ino
+        cache.folder(tmp_path, "key", build, is_whole, overwrite=True)
+        assert (entry / "data").stat().st_ino != before
+        assert held.read() == "whole"
+        assert os.fstat(held.fileno()).st_nlink == 1  # put aside: over NFS a removed file would be gone
+
+
+def test_a_killed_builder_leaves_no_lock_and_what_it_left_is_removed(tmp_path):
+    started = SPAWN.Event()
+    child = SPAWN.Process(target=build_half_and_wait, args=(tmp_path, started))
+    child.start()
+    assert started.wait(60)
+    child.kill()
+    child.join()
+    assert len(list(tmp_path.glob("tmp-*"))) == 1
+    assert not (tmp_path / "key").exists()
+    assert is_whole(cache.folder(tmp_path, "key", build, is_whole))
+    assert not list(tmp_path.glob("tmp-*"))
+
+
+def test_leftovers_of_others_go_after_a_day(tmp_path):
+    for name, age_days in (("tmp-other-far-1", 2), ("old-1", 2), ("tmp-other-far-2", 0), ("old-2", 0)):
+        (tmp_path / name).mkdir()
+        then = (tmp_path / name).stat().st_mtime - age_days * 24 * 3600
+        os.utime(tmp_path / name, (then, then))
+    cache.folder(tmp_path, "key", build, is_whole)
+    assert {path.name for path in tmp_path.iterdir()} == {"tmp-other-far-2", "old-2", "key", "key.lock"}
+
+
+def test_a_failed_build_leaves_nothing_and_may_be_tried_again(tmp_path):
+    def fail(folder: Path) -> None:
+        build(folder)
+        raise UserError("the questions are wrong")
+
+    with pytest.raises(UserError, match="the questions are wrong"):
+        cache.folder(tmp_path, "key", fail, is_whole)
+    assert [path.name for path in tmp_path.iterdir()] == ["key.lock"]
+    assert is_whole(cache.folder(tmp_path, "key", build, is_whole))
+
+
+def test_another_node_that_was_first_wins(tmp_path):
+    """Locks of some file systems do not reach across nodes: then two may build."""
+
+    def build_late(folder: Path) -> None:
+        build(folder)
+        (tmp_path / "key").mkdir()
+        (tmp_path / "key" / "data").write_text("whole")
+        (tmp_path / "key" / "of the other").touch()
+
+    real_exists = Path.exists
+    with pytest.MonkeyPatch.context() as patch:  # it comes between the look and the rename
+        patch.setattr(Path, "exists", lambda path: path.name != "key" and real_exists(path))
+        entry = cache.folder(tmp_path, "key", build_late, is_whole)
+    assert (entry / "of the other").exists()
+    assert not list(tmp_path.glob("tmp-*"))
+
+
+def test_full_disk_says_what_to_set(tmp_path):
+    def fill(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(UserError, match=r"cannot be written: No space left on device\. Set HVD_BERT_CACHE"):
+        cache.folder(tmp_path, "key", fill, is_whole)
+
+
+def test_unusable_folder_says_what_to_set(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot be written: Not a directory\..*HVD_BERT_CACHE"):
+        cache.folder(tmp_path / "file" / "windows", "key", build, is_whole)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_read_only_cache_serves_what_it_has_and_refuses_what_it_has_not(tmp_path):
+    entry = cache.folder(tmp_path, "key", build, is_whole)
+    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    try:
+        assert cache.folder(tmp_path, "key", never, is_whole) == entry
+        with pytest.raises(UserError, match="Permission denied"):
+            cache.folder(tmp_path, "other", build, is_whole)
+    finally:
+        tmp_path.chmod(stat.S_IRWXU)
+
+
+@pytest.mark.parametrize(
+    ("own", "xdg", "expected"),
+    [
+        ("/own", "/xdg", "/own/windows"),
+        ("", "/xdg", "/xdg/hvd_bert/windows"),
+        ("", "", "/home/u/.cache/hvd_bert/windows"),
+    ],
+)
+def test_default_folder(monkeypatch, own, xdg, expected):
+    monkeypatch.setenv("HVD_BERT_CACHE", own)
+    monkeypatch.setenv("XDG_CACHE_HOME", xdg)
+    monkeypatch.setenv("HOME", "/home/u")
+    assert cache.default_cache_dir() == Path(expected)

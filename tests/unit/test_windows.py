@@ -1,0 +1,274 @@
+"""The prepared table: what is in it, when it is built again, and by whom."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from hvd_bert.data import cutting, squad, windows
+from hvd_bert.data.windows import WindowCounts, WindowOptions, check_lengths, prepare
+from hvd_bert.errors import UserError
+
+SPAWN = multiprocessing.get_context("spawn")
+SMALL = WindowOptions(max_seq_length=32, doc_stride=8)
+
+
+@pytest.fixture
+def source(make_questions):
+    return squad.from_questions("small", make_questions(10, unanswered_every=5))
+
+
+def inode(dataset) -> int:
+    (file,) = dataset.cache_files
+    return os.stat(file["filename"]).st_ino
+
+
+# --- the table -------------------------------------------------------------------------------------
+
+
+def test_columns_and_types(source, tokenizer, tmp_path):
+    dataset = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
+    assert dataset.data.table.schema.equals(cutting.SCHEMA)
+    assert dataset.column_names == cutting.SCHEMA.names
+    assert sorted(set(dataset["question"])) == list(range(10))
+
+
+def test_table_is_memory_mapped_and_tells_its_counts(source, tokenizer, own_cache):
+    dataset = prepare(source, tokenizer, SMALL)
+    assert Path(dataset.cache_files[0]["filename"]).parent.parent == own_cache
+    counted = windows.counts(dataset)
+    assert counted.questions == 10
+    assert counted.answerable_questions == 8
+    assert counted.windows == len(dataset)
+    assert windows.counts(dataset.select([0])) == counted
+
+
+def test_batches_of_questions_join_without_a_seam(make_questions, tokenizer, tmp_path, monkeypatch):
+    source = squad.from_questions("small", make_questions(25, unanswered_every=4))
+    whole = prepare(source, tokenizer, SMALL, cache_dir=tmp_path / "a")
+    monkeypatch.setattr(windows, "_QUESTIONS_AT_ONCE", 7)
+    monkeypatch.setattr(cutting, "_WINDOWS_AT_ONCE", 3)
+    parts = prepare(source, tokenizer, SMALL, cache_dir=tmp_path / "b")
+    assert whole[:] == parts[:]
+    assert windows.counts(whole) == windows.counts(parts)
+
+
+def test_max_samples_keeps_the_first_questions(source, tokenizer, tmp_path):
+    every = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
+    some = prepare(source, tokenizer, WindowOptions(32, 8, max_samples=3), cache_dir=tmp_path)
+    assert some[:] == every.filter(lambda question: question < 3, input_columns="question")[:]
+    more = prepare(source, tokenizer, WindowOptions(32, 8, max_samples=99), cache_dir=tmp_path)
+    assert more[:] == every[:]
+
+
+def test_losses_are_told_once_by_the_leader(make_questions, tokenizer, tmp_path, caplog):
+    context = "the " * 20 + "red " * 40
+    long_answer = squad.Question("a", "", context, "what?", ("red " * 39 + "red",), (80,))
+    long_question = squad.Question("b", "", context, "what " * 90, ("red",), (80,))
+    source = squad.from_questions("lossy", [long_answer, long_question, *make_questions(3)])
+    with caplog.at_level(logging.WARNING):
+        prepare(source, tokenizer, SMALL, cache_dir=tmp_path, leader=False)
+        assert not caplog.records
+        prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
+    assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
+        "lossy: 1 of 5 questions were cut at the end, to leave room for the context",
+        "lossy: 1 of 5 answers are in no window as a whole and train as if there were none",
+    ]
+
+
+def test_progress_bar_only_when_asked_and_only_while_building(source, tokenizer, tmp_path, capfd):
+    prepare(source, tokenizer, SMALL, cache_dir=tmp_path / "quiet")
+    assert capfd.readouterr().err == ""
+    prepare(source, tokenizer, SMALL, cache_dir=tmp_path, show_progress=True)
+    assert "Tokenising small: 100%" in capfd.readouterr().err
+    prepare(source, tokenizer, SMALL, cache_dir=tmp_path, show_progress=True)
+    assert capfd.readouterr().err == ""
+
+
+def test_threads_leave_the_environment_as_it_was(source, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
+    seen = []
+    slow = squad.Source("s", "d", lambda: seen.append(dict(os.environ)) or source.questions())
+    prepare(slow, tokenizer, SMALL, cache_dir=tmp_path, num_workers=3)
+    assert (seen[0]["RAYON_NUM_THREADS"], seen[0]["TOKENIZERS_PARALLELISM"]) == ("3", "true")
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
+    assert "RAYON_NUM_THREADS" not in os.environ
+    prepare(slow, tokenizer, SMALL, cache_dir=tmp_path, num_workers=1, overwrite_cache=True)
+    assert seen[1]["TOKENIZERS_PARALLELISM"] == "false"
+
+
+# --- the cache -------------------------------------------------------------------------------------
+
+
+def test_same_call_finds_the_table_without_reading_the_questions(source, tokenizer, tmp_path):
+    def never() -> list[squad.Question]:
+        raise AssertionError("must not be read")
+
+    first = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
+    unread = squad.Source("elsewhere", source.digest, never)
+    assert inode(prepare(unread, tokenizer, SMALL, cache_dir=tmp_path)) == inode(first)
+
+
+def test_every_option_the_text_and_the_tokenizer_are_in_the_key(
+    source, make_questions, tokenizer, make_tokenizer, tmp_path, monkeypatch
+):
+    prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
+    for options in (WindowOptions(33, 8), WindowOptions(32, 9), WindowOptions(32, 8, 5)):
+        prepare(source, tokenizer, options, cache_dir=tmp_path)
+    prepare(squad.from_questions("small", make_questions(9)), tokenizer, SMALL, cache_dir=tmp_path)
+    prepare(source, make_tokenizer("hall"), SMALL, cache_dir=tmp_path)
+    cased = copy.deepcopy(tokenizer)
+    cased.backend_tokenizer.normalizer = None
+    prepare(source, cased, SMALL, cache_dir=tmp_path)
+    split = copy.deepcopy(tokenizer)
+    split.backend_tokenizer.encode_special_tokens = True
+    prepare(source, split, SMALL, cache_dir=tmp_path)
+    monkeypatch.setattr(windows, "_FORMAT", 10**6)
+    prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
+    assert len(list(tmp_path.glob("*.lock"))) == 9
+
+
+def test_use_of_the_tokenizer_between_two_calls_does_not_change_the_key(source, tokenizer, tmp_path):
+    prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
+    tokenizer("what is", "red box in the hall", truncation="only_second", max_length=9, padding="max_length")
+    prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
+    assert len(list(tmp_path.glob("*.lock"))) == 1
+
+
+@pytest.mark.parametrize("harm", ["cut data", "no meta", "broken meta", "old meta"])
+def test_broken_table_is_built_again(source, tokenizer, tmp_path, harm):
+    expected = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)[:]
+    (data,) = tmp_path.glob("*/windows.arrow")
+    meta = data.with_name("windows.json")
+    if harm == "cut data":
+        os.truncate(data, data.stat().st_size // 2)
+    elif harm == "no meta":
+        meta.unlink()
+    elif harm == "broken meta":
+        meta.write_text(meta.read_text()[:-5])
+    else:
+        meta.write_text(json.dumps({"bytes": data.stat().st_size, "counts": {"questions": 1, "unknown": 2}}))
+    assert prepare(source, tokenizer, SMALL, cache_dir=tmp_path)[:] == expected
+
+
+def test_overwrite_builds_again_for_the_leader_only(source, tokenizer, tmp_path):
+    old = inode(prepare(source, tokenizer, SMALL, cache_dir=tmp_path))
+    other = prepare(source, tokenizer, SMALL, cache_dir=tmp_path, overwrite_cache=True, leader=False)
+    assert inode(other) == old
+    assert inode(prepare(source, tokenizer, SMALL, cache_dir=tmp_path, overwrite_cache=True)) != old
+
+
+def test_wrong_questions_leave_nothing_behind(write_squad, make_questions, tokenizer, tmp_path):
+    path = write_squad(make_questions(4, unanswered_every=2))
+    with pytest.raises(UserError, match="version_2_with_negative"):
+        prepare(squad.open_file(path, False), tokenizer, SMALL, cache_dir=tmp_path / "cache")
+    assert not [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
+
+
+def rank(cache_dir, tokenizer, questions, barrier, results, number) -> None:
+    def load() -> list[squad.Question]:
+        with open(cache_dir / "builds", "a") as log:
+            log.write(f"{number}\n")
+        return questions
+
+    source = squad.Source("small", "digest", load)
+    barrier.wait()
+    found = prepare(source, tokenizer, SMALL, cache_dir=cache_dir)
+    found_inode = inode(found)
+    barrier.wait()
+    again = prepare(source, tokenizer, SMALL, cache_dir=cache_dir, overwrite_cache=True, leader=number == 0)
+    results.put((found_inode, found[:] == again[:]))
+
+
+def test_four_ranks_at_once_build_once_and_overwrite_once(make_questions, tokenizer, tmp_path):
+    barrier, results = SPAWN.Barrier(4), SPAWN.Queue()
+    ranks = [
+        SPAWN.Process(target=rank, args=(tmp_path, tokenizer, make_questions(50), barrier, results, number))
+        for number in range(4)
+    ]
+    for process in ranks:
+        process.start()
+    seen = [results.get(timeout=120) for _ in ranks]
+    for process in ranks:
+        process.join()
+    builds = (tmp_path / "builds").read_text().split()
+    assert len(builds) == 2
+    assert builds[1] == "0"  # the leader, at the overwriting call
+    assert len({found for found, _ in seen}) == 1
+    assert all(equal for _, equal in seen)
+
+
+# --- wrong values ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (WindowOptions(384, -1), "--doc_stride -1: must be 0 or more"),
+        (WindowOptions(132, 128), "--max_seq_length 132 leaves no room.*--doc_stride 128: use at least 133"),
+        (WindowOptions(513, 128), "--max_seq_length 513: this model's tokenizer allows 512 at most"),
+        (WindowOptions(384, 128, 0), "at least 1, not 0"),
+    ],
+)
+def test_impossible_options_are_refused_before_any_work(source, tokenizer, tmp_path, options, words):
+    with pytest.raises(UserError, match=words):
+        check_lengths(options, tokenizer)
+    with pytest.raises(UserError, match=words):
+        prepare(source, tokenizer, options, cache_dir=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_smallest_possible_options_work(source, tokenizer, tmp_path):
+    dataset = prepare(source, tokenizer, WindowOptions(13, 8), cache_dir=tmp_path)
+    assert {len(ids) for ids in dataset["input_ids"]} == {13}
+
+
+def test_number_of_workers_must_be_positive(source, tokenizer, tmp_path):
+    with pytest.raises(UserError, match="--preprocessing_num_workers 0: must be at least 1"):
+        prepare(source, tokenizer, SMALL, cache_dir=tmp_path, num_workers=0)
+
+
+# --- real SQuAD ------------------------------------------------------------------------------------
+
+
+@pytest.mark.realdata
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("train-v1.1.json", WindowOptions(), WindowCounts(3807, 3889, 0, 3807, 0, 0)),
+        ("train-v1.1.json", WindowOptions(64, 20), WindowCounts(3807, 21473, 0, 3807, 2, 0)),
+        ("dev-v2.0.json", WindowOptions(), WindowCounts(839, 999, 0, 428, 0, 0)),
+    ],
+)
+def test_real_windows_with_a_real_vocabulary(squad_dir, real_encoder, tmp_path, name, options, expected):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(real_encoder)
+    source = squad.open_file(squad_dir / name, "v2" in name)
+    dataset = prepare(source, tokenizer, options, cache_dir=tmp_path)
+    assert windows.counts(dataset) == expected
+    questions = source.questions()
+    encoded = tokenizer(
+        [question.question.lstrip() for question in questions],
+        [question.context for question in questions],
+        truncation="only_second", max_length=options.max_seq_length, stride=options.doc_stride,
+        return_overflowing_tokens=True,
+    )  # fmt: skip
+    assert dataset["input_ids"][:] == encoded["input_ids"]
+    exact = labelled = 0
+    for row in dataset:
+        if row["end_position"]:
+            question = questions[row["question"]]
+            first = row["char_starts"][row["start_position"] - row["context_start"]]
+            last = row["char_ends"][row["end_position"] - row["context_start"]]
+            assert question.answer_texts[0] in question.context[first:last]
+            exact += question.context[first:last] == question.answer_texts[0]
+            labelled += 1
+    assert exact / labelled > 0.99  # the rest begin or end inside a token ("40" in "1940s")
