@@ -229,11 +229,17 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 version_of() { "$venv/bin/python" -c 'import importlib.metadata as m, sys; print(m.version(sys.argv[1]))' "$1" 2>/dev/null; }
 
 install_torch() {
-  local again=()
-  if version_of torch >/dev/null && [ "$torch_installed" != "$torch@$torch_index" ]; then again=(--force-reinstall); fi
-  pip install --progress-bar off "${again[@]}" ${torch_index:+--index-url "$torch_index"} "$torch"
-  "$venv/bin/python" -c 'import torch; torch.ones(2).sum().item()'
+  local command=(install --progress-bar off ${torch_index:+--index-url "$torch_index"} "$torch")
+  # Another index or file can bring another build of the same version, which pip would think is there already.
+  if [ -n "$torch_installed" ] && [ "$torch_installed" != "$torch@$torch_index" ]; then command+=(--force-reinstall); fi
+  pip "${command[@]}"
+  torch_works || {
+    echo "torch is installed but does not work: installing it again"
+    pip "${command[@]}" --force-reinstall
+    torch_works
+  }
 }
+torch_works() { "$venv/bin/python" -c 'import torch; torch.ones(2).sum().item()'; }
 
 build_horovod() {
   local options=()
