@@ -142,7 +142,7 @@ def _from_json(name: str, content: bytes) -> Iterator[tuple[str, Question]]:
     if not isinstance(document, dict) or not isinstance(document.get("data"), list):
         raise UserError(
             f'{name}: not SQuAD: the file should hold an object with a list under "data" '
-            f"({_found(document)}). See the layouts in the README."
+            f"({_found(document)}). Give a file laid out like train-v1.1.json."
         )
     entries = document["data"]
     if any(isinstance(entry, dict) and "paragraphs" in entry for entry in entries):
