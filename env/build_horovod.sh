@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds Horovod 0.28.1, its last release, for the torch that a Python has, and installs it there.
 # Needs nothing else of this project: the file can be copied and used alone. See --help.
+# shellcheck disable=SC2329  # logged() calls functions by name
 set -Eeuo pipefail
 trap 'echo "build_horovod: error: line $LINENO failed: $BASH_COMMAND" >&2' ERR
 

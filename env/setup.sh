@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # All the set-up this project needs: a virtual environment with torch, Horovod built for it, and the package itself.
 # Safe to repeat: with nothing to do it takes a moment. See --help.
+# shellcheck disable=SC2329  # logged() calls functions by name
 set -Eeuo pipefail
 trap 'echo "env/setup.sh: error: line $LINENO failed: $BASH_COMMAND" >&2' ERR
 
