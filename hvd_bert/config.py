@@ -1,0 +1,317 @@
+"""Settings: dataclasses that become the command line, YAML files and the record kept beside the model.
+
+A flag that Hugging Face's run_qa example has keeps its name and meaning, so a command that worked there works here.
+`--config` takes a preset of this package (`--config sample`) or a YAML file of the same names; flags on the command
+line win over the file. Whatever is not a known name is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import sys
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from transformers import HfArgumentParser
+
+from hvd_bert.errors import UserError
+
+PACKAGE = Path(__file__).resolve().parent
+PRESETS = PACKAGE / "configs"
+DEFAULT_MODEL = "bert-base-uncased"
+DEFAULT_DATASET = "squad"
+
+# A source of data or of a model named on the command line takes the place of the one a preset names.
+REPLACES = {
+    "dataset_name": ("train_file", "validation_file"),
+    "train_file": ("dataset_name",),
+    "validation_file": ("dataset_name",),
+    "model_name_or_path": ("config_name", "tokenizer_name"),
+}
+
+
+def _arg(default: Any, description: str, **extra: Any) -> Any:
+    return field(default=default, metadata={"help": description, **extra})
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+@dataclass
+class ModelArguments:
+    model_name_or_path: str | None = _arg(
+        None,
+        f"Pretrained BERT: a folder or a hub name. Default {DEFAULT_MODEL}; with --config_name alone: from scratch.",
+    )
+    config_name: str | None = _arg(None, "Model configuration (folder or hub name) if it is not the model's own.")
+    tokenizer_name: str | None = _arg(None, "Tokenizer (folder or hub name) if it is not the model's own.")
+    cache_dir: str | None = _arg(None, "Where models and data from the hub are kept.")
+    model_revision: str = _arg("main", "Branch, tag or commit of the model on the hub.")
+    dropout: float | None = _arg(None, "Dropout probability of hidden states and attention. Default: the model's own.")
+
+    def __post_init__(self) -> None:
+        if self.model_name_or_path is None and self.config_name is None:
+            self.model_name_or_path = DEFAULT_MODEL
+        if self.dropout is not None:
+            _require(0.0 <= self.dropout < 1.0, f"--dropout {self.dropout}: give a probability, 0 <= dropout < 1.")
+
+    @property
+    def tokenizer(self) -> str:
+        """Folder or hub name of the tokenizer: the one named, else the model's."""
+        return self.tokenizer_name or self.model_name_or_path or str(self.config_name)
+
+
+@dataclass
+class DataArguments:
+    dataset_name: str | None = _arg(
+        None, f"Data set on the hub: squad or squad_v2. Default {DEFAULT_DATASET}, if no file is named."
+    )
+    dataset_config_name: str | None = _arg(None, "Configuration of the data set on the hub.")
+    train_file: str | None = _arg(None, "Training questions in SQuAD's JSON.")
+    validation_file: str | None = _arg(None, "Questions to score, in SQuAD's JSON.")
+    version_2_with_negative: bool = _arg(False, "SQuAD 2.0: some questions have no answer.")
+    max_seq_length: int = _arg(384, "Longest window, in tokens, question and special tokens included.")
+    doc_stride: int = _arg(128, "Overlap of neighbouring windows of a long passage, in tokens.")
+    n_best_size: int = _arg(20, "How many answers to keep for each question.")
+    max_answer_length: int = _arg(30, "Longest answer, in tokens.")
+    null_score_diff_threshold: float = _arg(
+        0.0, "v2.0: 'no answer' is chosen when its score exceeds the best span's by more than this."
+    )
+    max_train_samples: int | None = _arg(None, "Train on the first N questions only.")
+    max_eval_samples: int | None = _arg(None, "Score the first N questions only.")
+    preprocessing_num_workers: int | None = _arg(None, "Threads that tokenise. Default: the cores of this rank.")
+    overwrite_cache: bool = _arg(False, "Tokenise again even if the cache has the windows.")
+    pad_to_max_length: bool = _arg(False, "Pad every batch to max_seq_length, not to its longest window.")
+
+    def __post_init__(self) -> None:
+        files = [name for name in ("train_file", "validation_file") if getattr(self, name)]
+        if self.dataset_name and files:
+            raise UserError(f"--dataset_name and --{files[0]} are both given: choose one source of questions.")
+        if not self.dataset_name and not files:
+            self.dataset_name = "squad_v2" if self.version_2_with_negative else DEFAULT_DATASET
+        if self.dataset_name == "squad_v2":
+            self.version_2_with_negative = True
+        for name in ("max_seq_length", "n_best_size", "max_answer_length"):
+            _require(getattr(self, name) >= 1, f"--{name} {getattr(self, name)}: must be at least 1.")
+        _require(self.doc_stride >= 0, f"--doc_stride {self.doc_stride}: must not be negative.")
+        for name in ("max_train_samples", "max_eval_samples", "preprocessing_num_workers"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"--{name} {value}: must be at least 1.")
+
+    @property
+    def pad_to(self) -> int | None:
+        """Tokens to which every batch is padded; None: to its longest window."""
+        return self.max_seq_length if self.pad_to_max_length else None
+
+
+@dataclass
+class TrainArguments:
+    output_dir: str | None = _arg(None, "Where everything is left. Default: runs/<date>-<time>.")
+    overwrite_output_dir: bool = _arg(False, "Replace an earlier run's files in output_dir.")
+    do_train: bool = _arg(True, "Train. With --no_do_train the model is only scored.")
+    do_eval: bool = _arg(True, "Score the validation questions.")
+    per_device_train_batch_size: int = _arg(8, "Windows of one rank in one forward pass.")
+    per_device_eval_batch_size: int = _arg(8, "Windows of one rank in one forward pass when scoring.")
+    gradient_accumulation_steps: int = _arg(1, "Forward and backward passes of a rank before one optimizer step.")
+    learning_rate: float = _arg(5e-5, "Peak learning rate of AdamW, before --lr_scaling.")
+    weight_decay: float = _arg(0.0, "AdamW's decay of weight matrices; biases and layer norms have none.")
+    adam_beta1: float = _arg(0.9, "AdamW's beta1.")
+    adam_beta2: float = _arg(0.999, "AdamW's beta2.")
+    adam_epsilon: float = _arg(1e-8, "AdamW's epsilon.")
+    max_grad_norm: float = _arg(1.0, "Clip the averaged gradient to this norm; 0: never.")
+    num_train_epochs: float = _arg(3.0, "Passes over the training windows.")
+    max_steps: int = _arg(-1, "Optimizer steps in all; overrides num_train_epochs if positive.")
+    lr_scheduler_type: str = _arg("linear", "Schedule after the warm-up: linear, cosine, constant_with_warmup, ...")
+    warmup_ratio: float = _arg(0.0, "Share of the steps in which the learning rate rises from 0.")
+    warmup_steps: int = _arg(0, "The same as a number of steps; overrides warmup_ratio if positive.")
+    lr_scaling: str = _arg(
+        "none",
+        "Multiply the learning rate by the world size (linear), by its root (sqrt), or not (none).",
+        choices=["none", "sqrt", "linear"],
+    )
+    logging_steps: int = _arg(10, "Steps between two lines of metrics.jsonl.")
+    eval_strategy: str = _arg(
+        "epoch",
+        "When to score while training: no, steps or epoch. The end is always scored.",
+        choices=["no", "steps", "epoch"],
+    )
+    eval_steps: int | None = _arg(None, "Steps between two scorings; implies --eval_strategy steps.")
+    seed: int = _arg(42, "Seed of weights, batch order and dropout.")
+    bf16: bool = _arg(False, "Forward pass in bfloat16 autocast; weights and gradients stay fp32.")
+    fp16: bool = _arg(False, "Forward pass in fp16 autocast with loss scaling.")
+
+    def __post_init__(self) -> None:
+        positive = (
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+            "gradient_accumulation_steps",
+            "logging_steps",
+        )
+        for name in positive:
+            _require(getattr(self, name) >= 1, f"--{name} {getattr(self, name)}: must be at least 1.")
+        if self.eval_steps is not None:
+            _require(self.eval_steps >= 1, f"--eval_steps {self.eval_steps}: must be at least 1.")
+            self.eval_strategy = "steps"
+        _require(
+            self.eval_strategy != "steps" or self.eval_steps is not None,
+            "--eval_strategy steps needs --eval_steps N.",
+        )
+        finite_positive = ("learning_rate", "adam_epsilon", "num_train_epochs")
+        for name in finite_positive:
+            value = getattr(self, name)
+            _require(math.isfinite(value) and value > 0, f"--{name} {value}: must be a positive number.")
+        for name in ("weight_decay", "max_grad_norm", "warmup_steps", "seed"):
+            value = getattr(self, name)
+            _require(math.isfinite(value) and value >= 0, f"--{name} {value}: must not be negative.")
+        for name in ("adam_beta1", "adam_beta2", "warmup_ratio"):
+            _require(0 <= getattr(self, name) < 1, f"--{name} {getattr(self, name)}: must be in [0, 1).")
+        _require(self.max_steps != 0, "--max_steps 0: give a positive number of steps, or leave it out.")
+        _require(not (self.bf16 and self.fp16), "--bf16 and --fp16 are both given: choose one.")
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Optimizer steps of the whole training."""
+        return self.max_steps if self.max_steps > 0 else math.ceil(self.num_train_epochs * steps_per_epoch)
+
+    def evaluates_after(self, step: int, steps_per_epoch: int, total_steps: int) -> bool:
+        """Whether to score after optimizer step `step` (1, 2, ...); the end is scored in any case, later."""
+        every = {"no": total_steps, "epoch": steps_per_epoch, "steps": self.eval_steps or total_steps}[
+            self.eval_strategy
+        ]
+        return step % every == 0 and step < total_steps
+
+    def logs_after(self, step: int, total_steps: int) -> bool:
+        """Whether metrics are logged after optimizer step `step`: the first and the last always are."""
+        return step % self.logging_steps == 0 or step in (1, total_steps)
+
+    @property
+    def folder(self) -> Path:
+        """output_dir as a path, once it is settled."""
+        assert self.output_dir is not None
+        return Path(self.output_dir)
+
+    @property
+    def precision(self) -> str:
+        """Of the forward pass: "fp32", "bf16" or "fp16"."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
+
+@dataclass
+class HorovodArguments:
+    fp16_allreduce: bool = _arg(
+        False, "Send gradients as fp16. Half the bytes; steps whose gradients overflow are skipped."
+    )
+    gradient_predivide_factor: float = _arg(
+        1.0,
+        "Divide gradients by this before the allreduce and by world size / this after it; the mean stays the same.",
+    )
+    num_threads: int | None = _arg(
+        None, "CPU threads of a rank. Default: the cores it may use, shared fairly on its node."
+    )
+
+    def __post_init__(self) -> None:
+        factor = self.gradient_predivide_factor
+        _require(
+            math.isfinite(factor) and factor > 0,
+            f"--gradient_predivide_factor {factor}: must be a positive number.",
+        )
+        _require(
+            self.num_threads is None or self.num_threads >= 1,
+            f"--num_threads {self.num_threads}: must be at least 1.",
+        )
+
+
+@dataclass
+class Config:
+    """Everything a run is made of; one dataclass per owner."""
+
+    model: ModelArguments
+    data: DataArguments
+    train: TrainArguments
+    horovod: HorovodArguments
+
+    def as_flat(self) -> dict[str, Any]:
+        """All settings under their flag names."""
+        return {name: value for part in asdict(self).values() for name, value in part.items()}
+
+    def save(self, path: Path) -> None:
+        """Write the resolved settings as YAML that `--config` reads back."""
+        path.write_text(yaml.safe_dump(self.as_flat(), sort_keys=False), encoding="utf-8")
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str) -> NoReturn:  # argparse would print on every rank and exit
+        raise UserError(f"{message}. `python -m hvd_bert.train --help` lists the flags.")
+
+
+def _parser(sections: list[Any]) -> _Parser:
+    parser = _Parser(sections, prog="python -m hvd_bert.train", allow_abbrev=False)
+    parser.description = "Fine-tune BERT on SQuAD over many ranks with Horovod."
+    presets = ", ".join(sorted(path.stem for path in PRESETS.glob("*.yaml")))
+    parser.add_argument(
+        "--config", metavar="NAME|FILE.yaml", help=f"A preset ({presets}) or a YAML file of these flags."
+    )
+    return parser
+
+
+def parse(argv: list[str] | None = None) -> Config:
+    """Command line (default: this process's) -> Config.
+
+    Raises UserError for unknown flags or keys, values of the wrong type or out of range.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    sections = [ModelArguments, DataArguments, TrainArguments, HorovodArguments]
+    parser = _parser(sections)
+    known = {f.name for section in sections for f in fields(section)}
+    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    chooser.add_argument("--config")
+    try:
+        chosen, flags = chooser.parse_known_args(argv)
+    except SystemExit:
+        raise UserError("--config needs a value: a preset's name or a YAML file.") from None
+    if chosen.config is not None:
+        from_file = load_yaml(chosen.config, known)
+        given = {flag.lstrip("-").split("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
+        replaced = {name for flag in given for name in REPLACES.get(flag, ())} - given
+        flags = [
+            token for name, value in from_file.items() if name not in replaced for token in (f"--{name}", str(value))
+        ] + flags
+    *parts, _, unknown = parser.parse_args_into_dataclasses(
+        flags, look_for_args_file=False, return_remaining_strings=True
+    )
+    if unknown:
+        raise UserError(f"Unknown argument {unknown[0]}{_hint(unknown[0].lstrip('-').split('=')[0], known, '--')}")
+    return Config(*parts)
+
+
+def load_yaml(name: str, known: set[str]) -> dict[str, Any]:
+    """A preset's name or a YAML file's path -> flag names and values; `{package}` in them is this package's folder."""
+    path = PRESETS / f"{name}.yaml"
+    if not path.is_file():
+        path = Path(name)
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        presets = ", ".join(sorted(p.stem for p in PRESETS.glob("*.yaml")))
+        raise UserError(f"--config {name}: no such file, and no preset of that name. Presets: {presets}.") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"--config {name}: cannot be read as YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"--config {name}: must be lines of `flag: value`.")
+    for key, value in content.items():
+        if key not in known:
+            raise UserError(f"--config {name}: unknown key '{key}'{_hint(str(key), known, '')}")
+        if isinstance(value, (dict, list)):
+            raise UserError(f"--config {name}: '{key}' must be a single value, not {type(value).__name__}.")
+    values = {key: value for key, value in content.items() if value is not None}
+    return {k: v.replace("{package}", str(PACKAGE)) if isinstance(v, str) else v for k, v in values.items()}
+
+
+def _hint(name: str, known: set[str], prefix: str) -> str:
+    close = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+    return f": did you mean {prefix}{close[0]}?" if close else "."

@@ -1,0 +1,104 @@
+"""Everything that a run needs before its ranks talk: tokenizer, windows, batch plan, model.
+
+All of it is checked here, so that bad input ends the run before any training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import BertForQuestionAnswering
+
+from hvd_bert.config import Config, DataArguments
+from hvd_bert.data import squad, windows
+from hvd_bert.data.plan import BatchPlan
+from hvd_bert.data.squad import Question, Source
+from hvd_bert.errors import UserError
+from hvd_bert.model import load_model, load_tokenizer
+from hvd_bert.world import World, log
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """The table of training windows, and the plan of who takes which of them when."""
+
+    windows: Dataset
+    plan: BatchPlan
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """Questions to score, and the table of their windows."""
+
+    questions: list[Question]
+    windows: Dataset
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """`train` is None without training, `dev` without scoring."""
+
+    tokenizer: Any
+    model: BertForQuestionAnswering
+    train: TrainingSet | None
+    dev: QuestionSet | None
+
+
+def load_inputs(config: Config, world: World) -> Inputs:
+    """Load and check everything. No collectives; the ranks of a host tokenise once. Raises UserError."""
+    tokenizer = load_tokenizer(config.model)
+    model = load_model(config.model, tokenizer, config.data.max_seq_length, config.train.seed)
+    train = _training_set(config, tokenizer, world) if config.train.do_train else None
+    dev = _question_set(config, tokenizer, world) if config.train.do_eval else None
+    return Inputs(tokenizer, model, train, dev)
+
+
+def _training_set(config: Config, tokenizer: Any, world: World) -> TrainingSet:
+    source = open_split(config.data, "train")
+    table = _windows(source, tokenizer, config.data, config.data.max_train_samples, world)
+    args = config.train
+    plan = BatchPlan(
+        len(table), args.per_device_train_batch_size, args.gradient_accumulation_steps, world.size, args.seed
+    )
+    return TrainingSet(table, plan)
+
+
+def _question_set(config: Config, tokenizer: Any, world: World) -> QuestionSet | None:
+    data = config.data
+    if data.train_file and not data.validation_file:
+        log.info("No --validation_file is given: the model is not scored.")
+        return None
+    source = open_split(data, "validation")
+    table = _windows(source, tokenizer, data, data.max_eval_samples, world)
+    return QuestionSet(source.questions()[: data.max_eval_samples], table)
+
+
+def open_split(data: DataArguments, split: str) -> Source:
+    """The "train" or "validation" questions: a file, or a data set of the hub."""
+    if data.dataset_name:
+        return squad.open_hub(data.dataset_name, split, data.version_2_with_negative, data.dataset_config_name)
+    path = data.train_file if split == "train" else data.validation_file
+    if path is None:
+        raise UserError(
+            f"--{split}_file is missing: name a file of questions, or leave all files out for the hub's squad."
+        )
+    return squad.open_file(path, data.version_2_with_negative)
+
+
+def _windows(source: Source, tokenizer: Any, data: DataArguments, max_samples: int | None, world: World) -> Dataset:
+    options = windows.WindowOptions(data.max_seq_length, data.doc_stride, max_samples)
+    return windows.prepare(
+        source,
+        tokenizer,
+        options,
+        cache_dir=Path(windows.default_cache_dir()),
+        overwrite_cache=data.overwrite_cache,
+        num_workers=data.preprocessing_num_workers,
+        show_progress=world.cross_rank == 0,
+        leader=world.local_rank == 0,
+    )

@@ -1,0 +1,115 @@
+"""BERT with a span head, without pooler: from a folder, from the hub, or from scratch by a configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoTokenizer, BertForQuestionAnswering
+from transformers import logging as transformers_logging
+
+from hvd_bert.config import ModelArguments
+from hvd_bert.data.batches import Batch
+from hvd_bert.errors import UserError
+
+# Vocabularies are padded to a multiple of this at most, for speed; a larger surplus means another vocabulary.
+VOCAB_PADDING = 128
+
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def load_tokenizer(args: ModelArguments) -> Any:
+    """The fast tokenizer of the model. Raises UserError where there is none."""
+    return _from(AutoTokenizer, args.tokenizer, args, use_fast=True)
+
+
+def load_model(args: ModelArguments, tokenizer: Any, max_seq_length: int, seed: int) -> BertForQuestionAnswering:
+    """The model on the CPU, in fp32. New weights (the span head; all of them from scratch) are a function of `seed`.
+
+    Raises UserError where the checkpoint is no BERT, or does not fit the tokenizer or `max_seq_length`.
+    """
+    transformers_logging.set_verbosity_error()  # what transformers would report on every rank, we check and say once
+    transformers_logging.disable_progress_bar()
+    source = args.config_name or str(args.model_name_or_path)
+    config = _from(AutoConfig, source, args)
+    if config.model_type != "bert":
+        raise UserError(f"{source} is a {config.model_type} model: this trainer fine-tunes BERT.")
+    if args.dropout is not None:
+        config.hidden_dropout_prob = config.attention_probs_dropout_prob = args.dropout
+    _check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
+    torch.manual_seed(seed)
+    if args.model_name_or_path is None:
+        return BertForQuestionAnswering(config)
+    model, info = _from(
+        BertForQuestionAnswering,
+        args.model_name_or_path,
+        args,
+        config=config,
+        dtype=torch.float32,
+        output_loading_info=True,
+    )
+    lost = [name for name in info["missing_keys"] if not name.startswith("qa_outputs.")]
+    if lost or info["mismatched_keys"]:
+        names = ", ".join(sorted(lost)[:3]) or ", ".join(str(key) for key in list(info["mismatched_keys"])[:3])
+        raise UserError(
+            f"{args.model_name_or_path} does not hold the weights that its configuration asks for ({names}, ...)."
+        )
+    assert isinstance(model, BertForQuestionAnswering)
+    return model
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """The context of a forward pass in "fp32", "bf16" or "fp16"; weights and gradients stay fp32."""
+    dtype = AUTOCAST[precision]
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def window_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Loss of each of the batch's B windows, float32 [B]: the mean of its start's and its end's cross-entropy."""
+    starts, ends = span_logits(model, batch)
+    return span_losses(starts, ends, batch)
+
+
+def span_losses(starts: torch.Tensor, ends: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The same from the logits [B, T]."""
+    return (
+        cross_entropy(starts, batch.starts, reduction="none") + cross_entropy(ends, batch.ends, reduction="none")
+    ) / 2
+
+
+def span_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Start and end logits, float32 [B, T] each; those of padding are -inf."""
+    output = model(input_ids=batch.input_ids, token_type_ids=batch.token_type_ids, attention_mask=batch.attention_mask)
+    padding = batch.attention_mask == 0
+    starts, ends = output.start_logits.float(), output.end_logits.float()
+    return starts.masked_fill(padding, float("-inf")), ends.masked_fill(padding, float("-inf"))
+
+
+def _from(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:
+    """`kind.from_pretrained(name)`, its errors in words."""
+    if not Path(name).is_dir():
+        extra |= {"cache_dir": args.cache_dir, "revision": args.model_revision}
+    try:
+        return kind.from_pretrained(name, **extra)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"'{name}' cannot be loaded ({reason}). Name a local folder (--model_name_or_path FOLDER), fetch it where"
+            " the hub can be reached so that it is in the cache, or try `--config sample`, which needs no download."
+        ) from None
+
+
+def _check_fit(config: Any, model_name: str, tokenizer: Any, tokenizer_name: str, max_seq_length: int) -> None:
+    surplus = config.vocab_size - len(tokenizer)
+    if not 0 <= surplus < VOCAB_PADDING:
+        raise UserError(
+            f"Model and vocabulary differ: {model_name} has {config.vocab_size} embeddings, the tokenizer"
+            f" {tokenizer_name} {len(tokenizer)} tokens. Give the model's own tokenizer (--tokenizer_name)."
+        )
+    if max_seq_length > config.max_position_embeddings:
+        raise UserError(
+            f"--max_seq_length {max_seq_length}: {model_name} has {config.max_position_embeddings} positions only."
+        )

@@ -1,0 +1,47 @@
+"""AdamW's parameter groups, the learning rate and its schedule."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import get_scheduler
+
+from hvd_bert.config import TrainArguments
+from hvd_bert.errors import UserError
+
+
+def scaled_learning_rate(args: TrainArguments, world_size: int) -> float:
+    """Peak learning rate for a global batch that is `world_size` times a single rank's.
+
+    Linear: Goyal et al. 2017 (arXiv:1706.02677); sqrt: You et al. 2019 (arXiv:1904.00962); none: as given.
+    """
+    factors = {"none": 1.0, "sqrt": math.sqrt(world_size), "linear": float(world_size)}
+    return args.learning_rate * factors[args.lr_scaling]
+
+
+def make_optimizer(model: nn.Module, args: TrainArguments, world_size: int) -> torch.optim.AdamW:
+    """AdamW with weight decay on the matrices only: biases and layer norms (1-dim parameters) are left alone."""
+    learning_rate = scaled_learning_rate(args, world_size)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": args.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    betas = (args.adam_beta1, args.adam_beta2)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=args.adam_epsilon)
+
+
+def warmup_steps(args: TrainArguments, total_steps: int) -> int:
+    """Steps of warm-up: `warmup_steps` if given, else `warmup_ratio` of all, rounded up."""
+    return args.warmup_steps or math.ceil(total_steps * args.warmup_ratio)
+
+
+def make_schedule(optimizer: Any, args: TrainArguments, total_steps: int) -> Any:
+    """Learning-rate schedule for `total_steps` steps; built on the wrapped optimizer, whose groups it changes."""
+    try:
+        return get_scheduler(args.lr_scheduler_type, optimizer, warmup_steps(args, total_steps), total_steps)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"--lr_scheduler_type {args.lr_scheduler_type}: {error}") from None

@@ -1,0 +1,137 @@
+"""The output folder: what a run leaves, and the names of its files."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hvd_bert import __version__
+from hvd_bert.config import Config
+from hvd_bert.data.plan import BatchPlan
+from hvd_bert.errors import UserError
+from hvd_bert.evaluation import Evaluation
+from hvd_bert.optim import scaled_learning_rate, warmup_steps
+from hvd_bert.world import World
+
+# All that a run writes; with --overwrite_output_dir these, and nothing else, make room for the new run's.
+RUN_FILES = {
+    "train_results.json": "time, throughput, loss, world, versions",
+    "eval_results.json": "EM, F1 and validation loss",
+    "eval_predictions.json": "the answer to each question",
+    "eval_nbest_predictions.json": "the best answers to each question, with probabilities",
+    "eval_null_odds.json": "v2.0: the odds that a question has no answer",
+    "metrics.jsonl": "one line per logged step and evaluation",
+    "tb": "the same for TensorBoard (tensorboard --logdir)",
+    "train_config.yaml": "every setting of this run; --config reads it back",
+    "model.safetensors": "the weights; from_pretrained loads this folder",
+    "config.json": "the model's configuration",
+    "tokenizer.json": "the tokenizer",
+    "tokenizer_config.json": "the tokenizer's settings",
+}
+
+
+def check(folder: Path, overwrite: bool) -> None:
+    """Raise UserError if the folder cannot be written, or holds files and not `overwrite`. Its files stay."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = sorted(path.name for path in folder.iterdir())
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"--output_dir {folder} cannot be written: {error.strerror or error}.") from None
+    if held and not overwrite:
+        shown = ", ".join(held[:3]) + (", ..." if len(held) > 3 else "")
+        raise UserError(
+            f"--output_dir {folder} is not empty ({shown}): name another one, or add --overwrite_output_dir to replace an"
+            " earlier run's files."
+        )
+
+
+def clear(folder: Path) -> None:
+    """Remove an earlier run's files, and no others."""
+    for name in RUN_FILES:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON so that a crash leaves the old file or the new one, never half of one."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
+    """run_qa's files: scores, predictions, the n best of each question and, for v2.0, the odds of "no answer"."""
+    answers = evaluation.answers
+    write_json(folder / "eval_results.json", evaluation.metrics)
+    write_json(folder / "eval_predictions.json", {answer.id: answer.text for answer in answers})
+    write_json(folder / "eval_nbest_predictions.json", {answer.id: answer.nbest for answer in answers})
+    odds = {answer.id: answer.null_odds for answer in answers if answer.null_odds is not None}
+    if odds:
+        write_json(folder / "eval_null_odds.json", odds)
+
+
+def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
+    """Leave what `AutoModelForQuestionAnswering.from_pretrained(folder)` and `AutoTokenizer` load."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def effective_settings(config: Config, plan: BatchPlan, world: World) -> dict[str, float]:
+    """What the settings come to in this world."""
+    total_steps = config.train.total_steps(plan.steps_per_epoch)
+    return {
+        "world_size": world.size,
+        "global_batch": plan.global_batch,
+        "learning_rate": scaled_learning_rate(config.train, world.size),
+        "warmup_steps": warmup_steps(config.train, total_steps),
+        "train_steps": total_steps,
+        "steps_per_epoch": plan.steps_per_epoch,
+        "train_windows": plan.num_windows,
+    }
+
+
+def facts(config: Config, world: World) -> dict[str, Any]:
+    """What the run ran on: the ranks and their places, threads, precision, versions."""
+    packages = ("torch", "horovod", "transformers", "tokenizers", "datasets", "mpi4py")
+    return {
+        "controller": world.controller,
+        "hosts": world.hosts,
+        "ranks": [
+            {"rank": place.rank, "host": place.host, "local_rank": place.local_rank, "device": place.device}
+            for place in world.places
+        ],
+        "device_name": torch.cuda.get_device_name(world.device)
+        if world.device.type == "cuda"
+        else platform.processor(),
+        "threads_per_rank": torch.get_num_threads(),
+        "precision": config.train.precision,
+        "seed": config.train.seed,
+        "versions": {"python": platform.python_version(), "hvd_bert": __version__} | {p: _version(p) for p in packages},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def describe(folder: Path) -> str:
+    """The files that a run left, one a line, with what each holds."""
+    lines = [f"  {name:<28} {what}" for name, what in RUN_FILES.items() if (folder / name).exists()]
+    return "\n".join([f"In {folder}:", *lines])

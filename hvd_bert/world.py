@@ -1,0 +1,310 @@
+"""The world: who this process is among its peers, where it runs, and what all of them do together.
+
+`run_as_rank(entry)` starts every command: it joins the world that the launcher made (horovodrun, mpirun,
+srun --mpi=pmix; none: a world of one), calls `entry(world)` and turns whatever happens into an exit status:
+0 done, 1 failure, 2 bad input. Only this module and `hvd_bert.engines` import Horovod, and only this module reads
+the launcher's variables.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
+
+log = logging.getLogger("hvd_bert")
+
+
+class AgreedError(UserError):
+    """An error that every rank knows of, so that the world can be left in good order; `rank` is the one to say it."""
+
+    def __init__(self, message: str, rank: int = 0, status: int = EXIT_BAD_INPUT) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What started this process, by the variables it left; `size` and `rank` are None where nothing did."""
+
+    name: str
+    size: int | None
+    rank: int | None
+
+
+# Most specific first: mpirun inside srun inherits Slurm's variables, never the other way round.
+_LAUNCHERS = (
+    ("horovodrun", "HOROVOD_SIZE", "HOROVOD_RANK"),
+    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    ("mpirun", "PMI_SIZE", "PMI_RANK"),
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+)
+
+
+def find_launcher(environ: Mapping[str, str]) -> Launcher:
+    """The launcher of this process, from its environment."""
+    for name, size, rank in _LAUNCHERS:
+        if size in environ and rank in environ:
+            return Launcher(name, int(environ[size]), int(environ[rank]))
+    return Launcher("none", None, None)
+
+
+def check_size(launcher: Launcher, horovod_size: int) -> None:
+    """Raise UserError if Horovod sees another world than the launcher made: N worlds of one would train N times."""
+    if launcher.size is None or launcher.size == horovod_size:
+        return
+    if launcher.name == "srun":
+        mend = (
+            "Start with `srun --mpi=pmix` (`srun --mpi=list` shows what this Slurm has), or with mpirun or horovodrun."
+        )
+    else:
+        mend = "Use the launcher of the MPI that Horovod was built with, or build it anew with this one (env/setup.sh)."
+    raise UserError(
+        f"{launcher.name} started {launcher.size} processes, but Horovod sees a world of {horovod_size}: they cannot"
+        f" find each other, and each would train alone. {mend}"
+    )
+
+
+def choose_device(num_devices: int, local_rank: int, local_size: int) -> str:
+    """Device of a rank, "cpu" or "cuda:i", from the number of GPUs that are visible to it.
+
+    A scheduler may show each task its own GPU only, as number 0, whatever the local rank; that two ranks do not
+    share one is checked once all of them are known (`check_devices`). Raises UserError if there are too few.
+    """
+    if num_devices == 0:
+        return "cpu"
+    if num_devices == 1:
+        return "cuda:0"
+    if local_rank >= num_devices:
+        raise UserError(
+            f"{local_size} ranks on this host, but only {num_devices} GPUs are visible: start at most"
+            f" {num_devices} ranks per host, or ask for more GPUs (Slurm: --gres=gpu:N)."
+        )
+    return f"cuda:{local_rank}"
+
+
+def share_cores(mine: frozenset[int], on_this_host: Sequence[frozenset[int]]) -> int:
+    """Threads for a rank that may use the cores `mine`, which it shares with every rank whose set overlaps."""
+    sharers = sum(1 for cores in on_this_host if cores & mine)
+    return max(1, len(mine) // max(1, sharers))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank sits. `device_id`: the GPU's UUID, the same for every process that uses it; None on a CPU."""
+
+    rank: int
+    host: str
+    local_rank: int
+    device: str
+    device_id: str | None
+    cores: frozenset[int]
+
+
+def check_devices(places: Sequence[Place]) -> None:
+    """Raise UserError if two ranks were given the same GPU."""
+    taken = Counter((place.host, place.device_id) for place in places if place.device_id is not None)
+    for (host, device_id), times in taken.items():
+        if times > 1:
+            raise UserError(
+                f"{times} ranks on {host} would share one GPU ({device_id}): start one rank per GPU, or ask for more"
+                " GPUs (Slurm: --gres=gpu:N, with --gpus-per-task=1 or all of them visible to each task)."
+            )
+
+
+class World:
+    """Rank, size, device and the collectives. Every method that communicates must be called by all ranks.
+
+    Attributes: `rank` in `size` ranks; `local_rank` in `local_size` on this host; `cross_rank` in `cross_size`: the
+    number of this host among the hosts; `controller`: "mpi", "gloo", or "none" for a world of one; `device`;
+    `places`: one Place per rank; `host_ranks`: the ranks on this host; `node`: under MPI their communicator (mpi4py).
+    """
+
+    def __init__(self, hvd: Any, controller: str, comm: Any) -> None:
+        self._hvd = hvd
+        self._comm = comm
+        self.controller = controller
+        self.rank: int = hvd.rank()
+        self.size: int = hvd.size()
+        self.local_rank: int = hvd.local_rank()
+        self.local_size: int = hvd.local_size()
+        self.cross_rank: int = hvd.cross_rank()
+        self.cross_size: int = hvd.cross_size()
+        self.host = socket.gethostname()
+        self.node: Any = None
+        self.device = torch.device("cpu")
+        self.places: tuple[Place, ...] = ()
+        self.host_ranks: tuple[int, ...] = (self.rank,)
+
+    @staticmethod
+    def start() -> World:
+        """Join the world that the launcher made. Raises UserError where it is not one world, or devices are short."""
+        launcher = find_launcher(os.environ)
+        if launcher.size is None:
+            # Alone: no need to start MPI, which on some clusters cannot be started outside a job.
+            os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
+        import horovod.torch as hvd
+
+        by_mpi = hvd.mpi_built() and os.environ.get("HOROVOD_CONTROLLER", "mpi") == "mpi"
+        comm = _mpi_world() if by_mpi else None
+        hvd.init()
+        check_size(launcher, hvd.size())
+        world = World(hvd, "none" if hvd.size() == 1 else "mpi" if by_mpi else "gloo", comm)
+        _log_on_rank_zero(world)
+        world._take_place()
+        return world
+
+    def _take_place(self) -> None:
+        with self.together():
+            name = choose_device(torch.cuda.device_count(), self.local_rank, self.local_size)
+        self.device = torch.device(name)
+        device_id = None
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            device_id = str(torch.cuda.get_device_properties(self.device).uuid)
+        cores = frozenset(os.sched_getaffinity(0))
+        self.places = tuple(self.allgather(Place(self.rank, self.host, self.local_rank, name, device_id, cores)))
+        if self._comm is not None:
+            from mpi4py import MPI
+
+            self.node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+            self.host_ranks = tuple(self.node.allgather(self.rank))
+        else:
+            self.host_ranks = tuple(place.rank for place in self.places if place.host == self.host)
+        with self.together():
+            check_devices(self.places)
+        self.set_threads(None)
+
+    def set_threads(self, num_threads: int | None) -> None:
+        """CPU threads of this rank; None: a fair share of the cores that the launcher left to it."""
+        here = [self.places[rank].cores for rank in self.host_ranks]
+        torch.set_num_threads(num_threads or share_cores(self.places[self.rank].cores, here))
+
+    @property
+    def hosts(self) -> list[str]:
+        """The hosts in rank order, each once."""
+        return list(dict.fromkeys(place.host for place in self.places))
+
+    def allgather(self, value: Any) -> list[Any]:
+        """The value of every rank, in rank order."""
+        if self.size == 1:
+            return [value]
+        if self._comm is not None:
+            return list(self._comm.allgather(value))
+        # Named, or Horovod 0.28 would name it by the value's type, and ranks with values of different types would
+        # wait for each other for ever.
+        return list(self._hvd.allgather_object(value, name="hvd_bert.allgather"))
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        return self.allgather(value if self.rank == 0 else None)[0]
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Elementwise sum over the ranks."""
+        if self.size == 1:
+            return values
+        return torch.as_tensor(self._hvd.allreduce(values, op=self._hvd.Sum))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is done inside succeeds on all ranks or fails on all: a UserError of one becomes an AgreedError of all.
+
+        No collective may stand inside: a rank that fails would leave the others waiting in it.
+        """
+        message = None
+        try:
+            yield
+        except UserError as error:
+            message = str(error)
+        messages = self.allgather(message)
+        failed = [rank for rank, text in enumerate(messages) if text is not None]
+        if failed:
+            first = failed[0]
+            where = "" if len(failed) == self.size else f"rank {first} on {self._host_of(first)}: "
+            raise AgreedError(where + messages[first], first)
+
+    def _host_of(self, rank: int) -> str:
+        return self.places[rank].host if self.places else "its host"
+
+    def close(self) -> None:
+        """Leave the world in good order, once every rank has come this far."""
+        self.allgather(None)
+        self._hvd.shutdown()
+
+    def abort(self, status: int) -> NoReturn:
+        """End every rank now: one that failed alone must not leave the others waiting for it."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self._comm is not None:
+            self._comm.Abort(status)
+        os._exit(status)  # under Gloo horovodrun sees the status and ends the others
+
+
+def _mpi_world() -> Any:
+    """mpi4py's communicator of all ranks; initialises MPI, before Horovod does.
+
+    Who initialises MPI also finalises it. Horovod would do so as soon as the first rank leaves, under the feet of
+    ranks that still use it (segmentation faults, seen with 0.28.1); mpi4py does when its own process ends.
+    """
+    from mpi4py import MPI
+
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        raise UserError(
+            "This MPI gives no THREAD_MULTIPLE, which Horovod's background thread needs: use an MPI built with it, or"
+            " `horovodrun --gloo`."
+        )
+    return MPI.COMM_WORLD.Dup()  # our messages must not meet Horovod's
+
+
+def _log_on_rank_zero(world: World) -> None:
+    logging.basicConfig(
+        format="%(message)s" if world.size == 1 else f"rank {world.rank} %(message)s", stream=sys.stdout
+    )
+    log.setLevel(logging.INFO if world.rank == 0 else logging.ERROR)
+
+
+def run_as_rank(entry: Callable[[World], None]) -> NoReturn:
+    """Join the world, call `entry(world)`, leave with 0, or say once what is wrong and end every rank."""
+    try:
+        world = World.start()
+    except AgreedError as error:
+        sys.exit(_report(error, shown=error.rank == 0))
+    except UserError as error:
+        # No world to agree in: the launcher's first process speaks, and alone fails, or the others' end could
+        # make the launcher kill it before it has spoken.
+        first = find_launcher(os.environ).rank in (None, 0)
+        sys.exit(_report(error, shown=first) if first else EXIT_OK)
+    try:
+        entry(world)
+    except AgreedError as error:
+        _report(error, shown=world.rank == error.rank)
+        world.close()
+        sys.exit(error.status)
+    except UserError as error:
+        world.abort(_report(UserError(f"rank {world.rank} on {world.host}: {error}"), shown=True))
+    except KeyboardInterrupt:
+        world.abort(EXIT_FAILURE)
+    except Exception:
+        print(f"rank {world.rank} on {world.host} failed:\n{traceback.format_exc()}", file=sys.stderr)
+        world.abort(EXIT_FAILURE)
+    world.close()
+    sys.exit(EXIT_OK)
+
+
+def _report(error: UserError, shown: bool) -> int:
+    if shown:
+        print(f"hvd_bert: {error}", file=sys.stderr, flush=True)
+    return EXIT_BAD_INPUT
