@@ -280,7 +280,7 @@ count_jobs() {
 
 build_wheel() {
   local name
-  for name in $(compgen -e HOROVOD_); do # leave only what this script decides
+  for name in $(compgen -e HOROVOD_ || true); do # leave only what this script decides
     case $name in HOROVOD_CPU_OPERATIONS) ;; *) unset "$name" ;; esac
   done
   make_compiler_wrapper
@@ -289,9 +289,9 @@ build_wheel() {
   export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_GLOO=1
   if [ "$mpi" = yes ]; then export HOROVOD_WITH_MPI=1; else export HOROVOD_WITHOUT_MPI=1; fi
   [ -z "$build_arch_flags" ] || export HOROVOD_BUILD_ARCH_FLAGS=$build_arch_flags
-  export HOROVOD_LOCAL_VERSION=$local_version
   provide_cmake
   unpack_source
+  export HOROVOD_LOCAL_VERSION=$local_version # not before: pip refuses an archive that calls itself otherwise
   "$python" -m pip wheel -v --no-deps --no-build-isolation --no-cache-dir -w "$work/wheel" "$source_dir"
 }
 

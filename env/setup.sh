@@ -223,7 +223,7 @@ make_venv() {
 # Is the environment made from the Python that --python names?
 same_base() {
   [ -z "$python" ] || [ "$("$python" -c 'import sys; print(sys.base_prefix, sys.version)' 2>/dev/null)" = \
-    "$("$venv/bin/python" -c 'import sys; print(sys.base_prefix, sys.version)')" ]
+    "$("$venv/bin/python" -c 'import sys; print(sys.base_prefix, sys.version)' 2>/dev/null)" ]
 }
 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
@@ -240,13 +240,15 @@ install_torch() {
     torch_works
   }
 }
+# transformers 5 treats an older torch as none at all.
+torch_is_new_enough() { "$venv/bin/python" -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6))'; }
 torch_works() { "$venv/bin/python" -c 'import torch; torch.ones(2).sum().item()'; }
 
 build_horovod() {
   local options=()
   [ "$mpi" = auto ] || options+=("$(choice "$mpi" mpi)")
   [ "$nccl" = auto ] || options+=("$(choice "$nccl" nccl)")
-  bash "$root/env/build_horovod.sh" --python "$venv/bin/python" "${options[@]}" </dev/null | sed 's/^build_horovod: /      /'
+  bash "$root/env/build_horovod.sh" --python "$venv/bin/python" "${options[@]}" </dev/null | sed 's/^build_horovod: /      /' || exit 1
   horovod_version=$(version_of horovod)
 }
 choice() { if [ "$1" = yes ]; then echo "--with-$2"; else echo "--without-$2"; fi; }
@@ -311,6 +313,7 @@ set_up() {
   say "[2/5] system packages: $(${CXX:-g++} --version | head -n 1), $(mpirun --version 2>/dev/null | head -n 1 | grep . || echo 'no MPI')"
   say "[3/5] torch: $torch (the CUDA builds are several GB)"
   logged install_torch
+  torch_is_new_enough || die "torch $(version_of torch) is too old: transformers needs 2.6 or later" "Choose another: --torch 2.8.0"
   torch_installed=$torch@$torch_index
   save_settings
   say "[4/5] Horovod for torch $(version_of torch)"
