@@ -23,7 +23,7 @@ The wheel is kept, so that the next environment with the same torch, MPI, CUDA a
                         (default: MPI when mpicxx is there)
   --with-nccl           fail if NCCL can't be built in;   --without-nccl  leave it out
                         (default: NCCL when torch is a CUDA build and nvcc is there)
-  --cuda-home DIR       the CUDA toolkit's own folder (default: \$CUDA_HOME, else found through nvcc)
+  --cuda-home DIR       the CUDA toolkit's own folder (default: \$CUDA_HOME, else where nvcc says it is)
   --nccl-home DIR       folder with include/nccl.h and lib/libnccl.so* (default: the NCCL that torch brought)
   --cuda-arch LIST      GPU architectures, as in 80,90 (default: those that both torch and nvcc know)
   --cxx-std N           C++ standard (default: the one that torch's own CMake files ask for)
@@ -163,7 +163,7 @@ choose_nccl() {
   fi
   find_cuda_home
   if [ -z "$nvcc_version" ]; then
-    [ "$nccl" = auto ] || die "NCCL was asked for, but no nvcc was found" "Load a CUDA ${torch_cuda%%.*} toolkit (module load cuda/$torch_cuda) or give --cuda-home DIR."
+    [ "$nccl" = auto ] || die "NCCL was asked for, but no nvcc was found" "Load a CUDA ${torch_cuda%%.*} toolkit (module load cuda/$torch_cuda) or set CUDA_HOME to one."
     warn "torch $torch_version is a CUDA build, but there is no nvcc: Horovod gets no NCCL and can't train on GPUs."
     warn "For GPUs: load a CUDA ${torch_cuda%%.*} toolkit (module load cuda/$torch_cuda) and run this again."
     nccl=no
@@ -171,7 +171,7 @@ choose_nccl() {
   fi
   [ "${nvcc_version%%.*}" = "${torch_cuda%%.*}" ] ||
     die "torch $torch_version is for CUDA $torch_cuda, but nvcc in $cuda_home is $nvcc_version: the major versions must be equal" \
-      "Load a CUDA ${torch_cuda%%.*} toolkit (module load cuda/$torch_cuda) or give --cuda-home DIR," \
+      "Load a CUDA ${torch_cuda%%.*} toolkit (module load cuda/$torch_cuda) or set CUDA_HOME to one," \
       "or take a torch for CUDA ${nvcc_version%%.*}, or leave the GPUs out: --without-nccl."
   nccl_home=${nccl_home:-${HOROVOD_NCCL_HOME:-$torch_nccl}}
   [ -f "$nccl_home/include/nccl.h" ] || die "no NCCL headers: '$nccl_home/include/nccl.h'" "Give the folder: --nccl-home DIR"

@@ -105,8 +105,9 @@ look_for_mpi_and_cuda() {
   if [ "$mpi" != no ] && command -v mpicxx >/dev/null; then
     mpi_seen="$(command -v mpicxx) $(mpicxx -show 2>&1 | tr '\n' ' ') $(mpirun --version 2>/dev/null | head -n 1)"
   fi
-  if [ "$nccl" != no ] && command -v nvcc >/dev/null; then
-    nvcc_seen="$(command -v nvcc) $(nvcc --version 2>&1 | tail -n 1)"
+  local nvcc=${CUDA_HOME:+$CUDA_HOME/bin/}nvcc
+  if [ "$nccl" != no ] && command -v "$nvcc" >/dev/null; then
+    nvcc_seen="$(command -v "$nvcc") $("$nvcc" --version 2>&1 | tail -n 1)"
   fi
 }
 
@@ -241,14 +242,14 @@ install_torch() {
   }
 }
 # transformers 5 treats an older torch as none at all.
-torch_is_new_enough() { "$venv/bin/python" -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6))'; }
+torch_is_new_enough() { [ "$(printf '2.6\n%s\n' "$(version_of torch)" | sort -V | head -n 1)" = 2.6 ]; }
 torch_works() { "$venv/bin/python" -c 'import torch; torch.ones(2).sum().item()'; }
 
 build_horovod() {
   local options=()
   [ "$mpi" = auto ] || options+=("$(choice "$mpi" mpi)")
   [ "$nccl" = auto ] || options+=("$(choice "$nccl" nccl)")
-  bash "$root/env/build_horovod.sh" --python "$venv/bin/python" "${options[@]}" </dev/null | sed 's/^build_horovod: /      /' || exit 1
+  bash "$root/env/build_horovod.sh" --python "$venv/bin/python" "${options[@]}" </dev/null | sed -u 's/^build_horovod: /      /' || exit 1
   horovod_version=$(version_of horovod)
 }
 choice() { if [ "$1" = yes ]; then echo "--with-$2"; else echo "--without-$2"; fi; }
