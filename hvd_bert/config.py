@@ -25,6 +25,17 @@ PRESETS = PACKAGE / "configs"
 DEFAULT_MODEL = "bert-base-uncased"
 DEFAULT_DATASET = "squad"
 
+# Those of transformers that need neither further arguments nor the loss at each step.
+SCHEDULES = [
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+]
+
 # A source of data or of a model named on the command line takes the place of the one a preset names.
 REPLACES = {
     "dataset_name": ("train_file", "validation_file"),
@@ -99,6 +110,8 @@ class DataArguments:
             self.version_2_with_negative = True
         for name in ("max_seq_length", "n_best_size", "max_answer_length"):
             _require(getattr(self, name) >= 1, f"--{name} {getattr(self, name)}: must be at least 1.")
+        threshold = self.null_score_diff_threshold
+        _require(not math.isnan(threshold), f"--null_score_diff_threshold {threshold}: must be a number.")
         _require(self.doc_stride >= 0, f"--doc_stride {self.doc_stride}: must not be negative.")
         for name in ("max_train_samples", "max_eval_samples", "preprocessing_num_workers"):
             value = getattr(self, name)
@@ -127,7 +140,7 @@ class TrainArguments:
     max_grad_norm: float = _arg(1.0, "Clip the averaged gradient to this norm; 0: never.")
     num_train_epochs: float = _arg(3.0, "Passes over the training windows.")
     max_steps: int = _arg(-1, "Optimizer steps in all; overrides num_train_epochs if positive.")
-    lr_scheduler_type: str = _arg("linear", "Schedule after the warm-up: linear, cosine, constant_with_warmup, ...")
+    lr_scheduler_type: str = _arg("linear", "Schedule of the learning rate.", choices=SCHEDULES)
     warmup_ratio: float = _arg(0.0, "Share of the steps in which the learning rate rises from 0.")
     warmup_steps: int = _arg(0, "The same as a number of steps; overrides warmup_ratio if positive.")
     lr_scaling: str = _arg(
@@ -268,19 +281,18 @@ def parse(argv: list[str] | None = None) -> Config:
     sections = [ModelArguments, DataArguments, TrainArguments, HorovodArguments]
     parser = _parser(sections)
     known = {f.name for section in sections for f in fields(section)}
-    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     chooser.add_argument("--config")
     try:
         chosen, flags = chooser.parse_known_args(argv)
-    except SystemExit:
+    except argparse.ArgumentError:
         raise UserError("--config needs a value: a preset's name or a YAML file.") from None
     if chosen.config is not None:
         from_file = load_yaml(chosen.config, known)
         given = {flag.lstrip("-").split("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
         replaced = {name for flag in given for name in REPLACES.get(flag, ())} - given
-        flags = [
-            token for name, value in from_file.items() if name not in replaced for token in (f"--{name}", str(value))
-        ] + flags
+        # With "=", or argparse would take a value such as -1e-05 for a flag.
+        flags = [f"--{name}={value}" for name, value in from_file.items() if name not in replaced] + flags
     *parts, _, unknown = parser.parse_args_into_dataclasses(
         flags, look_for_args_file=False, return_remaining_strings=True
     )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoTokenizer, BertForQuestionAnswering
@@ -42,7 +46,8 @@ def load_model(args: ModelArguments, tokenizer: Any, max_seq_length: int, seed: 
     _check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
     torch.manual_seed(seed)
     if args.model_name_or_path is None:
-        return BertForQuestionAnswering(config)
+        with _in_words(source):
+            return BertForQuestionAnswering(config)
     model, info = _from(
         BertForQuestionAnswering,
         args.model_name_or_path,
@@ -50,10 +55,12 @@ def load_model(args: ModelArguments, tokenizer: Any, max_seq_length: int, seed: 
         config=config,
         dtype=torch.float32,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below, in our own words
     )
-    lost = [name for name in info["missing_keys"] if not name.startswith("qa_outputs.")]
-    if lost or info["mismatched_keys"]:
-        names = ", ".join(sorted(lost)[:3]) or ", ".join(str(key) for key in list(info["mismatched_keys"])[:3])
+    lost = {name for name in info["missing_keys"] if not name.startswith("qa_outputs.")}
+    lost |= {name for name, *_ in info["mismatched_keys"]}
+    if lost:
+        names = ", ".join(sorted(lost)[:3])
         raise UserError(
             f"{args.model_name_or_path} does not hold the weights that its configuration asks for ({names}, ...)."
         )
@@ -89,12 +96,19 @@ def span_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Ten
 
 
 def _from(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:
-    """`kind.from_pretrained(name)`, its errors in words."""
+    """`kind.from_pretrained(name)`, its errors as a UserError."""
     if not Path(name).is_dir():
         extra |= {"cache_dir": args.cache_dir, "revision": args.model_revision}
-    try:
+    with _in_words(name):
         return kind.from_pretrained(name, **extra)
-    except (OSError, ValueError, KeyError) as error:
+
+
+@contextmanager
+def _in_words(name: str) -> Iterator[None]:
+    """What goes wrong when `name` is loaded, as a UserError."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"'{name}' cannot be loaded ({reason}). Name a local folder (--model_name_or_path FOLDER), fetch it where"

@@ -51,8 +51,8 @@ def check(folder: Path, overwrite: bool) -> None:
     if held and not overwrite:
         shown = ", ".join(held[:3]) + (", ..." if len(held) > 3 else "")
         raise UserError(
-            f"--output_dir {folder} is not empty ({shown}): name another one, or add --overwrite_output_dir to replace an"
-            " earlier run's files."
+            f"--output_dir {folder} is not empty ({shown}): name another one, or add --overwrite_output_dir to replace"
+            " an earlier run's files."
         )
 
 
@@ -60,7 +60,7 @@ def clear(folder: Path) -> None:
     """Remove an earlier run's files, and no others."""
     for name in RUN_FILES:
         path = folder / name
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)

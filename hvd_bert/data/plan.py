@@ -62,4 +62,6 @@ class BatchPlan:
 
 @lru_cache(maxsize=2)
 def _epoch_order(num_windows: int, seed: int, epoch: int) -> Ids:
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_windows)
+    order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_windows)
+    order.setflags(write=False)  # shared by all who ask
+    return order
