@@ -98,7 +98,6 @@ class DataArguments:
     max_eval_samples: int | None = _arg(None, "Score the first N questions only.")
     preprocessing_num_workers: int | None = _arg(None, "Threads that tokenise. Default: the cores of this rank.")
     overwrite_cache: bool = _arg(False, "Tokenise again even if the cache has the windows.")
-    pad_to_max_length: bool = _arg(False, "Pad every batch to max_seq_length, not to its longest window.")
 
     def __post_init__(self) -> None:
         files = [name for name in ("train_file", "validation_file") if getattr(self, name)]
@@ -116,11 +115,6 @@ class DataArguments:
         for name in ("max_train_samples", "max_eval_samples", "preprocessing_num_workers"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"--{name} {value}: must be at least 1.")
-
-    @property
-    def pad_to(self) -> int | None:
-        """Tokens to which every batch is padded; None: to its longest window."""
-        return self.max_seq_length if self.pad_to_max_length else None
 
 
 @dataclass

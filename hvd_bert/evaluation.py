@@ -45,7 +45,7 @@ class Evaluator:
             data.version_2_with_negative,
             data.null_score_diff_threshold,
         )
-        self.collate = Collator(windows, inputs.tokenizer.pad_token_id, world.device, data.pad_to)
+        self.collate = Collator(windows, world.device)
         self.batch_size = config.train.per_device_eval_batch_size
         self.precision = config.train.precision
         self.world = world

@@ -12,9 +12,11 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer, BertForQuestionAnswering
 from transformers import logging as transformers_logging
 
+from hvd_bert import attention
 from hvd_bert.config import ModelArguments
 from hvd_bert.data.batches import Batch
 from hvd_bert.errors import UserError
@@ -43,6 +45,8 @@ def load_model(args: ModelArguments, tokenizer: Any, max_seq_length: int, seed: 
         raise UserError(f"{source} is a {config.model_type} model: this trainer fine-tunes BERT.")
     if args.dropout is not None:
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = args.dropout
+    attention.register()
+    config._attn_implementation = attention.NAME
     _check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
     torch.manual_seed(seed)
     if args.model_name_or_path is None:
@@ -88,11 +92,18 @@ def span_losses(starts: torch.Tensor, ends: torch.Tensor, batch: Batch) -> torch
 
 
 def span_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Start and end logits, float32 [B, T] each; those of padding are -inf."""
-    output = model(input_ids=batch.input_ids, token_type_ids=batch.token_type_ids, attention_mask=batch.attention_mask)
-    padding = batch.attention_mask == 0
-    starts, ends = output.start_logits.float(), output.end_logits.float()
-    return starts.masked_fill(padding, float("-inf")), ends.masked_fill(padding, float("-inf"))
+    """Start and end logits of the B windows, float32 [B, T]; T tokens in the longest, -inf after a window's end."""
+    output = model(
+        input_ids=batch.input_ids,
+        token_type_ids=batch.token_type_ids,
+        position_ids=batch.position_ids,
+        window_lengths=batch.lengths,
+    )
+    starts, ends = (
+        pad_sequence(logits[0].float().split(batch.lengths), batch_first=True, padding_value=float("-inf"))
+        for logits in (output.start_logits, output.end_logits)
+    )
+    return starts, ends
 
 
 def _from(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:

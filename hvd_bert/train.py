@@ -77,7 +77,7 @@ def train(
     total_steps = args.total_steps(plan.steps_per_epoch)
     engine = HorovodEngine(model, make_optimizer(model, args, world.size), plan.accumulation, config, world)
     schedule = make_schedule(engine.optimizer, args, total_steps)
-    collate = Collator(data.windows, inputs.tokenizer.pad_token_id, world.device, config.data.pad_to)
+    collate = Collator(data.windows, world.device)
     meter = Meter(world)
     effective = output.effective_settings(config, plan, world)
     log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))

@@ -1,4 +1,4 @@
-"""Windows to tensors: the batches that the model is given."""
+"""Windows to tensors: the batches that the model is given, laid end to end without padding."""
 
 from __future__ import annotations
 
@@ -15,56 +15,49 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """B windows padded to T tokens.
+    """B windows of `lengths` tokens, N in all, in one row.
 
-    `input_ids`, `token_type_ids`, `attention_mask`: int64 [B, T]; `starts`, `ends`: int64 [B], the answer's first and
-    last token (0, 0: none in this window); `num_windows`: how many of the B count (0 for a rank that has none left:
-    then B is 1, and its loss must be weighed by 0); `num_tokens`: tokens that are no padding.
+    `input_ids`, `token_type_ids`, `position_ids`: int64 [1, N], positions starting anew in each window; `starts`,
+    `ends`: int64 [B], the answer's first and last token counted from the window's start (0, 0: no answer in it);
+    `num_windows`: how many count: B, or 0 for a rank that has none left (then B is 1, and its loss must count 0).
     """
 
     input_ids: torch.Tensor
     token_type_ids: torch.Tensor
-    attention_mask: torch.Tensor
+    position_ids: torch.Tensor
+    lengths: list[int]
     starts: torch.Tensor
     ends: torch.Tensor
     num_windows: int
-    num_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the windows that count."""
+        return sum(self.lengths) if self.num_windows else 0
 
 
 class Collator:
-    """Makes padded batches of a windows table (columns: see `hvd_bert.data.windows`).
+    """Makes batches of a windows table (its columns: `hvd_bert.data.windows`) on a device."""
 
-    `pad_to`: pad to this many tokens, or None: to the longest window of the batch.
-    """
-
-    def __init__(self, windows: Dataset, pad_id: int, device: torch.device, pad_to: int | None = None) -> None:
-        columns = ["input_ids", "context_start", "start_position", "end_position"]
-        self.rows = windows.select_columns(columns)
-        self.pad_id = pad_id
+    def __init__(self, windows: Dataset, device: torch.device) -> None:
+        self.rows = windows.select_columns(["input_ids", "context_start", "start_position", "end_position"])
         self.device = device
-        self.pad_to = pad_to
 
     def __call__(self, ids: Sequence[int] | np.ndarray) -> Batch:
-        """Windows `ids` as one batch on the device; no ids at all give one window that does not count."""
-        num_windows = len(ids)
+        """The windows `ids` as one batch; no ids at all give one window that does not count."""
         rows = self.rows[[int(i) for i in ids] or [0]]
-        lengths = np.fromiter(map(len, rows["input_ids"]), dtype=np.int64)
-        width = self.pad_to or int(lengths.max())
-        input_ids = np.full((len(lengths), width), self.pad_id, dtype=np.int64)
-        for line, tokens in zip(input_ids, rows["input_ids"], strict=True):
-            line[: len(tokens)] = tokens
-        column = np.arange(width)
-        mask = column < lengths[:, None]
-        types = mask & (column >= np.asarray(rows["context_start"])[:, None])
+        lengths = [len(tokens) for tokens in rows["input_ids"]]
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        types = positions >= np.repeat(rows["context_start"], lengths)
         return Batch(
-            input_ids=self._to_device(input_ids),
-            token_type_ids=self._to_device(types.astype(np.int64)),
-            attention_mask=self._to_device(mask.astype(np.int64)),
-            starts=self._to_device(np.asarray(rows["start_position"], dtype=np.int64)),
-            ends=self._to_device(np.asarray(rows["end_position"], dtype=np.int64)),
-            num_windows=num_windows,
-            num_tokens=int(lengths.sum()) if num_windows else 0,
+            input_ids=self._to_device(np.concatenate(rows["input_ids"]))[None],
+            token_type_ids=self._to_device(types)[None],
+            position_ids=self._to_device(positions)[None],
+            lengths=lengths,
+            starts=self._to_device(rows["start_position"]),
+            ends=self._to_device(rows["end_position"]),
+            num_windows=len(ids),
         )
 
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+    def _to_device(self, values: Sequence[int] | np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self.device, non_blocking=True)
