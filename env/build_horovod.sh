@@ -84,8 +84,8 @@ root = pathlib.Path(torch.__file__).parent
 standards = []
 for name, pattern in (("share/cmake/Torch/TorchConfig.cmake", r"CXX_STANDARD (\d\d)"),
                       ("utils/cpp_extension.py", r"-std=c\+\+(\d\d)")):
-    if (root / name).is_file():
-        standards += [int(n) for n in re.findall(pattern, (root / name).read_text())]
+    if (root / name).is_file() and not standards:
+        standards = [int(n) for n in re.findall(pattern, (root / name).read_text())]
 nccl = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
 try:
     arches = re.findall(r"\bsm_(\d+)\b", torch._C._cuda_getArchFlags() or "")

@@ -25,6 +25,8 @@ class Machine:
         cmake = package / "share/cmake/Torch"
         cmake.mkdir(parents=True, exist_ok=True)
         (cmake / "TorchConfig.cmake").write_text(f"set_target_properties(torch CXX_STANDARD {standard})\n")
+        (package / "utils").mkdir(exist_ok=True)
+        (package / "utils/cpp_extension.py").write_text("'an example: -std=c++23'\n")
         (package / "__init__.py").write_text(
             "from types import SimpleNamespace\n"
             f"__version__ = {version!r}\n"
