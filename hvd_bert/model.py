@@ -29,7 +29,10 @@ AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def load_tokenizer(args: ModelArguments) -> Any:
     """The fast tokenizer of the model. Raises UserError where there is none."""
-    return _from(AutoTokenizer, args.tokenizer, args, use_fast=True)
+    tokenizer = _from(AutoTokenizer, args.tokenizer, args, use_fast=True)
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes up where no vocabulary is
+        raise UserError(f"'{args.tokenizer}' holds no vocabulary: name a tokenizer's folder (--tokenizer_name FOLDER).")
+    return tokenizer
 
 
 def load_model(args: ModelArguments, tokenizer: Any, max_seq_length: int, seed: int) -> BertForQuestionAnswering:

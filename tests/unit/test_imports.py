@@ -1,0 +1,114 @@
+"""The package's shape: imports point one way, and Horovod and the launcher's variables stay where they belong."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import hvd_bert
+
+PACKAGE = Path(hvd_bert.__file__).parent
+
+# The way a question travels. A module imports only from modules above it; a new module takes its place here.
+ORDER = [
+    "__init__", "errors", "config", "world",
+    "data.__init__", "data.hub", "data.squad", "data.cache", "data.cutting", "data.windows", "data.plan", "data.batches",
+    "attention", "model", "optim", "engines.__init__", "engines.horovod",
+    "answers", "squad_metric", "inputs", "evaluation", "output", "telemetry", "train", "predict",
+    "sample.__init__", "sample.themes", "sample.vocabulary", "sample.names", "sample.generate",
+]  # fmt: skip
+
+HOROVOD_AT_HOME = ("world", "engines.")
+LAUNCHER_VARIABLE = re.compile(r"(HOROVOD|OMPI|PMI|PMIX|MV2|SLURM)_[A-Z0-9_]+")
+
+
+def path_of(module: str) -> Path:
+    return PACKAGE / (module.replace(".", "/") + ".py")
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(path_of(module).read_text(encoding="utf-8"))
+
+
+def imported_names(node: ast.AST) -> Iterator[str]:
+    """Full names that an import statement brings; `from a import b` gives a.b, which may be a module or not."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "the package is imported by its full name"
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_modules(module: str) -> set[str]:
+    """Modules of the package that `module` imports, wherever in it: at the top, in a function, for types only."""
+    found = set()
+    for name in (name for node in ast.walk(tree(module)) for name in imported_names(node)):
+        top, *parts = name.split(".")
+        if top != "hvd_bert":
+            continue
+        candidates = [".".join(parts), ".".join(parts[:-1])]  # a module, or a name in one
+        candidates += [".".join(filter(None, [candidate, "__init__"])) for candidate in candidates]
+        found.add(next(candidate for candidate in candidates if candidate in ORDER))
+    return found
+
+
+def at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run when the module is imported: function bodies do not."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield child
+            yield from at_import(child)
+
+
+def brings(nodes: Iterator[ast.AST], *packages: str) -> bool:
+    return any(name.split(".")[0] in packages for node in nodes for name in imported_names(node))
+
+
+def test_every_module_has_its_place():
+    found = {str(path.relative_to(PACKAGE).with_suffix("")).replace("/", ".") for path in PACKAGE.rglob("*.py")}
+    assert len(set(ORDER)) == len(ORDER)
+    assert found == set(ORDER)
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_imports_point_one_way(module):
+    above = set(ORDER[: ORDER.index(module)])
+    assert own_modules(module) <= above
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_horovod_is_imported_by_world_and_engines_only(module):
+    assert not brings(at_import(tree(module)), "horovod", "mpi4py"), "importing must not start anything"
+    if not module.startswith(HOROVOD_AT_HOME):
+        assert not brings(ast.walk(tree(module)), "horovod", "mpi4py")
+
+
+@pytest.mark.parametrize("module", [module for module in ORDER if module != "world"])
+def test_launcher_variables_are_read_by_world_only(module):
+    texts = [node.value for node in ast.walk(tree(module)) if isinstance(node, ast.Constant)]
+    assert [text for text in texts if isinstance(text, str) and LAUNCHER_VARIABLE.fullmatch(text)] == []
+
+
+def test_the_checks_above_see_what_is_there():
+    assert "data.batches" in own_modules("train")
+    assert "data.windows" in own_modules("inputs")  # from hvd_bert.data import windows
+    assert "__init__" in own_modules("output")  # from hvd_bert import __version__
+    assert brings(ast.walk(tree("world")), "horovod")
+    assert brings(ast.walk(tree("engines.horovod")), "horovod")
+    texts = [node.value for node in ast.walk(tree("world")) if isinstance(node, ast.Constant)]
+    assert "SLURM_PROCID" in texts
+    assert LAUNCHER_VARIABLE.fullmatch("SLURM_PROCID")
+
+
+def test_importing_the_trainer_starts_nothing():
+    program = "import sys, hvd_bert.train; print({'horovod', 'mpi4py'} & {name.split('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "set()\n"

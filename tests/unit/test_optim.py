@@ -1,0 +1,118 @@
+"""Parameter groups, learning rate and its schedule."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForQuestionAnswering
+
+from hvd_bert.config import SCHEDULES, TrainArguments
+from hvd_bert.errors import UserError
+from hvd_bert.optim import make_optimizer, make_schedule, scaled_learning_rate, warmup_steps
+
+
+@pytest.fixture(scope="module")
+def bert() -> BertForQuestionAnswering:
+    return BertForQuestionAnswering(
+        BertConfig(vocab_size=30, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12)
+    )
+
+
+def rates(args: TrainArguments, total_steps: int) -> list[float]:
+    """The learning rate of each step, and the one after the last."""
+    optimizer = make_optimizer(nn.Linear(2, 2), args, world_size=1)
+    schedule = make_schedule(optimizer, args, total_steps)
+    seen = []
+    for _ in range(total_steps):
+        seen.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    return [*seen, schedule.get_last_lr()[0]]
+
+
+def test_groups_hold_each_parameter_once(bert):
+    optimizer = make_optimizer(bert, TrainArguments(weight_decay=0.01), 1)
+    names = {id(parameter): name for name, parameter in bert.named_parameters()}
+    groups = {
+        group["weight_decay"]: sorted(names[id(parameter)] for parameter in group["params"])
+        for group in optimizer.param_groups
+    }
+    spared = sorted(name for name in names.values() if name.endswith("bias") or "LayerNorm" in name)
+    assert groups == {0.01: sorted(set(names.values()) - set(spared)), 0.0: spared}
+    assert "bert.embeddings.word_embeddings.weight" in groups[0.01]
+    assert "bert.embeddings.LayerNorm.weight" in groups[0.0]
+
+
+def test_frozen_parameters_are_left_out():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    model[0].weight.requires_grad = False
+    held = {id(p) for group in make_optimizer(model, TrainArguments(), 1).param_groups for p in group["params"]}
+    assert held == {id(parameter) for parameter in (model[0].bias, *model[1].parameters())}
+
+
+def test_decay_moves_matrices_only():
+    model = nn.Linear(2, 2)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = make_optimizer(model, TrainArguments(learning_rate=0.1, weight_decay=0.5), 1)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), before["weight"] * (1 - 0.1 * 0.5))
+    assert torch.equal(model.bias, before["bias"])
+
+
+def test_settings_reach_adamw():
+    args = TrainArguments(learning_rate=2e-5, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6, lr_scaling="linear")
+    for group in make_optimizer(nn.Linear(2, 2), args, world_size=4).param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (pytest.approx(8e-5), (0.8, 0.95), 1e-6)
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("sqrt", math.sqrt(8)), ("linear", 8.0)])
+def test_learning_rate_rule(rule, factor):
+    args = TrainArguments(learning_rate=3e-5, lr_scaling=rule)
+    assert scaled_learning_rate(args, 8) == pytest.approx(3e-5 * factor)
+    assert scaled_learning_rate(args, 1) == 3e-5
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({}, 0),
+        ({"warmup_ratio": 0.1}, 11),  # rounded up
+        ({"warmup_steps": 7}, 7),
+        ({"warmup_steps": 7, "warmup_ratio": 0.1}, 7),
+    ],
+    ids=str,
+)
+def test_warmup_steps(settings, steps):
+    assert warmup_steps(TrainArguments(**settings), total_steps=101) == steps
+
+
+def test_linear_schedule_step_by_step():
+    args = TrainArguments(learning_rate=1.0, warmup_ratio=0.2)
+    expected = [0, 0.5, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0]
+    assert rates(args, 10) == pytest.approx(expected)
+
+
+def test_cosine_schedule_step_by_step():
+    args = TrainArguments(learning_rate=1.0, warmup_steps=2, lr_scheduler_type="cosine")
+    expected = [0, 0.5, *((1 + math.cos(math.pi * step / 8)) / 2 for step in range(9))]
+    assert rates(args, 10) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedule_on_offer(name):
+    warm = [] if name == "constant" else [0.0, 0.25, 0.5, 0.75]
+    seen = rates(TrainArguments(learning_rate=1.0, warmup_steps=4, lr_scheduler_type=name), 12)
+    assert seen[: len(warm)] == pytest.approx(warm)
+    assert seen[4] == 1.0 == max(seen)
+
+
+@pytest.mark.parametrize("name", ["steep", "cosine_with_min_lr"])
+def test_schedule_not_on_offer(name):
+    args = TrainArguments(lr_scheduler_type=name)
+    with pytest.raises(UserError, match=f"--lr_scheduler_type {name}: "):
+        make_schedule(make_optimizer(nn.Linear(2, 2), args, 1), args, 10)
