@@ -113,13 +113,18 @@ look_for_mpi_and_cuda() {
 
 venv_python_identity() { "$venv/bin/python" -c 'import sys; print(sys.prefix, sys.base_prefix, sys.version, sep="|")' 2>/dev/null; }
 
+# Read once at the start: a file that changes during a run must make the next one work.
+read_inputs() {
+  local files=("$root"/{requirements.txt,pyproject.toml,env/setup.sh,env/build_horovod.sh})
+  inputs_base=$(cat "${files[@]}" | sha256sum)
+  inputs_dev=$(cat "${files[@]}" "$root/env/requirements-dev.txt" | sha256sum)
+}
+
+# $1: base or dev
 fingerprint() {
-  local files=(requirements.txt pyproject.toml env/setup.sh env/build_horovod.sh)
-  [ "$1" != dev ] || files+=(env/requirements-dev.txt)
-  {
-    cat "${files[@]/#/$root/}"
-    printf '%s\n' "$root" "$(venv_python_identity)" "$torch" "$torch_index" "$mpi" "$nccl" "$mpi_seen" "$nvcc_seen"
-  } | sha256sum | cut -c 1-32
+  local inputs=inputs_$1
+  printf '%s\n' "${!inputs}" "$root" "$(venv_python_identity)" "$torch" "$torch_index" "$mpi" "$nccl" "$mpi_seen" "$nvcc_seen" |
+    sha256sum | cut -c 1-32
 }
 
 # Is what the stamp vouches for still there? Reads package metadata only, so it takes a fraction of a second.
@@ -341,6 +346,7 @@ main() {
   parse_arguments "$@"
   log=$venv.setup.log
   lock
+  read_inputs
   load_settings
   look_for_mpi_and_cuda
   if same_base && up_to_date; then
