@@ -116,14 +116,14 @@ venv_python_identity() { "$venv/bin/python" -c 'import sys; print(sys.prefix, sy
 # Read once at the start: a file that changes during a run must make the next one work.
 read_inputs() {
   local files=("$root"/{requirements.txt,pyproject.toml,env/setup.sh,env/build_horovod.sh})
-  inputs_base=$(cat "${files[@]}" | sha256sum)
-  inputs_dev=$(cat "${files[@]}" "$root/env/requirements-dev.txt" | sha256sum)
+  declare -gA inputs
+  inputs[base]=$(cat "${files[@]}" | sha256sum)
+  inputs[dev]=$(cat "${files[@]}" "$root/env/requirements-dev.txt" | sha256sum)
 }
 
 # $1: base or dev
 fingerprint() {
-  local inputs=inputs_$1
-  printf '%s\n' "${!inputs}" "$root" "$(venv_python_identity)" "$torch" "$torch_index" "$mpi" "$nccl" "$mpi_seen" "$nvcc_seen" |
+  printf '%s\n' "${inputs[$1]}" "$root" "$(venv_python_identity)" "$torch" "$torch_index" "$mpi" "$nccl" "$mpi_seen" "$nvcc_seen" |
     sha256sum | cut -c 1-32
 }
 
