@@ -5,8 +5,8 @@ All of it is checked here, so that bad input ends the run before any training.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import BertForQuestionAnswering
@@ -92,13 +92,15 @@ def open_split(data: DataArguments, split: str) -> Source:
 
 def _windows(source: Source, tokenizer: Any, data: DataArguments, max_samples: int | None, world: World) -> Dataset:
     options = windows.WindowOptions(data.max_seq_length, data.doc_stride, max_samples)
-    return windows.prepare(
+    table = windows.prepare(
         source,
         tokenizer,
         options,
-        cache_dir=Path(windows.default_cache_dir()),
         overwrite_cache=data.overwrite_cache,
         num_workers=data.preprocessing_num_workers,
-        show_progress=world.cross_rank == 0,
+        show_progress=world.cross_rank == 0 and sys.stderr.isatty(),
         leader=world.local_rank == 0,
     )
+    counts = windows.counts(table)
+    log.info("%s: %d windows of %d questions", source.name, counts.windows, counts.questions)
+    return table

@@ -81,10 +81,11 @@ class Telemetry:
             self.say(f"step {self.step}/{self.total_steps} ({self.step / self.total_steps:.0%})  {said}  ETA {eta}")
 
     def say(self, line: str) -> None:
-        """A line on standard output that does not break the bar."""
+        """A line on standard output that does not break the bar, in one write: launchers tag every write."""
         if self.enabled:
-            tqdm.write(line, file=sys.stdout)
-            sys.stdout.flush()
+            with self.bar.external_write_mode(file=sys.stdout, nolock=True):
+                sys.stdout.write(line + "\n")
+                sys.stdout.flush()
 
     def close(self) -> None:
         """Flush and close the files."""

@@ -271,7 +271,7 @@ def _mpi_world() -> Any:
 
 def _log_on_rank_zero(world: World) -> None:
     logging.basicConfig(
-        format="%(message)s" if world.size == 1 else f"rank {world.rank} %(message)s", stream=sys.stdout
+        format="%(message)s" if world.rank == 0 else f"rank {world.rank}: %(message)s", stream=sys.stdout
     )
     log.setLevel(logging.INFO if world.rank == 0 else logging.ERROR)
 

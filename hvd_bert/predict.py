@@ -1,0 +1,104 @@
+"""Answer questions with a trained model.
+
+    python -m hvd_bert.predict MODEL --context "Ada was born in London." --question "Where was Ada born?"
+    python -m hvd_bert.predict MODEL --questions_file dev-v1.1.json --num_questions 3
+
+One process. Exit status: 0 answered, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import textwrap
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hvd_bert.answers import Answer, SpanOptions, answers_of
+from hvd_bert.config import ModelArguments
+from hvd_bert.data import squad, windows
+from hvd_bert.data.squad import Question
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+from hvd_bert.evaluation import window_logits
+from hvd_bert.model import load_model, load_tokenizer
+
+BATCH_SIZE = 8
+
+
+def predict(
+    model_name: str, questions: Sequence[Question], options: SpanOptions, max_seq_length: int | None = None
+) -> list[Answer]:
+    """The answers of the model in a folder (or of the hub) to `questions`, on the first GPU or else the CPU.
+
+    `max_seq_length`: longest window in tokens; None: the model's most, up to run_qa's 384.
+    """
+    args = ModelArguments(model_name_or_path=model_name)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = load_tokenizer(args)
+    model = load_model(args, tokenizer, max_seq_length or 1, seed=0).eval()
+    model.to(device=device)
+    length = max_seq_length or min(384, model.config.max_position_embeddings)
+    cut = windows.WindowOptions(length, doc_stride=length // 3)
+    with tempfile.TemporaryDirectory() as cache:
+        source = squad.from_questions("the questions", questions)
+        table = windows.prepare(source, tokenizer, cut, cache_dir=cache)
+        logits = window_logits(model, table, np.arange(len(table)), device, BATCH_SIZE, "fp32", [])
+        return answers_of(questions, logits, options)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command. Returns the exit status."""
+    flags = _parser().parse_args(argv)
+    try:
+        questions = _questions(flags)
+        options = SpanOptions(version_2_with_negative=flags.version_2_with_negative)
+        answers = predict(flags.model, questions, options, flags.max_seq_length)
+    except UserError as error:
+        print(f"hvd_bert: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    print("\n\n".join(_shown(question, answer) for question, answer in zip(questions, answers, strict=True)))
+    return EXIT_OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m hvd_bert.predict", description="Answer questions with a model.")
+    parser.add_argument("model", metavar="MODEL", help="the output_dir of a training, or a hub name")
+    parser.add_argument("--context", help="the passage to read")
+    parser.add_argument("--question", help="the question about it")
+    parser.add_argument("--questions_file", help="questions in SQuAD's JSON, in place of --context and --question")
+    parser.add_argument(
+        "--num_questions", type=int, default=3, help="how many of the file's, evenly spread (default 3)"
+    )
+    parser.add_argument("--max_seq_length", type=int, help="longest window in tokens (default: the model's, up to 384)")
+    parser.add_argument("--version_2_with_negative", action="store_true", help="'no answer' may be the answer")
+    return parser
+
+
+def _questions(flags: argparse.Namespace) -> list[Question]:
+    if flags.questions_file:
+        questions = squad.open_file(flags.questions_file, flags.version_2_with_negative).questions()
+        picked = np.linspace(0, len(questions), flags.num_questions, endpoint=False)
+        return [questions[int(i)] for i in picked]
+    if not flags.context or not flags.question:
+        raise UserError("Give --context and --question, or --questions_file.")
+    return [Question("question", "", flags.context, flags.question, (), ())]
+
+
+def _shown(question: Question, answer: Answer) -> str:
+    passage = textwrap.fill(question.context, 100, initial_indent="  ", subsequent_indent="  ")
+    probability = float(answer.nbest[0]["probability"])
+    lines = [
+        passage,
+        f"  Q: {question.question}",
+        f"  A: {answer.text or '(no answer)'}  (probability {probability:.2f})",
+    ]
+    if question.answer_texts:
+        lines.append(f"  expected: {question.answer_texts[0]}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
