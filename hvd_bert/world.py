@@ -170,6 +170,11 @@ class World:
     def _take_place(self) -> None:
         with self.together():
             name = choose_device(torch.cuda.device_count(), self.local_rank, self.local_size)
+            if name != "cpu" and self.size > 1 and not self._hvd.nccl_built():
+                raise UserError(
+                    "Horovod was built without NCCL and cannot average gradients on GPUs: build it anew with"
+                    " `bash env/setup.sh --with-nccl`, or hide the GPUs (CUDA_VISIBLE_DEVICES= ) to train on CPUs."
+                )
         self.device = torch.device(name)
         device_id = None
         if self.device.type == "cuda":
