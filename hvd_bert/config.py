@@ -217,9 +217,7 @@ class HorovodArguments:
         1.0,
         "Divide gradients by this before the allreduce and by world size / this after it; the mean stays the same.",
     )
-    num_threads: int | None = _arg(
-        None, "CPU threads of a rank. Default: the cores it may use, shared fairly on its node."
-    )
+    num_threads: int | None = _arg(None, "CPU threads of a rank. Default: OMP_NUM_THREADS, or its share of the cores.")
 
     def __post_init__(self) -> None:
         factor = self.gradient_predivide_factor

@@ -102,6 +102,15 @@ def share_cores(mine: frozenset[int], on_this_host: Sequence[frozenset[int]]) ->
     return max(1, len(mine) // max(1, sharers))
 
 
+def choose_threads(environ: Mapping[str, str], share: int) -> int:
+    """Threads of a rank: what the user said, else its `share` of the cores, within Slurm's --cpus-per-task."""
+    said = environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if said.isdecimal() and int(said) > 0:
+        return int(said)
+    allotted = environ.get("SLURM_CPUS_PER_TASK", "")
+    return min(share, int(allotted)) if allotted.isdecimal() and int(allotted) > 0 else share
+
+
 @dataclass(frozen=True)
 class Place:
     """Where one rank sits. `device_id`: the GPU's UUID, the same for every process that uses it; None on a CPU."""
@@ -194,9 +203,11 @@ class World:
         self.set_threads(None)
 
     def set_threads(self, num_threads: int | None) -> None:
-        """CPU threads of this rank; None: a fair share of the cores that the launcher left to it."""
+        """CPU threads of this rank; None: OMP_NUM_THREADS, or else a fair share of the cores left to it."""
         here = [self.places[rank].cores for rank in self.host_ranks]
-        torch.set_num_threads(num_threads or share_cores(self.places[self.rank].cores, here))
+        torch.set_num_threads(
+            num_threads or choose_threads(os.environ, share_cores(self.places[self.rank].cores, here))
+        )
 
     @property
     def hosts(self) -> list[str]:

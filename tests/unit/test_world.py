@@ -17,6 +17,7 @@ from hvd_bert.world import (
     check_devices,
     check_size,
     choose_device,
+    choose_threads,
     find_launcher,
     run_as_rank,
     share_cores,
@@ -260,3 +261,20 @@ def test_no_world_to_join_is_said_by_the_first(monkeypatch, capsys, rank, status
         run_as_rank(lambda world: None)
     assert left.value.code == status
     assert capsys.readouterr().err == ("hvd_bert: no world\n" if status else "")
+
+
+@pytest.mark.parametrize(
+    ("environ", "threads"),
+    [
+        ({}, 8),
+        ({"OMP_NUM_THREADS": "2"}, 2),
+        ({"OMP_NUM_THREADS": "3,1"}, 3),
+        ({"OMP_NUM_THREADS": "many"}, 8),
+        ({"SLURM_CPUS_PER_TASK": "4"}, 4),
+        ({"SLURM_CPUS_PER_TASK": "32"}, 8),
+        ({"OMP_NUM_THREADS": "16", "SLURM_CPUS_PER_TASK": "4"}, 16),
+    ],
+    ids=str,
+)
+def test_threads_of_a_rank(environ, threads):
+    assert choose_threads(environ, share=8) == threads
