@@ -1,0 +1,64 @@
+"""Checks of the scoring over the ranks: each question once, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from ranks import Ranks, check
+
+from hvd_bert import config as settings
+from hvd_bert.evaluation import Evaluator
+from hvd_bert.inputs import load_inputs
+
+# 1 and 3: fewer than 4 ranks; 10: not divisible by 4.
+NUM_QUESTIONS = (1, 3, 10)
+PRESETS = ("sample", "sample_v2")
+
+
+def evaluation_name(preset: str, num_questions: int) -> str:
+    """The file that an evaluation leaves for test_worlds.py."""
+    return f"evaluation-{preset}-{num_questions}.json"
+
+
+def _evaluate(ranks: Ranks, preset: str, num_questions: int) -> None:
+    world, tiny = ranks.world, Path(sys.argv[1]) / "tiny"
+    words = ["--config", preset, "--config_name", tiny, "--tokenizer_name", tiny, "--no_do_train"]
+    # Short windows, so that most questions have several.
+    words += ["--max_eval_samples", num_questions, "--max_seq_length", 64, "--doc_stride", 16]
+    words += ["--per_device_eval_batch_size", 4, "--n_best_size", 5]
+    config = settings.parse([str(word) for word in words])
+    inputs = load_inputs(config, world)
+    assert inputs.dev is not None
+    assert len(inputs.dev.windows) > num_questions == len(inputs.dev.questions)
+    inputs.model.train()
+    evaluation = Evaluator(inputs, config, world)(inputs.model)
+    assert inputs.model.training, "scoring must leave the model in the mode it was in"
+    assert world.allgather(evaluation.metrics) == [evaluation.metrics] * world.size
+    assert evaluation.metrics["total"] == num_questions
+    if world.rank > 0:
+        assert evaluation.answers == []
+        return
+    assert [answer.id for answer in evaluation.answers] == [question.id for question in inputs.dev.questions]
+    assert all((answer.null_odds is not None) == (preset == "sample_v2") for answer in evaluation.answers)
+    left = {
+        "metrics": evaluation.metrics,
+        "predictions": {answer.id: answer.text for answer in evaluation.answers},
+        "best_spans": {answer.id: answer.best_span for answer in evaluation.answers},
+        "null_odds": {answer.id: answer.null_odds for answer in evaluation.answers},
+        "nbest": {answer.id: answer.nbest for answer in evaluation.answers},
+    }
+    (ranks.folder / evaluation_name(preset, num_questions)).write_text(json.dumps(left), encoding="utf-8")
+
+
+@check
+def each_question_is_scored_once_v1(ranks: Ranks) -> None:
+    for num_questions in NUM_QUESTIONS:
+        _evaluate(ranks, "sample", num_questions)
+
+
+@check
+def each_question_is_scored_once_v2(ranks: Ranks) -> None:
+    for num_questions in NUM_QUESTIONS:
+        _evaluate(ranks, "sample_v2", num_questions)

@@ -1,0 +1,131 @@
+"""Starts commands on 1 to 4 ranks for tests: a hang becomes a failure that shows the output; no process is left."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SAMPLE = REPOSITORY / "hvd_bert" / "sample"
+TRAIN = [sys.executable, "-m", "hvd_bert.train"]
+# Far above what any launch of these tests needs on two idle cores (10 to 30 s).
+TIMEOUT_S = float(os.environ.get("HVD_BERT_TEST_TIMEOUT_S", "110"))
+_TOKEN = "HVD_BERT_TEST_LAUNCH"  # in the environment of every process of a launch, so that none can hide
+# What a surrounding job leaves would be taken for this launch's.
+_FOREIGN = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "HOROVOD_", "MV2_")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended; `output` is what it wrote to stdout and stderr, `hung`: it had to be killed."""
+
+    command: list[str]
+    status: int
+    output: str
+    seconds: float
+    hung: bool
+
+    def __str__(self) -> str:
+        end = f"HUNG, killed after {self.seconds:.0f} s" if self.hung else f"status {self.status}, {self.seconds:.0f} s"
+        return f"{' '.join(self.command)}\n-> {end}; output:\n{self.output[-12000:]}"
+
+    def expect(self, status: int) -> Outcome:
+        """Fail the test, with the output, unless the command ended by itself with `status`."""
+        if self.hung or self.status != status:
+            pytest.fail(f"expected status {status}\n{self}", pytrace=False)
+        return self
+
+
+def run(
+    command: Iterable[str | Path],
+    cwd: Path,
+    *,
+    env: Mapping[str, str | None] | None = None,
+    timeout: float = TIMEOUT_S,
+) -> Outcome:
+    """Run a command to its end, or kill it and all that it started after `timeout` seconds. `env`: None removes."""
+    words = [str(word) for word in command]
+    token = uuid.uuid4().hex
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY), _TOKEN: token}
+    if os.geteuid() == 0:
+        environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    for name, value in (env or {}).items():
+        environ.pop(name, None)
+        if value is not None:
+            environ[name] = value
+    start = time.monotonic()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            words,
+            cwd=cwd,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        hung = False
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            hung = True
+        finally:
+            seconds = time.monotonic() - start
+            _kill(process, token)
+        log.seek(0)
+        output = log.read().decode("utf-8", errors="replace")
+    return Outcome(words, process.returncode, output, seconds, hung)
+
+
+def _kill(process: subprocess.Popen[bytes], token: str) -> None:
+    """End whatever of the launch still lives; launchers give their ranks process groups of their own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    mark = f"{_TOKEN}={token}".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                os.kill(int(entry.name), signal.SIGKILL)
+    process.wait()
+
+
+@functools.cache
+def built() -> frozenset[str]:
+    """The controllers that this Horovod has: "mpi", "gloo"."""
+    import horovod.torch as hvd
+
+    return frozenset(name for name in ("mpi", "gloo") if getattr(hvd, f"{name}_built")())
+
+
+def launcher(size: int, by: str) -> list[str]:
+    """The words that start `size` ranks `by` horovodrun ("mpi", "gloo"), plain "mpirun", or one by nothing ("none").
+
+    Skips the test where that launcher is not there.
+    """
+    if by == "none":
+        assert size == 1
+        return []
+    controller = "mpi" if by == "mpirun" else by
+    if controller not in built():
+        pytest.skip(f"this Horovod was built without {controller}")
+    if controller == "mpi" and shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not in PATH")
+    if by == "mpirun":
+        return ["mpirun", "-np", str(size), "--oversubscribe", "--bind-to", "none"]
+    horovodrun = str(Path(sys.executable).with_name("horovodrun"))
+    return [horovodrun, "-np", str(size), f"--{by}", "-H", f"localhost:{size}"]

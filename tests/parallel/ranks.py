@@ -1,0 +1,65 @@
+"""What every rank of a launch runs: all checks of this folder, in one go, since starting ranks costs seconds.
+
+    horovodrun -np 4 --gloo -H localhost:4 python ranks.py FOLDER CONTROLLER
+
+A check is called by all ranks and asserts on each. Rank 0 keeps FOLDER/results.json up to date: for each check the
+traceback of every rank, or null. `test_worlds.py` starts this and makes a test of each entry.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvd_bert.world import World, run_as_rank
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What a check gets: its world, the controller that the world should have, and a folder for what it leaves."""
+
+    world: World
+    controller: str
+    folder: Path
+
+
+Check = Callable[[Ranks], None]
+CHECKS: dict[str, Check] = {}
+
+
+def check(function: Check) -> Check:
+    """Register a check under its function's name."""
+    assert function.__name__ not in CHECKS
+    CHECKS[function.__name__] = function
+    return function
+
+
+def run_checks(world: World) -> None:
+    """All of them, in order; one that fails on a rank does not keep the others from running."""
+    for module in ("world_checks", "training_checks", "evaluation_checks"):
+        importlib.import_module(module)  # its checks register themselves
+    folder, controller = Path(sys.argv[1]), sys.argv[2]
+    results: dict[str, list[str | None]] = {}
+    for name, function in CHECKS.items():
+        failure, start = None, time.monotonic()
+        try:
+            function(Ranks(world, controller, folder))
+        except Exception:
+            failure = traceback.format_exc()
+            # At once, since the other ranks may wait for this one until all of them are killed.
+            print(f"rank {world.rank}: {name}: {failure}", file=sys.stderr, flush=True)
+        results[name] = world.allgather(failure)
+        if world.rank == 0:
+            print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
+            (folder / "results.json").write_text(json.dumps(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.modules["ranks"] = sys.modules["__main__"]  # the checks import this module by its name
+    run_as_rank(run_checks)

@@ -1,0 +1,158 @@
+"""The same assertions at 1, 2 and 4 ranks, under MPI and under Gloo, and the worlds against each other.
+
+Each world is started once and runs all checks (ranks.py); every check of every world is a test here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import evaluation_checks
+import numpy as np
+import official_squad
+import pytest
+import torch
+import training_checks
+import world_checks  # noqa: F401  # registers its checks
+from launch import SAMPLE, Outcome, launcher, run
+from ranks import CHECKS
+
+pytestmark = pytest.mark.parallel
+
+WORLDS = [(1, "none"), (1, "mpi"), (1, "gloo"), (2, "mpi"), (2, "gloo"), (4, "mpi"), (4, "gloo")]
+Started = tuple[int, str]
+TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A world that has run all checks; `results`: check -> traceback or None of each rank."""
+
+    outcome: Outcome
+    folder: Path
+    results: dict[str, list[str | None]]
+
+    def expect(self, check: str) -> None:
+        if check not in self.results:
+            pytest.fail(f"{check} was not reached\n{self.outcome}", pytrace=False)
+        failures = [f"rank {rank}: {text}" for rank, text in enumerate(self.results[check]) if text]
+        if failures:
+            pytest.fail("\n".join(failures), pytrace=False)
+
+    def read(self, name: str) -> Any:
+        path = self.folder / name
+        if not path.exists():
+            pytest.fail(f"{name} was not made\n{self.outcome}", pytrace=False)
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    def metrics(self) -> list[dict[str, float]]:
+        """The lines of metrics.jsonl of the whole run."""
+        self.expect("whole_run_ends_well")
+        return [json.loads(line) for line in (self.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def _start(folder: Path, size: int, by: str) -> Launch:
+    shutil.copytree(SAMPLE, folder / "tiny")
+    config = json.loads((SAMPLE / "config.json").read_text()) | TINY | DROPOUT
+    (folder / "tiny" / "config.json").write_text(json.dumps(config))
+    controller = "none" if size == 1 else by
+    command = [*launcher(size, by), sys.executable, Path(__file__).with_name("ranks.py"), folder, controller]
+    outcome = run(command, folder, env={"HVD_BERT_CACHE": str(folder / "cache")})
+    results = folder / "results.json"
+    return Launch(outcome, folder, json.loads(results.read_text()) if results.exists() else {})
+
+
+@pytest.fixture(scope="session")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """worlds(size, by) -> its Launch, started at the first call."""
+
+    @functools.cache
+    def start(size: int, by: str) -> Launch:
+        return _start(tmp_path_factory.mktemp(f"world-{size}-{by}"), size, by)
+
+    return start
+
+
+@pytest.fixture(params=WORLDS, ids=lambda world: f"{world[0]}-{world[1]}", scope="session")
+def launch(request: pytest.FixtureRequest, worlds: Any) -> Launch:
+    size, by = request.param
+    launcher(size, by)  # skips here, visibly, what this machine cannot start
+    return worlds(size, by)
+
+
+@pytest.fixture(scope="session")
+def alone(worlds: Any) -> Launch:
+    """One process, started by no launcher."""
+    return worlds(1, "none")
+
+
+def test_launch_ends_well(launch: Launch) -> None:
+    launch.outcome.expect(0)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_check(launch: Launch, check: str) -> None:
+    launch.expect(check)
+
+
+def test_first_loss_is_that_of_one_rank(launch: Launch, alone: Launch) -> None:
+    assert launch.metrics()[0]["loss"] == pytest.approx(alone.metrics()[0]["loss"], rel=0, abs=1e-6)
+
+
+def test_losses_of_20_steps_are_those_of_one_rank(launch: Launch, alone: Launch) -> None:
+    found, expected = ([line["loss"] for line in one.metrics() if "loss" in line] for one in (launch, alone))
+    assert len(found) == len(expected) == 20
+    assert min(expected[10:]) < expected[0], "nothing was learnt, so that nothing is shown"
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+def test_first_gradients_are_those_of_one_rank(launch: Launch, alone: Launch) -> None:
+    for one in (launch, alone):
+        one.expect("averaged_gradient_is_that_of_one_process")
+    found, expected = (np.load(one.folder / "gradients.npz") for one in (launch, alone))
+    tensors = [{name: torch.from_numpy(saved[name]) for name in saved} for saved in (found, expected)]
+    training_checks.assert_close(*tensors, tolerance=1e-5)
+
+
+def test_whole_run_is_scored_as_by_one_rank(launch: Launch, alone: Launch) -> None:
+    scored, expected = ([line for line in one.metrics() if "eval_loss" in line] for one in (launch, alone))
+    assert [line["step"] for line in scored] == [10, 20]
+    for line, other in zip(scored, expected, strict=True):
+        assert line == pytest.approx(other, abs=1e-4)
+    assert launch.read("run/eval_predictions.json").keys() == alone.read("run/eval_predictions.json").keys()
+
+
+@pytest.mark.parametrize("num_questions", evaluation_checks.NUM_QUESTIONS)
+@pytest.mark.parametrize("preset", evaluation_checks.PRESETS)
+def test_evaluation_is_that_of_one_rank(launch: Launch, alone: Launch, preset: str, num_questions: int) -> None:
+    name = evaluation_checks.evaluation_name(preset, num_questions)
+    found, expected = launch.read(name), alone.read(name)
+    for exact in ("predictions", "best_spans"):
+        assert found[exact] == expected[exact]
+    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
+    assert found["null_odds"] == pytest.approx(expected["null_odds"], abs=1e-4)
+    for rival, other in zip(found["nbest"].values(), expected["nbest"].values(), strict=True):
+        assert [entry["text"] for entry in rival] == [entry["text"] for entry in other]
+
+
+@pytest.mark.parametrize("num_questions", evaluation_checks.NUM_QUESTIONS)
+def test_scores_are_the_official_scripts(launch: Launch, num_questions: int) -> None:
+    try:
+        script, _ = official_squad.scripts()
+    except official_squad.NotReachableError as error:
+        pytest.skip(str(error))
+    found = launch.read(evaluation_checks.evaluation_name("sample", num_questions))
+    articles = json.loads((SAMPLE / "dev-v1.1.json").read_text(encoding="utf-8"))["data"]
+    for article in articles:
+        for paragraph in article["paragraphs"]:
+            paragraph["qas"] = [entry for entry in paragraph["qas"] if entry["id"] in found["predictions"]]
+    official = script.evaluate(articles, found["predictions"])
+    assert found["metrics"]["exact_match"] == pytest.approx(100 * official["exact_match"], abs=1e-9)
+    assert found["metrics"]["f1"] == pytest.approx(100 * official["final_f1"], abs=1e-9)

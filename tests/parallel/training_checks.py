@@ -1,0 +1,303 @@
+"""Checks of a training step over the ranks; most are named after a trap of Horovod 0.28 that gives wrong numbers,
+a crash or a hang.
+
+Each holds the ranks to what one process computes by plain PyTorch from the same windows and weights.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import Ranks, check
+from torch import Tensor, nn
+
+from hvd_bert import config as settings
+from hvd_bert import train
+from hvd_bert.config import Config
+from hvd_bert.data.batches import Collator
+from hvd_bert.data.plan import BatchPlan
+from hvd_bert.engines.horovod import HorovodEngine
+from hvd_bert.inputs import Inputs, load_inputs
+from hvd_bert.model import autocast, window_losses
+from hvd_bert.optim import make_optimizer
+from hvd_bert.world import World
+
+WINDOWS = 17
+GLOBAL_BATCH = 16  # so the second step of each epoch has one window, and all ranks but one have none
+# Softmax does not change when a key bias does, nor when the span head's bias or the last layer's moves the logits of
+# all tokens alike: these gradients are zero in theory, and rounding errors in fact.
+ZERO_IN_THEORY = ("attention.self.key.bias", "encoder.layer.1.output.LayerNorm.bias", "qa_outputs.bias")
+Gradients = dict[str, Tensor]
+
+
+def sample(*flags: str | float | Path) -> list[str]:
+    """The command line of a small run on the sample, one window per question, plus `flags`."""
+    tiny = Path(sys.argv[1]) / "tiny"
+    fixed = ["--config", "sample", "--config_name", tiny, "--tokenizer_name", tiny, "--dropout", 0]
+    return [str(word) for word in (*fixed, "--max_train_samples", WINDOWS, "--weight_decay", 0.01, *flags)]
+
+
+class Training:
+    """A run's engine, plan and collator, as the training loop makes them; the loop itself is each check's own."""
+
+    def __init__(self, world: World, *flags: str | float, accumulation: int = 1) -> None:
+        rank_batch = GLOBAL_BATCH // world.size // accumulation
+        batch = ["--per_device_train_batch_size", rank_batch, "--gradient_accumulation_steps", accumulation]
+        self.world = world
+        self.config: Config = settings.parse(sample("--no_do_eval", *batch, *flags))
+        self.inputs: Inputs = load_inputs(self.config, world)
+        assert self.inputs.train is not None
+        self.plan: BatchPlan = self.inputs.train.plan
+        assert (self.plan.num_windows, self.plan.steps_per_epoch) == (WINDOWS, 2)
+        self.model: nn.Module = self.inputs.model
+        self.collate = Collator(self.inputs.train.windows, world.device)
+        self.model.train()
+
+    def wrap(self) -> HorovodEngine:
+        optimizer = make_optimizer(self.model, self.config.train, self.world.size)
+        self.engine = HorovodEngine(self.model, optimizer, self.plan.accumulation, self.config, self.world)
+        return self.engine
+
+    def shares(self, step: int) -> Iterator[Tensor]:
+        """This rank's part of the step's loss, pass by pass."""
+        for ids in self.plan.rank_windows(step, self.world.rank):
+            batch = self.collate(ids)
+            with autocast(self.world.device, self.config.train.precision):
+                losses = window_losses(self.model, batch)[: batch.num_windows]
+            yield losses.sum() * (self.world.size / len(self.plan.step_windows(step)))
+
+    def backward(self, step: int, factor: float = 1.0) -> None:
+        for loss in self.shares(step):
+            self.engine.backward(loss * factor)
+
+    def gradients(self) -> Gradients:
+        return {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def weights(self) -> Gradients:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def averaged_gradients(self, step: int) -> Gradients:
+        """The mean gradients of a step, over all ranks; no step is made."""
+        self.backward(step)
+        self.engine.clip()
+        return self.gradients()
+
+    def plain_gradients(self, step: int) -> Gradients:
+        """What one process gets for all of the step's windows, without Horovod."""
+        batch = self.collate(self.plan.step_windows(step))
+        loss = window_losses(self.model, batch).mean()
+        names, parameters = zip(*self.model.named_parameters(), strict=True)
+        return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+
+
+def assert_close(found: Gradients, expected: Gradients, tolerance: float = 1e-5) -> None:
+    """Every tensor's difference is at most `tolerance` of its norm; of those zero in theory, of the norm of all."""
+    assert found.keys() == expected.keys()
+    whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    for name, gradient in expected.items():
+        norm = whole if name.endswith(ZERO_IN_THEORY) else gradient.norm()
+        error = float((found[name] - gradient).norm() / norm)
+        assert error <= tolerance, f"{name}: off by {error:.2e} of its norm"
+
+
+def same(one: Gradients, other: Gradients) -> bool:
+    """Bitwise equality."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def assert_same_on_all_ranks(world: World, tensors: Gradients) -> None:
+    mine = {name: tensor.numpy() for name, tensor in tensors.items()}
+    zero = world.broadcast(mine)
+    assert all(np.array_equal(mine[name], zero[name]) for name in mine)
+
+
+@check
+def only_the_parameters_are_broadcast(ranks: Ranks) -> None:
+    # broadcast_optimizer_state on a fresh AdamW makes a hidden step that decays every weight.
+    world = ranks.world
+    training = Training(world, "--seed", 7 + world.rank, "--weight_decay", 0.5)
+    before = training.weights()
+    different = {tuple(map(float, weights)) for weights in world.allgather(before["qa_outputs.weight"][0, :3])}
+    assert len(different) == world.size, "the check needs ranks that start from different weights"
+    engine = training.wrap()
+    zero = world.broadcast({name: tensor.numpy() for name, tensor in before.items()})
+    assert all(np.array_equal(tensor.numpy(), zero[name]) for name, tensor in training.weights().items())
+    assert not any(engine.optimizer.state.values()), "the optimizer has made a step"
+
+
+@check
+def no_parameter_gets_a_made_up_zero_gradient(ranks: Ranks) -> None:
+    # Horovod gives unused parameters (BERT's pooler) zero gradients, and AdamW then decays them.
+    training = Training(ranks.world)
+    training.wrap()
+    gradients = training.averaged_gradients(0)
+    assert gradients.keys() == training.weights().keys()
+    assert not [name for name in gradients if "pooler" in name]
+    needed = {name: gradient for name, gradient in gradients.items() if not name.endswith(ZERO_IN_THEORY)}
+    assert not [name for name, gradient in needed.items() if not gradient.abs().max() > 0]
+
+
+@check
+def averaged_gradient_is_that_of_one_process(ranks: Ranks) -> None:
+    training = Training(ranks.world, "--max_grad_norm", 0)
+    training.wrap()
+    found = training.averaged_gradients(0)
+    assert_close(found, training.plain_gradients(0))
+    assert_same_on_all_ranks(ranks.world, found)
+    if ranks.world.rank == 0:  # test_worlds.py compares the launches with each other
+        np.savez(ranks.folder / "gradients.npz", **{name: tensor.numpy() for name, tensor in found.items()})
+
+
+@check
+def rank_without_windows_changes_no_mean(ranks: Ranks) -> None:
+    # The last step of the epoch has one window: ranks other than 0 have none, and must neither hang nor weigh in.
+    training = Training(ranks.world, "--max_grad_norm", 0)
+    training.wrap()
+    mine = sum(map(len, training.plan.rank_windows(1, ranks.world.rank)))
+    assert mine == (1 if ranks.world.rank == 0 else 0)
+    assert_close(training.averaged_gradients(1), training.plain_gradients(1))
+
+
+@check
+def accumulated_passes_give_the_gradient_of_one_pass(ranks: Ranks) -> None:
+    # Horovod sums the passes, and does not average them; on 4 ranks, 4 passes have one window each.
+    training = Training(ranks.world, "--max_grad_norm", 0, accumulation=4)
+    training.wrap()
+    for step in (0, 1):  # the second has one window for 4 passes: left-over passes are an error in Horovod
+        assert_close(training.averaged_gradients(step), training.plain_gradients(step))
+        training.engine.step()
+
+
+@check
+def zero_grad_forgets_the_last_step(ranks: Ranks) -> None:
+    # The wrapped zero_grad takes no set_to_none, and raises after left-over passes.
+    training = Training(ranks.world, "--max_grad_norm", 0, "--learning_rate", 1e-4)
+    training.wrap()
+    for step in range(3):  # across the end of an epoch
+        assert_close(training.averaged_gradients(step), training.plain_gradients(step))
+        training.engine.step()
+        assert not any(gradient.abs().max() > 0 for gradient in training.gradients().values())
+    assert_same_on_all_ranks(ranks.world, training.weights())
+
+
+@check
+def weight_decay_of_the_groups_survives_the_wrapping(ranks: Ranks) -> None:
+    training = Training(ranks.world, "--weight_decay", 0.5, "--learning_rate", 0.1)
+    engine = training.wrap()
+    before = training.weights()
+    training.backward(0, factor=0.0)  # zero gradients: what then changes is decay
+    engine.clip()
+    engine.step()
+    for name, weight in training.weights().items():
+        expected = before[name] * (1 - 0.1 * 0.5) if weight.ndim > 1 else before[name]
+        torch.testing.assert_close(weight, expected, rtol=1e-6, atol=0, msg=name)
+
+
+@check
+def schedule_drives_the_wrapped_optimizer(ranks: Ranks) -> None:
+    from hvd_bert.optim import make_schedule
+
+    training = Training(ranks.world, "--learning_rate", 1e-3, "--warmup_ratio", 0, "--warmup_steps", 2)
+    engine = training.wrap()
+    schedule = make_schedule(engine.optimizer, training.config.train, total_steps=4)
+    rates = []
+    for step in range(4):
+        rates.append({group["lr"] for group in engine.optimizer.param_groups})
+        training.averaged_gradients(step)
+        engine.step()
+        schedule.step()
+    assert rates == [{0.0}, {5e-4}, {1e-3}, {5e-4}]
+
+
+@check
+def bf16_autocast_keeps_fp32_gradients(ranks: Ranks) -> None:
+    # Horovod cannot send bf16 tensors.
+    training = Training(ranks.world, "--bf16", "--max_grad_norm", 0)
+    training.wrap()
+    gradients = training.averaged_gradients(0)
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    assert_close(gradients, training.plain_gradients(0), tolerance=0.15)
+    training.engine.step()
+    assert_same_on_all_ranks(ranks.world, training.weights())
+
+
+@check
+def clipping_sees_the_averaged_gradient(ranks: Ranks) -> None:
+    training = Training(ranks.world, "--max_grad_norm", 0.01)
+    engine = training.wrap()
+    expected = torch.stack([g.norm() for g in training.plain_gradients(0).values()]).norm()
+    training.backward(0)
+    torch.testing.assert_close(engine.clip(), expected, rtol=1e-5, atol=0)
+    clipped = torch.stack([g.norm() for g in training.gradients().values()]).norm()
+    assert float(clipped) == pytest.approx(0.01, rel=1e-3)
+
+
+@check
+def inf_on_one_rank_backs_off_the_fp16_scale_on_all(ranks: Ranks) -> None:
+    world = ranks.world
+    training = Training(world, "--fp16")
+    engine = training.wrap()
+    before, scale = training.weights(), engine.scaler.get_scale()
+    training.backward(0, factor=math.inf if world.rank == world.size - 1 else 1.0)
+    engine.clip()
+    engine.step()
+    assert engine.scaler.get_scale() == scale / 2
+    assert same(training.weights(), before), "a step with inf was applied"
+    while engine.scaler.get_scale() > 2:  # fp16 alone may ask for some more halvings of its first, high, scale
+        scale = engine.scaler.get_scale()
+        training.averaged_gradients(0)
+        engine.step()
+        if engine.scaler.get_scale() == scale:
+            break
+    assert not same(training.weights(), before), "no step was applied after the scale was lowered"
+    assert_same_on_all_ranks(world, training.weights())
+    assert len(set(world.allgather(engine.scaler.get_scale()))) == 1
+
+
+@check
+def fp16_allreduce_overflow_skips_the_step_on_all(ranks: Ranks) -> None:
+    # A gradient above 65504 becomes inf on the wire. Alone there is no wire, so there it must be inf to begin with.
+    world = ranks.world
+    training = Training(world, "--fp16_allreduce")
+    engine = training.wrap()
+    before = training.weights()
+    too_much = 1e9 if world.size > 1 else math.inf
+    training.backward(0, factor=too_much if world.rank == world.size - 1 else 1.0)
+    engine.clip()
+    engine.step()
+    assert engine.skipped_steps == 1
+    assert same(training.weights(), before), "a step that overflowed was applied"
+    found = training.averaged_gradients(0)
+    assert not [name for name, gradient in found.items() if not torch.isfinite(gradient).all()]
+    engine.step()
+    assert engine.skipped_steps == 1
+    assert not same(training.weights(), before)
+    assert_same_on_all_ranks(world, training.weights())
+
+
+@check
+def gradient_predivide_factor_keeps_the_mean(ranks: Ranks) -> None:
+    training = Training(ranks.world, "--gradient_predivide_factor", 4, "--max_grad_norm", 0)
+    training.wrap()
+    assert_close(training.averaged_gradients(0), training.plain_gradients(0))
+
+
+@check
+def whole_run_ends_well(ranks: Ranks) -> None:
+    """20 steps by the command's own main; test_worlds.py compares what the launches leave."""
+    out = ranks.folder / "run"
+    flags = ["--per_device_train_batch_size", GLOBAL_BATCH // ranks.world.size, "--max_steps", 20, "--logging_steps", 1]
+    evaluation = ["--max_eval_samples", 7, "--eval_strategy", "steps", "--eval_steps", 10]
+    before = sys.argv
+    sys.argv = ["hvd_bert.train", *sample(*flags, *evaluation, "--learning_rate", 1e-4, "--output_dir", out)]
+    try:
+        # sample() reads the folder from the real command line, so the words are made before this.
+        train.main(ranks.world)
+    finally:
+        sys.argv = before

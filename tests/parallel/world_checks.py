@@ -1,0 +1,84 @@
+"""Checks of World: who is there, and what all do together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import Ranks, check
+
+from hvd_bert.errors import UserError
+from hvd_bert.world import AgreedError
+
+
+@check
+def every_rank_has_its_place(ranks: Ranks) -> None:
+    world = ranks.world
+    everyone = list(range(world.size))
+    assert world.controller == ranks.controller
+    assert world.allgather(world.rank) == everyone
+    assert [place.rank for place in world.places] == everyone
+    assert [place.local_rank for place in world.places] == everyone
+    assert {place.host for place in world.places} == {world.host} == set(world.hosts)
+    assert world.host_ranks == tuple(everyone)
+    assert (world.local_rank, world.local_size) == (world.rank, world.size)
+    assert (world.cross_rank, world.cross_size) == (0, 1)
+    assert str(world.device) == world.places[world.rank].device
+
+
+@check
+def mpi_gives_a_communicator_of_the_node(ranks: Ranks) -> None:
+    world = ranks.world
+    if ranks.controller != "mpi":
+        return
+    assert (world.node.Get_rank(), world.node.Get_size()) == (world.local_rank, world.local_size)
+    assert world.node.allgather(world.rank) == list(world.host_ranks)
+
+
+@check
+def allgather_takes_values_of_different_types(ranks: Ranks) -> None:
+    # Under Gloo, Horovod names the collective of an object by its type: unnamed, this hung.
+    values = [{"a": 1}, None, "text", [1.5, (2,)]]
+    world = ranks.world
+    assert world.allgather(values[world.rank]) == values[: world.size]
+    assert world.allgather(values[(world.rank + 1) % 4]) == [values[(rank + 1) % 4] for rank in range(world.size)]
+
+
+@check
+def broadcast_gives_rank_zeros_value(ranks: Ranks) -> None:
+    world = ranks.world
+    for value in ({"from": 0}, None, "text"):
+        assert world.broadcast(value if world.rank == 0 else object) == value
+
+
+@check
+def sum_adds_up_over_the_ranks(ranks: Ranks) -> None:
+    world = ranks.world
+    mine = torch.tensor([1.0, world.rank, 1e-9 * world.rank], dtype=torch.float64)
+    total = world.size * (world.size - 1) / 2
+    expected = torch.tensor([world.size, total, 1e-9 * total], dtype=torch.float64)
+    torch.testing.assert_close(world.sum(mine), expected, rtol=1e-14, atol=0)
+    assert mine[0] == 1.0, "the values given must stay as they are"
+
+
+@check
+def together_lets_success_pass(ranks: Ranks) -> None:
+    with ranks.world.together():
+        pass
+
+
+@check
+def error_of_one_rank_is_an_agreed_error_of_all(ranks: Ranks) -> None:
+    world = ranks.world
+    last = world.size - 1
+    with pytest.raises(AgreedError) as caught, world.together():
+        if world.rank == last:
+            raise UserError("no such file")
+    assert caught.value.rank == last
+    assert str(caught.value) == ("no such file" if world.size == 1 else f"rank {last} on {world.host}: no such file")
+
+
+@check
+def error_of_all_ranks_is_said_by_the_first(ranks: Ranks) -> None:
+    with pytest.raises(AgreedError) as caught, ranks.world.together():
+        raise UserError("no such flag")
+    assert (caught.value.rank, str(caught.value)) == (0, "no such flag")
