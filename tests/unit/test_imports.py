@@ -19,7 +19,8 @@ PACKAGE = Path(hvd_bert.__file__).parent
 # The way a question travels. A module imports only from modules above it; a new module takes its place here.
 ORDER = [
     "__init__", "errors", "config", "world",
-    "data.__init__", "data.hub", "data.squad", "data.cache", "data.cutting", "data.windows", "data.plan", "data.batches",
+    "data.__init__", "data.hub", "data.squad", "data.cache", "data.cutting", "data.windows",
+    "data.plan", "data.batches",
     "attention", "model", "optim", "engines.__init__", "engines.horovod",
     "answers", "squad_metric", "inputs", "evaluation", "output", "telemetry", "train", "predict",
     "sample.__init__", "sample.themes", "sample.vocabulary", "sample.names", "sample.generate",
