@@ -221,6 +221,8 @@ make_venv() {
     return 0
   fi
   find_python
+  # The Python behind an environment, should one be active: it could be the very one that is made anew.
+  python=$("$python" -c 'import sys; print(getattr(sys, "_base_executable", None) or sys.executable)')
   [ ! -e "$venv" ] || say "      $venv is incomplete or of another Python: making it anew"
   logged "$python" -m venv --clear "$venv"
   torch_installed='' mpi_seen=none nvcc_seen=none horovod_version='' # what was chosen stays, what was found there went
