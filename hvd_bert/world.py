@@ -2,8 +2,8 @@
 
 `run_as_rank(entry)` starts every command: it joins the world that the launcher made (horovodrun, mpirun,
 srun --mpi=pmix; none: a world of one), calls `entry(world)` and turns whatever happens into an exit status:
-0 done, 1 failure, 2 bad input. Only this module and `hvd_bert.engines` import Horovod, and only this module reads
-the launcher's variables.
+0 done, 1 failure, 2 bad input. Only this module, `hvd_bert.engines` and the doctor's measurement import Horovod, and
+only this module reads the launcher's variables.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def test_imports_point_one_way(module):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_horovod_is_imported_by_world_and_engines_only(module):
+def test_horovod_is_imported_at_home_only(module):
     assert not brings(at_import(tree(module)), "horovod", "mpi4py"), "importing must not start anything"
     if not module.startswith(HOROVOD_AT_HOME):
         assert not brings(ast.walk(tree(module)), "horovod", "mpi4py")

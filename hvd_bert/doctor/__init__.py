@@ -1,0 +1,1 @@
+"""What works here, before hours are spent: `python -m hvd_bert.doctor` (docs/doctor.md)."""

@@ -1,0 +1,190 @@
+"""The doctor: says what works here, before hours are spent.
+
+    python -m hvd_bert.doctor                                                this host
+    horovodrun -np 4 -H a100-01:2,a100-02:2 python -m hvd_bert.doctor        a run's hosts, ranks and network
+    srun --mpi=pmix python -m hvd_bert.doctor                                the same in a Slurm job
+
+Exit status: 0 if a training would start, else 2 (docs/doctor.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import threading
+from pathlib import Path
+from typing import NoReturn
+
+from hvd_bert.doctor import checks, collective
+from hvd_bert.doctor.ranks import own_rank, rank_lines, ranks_table
+from hvd_bert.doctor.report import FAILURE, Line, Report, isolated, merged
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+from hvd_bert.world import Launcher, World, find_launcher
+
+MOST_REPEATS = 1000
+# Later than rank 0, which must have spoken before the launcher ends it for another rank's status.
+OTHERS_LATER_S = 30.0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:  # argparse would print on every rank
+        raise UserError(f"{message}. `python -m hvd_bert.doctor --help` lists the flags.")
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = _Parser(prog="python -m hvd_bert.doctor", description="What works here, before hours are spent.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--model", help="a BERT's folder: measure the allreduce of its gradients (default: BERT-base)")
+    parser.add_argument("--size", type=float, metavar="MB", help="measure an allreduce of this many megabytes instead")
+    parser.add_argument("--repeats", type=int, default=5, help="how often it is measured (default 5)")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs"), help="where a run would write (default: runs)")
+    parser.add_argument(
+        "--timeout", type=float, default=180.0, metavar="S", help="give up a step of this after S seconds"
+    )
+    flags = parser.parse_args(argv)
+    if flags.size is not None and not 0 < flags.size <= 1e5:
+        raise UserError(f"--size {flags.size:g}: give megabytes, more than 0 and at most 100000.")
+    if not 1 <= flags.repeats <= MOST_REPEATS:
+        raise UserError(f"--repeats {flags.repeats}: give 1 to {MOST_REPEATS}.")
+    if not flags.timeout > 0:
+        raise UserError(f"--timeout {flags.timeout:g}: give a positive number of seconds.")
+    return flags
+
+
+class Watch:
+    """Ends this process, with a failure line, if a step takes too long: ranks that never come are waited for."""
+
+    def __init__(self, report: Report, timeout: float) -> None:
+        self.report = report
+        self.timeout = timeout if report.shown else timeout + OTHERS_LATER_S
+        self._timer: threading.Timer | None = None
+
+    def step(self, name: str, doing: str, mend: str) -> None:
+        """The next step starts, and the time counts anew."""
+        self.done()
+        self._timer = threading.Timer(self.timeout, self._expire, (Line(name, FAILURE, doing, mend),))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def done(self) -> None:
+        """The step has ended."""
+        if self._timer:
+            self._timer.cancel()
+
+    def _expire(self, line: Line) -> None:
+        said = f"{line.found}: no end after {self.timeout:.0f} s"
+        self.report.add([Line(line.name, line.status, said, line.mend)])
+        self.report.close()
+        sys.stderr.flush()
+        os._exit(EXIT_BAD_INPUT)  # the main thread hangs in a library
+
+
+def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> int:
+    """The whole way of the doctor. Returns the exit status of this rank."""
+    alone = launcher.size is None
+    started = f"1 of {launcher.size} processes, started by {launcher.name}" if not alone else "no launcher"
+    report.data |= {"host": platform.node(), "launcher": launcher.name, "launched": launcher.size}
+    report.say(f"hvd_bert doctor on {platform.node()} ({started})\n")
+    if alone:  # first, so that a Horovod that crashes hides nothing
+        report.add(checks.host_lines(launcher.name, 1, flags.output_dir))
+    watch = Watch(report, flags.timeout)
+    watch.step(
+        "World",
+        "the ranks do not find each other",
+        "Look for a rank that failed above. On several hosts name the interface that all have (`horovodrun"
+        " --network-interfaces eth0`, `mpirun --mca btl_tcp_if_include eth0`), and let no firewall stand between them.",
+    )
+    try:
+        world = World.start()
+    except Exception as error:
+        watch.done()
+        return _no_world(error, flags, launcher, report)
+    if not alone:
+        watch.step("Host", "a host does not finish its checks", "Run `python -m hvd_bert.doctor` alone on each host.")
+        leads = world.local_rank == 0
+        output_dir = flags.output_dir if world.rank == 0 else None
+        mine = (world.host, checks.host_lines(launcher.name, world.local_size, output_dir) if leads else [])
+        report.add(merged([found for found in world.allgather(mine) if found[1]]))
+    watch.step("World", "the ranks do not answer", "Run it again; then look at the network between the hosts.")
+    ranks = world.allgather(own_rank(world, collective.mpi_library(world)))
+    report.data["ranks"] = [rank.as_dict() for rank in ranks]
+    if world.size > 1:
+        report.say(f"\n{ranks_table(ranks)}\n")
+    report.add(isolated("World", lambda: rank_lines(ranks, world.controller)))
+    if world.size > 1:
+        watch.step(
+            "Allreduce",
+            "the ranks do not finish their sums",
+            "Name the interface that all hosts have (HOROVOD_GLOO_IFACE, NCCL_SOCKET_IFNAME or MPI's own setting). Is"
+            " the network only slow? --size 10, or a longer --timeout.",
+        )
+        _measure(flags, world, report)
+    watch.done()
+    status = report.close()
+    status = world.broadcast(status)  # rank 0's knows all
+    world.close()
+    return int(status)
+
+
+def _no_world(error: Exception, flags: argparse.Namespace, launcher: Launcher, report: Report) -> int:
+    said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    if not report.shown:
+        if isinstance(error, UserError):
+            return EXIT_OK  # all know of it; rank 0 says so, and must not be ended before it has
+        print(f"hvd_bert: rank {launcher.rank} on {platform.node()}: {said}", file=sys.stderr, flush=True)
+        return EXIT_BAD_INPUT
+    if launcher.size is not None:
+        report.add(checks.host_lines(launcher.name, 1, flags.output_dir))
+    mend = (
+        "" if isinstance(error, UserError) else "Mend the failures above first; then env/setup.sh builds Horovod anew."
+    )
+    report.add([Line("World", FAILURE, said, mend)])
+    return report.close()
+
+
+def _measure(flags: argparse.Namespace, world: World, report: Report) -> None:
+    """Add the figures of the allreduce to the report."""
+
+    def measured() -> list[Line]:
+        num_bytes = collective.BERT_BASE_BYTES
+        with world.together():
+            if flags.size is not None:
+                num_bytes = int(flags.size * 1e6)
+            elif flags.model is not None:
+                num_bytes = collective.gradient_bytes(flags.model)
+        timings = collective.measure(world, num_bytes, flags.repeats)
+        report.data["allreduce"] = [timing.as_dict() for timing in timings]
+        report.say(f"\n{collective.allreduce_table(timings)}\n")
+        return [collective.allreduce_line(timings)]
+
+    try:
+        lines = measured()
+    except UserError as error:  # agreed: all ranks have it
+        lines = [Line("Allreduce", FAILURE, str(error))]
+    except Exception as error:
+        said = f"rank {world.rank} on {world.host}: {type(error).__name__}: {error}"
+        report.add([Line("Allreduce", FAILURE, said)])
+        report.close()
+        if not report.shown:
+            print(f"hvd_bert: {said}", file=sys.stderr, flush=True)
+        world.abort(EXIT_BAD_INPUT)
+    report.add(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command. Returns the exit status."""
+    launcher = find_launcher(os.environ)
+    first = launcher.rank in (None, 0)
+    try:
+        flags = _parse(argv)
+    except UserError as error:
+        if first:
+            print(f"hvd_bert: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT if first else EXIT_OK
+    return diagnose(flags, launcher, Report(flags.json, shown=first))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,274 @@
+"""The checks of one host: facts (probes.py) -> lines of the report."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from hvd_bert.config import DEFAULT_DATASET, DEFAULT_MODEL
+from hvd_bert.data.cache import default_cache_dir
+from hvd_bert.doctor import probes
+from hvd_bert.doctor.probes import Gpus, HorovodBuild, MpiLibrary, ProbeError, Slurm, mpi_version
+from hvd_bert.doctor.report import FAILURE, OK, WARNING, Line, isolated
+from hvd_bert.gpu_usage import NvmlError
+
+GIB = 2**30
+OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 6)
+# Weights, gradients and AdamW's two moments of BERT-base in fp32 are 1.6 GiB; a batch and the libraries take the rest.
+MEMORY_PER_RANK = 3 * GIB
+DISK_WANTED, DISK_NEEDED = 3 * GIB, GIB // 10
+BUILD_ANEW = "Build it anew with what is loaded now: env/build_horovod.sh --python $(command -v python) --rebuild."
+
+
+def host_lines(launcher: str, ranks_here: int, output_dir: Path | None) -> list[Line]:
+    """All checks of this host. `output_dir`: where rank 0 would write, None on hosts without it."""
+    checks: list[tuple[str, Callable[[], Iterable[Line]]]] = [
+        ("Python", lambda: [python_line(sys.version_info[:3], sys.executable)]),
+        ("torch", lambda: [torch_line(torch.__version__)]),
+        ("Driver", lambda: [driver_line(probes.gpus())]),
+        ("CUDA", _cuda),
+        ("Horovod", lambda: horovod_lines(probes.horovod())),
+        ("NCCL", lambda: [nccl_line(probes.horovod(), torch.cuda.device_count(), torch_nccl())]),
+        ("MPI", lambda: [mpi_line(probes.horovod(), probes.mpi4py(), probes.mpirun(), launcher == "srun")]),
+        ("Slurm", lambda: slurm_lines(probes.slurm(), probes.horovod())),
+        ("Caches", _caches),
+        ("Inputs", lambda: [inputs_line(missing_inputs())]),
+        ("Memory", lambda: [memory_line(probes.free_memory(), ranks_here)]),
+    ]
+    if output_dir is not None:
+        checks.append(("Output", partial(_output, output_dir)))
+    return [line for name, check in checks for line in isolated(name, check)]
+
+
+def python_line(version: tuple[int, ...], executable: str) -> Line:
+    found = f"{'.'.join(map(str, version))}, {executable}"
+    if version[:2] < OLDEST_PYTHON:
+        return Line("Python", FAILURE, found, "Python 3.10 or later is needed: load one, then env/setup.sh.")
+    return Line("Python", OK, found)
+
+
+def torch_line(version: str) -> Line:
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST_TORCH:
+        return Line("torch", FAILURE, version, "torch 2.6 or later is needed: env/setup.sh --torch VERSION.")
+    return Line("torch", OK, f"{version}, {platform.machine()}")
+
+
+def driver_line(gpus: Gpus | NvmlError) -> Line:
+    if isinstance(gpus, NvmlError):
+        return Line("Driver", OK, f"no NVIDIA driver that answers ({gpus}): no GPU, and no record of its usage")
+    return Line("Driver", OK, f"NVIDIA {gpus.driver}, runs CUDA up to {gpus.cuda}")
+
+
+def _cuda() -> list[Line]:
+    return [cuda_line(torch.version.cuda, torch.cuda.device_count(), probes.gpus(), probes.cuda_hidden())]
+
+
+def cuda_line(torch_cuda: str | None, visible: int, gpus: Gpus | NvmlError, hidden: bool) -> Line:
+    """`visible`: how many GPUs torch can use; `gpus`: what the driver knows of."""
+    there = gpus.names if isinstance(gpus, Gpus) else ()
+    if visible:
+        return Line(
+            "CUDA", OK, f"torch uses CUDA {torch_cuda}; {visible} GPU(s): {', '.join(there) or 'names unknown'}"
+        )
+    if not there:
+        return Line("CUDA", OK, "no GPU on this host: a training here computes on the CPU")
+    found = f"{len(there)} GPU(s) on this host ({there[0]}), "
+    if hidden:
+        return Line("CUDA", WARNING, found + "hidden from this run by CUDA_VISIBLE_DEVICES: it computes on the CPU")
+    if torch_cuda is None:
+        mend = "For the GPUs install a torch for their driver (docs/install.md, 'Which torch')."
+        return Line("CUDA", WARNING, found + "but this torch was built for CPUs only, and computes there", mend)
+    newest = gpus.cuda if isinstance(gpus, Gpus) else "?"
+    return Line(
+        "CUDA",
+        FAILURE,
+        f"{found}but torch, built for CUDA {torch_cuda}, cannot use them; the driver runs CUDA up to {newest}",
+        "Take a torch of the driver's CUDA or older (docs/install.md, 'Which torch'), or ask for GPUs (Slurm:"
+        " --gres=gpu:N).",
+    )
+
+
+def horovod_lines(build: HorovodBuild | ProbeError) -> list[Line]:
+    if isinstance(build, ProbeError):
+        return [Line("Horovod", FAILURE, f"cannot be imported: {build}", BUILD_ANEW)]
+    parts = [name for name, there in (("MPI", build.mpi), ("Gloo", build.gloo), ("NCCL", build.nccl)) if there]
+    found = f"{build.version}, built with {', '.join(parts) or 'neither MPI nor Gloo'}"
+    if build.gloo:
+        return [Line("Horovod", OK, found)]
+    status = WARNING if build.mpi else FAILURE
+    return [
+        Line("Horovod", status, found + "; without Gloo one process alone and `horovodrun --gloo` fail", BUILD_ANEW)
+    ]
+
+
+def torch_nccl() -> str:
+    """Version of the NCCL that torch brought; "" for a build without."""
+    return ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else ""
+
+
+def nccl_line(build: HorovodBuild | ProbeError, gpus: int, of_torch: str) -> Line:
+    if isinstance(build, ProbeError):
+        return Line("NCCL", WARNING, "unknown, as Horovod cannot be imported")
+    files = [path for path in build.libraries if "/libnccl" in path]
+    if build.nccl and len(files) > 1:
+        mend = "Build Horovod with torch's NCCL: " + BUILD_ANEW
+        return Line("NCCL", WARNING, f"two NCCLs in one process: {', '.join(files)}", mend)
+    if build.nccl:
+        return Line("NCCL", OK, ", ".join(filter(None, [of_torch, *files])) or "linked into Horovod")
+    if gpus == 0:
+        return Line("NCCL", OK, "Horovod has none, and needs none without GPUs")
+    return Line(
+        "NCCL",
+        FAILURE,
+        f"{gpus} GPU(s) are visible, but Horovod was built without NCCL and cannot send what is on a GPU",
+        "Load CUDA (module load cuda/...), then env/setup.sh --with-nccl (docs/install.md).",
+    )
+
+
+def mpi_line(
+    build: HorovodBuild | ProbeError, library: MpiLibrary | ProbeError, mpirun: tuple[str, str] | None, by_srun: bool
+) -> Line:
+    """Whether Horovod, mpi4py and mpirun are of one MPI. `mpirun`: its path and what it says of its version."""
+    if isinstance(build, HorovodBuild) and not build.mpi:
+        mend = "" if mpirun is None else "For MPI: env/setup.sh --with-mpi."
+        return Line("MPI", OK, "Horovod was built without: start it with `horovodrun --gloo`", mend)
+    if isinstance(library, ProbeError):
+        mend = "Load the MPI module that was loaded at set-up; if that is not it, env/setup.sh installs mpi4py anew."
+        return Line("MPI", FAILURE, f"mpi4py cannot be used: {library}", mend)
+    theirs, mine = (_mpi_files(found) for found in (build, library))
+    if theirs and mine and theirs != mine:
+        return Line(
+            "MPI",
+            FAILURE,
+            f"two MPIs in one process: Horovod loads {', '.join(theirs)}, mpi4py {', '.join(mine)}",
+            "Load one MPI module only, then env/setup.sh.",
+        )
+    known = mpi_version(library.version)
+    name = " ".join(known) if known else library.version[:60]
+    if mpirun is None:
+        mend = "" if by_srun else "Load the MPI module, or start with `horovodrun --gloo` or `srun --mpi=pmix`."
+        return Line("MPI", OK if by_srun else WARNING, f"{name}; no mpirun in PATH", mend)
+    path, said = mpirun
+    other = mpi_version(said)
+    if known and other and known != other:
+        return Line(
+            "MPI",
+            WARNING if by_srun else FAILURE,
+            f"Horovod and mpi4py use {name}, but {path} is {' '.join(other)}: its processes would not find each other",
+            "Load the MPI module that Horovod was built with, or build it with this one: env/setup.sh.",
+        )
+    return Line("MPI", OK, f"{name}, the same in Horovod, mpi4py and {path}")
+
+
+def _mpi_files(found: HorovodBuild | MpiLibrary | ProbeError) -> list[str]:
+    paths = () if isinstance(found, ProbeError) else found.libraries
+    return sorted({os.path.realpath(path) for path in paths if "/libmpi" in path})
+
+
+def slurm_lines(slurm: Slurm | ProbeError | None, build: HorovodBuild | ProbeError) -> list[Line]:
+    if slurm is None:
+        return [
+            Line("Slurm", OK, "not here (no srun in PATH): start with horovodrun or mpirun"),
+            Line("PMIx", OK, "not needed without Slurm"),
+        ]
+    if isinstance(slurm, ProbeError):
+        mend = "Without a Slurm cluster this does not matter: start with horovodrun or mpirun. On one, ask who runs it."
+        return [Line("Slurm", WARNING, str(slurm), mend), Line("PMIx", WARNING, "unknown, as srun does not answer")]
+    lines = [Line("Slurm", OK, f"{slurm.version}; srun --mpi= knows {', '.join(slurm.mpi_kinds) or 'no MPI'}")]
+    pmix = [kind for kind in slurm.mpi_kinds if kind.startswith("pmix")]
+    if isinstance(build, HorovodBuild) and not build.mpi:
+        lines.append(
+            Line("PMIx", OK, "of no use to a Horovod without MPI: start it with `horovodrun --gloo` in the job")
+        )
+    elif pmix:
+        lines.append(Line("PMIx", OK, f"start with `srun --mpi={pmix[0]}`"))
+    elif "pmi2" in slurm.mpi_kinds:
+        mend = "Try `srun --mpi=pmi2`, if the MPI was built with it; else mpirun or horovodrun inside the job."
+        lines.append(Line("PMIx", WARNING, "this Slurm has none", mend))
+    else:
+        mend = "Start with mpirun or horovodrun inside the job: srun alone would make every task a world of one."
+        lines.append(Line("PMIx", WARNING, "this Slurm has neither PMIx nor PMI2", mend))
+    return lines
+
+
+def _caches() -> list[Line]:
+    from datasets import config
+    from huggingface_hub import constants
+
+    windows = "Set HVD_BERT_CACHE to a folder with room that you may write to."
+    hub = "Only reading is left: set {} to a folder with room that you may write to, or name local files and folders."
+    return [
+        folder_line("Windows", default_cache_dir(), windows, required=True),
+        folder_line("Hub data", Path(config.HF_DATASETS_CACHE), hub.format("HF_DATASETS_CACHE"), required=False),
+        folder_line("Hub models", Path(constants.HF_HUB_CACHE), hub.format("HF_HUB_CACHE"), required=False),
+    ]
+
+
+def _output(folder: Path) -> list[Line]:
+    return [
+        folder_line("Output", folder, "Start from another folder, or name one with room: --output_dir.", required=True)
+    ]
+
+
+def folder_line(name: str, folder: Path, mend: str, required: bool) -> Line:
+    """Whether a file can be made in `folder`, or where it would be made, and how much room there is."""
+    bad = FAILURE if required else WARNING
+    try:
+        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=existing):
+            free = shutil.disk_usage(existing).free
+    except OSError as error:
+        return Line(name, bad, f"{folder} cannot be written: {error.strerror or error}", mend)
+    found = f"{folder}, {free / GIB:.1f} GiB free"
+    return (
+        Line(name, bad, found, mend)
+        if free < DISK_NEEDED
+        else (
+            Line(name, WARNING, found, f"{DISK_WANTED // GIB} GiB or more are better. {mend}")
+            if free < DISK_WANTED
+            else Line(name, OK, found)
+        )
+    )
+
+
+def memory_line(free: int, ranks_here: int) -> Line:
+    found = f"{free / GIB:.1f} GiB free for {ranks_here} rank(s)"
+    if free >= MEMORY_PER_RANK * ranks_here:
+        return Line("Memory", OK, found)
+    mend = "BERT-base takes about 3 GiB per rank, more with large batches: ask for more (Slurm: --mem), or fewer ranks."
+    return Line("Memory", WARNING, found, mend)
+
+
+def missing_inputs() -> list[str]:
+    """What a run without flags would have to fetch from the hub."""
+    from datasets import config
+    from huggingface_hub import try_to_load_from_cache
+
+    model, data = DEFAULT_MODEL, DEFAULT_DATASET
+    have_model = any(
+        isinstance(try_to_load_from_cache(name, "config.json"), str) for name in (model, f"google-bert/{model}")
+    )
+    have_data = any((Path(config.HF_DATASETS_CACHE) / name).is_dir() for name in (data, f"rajpurkar___{data}"))
+    return [name for name, there in ((model, have_model), (data, have_data)) if not there]
+
+
+def inputs_line(missing: list[str]) -> Line:
+    if not missing:
+        return Line("Inputs", OK, f"{DEFAULT_MODEL} and {DEFAULT_DATASET} are in the hub's cache")
+    return Line(
+        "Inputs",
+        WARNING,
+        f"not in the hub's cache: {' and '.join(missing)}. A run without flags will ask the hub",
+        "Where compute nodes cannot reach it: fetch once on the login node, name local files and folders, or try"
+        " `--config sample`, which needs none.",
+    )

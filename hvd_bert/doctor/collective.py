@@ -1,0 +1,183 @@
+"""How fast the ranks average gradients: Horovod's allreduce beside MPI's own, in the same run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_bert.doctor.probes import mpi_version
+from hvd_bert.doctor.report import OK, WARNING, Line, table
+from hvd_bert.errors import UserError
+from hvd_bert.world import World
+
+# BertForQuestionAnswering of bert-base-uncased, which has no pooler, in fp32.
+BERT_BASE_BYTES = 4 * 108_893_186
+SMALL_CALLS = 20  # calls in a row per repeat of the small message, which is over sooner than ranks can start together
+SLOW = 2.0  # times MPI's own time
+SLOW_FROM_BYTES = 10_000_000  # below, Horovod's cycle of 1 ms counts more than the network
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one allreduce of `num_bytes` per rank, for each repeat those of the slowest rank."""
+
+    method: str
+    num_bytes: int
+    world_size: int
+    seconds: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def gb_per_s(self) -> float:
+        """10^9 bytes per second that a rank sends: a ring sends each byte 2(n-1)/n times ("bus bandwidth")."""
+        return 2 * (self.world_size - 1) / self.world_size * self.num_bytes / self.median_s / 1e9
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return {**asdict(self), "median_s": self.median_s, "gb_per_s": self.gb_per_s}
+
+
+def gradient_bytes(model: str) -> int:
+    """Bytes of the fp32 gradients of a BERT, by the configuration in its folder (or the hub's name for it)."""
+    from transformers import AutoConfig, BertForQuestionAnswering
+
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"--model {model}: no configuration of a model can be read from it ({reason}).") from None
+    if config.model_type != "bert":
+        raise UserError(f"--model {model} is a {config.model_type} model: this trainer fine-tunes BERT.")
+    with torch.device("meta"):  # shapes only
+        return 4 * sum(weights.numel() for weights in BertForQuestionAnswering(config).parameters())
+
+
+def mpi_library(world: World) -> str:
+    """The MPI that the ranks talk through, by its own account; "" without."""
+    if world.controller != "mpi":
+        return ""
+    from mpi4py import MPI
+
+    said = " ".join(MPI.Get_library_version().split("\x00")[0].split())
+    known = mpi_version(said)
+    return " ".join(known) if known else said
+
+
+def measure(world: World, num_bytes: int, repeats: int) -> list[Timing]:
+    """Time allreduces of `num_bytes` and of 4 bytes. A collective; UserError, on all ranks, if memory is short.
+
+    Horovod's and MPI's take turns, in place, after one round that is not counted. Horovod's is on the rank's device;
+    MPI's, where the ranks talk through MPI, on a host buffer.
+    """
+    import horovod.torch as hvd
+
+    device = world.device if hvd.nccl_built() else torch.device("cpu")
+    count = max(1, num_bytes // 4)
+    with world.together():
+        try:
+            buffers = {size: torch.ones(size, device=device) for size in (count, 1)}
+            on_host = buffers if device.type == "cpu" else {size: torch.ones(size) for size in (count, 1)}
+        except (RuntimeError, MemoryError):
+            raise UserError(
+                f"no memory for an allreduce of {4 * count / 1e6:.1f} MB: try a smaller one (--size)."
+            ) from None
+
+    def by_horovod(buffer: torch.Tensor) -> None:
+        hvd.allreduce_(buffer, op=hvd.Sum, name=f"hvd_bert.doctor.{buffer.numel()}")
+        if buffer.is_cuda:
+            torch.cuda.synchronize(buffer.device)
+
+    methods: list[tuple[str, Callable[[Any], None], dict[int, torch.Tensor]]] = []
+    methods.append((f"Horovod, {_transport(world, device)}", by_horovod, buffers))
+    comm = None
+    if world.controller == "mpi":
+        from mpi4py import MPI
+
+        comm = MPI.COMM_WORLD.Dup()  # Horovod's messages and ours must not meet
+
+        def by_mpi(buffer: torch.Tensor) -> None:
+            assert comm is not None
+            comm.Allreduce(MPI.IN_PLACE, buffer.numpy())
+
+        methods.append(("plain MPI, host memory", by_mpi, on_host))
+    cases = [(name, reduce, held[size]) for size in (count, 1) for name, reduce, held in methods]
+    own = _rounds(world, cases, repeats)
+    if comm is not None:
+        comm.Free()
+    slowest = np.array(world.allgather(own)).max(axis=0)  # [cases, repeats]
+    return [
+        Timing(name, 4 * buffer.numel(), world.size, tuple(map(float, seconds)))
+        for (name, _, buffer), seconds in zip(cases, slowest, strict=True)
+    ]
+
+
+def _transport(world: World, device: torch.device) -> str:
+    return "NCCL, GPU memory" if device.type == "cuda" else {"mpi": "MPI", "gloo": "Gloo"}[world.controller]
+
+
+def _rounds(
+    world: World, cases: Sequence[tuple[str, Callable[[Any], None], torch.Tensor]], repeats: int
+) -> list[list[float]]:
+    """Seconds per call of this rank, [cases][repeats]."""
+    own: list[list[float]] = [[] for _ in cases]
+    wrong = None
+    for repeat in range(repeats + 1):
+        for case, (name, reduce, buffer) in enumerate(cases):
+            calls = SMALL_CALLS if buffer.numel() == 1 and repeat else 1
+            # Zeros for calls in a row, whose sums would grow; the round that is not counted checks the sum.
+            buffer.fill_(0.0 if calls > 1 else world.rank + 1.0)
+            if buffer.is_cuda:
+                torch.cuda.synchronize(buffer.device)
+            world.allgather(None)  # all start together
+            start = time.perf_counter()
+            for _ in range(calls):
+                reduce(buffer)
+            seconds = (time.perf_counter() - start) / calls
+            if repeat:
+                own[case].append(seconds)
+            elif not bool(torch.all(buffer == world.size * (world.size + 1) / 2)):
+                wrong = name
+    with world.together():
+        if wrong:
+            raise UserError(f"the sum over the ranks is wrong ({wrong}): do not train here.")
+    return own
+
+
+def allreduce_table(timings: Sequence[Timing]) -> str:
+    """One row per timing."""
+    rows: list[Sequence[object]] = [("allreduce of", "by", "median", "least to most", "GB/s")]
+    for timing in timings:
+        big = timing.num_bytes > 4
+        size = f"{timing.num_bytes / 1e6:.1f} MB" if big else f"{timing.num_bytes} bytes"
+        spread = f"{_ms(min(timing.seconds))} to {_ms(max(timing.seconds))}"
+        rows.append((size, timing.method, _ms(timing.median_s), spread, f"{timing.gb_per_s:.2f}" if big else ""))
+    return table(rows)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def allreduce_line(timings: Sequence[Timing]) -> Line:
+    """Whether the allreduce is as fast as can be expected."""
+    largest = max(timing.num_bytes for timing in timings)
+    own, *plain = [timing for timing in timings if timing.num_bytes == largest]
+    said = f"right sums; {largest / 1e6:.1f} MB in {_ms(own.median_s)}"
+    if plain and largest >= SLOW_FROM_BYTES and own.median_s > SLOW * plain[0].median_s:
+        return Line(
+            "Allreduce",
+            WARNING,
+            f"{said}, {own.median_s / plain[0].median_s:.1f} times as long as plain MPI",
+            "Run it again with nothing else on the hosts. If it stays: leave each rank 2 cores or more (Horovod has a"
+            " thread of its own), and look at what binds the ranks to cores.",
+        )
+    return Line("Allreduce", OK, said)

@@ -1,0 +1,167 @@
+"""What the ranks of a world are: where each sits, what it runs, and whether they fit together."""
+
+from __future__ import annotations
+
+import os
+import platform
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from hvd_bert import __version__
+from hvd_bert.doctor.report import FAILURE, OK, WARNING, WIDTH, Line, table
+from hvd_bert.world import Place, World
+
+PACKAGES = ("horovod", "transformers", "tokenizers", "datasets", "numpy", "mpi4py")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank's place, the versions of what it runs, and how many cores its host has in all."""
+
+    place: Place
+    versions: dict[str, str] = field(default_factory=dict)
+    host_cores: int = 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        place = self.place
+        return {
+            "rank": place.rank,
+            "host": place.host,
+            "local_rank": place.local_rank,
+            "device": place.device,
+            "device_id": place.device_id,
+            "cores": sorted(place.cores),
+            "versions": self.versions,
+        }
+
+
+def versions(mpi_library: str) -> dict[str, str]:
+    """The versions of what this process runs; `mpi_library`: of the MPI in use, if any."""
+    found = {"hvd_bert": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "missing"
+    if torch.version.cuda:
+        found["CUDA of torch"] = torch.version.cuda
+        found["NCCL of torch"] = ".".join(map(str, torch.cuda.nccl.version()))
+    if mpi_library:
+        found["MPI"] = mpi_library
+    return found
+
+
+def spans(numbers: Sequence[int] | frozenset[int]) -> str:
+    """Numbers as spans: "0-3,8"."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def ranks_table(ranks: Sequence[Rank]) -> str:
+    """One row per rank; what all of them run the same is said once, below."""
+    common = set.intersection(*(set(rank.versions.items()) for rank in ranks))
+    rows: list[Sequence[object]] = [("host", "rank", "local rank", "device", "cores", "versions")]
+    for rank in ranks:
+        own = ", ".join(f"{name} {value}" for name, value in rank.versions.items() if (name, value) not in common)
+        place = rank.place
+        rows.append((place.host, place.rank, place.local_rank, place.device, spans(place.cores), own or "as all"))
+    same = ", ".join(f"{name} {value}" for name, value in ranks[0].versions.items() if (name, value) in common)
+    said = textwrap.fill(f"all ranks: {same}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+    return f"{table(rows)}\n{said}"
+
+
+def rank_lines(ranks: Sequence[Rank], controller: str) -> list[Line]:
+    """Whether the ranks fit together."""
+    hosts = list(dict.fromkeys(rank.place.host for rank in ranks))
+    through = {"mpi": "MPI", "gloo": "Gloo"}.get(controller, "nothing, being alone")
+    lines = [Line("World", OK, f"{len(ranks)} rank(s) on {len(hosts)} host(s), which talk through {through}")]
+    if len(ranks) > 1:
+        lines.append(_versions_line(ranks))
+    lines.append(_devices_line(ranks))
+    lines += _cores_lines(ranks)
+    return lines
+
+
+def _versions_line(ranks: Sequence[Rank]) -> Line:
+    names = dict.fromkeys(name for rank in ranks for name in rank.versions)
+    differing = []
+    for name in names:
+        ranks_of: dict[str, list[int]] = {}
+        for rank in ranks:
+            ranks_of.setdefault(rank.versions.get(name, "missing"), []).append(rank.place.rank)
+        if len(ranks_of) > 1:
+            parts = (f"{value} on rank(s) {spans(which)}" for value, which in ranks_of.items())
+            differing.append(f"{name} is {' and '.join(parts)}")
+    if not differing:
+        return Line("Versions", OK, "the same on all ranks")
+    return Line(
+        "Versions",
+        FAILURE,
+        "; ".join(differing),
+        "Let all hosts use one environment: the same path on a file system that all see, or env/setup.sh run alike on"
+        " each; load the same modules on each.",
+    )
+
+
+def _devices_line(ranks: Sequence[Rank]) -> Line:
+    on_cpu = [rank.place for rank in ranks if rank.place.device == "cpu"]
+    if not on_cpu:
+        return Line("Devices", OK, "a GPU of its own for each rank")
+    if len(on_cpu) == len(ranks):
+        return Line("Devices", OK, "all ranks compute on CPUs")
+    which = ", ".join(f"{place.rank} on {place.host}" for place in on_cpu)
+    return Line(
+        "Devices",
+        FAILURE,
+        f"some ranks have a GPU, these have none: {which}; the gradients of both cannot be averaged",
+        "Take hosts with GPUs only (Slurm: --gres=gpu:N counts per node), or hide the GPUs from all"
+        " (CUDA_VISIBLE_DEVICES=).",
+    )
+
+
+def _cores_lines(ranks: Sequence[Rank]) -> list[Line]:
+    """A warning where ranks outnumber the cores that they share, or leave most of a host unused."""
+    crowded = []
+    sharers = Counter((rank.place.host, rank.place.cores) for rank in ranks)
+    on_host = Counter(rank.place.host for rank in ranks)
+    bound = [rank for rank in ranks if len(rank.place.cores) == 1 and rank.host_cores >= 2 * on_host[rank.place.host]]
+    if bound:
+        return [
+            Line(
+                "Cores",
+                WARNING,
+                f"rank(s) {spans([rank.place.rank for rank in bound])} may use one core only, of"
+                f" {bound[0].host_cores} on {bound[0].place.host}; Horovod's own thread alone needs a second",
+                "mpirun binds each of two ranks to a core: add `--bind-to none`. Slurm: --cpus-per-task=N.",
+            )
+        ]
+    for (host, cores), count in sharers.items():
+        if count > len(cores):
+            crowded.append(f"{count} ranks share {len(cores)} core(s) on {host}")
+    if not crowded:
+        return []
+    return [
+        Line(
+            "Cores",
+            WARNING,
+            "; ".join(crowded) + ": they will wait for each other",
+            "Start fewer ranks per host, or ask for more cores (Slurm: --cpus-per-task=N).",
+        )
+    ]
+
+
+def own_rank(world: World, mpi_library: str) -> Rank:
+    """This process."""
+    return Rank(world.places[world.rank], versions(mpi_library), os.cpu_count() or 1)

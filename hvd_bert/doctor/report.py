@@ -1,0 +1,114 @@
+"""Lines of the doctor's report: what was found, whether it will do, and how to mend it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+
+OK, WARNING, FAILURE = "ok", "warning", "failure"
+WIDTH = 118
+_INDENT = " " * 22  # under the third column
+
+
+@dataclass(frozen=True)
+class Line:
+    """`status`: "ok", "warning" (a training starts, but look) or "failure" (none would start); `mend`: what to do.
+
+    `hosts`: where it was found, if not on all hosts alike.
+    """
+
+    name: str
+    status: str
+    found: str
+    mend: str = ""
+    hosts: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        where = f"on {', '.join(self.hosts)}: " if self.hosts else ""
+        text = _filled(f"  {self.status:<8} {self.name:<10} ", where + self.found)
+        return f"{text}\n{_filled(_INDENT, '-> ' + self.mend)}" if self.mend else text
+
+
+def _filled(start: str, text: str) -> str:
+    return textwrap.fill(
+        text, WIDTH, initial_indent=start, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def isolated(name: str, check: Callable[[], Iterable[Line]]) -> list[Line]:
+    """The lines of a check. Whatever goes wrong in it becomes a failure of its own, and the next check still runs."""
+    try:
+        return list(check())
+    except UserError as error:
+        return [Line(name, FAILURE, str(error))]
+    except Exception as error:
+        return [Line(name, FAILURE, f"this check itself failed: {type(error).__name__}: {error}")]
+
+
+def merged(by_host: Sequence[tuple[str, Sequence[Line]]]) -> list[Line]:
+    """The lines of several hosts, those that are the same everywhere once, the others with their hosts."""
+    hosts_of: dict[Line, list[str]] = {}
+    for host, lines in by_host:
+        for line in lines:
+            hosts_of.setdefault(line, []).append(host)
+    names = list(dict.fromkeys(line.name for line in hosts_of))
+    return [
+        line if len(hosts) == len(by_host) else replace(line, hosts=tuple(hosts))
+        for name in names
+        for line, hosts in hosts_of.items()
+        if line.name == name
+    ]
+
+
+def table(rows: Sequence[Sequence[object]]) -> str:
+    """Rows of cells, the first being the heads, in columns."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+    return "\n".join("  " + line.rstrip() for line in lines)
+
+
+class Report:
+    """Shows sections as they come or, with `as_json`, one object at the end; not `shown`: nothing (rank 0 speaks)."""
+
+    def __init__(self, as_json: bool, shown: bool) -> None:
+        self.as_json = as_json
+        self.shown = shown
+        self.lines: list[Line] = []
+        self.data: dict[str, Any] = {}
+
+    def add(self, lines: Sequence[Line]) -> None:
+        """Add lines to the report."""
+        self.lines += lines
+        if lines:
+            self.say("\n".join(map(str, lines)))
+
+    def say(self, text: str) -> None:
+        """Text for people only; in one write, since launchers tag every write."""
+        if self.shown and not self.as_json:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a training would start."""
+        return all(line.status != FAILURE for line in self.lines)
+
+    def close(self) -> int:
+        """Say the verdict. Returns the exit status."""
+        warnings = sum(line.status == WARNING for line in self.lines)
+        failed = list(dict.fromkeys(line.name for line in self.lines if line.status == FAILURE))
+        also = f" ({warnings} warning{'s' * (warnings > 1)} above)" if warnings else ""
+        verdict = f"Ready: a training would start here{also}." if self.ready else f"Not ready: {', '.join(failed)}."
+        self.say(f"\n{verdict}")
+        if self.shown and self.as_json:
+            checks = [asdict(line) for line in self.lines]
+            sys.stdout.write(json.dumps({"ready": self.ready, "checks": checks, **self.data}) + "\n")
+            sys.stdout.flush()
+        return EXIT_OK if self.ready else EXIT_BAD_INPUT
