@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Runs a command, or a shell, on a host of the test cluster: bash tests/cluster/on.sh login|a100-01|a100-02 [COMMAND...]
+set -euo pipefail
+# shellcheck source=tests/cluster/common.sh
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+host=${1:?which host: login, a100-01 or a100-02}
+shift
+first=$(first_process) || {
+  echo "tests/cluster/on.sh: no cluster is up; 'bash tests/cluster/up.sh' brings it up" >&2
+  exit 1
+}
+[ $# -gt 0 ] || set -- bash
+folder=$PWD
+enter=(nsenter --target "$first" --net --uts --mount --pid)
+export HOME=$state/home
+if [ "$host" = login ]; then exec "${enter[@]}" --wd="$folder" "$@"; fi
+pid=$(cat "$state/nodes/$host/pid" 2>/dev/null) || {
+  echo "tests/cluster/on.sh: no host '$host': login, a100-01 or a100-02" >&2
+  exit 1
+}
+exec "${enter[@]}" nsenter --target "$pid" --net --uts --mount --wd="$folder" "$@"

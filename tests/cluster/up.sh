@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Brings up a cluster of three hosts on this machine: login, a100-01 and a100-02, with sshd, Slurm, munge and PMIx.
+#   bash tests/cluster/up.sh [--owner PID]     --owner: it goes down by itself when that process ends
+#   bash tests/cluster/on.sh login             a shell on the login host (or: on.sh a100-01 COMMAND...)
+#   bash tests/cluster/down.sh                 takes it down
+# The hosts are namespaces inside one PID namespace: their network, mounts, /etc, /run and processes end with its first
+# process, and nothing of this machine is changed. Needs root. Exit status: 0 up, 1 failed, 3 cannot run on this machine.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=tests/cluster/common.sh
+. "$here/common.sh"
+
+cannot() {
+  echo "tests/cluster/up.sh: cannot run here: $*" >&2
+  exit 3
+}
+
+check_machine() {
+  [ "$(id -u)" -eq 0 ] || cannot "needs root (network namespaces, sshd, slurmd)"
+  local program
+  for program in munged slurmctld slurmd srun sshd ssh ip pgrep unshare nsenter; do
+    command -v "$program" >/dev/null || cannot "$program is missing; 'bash env/cluster_packages.sh' installs it"
+  done
+  unshare --net --uts --mount --pid --fork --mount-proc sh -c \
+    'ip link add name br0 type bridge && ip link add name v0 type veth peer name v1 && mount -t tmpfs tmpfs /run' >/dev/null 2>&1 ||
+    cannot "no right to make namespaces, a bridge or mounts (in a container: --privileged)"
+  munged --version >/dev/null
+}
+
+owner=''
+if [ "${1:-}" = --owner ]; then owner=$2; fi
+check_machine
+if is_up; then
+  echo "tests/cluster/up.sh: it is up already; 'bash tests/cluster/down.sh' takes it down" >&2
+  exit 1
+fi
+start=$(date +%s%N)
+bash "$here/down.sh" --quiet # what a killed one left
+mkdir -m 700 "$state"
+mkdir "$state/log"
+
+# setsid: a Ctrl-C in the terminal that brought it up must not end it.
+HVD_BERT_CLUSTER=$state setsid unshare --net --uts --mount --pid --fork --kill-child --mount-proc \
+  bash "$here/login.sh" </dev/null >"$state/log/login.log" 2>&1 &
+echo $! >"$state/unshare.pid"
+if [ -n "$owner" ]; then
+  # shellcheck disable=SC2016
+  setsid bash -c 'tail --pid="$1" -f /dev/null; exec bash "$2" --quiet' bash "$owner" "$here/down.sh" \
+    </dev/null >/dev/null 2>&1 &
+  echo $! >"$state/watch.pid"
+fi
+if ! wait_for 60 "the cluster" test -e "$state/ready" -o -e "$state/failed" || [ -e "$state/failed" ]; then
+  echo "tests/cluster/up.sh: failed:" >&2
+  tail -n 30 "$state"/log/*.log >&2 || true
+  bash "$here/down.sh" --quiet
+  exit 1
+fi
+echo "Up in $((($(date +%s%N) - start) / 1000000)) ms: login, a100-01, a100-02. bash tests/cluster/on.sh login"
