@@ -96,6 +96,15 @@ def choose_device(num_devices: int, local_rank: int, local_size: int) -> str:
     return f"cuda:{local_rank}"
 
 
+def find_job(environ: Mapping[str, str]) -> dict[str, str] | None:
+    """The Slurm job around this process: its `id`, `name`, `partition`, `nodes` (Slurm's list), `array`; or None."""
+    variables = {"id": "JOB_ID", "name": "JOB_NAME", "partition": "JOB_PARTITION", "nodes": "JOB_NODELIST"}
+    job = {key: environ[f"SLURM_{name}"] for key, name in variables.items() if f"SLURM_{name}" in environ}
+    if "SLURM_ARRAY_JOB_ID" in environ:
+        job["array"] = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ.get('SLURM_ARRAY_TASK_ID', '')}"
+    return job if "id" in job else None
+
+
 def share_cores(mine: frozenset[int], on_this_host: Sequence[frozenset[int]]) -> int:
     """Threads for a rank that may use the cores `mine`, which it shares with every rank whose set overlaps."""
     sharers = sum(1 for cores in on_this_host if cores & mine)
@@ -124,7 +133,13 @@ class Place:
 
 
 def check_devices(places: Sequence[Place]) -> None:
-    """Raise UserError if two ranks were given the same GPU."""
+    """Raise UserError if two ranks were given the same GPU, or only some of them one."""
+    if len(kinds := {place.device.split(":")[0] for place in places}) > 1:
+        without = dict.fromkeys(place.host for place in places if place.device == "cpu")
+        raise UserError(
+            f"Some ranks have {' and some '.join(sorted(kinds))}: {', '.join(without)} shows no GPU to all of its ranks."
+            " Look there with `nvidia-smi`, or leave that host out."
+        )
     taken = Counter((place.host, place.device_id) for place in places if place.device_id is not None)
     for (host, device_id), times in taken.items():
         if times > 1:
@@ -160,35 +175,41 @@ class World:
 
     @staticmethod
     def start() -> World:
-        """Join the world that the launcher made. Raises UserError where it is not one world, or devices are short."""
+        """Join the world and take a place in it. Raises UserError where there is no one world, or devices are short."""
+        world = World.join()
+        world.take_place()
+        return world
+
+    @staticmethod
+    def join() -> World:
+        """Join the world that the launcher made. Raises UserError where it is not one world."""
         launcher = find_launcher(os.environ)
-        if launcher.size is None:
+        if launcher.size in (None, 1):
             # Alone: no need to start MPI, which on some clusters cannot be started outside a job.
             os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
-        import horovod.torch as hvd
+        try:
+            import horovod.torch as hvd
 
-        by_mpi = hvd.mpi_built() and os.environ.get("HOROVOD_CONTROLLER", "mpi") == "mpi"
-        comm = _mpi_world() if by_mpi else None
+            by_mpi = hvd.mpi_built() and os.environ.get("HOROVOD_CONTROLLER", "mpi") == "mpi"
+            comm = _mpi_world() if by_mpi else None
+        except (ImportError, OSError, RuntimeError) as error:
+            raise UserError(
+                f"Horovod or MPI cannot be loaded ({error}): load the modules that were loaded at set-up, or run"
+                " `bash env/setup.sh` with those of now."
+            ) from None
         hvd.init()
         check_size(launcher, hvd.size())
         world = World(hvd, "none" if hvd.size() == 1 else "mpi" if by_mpi else "gloo", comm)
         _log_on_rank_zero(world)
-        world._take_place()
+        if launcher.size is None and int(os.environ.get("SLURM_NTASKS", "1")) > 1:
+            log.warning("This job has %s tasks, but this is one process: start with srun.", os.environ["SLURM_NTASKS"])
         return world
 
-    def _take_place(self) -> None:
+    def take_place(self) -> None:
+        """Find out where every rank sits, and take a device and threads. Raises AgreedError where devices are short."""
         with self.together():
-            name = choose_device(torch.cuda.device_count(), self.local_rank, self.local_size)
-            if name != "cpu" and self.size > 1 and not self._hvd.nccl_built():
-                raise UserError(
-                    "Horovod was built without NCCL and cannot average gradients on GPUs: build it anew with"
-                    " `bash env/setup.sh --with-nccl`, or hide the GPUs (CUDA_VISIBLE_DEVICES= ) to train on CPUs."
-                )
+            name, device_id = self._take_device()
         self.device = torch.device(name)
-        device_id = None
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-            device_id = str(torch.cuda.get_device_properties(self.device).uuid)
         cores = frozenset(os.sched_getaffinity(0))
         self.places = tuple(self.allgather(Place(self.rank, self.host, self.local_rank, name, device_id, cores)))
         if self._comm is not None:
@@ -202,6 +223,24 @@ class World:
             check_devices(self.places)
         self.set_threads(None)
 
+    def _take_device(self) -> tuple[str, str | None]:
+        name = choose_device(torch.cuda.device_count(), self.local_rank, self.local_size)
+        if name == "cpu":
+            return name, None
+        if self.size > 1 and not self._hvd.nccl_built():
+            raise UserError(
+                "Horovod was built without NCCL and cannot average gradients on GPUs: build it anew with"
+                " `bash env/setup.sh --with-nccl`, or hide the GPUs (CUDA_VISIBLE_DEVICES= ) to train on CPUs."
+            )
+        try:
+            torch.cuda.set_device(name)
+            return name, str(torch.cuda.get_device_properties(name).uuid)
+        except (RuntimeError, AssertionError) as error:
+            raise UserError(
+                f"{name} cannot be used ({error}). This torch is built for CUDA {torch.version.cuda}: if `nvidia-smi`"
+                " shows an older one, take a torch of that (docs/install.md), e.g. `bash env/setup.sh --torch 2.8.0`."
+            ) from None
+
     def set_threads(self, num_threads: int | None) -> None:
         """CPU threads of this rank; None: OMP_NUM_THREADS, or else a fair share of the cores left to it."""
         here = [self.places[rank].cores for rank in self.host_ranks]
@@ -213,6 +252,20 @@ class World:
     def hosts(self) -> list[str]:
         """The hosts in rank order, each once."""
         return list(dict.fromkeys(place.host for place in self.places))
+
+    @property
+    def job(self) -> dict[str, str] | None:
+        """The Slurm job that the world runs in (`find_job`)."""
+        return find_job(os.environ)
+
+    def describe(self) -> list[str]:
+        """For the log: the Slurm job, and host by host which rank has which device."""
+        job = self.job
+        lines = ["Slurm job " + ", ".join(f"{key} {value}" for key, value in job.items())] if job else []
+        for host in self.hosts if self.size > 1 else ():
+            ranks = [f"rank {place.rank} {place.device}" for place in self.places if place.host == host]
+            lines.append(f"{host}: {', '.join(ranks)}; {torch.get_num_threads()} thread(s) per rank")
+        return lines
 
     def allgather(self, value: Any) -> list[Any]:
         """The value of every rank, in rank order."""
@@ -228,17 +281,35 @@ class World:
         """Rank 0's value, on every rank."""
         return self.allgather(value if self.rank == 0 else None)[0]
 
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, in rank order, on rank 0; an empty list on the others."""
+        if self.size > 1 and self._comm is not None:
+            return list(self._comm.gather(value) or ())
+        values = self.allgather(value)  # Horovod has no gather
+        return values if self.rank == 0 else []
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Elementwise sum over the ranks."""
         if self.size == 1:
             return values
         return torch.as_tensor(self._hvd.allreduce(values, op=self._hvd.Sum))
 
+    def check_same(self, values: Mapping[str, object]) -> None:
+        """Raise AgreedError if a value differs between ranks: hosts that hold other files would train on other data."""
+        everyone = self.allgather(dict(values))
+        for name, value in everyone[0].items():
+            for place, theirs in zip(self.places, everyone, strict=True):
+                if theirs[name] != value:
+                    raise AgreedError(
+                        f"{name} differs: {value} on {self.places[0].host} (rank 0), {theirs[name]} on {place.host}"
+                        f" (rank {place.rank}). Give all hosts the same files and settings."
+                    )
+
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, status: int = EXIT_BAD_INPUT) -> Iterator[None]:
         """What is done inside succeeds on all ranks or fails on all: a UserError of one becomes an AgreedError of all.
 
-        No collective may stand inside: a rank that fails would leave the others waiting in it.
+        `status`: the exit status of such a failure. No collective may stand inside: a rank that fails would leave the others waiting in it.
         """
         message = None
         try:
@@ -250,7 +321,7 @@ class World:
         if failed:
             first = failed[0]
             where = "" if len(failed) == self.size else f"rank {first} on {self._host_of(first)}: "
-            raise AgreedError(where + messages[first], first)
+            raise AgreedError(where + messages[first], first, status)
 
     def _host_of(self, rank: int) -> str:
         return self.places[rank].host if self.places else "its host"
@@ -295,15 +366,14 @@ def _log_on_rank_zero(world: World) -> None:
 def run_as_rank(entry: Callable[[World], None]) -> NoReturn:
     """Join the world, call `entry(world)`, leave with 0, or say once what is wrong and end every rank."""
     try:
-        world = World.start()
-    except AgreedError as error:
-        sys.exit(_report(error, shown=error.rank == 0))
+        world = World.join()
     except UserError as error:
         # No world to agree in: the launcher's first process speaks, and alone fails, or the others' end could
         # make the launcher kill it before it has spoken.
         first = find_launcher(os.environ).rank in (None, 0)
         sys.exit(_report(error, shown=first) if first else EXIT_OK)
     try:
+        world.take_place()
         entry(world)
     except AgreedError as error:
         _report(error, shown=world.rank == error.rank)
@@ -312,6 +382,13 @@ def run_as_rank(entry: Callable[[World], None]) -> NoReturn:
     except UserError as error:
         world.abort(_report(UserError(f"rank {world.rank} on {world.host}: {error}"), shown=True))
     except KeyboardInterrupt:
+        world.abort(EXIT_FAILURE)
+    except torch.OutOfMemoryError as error:
+        print(
+            f"hvd_bert: rank {world.rank} on {world.host}: the GPU's memory is full ({error}). Halve"
+            " --per_device_train_batch_size (or _eval_) and double --gradient_accumulation_steps, or use --bf16.",
+            file=sys.stderr,
+        )
         world.abort(EXIT_FAILURE)
     except Exception:
         print(f"rank {world.rank} on {world.host} failed:\n{traceback.format_exc()}", file=sys.stderr)

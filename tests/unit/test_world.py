@@ -18,6 +18,7 @@ from hvd_bert.world import (
     check_size,
     choose_device,
     choose_threads,
+    find_job,
     find_launcher,
     run_as_rank,
     share_cores,
@@ -192,6 +193,25 @@ def test_error_of_all_ranks_is_said_by_the_first():
 def test_defects_are_no_user_errors():
     with pytest.raises(ZeroDivisionError), make_world().together():
         _ = 1 / 0
+
+
+def test_job():
+    variables = {"SLURM_JOB_ID": "18", "SLURM_JOB_NAME": "hvd_bert", "SLURM_JOB_PARTITION": "gpu"}
+    variables |= {"SLURM_JOB_NODELIST": "a100-[01-02]", "SLURM_NTASKS": "4"}
+    job = {"id": "18", "name": "hvd_bert", "partition": "gpu", "nodes": "a100-[01-02]"}
+    assert find_job(variables) == job
+    of_array = {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "0"}
+    assert find_job(variables | of_array) == job | {"array": "17_0"}
+    assert find_job({"PATH": "/bin"}) is None
+
+
+def test_places_for_the_log(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    world = make_world(size=3)
+    world.places = tuple(places(("b", None), ("a", None), ("b", None)))
+    assert world.describe() == ["b: rank 0 device, rank 2 device", "a: rank 1 device"]
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    assert world.describe()[0].startswith("Slurm job id 17")
 
 
 def test_hosts_in_rank_order():
