@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
 import shutil
 import tempfile
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,10 @@ RUN_FILES = {
     "eval_nbest_predictions.json": "the best answers to each question, with probabilities",
     "eval_null_odds.json": "v2.0: the odds that a question has no answer",
     "metrics.jsonl": "one line per logged step and evaluation",
+    "gpu_usage.jsonl": "the same steps: how busy each GPU was",
     "tb": "the same for TensorBoard (tensorboard --logdir)",
     "train_config.yaml": "every setting of this run; --config reads it back",
+    "eval_config.yaml": "every setting of a run that only scored",
     "model.safetensors": "the weights; from_pretrained loads this folder",
     "config.json": "the model's configuration",
     "tokenizer.json": "the tokenizer",
@@ -39,8 +43,12 @@ RUN_FILES = {
 }
 
 
-def check(folder: Path, overwrite: bool) -> None:
-    """Raise UserError if the folder cannot be written, or holds files and not `overwrite`. Its files stay."""
+def check(config: Config) -> None:
+    """Raise UserError if the output folder cannot be written, or holds what the run would have to replace.
+
+    A run that only scores adds to a folder; one that trains wants --overwrite_output_dir for any that is not empty.
+    """
+    folder, source = config.train.folder, config.model.model_name_or_path
     try:
         folder.mkdir(parents=True, exist_ok=True)
         held = sorted(path.name for path in folder.iterdir())
@@ -48,7 +56,11 @@ def check(folder: Path, overwrite: bool) -> None:
             pass
     except OSError as error:
         raise UserError(f"--output_dir {folder} cannot be written: {error.strerror or error}.") from None
-    if held and not overwrite:
+    if config.train.do_train and source and folder.resolve() == Path(source).resolve():
+        raise UserError(
+            f"--output_dir {folder} is the folder of the model that training starts from: name another one."
+        )
+    if held and config.train.do_train and not config.train.overwrite_output_dir:
         shown = ", ".join(held[:3]) + (", ..." if len(held) > 3 else "")
         raise UserError(
             f"--output_dir {folder} is not empty ({shown}): name another one, or add --overwrite_output_dir to replace"
@@ -56,9 +68,24 @@ def check(folder: Path, overwrite: bool) -> None:
         )
 
 
-def clear(folder: Path) -> None:
-    """Remove an earlier run's files, and no others."""
-    for name in RUN_FILES:
+def dated_folder() -> Path:
+    """A new folder runs/<date>-<time>; of several jobs that start in the same second, each gets its own."""
+    stamp = time.strftime("runs/%Y%m%d-%H%M%S")
+    for name in itertools.chain([stamp], (f"{stamp}-{number}" for number in itertools.count(2))):
+        try:
+            Path(name).mkdir(parents=True)
+            return Path(name)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(f"{name} cannot be made here ({error.strerror}): name an --output_dir.") from None
+    raise AssertionError("count() does not end")
+
+
+def clear(folder: Path, train: bool) -> None:
+    """Remove what the run will write anew: an earlier run's files, or its evaluation only, and no others."""
+    names = [name for name in RUN_FILES if train or name.startswith("eval_")]
+    for name in [*names, *(f"{name}.partial" for name in names)]:
         path = folder / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -86,8 +113,12 @@ def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
     """Leave what `AutoModelForQuestionAnswering.from_pretrained(folder)` and `AutoTokenizer` load."""
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        # config.json, by which a folder counts as a model, comes last: a crash leaves no half of one.
+        for file in sorted(Path(partial).iterdir(), key=lambda path: path.name == "config.json"):
+            os.replace(file, folder / file.name)
 
 
 def effective_settings(config: Config, plan: BatchPlan, world: World) -> dict[str, float]:
@@ -110,18 +141,33 @@ def facts(config: Config, world: World) -> dict[str, Any]:
     return {
         "controller": world.controller,
         "hosts": world.hosts,
+        "job": world.job,
         "ranks": [
             {"rank": place.rank, "host": place.host, "local_rank": place.local_rank, "device": place.device}
             for place in world.places
         ],
-        "device_name": torch.cuda.get_device_name(world.device)
-        if world.device.type == "cuda"
-        else platform.processor(),
+        "device_name": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else _cpu_name(),
         "threads_per_rank": torch.get_num_threads(),
         "precision": config.train.precision,
         "seed": config.train.seed,
-        "versions": {"python": platform.python_version(), "hvd_bert": __version__} | {p: _version(p) for p in packages},
+        "versions": {"python": platform.python_version(), "hvd_bert": __version__}
+        | {package: _version(package) for package in packages}
+        | {"cuda": torch.version.cuda, "nccl": _nccl_version()},
     }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _nccl_version() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _version(package: str) -> str | None:

@@ -10,17 +10,17 @@ Exit status: 0 done, 1 failure, 2 bad input (said once, before any training).
 from __future__ import annotations
 
 import math
-import time
 
 import torch
 
 from hvd_bert import config as settings
 from hvd_bert import output
-from hvd_bert.config import Config, TrainArguments
+from hvd_bert.config import Config
 from hvd_bert.data.batches import Collator
 from hvd_bert.engines.horovod import HorovodEngine
 from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.evaluation import Evaluator
+from hvd_bert.gpu_usage import GpuUsage
 from hvd_bert.inputs import Inputs, TrainingSet, load_inputs
 from hvd_bert.model import autocast, window_losses
 from hvd_bert.optim import make_optimizer, make_schedule
@@ -31,25 +31,26 @@ from hvd_bert.world import AgreedError, World, log, run_as_rank
 def main(world: World) -> None:
     """The whole way of a run, from the command line to the files it leaves."""
     with world.together():
-        config = settings.parse()
-    world.set_threads(config.horovod.num_threads)
-    config.train.output_dir = world.broadcast(config.train.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
+        config = settings.parse(show_help=world.rank == 0)
+        if config.train.output_dir is None and world.rank == 0:
+            config.train.output_dir = str(output.dated_folder())
+    config.train.output_dir = world.broadcast(config.train.output_dir)
     folder = config.train.folder
-    log.info(
-        "%d rank(s) on %s, %s, controller %s",
-        world.size,
-        ", ".join(world.hosts),
-        world.device,
-        world.controller,
-    )
+    world.set_threads(config.horovod.num_threads)
+    torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
+    where = ", ".join(world.hosts)
+    log.info("%d rank(s) on %s, %s, controller %s", world.size, where, world.device.type, world.controller)
+    for line in world.describe():
+        log.info("%s", line)
     with world.together():
         if world.rank == 0:
-            output.check(folder, config.train.overwrite_output_dir)
+            output.check(config)
         inputs = load_inputs(config, world)
+    world.check_same(inputs.fingerprint() | {f"--{name}": value for name, value in config.as_flat().items()})
     inputs.model.to(device=world.device)  # type: ignore[call-arg]  # transformers hides the signature
     if world.rank == 0:
-        output.clear(folder)
-        config.save(folder / "train_config.yaml")
+        output.clear(folder, train=config.train.do_train)
+        config.save(folder / ("train_config.yaml" if config.train.do_train else "eval_config.yaml"))
 
     telemetry = Telemetry(folder, enabled=world.rank == 0)
     evaluator = Evaluator(inputs, config, world) if inputs.dev else None
@@ -79,6 +80,7 @@ def train(
     schedule = make_schedule(engine.optimizer, args, total_steps)
     collate = Collator(data.windows, world.device)
     meter = Meter(world)
+    gpus = GpuUsage(world, folder)
     effective = output.effective_settings(config, plan, world)
     log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))
     torch.manual_seed(args.seed + world.rank)  # the ranks' dropout must differ; their weights were broadcast
@@ -97,31 +99,33 @@ def train(
             meter.add(loss, batch)
         grad_norm = engine.clip()
         learning_rate = schedule.get_last_lr()[0]
-        engine.step()
-        schedule.step()
+        if engine.step():
+            schedule.step()
 
         evaluates = evaluator is not None and args.evaluates_after(step, plan.steps_per_epoch, total_steps)
         if evaluates or args.logs_after(step, total_steps):
             means = meter.read(step)
-            check_finite(step, means["loss"], args)
+            check_finite(step, means["loss"])
             now = {
                 "epoch": step / plan.steps_per_epoch,
                 "learning_rate": learning_rate,
                 "grad_norm": float(grad_norm),
             }
-            telemetry.logged(step, now | means)
+            telemetry.logged(step, now | means | gpus.read(step))
         if evaluator is not None and evaluates:
             with meter.paused():
                 telemetry.evaluated(evaluator(model).metrics)
 
+    gpus.close()
     if world.rank == 0:
         output.save_model(folder, model, inputs.tokenizer)
-        output.write_json(folder / "train_results.json", meter.results() | effective | output.facts(config, world))
+        results = meter.results() | {"skipped_steps": engine.skipped_steps} | effective | output.facts(config, world)
+        output.write_json(folder / "train_results.json", results)
 
 
-def check_finite(step: int, loss: float, args: TrainArguments) -> None:
-    """End the run, on all ranks alike, when the mean loss is no number any more (fp16's scaler lives with some)."""
-    if math.isfinite(loss) or args.fp16:
+def check_finite(step: int, loss: float) -> None:
+    """End the run, on all ranks alike, when the mean loss is no number any more."""
+    if math.isfinite(loss):
         return
     raise AgreedError(
         f"The loss is {loss} at step {step}: training has diverged. Lower --learning_rate, lengthen the warm-up"

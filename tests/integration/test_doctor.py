@@ -1,0 +1,80 @@
+"""The doctor as users start it: alone, and under launchers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import said
+from launch import Outcome, built, launcher, run
+
+pytestmark = pytest.mark.integration
+
+DOCTOR = [sys.executable, "-m", "hvd_bert.doctor"]
+
+
+def report_of(outcome: Outcome) -> dict[str, Any]:
+    """The one JSON object in the output; launchers add lines of their own."""
+    (line,) = [line for line in said(outcome).splitlines() if line.startswith("{")]
+    return json.loads(line)
+
+
+def test_alone(tmp_path: Path) -> None:
+    outcome = run(DOCTOR, tmp_path).expect(0)
+    for line in ("Python", "torch", "Horovod", "MPI", "Slurm", "Windows", "Memory", "Output", "World"):
+        assert f" {line} " in outcome.output, outcome
+    assert "failure" not in outcome.output, outcome
+    assert "Ready: a training would start here" in outcome.output, outcome
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_broken_cache_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    broken = str(tmp_path / "file" / "cache")
+    outcome = run([*DOCTOR, "--json"], tmp_path, env={"HVD_BERT_CACHE": broken}).expect(2)
+    report = report_of(outcome)
+    assert not report["ready"]
+    failed = [check for check in report["checks"] if check["status"] == "failure"]
+    assert [check["name"] for check in failed] == ["Windows"], outcome
+    assert broken in failed[0]["found"]
+    assert "Set HVD_BERT_CACHE" in failed[0]["mend"]
+    assert report["checks"][-1]["name"] == "Devices"  # those after it were looked at all the same
+
+
+@pytest.mark.parametrize("by", ["mpirun", "mpi", "gloo"])
+def test_two_ranks(by: str, tmp_path: Path) -> None:
+    flags = ["--json", "--size", "1", "--repeats", "2"] if by != "mpi" else ["--size", "1", "--repeats", "2"]
+    outcome = run([*launcher(2, by), *DOCTOR, *flags], tmp_path).expect(0)
+    if by == "mpi":  # as people read it
+        text = said(outcome)
+        assert text.count("Ready: a training would start here") == 1, outcome
+        assert "2 rank(s) on 1 host(s), which talk through MPI" in text, outcome
+        assert text.count("plain MPI, host memory") == 2, outcome
+        return
+    report = report_of(outcome)
+    assert report["ready"], outcome
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+    assert report["ranks"][0]["versions"] == report["ranks"][1]["versions"]
+    assert {check["name"]: check["status"] for check in report["checks"]}["Versions"] == "ok"
+    methods = ["Horovod, Gloo"] if by == "gloo" else ["Horovod, MPI", "plain MPI, host memory"]
+    assert [(timing["method"], timing["num_bytes"]) for timing in report["allreduce"]] == [
+        (method, size) for size in (1_000_000, 4) for method in methods
+    ]
+    for timing in report["allreduce"]:
+        assert len(timing["seconds"]) == 2
+        assert min(timing["seconds"]) <= timing["median_s"] <= max(timing["seconds"])
+        assert timing["gb_per_s"] > 0
+
+
+@pytest.mark.skipif("mpi" not in built(), reason="Horovod was built without MPI")
+def test_worlds_of_one_are_refused(tmp_path: Path) -> None:
+    """Two processes that a launcher of another MPI started: neither finds the other."""
+    env = {"PMI_SIZE": "2", "PMI_RANK": "0"}
+    outcome = run([*DOCTOR, "--json"], tmp_path, env=env).expect(2)
+    report = report_of(outcome)
+    (world,) = [check for check in report["checks"] if check["name"] == "World"]
+    assert "mpirun started 2 processes, but Horovod sees a world of 1" in world["found"]
+    assert [check["name"] for check in report["checks"] if check["status"] == "failure"] == ["World"]

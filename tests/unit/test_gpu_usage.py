@@ -1,0 +1,152 @@
+"""GPU usage through NVML, with a driver that is made up."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from hvd_bert import gpu_usage as module
+from hvd_bert.gpu_usage import GIB, GpuUsage, NvmlError, Sample, Sampler, find_gpu, look, nvml, summarise
+from hvd_bert.world import Place
+
+
+class FakeNvml(ModuleType):
+    """pynvml with GPUs 0-a (40 % busy) and 0-b, of which nothing but the memory is known; counts what is asked."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+        self.started = 0
+        self.stopped = threading.Event()
+        self.looks = 0
+        self.looked_often = threading.Event()
+
+    def nvmlInit(self):
+        self.started += 1
+
+    def nvmlShutdown(self):
+        self.stopped.set()
+
+    def nvmlDeviceGetHandleByUUID(self, name):
+        if name not in ("GPU-0-a", "MIG-0-b"):
+            raise self.NVMLError("Not Found")
+        return name
+
+    def nvmlDeviceGetUtilizationRates(self, gpu):
+        self.looks += 1
+        if self.looks >= 3:
+            self.looked_often.set()
+        if gpu.startswith("MIG"):
+            raise self.NVMLError("Not Supported")
+        return SimpleNamespace(gpu=40, memory=10)
+
+    def nvmlDeviceGetMemoryInfo(self, gpu):
+        return SimpleNamespace(used=3 * GIB, free=GIB, total=4 * GIB)
+
+    def nvmlDeviceGetPowerUsage(self, gpu):
+        if gpu.startswith("MIG"):
+            raise self.NVMLError("Not Supported")
+        return 250_500
+
+
+@pytest.fixture
+def driver(monkeypatch) -> FakeNvml:
+    fake = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    return fake
+
+
+def world_of(*device_ids: str | None, rank: int = 0) -> SimpleNamespace:
+    """A world whose other ranks say that their GPU was 90 % busy."""
+    places = tuple(
+        Place(number, "a", number, f"cuda:{number}" if device_id else "cpu", device_id, frozenset({0}))
+        for number, device_id in enumerate(device_ids)
+    )
+
+    def allgather(mine):
+        return [mine if place.rank == rank else {"gpu_util_percent": 90.0} for place in places]
+
+    return SimpleNamespace(rank=rank, size=len(places), places=places, allgather=allgather)
+
+
+def test_look(driver):
+    assert look(driver, find_gpu(driver, "0-a")) == Sample(40.0, 3.0, 250.5)
+    assert look(driver, find_gpu(driver, "0-b")) == Sample(None, 3.0, None)
+    with pytest.raises(NvmlError, match=r"GPU 0-c: Not Found"):
+        find_gpu(driver, "0-c")
+
+
+def test_nvml_is_ended(driver):
+    with pytest.raises(KeyError), nvml():
+        raise KeyError
+    assert driver.started == 1 and driver.stopped.is_set()
+
+
+def test_no_nvml(monkeypatch, driver):
+    monkeypatch.setattr(driver, "nvmlInit", lambda: (_ for _ in ()).throw(driver.NVMLError("no driver")))
+    with pytest.raises(NvmlError, match=r"^no driver$"), nvml():
+        pass
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(NvmlError, match="nvidia-ml-py is missing"), nvml():
+        pass
+
+
+def test_summarise():
+    assert summarise([]) == {}
+    samples = [Sample(40.0, 3.0, 200.0), Sample(None, 5.0, None), Sample(60.0, 4.0, 300.0)]
+    assert summarise(samples) == {"gpu_util_percent": 50.0, "gpu_memory_gib": 5.0, "gpu_power_w": 250.0}
+    assert summarise([Sample(None, 3.0, None)]) == {"gpu_memory_gib": 3.0}
+
+
+def test_sampler(monkeypatch, driver):
+    monkeypatch.setattr(module, "PERIOD_S", 0.001)
+    sampler = Sampler("0-a")
+    assert driver.looked_often.wait(10)
+    sampler.close()
+    assert driver.stopped.is_set()
+    taken = sampler.take()
+    assert len(taken) == driver.looks
+    assert sampler.take() == taken[-1:]  # logged again before the next look
+
+
+def test_usage_of_all_ranks(tmp_path, driver):
+    usage = GpuUsage(world_of("0-a", "0-x"), tmp_path)  # type: ignore[arg-type]
+    usage._sampler.close()  # after its first look
+    own = {"gpu_util_percent": 40.0, "gpu_memory_gib": 3.0, "gpu_power_w": 250.5}
+    assert usage.read(7) == own
+    lines = [json.loads(line) for line in (tmp_path / "gpu_usage.jsonl").read_text().splitlines()]  # already on disk
+    usage.close()
+    assert [line.pop("seconds") >= 0 for line in lines] == [True, True]
+    assert lines == [
+        {"step": 7, "rank": 0, "host": "a", "device": "cuda:0", **own},
+        {"step": 7, "rank": 1, "host": "a", "device": "cuda:1", "gpu_util_percent": 90.0},
+    ]
+
+
+def test_other_ranks_write_nothing(tmp_path, driver):
+    usage = GpuUsage(world_of("0-x", "0-a", rank=1), tmp_path)  # type: ignore[arg-type]
+    assert usage.read(1) == {"gpu_util_percent": 90.0}  # rank 0's, as there
+    usage.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_on_cpus(tmp_path, driver):
+    usage = GpuUsage(world_of(None, None), tmp_path)  # type: ignore[arg-type]
+    assert usage.read(1) == {}
+    usage.close()
+    assert driver.started == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_gpu_is_said_and_trained_on(tmp_path, driver, caplog):
+    usage = GpuUsage(world_of("0-c"), tmp_path)  # type: ignore[arg-type]
+    usage._sampler.close()
+    assert usage.read(1) == {}
+    usage.close()
+    assert "The GPU usage is not recorded: GPU 0-c: Not Found" in caplog.text
