@@ -28,7 +28,7 @@ _TOKEN = "HVD_BERT_TEST_LAUNCH"  # in the environment of every process of a laun
 _FOREIGN = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "HOROVOD_", "MV2_")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Outcome:
     """How a command ended; `output` is what it wrote to stdout and stderr, `hung`: it had to be killed."""
 
@@ -38,7 +38,7 @@ class Outcome:
     seconds: float
     hung: bool
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:  # what pytest shows
         end = f"HUNG, killed after {self.seconds:.0f} s" if self.hung else f"status {self.status}, {self.seconds:.0f} s"
         return f"{' '.join(self.command)}\n-> {end}; output:\n{self.output[-12000:]}"
 

@@ -1,0 +1,42 @@
+"""Small runs of the real command line on the sample, for the tests of this folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from launch import SAMPLE, TRAIN, Outcome
+
+# "[1,0]<stdout>:" of horovodrun --mpi, "[0]<stdout>:" of --gloo
+_PREFIX = re.compile(r"\[\d+(,\d+)?\]<std(out|err)>:")
+TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+GLOBAL_BATCH = 16
+
+
+def small_run(size: int, out: Path | str, *flags: str | float | Path, preset: str = "sample") -> list[str]:
+    """A command of 2 epochs of 3 steps, the last of each with one window, then the scores of 7 questions."""
+    words = ["--config", preset, "--max_train_samples", 33, "--max_eval_samples", 7, "--num_train_epochs", 2]
+    words += ["--per_device_train_batch_size", GLOBAL_BATCH // size, "--logging_steps", 1, "--dropout", 0]
+    words += ["--output_dir", out, *flags]
+    return [*TRAIN, *map(str, words)]
+
+
+def said(outcome: Outcome) -> str:
+    """What the ranks wrote, without the launcher's marks and, under horovodrun, without its own lines."""
+    lines = outcome.output.splitlines(keepends=True)
+    if "horovodrun" in outcome.command[0]:
+        lines = [line for line in lines if _PREFIX.match(line)]
+    return _PREFIX.sub("", "".join(lines))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def questions_of(name: str, count: int) -> list[str]:
+    """Ids of the first questions of a file of the sample."""
+    articles = json.loads((SAMPLE / name).read_text(encoding="utf-8"))["data"]
+    paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
+    return [entry["id"] for paragraph in paragraphs for entry in paragraph["qas"]][:count]

@@ -1,0 +1,155 @@
+"""What a run leaves and says, by each launcher: one process, horovodrun over MPI and over Gloo, plain mpirun."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from commands import GLOBAL_BATCH, questions_of, read_lines, said, small_run
+from launch import Outcome, launcher, run
+
+from hvd_bert import config as settings
+
+pytestmark = pytest.mark.integration
+
+METRICS = {"step", "epoch", "loss", "learning_rate", "grad_norm", "windows_per_s", "tokens_per_s", "step_s"}
+SCORES = {"exact_match", "f1", "total", "eval_loss"}
+V2_SCORES = SCORES | {f"{kind}_{name}" for kind in ("HasAns", "NoAns") for name in ("exact", "f1", "total")}
+V2_SCORES |= {"best_exact", "best_exact_thresh", "best_f1", "best_f1_thresh"}
+TRAIN_RESULTS = {
+    *("train_runtime", "train_samples", "train_samples_per_second", "train_steps_per_second", "train_loss"),
+    *("train_steps", "world_size", "global_batch", "learning_rate", "hosts", "ranks", "controller", "versions"),
+}
+
+
+class Run:
+    """A finished run: its outcome and its output folder."""
+
+    def __init__(self, folder: Path, size: int, by: str) -> None:
+        self.size, self.by, self.out = size, by, folder / "out"
+        command = [*launcher(size, by), *small_run(size, self.out)]
+        self.outcome: Outcome = run(command, folder, env={"HVD_BERT_CACHE": str(folder / "cache")})
+
+
+WAYS = [(1, "none"), (2, "mpi"), (2, "gloo"), (2, "mpirun")]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Run(tmp_path_factory.mktemp("alone"), 1, "none")
+
+
+@pytest.fixture(scope="module", params=WAYS, ids=lambda way: f"{way[0]}-{way[1]}")
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, alone: Run) -> Run:
+    size, by = request.param
+    ended = alone if by == "none" else Run(tmp_path_factory.mktemp(f"run-{by}"), size, by)
+    ended.outcome.expect(0)
+    return ended
+
+
+def test_files(finished: Run) -> None:
+    expected = {"train_config.yaml", "train_results.json", "metrics.jsonl", "tb", "config.json", "model.safetensors"}
+    expected |= {"eval_results.json", "eval_predictions.json", "eval_nbest_predictions.json"}
+    expected |= {"tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in finished.out.iterdir()} == expected
+
+
+def test_metrics(finished: Run, alone: Run) -> None:
+    lines = read_lines(finished.out / "metrics.jsonl")
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(line.keys() == METRICS for line in steps)
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+    assert [line["epoch"] for line in steps] == pytest.approx([step / 3 for step in range(1, 7)])
+    assert [line["step"] for line in lines if "eval_f1" in line] == [6]
+    others = [line["loss"] for line in read_lines(alone.out / "metrics.jsonl") if "loss" in line]
+    np.testing.assert_allclose([line["loss"] for line in steps], others, rtol=0, atol=1e-4)
+
+
+def test_train_results(finished: Run) -> None:
+    results = json.loads((finished.out / "train_results.json").read_text())
+    assert results.keys() >= TRAIN_RESULTS
+    assert (results["world_size"], results["global_batch"]) == (finished.size, GLOBAL_BATCH)
+    assert (results["train_steps"], results["train_samples"]) == (6, 66)
+    assert results["controller"] == {"none": "none", "gloo": "gloo"}.get(finished.by, "mpi")
+    assert [place["rank"] for place in results["ranks"]] == list(range(finished.size))
+    assert len(results["hosts"]) == 1
+    assert results["versions"].keys() >= {"torch", "horovod", "transformers", "python"}
+    steps = [line for line in read_lines(finished.out / "metrics.jsonl") if "loss" in line]
+    assert results["train_loss"] == pytest.approx(np.mean([line["loss"] for line in steps]))
+    assert results["train_samples_per_second"] == pytest.approx(66 / results["train_runtime"])
+
+
+def test_scores_and_predictions(finished: Run) -> None:
+    scores, answers, nbest = (
+        json.loads((finished.out / f"eval_{name}.json").read_text())
+        for name in ("results", "predictions", "nbest_predictions")
+    )
+    assert scores.keys() == SCORES
+    assert scores["total"] == 7
+    assert list(answers) == list(nbest) == questions_of("dev-v1.1.json", 7)
+    for id_, rivals in nbest.items():
+        assert rivals[0]["text"] == answers[id_]
+        assert rivals[0].keys() == {"text", "probability", "start_logit", "end_logit"}
+        assert sum(rival["probability"] for rival in rivals) == pytest.approx(1)
+
+
+def test_folder_is_a_model(finished: Run) -> None:
+    from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+
+    model, info = AutoModelForQuestionAnswering.from_pretrained(finished.out, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    tokenizer = AutoTokenizer.from_pretrained(finished.out)
+    logits = model(**tokenizer("Who?", "It is here.", return_tensors="pt")).start_logits
+    assert logits.isfinite().all()
+
+
+def test_tensorboard(finished: Run) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(finished.out / "tb")).Reload()
+    tags = events.Tags()["scalars"]
+    assert {"train/loss", "train/learning_rate", "train/grad_norm", "eval/f1", "eval/exact_match"} <= set(tags)
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_stored_settings_give_the_same_run(finished: Run) -> None:
+    stored = finished.out / "train_config.yaml"
+    assert settings.parse(["--config", str(stored)]).as_flat() == yaml.safe_load(stored.read_text())
+
+
+def test_no_line_is_said_twice(finished: Run) -> None:
+    lines = [line for line in said(finished.outcome).splitlines() if line.strip() and not line.startswith("Tokenising")]
+    assert [line for line, times in Counter(lines).items() if times > 1] == []
+    for words in ("step 1/6 ", "step 6/6 ", "windows/s", "ETA", "EM ", "F1 ", "eval_predictions.json"):
+        assert any(words in line for line in lines), f"{words!r} is not in:\n{finished.outcome.output}"
+
+
+def test_v2_with_every_option_of_horovod(tmp_path: Path) -> None:
+    options = ["--bf16", "--fp16_allreduce", "--gradient_predivide_factor", 2, "--gradient_accumulation_steps", 2]
+    options += ["--per_device_train_batch_size", 4, "--eval_strategy", "epoch"]
+    outcome = run([*launcher(2, "mpi"), *small_run(2, "out", *options, preset="sample_v2")], tmp_path).expect(0)
+    out = tmp_path / "out"
+    assert json.loads((out / "eval_results.json").read_text()).keys() == V2_SCORES, outcome
+    odds = json.loads((out / "eval_null_odds.json").read_text())
+    assert list(odds) == questions_of("dev-v2.0.json", 7)
+    assert [line["step"] for line in read_lines(out / "metrics.jsonl") if "eval_f1" in line] == [3, 6]
+    results = json.loads((out / "train_results.json").read_text())
+    assert (results["global_batch"], results["precision"]) == (GLOBAL_BATCH, "bf16")
+
+
+def test_overwriting_leaves_foreign_files(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "eval_null_odds.json").write_text("{}")  # of an earlier run, on v2.0
+    (out / "notes.txt").write_text("mine")
+    command = small_run(1, out, "--max_steps", 1, "--overwrite_output_dir", "--no_do_eval")
+    run(command, tmp_path).expect(0)
+    assert (out / "notes.txt").read_text() == "mine"
+    assert not (out / "eval_null_odds.json").exists()
+    assert (out / "model.safetensors").exists()

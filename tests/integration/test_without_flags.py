@@ -1,0 +1,79 @@
+"""No flag at all: bert-base-uncased on SQuAD v1.1 from the hub's cache, or a message that names the ways out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import TINY, said
+from launch import SAMPLE, TRAIN, launcher, run
+
+from hvd_bert.data import squad
+
+pytestmark = pytest.mark.integration
+
+# As on a compute node that reaches no hub: not told to be offline, but nobody answers.
+NO_HUB = {"HF_HUB_OFFLINE": None, "HF_DATASETS_OFFLINE": None, "HF_ENDPOINT": "http://127.0.0.1:9", "NO_PROXY": "*"}
+NO_HUB |= {"HF_HUB_CACHE": None, "HF_DATASETS_CACHE": None, "TRANSFORMERS_CACHE": None}
+
+
+def write_model_cache(folder: Path, name: str) -> None:
+    """What a download of model `name` leaves in $HF_HUB_CACHE: here a tiny BERT with the sample's vocabulary."""
+    from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    root = folder / f"models--{name.replace('/', '--')}"
+    snapshot = root / "snapshots" / commit
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / "main").write_text(commit)
+    tokenizer = AutoTokenizer.from_pretrained(SAMPLE, model_max_length=512)
+    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=512, **TINY)
+    BertForMaskedLM(config).save_pretrained(snapshot)
+    tokenizer.save_pretrained(snapshot)
+
+
+@pytest.fixture(scope="module")
+def hub_home(tmp_path_factory: pytest.TempPathFactory, write_hub_cache: Callable[..., None]) -> Path:
+    """An HF_HOME with the model and the data."""
+    home = tmp_path_factory.mktemp("hf-home")
+    splits = {
+        split: squad.open_file(SAMPLE / f"{file}-v1.1.json", False).questions()[:count]
+        for split, file, count in (("train", "train", 20), ("validation", "dev", 5))
+    }
+    write_hub_cache(home / "datasets", splits)
+    write_model_cache(home / "hub", "bert-base-uncased")
+    return home
+
+
+@pytest.mark.parametrize(("size", "by"), [(1, "none"), (2, "gloo")])
+def test_trains_from_the_hubs_cache_into_a_dated_folder(hub_home: Path, tmp_path: Path, size: int, by: str) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    outcome = run([*launcher(size, by), *TRAIN], empty, env=NO_HUB | {"HF_HOME": str(hub_home)}).expect(0)
+    assert [path.name for path in empty.iterdir()] == ["runs"]
+    (out,) = (empty / "runs").iterdir()
+    assert re.fullmatch(r"\d{8}-\d{6}", out.name)
+    assert out.name in outcome.output, "the folder must be named"
+    results = json.loads((out / "train_results.json").read_text())
+    assert (results["train_windows"], results["world_size"]) == (20, size)
+    assert len(json.loads((out / "eval_predictions.json").read_text())) == 5
+
+
+def test_without_hub_and_cache_the_ways_out_are_named(tmp_path: Path) -> None:
+    outcome = run(TRAIN, tmp_path, env=NO_HUB | {"HF_HOME": str(tmp_path / "hf")}).expect(2)
+    output = said(outcome)
+    assert "--config sample" in output and "local f" in output, outcome
+    assert output.count("hvd_bert: ") == 1, outcome
+    assert "Traceback" not in output, outcome
+
+
+def test_without_data_the_ways_out_are_named(hub_home: Path, tmp_path: Path) -> None:
+    home = tmp_path / "hf"
+    home.mkdir()
+    (home / "hub").symlink_to(hub_home / "hub")  # the model is there
+    output = said(run(TRAIN, tmp_path, env=NO_HUB | {"HF_HOME": str(home)}).expect(2))
+    for words in ("--train_file", "--validation_file", "--config sample"):
+        assert words in output, output
