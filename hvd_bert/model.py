@@ -18,6 +18,7 @@ from transformers import logging as transformers_logging
 
 from hvd_bert import attention
 from hvd_bert.config import ModelArguments
+from hvd_bert.data import hub
 from hvd_bert.data.batches import Batch
 from hvd_bert.errors import UserError
 
@@ -48,6 +49,7 @@ def load_model(args: ModelArguments, tokenizer: Any, max_seq_length: int, seed: 
         raise UserError(f"{source} is a {config.model_type} model: this trainer fine-tunes BERT.")
     if args.dropout is not None:
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = args.dropout
+    config.num_labels = 2  # a start and an end, whatever the checkpoint's own head had
     attention.register()
     config._attn_implementation = attention.NAME
     _check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
@@ -111,9 +113,15 @@ def span_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Ten
 
 def _from(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:
     """`kind.from_pretrained(name)`, its errors as a UserError."""
-    if not Path(name).is_dir():
-        extra |= {"cache_dir": args.cache_dir, "revision": args.model_revision}
     with _in_words(name):
+        if Path(name).is_dir():
+            return kind.from_pretrained(name, **extra)
+        extra |= {"cache_dir": args.cache_dir, "revision": args.model_revision}
+        try:  # the cache first: what is there needs no network, and N ranks do not all ask the hub
+            return kind.from_pretrained(name, local_files_only=True, **extra)
+        except OSError:
+            if not hub.reachable():
+                raise
         return kind.from_pretrained(name, **extra)
 
 

@@ -17,7 +17,9 @@ _ALIASES = {"squad": "rajpurkar/squad", "squad_v2": "rajpurkar/squad_v2"}
 _REACH_TIMEOUT_S = 10.0
 
 
-def load(dataset_name: str, split: str, dataset_config_name: str | None = None) -> Dataset:
+def load(
+    dataset_name: str, split: str, dataset_config_name: str | None = None, cache_dir: str | None = None
+) -> Dataset:
     """One split of a dataset. Raises `UserError`, with the ways out, if it cannot be had.
 
     The local cache comes first: what is there needs no network, and N ranks do not all ask the hub.
@@ -34,7 +36,7 @@ def load(dataset_name: str, split: str, dataset_config_name: str | None = None) 
                 with _offline() if offline else contextlib.nullcontext():
                     if not offline:
                         _reach_hub()
-                    return datasets.load_dataset(name, dataset_config_name, split=split)
+                    return datasets.load_dataset(name, dataset_config_name, split=split, cache_dir=cache_dir)
             # What comes out when the hub is out of reach differs between releases and between the
             # hub's own errors and those of its HTTP library: it is all one to the user.
             except Exception as error:
@@ -46,6 +48,15 @@ def load(dataset_name: str, split: str, dataset_config_name: str | None = None) 
         "give local files with --train_file and --validation_file, or train on the sample that ships, "
         "with --config sample."
     ) from reason
+
+
+def reachable() -> bool:
+    """Whether the hub answers, within seconds: the loaders of the hub's own libraries retry for minutes."""
+    try:
+        _reach_hub()
+    except Exception:  # as above: what comes out differs between releases
+        return False
+    return True
 
 
 def _reach_hub() -> None:
