@@ -217,7 +217,7 @@ Gloo yes"
 
 # setuptools and packaging stay in the Python: horovodrun needs them too (distutils is gone from Python 3.12).
 install_tools() {
-  "$python" -m pip install -q 'setuptools>=70.1' packaging 'cffi>=1.4' cloudpickle psutil pyyaml
+  "$python" -m pip install -q 'setuptools>=77' packaging 'cffi>=1.4' cloudpickle psutil pyyaml
 }
 
 # cmake 3.18 or later and below 4, whose policies Horovod's bundled gloo is too old for.

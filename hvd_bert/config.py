@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
-from hvd_bert.errors import UserError
+from hvd_bert.errors import EXIT_OK, UserError
 
 PACKAGE = Path(__file__).resolve().parent
 PRESETS = PACKAGE / "configs"
@@ -36,10 +36,22 @@ SCHEDULES = [
     "inverse_sqrt",
 ]
 
+# run_qa's flags that have no counterpart here.
+ELSEWHERE = {
+    "report_to": ": metrics.jsonl and TensorBoard are always written.",
+    "evaluation_strategy": ": its name is --eval_strategy.",
+    "do_predict": ": use `python -m hvd_bert.predict`.",
+    "test_file": ": name it as --validation_file.",
+    "pad_to_max_length": ": windows are laid end to end, nothing is padded.",
+    "save_steps": ": the model is saved once, at the end.",
+    "save_strategy": ": the model is saved once, at the end.",
+    "optim": ": it is AdamW.",
+}
+
 # A source of data or of a model named on the command line takes the place of the one a preset names.
 REPLACES = {
     "dataset_name": ("train_file", "validation_file"),
-    "train_file": ("dataset_name",),
+    "train_file": ("dataset_name", "validation_file"),
     "validation_file": ("dataset_name",),
     "model_name_or_path": ("config_name", "tokenizer_name"),
 }
@@ -136,7 +148,7 @@ class TrainArguments:
     max_steps: int = _arg(-1, "Optimizer steps in all; overrides num_train_epochs if positive.")
     lr_scheduler_type: str = _arg("linear", "Schedule of the learning rate.", choices=SCHEDULES)
     warmup_ratio: float = _arg(0.0, "Share of the steps in which the learning rate rises from 0.")
-    warmup_steps: int = _arg(0, "The same as a number of steps; overrides warmup_ratio if positive.")
+    warmup_steps: float = _arg(0, "The same as a number of steps (below 1: a share); overrides warmup_ratio.")
     lr_scaling: str = _arg(
         "none",
         "Multiply the learning rate by the world size (linear), by its root (sqrt), or not (none).",
@@ -148,10 +160,13 @@ class TrainArguments:
         "When to score while training: no, steps or epoch. The end is always scored.",
         choices=["no", "steps", "epoch"],
     )
-    eval_steps: int | None = _arg(None, "Steps between two scorings; implies --eval_strategy steps.")
+    eval_steps: int | None = _arg(
+        None, "Steps between two scorings (default: logging_steps); implies --eval_strategy steps."
+    )
     seed: int = _arg(42, "Seed of weights, batch order and dropout.")
     bf16: bool = _arg(False, "Forward pass in bfloat16 autocast; weights and gradients stay fp32.")
     fp16: bool = _arg(False, "Forward pass in fp16 autocast with loss scaling.")
+    tf32: bool = _arg(False, "fp32 matrix products in TF32 on GPUs that have it (A100 and later): faster, less exact.")
 
     def __post_init__(self) -> None:
         positive = (
@@ -165,10 +180,6 @@ class TrainArguments:
         if self.eval_steps is not None:
             _require(self.eval_steps >= 1, f"--eval_steps {self.eval_steps}: must be at least 1.")
             self.eval_strategy = "steps"
-        _require(
-            self.eval_strategy != "steps" or self.eval_steps is not None,
-            "--eval_strategy steps needs --eval_steps N.",
-        )
         finite_positive = ("learning_rate", "adam_epsilon", "num_train_epochs")
         for name in finite_positive:
             value = getattr(self, name)
@@ -178,6 +189,7 @@ class TrainArguments:
             _require(math.isfinite(value) and value >= 0, f"--{name} {value}: must not be negative.")
         for name in ("adam_beta1", "adam_beta2", "warmup_ratio"):
             _require(0 <= getattr(self, name) < 1, f"--{name} {getattr(self, name)}: must be in [0, 1).")
+        _require(self.seed < 2**32, f"--seed {self.seed}: must be below 2^32.")
         _require(self.max_steps != 0, "--max_steps 0: give a positive number of steps, or leave it out.")
         _require(not (self.bf16 and self.fp16), "--bf16 and --fp16 are both given: choose one.")
 
@@ -187,7 +199,7 @@ class TrainArguments:
 
     def evaluates_after(self, step: int, steps_per_epoch: int, total_steps: int) -> bool:
         """Whether to score after optimizer step `step` (1, 2, ...); the end is scored in any case, later."""
-        every = {"no": total_steps, "epoch": steps_per_epoch, "steps": self.eval_steps or total_steps}[
+        every = {"no": total_steps, "epoch": steps_per_epoch, "steps": self.eval_steps or self.logging_steps}[
             self.eval_strategy
         ]
         return step % every == 0 and step < total_steps
@@ -249,13 +261,17 @@ class Config:
         path.write_text(yaml.safe_dump(self.as_flat(), sort_keys=False), encoding="utf-8")
 
 
+SECTIONS: list[Any] = [ModelArguments, DataArguments, TrainArguments, HorovodArguments]
+FLAGS = {f.name for section in SECTIONS for f in fields(section)}
+
+
 class _Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:  # argparse would print on every rank and exit
         raise UserError(f"{message}. `python -m hvd_bert.train --help` lists the flags.")
 
 
-def _parser(sections: list[Any]) -> _Parser:
-    parser = _Parser(sections, prog="python -m hvd_bert.train", allow_abbrev=False)
+def _parser() -> _Parser:
+    parser = _Parser(SECTIONS, prog="python -m hvd_bert.train", allow_abbrev=False)
     parser.description = "Fine-tune BERT on SQuAD over many ranks with Horovod."
     presets = ", ".join(sorted(path.stem for path in PRESETS.glob("*.yaml")))
     parser.add_argument(
@@ -264,15 +280,17 @@ def _parser(sections: list[Any]) -> _Parser:
     return parser
 
 
-def parse(argv: list[str] | None = None) -> Config:
-    """Command line (default: this process's) -> Config.
+def parse(argv: list[str] | None = None, show_help: bool = True) -> Config:
+    """Command line (default: this process's) -> Config. `show_help`: whether this process prints what --help asks for.
 
     Raises UserError for unknown flags or keys, values of the wrong type or out of range.
     """
     argv = sys.argv[1:] if argv is None else argv
-    sections = [ModelArguments, DataArguments, TrainArguments, HorovodArguments]
-    parser = _parser(sections)
-    known = {f.name for section in sections for f in fields(section)}
+    parser = _parser()
+    if {"-h", "--help"} & set(argv):
+        if show_help:
+            parser.print_help()
+        sys.exit(EXIT_OK)
     chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     chooser.add_argument("--config")
     try:
@@ -280,7 +298,7 @@ def parse(argv: list[str] | None = None) -> Config:
     except argparse.ArgumentError:
         raise UserError("--config needs a value: a preset's name or a YAML file.") from None
     if chosen.config is not None:
-        from_file = load_yaml(chosen.config, known)
+        from_file = load_yaml(chosen.config)
         given = {flag.lstrip("-").split("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
         replaced = {name for flag in given for name in REPLACES.get(flag, ())} - given
         # With "=", or argparse would take a value such as -1e-05 for a flag.
@@ -289,11 +307,12 @@ def parse(argv: list[str] | None = None) -> Config:
         flags, look_for_args_file=False, return_remaining_strings=True
     )
     if unknown:
-        raise UserError(f"Unknown argument {unknown[0]}{_hint(unknown[0].lstrip('-').split('=')[0], known, '--')}")
+        name = unknown[0].lstrip("-").split("=")[0].replace("-", "_")
+        raise UserError(f"Unknown argument {unknown[0]}{ELSEWHERE.get(name) or _hint(name, '--')}")
     return Config(*parts)
 
 
-def load_yaml(name: str, known: set[str]) -> dict[str, Any]:
+def load_yaml(name: str) -> dict[str, Any]:
     """A preset's name or a YAML file's path -> flag names and values; `{package}` in them is this package's folder."""
     path = PRESETS / f"{name}.yaml"
     if not path.is_file():
@@ -308,14 +327,16 @@ def load_yaml(name: str, known: set[str]) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"--config {name}: must be lines of `flag: value`.")
     for key, value in content.items():
-        if key not in known:
-            raise UserError(f"--config {name}: unknown key '{key}'{_hint(str(key), known, '')}")
+        if key not in FLAGS:
+            raise UserError(f"--config {name}: unknown key '{key}'{_hint(str(key), '')}")
         if isinstance(value, (dict, list)):
             raise UserError(f"--config {name}: '{key}' must be a single value, not {type(value).__name__}.")
     values = {key: value for key, value in content.items() if value is not None}
+    if values.get("eval_strategy") is False:  # how YAML reads an unquoted no
+        values["eval_strategy"] = "no"
     return {k: v.replace("{package}", str(PACKAGE)) if isinstance(v, str) else v for k, v in values.items()}
 
 
-def _hint(name: str, known: set[str], prefix: str) -> str:
-    close = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+def _hint(name: str, prefix: str) -> str:
+    close = difflib.get_close_matches(name.replace("-", "_"), FLAGS, n=1)
     return f": did you mean {prefix}{close[0]}?" if close else "."

@@ -7,6 +7,7 @@ stands between the first batch and the last: ranks may have different numbers of
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,10 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from tqdm import tqdm
 
 from hvd_bert.answers import Answer, SpanOptions, WindowLogits, answers_of
 from hvd_bert.config import Config, DataArguments
 from hvd_bert.data.batches import Collator
+from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.inputs import Inputs
 from hvd_bert.model import autocast, span_logits, span_losses
 from hvd_bert.squad_metric import score
@@ -51,11 +54,12 @@ def window_logits(
     batch_size: int,
     precision: str,
     losses: list[float],
+    show_progress: bool = False,
 ) -> Iterator[WindowLogits]:
     """What `model` says of the rows `ids` of `windows`, in that order; appends each window's loss to `losses`."""
     collate = Collator(windows, device)
     spans = windows.select_columns(["question", "context_start", "char_starts", "char_ends"]).with_format("numpy")
-    for first in range(0, len(ids), batch_size):
+    for first in tqdm(range(0, len(ids), batch_size), "Scoring", unit="batch", leave=False, disable=not show_progress):
         batch_ids = ids[first : first + batch_size]
         batch = collate(batch_ids)
         with autocast(device, precision):
@@ -97,15 +101,23 @@ class Evaluator:
         size, rank = self.world.size, self.world.rank
         losses: list[float] = []
         logits = window_logits(
-            model, self.windows, self.window_ids, self.world.device, self.batch_size, self.precision, losses
+            model,
+            self.windows,
+            self.window_ids,
+            self.world.device,
+            self.batch_size,
+            self.precision,
+            losses,
+            show_progress=rank == 0 and sys.stderr.isatty(),
         )
         # `question` becomes the index in this rank's own list: rank, rank + size, rank + 2 size, ...
         mine = (dataclasses.replace(window, question=window.question // size) for window in logits)
-        answers = answers_of(self.questions[rank::size], mine, self.options)
+        with self.world.together(status=EXIT_FAILURE):  # of weights that are no numbers, say
+            answers = answers_of(self.questions[rank::size], mine, self.options)
         model.train(was_training)
         counts = torch.tensor([sum(losses), len(losses)], dtype=torch.float64)
         total_loss, total_windows = self.world.sum(counts).tolist()
-        by_rank = self.world.allgather(answers)
+        by_rank = self.world.gather(answers)
         metrics: dict[str, float] = {}
         merged: list[Answer] = []
         if rank == 0:

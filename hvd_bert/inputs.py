@@ -5,7 +5,7 @@ All of it is checked here, so that bad input ends the run before any training.
 
 from __future__ import annotations
 
-import sys
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 class TrainingSet:
     """The table of training windows, and the plan of who takes which of them when."""
 
+    source: Source
     windows: Dataset
     plan: BatchPlan
 
@@ -35,6 +36,7 @@ class TrainingSet:
 class QuestionSet:
     """Questions to score, and the table of their windows."""
 
+    source: Source
     questions: list[Question]
     windows: Dataset
 
@@ -48,6 +50,16 @@ class Inputs:
     train: TrainingSet | None
     dev: QuestionSet | None
 
+    def fingerprint(self) -> dict[str, object]:
+        """What must be the same on all ranks: the content of the data, the number of windows, the vocabulary."""
+        same: dict[str, object] = {
+            "the tokenizer": hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:12]
+        }
+        for name, part in (("training", self.train), ("validation", self.dev)):
+            if part is not None:
+                same[f"the {name} data {part.source.name}"] = f"{part.source.digest[:12]}, {len(part.windows)} windows"
+        return same
+
 
 def load_inputs(config: Config, world: World) -> Inputs:
     """Load and check everything. No collectives; the ranks of a host tokenise once. Raises UserError."""
@@ -59,13 +71,13 @@ def load_inputs(config: Config, world: World) -> Inputs:
 
 
 def _training_set(config: Config, tokenizer: Any, world: World) -> TrainingSet:
-    source = open_split(config.data, "train")
+    source = open_split(config.data, "train", config.model.cache_dir)
     table = _windows(source, tokenizer, config.data, config.data.max_train_samples, world)
     args = config.train
     plan = BatchPlan(
         len(table), args.per_device_train_batch_size, args.gradient_accumulation_steps, world.size, args.seed
     )
-    return TrainingSet(table, plan)
+    return TrainingSet(source, table, plan)
 
 
 def _question_set(config: Config, tokenizer: Any, world: World) -> QuestionSet | None:
@@ -73,15 +85,17 @@ def _question_set(config: Config, tokenizer: Any, world: World) -> QuestionSet |
     if data.train_file and not data.validation_file:
         log.info("No --validation_file is given: the model is not scored.")
         return None
-    source = open_split(data, "validation")
+    source = open_split(data, "validation", config.model.cache_dir)
     table = _windows(source, tokenizer, data, data.max_eval_samples, world)
-    return QuestionSet(source.questions()[: data.max_eval_samples], table)
+    return QuestionSet(source, source.questions()[: data.max_eval_samples], table)
 
 
-def open_split(data: DataArguments, split: str) -> Source:
+def open_split(data: DataArguments, split: str, cache_dir: str | None) -> Source:
     """The "train" or "validation" questions: a file, or a data set of the hub."""
     if data.dataset_name:
-        return squad.open_hub(data.dataset_name, split, data.version_2_with_negative, data.dataset_config_name)
+        return squad.open_hub(
+            data.dataset_name, split, data.version_2_with_negative, data.dataset_config_name, cache_dir
+        )
     path = data.train_file if split == "train" else data.validation_file
     if path is None:
         raise UserError(
@@ -98,7 +112,7 @@ def _windows(source: Source, tokenizer: Any, data: DataArguments, max_samples: i
         options,
         overwrite_cache=data.overwrite_cache,
         num_workers=data.preprocessing_num_workers,
-        show_progress=world.cross_rank == 0 and sys.stderr.isatty(),
+        show_progress=world.cross_rank == 0,
         leader=world.local_rank == 0,
     )
     counts = windows.counts(table)

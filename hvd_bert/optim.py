@@ -35,8 +35,9 @@ def make_optimizer(model: nn.Module, args: TrainArguments, world_size: int) -> t
 
 
 def warmup_steps(args: TrainArguments, total_steps: int) -> int:
-    """Steps of warm-up: `warmup_steps` if given, else `warmup_ratio` of all, rounded up."""
-    return args.warmup_steps or math.ceil(total_steps * args.warmup_ratio)
+    """Steps of warm-up: `warmup_steps` if given, a share of all if it is below 1, else `warmup_ratio` of all."""
+    ratio = args.warmup_steps if 0 < args.warmup_steps < 1 else args.warmup_ratio
+    return int(args.warmup_steps) if args.warmup_steps >= 1 else math.ceil(total_steps * ratio)
 
 
 def make_schedule(optimizer: Any, args: TrainArguments, total_steps: int) -> Any:

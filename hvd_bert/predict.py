@@ -13,12 +13,13 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from hvd_bert.answers import Answer, SpanOptions, answers_of
-from hvd_bert.config import ModelArguments
+from hvd_bert.config import ModelArguments, load_yaml
 from hvd_bert.data import squad, windows
 from hvd_bert.data.squad import Question
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
@@ -53,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
     flags = _parser().parse_args(argv)
     try:
+        _take_trained_settings(flags)
         questions = _questions(flags)
         options = SpanOptions(version_2_with_negative=flags.version_2_with_negative)
         answers = predict(flags.model, questions, options, flags.max_seq_length)
@@ -72,13 +74,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--num_questions", type=int, default=3, help="how many of the file's, evenly spread (default 3)"
     )
-    parser.add_argument("--max_seq_length", type=int, help="longest window in tokens (default: the model's, up to 384)")
-    parser.add_argument("--version_2_with_negative", action="store_true", help="'no answer' may be the answer")
+    parser.add_argument(
+        "--max_seq_length", type=int, help="longest window in tokens (default: as trained, else up to 384)"
+    )
+    parser.add_argument(
+        "--version_2_with_negative", action="store_true", help="'no answer' may be the answer (default: as trained)"
+    )
     return parser
+
+
+def _take_trained_settings(flags: argparse.Namespace) -> None:
+    """Let the model's own training say what the flags leave open."""
+    record = Path(flags.model) / "train_config.yaml"
+    if record.is_file():
+        trained = load_yaml(str(record))
+        flags.max_seq_length = flags.max_seq_length or trained.get("max_seq_length")
+        flags.version_2_with_negative |= bool(trained.get("version_2_with_negative"))
 
 
 def _questions(flags: argparse.Namespace) -> list[Question]:
     if flags.questions_file:
+        if flags.num_questions < 1:
+            raise UserError(f"--num_questions {flags.num_questions}: must be at least 1.")
         questions = squad.open_file(flags.questions_file, flags.version_2_with_negative).questions()
         picked = np.linspace(0, len(questions), flags.num_questions, endpoint=False)
         return [questions[int(i)] for i in picked]

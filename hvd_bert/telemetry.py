@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ class Telemetry:
         self.epoch = 0.0
         if not enabled:
             return
-        self.jsonl = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+        self.jsonl = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self.board = SummaryWriter(str(folder / "tb"))
         self.bar = tqdm(disable=True)
 
@@ -58,7 +59,9 @@ class Telemetry:
         self.say(f"{after}{scores}  on {metrics['total']:.0f} questions")
 
     def _record(self, values: dict[str, float]) -> None:
-        self.jsonl.write(json.dumps({"step": self.step, **values}) + "\n")
+        # An overflow (fp16) may leave an infinite norm, which JSON cannot hold.
+        row = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self.jsonl.write(json.dumps({"step": self.step, **row}, allow_nan=False) + "\n")
         self.jsonl.flush()
         for name, value in values.items():
             group = "eval" if name.startswith("eval_") else "train"

@@ -133,12 +133,12 @@ class Place:
 
 
 def check_devices(places: Sequence[Place]) -> None:
-    """Raise UserError if two ranks were given the same GPU, or only some of them one."""
-    if len(kinds := {place.device.split(":")[0] for place in places}) > 1:
+    """Raise UserError if two ranks were given the same GPU, or only some of them have one."""
+    if len({place.device == "cpu" for place in places}) > 1:
         without = dict.fromkeys(place.host for place in places if place.device == "cpu")
         raise UserError(
-            f"Some ranks have {' and some '.join(sorted(kinds))}: {', '.join(without)} shows no GPU to all of its ranks."
-            " Look there with `nvidia-smi`, or leave that host out."
+            f"Some ranks have a GPU, others on {', '.join(without)} have none: look there with `nvidia-smi`, leave that"
+            " host out, or ask for a GPU per rank."
         )
     taken = Counter((place.host, place.device_id) for place in places if place.device_id is not None)
     for (host, device_id), times in taken.items():
@@ -175,7 +175,7 @@ class World:
 
     @staticmethod
     def start() -> World:
-        """Join the world and take a place in it. Raises UserError where there is no one world, or devices are short."""
+        """Join the world and take a place in it. Raises UserError where it is not one world, or devices are short."""
         world = World.join()
         world.take_place()
         return world
@@ -206,7 +206,7 @@ class World:
         return world
 
     def take_place(self) -> None:
-        """Find out where every rank sits, and take a device and threads. Raises AgreedError where devices are short."""
+        """Find out where every rank sits; take a device and threads. Raises AgreedError where devices are short."""
         with self.together():
             name, device_id = self._take_device()
         self.device = torch.device(name)
@@ -309,7 +309,8 @@ class World:
     def together(self, status: int = EXIT_BAD_INPUT) -> Iterator[None]:
         """What is done inside succeeds on all ranks or fails on all: a UserError of one becomes an AgreedError of all.
 
-        `status`: the exit status of such a failure. No collective may stand inside: a rank that fails would leave the others waiting in it.
+        `status`: the exit status of such a failure. No collective may stand inside: a rank that fails would leave the
+        others waiting in it.
         """
         message = None
         try:

@@ -7,7 +7,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash env/setup.sh </dev/null
-export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=true
+# On the CPU everywhere: two ranks need two GPUs, which not every machine has.
+export PATH="$PWD/.venv/bin:$PATH" CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1
 if [ "$(id -u)" -eq 0 ]; then # Open MPI refuses to run as root otherwise
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 fi

@@ -9,8 +9,8 @@ bash env/setup.sh --dev </dev/null
 export PATH="$PWD/.venv/bin:$PATH"
 # One thread per process: the tests start up to four ranks, often on two cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
-# Nothing in the tests may depend on a network.
-export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
+# Nothing in the tests may depend on a network, or on how many GPUs there are.
+export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 CUDA_VISIBLE_DEVICES=""
 if [ "$(id -u)" -eq 0 ]; then
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 fi

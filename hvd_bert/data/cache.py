@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import socket
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -118,7 +120,21 @@ def _locked(path: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in _NO_FLOCK:
                 raise
-            from filelock import SoftFileLock  # only its presence counts, so any file system will do
-
-            stack.enter_context(SoftFileLock(f"{path}.soft"))
+            stack.enter_context(_locked_on_this_host(path))
         yield
+
+
+@contextlib.contextmanager
+def _locked_on_this_host(path: Path) -> Iterator[None]:
+    """The same for the processes of this host alone, where `path`'s file system has no locks.
+
+    A lock that is a mere file would outlive a builder that is killed, and hold up every later run.
+    """
+    name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:24]
+    place = Path(tempfile.gettempdir()) / f"hvd_bert-{os.getuid()}-{name}.lock"
+    descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

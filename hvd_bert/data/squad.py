@@ -83,13 +83,14 @@ def open_hub(
     split: str,
     version_2_with_negative: bool,
     dataset_config_name: str | None = None,
+    cache_dir: str | None = None,
 ) -> Source:
-    """A split of a dataset with SQuAD's columns, from the Hugging Face hub or its local cache.
+    """A split of a dataset with SQuAD's columns, from the Hugging Face hub or its local cache (`cache_dir`).
 
     Raises `UserError` if neither has it, or if it has other columns.
     """
     name = f"{dataset_name}[{split}]"
-    rows = hub.load(dataset_name, split, dataset_config_name)
+    rows = hub.load(dataset_name, split, dataset_config_name, cache_dir)
     missing = [column for column in _ROW_COLUMNS if column not in rows.column_names]
     if missing:
         raise UserError(
@@ -129,9 +130,7 @@ def _read(name: str) -> bytes:
     except FileNotFoundError as error:
         raise UserError(f"{name}: no such file (looked from {os.getcwd()}). Check the path.") from error
     except OSError as error:
-        raise UserError(
-            f"{name}: cannot be read: {error.strerror}. Give a JSON file that you may read."
-        ) from error
+        raise UserError(f"{name}: cannot be read: {error.strerror}. Give a JSON file that you may read.") from error
 
 
 def _from_json(name: str, content: bytes) -> Iterator[tuple[str, Question]]:
@@ -162,9 +161,7 @@ def _parse(name: str, content: bytes) -> Any:
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # a whole JSON value, then more: one row per line
             return _parse_lines(name, text)
-        raise UserError(
-            f"{name}: not JSON: {error.msg} at line {error.lineno}, column {error.colno}."
-        ) from error
+        raise UserError(f"{name}: not JSON: {error.msg} at line {error.lineno}, column {error.colno}.") from error
     return [document] if isinstance(document, dict) and "context" in document else document
 
 
@@ -200,13 +197,16 @@ def _from_articles(name: str, articles: list[Any]) -> Iterator[tuple[str, Questi
                     raise UserError(
                         f'{name}: {where} says "is_impossible" and yet has answers. Remove one or the other.'
                     )
-                yield where, Question(
-                    id=_get(name, where, entry, "id", str),
-                    title=title,
-                    context=context,
-                    question=_get(name, where, entry, "question", str),
-                    answer_texts=tuple(texts),
-                    answer_starts=tuple(starts),
+                yield (
+                    where,
+                    Question(
+                        id=_get(name, where, entry, "id", str),
+                        title=title,
+                        context=context,
+                        question=_get(name, where, entry, "question", str),
+                        answer_texts=tuple(texts),
+                        answer_starts=tuple(starts),
+                    ),
                 )
 
 
@@ -225,13 +225,16 @@ def _from_rows(name: str, rows: Iterable[tuple[str, Any]]) -> Iterator[tuple[str
         for number, (text, start) in enumerate(zip(texts, starts, strict=True)):
             _expect(name, f"{at_answers}.text[{number}]", text, str)
             _expect(name, f"{at_answers}.answer_start[{number}]", start, int)
-        yield where, Question(
-            id=_get(name, where, row, "id", str),
-            title=_get(name, where, row, "title", str, default=""),
-            context=contexts.setdefault(context, context),
-            question=_get(name, where, row, "question", str),
-            answer_texts=tuple(texts),
-            answer_starts=tuple(starts),
+        yield (
+            where,
+            Question(
+                id=_get(name, where, row, "id", str),
+                title=_get(name, where, row, "title", str, default=""),
+                context=contexts.setdefault(context, context),
+                question=_get(name, where, row, "question", str),
+                answer_texts=tuple(texts),
+                answer_starts=tuple(starts),
+            ),
         )
 
 
@@ -260,9 +263,7 @@ def _found(value: Any) -> str:
 # --- checks --------------------------------------------------------------------------------------
 
 
-def _checked(
-    name: str, located: Iterable[tuple[str, Question]], version_2_with_negative: bool
-) -> list[Question]:
+def _checked(name: str, located: Iterable[tuple[str, Question]], version_2_with_negative: bool) -> list[Question]:
     questions: list[Question] = []
     places: dict[str, str] = {}
     mistakes: list[str] = []

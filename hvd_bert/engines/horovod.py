@@ -43,7 +43,8 @@ class HorovodEngine:
             gradient_predivide_factor=config.horovod.gradient_predivide_factor,
         )
         # The parameters only: broadcasting a fresh AdamW's state makes a hidden step that decays every weight.
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        if world.size > 1:  # alone on a GPU this would need a Horovod with NCCL for nothing
+            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         self.max_grad_norm = config.train.max_grad_norm or float("inf")
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.train.fp16)
         # fp16 on the wire turns a gradient above 65504 into inf: such a step is skipped, on all ranks alike, since
@@ -65,12 +66,15 @@ class HorovodEngine:
             self._finite = bool(torch.isfinite(norm))
         return norm
 
-    def step(self) -> None:
-        """Apply the clipped gradients and forget them."""
-        if self._finite:
+    def step(self) -> bool:
+        """Apply the clipped gradients and forget them. False if they had overflowed: the weights stay as they are."""
+        applied = self._finite
+        if applied:
+            scale = self.scaler.get_scale()
             with self.optimizer.skip_synchronize():
                 self.scaler.step(self.optimizer)
-        else:
-            self.skipped_steps += 1
-        self.scaler.update()
+            self.scaler.update()
+            applied = self.scaler.get_scale() >= scale  # it is lowered after an overflow
+        self.skipped_steps += not applied
         self.optimizer.zero_grad()  # no set_to_none: the wrapped optimizer's does not take it
+        return applied
