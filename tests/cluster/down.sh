@@ -19,7 +19,7 @@ if [ -n "$first" ]; then
   kill -KILL "$first"
   wait_for 20 "the end of process $first" test ! -e "/proc/$first"
 fi
-gone() { [ -z "$(find /proc -mindepth 3 -maxdepth 3 -path '/proc/[0-9]*/ns/pid' -lname "$namespace" 2>/dev/null)" ]; }
+gone() { [ -z "$(find /proc -mindepth 3 -maxdepth 3 -path '/proc/[0-9]*/ns/pid' -lname "${namespace//[/\\[}" 2>/dev/null)" ]; }
 [ -z "$namespace" ] || wait_for 20 "the end of the cluster's processes" gone
 
 watch=$(cat "$state/watch.pid" 2>/dev/null) || watch=''

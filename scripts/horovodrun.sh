@@ -1,0 +1,154 @@
+#!/usr/bin/env bash
+# Fine-tunes BERT over hosts that ssh reaches, without Slurm; looks at each host before anything is started there.
+# See --help.
+set -euo pipefail
+home=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+usage() {
+  cat <<'END'
+usage: scripts/horovodrun.sh (-H HOST:SLOTS,... | --hostfile FILE) [option...] [-- trainer's arguments...]
+
+  scripts/horovodrun.sh -H a100-01:2,a100-02:2 -- --config squad_v1_paper --output_dir runs/paper
+
+  -H, --hosts LIST       hosts, each with the number of its GPUs: a100-01:2,a100-02:2
+  --hostfile FILE        the same, a host per line: 'a100-01 slots=2' (also 'a100-01:2'; # begins a comment)
+  -np N                  number of ranks (default: all slots)
+  --interface NAME       network interface that the ranks talk through (ip -br addr), the same name on all hosts
+  -p, --ssh-port PORT    port of ssh on the hosts
+  -i, --ssh-identity-file FILE    private key for ssh
+  --mpi, --gloo          what the ranks talk through (default: MPI where Horovod was built with it)
+  --check-only           look at the hosts, start nothing
+  -h, --help             this text
+
+The clone must have the same path on every host, and ssh must work without a password.
+Gloo: start on one of the hosts, or on one that has the interface, too. Exit status: 2 if a host will not do.
+END
+}
+
+die() {
+  printf 'horovodrun.sh: %s\n' "$@" >&2
+  exit 2
+}
+
+parse_arguments() {
+  hosts='' ranks='' interface='' port='' key='' controller='' check_only=no
+  while [ $# -gt 0 ]; do
+    case $1 in
+      -H | --hosts | --hostfile | -np | --interface | -p | --ssh-port | -i | --ssh-identity-file)
+        [ $# -ge 2 ] || die "$1 needs a value (see --help)"
+        case $1 in
+          -H | --hosts) hosts=$2 ;;
+          --hostfile) hosts=$(read_hostfile "$2") || exit 2 ;;
+          -np) ranks=$2 ;;
+          --interface) interface=$2 ;;
+          -p | --ssh-port) port=$2 ;;
+          *) key=$2 ;;
+        esac
+        shift
+        ;;
+      --mpi | --gloo) controller=$1 ;;
+      --check-only) check_only=yes ;;
+      -h | --help) usage && exit 0 ;;
+      --)
+        shift
+        break
+        ;;
+      *) die "unknown argument $1: the trainer's go after -- (see --help)" ;;
+    esac
+    shift
+  done
+  trainer_arguments=("$@")
+  [ -n "$hosts" ] || die "name the hosts: -H a100-01:2,a100-02:2 or --hostfile FILE (see --help)"
+}
+
+read_hostfile() {
+  [ -r "$1" ] || die "--hostfile $1: no such file, or it cannot be read"
+  sed -e 's/#.*//' -e 's/[[:space:]]*slots[[:space:]]*=[[:space:]]*/:/' -e 's/[[:space:]]//g' -e '/^$/d' "$1" | paste -sd ,
+}
+
+# -> names, slots (in all), hosts with a number each
+split_hosts() {
+  local entry entries
+  names=() slots=0
+  IFS=, read -ra entries <<<"$hosts"
+  hosts=''
+  for entry in "${entries[@]}"; do
+    [[ $entry =~ ^([A-Za-z0-9_.-]+)(:([1-9][0-9]*))?$ ]] || die "hosts: '$entry' is not HOST:SLOTS"
+    names+=("${BASH_REMATCH[1]}")
+    slots=$((slots + ${BASH_REMATCH[3]:-1}))
+    hosts+=${hosts:+,}${BASH_REMATCH[1]}:${BASH_REMATCH[3]:-1}
+  done
+  ranks=${ranks:-$slots}
+  [[ $ranks =~ ^[1-9][0-9]*$ ]] || die "-np $ranks: must be a positive number"
+  [ "$ranks" -le "$slots" ] || die "-np $ranks, but the hosts have $slots slots in all: $hosts"
+}
+
+# Runs on every host, here by bash and there by ssh: FOLDER INTERFACE. Says what is wrong.
+# shellcheck disable=SC2016
+look='
+  if ! [ -x "$1/python" ]; then echo "no $1/python there: the clone and its .venv must have the same path on all hosts"; exit 1; fi
+  if [ -n "$2" ] && ! grep -qE "^ *$2:" /proc/net/dev; then
+    echo "no interface $2; there are: $(sed -n "s/^ *\([^ :]*\):.*/\1/p" /proc/net/dev | tr "\n" " ")"; exit 1
+  fi'
+
+is_here() { [ "$1" = localhost ] || [ "$1" = 127.0.0.1 ] || [ "$1" = "$(hostname)" ] || [ "$1" = "$(hostname -s)" ]; }
+
+# check_host NAME: prints what is wrong, or nothing.
+check_host() {
+  local said
+  if is_here "$1"; then
+    bash -c "$look" bash "$bin" "$interface"
+    return
+  fi
+  timeout 20 getent hosts "$1" >/dev/null || {
+    echo "this name does not resolve (getent hosts $1): is it spelt right, is it in DNS or /etc/hosts?"
+    return
+  }
+  local options=(-o BatchMode=yes -o StrictHostKeyChecking=no -o ConnectTimeout=5 -o ConnectionAttempts=1)
+  [ -z "$port" ] || options+=(-p "$port")
+  [ -z "$key" ] || options+=(-i "$key")
+  said=$(timeout 30 ssh "${options[@]}" "$1" "sh -s $(printf '%q ' "$bin" "$interface")" 2>&1 <<<"$look") || {
+    case $? in
+      255) echo "ssh failed: $(tail -n 1 <<<"$said" | tr -d '\r') (it must work without a password: ssh-copy-id $1; then try: ssh ${port:+-p $port }$1 true)" ;;
+      124) echo "ssh gave no answer within 30 s" ;;
+      *) echo "$said" ;;
+    esac
+  }
+}
+
+check_hosts() {
+  local name folder wrong=()
+  folder=$(mktemp -d)
+  for name in "${names[@]}"; do check_host "$name" >"$folder/$name" 2>&1 & done
+  wait
+  for name in "${names[@]}"; do
+    if [ -s "$folder/$name" ]; then wrong+=("$name: $(cat "$folder/$name")"); fi
+  done
+  rm -r "$folder"
+  [ ${#wrong[@]} -eq 0 ] || die "${wrong[@]}"
+  if [ "$controller" = --gloo ] && [ -n "$interface" ] && ! grep -qE "^ *$interface:" /proc/net/dev; then
+    die "$(hostname), this host, has no interface $interface, and Gloo's launcher needs it: start on ${names[0]}"
+  fi
+}
+
+parse_arguments "$@"
+split_hosts
+bin=${HVD_BERT_VENV:-$home/.venv}/bin
+[ -x "$bin/horovodrun" ] || die "no $bin/horovodrun: run 'bash env/setup.sh' in $home once"
+check_hosts
+if [ "$check_only" = yes ]; then
+  echo "All hosts will do: $hosts"
+  exit 0
+fi
+export PATH=$bin:$PATH
+if [ "$(id -u)" -eq 0 ]; then # Open MPI refuses to run as root otherwise
+  export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+fi
+command=(horovodrun -np "$ranks" -H "$hosts")
+[ -z "$controller" ] || command+=("$controller")
+[ -z "$interface" ] || command+=(--network-interfaces "$interface")
+[ -z "$port" ] || command+=(--ssh-port "$port")
+[ -z "$key" ] || command+=(--ssh-identity-file "$key")
+command+=(python -m hvd_bert.train "${trainer_arguments[@]}")
+printf '$ %s\n' "$(printf '%q ' "${command[@]}")"
+exec "${command[@]}"

@@ -1,0 +1,58 @@
+"""Brings the cluster up once for the tests of this folder, and always down again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from harness import FOLDER, Cluster
+
+CANNOT_RUN_HERE = 3
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """The cluster, up; skips where it cannot run. Should this process be killed, it goes down all the same."""
+    command = ["bash", str(FOLDER / "up.sh"), "--owner", str(os.getpid())]
+    started = subprocess.run(command, capture_output=True, text=True, timeout=180, stdin=subprocess.DEVNULL)
+    if started.returncode == CANNOT_RUN_HERE:
+        pytest.skip(started.stderr.strip())
+    assert started.returncode == 0, started.stderr
+    try:
+        yield Cluster(Path(os.environ.get("HVD_BERT_CLUSTER") or f"{tempfile.gettempdir()}/hvd_bert_cluster"))
+    finally:
+        subprocess.run(["bash", str(FOLDER / "down.sh")], check=True, timeout=120, stdin=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> dict[str, str]:
+    """Environment in which `python` is this environment's with watched.py in front of the trainer."""
+    folder = tmp_path / "watched" / "bin"
+    folder.mkdir(parents=True)
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FOLDER / "watched.py"}" "$@"\n')
+    python.chmod(0o755)
+    return {
+        "HVD_BERT_VENV": str(folder.parent),
+        "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "WATCHED_LOG": str(tmp_path / "watched.log"),
+    }
+
+
+@pytest.fixture
+def pretended(tmp_path: Path) -> Callable[[str], dict[str, str]]:
+    """pretended(script) -> environment of a job whose `python` is a shell script: only hvd.slurm itself is tried."""
+
+    def make(script: str) -> dict[str, str]:
+        folder = tmp_path / "pretended" / "bin"
+        folder.mkdir(parents=True)
+        (folder / "python").write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (folder / "python").chmod(0o755)
+        return {"HVD_BERT_VENV": str(folder.parent)}
+
+    return make

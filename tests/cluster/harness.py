@@ -1,0 +1,110 @@
+"""Commands and jobs on the hosts of the test cluster (up.sh), each with a time limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import REPOSITORY, Outcome, run
+
+FOLDER = Path(__file__).resolve().parent
+JOB_SCRIPT = REPOSITORY / "scripts" / "hvd.slurm"
+HOROVODRUN_SCRIPT = REPOSITORY / "scripts" / "horovodrun.sh"
+# Far above what any of these needs on two idle cores (15 to 25 s).
+TIMEOUT_S = float(os.environ.get("HVD_BERT_TEST_TIMEOUT_S", "110")) * 2
+FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
+SMALL = "--config sample --max_train_samples 64 --max_eval_samples 8 --dropout 0 --logging_steps 1 --max_steps"
+
+Environment = Mapping[str, "str | None"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A finished job: its state, exit status, and logs."""
+
+    id: str
+    state: str
+    status: int
+    out: str
+    err: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"job {self.id}: {self.state}, status {self.status}, {self.seconds:.0f} s\n{self.out}\n--\n{self.err}"
+
+    def expect(self, status: int) -> Ended:
+        """Fail the test, with both logs, unless the job ended by itself with `status`."""
+        if self.status != status or self.state not in ("COMPLETED", "FAILED"):
+            pytest.fail(f"expected status {status}\n{self}", pytrace=False)
+        return self
+
+
+class Cluster:
+    """The cluster that is up; `state` is its folder, `local` is on each node a disk of its own."""
+
+    def __init__(self, state: Path) -> None:
+        self.state = state
+        self.local = state / "local"
+
+    def on(
+        self, host: str, command: str | list[str], cwd: Path, env: Environment | None = None, timeout: float = TIMEOUT_S
+    ) -> Outcome:
+        """Run a command on a host, in the folder `cwd`; `python` and `horovodrun` are this environment's."""
+        words = shlex.split(command) if isinstance(command, str) else command
+        environ = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **(env or {})}
+        return run(["bash", FOLDER / "on.sh", host, *words], cwd, env=environ, timeout=timeout)
+
+    def submit(self, arguments: str | list[str], cwd: Path, env: Environment | None = None) -> str:
+        """`sbatch ARGUMENTS` on the login host -> the job's id."""
+        words = shlex.split(arguments) if isinstance(arguments, str) else arguments
+        outcome = self.on("login", ["sbatch", "--parsable", *words], cwd, env, timeout=60).expect(0)
+        return outcome.output.strip().splitlines()[-1].split(";")[0]
+
+    def show(self, job: str) -> dict[str, str]:
+        """What `scontrol show job` knows of it."""
+        text = self.on("login", ["scontrol", "--oneliner", "show", "job", job], self.state, timeout=60).expect(0).output
+        return dict(re.findall(r"(\w+)=(\S*)", text.splitlines()[0]))
+
+    def wait(self, job: str, *states: str, timeout: float = TIMEOUT_S) -> dict[str, str]:
+        """Wait until the job is in one of `states` (default: ended); a job that takes longer is cancelled and fails."""
+        deadline = time.monotonic() + timeout
+        while True:
+            facts = self.show(job)
+            if facts["JobState"] in (states or FINAL):
+                return facts
+            if time.monotonic() > deadline or facts["JobState"] in FINAL:
+                self.on("login", ["scancel", "--full", job], self.state, timeout=60)
+                logs = [Path(facts[name]) for name in ("StdOut", "StdErr")]
+                texts = "\n".join(path.read_text() for path in logs if path.exists())
+                pytest.fail(f"job {job} is {facts['JobState']}, not {states or FINAL}\n{texts}", pytrace=False)
+            time.sleep(0.2)  # between two looks; the deadline ends them
+
+    def ended(self, job: str, timeout: float = TIMEOUT_S) -> Ended:
+        """Wait for the end of a job."""
+        start = time.monotonic()
+        facts = self.wait(job, timeout=timeout)
+        out, err = (Path(facts[name]).read_text() for name in ("StdOut", "StdErr"))
+        status = int(facts["ExitCode"].split(":")[0])
+        return Ended(job, facts["JobState"], status, out, err, time.monotonic() - start)
+
+
+def losses(folder: Path) -> list[float]:
+    """The loss of each step of a run."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """train_results.json of a run that was also scored."""
+    assert (folder / "eval_results.json").exists()
+    found: dict[str, Any] = json.loads((folder / "train_results.json").read_text())
+    return found

@@ -1,0 +1,132 @@
+"""scripts/hvd.slurm itself, on real Slurm, with a shell script in place of the trainer."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import JOB_SCRIPT, REPOSITORY, Cluster
+
+pytestmark = pytest.mark.cluster
+Pretended = Callable[[str], dict[str, str]]
+
+# One line per rank: one write, so that lines do not mix.
+SAY = r"""
+printf '%s\n' "rank ${OMPI_COMM_WORLD_RANK:-$SLURM_PROCID} on $(hostname), threads $OMP_NUM_THREADS,\
+ nccl ${NCCL_SOCKET_IFNAME:-none}, site ${OF_SITE:-none}, arguments:$(printf ' <%s>' "$@")"
+"""
+
+
+def test_arguments_threads_interface_and_site(cluster: Cluster, tmp_path: Path, pretended: Pretended) -> None:
+    (tmp_path / "site.sh").write_text("export OF_SITE=here HVD_BERT_INTERFACE=eth0\nfalse\n: $UNSET\n")
+    env = pretended(SAY) | {"HVD_BERT_SITE": str(tmp_path / "site.sh"), "OMP_NUM_THREADS": "3"}
+    job = cluster.submit([str(JOB_SCRIPT), "--model_name_or_path", "my model", "--lr*", "$HOME"], tmp_path, env)
+    ended = cluster.ended(job).expect(0)
+    given = "<-m> <hvd_bert.train> <--model_name_or_path> <my model> <--lr*> <$HOME> <--output_dir>"
+    seen = f"threads 3, nccl eth0, site here, arguments: {given} <runs/hvd_bert-{job}>"
+    expected = [f"rank {rank} on a100-0{1 + rank // 2}, {seen}" for rank in range(4)]
+    assert sorted(line for line in ended.out.splitlines() if line.startswith("rank")) == expected, ended
+    assert ended.err == "", ended
+    assert re.search(rf"^hvd.slurm: job {job} on a100-\[01-02\], attempt 1, {REPOSITORY}, ", ended.out, re.M), ended
+
+
+def test_nodes_without_gpus_and_more_than_a_gpu_each(cluster: Cluster, tmp_path: Path, pretended: Pretended) -> None:
+    options = "--gres=none --nodes=2 --ntasks-per-node=3 --cpus-per-task=2 --job-name=mine"
+    ended = cluster.ended(cluster.submit(f"{options} {JOB_SCRIPT} --output_dir=out", tmp_path, pretended(SAY)))
+    hosts = Counter(re.findall(r"^rank \d+ on (\S+),.* <--output_dir=out>$", ended.expect(0).out, re.M))
+    assert hosts == {"a100-01": 3, "a100-02": 3}, ended
+    assert (tmp_path / f"mine-{ended.id}.out").exists()
+
+
+def test_output_dir_of_a_yaml_file_is_kept(cluster: Cluster, tmp_path: Path, pretended: Pretended) -> None:
+    (tmp_path / "mine.yaml").write_text("seed: 1\noutput_dir: 'runs/of yaml'  # there\n")
+    ended = cluster.ended(cluster.submit(f"{JOB_SCRIPT} --config mine.yaml", tmp_path, pretended(SAY))).expect(0)
+    assert "results in runs/of yaml\n" in ended.out, ended
+    assert "--output_dir" not in ended.out, ended
+
+
+def test_status_of_the_trainer_is_the_jobs(cluster: Cluster, tmp_path: Path, pretended: Pretended) -> None:
+    script = '[ "$SLURM_PROCID" != 3 ] || exit 7'
+    ended = cluster.ended(cluster.submit([str(JOB_SCRIPT)], tmp_path, pretended(script))).expect(7)
+    assert "srun: error: a100-02: task 3: Exited with exit code 7" in ended.err, ended
+    assert "hvd.slurm: pmix ended with status 7" in ended.out, ended
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"HVD_BERT_INTERFACE": "ib7"}, ["HVD_BERT_INTERFACE=ib7: no such interface", "eth0", "a100-0"]),
+        ({"HVD_BERT_SITE": "/nowhere/site.sh"}, ["HVD_BERT_SITE: no such file: /nowhere/site.sh"]),
+        ({"HVD_BERT_VENV": "/nowhere"}, ["no environment in /nowhere", "env/setup.sh"]),
+        ({"HVD_BERT_LAUNCHER": "mpiexec"}, ["HVD_BERT_LAUNCHER=mpiexec", "pmix, pmi2 or mpirun"]),
+    ],
+    ids=["interface", "site", "venv", "launcher"],
+)
+def test_what_will_not_do_is_named(
+    cluster: Cluster, tmp_path: Path, pretended: Pretended, env: dict[str, str], words: list[str]
+) -> None:
+    ended = cluster.ended(cluster.submit([str(JOB_SCRIPT)], tmp_path, pretended(SAY) | env)).expect(2)
+    assert [word for word in words if word not in ended.err] == [], ended
+    assert "rank " not in ended.out, ended
+
+
+def test_environment_that_one_node_lacks(cluster: Cluster, tmp_path: Path, pretended: Pretended) -> None:
+    # On a disk of the first node only: no shared file system.
+    env = pretended(SAY) | {"HVD_BERT_VENV": str(cluster.local / "venv")}
+    copy = f"mkdir {cluster.local}/venv && cp -r {tmp_path}/pretended/bin {cluster.local}/venv"
+    cluster.on("a100-01", ["sh", "-c", copy], tmp_path, timeout=60).expect(0)
+    ended = cluster.ended(cluster.submit([str(JOB_SCRIPT)], tmp_path, env)).expect(2)
+    assert "a100-02: no " in ended.err and "a file system that all nodes see" in ended.err, ended
+    assert "a100-01: no " not in ended.err, ended
+
+
+@pytest.mark.parametrize(("offers", "launcher"), [("none pmi2", "mpirun"), ("none", "mpirun")])
+def test_without_pmix(cluster: Cluster, tmp_path: Path, pretended: Pretended, offers: str, launcher: str) -> None:
+    # The site's srun, without PMIx; this Open MPI has no PMI-2.
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text(f'#!/bin/sh\nif [ "$1" = --mpi=list ]; then echo "{offers}"; else exec /usr/bin/srun "$@"; fi\n')
+    srun.chmod(0o755)
+    (tmp_path / "site.sh").write_text(f"PATH={srun.parent}:$PATH\n")
+    env = pretended(SAY) | {"HVD_BERT_SITE": str(tmp_path / "site.sh")}
+    ended = cluster.ended(cluster.submit([str(JOB_SCRIPT)], tmp_path, env)).expect(0)
+    assert f"hvd.slurm: this Slurm has no PMIx: starting with {launcher}" in ended.out, ended
+    hosts = dict(re.findall(r"^rank (\d) on (\S+),", ended.out, re.M))
+    assert hosts == {"0": "a100-01", "1": "a100-01", "2": "a100-02", "3": "a100-02"}, ended
+
+
+# The first attempt leaves a file and waits; the second one ends.
+WAITS = (
+    SAY
+    + r"""
+mkdir -p "${@: -1}" 2>/dev/null
+echo "$SLURM_RESTART_COUNT" >>"$WAITS_LOG.$SLURM_PROCID"
+[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && exit 0
+[ "$SLURM_PROCID" != 0 ] || { mkdir -p out && echo x >out/metrics.jsonl && echo started >"$WAITS_LOG"; }
+exec tail -f /dev/null
+"""
+)
+
+
+@pytest.mark.parametrize("foreign", [False, True], ids=["own files", "files of another run"])
+def test_requeue_and_the_warning(cluster: Cluster, tmp_path: Path, pretended: Pretended, foreign: bool) -> None:
+    if foreign:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "precious").write_text("x")
+    started = tmp_path / "started"
+    job = cluster.submit(f"{JOB_SCRIPT} --output_dir out", tmp_path, pretended(WAITS) | {"WAITS_LOG": str(started)})
+    until = f"until [ -s {started} ]; do read -rt 0.1 <> <(:) || true; done"
+    cluster.on("login", ["bash", "-c", until], tmp_path, timeout=60).expect(0)
+    cluster.on("login", ["scancel", "--batch", "--signal=USR1", job], tmp_path, timeout=60).expect(0)
+    cluster.on("login", ["scontrol", "requeue", job], tmp_path, timeout=60).expect(0)
+    cluster.wait(job, "PENDING")
+    cluster.on("login", ["scontrol", "update", f"jobid={job}", "StartTime=now"], tmp_path, timeout=60).expect(0)
+    ended = cluster.ended(job).expect(0)
+    assert ended.out.count("warning: the time limit is near (signal USR1)") == 1, ended
+    assert "attempt 2" in ended.out, ended  # in the same file as the first
+    second = ended.out[ended.out.index("attempt 2") :]
+    assert ("<--overwrite_output_dir>" in second) is not foreign, ended
+    assert "<--overwrite_output_dir>" not in ended.out[: ended.out.index("attempt 2")], ended

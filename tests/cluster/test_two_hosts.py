@@ -1,0 +1,118 @@
+"""The commands of the README on two hosts: over ssh and in Slurm jobs, as they are written there."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import said
+from harness import JOB_SCRIPT, SMALL, Cluster, losses, results
+from launch import SAMPLE
+from test_without_flags import write_model_cache
+
+from hvd_bert.data import squad
+
+pytestmark = pytest.mark.cluster
+HOSTS = ["a100-01", "a100-02"]
+STEPS = f"{SMALL} 4 --per_device_train_batch_size 4"  # the same windows in each step, wherever the 4 ranks are
+
+
+@pytest.fixture(scope="module")
+def one_host(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of 4 ranks on one host."""
+    folder = tmp_path_factory.mktemp("one_host")
+    command = f"horovodrun -np 4 -H a100-01:4 python -m hvd_bert.train {STEPS} --no_do_eval --output_dir out"
+    cluster.on("a100-01", command, folder, {"HVD_BERT_CACHE": str(folder / "cache")}).expect(0)
+    return losses(folder / "out")
+
+
+def check(folder: Path, controller: str, one_host: list[float]) -> None:
+    found = results(folder)
+    assert (found["world_size"], found["hosts"], found["controller"]) == (4, HOSTS, controller)
+    assert Counter(place["host"] for place in found["ranks"]) == dict.fromkeys(HOSTS, 2)
+    np.testing.assert_allclose(losses(folder), one_host, rtol=0, atol=1e-5)
+
+
+def tokenised(env: dict[str, str]) -> Counter[str]:
+    """Host -> how many tables of windows were built there."""
+    return Counter(line.split()[0] for line in Path(env["WATCHED_LOG"]).read_text().splitlines())
+
+
+def test_horovodrun_over_mpi_with_a_cache_per_node(
+    cluster: Cluster, tmp_path: Path, one_host: list[float], watched: dict[str, str]
+) -> None:
+    env = watched | {"HVD_BERT_CACHE": str(cluster.local / "cache")}
+    command = f"horovodrun -np 4 -H a100-01:2,a100-02:2 python -m hvd_bert.train {STEPS} --output_dir out"
+    outcome = cluster.on("login", command, tmp_path, env).expect(0)
+    check(tmp_path / "out", "mpi", one_host)
+    assert results(tmp_path / "out")["job"] is None
+    assert "a100-02: rank 2 cpu, rank 3 cpu" in said(outcome), outcome
+    assert tokenised(env) == {"a100-01": 2, "a100-02": 2}  # train and dev, once per node
+
+
+def test_horovodrun_over_gloo_with_a_shared_cache(
+    cluster: Cluster, tmp_path: Path, one_host: list[float], watched: dict[str, str]
+) -> None:
+    command = "horovodrun -np 4 -H a100-01:2,a100-02:2 --gloo --network-interfaces eth0 python -m hvd_bert.train"
+    cluster.on("a100-01", f"{command} {STEPS} --output_dir out", tmp_path, watched).expect(0)
+    check(tmp_path / "out", "gloo", one_host)
+    assert sum(tokenised(watched).values()) == 2
+
+
+def test_job_on_two_nodes(cluster: Cluster, tmp_path: Path, one_host: list[float]) -> None:
+    job = cluster.submit(f"{JOB_SCRIPT} {STEPS} --output_dir out", tmp_path)
+    ended = cluster.ended(job).expect(0)
+    check(tmp_path / "out", "mpi", one_host)
+    facts = {"id": job, "name": "hvd_bert", "partition": "gpu", "nodes": "a100-[01-02]"}
+    assert results(tmp_path / "out")["job"] == facts
+    for words in (f"Slurm job id {job}", "partition gpu", "a100-01: rank 0 cpu, rank 1 cpu", "step 4/4"):
+        assert words in ended.out, ended
+    assert ended.err == "", ended
+    assert {path.name for path in tmp_path.glob("hvd_bert-*")} == {f"hvd_bert-{job}.out", f"hvd_bert-{job}.err"}
+
+
+def test_array_of_jobs_on_one_node_each(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.submit(f"--nodes=1 --array=0-1 {JOB_SCRIPT} {SMALL} 2 --seed 7", tmp_path)
+    for task, node in enumerate(HOSTS):
+        cluster.ended(f"{job}_{task}").expect(0)
+        found = results(tmp_path / "runs" / f"hvd_bert-{job}_{task}")
+        assert (found["world_size"], found["hosts"], found["job"]["array"]) == (2, [node], f"{job}_{task}")
+
+
+def test_srun_inside_salloc(cluster: Cluster, tmp_path: Path) -> None:
+    command = f"salloc --nodes=2 --ntasks-per-node=1 srun --mpi=pmix python -m hvd_bert.train {SMALL} 2"
+    cluster.on("login", f"{command} --output_dir out", tmp_path).expect(0)
+    assert results(tmp_path / "out")["hosts"] == HOSTS
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory, write_hub_cache: Callable[..., None]) -> dict[str, str]:
+    """The hub's cache with squad and a small model by the name of bert-base-uncased."""
+    home = tmp_path_factory.mktemp("hf-home")
+    splits = {
+        split: squad.open_file(SAMPLE / f"{file}-v1.1.json", False).questions()[:count]
+        for split, file, count in (("train", "train", 32), ("validation", "dev", 5))
+    }
+    write_hub_cache(home / "datasets", splits)
+    write_model_cache(home / "hub", "bert-base-uncased")
+    return {"HF_HOME": str(home)}
+
+
+def test_horovodrun_without_a_flag(cluster: Cluster, tmp_path: Path, hub: dict[str, str]) -> None:
+    command = "horovodrun -np 4 -H a100-01:2,a100-02:2 python -m hvd_bert.train"
+    cluster.on("login", command, tmp_path, hub).expect(0)
+    (folder,) = (tmp_path / "runs").iterdir()
+    found = results(folder)
+    assert (found["train_windows"], found["train_steps"], found["hosts"]) == (32, 3, HOSTS)
+
+
+def test_job_without_a_flag(cluster: Cluster, tmp_path: Path, hub: dict[str, str]) -> None:
+    job = cluster.submit([str(JOB_SCRIPT)], tmp_path, hub)
+    cluster.ended(job).expect(0)
+    found = results(tmp_path / "runs" / f"hvd_bert-{job}")
+    assert (found["train_windows"], found["train_steps"], found["hosts"]) == (32, 3, HOSTS)
+    assert len(json.loads((tmp_path / "runs" / f"hvd_bert-{job}" / "eval_predictions.json").read_text())) == 5

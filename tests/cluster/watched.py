@@ -1,0 +1,62 @@
+"""`python -m hvd_bert.train` that notes who tokenises, and in which one rank can fail: watched.py -m MODULE ...
+
+WATCHED_LOG: file for a line "HOST RANK tokenises" per table of windows that is built, and "failed TIME".
+WATCHED_FAULT: what rank 1 does in its second step: kill (SIGKILL), raise; or import: it lacks a package.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+
+def note(text: str) -> None:
+    with open(os.environ["WATCHED_LOG"], "a", encoding="utf-8") as log:
+        log.write(text + "\n")
+
+
+def fail(fault: str) -> None:
+    note(f"failed {time.time()}")
+    if fault == "import":
+        sys.modules["tokenizers"] = None  # type: ignore[assignment]  # makes `import tokenizers` fail
+    elif fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        raise RuntimeError("broken on purpose")
+
+
+def watch() -> None:
+    from hvd_bert.world import find_launcher
+
+    rank = find_launcher(os.environ).rank
+    fault = os.environ.get("WATCHED_FAULT") if rank == 1 else None
+    if fault == "import":
+        fail(fault)
+        return
+    from hvd_bert.data import windows
+    from hvd_bert.engines.horovod import HorovodEngine
+
+    write, step, steps = windows._write, HorovodEngine.step, []
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        note(f"{socket.gethostname()} {rank} tokenises")
+        return write(*arguments, **options)
+
+    def faulty(self: HorovodEngine) -> None:
+        steps.append(1)
+        if fault and len(steps) == 2:
+            fail(fault)
+        step(self)
+
+    windows._write, HorovodEngine.step = noted, faulty  # type: ignore[method-assign]
+
+
+assert sys.argv[1] == "-m"
+watch()
+del sys.argv[:2]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
