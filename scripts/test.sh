@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up and runs every check: ruff, mypy, shellcheck, then the tests in the tiers unit, parallel, integration.
+# Sets up and runs every check: ruff, mypy, shellcheck, then the tests in the tiers unit, parallel, integration,
+# cluster (two hosts; skipped where they cannot be made, see docs/cluster.md).
 #   bash scripts/test.sh                       everything
 #   bash scripts/test.sh tests/unit -k plan    only pytest, with these arguments
 set -euo pipefail
@@ -29,4 +30,5 @@ check mypy
 mapfile -t shell_scripts < <(git ls-files --cached --others --exclude-standard 2>/dev/null -- '*.sh' '*.slurm' .ci/run |
   grep . || find env scripts .ci -type f \( -name '*.sh' -o -name '*.slurm' -o -name run \))
 check shellcheck "${shell_scripts[@]}"
-check python -m pytest tests/unit tests/parallel tests/integration
+bash env/cluster_packages.sh </dev/null || true # without them the tests of the cluster say so and are skipped
+check python -m pytest tests/unit tests/parallel tests/integration tests/cluster
