@@ -17,11 +17,12 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
-from hvd_bert.doctor import checks, collective
+from hvd_bert.doctor import checks, collective, probes
+from hvd_bert.doctor.probes import ProbeError
 from hvd_bert.doctor.ranks import own_rank, rank_lines, ranks_table
 from hvd_bert.doctor.report import FAILURE, Line, Report, isolated, merged
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.world import Launcher, World, find_launcher
+from hvd_bert.world import AgreedError, Launcher, World, find_launcher
 
 MOST_REPEATS = 1000
 # Later than rank 0, which must have spoken before the launcher ends it for another rank's status.
@@ -59,11 +60,13 @@ class Watch:
     def __init__(self, report: Report, timeout: float) -> None:
         self.report = report
         self.timeout = timeout if report.shown else timeout + OTHERS_LATER_S
+        self.name = ""
         self._timer: threading.Timer | None = None
 
     def step(self, name: str, doing: str, mend: str) -> None:
         """The next step starts, and the time counts anew."""
         self.done()
+        self.name = name
         self._timer = threading.Timer(self.timeout, self._expire, (Line(name, FAILURE, doing, mend),))
         self._timer.daemon = True
         self._timer.start()
@@ -97,33 +100,34 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
         " --network-interfaces eth0`, `mpirun --mca btl_tcp_if_include eth0`), and let no firewall stand between them.",
     )
     try:
-        world = World.start()
+        world = World.join()
     except Exception as error:
         watch.done()
         return _no_world(error, flags, launcher, report)
-    if not alone:
-        watch.step("Host", "a host does not finish its checks", "Run `python -m hvd_bert.doctor` alone on each host.")
-        leads = world.local_rank == 0
-        output_dir = flags.output_dir if world.rank == 0 else None
-        mine = (world.host, checks.host_lines(launcher.name, world.local_size, output_dir) if leads else [])
-        report.add(merged([found for found in world.allgather(mine) if found[1]]))
-    watch.step("World", "the ranks do not answer", "Run it again; then look at the network between the hosts.")
-    ranks = world.allgather(own_rank(world, collective.mpi_library(world)))
-    report.data["ranks"] = [rank.as_dict() for rank in ranks]
-    if world.size > 1:
-        report.say(f"\n{ranks_table(ranks)}\n")
-    report.add(isolated("World", lambda: rank_lines(ranks, world.controller)))
-    if world.size > 1:
-        watch.step(
-            "Allreduce",
-            "the ranks do not finish their sums",
-            "Name the interface that all hosts have (HOROVOD_GLOO_IFACE, NCCL_SOCKET_IFNAME or MPI's own setting). Is"
-            " the network only slow? --size 10, or a longer --timeout.",
-        )
-        _measure(flags, world, report)
+    try:
+        if not alone:
+            watch.step(
+                "Hosts", "a host does not finish its checks", "Run `python -m hvd_bert.doctor` alone on each host."
+            )
+            _examine_hosts(flags, launcher, world, report)
+        watch.step("World", "the ranks do not answer", "Run it again; then look at the network between the hosts.")
+        if _examine_ranks(world, report) and world.size > 1:
+            watch.step(
+                "Allreduce",
+                "the ranks do not finish their sums",
+                "Name the interface that all hosts have (HOROVOD_GLOO_IFACE, NCCL_SOCKET_IFNAME or MPI's own setting)."
+                " If the network is only slow: --size 10, or a longer --timeout.",
+            )
+            _measure(flags, world, report)
+    except Exception as error:  # of this rank alone: the others must not wait for it
+        said = f"rank {world.rank} on {world.host}: {type(error).__name__}: {error}"
+        report.add([Line(watch.name, FAILURE, said)])
+        report.close()
+        if not report.shown:
+            print(f"hvd_bert: {said}", file=sys.stderr, flush=True)
+        world.abort(EXIT_BAD_INPUT)
     watch.done()
-    status = report.close()
-    status = world.broadcast(status)  # rank 0's knows all
+    status = world.broadcast(report.close())  # rank 0's, which has every line
     world.close()
     return int(status)
 
@@ -131,10 +135,10 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
 def _no_world(error: Exception, flags: argparse.Namespace, launcher: Launcher, report: Report) -> int:
     said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     if not report.shown:
-        if isinstance(error, UserError):
-            return EXIT_OK  # all know of it; rank 0 says so, and must not be ended before it has
-        print(f"hvd_bert: rank {launcher.rank} on {platform.node()}: {said}", file=sys.stderr, flush=True)
-        return EXIT_BAD_INPUT
+        # Rank 0 says what all know, and must not be ended before it has; what may be wrong here only is said here.
+        if not isinstance(error, UserError) or isinstance(probes.horovod(), ProbeError):
+            print(f"hvd_bert: rank {launcher.rank} on {platform.node()}: {said}", file=sys.stderr, flush=True)
+        return EXIT_OK if isinstance(error, UserError) else EXIT_BAD_INPUT
     if launcher.size is not None:
         report.add(checks.host_lines(launcher.name, 1, flags.output_dir))
     mend = (
@@ -144,33 +148,45 @@ def _no_world(error: Exception, flags: argparse.Namespace, launcher: Launcher, r
     return report.close()
 
 
+def _examine_hosts(flags: argparse.Namespace, launcher: Launcher, world: World, report: Report) -> None:
+    """Add the checks of all hosts, each by its first rank."""
+    output_dir = flags.output_dir if world.rank == 0 else None
+    leads = world.local_rank == 0
+    found = checks.host_lines(launcher.name, world.local_size, output_dir) if leads else []
+    report.add(merged([(host, lines) for host, lines in world.allgather((world.host, found)) if lines]))
+
+
+def _examine_ranks(world: World, report: Report) -> bool:
+    """Add where the ranks sit and whether they fit together. False where devices are refused."""
+    try:
+        world.take_place()
+    except AgreedError as error:
+        report.add([Line("World", FAILURE, str(error))])
+        return False
+    ranks = world.allgather(own_rank(world, collective.mpi_library(world)))
+    report.data["ranks"] = [rank.as_dict() for rank in ranks]
+    if world.size > 1:
+        report.say(f"\n{ranks_table(ranks)}\n")
+    report.add(isolated("World", lambda: rank_lines(ranks, world.controller)))
+    return True
+
+
 def _measure(flags: argparse.Namespace, world: World, report: Report) -> None:
     """Add the figures of the allreduce to the report."""
-
-    def measured() -> list[Line]:
-        num_bytes = collective.BERT_BASE_BYTES
+    num_bytes = collective.BERT_BASE_BYTES
+    try:
         with world.together():
             if flags.size is not None:
                 num_bytes = int(flags.size * 1e6)
             elif flags.model is not None:
                 num_bytes = collective.gradient_bytes(flags.model)
         timings = collective.measure(world, num_bytes, flags.repeats)
-        report.data["allreduce"] = [timing.as_dict() for timing in timings]
-        report.say(f"\n{collective.allreduce_table(timings)}\n")
-        return [collective.allreduce_line(timings)]
-
-    try:
-        lines = measured()
-    except UserError as error:  # agreed: all ranks have it
-        lines = [Line("Allreduce", FAILURE, str(error))]
-    except Exception as error:
-        said = f"rank {world.rank} on {world.host}: {type(error).__name__}: {error}"
-        report.add([Line("Allreduce", FAILURE, said)])
-        report.close()
-        if not report.shown:
-            print(f"hvd_bert: {said}", file=sys.stderr, flush=True)
-        world.abort(EXIT_BAD_INPUT)
-    report.add(lines)
+    except AgreedError as error:
+        report.add([Line("Allreduce", FAILURE, str(error))])
+        return
+    report.data["allreduce"] = [timing.as_dict() for timing in timings]
+    report.say(f"\n{collective.allreduce_table(timings)}\n")
+    report.add([collective.allreduce_line(timings)])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -85,11 +85,13 @@ def ranks_table(ranks: Sequence[Rank]) -> str:
 def rank_lines(ranks: Sequence[Rank], controller: str) -> list[Line]:
     """Whether the ranks fit together."""
     hosts = list(dict.fromkeys(rank.place.host for rank in ranks))
-    through = {"mpi": "MPI", "gloo": "Gloo"}.get(controller, "nothing, being alone")
-    lines = [Line("World", OK, f"{len(ranks)} rank(s) on {len(hosts)} host(s), which talk through {through}")]
+    through = {"mpi": "MPI", "gloo": "Gloo"}.get(controller, "nothing (one rank)")
+    device = (
+        "computing on CPUs" if ranks[0].place.device == "cpu" else "each with a GPU"
+    )  # World has held them together
+    lines = [Line("World", OK, f"{len(ranks)} rank(s) on {len(hosts)} host(s), {device}, which talk through {through}")]
     if len(ranks) > 1:
         lines.append(_versions_line(ranks))
-    lines.append(_devices_line(ranks))
     lines += _cores_lines(ranks)
     return lines
 
@@ -112,22 +114,6 @@ def _versions_line(ranks: Sequence[Rank]) -> Line:
         "; ".join(differing),
         "Let all hosts use one environment: the same path on a file system that all see, or env/setup.sh run alike on"
         " each; load the same modules on each.",
-    )
-
-
-def _devices_line(ranks: Sequence[Rank]) -> Line:
-    on_cpu = [rank.place for rank in ranks if rank.place.device == "cpu"]
-    if not on_cpu:
-        return Line("Devices", OK, "a GPU of its own for each rank")
-    if len(on_cpu) == len(ranks):
-        return Line("Devices", OK, "all ranks compute on CPUs")
-    which = ", ".join(f"{place.rank} on {place.host}" for place in on_cpu)
-    return Line(
-        "Devices",
-        FAILURE,
-        f"some ranks have a GPU, these have none: {which}; the gradients of both cannot be averaged",
-        "Take hosts with GPUs only (Slurm: --gres=gpu:N counts per node), or hide the GPUs from all"
-        " (CUDA_VISIBLE_DEVICES=).",
     )
 
 

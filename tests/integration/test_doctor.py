@@ -41,7 +41,7 @@ def test_broken_cache_folder(tmp_path: Path) -> None:
     assert [check["name"] for check in failed] == ["Windows"], outcome
     assert broken in failed[0]["found"]
     assert "Set HVD_BERT_CACHE" in failed[0]["mend"]
-    assert report["checks"][-1]["name"] == "Devices"  # those after it were looked at all the same
+    assert report["checks"][-1]["name"] == "World"  # those after it were looked at all the same
 
 
 @pytest.mark.parametrize("by", ["mpirun", "mpi", "gloo"])
@@ -51,7 +51,7 @@ def test_two_ranks(by: str, tmp_path: Path) -> None:
     if by == "mpi":  # as people read it
         text = said(outcome)
         assert text.count("Ready: a training would start here") == 1, outcome
-        assert "2 rank(s) on 1 host(s), which talk through MPI" in text, outcome
+        assert "which talk through MPI" in text, outcome
         assert text.count("plain MPI, host memory") == 2, outcome
         return
     report = report_of(outcome)

@@ -33,7 +33,7 @@ from hvd_bert.doctor.ranks import Rank, rank_lines, ranks_table, spans
 from hvd_bert.doctor.report import FAILURE, OK, WARNING, Line, Report, isolated, merged
 from hvd_bert.errors import UserError
 from hvd_bert.gpu_usage import NvmlError
-from hvd_bert.world import Launcher, Place
+from hvd_bert.world import AgreedError, Launcher, Place
 
 NO_DRIVER = NvmlError("NVML Shared Library Not Found")
 TWO_GPUS = Gpus("570.86", "12.8", ("A100", "A100"))
@@ -272,8 +272,8 @@ def statuses(found: list[Line]) -> dict[str, str]:
 
 
 def test_ranks_that_fit():
-    assert statuses(rank_lines(world("a", "a", "b", "b"), "mpi")) == {"World": OK, "Versions": OK, "Devices": OK}
-    assert statuses(rank_lines(world("a"), "none")) == {"World": OK, "Devices": OK}
+    assert statuses(rank_lines(world("a", "a", "b", "b"), "mpi")) == {"World": OK, "Versions": OK}
+    assert statuses(rank_lines(world("a"), "none")) == {"World": OK}
 
 
 def test_differing_versions():
@@ -298,11 +298,9 @@ def test_versions_that_agree_are_said_once():
     assert shown.count("as all") == 2
 
 
-def test_gpus_on_some_ranks_only():
-    found = [*world("a", device="cuda:0"), world("a", "b")[1]]
-    (line,) = (line for line in rank_lines(found, "mpi") if line.name == "Devices")
-    assert line.status == FAILURE and "1 on b" in line.found
-    assert statuses(rank_lines(world("a", "a", device="cuda:0"), "mpi"))["Devices"] == OK
+def test_devices():
+    assert "computing on CPUs" in rank_lines(world("a", "b"), "mpi")[0].found
+    assert "each with a GPU" in rank_lines(world("a", "b", device="cuda:0"), "gloo")[0].found
 
 
 @pytest.mark.parametrize(
@@ -463,10 +461,10 @@ def few_checks(monkeypatch):
 
 
 def refuse(monkeypatch, error: Exception) -> None:
-    def start():
+    def join():
         raise error
 
-    monkeypatch.setattr(command.World, "start", staticmethod(start))
+    monkeypatch.setattr(command.World, "join", staticmethod(join))
 
 
 @pytest.mark.parametrize(
@@ -474,12 +472,14 @@ def refuse(monkeypatch, error: Exception) -> None:
     [
         (Launcher("srun", 4, 0), UserError("4 worlds of one"), 2, "World      4 worlds of one", ""),
         (Launcher("srun", 4, 3), UserError("4 worlds of one"), 0, "", ""),
-        (Launcher("none", None, None), ImportError("libmpi.so.40"), 2, "ImportError: libmpi.so.40", ""),
-        (Launcher("mpirun", 4, 3), ImportError("libmpi.so.40"), 2, "", "hvd_bert: rank 3 on "),
+        (Launcher("mpirun", 4, 3), UserError("Horovod cannot be loaded"), 0, "", "hvd_bert: rank 3 on "),
+        (Launcher("none", None, None), OSError("no socket"), 2, "OSError: no socket", ""),
+        (Launcher("mpirun", 4, 3), OSError("no socket"), 2, "", "hvd_bert: rank 3 on "),
     ],
 )
 def test_no_world(monkeypatch, capsys, few_checks, launcher, error, status, out, err):
     refuse(monkeypatch, error)
+    monkeypatch.setattr(probes, "horovod", lambda: BROKEN if "load" in str(error) else BUILD)
     report = Report(as_json=False, shown=launcher.rank in (None, 0))
     assert command.diagnose(command._parse([]), launcher, report) == status
     said = capsys.readouterr()
@@ -487,6 +487,50 @@ def test_no_world(monkeypatch, capsys, few_checks, launcher, error, status, out,
     assert bool(said.out) == bool(out)
     assert said.out.count("Python     3.11") == (1 if out else 0)
     assert "Not ready: World." in said.out or not out
+
+
+class FakeWorld(SimpleNamespace):
+    """A world of one whose end can be seen; `refusal`: what taking a place raises."""
+
+    def __init__(self, refusal: Exception | None) -> None:
+        super().__init__(rank=0, size=1, local_rank=0, local_size=1, host="a", refusal=refusal, ended=[])
+
+    def allgather(self, value):
+        return [value]
+
+    def broadcast(self, value):
+        return value
+
+    def take_place(self):
+        if self.refusal:
+            raise self.refusal
+
+    def close(self):
+        self.ended.append("closed")
+
+    def abort(self, status):
+        self.ended.append(status)
+        raise SystemExit(status)
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "ended"),
+    [
+        (AgreedError("too few GPUs"), "World      too few GPUs", "closed"),
+        (OSError("broken"), "World      rank 0 on a: OSError: broken", 2),
+    ],
+)
+def test_refused_place(monkeypatch, capsys, few_checks, error, said, ended):
+    fake = FakeWorld(error)
+    monkeypatch.setattr(command.World, "join", staticmethod(lambda: fake))
+    report = Report(as_json=False, shown=True)
+    try:
+        status = command.diagnose(command._parse([]), Launcher("mpirun", 1, 0), report)
+    except SystemExit as left:
+        status = left.code
+    out = capsys.readouterr().out
+    assert (status, fake.ended) == (2, [ended])
+    assert said in out and "Python     3.11" in out and out.endswith("Not ready: World.\n")
 
 
 def test_ranks_that_never_come(monkeypatch, capsys):
