@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from hvd_bert.sample import themes
 from hvd_bert.sample.vocabulary import split_word, vocabulary
@@ -19,11 +19,14 @@ def _pairs(firsts: Sequence[str], seconds: Sequence[str], dev: bool) -> list[tup
             if _kept_for_dev(i, j) == dev]
 
 
-def _composed(starts: Sequence[str], ends: Sequence[str], dev: bool) -> list[str]:
+def _composed(
+    starts: Sequence[str], ends: Sequence[str], dev: bool, case: Callable[[str], str] = str.capitalize
+) -> dict[str, str]:
+    """Name -> its first part."""
     # "bar" + "berg" would be read as "barber" + "g": only names that split where they were joined.
     pieces = frozenset(vocabulary())
-    return [start + end for start, end in _pairs(starts, ends, dev)
-            if split_word(start + end, pieces) == [start, f"##{end}"]]
+    return {case(start + end): start for start, end in _pairs(starts, ends, dev)
+            if split_word(start + end, pieces) == [start, f"##{end}"]}
 
 
 @dataclass(frozen=True)
@@ -36,15 +39,17 @@ class Names:
     plants: tuple[str, ...]
     ships: tuple[str, ...]
     books: tuple[str, ...]
+    first_part: dict[str, str] = field(repr=False)  # of every name above
 
     @classmethod
     def of(cls, split: str) -> Names:
         """The names of "train" or "dev"; the two have none in common."""
         dev = split == "dev"
-        proper = [tuple(name.capitalize() for name in _composed(starts, ends, dev)) for starts, ends in (
-            (themes.PLACE_STARTS, themes.PLACE_ENDS), (themes.SURNAME_STARTS, themes.SURNAME_ENDS),
-            (themes.PLACE_STARTS, themes.RIVER_ENDS))]
-        plants = tuple(_composed(themes.PLANT_STARTS, themes.PLANT_ENDS, dev))
-        ships = tuple(" ".join(pair) for pair in _pairs(themes.SHIP_FIRST, themes.SHIP_SECOND, dev))
-        books = tuple(" ".join(pair) for pair in _pairs(themes.BOOK_FIRST, themes.BOOK_SECOND, dev))
-        return cls(proper[0], proper[1], proper[2], plants, ships, books)
+        places = _composed(themes.PLACE_STARTS, themes.PLACE_ENDS, dev)
+        surnames = _composed(themes.SURNAME_STARTS, themes.SURNAME_ENDS, dev)
+        rivers = _composed(themes.PLACE_STARTS, themes.RIVER_ENDS, dev)
+        plants = _composed(themes.PLANT_STARTS, themes.PLANT_ENDS, dev, str)
+        ships = {f"{first} {second}": first for first, second in _pairs(themes.SHIP_FIRST, themes.SHIP_SECOND, dev)}
+        books = {f"{first} {second}": first for first, second in _pairs(themes.BOOK_FIRST, themes.BOOK_SECOND, dev)}
+        return cls(tuple(places), tuple(surnames), tuple(rivers), tuple(plants), tuple(ships), tuple(books),
+                   places | surnames | rivers | plants | ships | books)

@@ -92,7 +92,7 @@ _PERSON = Theme(
             "was born in {v}", "was born in the town of {v}", "was a native of {v}"),
             ("Where was {e} born?", "In which town was {e} born?", "Of which town was {e} a native?",
              "What was the birthplace of {e}?")),
-        "birth_year": Relation("year", (
+        "year of birth": Relation("year", (
             "was born in the year {v}", "was born in {v}", "came into the world in {v}"),
             ("When was {e} born?", "In which year was {e} born?", "In what year did {e} come into the world?")),
         "trade": Relation("trade", (
@@ -106,7 +106,7 @@ _PERSON = Theme(
         "spouse": Relation("person", (
             "married {v}", "was married to {v}"),
             ("Whom did {e} marry?", "To whom was {e} married?", "Who married {e}?")),
-        "move": Relation("place", (
+        "later home": Relation("place", (
             "moved to {v}", "later settled in {v}", "found a new home in {v}"),
             ("Where did {e} move to?", "Where did {e} settle later?", "In which town did {e} find a new home?")),
         "instrument": Relation("instrument", (
@@ -122,10 +122,10 @@ _SHIP = Theme(
     openers=("The harbour of {p} has seen many ships.", "Old sailors in {p} still tell of those days.",
              "A painting in {p} shows the harbour full of sails.", "The harbour books of {p} are well kept."),
     relations={
-        "yard": Relation("place", (
+        "shipyard": Relation("place", (
             "was built in {v}", "was built at {v}", "came from the shipyard at {v}"),
             ("Where was {e} built?", "In which town was {e} built?", "From which shipyard did {e} come?")),
-        "launched": Relation("year", (
+        "year of launch": Relation("year", (
             "was launched in {v}", "was launched in the year {v}", "first put to sea in {v}"),
             ("When was {e} launched?", "In which year was {e} launched?", "When did {e} first put to sea?")),
         "captain": Relation("person", (
@@ -134,10 +134,10 @@ _SHIP = Theme(
         "cargo": Relation("goods", (
             "carried {v}", "was loaded with {v}", "had a cargo of {v}"),
             ("What did {e} carry?", "What was the cargo of {e}?", "What was {e} loaded with?")),
-        "wreck": Relation("place", (
+        "place of loss": Relation("place", (
             "sank near {v}", "was lost off {v}", "was wrecked on the rocks of {v}"),
             ("Where did {e} sink?", "Where was {e} lost?", "On the rocks of which place was {e} wrecked?")),
-        "crew": Relation("count", (
+        "size of crew": Relation("count", (
             "had a crew of {v} sailors", "was worked by {v} sailors", "needed a crew of {v} sailors"),
             ("How many sailors were in the crew of {e}?", "How large a crew did {e} need?",
              "How many sailors worked {e}?"), unit="sailors"),
@@ -158,17 +158,17 @@ _TOWN = Theme(
             "was founded by {v}", "owes its start to {v}", "was laid out by {v}"),
             ("Who founded {e}?", "By whom was {e} founded?", "To whom does {e} owe its start?",
              "Who laid out {e}?")),
-        "founded": Relation("year", (
+        "year of founding": Relation("year", (
             "was founded in {v}", "was founded in the year {v}", "became a town in {v}"),
             ("When was {e} founded?", "In which year was {e} founded?", "When did {e} become a town?")),
         "product": Relation("product", (
             "is known for its {v}", "is famous for {v}", "lives from making {v}"),
             ("What is {e} known for?", "For what is {e} famous?", "What does {e} live from making?")),
-        "fair": Relation("month", (
+        "month of fair": Relation("month", (
             "holds its fair in {v}", "has a great fair every {v}", "keeps its feast in {v}"),
             ("In which month does {e} hold its fair?", "When does {e} have a great fair?",
              "In which month does {e} keep its feast?")),
-        "people": Relation("large", (
+        "number of inhabitants": Relation("large", (
             "has {v} inhabitants", "has about {v} inhabitants", "counts {v} inhabitants"),
             ("How many inhabitants does {e} have?", "How many inhabitants does {e} count?",
              "How many people live in {e}?"), unit="inhabitants"),
@@ -184,7 +184,7 @@ _BOOK = Theme(
         "author": Relation("person", (
             "was written by {v}", "is the work of {v}", "came from the pen of {v}"),
             ("Who wrote {e}?", "Whose work is {e}?", "By whom was {e} written?", "From whose pen came {e}?")),
-        "published": Relation("year", (
+        "year of printing": Relation("year", (
             "was published in {v}", "was published in the year {v}", "first appeared in {v}"),
             ("When was {e} published?", "In which year was {e} published?", "When did {e} first appear?")),
         "setting": Relation("place", (
@@ -193,10 +193,10 @@ _BOOK = Theme(
         "hero": Relation("trade", (
             "tells the story of a {v}", "follows a young {v}", "is about a {v}"),
             ("Whose story does {e} tell?", "Whom does {e} follow?", "Who is {e} about?")),
-        "drawings": Relation("person", (
+        "illustrator": Relation("person", (
             "was illustrated by {v}", "has drawings by {v}", "contains pictures by {v}"),
             ("Who illustrated {e}?", "Who made the drawings for {e}?", "By whom are the pictures in {e}?")),
-        "pages": Relation("count", (
+        "number of pages": Relation("count", (
             "has {v} pages", "runs to {v} pages", "fills {v} pages"),
             ("How many pages does {e} have?", "To how many pages does {e} run?",
              "How many pages does {e} fill?"), unit="pages"),
@@ -213,7 +213,7 @@ _BUILDING = Theme(
             "was designed by {v}", "was drawn up by {v}", "was planned by {v}"),
             ("Who designed {e}?", "Who planned {e}?", "By whom was {e} drawn up?",
              "Who was the designer of {e}?")),
-        "opened": Relation("year", (
+        "year of opening": Relation("year", (
             "was opened in {v}", "opened its doors in {v}", "was finished in {v}"),
             ("When was {e} opened?", "In which year did {e} open its doors?", "When was {e} finished?")),
         "material": Relation("material", (
@@ -241,19 +241,19 @@ _FIRM = Theme(
         "founder": Relation("person", (
             "was started by {v}", "was set up by {v}", "owes its start to {v}"),
             ("Who started {e}?", "By whom was {e} set up?", "To whom does {e} owe its start?")),
-        "started": Relation("year", (
+        "year of founding": Relation("year", (
             "was started in {v}", "was set up in {v}", "began work in {v}"),
             ("When was {e} started?", "In which year was {e} set up?", "When did {e} begin work?")),
-        "place": Relation("place", (
+        "home town": Relation("place", (
             "has its workshop in {v}", "is based in {v}", "works from a yard in {v}"),
             ("Where does {e} have its workshop?", "Where is {e} based?", "In which town is the yard of {e}?")),
         "product": Relation("product", (
             "makes {v}", "produces {v}", "is famous for {v}"),
             ("What does {e} make?", "What does {e} produce?", "For what is {e} famous?")),
-        "material": Relation("goods", (
+        "raw material": Relation("goods", (
             "buys {v}", "pays well for {v}", "imports {v}"),
             ("What does {e} buy?", "For what does {e} pay well?", "What does {e} import?")),
-        "workers": Relation("count", (
+        "number of workers": Relation("count", (
             "employs {v} workers", "has {v} workers", "gives work to {v} workers"),
             ("How many workers does {e} employ?", "How many workers does {e} have?",
              "To how many workers does {e} give work?"), unit="workers"),
@@ -282,7 +282,7 @@ _PLANT = Theme(
         "season": Relation("month", (
             "flowers in {v}", "is picked in {v}", "is ripe in {v}"),
             ("When does {e} flower?", "In which month is {e} picked?", "When is {e} ripe?")),
-        "year": Relation("year", (
+        "year of arrival": Relation("year", (
             "was brought here in {v}", "reached these parts in {v}", "was first seen in {v}"),
             ("When was {e} brought here?", "In which year did {e} reach these parts?",
              "When was {e} first seen?")),

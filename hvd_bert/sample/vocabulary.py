@@ -9,7 +9,7 @@ from hvd_bert.sample import themes
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # Beyond ASCII: what English text contains, so that it is not read as [UNK].
-EXTRA_CHARACTERS = "–—‘’“”…£€°ßæøœ"
+EXTRA_CHARACTERS = "–—‘’“”…£€°ßæøœ"  # noqa: RUF001
 _WORD = re.compile(r"[a-z]+|[^a-z\s]")
 
 

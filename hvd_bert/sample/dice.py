@@ -1,0 +1,42 @@
+"""Chance that is the same on every machine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Dice:
+    """Choices that depend on nothing but `Random.random()`."""
+
+    def __init__(self, seed: str) -> None:
+        self._random = random.Random(seed)
+
+    def chance(self, p: float) -> bool:
+        return self._random.random() < p
+
+    def below(self, n: int) -> int:
+        return int(self._random.random() * n)
+
+    def choose(self, items: Sequence[T]) -> T:
+        return items[self.below(len(items))]
+
+    def weighted(self, shares: Sequence[tuple[T, float]]) -> T:
+        """One of the items, each with its share; the shares add up to 1."""
+        draw = self._random.random()
+        for item, share in shares[:-1]:
+            draw -= share
+            if draw < 0:
+                return item
+        return shares[-1][0]
+
+    def sample(self, items: Sequence[T], k: int) -> list[T]:
+        """k different items in random order (fewer where there are fewer)."""
+        left = list(items)
+        out: list[T] = []
+        while left and len(out) < k:
+            out.append(left.pop(self.below(len(left))))
+        return out

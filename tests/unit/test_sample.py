@@ -1,0 +1,118 @@
+"""The shipped sample: reproducible, valid SQuAD, dev truly unseen, and a vocabulary that fits."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, BertConfig
+
+import hvd_bert
+from hvd_bert.sample import generate
+from hvd_bert.sample.names import Names
+
+SAMPLE = Path(hvd_bert.__file__).parent / "sample"
+FILES = ("train-v1.1.json", "dev-v1.1.json", "train-v2.0.json", "dev-v2.0.json")
+
+
+def _questions(name: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for article in json.loads((SAMPLE / name).read_text(encoding="utf-8"))["data"]:
+        for paragraph in article["paragraphs"]:
+            for row in paragraph["qas"]:
+                yield article["title"], paragraph["context"], row
+
+
+def test_shipped_files_are_what_the_generator_writes(tmp_path: Path) -> None:
+    generate.main(["--out", str(tmp_path)])
+    for name in (*FILES, "vocab.txt"):
+        assert (tmp_path / name).read_bytes() == (SAMPLE / name).read_bytes(), f"{name}: run the generator again"
+
+
+def test_another_seed_gives_other_questions() -> None:
+    assert generate.make_split("dev", False, 7) != generate.make_split("dev", False, 8)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_file_is_valid_squad(name: str) -> None:
+    ids = []
+    for title, context, row in _questions(name):
+        ids.append(row["id"])
+        assert title and row["question"].endswith("?")
+        assert not re.search("[{}\x01\x02\x03]", context + row["question"] + title)
+        for answer in row["answers"] + row.get("plausible_answers", []):
+            start = answer["answer_start"]
+            assert context[start : start + len(answer["text"])] == answer["text"]
+        assert bool(row["answers"]) != row.get("is_impossible", False)
+    assert len(ids) == len(set(ids)) > 300
+
+
+def test_about_a_third_of_v2_has_no_answer() -> None:
+    for name in ("train-v2.0.json", "dev-v2.0.json"):
+        impossible = [row["is_impossible"] for _, _, row in _questions(name)]
+        assert 0.28 < sum(impossible) / len(impossible) < 0.39
+
+
+@pytest.mark.parametrize("version", ["1.1", "2.0"])
+def test_no_composed_name_of_dev_occurs_in_train(version: str) -> None:
+    dev_names, train_names = Names.of("dev").first_part, Names.of("train").first_part
+    assert not set(dev_names) & set(train_names)
+    train, dev = (
+        " ".join(f"{title} {text} {row['question']}" for title, text, row in _questions(f"{split}-v{version}.json"))
+        for split in ("train", "dev")
+    )
+    words, dev_words = set(re.findall(r"\w+", train)), set(re.findall(r"\w+", dev))
+    single = {name for name in dev_names if " " not in name}
+    assert not single & words
+    assert len(single & dev_words) > 50
+    for name in dev_names:
+        assert " " not in name or name not in train
+
+
+def test_some_dev_questions_take_several_answers() -> None:
+    assert any(len(row["answers"]) > 1 for _, _, row in _questions("dev-v1.1.json"))
+
+
+def test_no_answer_can_be_told_by_its_kind_alone() -> None:
+    """Most dev passages hold two or more answers of the kind asked for: years, people, towns, ..."""
+    names = Names.of("dev")
+    rivals = 0
+    by_context: dict[str, list[str]] = {}
+    for _, context, row in _questions("dev-v1.1.json"):
+        by_context.setdefault(context, []).append(row["answers"][0]["text"])
+    for answers in by_context.values():
+        years = [answer for answer in answers if re.fullmatch(r"1[789]\d\d", answer)]
+        people = [answer for answer in answers if answer.split()[-1] in names.surnames]
+        rivals += len(years) > 1 or len(people) > 1 or len(set(answers) & set(names.places)) > 1
+    assert rivals / len(by_context) > 0.5
+
+
+def test_answers_lie_all_over_the_passage() -> None:
+    places = [row["answers"][0]["answer_start"] / len(context) for _, context, row in _questions("dev-v1.1.json")]
+    tenths = [sum(low / 10 <= place < (low + 1) / 10 for place in places) / len(places) for low in range(10)]
+    assert max(tenths) < 0.25
+
+
+def test_tokenizer_knows_any_text_and_splits_names_in_two() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(str(SAMPLE))
+    assert tokenizer.is_fast and tokenizer.unk_token == "[UNK]"
+    assert len(tokenizer) == BertConfig.from_pretrained(str(SAMPLE)).vocab_size
+    assert "[UNK]" not in tokenizer.tokenize("Xylophones — “quoted” café & 3.5% (ß) {x} ~ zzz?")
+    for split in ("train", "dev"):
+        names = Names.of(split)
+        for name in (*names.places, *names.surnames, *names.rivers, *names.plants):
+            pieces = tokenizer.tokenize(name)
+            assert len(pieces) == 2 and pieces[0] == names.first_part[name]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_text_is_read_in_whole_words(name: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(str(SAMPLE))
+    contexts = {context for _, context, _ in _questions(name)}
+    pieces = {piece for context in contexts for piece in tokenizer.tokenize(context)}
+    assert "[UNK]" not in pieces
+    assert not [piece for piece in pieces if re.fullmatch(r"##[a-z]|[b-z]", piece)]
+    assert max(len(tokenizer.tokenize(context)) for context in contexts) <= 110
