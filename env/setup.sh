@@ -130,9 +130,9 @@ fingerprint() {
 # Is what the stamp vouches for still there? Reads package metadata only, so it takes a fraction of a second.
 still_there() {
   [ -x "$venv/bin/horovodrun" ] && "$venv/bin/python" - "$horovod_version" "$root/requirements.txt" <<'END' >/dev/null 2>&1
-import importlib.metadata as metadata, re, sys
+import importlib.metadata as metadata, importlib.util, re, sys
 assert metadata.version("horovod") == sys.argv[1]
-metadata.version("hvd-bert"), metadata.version("torch"), metadata.version("pip")
+assert all(importlib.util.find_spec(name) for name in ("pip", "torch", "horovod", "transformers", "hvd_bert"))
 for line in open(sys.argv[2]):
     pin = re.match(r"([\w-]+)==([\w.]+)\s*(?:#.*)?$", line)
     if pin and pin[1] not in ("torch", "mpi4py"):
