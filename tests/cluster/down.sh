@@ -27,5 +27,4 @@ if [ -n "$watch" ] && [ "$watch" != $$ ] && command_line "$watch" | grep -q clus
   kill -- "-$watch" || true
 fi
 rm -rf --one-file-system "$state"
-rm -rf "${TMPDIR:-/tmp}"/ompi.{login,a100-0[12]}.* # session folders of ranks that were killed
 [ -n "$quiet" ] || echo "Down."

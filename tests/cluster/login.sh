@@ -27,7 +27,9 @@ own_files() {
   local host
   for host in "${!address[@]}"; do echo "${address[$host]} $host"; done >>/etc/hosts
   sed -i "s|^\(root:[^:]*:[^:]*:[^:]*:[^:]*\):[^:]*:|\1:$state/home:|" /etc/passwd
-  mkdir -p /etc/slurm /etc/munge
+  mkdir -p /etc/slurm /etc/munge /etc/openmpi
+  # Session folders, which ranks that are killed leave behind.
+  echo "orte_tmpdir_base = $state/local" >>/etc/openmpi/openmpi-mca-params.conf
   dd if=/dev/urandom of=/etc/munge/munge.key bs=128 count=1 status=none
   chown root:root /etc/munge /etc/munge/munge.key
   chmod 700 /etc/munge
@@ -44,11 +46,11 @@ ssh_files() {
     ssh-keygen -q -t ed25519 -N '' -f "$state/nodes/$host/host_key"
     echo "$host,${address[$host]} $(cut -d ' ' -f 1,2 "$state/nodes/$host/host_key.pub")" >>"$ssh/known_hosts"
   done
-  # A port that asks for a password, for the test of just that; the cluster's own knows keys only.
+  # Without the right key it asks for a password, as most do.
   cat >"$state/sshd_config" <<END
 AuthorizedKeysFile $ssh/authorized_keys
 PermitRootLogin yes
-PasswordAuthentication no
+PasswordAuthentication yes
 KbdInteractiveAuthentication no
 StrictModes no
 UsePAM no
@@ -124,4 +126,5 @@ wait_for 30 "slurmd of both nodes" idle
 touch "$state/ready"
 trap - ERR
 set +e
-while true; do wait || sleep infinity; done
+wait
+sleep infinity # the daemons are gone, their logs are not

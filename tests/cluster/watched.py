@@ -47,11 +47,11 @@ def watch() -> None:
         note(f"{socket.gethostname()} {rank} tokenises")
         return write(*arguments, **options)
 
-    def faulty(self: HorovodEngine) -> None:
+    def faulty(self: HorovodEngine) -> bool:
         steps.append(1)
         if fault and len(steps) == 2:
             fail(fault)
-        step(self)
+        return step(self)
 
     windows._write, HorovodEngine.step = noted, faulty  # type: ignore[method-assign]
 

@@ -1,0 +1,96 @@
+"""The cluster of these tests: it comes up beside another one, leaves nothing behind, and says where it cannot run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import FOLDER, Cluster
+
+pytestmark = pytest.mark.cluster
+
+
+def script(name: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(FOLDER / name), *arguments]
+    environ = os.environ | env
+    return subprocess.run(command, env=environ, text=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
+
+
+def machine() -> dict[str, object]:
+    """What a cluster that is gone must not have changed."""
+    interfaces = sorted(path.name for path in Path("/sys/class/net").iterdir())
+    forward = Path("/proc/sys/net/ipv4/ip_forward").read_text()
+    names = [name for name in ("/etc/hosts", "/etc/passwd") if Path(name).exists()]
+    files = {name: Path(name).read_text() for name in names}
+    mounts = Path("/proc/self/mounts").read_text()
+    ssh = sorted(path.name for path in Path("/root/.ssh").glob("*"))
+    return {"interfaces": interfaces, "forward": forward, "mounts": mounts, "ssh": ssh, **files}
+
+
+def users_of(folder: Path) -> list[str]:
+    """Command lines of the processes that know the folder of a cluster."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            mark = f"HVD_BERT_CLUSTER={folder}".encode()
+            if int(entry.name) != os.getpid() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
+
+
+@pytest.fixture
+def folder(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
+    """The folder of one more cluster."""
+    place = tmp_path / "another"
+    yield place
+    script("down.sh", HVD_BERT_CLUSTER=str(place))
+
+
+def test_goes_down_when_its_owner_is_killed(cluster: Cluster, folder: Path) -> None:
+    before = machine()
+    owner = subprocess.Popen(["tail", "-f", "/dev/null"])
+    try:
+        up = script("up.sh", "--owner", str(owner.pid), HVD_BERT_CLUSTER=str(folder))
+        assert up.returncode == 0, up
+        assert len(users_of(folder)) > 5
+        again = script("up.sh", HVD_BERT_CLUSTER=str(folder))
+        assert again.returncode == 1 and "it is up already" in again.stderr, again
+    finally:
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+    deadline = time.monotonic() + 60
+    while (folder.exists() or users_of(folder)) and time.monotonic() < deadline:
+        time.sleep(0.2)  # between two looks
+    assert not folder.exists() and users_of(folder) == []
+    assert machine() == before
+    cluster.on("login", ["sinfo"], folder.parent, timeout=60).expect(0)  # the other one is untouched
+
+
+def test_failed_start_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    before = machine()
+    (tmp_path / "bin").mkdir()
+    broken = tmp_path / "bin" / "sshd"
+    broken.write_text("#!/bin/sh\necho no sshd today >&2\nexit 1\n")
+    broken.chmod(0o755)
+    up = script("up.sh", HVD_BERT_CLUSTER=str(folder), PATH=f"{broken.parent}:{os.environ['PATH']}")
+    assert up.returncode == 1 and "no sshd today" in up.stderr, up
+    assert not folder.exists() and users_of(folder) == []
+    assert machine() == before
+
+
+def test_without_the_right_to_make_namespaces_it_says_so(cluster: Cluster, folder: Path) -> None:
+    if shutil.which("setpriv") is None:
+        pytest.skip("setpriv is not in PATH")
+    less = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", "bash", str(FOLDER / "up.sh")]
+    environ = os.environ | {"HVD_BERT_CLUSTER": str(folder)}
+    ended = subprocess.run(less, env=environ, text=True, capture_output=True, timeout=60)
+    assert ended.returncode == 3, ended
+    assert "cannot run here: no right to make namespaces" in ended.stderr
+    assert not folder.exists()
