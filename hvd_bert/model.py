@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,9 @@ from hvd_bert.errors import UserError
 
 # Vocabularies are padded to a multiple of this at most, for speed; a larger surplus means another vocabulary.
 VOCAB_PADDING = 128
+
+# Old names of the hub, and those under which a cache may hold the same files.
+HUB_NAMES = {name: f"google-bert/{name}" for name in ("bert-base-uncased", "bert-base-cased", "bert-large-uncased")}
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -117,12 +121,11 @@ def _from(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:
         if Path(name).is_dir():
             return kind.from_pretrained(name, **extra)
         extra |= {"cache_dir": args.cache_dir, "revision": args.model_revision}
-        try:  # the cache first: what is there needs no network, and N ranks do not all ask the hub
-            return kind.from_pretrained(name, local_files_only=True, **extra)
-        except OSError:
-            if not hub.reachable():
-                raise
-        return kind.from_pretrained(name, **extra)
+        # The cache first: what is there needs no network, and N ranks do not all ask the hub.
+        for known_as in (name, HUB_NAMES.get(name, name)):
+            with contextlib.suppress(OSError):
+                return kind.from_pretrained(known_as, local_files_only=True, **extra)
+        return kind.from_pretrained(name, local_files_only=not hub.reachable(), **extra)
 
 
 @contextmanager

@@ -46,44 +46,65 @@ RUN_FILES = {
 def check(config: Config) -> None:
     """Raise UserError if the output folder cannot be written, or holds what the run would have to replace.
 
-    A run that only scores adds to a folder; one that trains wants --overwrite_output_dir for any that is not empty.
+    Changes nothing. A run that only scores adds to a folder; one that trains wants --overwrite_output_dir for any that
+    is not empty.
     """
-    folder, source = config.train.folder, config.model.model_name_or_path
+    folder = Path(config.train.output_dir or "runs").absolute()
+    above = next(path for path in (folder, *folder.parents) if path.exists())
+    named = config.train.output_dir is not None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        held = sorted(path.name for path in folder.iterdir())
-        with tempfile.TemporaryFile(dir=folder):
+        held = sorted(path.name for path in folder.iterdir()) if named and above == folder else []
+        with tempfile.TemporaryFile(dir=above):
             pass
     except OSError as error:
-        raise UserError(f"--output_dir {folder} cannot be written: {error.strerror or error}.") from None
-    if config.train.do_train and source and folder.resolve() == Path(source).resolve():
+        raise _unwritable(folder, error) from None
+    source = config.model.model_name_or_path
+    if config.train.do_train and source and named and folder.resolve() == Path(source).resolve():
         raise UserError(
             f"--output_dir {folder} is the folder of the model that training starts from: name another one."
         )
     if held and config.train.do_train and not config.train.overwrite_output_dir:
         shown = ", ".join(held[:3]) + (", ..." if len(held) > 3 else "")
         raise UserError(
-            f"--output_dir {folder} is not empty ({shown}): name another one, or add --overwrite_output_dir to replace"
-            " an earlier run's files."
+            f"--output_dir {folder} is not empty ({shown}): name another one, or add --overwrite_output_dir to replace an"
+            " earlier run's files."
         )
 
 
-def dated_folder() -> Path:
-    """A new folder runs/<date>-<time>; of several jobs that start in the same second, each gets its own."""
+def make_ready(config: Config) -> None:
+    """Make the folder (settling its name in `config`), remove what will be written anew, keep the settings.
+
+    By default a new runs/<date>-<time>; of several jobs that start in the same second each gets its own.
+    """
+    try:
+        if config.train.output_dir is None:
+            config.train.output_dir = str(_new_dated_folder())
+        folder = config.train.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        clear(folder, config.train.do_train)
+        config.save(folder / ("train_config.yaml" if config.train.do_train else "eval_config.yaml"))
+    except OSError as error:
+        raise _unwritable(Path(config.train.output_dir or "runs"), error) from None
+
+
+def _new_dated_folder() -> Path:
     stamp = time.strftime("runs/%Y%m%d-%H%M%S")
-    for name in itertools.chain([stamp], (f"{stamp}-{number}" for number in itertools.count(2))):
+    for number in itertools.count(1):
+        folder = Path(stamp if number == 1 else f"{stamp}-{number}")
         try:
-            Path(name).mkdir(parents=True)
-            return Path(name)
+            folder.mkdir(parents=True)
+            return folder
         except FileExistsError:
             continue
-        except OSError as error:
-            raise UserError(f"{name} cannot be made here ({error.strerror}): name an --output_dir.") from None
     raise AssertionError("count() does not end")
 
 
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    return UserError(f"--output_dir {folder} cannot be written: {error.strerror or error}.")
+
+
 def clear(folder: Path, train: bool) -> None:
-    """Remove what the run will write anew: an earlier run's files, or its evaluation only, and no others."""
+    """Remove what a run writes: all of it, or with `train` false its evaluation; no other files."""
     names = [name for name in RUN_FILES if train or name.startswith("eval_")]
     for name in [*names, *(f"{name}.partial" for name in names)]:
         path = folder / name

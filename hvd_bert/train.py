@@ -32,10 +32,6 @@ def main(world: World) -> None:
     """The whole way of a run, from the command line to the files it leaves."""
     with world.together():
         config = settings.parse(show_help=world.rank == 0)
-        if config.train.output_dir is None and world.rank == 0:
-            config.train.output_dir = str(output.dated_folder())
-    config.train.output_dir = world.broadcast(config.train.output_dir)
-    folder = config.train.folder
     world.set_threads(config.horovod.num_threads)
     torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
     where = ", ".join(world.hosts)
@@ -47,10 +43,12 @@ def main(world: World) -> None:
             output.check(config)
         inputs = load_inputs(config, world)
     world.check_same(inputs.fingerprint() | {f"--{name}": value for name, value in config.as_flat().items()})
+    with world.together():
+        if world.rank == 0:
+            output.make_ready(config)
+    config.train.output_dir = world.broadcast(config.train.output_dir)
+    folder = config.train.folder
     inputs.model.to(device=world.device)  # type: ignore[call-arg]  # transformers hides the signature
-    if world.rank == 0:
-        output.clear(folder, train=config.train.do_train)
-        config.save(folder / ("train_config.yaml" if config.train.do_train else "eval_config.yaml"))
 
     telemetry = Telemetry(folder, enabled=world.rank == 0)
     evaluator = Evaluator(inputs, config, world) if inputs.dev else None

@@ -35,6 +35,10 @@ class AgreedError(UserError):
         self.status = status
 
 
+class WorldsOfOne(UserError):
+    """The launcher's processes do not find each other, and cannot agree on anything."""
+
+
 @dataclass(frozen=True)
 class Launcher:
     """What started this process, by the variables it left; `size` and `rank` are None where nothing did."""
@@ -63,7 +67,7 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher:
 
 
 def check_size(launcher: Launcher, horovod_size: int) -> None:
-    """Raise UserError if Horovod sees another world than the launcher made: N worlds of one would train N times."""
+    """Raise WorldsOfOne if Horovod sees another world than the launcher made: N worlds of one would train N times."""
     if launcher.size is None or launcher.size == horovod_size:
         return
     if launcher.name == "srun":
@@ -72,7 +76,7 @@ def check_size(launcher: Launcher, horovod_size: int) -> None:
         )
     else:
         mend = "Use the launcher of the MPI that Horovod was built with, or build it anew with this one (env/setup.sh)."
-    raise UserError(
+    raise WorldsOfOne(
         f"{launcher.name} started {launcher.size} processes, but Horovod sees a world of {horovod_size}: they cannot"
         f" find each other, and each would train alone. {mend}"
     )
@@ -368,11 +372,13 @@ def run_as_rank(entry: Callable[[World], None]) -> NoReturn:
     """Join the world, call `entry(world)`, leave with 0, or say once what is wrong and end every rank."""
     try:
         world = World.join()
-    except UserError as error:
-        # No world to agree in: the launcher's first process speaks, and alone fails, or the others' end could
-        # make the launcher kill it before it has spoken.
+    except WorldsOfOne as error:
+        # All processes see it, and none can talk to another: the launcher's first process speaks, and alone fails, or
+        # the others' end could make the launcher kill it before it has spoken.
         first = find_launcher(os.environ).rank in (None, 0)
         sys.exit(_report(error, shown=first) if first else EXIT_OK)
+    except UserError as error:
+        sys.exit(_report(error, shown=True))
     try:
         world.take_place()
         entry(world)

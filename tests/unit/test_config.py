@@ -59,7 +59,7 @@ RUN_QA = {
     "max_steps": 7,
     "lr_scheduler_type": "cosine",
     "warmup_ratio": 0.1,
-    "warmup_steps": 3,
+    "warmup_steps": 3.0,
     "logging_steps": 5,
     "eval_strategy": "no",
     "eval_steps": 5,
@@ -148,7 +148,6 @@ def test_every_flag_has_help(section):
         (["--lr_scheduler_type", "steep"], "invalid choice: 'steep'"),
         (["--lr_scheduler_type", "reduce_lr_on_plateau"], "invalid choice"),
         (["--eval_strategy", "often"], "invalid choice: 'often'"),
-        (["--eval_strategy", "steps"], "--eval_strategy steps needs --eval_steps"),
         (["--bf16", "--fp16"], "--bf16 and --fp16 are both given"),
         (["--dataset_name", "squad", "--train_file", "a"], "--dataset_name and --train_file are both given"),
         (["--dataset_name", "squad", "--validation_file", "a"], "--dataset_name and --validation_file are both"),
@@ -291,7 +290,7 @@ def test_sample_is_a_preset():
             {"dataset_name": "squad", "train_file": None, "validation_file": None, "config_name": "c"},
         ),
         (["--dataset-name=squad"], {"dataset_name": "squad", "train_file": None, "validation_file": None}),
-        (["--train_file", "mine"], {"dataset_name": None, "train_file": "mine", "validation_file": "v"}),
+        (["--train_file", "mine"], {"dataset_name": None, "train_file": "mine", "validation_file": None}),
         (
             ["--model_name_or_path", "bert"],
             {"model_name_or_path": "bert", "config_name": None, "tokenizer_name": None, "train_file": "t"},
@@ -368,3 +367,25 @@ def test_steps_that_are_scored(flags, expected):
 def test_steps_that_are_logged():
     train = parse(["--logging_steps", "4"]).train
     assert [step for step in range(1, 11) if train.logs_after(step, 10)] == [1, 4, 8, 10]
+
+
+def test_scoring_by_steps_follows_the_logging():
+    args = parse(["--eval_strategy", "steps", "--logging_steps", "5"]).train
+    assert [step for step in range(1, 21) if args.evaluates_after(step, 7, 20)] == [5, 10, 15]
+
+
+@pytest.mark.parametrize("name", ["report_to", "save_steps", "do_predict"])
+def test_run_qa_flag_without_a_counterpart_says_why(name):
+    with pytest.raises(UserError, match=rf"Unknown argument --{name}: "):
+        parse([f"--{name}", "1"])
+
+
+def test_unquoted_no_in_yaml(tmp_path):
+    assert parse(["--config", write(tmp_path, "eval_strategy: no\n")]).train.eval_strategy == "no"
+
+
+def test_help_is_shown_by_one_rank(capsys):
+    with pytest.raises(SystemExit) as left:
+        parse(["--help"], show_help=False)
+    assert left.value.code == 0
+    assert capsys.readouterr().out == ""

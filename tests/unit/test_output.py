@@ -11,40 +11,69 @@ from transformers import AutoModelForQuestionAnswering, AutoTokenizer, BertConfi
 
 from hvd_bert import output
 from hvd_bert.answers import Answer
+from hvd_bert.config import Config, parse
 from hvd_bert.errors import UserError
 from hvd_bert.evaluation import Evaluation
 
 
-def test_folder_is_made(tmp_path):
-    output.check(tmp_path / "a" / "b", overwrite=False)
-    output.check(tmp_path / "a" / "b", overwrite=False)  # empty: still fine
-    assert list((tmp_path / "a" / "b").iterdir()) == []
+def config(folder: Path | None, *flags: str) -> Config:
+    return parse([*([] if folder is None else ["--output_dir", str(folder)]), *flags])
+
+
+def test_check_changes_nothing(tmp_path):
+    output.check(config(tmp_path / "a" / "b"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_is_made_with_the_settings(tmp_path):
+    wanted = config(tmp_path / "a" / "b")
+    output.make_ready(wanted)
+    assert parse(["--config", str(tmp_path / "a" / "b" / "train_config.yaml")]) == wanted
+
+
+def test_dated_folders_are_never_shared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(output.time, "strftime", lambda pattern: "runs/now")
+    runs = [config(None) for _ in range(3)]
+    for run in runs:
+        output.check(run)
+        output.make_ready(run)
+    assert [run.train.output_dir for run in runs] == ["runs/now", "runs/now-2", "runs/now-3"]
 
 
 def test_folder_with_files_is_refused_and_left_alone(tmp_path):
     for name in ("d", "a", "c", "b"):
         (tmp_path / name).write_text(name)
     with pytest.raises(UserError, match=r"is not empty \(a, b, c, \.\.\.\): .* --overwrite_output_dir"):
-        output.check(tmp_path, overwrite=False)
-    output.check(tmp_path, overwrite=True)
+        output.check(config(tmp_path))
+    output.check(config(tmp_path, "--overwrite_output_dir"))
+    output.check(config(tmp_path, "--no_do_train"))  # scoring adds to a folder
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", "d"]
+
+
+def test_the_model_that_training_starts_from_is_kept(tmp_path):
+    flags = ["--model_name_or_path", str(tmp_path), "--overwrite_output_dir"]
+    with pytest.raises(UserError, match="is the folder of the model that training starts from"):
+        output.check(config(tmp_path, *flags))
+    output.check(config(tmp_path, *flags, "--no_do_train"))
 
 
 @pytest.mark.parametrize("inside", ["", "below"])
 def test_file_in_the_way(tmp_path, inside):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match=r"--output_dir .*file.* cannot be written: "):
-        output.check(tmp_path / "file" / inside, overwrite=True)
+        output.check(config(tmp_path / "file" / inside, "--overwrite_output_dir"))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_folder_without_permission(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(UserError, match="cannot be written: Permission denied"):
-        output.check(tmp_path, overwrite=True)
+        output.check(config(tmp_path))
 
 
-def test_only_a_runs_own_files_are_removed(tmp_path):
+@pytest.mark.parametrize("train", [True, False])
+def test_only_a_runs_own_files_are_removed(tmp_path, train):
     kept = {"notes.txt", "checkpoint", "train-v1.1.json", "precious"}
     (tmp_path / "checkpoint").mkdir()
     for name in kept - {"checkpoint"}:
@@ -55,9 +84,11 @@ def test_only_a_runs_own_files_are_removed(tmp_path):
             (tmp_path / name / "events.1").write_text("x")
         else:
             (tmp_path / name).write_text("x")
-    output.clear(tmp_path)
+    if not train:
+        kept |= {name for name in output.RUN_FILES if not name.startswith("eval_")}
+    output.clear(tmp_path, train)
     assert {path.name for path in tmp_path.iterdir()} == kept
-    output.clear(tmp_path)  # nothing there: fine
+    output.clear(tmp_path, train)  # nothing there: fine
 
 
 def test_what_a_link_points_to_is_kept(tmp_path):
@@ -67,7 +98,7 @@ def test_what_a_link_points_to_is_kept(tmp_path):
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / "tb").symlink_to(elsewhere)
-    output.clear(folder)
+    output.clear(folder, train=True)
     assert list(folder.iterdir()) == []
     assert (elsewhere / "events.1").exists()
 

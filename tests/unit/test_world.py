@@ -209,7 +209,8 @@ def test_places_for_the_log(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     world = make_world(size=3)
     world.places = tuple(places(("b", None), ("a", None), ("b", None)))
-    assert world.describe() == ["b: rank 0 device, rank 2 device", "a: rank 1 device"]
+    threads = f"{torch.get_num_threads()} thread(s) per rank"
+    assert world.describe() == [f"b: rank 0 device, rank 2 device; {threads}", f"a: rank 1 device; {threads}"]
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     assert world.describe()[0].startswith("Slurm job id 17")
 
@@ -221,7 +222,8 @@ def test_hosts_in_rank_order():
 
 
 def leave(monkeypatch: pytest.MonkeyPatch, world: World, entry) -> int | str | None:
-    monkeypatch.setattr(module.World, "start", staticmethod(lambda: world))
+    monkeypatch.setattr(module.World, "join", staticmethod(lambda: world))
+    monkeypatch.setattr(world, "take_place", lambda: None)
     monkeypatch.setattr(module.os, "_exit", lambda status: (_ for _ in ()).throw(SystemExit(f"aborted {status}")))
     with pytest.raises(SystemExit) as left:
         run_as_rank(entry)
@@ -268,7 +270,7 @@ def test_rank_that_fails_alone_ends_all(monkeypatch, capsys, error, status, said
 @pytest.mark.parametrize(("rank", "status"), [(None, EXIT_BAD_INPUT), (0, EXIT_BAD_INPUT), (3, EXIT_OK)])
 def test_no_world_to_join_is_said_by_the_first(monkeypatch, capsys, rank, status):
     def start():
-        raise UserError("no world")
+        raise module.WorldsOfOne("no world")
 
     for _, *names in module._LAUNCHERS:
         for name in names:
@@ -276,7 +278,7 @@ def test_no_world_to_join_is_said_by_the_first(monkeypatch, capsys, rank, status
     if rank is not None:
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
         monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    monkeypatch.setattr(module.World, "start", staticmethod(start))
+    monkeypatch.setattr(module.World, "join", staticmethod(start))
     with pytest.raises(SystemExit) as left:
         run_as_rank(lambda world: None)
     assert left.value.code == status
