@@ -106,9 +106,7 @@ class _Spans:
         return self.score, self.char_start, self.char_end, self.start_logit, self.end_logit
 
 
-def answers_of(
-    questions: Sequence[Question], windows: Iterable[WindowLogits], options: SpanOptions
-) -> list[Answer]:
+def answers_of(questions: Sequence[Question], windows: Iterable[WindowLogits], options: SpanOptions) -> list[Answer]:
     """One answer per question, in the order of `questions`; the windows may come in any order.
 
     A candidate is a start and an end in the context of one window, end >= start, at most `max_answer_length`
@@ -200,8 +198,7 @@ def _no_candidate(question: Question, windows: Sequence[WindowLogits], options: 
 def _null(windows: Sequence[WindowLogits]) -> tuple[float, float, float]:
     """Score, start logit and end logit of "no answer": the window that is least sure of it, as in run_qa."""
     return min(
-        (float(w.start_logits[0] + w.end_logits[0]), float(w.start_logits[0]), float(w.end_logits[0]))
-        for w in windows
+        (float(w.start_logits[0] + w.end_logits[0]), float(w.start_logits[0]), float(w.end_logits[0])) for w in windows
     )
 
 

@@ -66,8 +66,8 @@ def check(config: Config) -> None:
     if held and config.train.do_train and not config.train.overwrite_output_dir:
         shown = ", ".join(held[:3]) + (", ..." if len(held) > 3 else "")
         raise UserError(
-            f"--output_dir {folder} is not empty ({shown}): name another one, or add --overwrite_output_dir to replace an"
-            " earlier run's files."
+            f"--output_dir {folder} is not empty ({shown}): name another one, or add --overwrite_output_dir to replace"
+            " an earlier run's files."
         )
 
 

@@ -95,10 +95,7 @@ def _score_v2(
 
     odds = [null_odds[q.id] for q in questions]
     nulled = [
-        [
-            float(not has) if odd > threshold else value
-            for value, odd, has in zip(values, odds, has_answer, strict=True)
-        ]
+        [float(not has) if odd > threshold else value for value, odd, has in zip(values, odds, has_answer, strict=True)]
         for values in (exact, f1)
     ]
     result = _means_v2(nulled[0], nulled[1], has_answer)

@@ -68,7 +68,6 @@ class WindowCounts:
         return WindowCounts(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
-
 class Cutter:
     """A tokenizer's backend without truncation and padding, checked to lay out pairs as BERT does."""
 
