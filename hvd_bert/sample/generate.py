@@ -1,10 +1,10 @@
 """Make the sample: `python -m hvd_bert.sample.generate --out DIR`.
 
 Writes train and dev questions in SQuAD's own JSON (v1.1 and v2.0) and the vocabulary that fits them. A passage
-tells of several things and holds several places, years, people and numbers, so a question can be answered only by
-finding in the passage the words that state the fact it asks for. Where two things have the same fact ("rivals"), the
-name must be matched too. Composed names (towns, surnames, rivers, plants, ships, books) are split between train and
-dev: no such name of a dev passage occurs as a whole in train, though its two parts do.
+tells of several things, and a question can be answered only by finding in it the fact asked for: mostly by the
+kind of its value, in the harder passages by the words around it or by the thing's name (`passages.KINDS`).
+Composed names (towns, surnames, rivers, plants, ships, books) are split between train and dev: no such name of a
+dev passage occurs as a whole in train, though its two parts do.
 
 The same seed gives the same bytes everywhere: only `random.Random.random()` is used, whose stream Python guarantees.
 """
@@ -29,7 +29,7 @@ SIZES = {"train": 1200, "dev": 100}
 QUESTIONS_PER_PASSAGE = 6
 PASSAGES_PER_ARTICLE = 5
 NO_ANSWER_SHARE = 1 / 3
-STRANGER_SHARE = 0.15
+STRANGER_SHARE = 0.1
 
 
 def _answers(passage: Passage, number: int, split: str) -> list[dict[str, Any]]:
@@ -56,14 +56,13 @@ def _no_answer(dice: Dice, names: Names, passage: Passage) -> tuple[str, Fact]:
             stranger = Values(dice, names).entity(passage.entities[fact.entity].theme)
             if stranger.short not in passage.context:
                 return _asked(dice, passage.relation(fact), stranger.name), fact
-    # The thing is told of, but not this fact; best one that nothing else of its kind has either.
+    # The thing is told of, but not this fact; best one whose kind of value the passage lacks.
     number = dice.below(len(passage.entities))
     thing = passage.entities[number]
     own = {fact.relation for fact in passage.facts if fact.entity == number}
-    kind = own | {fact.relation for fact in passage.facts if passage.entities[fact.entity].theme == thing.theme}
-    every = thing.theme.relations
-    name = dice.choose([name for name in every if name not in kind] or [name for name in every if name not in own])
-    relation = every[name]
+    values = {passage.relation(fact).value for fact in passage.facts}
+    absent = [relation for name, relation in thing.theme.relations.items() if name not in own]
+    relation = dice.choose([relation for relation in absent if relation.value not in values] or absent)
     alike = [fact for fact in passage.facts if passage.relation(fact).value == relation.value]
     return _asked(dice, relation, thing.name), dice.choose(alike or passage.facts)
 

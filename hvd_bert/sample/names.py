@@ -47,7 +47,7 @@ class Names:
         dev = split == "dev"
         places = _composed(themes.PLACE_STARTS, themes.PLACE_ENDS, dev)
         surnames = _composed(themes.SURNAME_STARTS, themes.SURNAME_ENDS, dev)
-        rivers = _composed(themes.PLACE_STARTS, themes.RIVER_ENDS, dev)
+        rivers = _composed(themes.RIVER_STARTS, themes.RIVER_ENDS, dev)
         plants = _composed(themes.PLANT_STARTS, themes.PLANT_ENDS, dev, str)
         ships = {f"{first} {second}": first for first, second in _pairs(themes.SHIP_FIRST, themes.SHIP_SECOND, dev)}
         books = {f"{first} {second}": first for first, second in _pairs(themes.BOOK_FIRST, themes.BOOK_SECOND, dev)}

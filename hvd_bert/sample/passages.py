@@ -11,10 +11,12 @@ from hvd_bert.sample.dice import Dice
 from hvd_bert.sample.names import Names
 from hvd_bert.sample.themes import THEMES, Relation, Theme
 
-# Shares of three kinds of passages. "mixed": things of different kinds (a ship, a town, a firm). "sisters": two things
-# of one kind, whose facts differ. "rivals": two things of one kind with the same facts, told apart by name alone.
-KINDS = (("mixed", 0.70), ("sisters", 0.15), ("rivals", 0.15))
-# Kinds of values that most themes have; a passage's things are given the same two where they can.
+# Shares of four kinds of passages. "mixed": things of different kinds (a ship, a town, a firm); "sisters": two
+# things of one kind; in both no two values are of one kind, so that the kind asked for must be found, and no more.
+# "alike" is "mixed" with values of the same kinds, told apart by the words around them; "rivals" are two things of
+# one kind with the same facts, told apart by name. The last two are the hard ones, and few.
+KINDS = (("mixed", 0.60), ("sisters", 0.28), ("alike", 0.06), ("rivals", 0.06))
+# Kinds of values that most themes have; in an "alike" passage the things are given the same two where they can.
 COMMON_VALUES = ("person", "year", "place", "count")
 # A value's place in a passage under construction: the fact's number, the value, the end.
 _MARK = re.compile("\x01(\\d+)\x02([^\x03]*)\x03")
@@ -165,27 +167,39 @@ def _subject(dice: Dice, entity: Entity, seen: bool, pronoun_fits: bool) -> str:
     return entity.short if dice.chance(0.5) else entity.name
 
 
-def _relations(dice: Dice, theme: Theme, wanted: Sequence[str], count: int) -> list[str]:
-    """Relations of a theme, first those with the wanted kinds of values, so that things have values alike."""
+def _alike(dice: Dice, theme: Theme, wanted: Sequence[str], count: int) -> list[str]:
+    """Relations of a theme, first those with the wanted kinds of values."""
     names = dice.sample(list(theme.relations), len(theme.relations))
     return sorted(names, key=lambda name: theme.relations[name].value not in wanted)[:count]
+
+
+def _different(dice: Dice, theme: Theme, count: int, used: set[str]) -> list[str]:
+    """Relations of a theme whose values are of no kind in `used`; their kinds are added to it."""
+    found: list[str] = []
+    for name in dice.sample(list(theme.relations), len(theme.relations)):
+        value = theme.relations[name].value
+        if len(found) < count and value not in used:
+            found.append(name)
+            used.add(value)
+    return found
 
 
 def _facts(dice: Dice, values: Values, theme: Theme) -> tuple[list[Entity], list[Fact]]:
     """The things a passage tells of, the first of them of the given theme, and what it tells."""
     kind = dice.weighted(KINDS)
     themes_told = [theme, theme]
-    if kind == "mixed":
+    if kind in ("mixed", "alike"):
         themes_told = [theme, *dice.sample([other for other in THEMES if other != theme], 1 + dice.below(2))]
     entities = [values.entity(which) for which in themes_told]
     each = 2 if kind == "rivals" or len(entities) == 3 else 3
-    wanted = dice.sample(COMMON_VALUES, 2)
-    told = [_relations(dice, entity.theme, wanted, each) for entity in entities]
-    if kind == "sisters":
-        both = dice.sample(list(theme.relations), 2 * each)
-        told = [both[:each], both[each:]]
+    if kind == "alike":
+        wanted = dice.sample(COMMON_VALUES, 2)
+        told = [_alike(dice, entity.theme, wanted, each) for entity in entities]
     elif kind == "rivals":
-        told[1] = dice.sample(told[0], each)
+        told = [dice.sample(list(theme.relations), each)] * 2
+    else:
+        used = {entity.theme.entity for entity in entities}  # a town or a person told of is such a value too
+        told = [_different(dice, entity.theme, each, used) for entity in entities]
     facts = [Fact(number, relation, values.value(entity.theme.relations[relation].value))
              for number, entity in enumerate(entities) for relation in told[number]]
     return entities, facts

@@ -14,6 +14,7 @@ PLACE_STARTS = ("bren", "cald", "dun", "elm", "farl", "grim", "hav", "kel", "lin
                 "quar", "rav", "sel", "thorn", "ulv", "vel", "wyn", "yar", "zel", "bir", "harr")
 PLACE_ENDS = ("holt", "mere", "wick", "ford", "stead", "bury", "haven", "gate", "combe", "moor", "dale", "mouth",
               "ness", "thwaite", "beck", "minster")
+RIVER_STARTS = ("tav", "lodd", "wens", "arr", "teg", "usk", "ith", "gwen", "swal", "nid", "yeo", "chur")
 RIVER_ENDS = ("ow", "ey", "une", "arn", "ish", "ave")
 SURNAME_STARTS = ("tol", "ack", "bar", "cren", "dor", "ell", "fen", "gar", "hob", "jes", "kast", "lor", "mab",
                   "nav", "ost", "pim", "rud", "sten", "tam", "var", "whit", "yel", "zim", "brod")
@@ -58,7 +59,7 @@ MONTHS = ("January", "February", "March", "April", "May", "June", "July", "Augus
 LEADS = ("Records show that ", "As far as anyone knows, ", "According to an old letter, ", "People say that ",
          "It is certain that ", "The museum notes that ")
 PRONOUNS = ("he", "she", "it", "the", "and", "captain")
-COMPOSED = ((PLACE_STARTS, PLACE_ENDS), (PLACE_STARTS, RIVER_ENDS), (SURNAME_STARTS, SURNAME_ENDS),
+COMPOSED = ((PLACE_STARTS, PLACE_ENDS), (RIVER_STARTS, RIVER_ENDS), (SURNAME_STARTS, SURNAME_ENDS),
             (PLANT_STARTS, PLANT_ENDS))
 
 

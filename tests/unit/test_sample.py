@@ -76,18 +76,13 @@ def test_some_dev_questions_take_several_answers() -> None:
     assert any(len(row["answers"]) > 1 for _, _, row in _questions("dev-v1.1.json"))
 
 
-def test_no_answer_can_be_told_by_its_kind_alone() -> None:
-    """Most dev passages hold two or more answers of the kind asked for: years, people, towns, ..."""
-    names = Names.of("dev")
-    rivals = 0
+def test_a_passage_has_many_answers_to_choose_from() -> None:
+    """Picking any of a passage's answers scores less than 25 EM."""
     by_context: dict[str, list[str]] = {}
     for _, context, row in _questions("dev-v1.1.json"):
         by_context.setdefault(context, []).append(row["answers"][0]["text"])
-    for answers in by_context.values():
-        years = [answer for answer in answers if re.fullmatch(r"1[789]\d\d", answer)]
-        people = [answer for answer in answers if answer.split()[-1] in names.surnames]
-        rivals += len(years) > 1 or len(people) > 1 or len(set(answers) & set(names.places)) > 1
-    assert rivals / len(by_context) > 0.5
+    guessed = sum(answers.count(answer) / len(answers) for answers in by_context.values() for answer in answers)
+    assert guessed / sum(map(len, by_context.values())) < 0.25
 
 
 def test_answers_lie_all_over_the_passage() -> None:
