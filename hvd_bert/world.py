@@ -82,6 +82,21 @@ def check_size(launcher: Launcher, horovod_size: int) -> None:
     )
 
 
+def check_pmi(launcher: Launcher, environ: Mapping[str, str], mpi: str) -> None:
+    """Raise WorldsOfOne if srun gave the tasks no PMI to find each other by: Open MPI would abort each in MPI_Init.
+
+    Others are left to `check_size`: MPICH's kin may speak Slurm's oldest PMI, which leaves no variable.
+    """
+    if launcher.name != "srun" or launcher.size == 1 or not mpi.startswith("Open MPI"):
+        return
+    if not any(name.startswith(("PMIX_", "PMI_", "PMI2_")) for name in environ):
+        raise WorldsOfOne(
+            f"srun started {launcher.size} processes without PMIx: they cannot find each other, and each would be a"
+            " world of one. Start with `srun --mpi=pmix` (`srun --mpi=list` shows what this Slurm has), or with mpirun"
+            " or horovodrun."
+        )
+
+
 def choose_device(num_devices: int, local_rank: int, local_size: int) -> str:
     """Device of a rank, "cpu" or "cuda:i", from the number of GPUs that are visible to it.
 
@@ -195,7 +210,7 @@ class World:
             import horovod.torch as hvd
 
             by_mpi = hvd.mpi_built() and os.environ.get("HOROVOD_CONTROLLER", "mpi") == "mpi"
-            comm = _mpi_world() if by_mpi else None
+            comm = _mpi_world(launcher) if by_mpi else None
         except (ImportError, OSError, RuntimeError) as error:
             raise UserError(
                 f"Horovod or MPI cannot be loaded ({error}): load the modules that were loaded at set-up, or run"
@@ -345,14 +360,20 @@ class World:
         os._exit(status)  # under Gloo horovodrun sees the status and ends the others
 
 
-def _mpi_world() -> Any:
+def _mpi_world(launcher: Launcher) -> Any:
     """mpi4py's communicator of all ranks; initialises MPI, before Horovod does.
 
     Who initialises MPI also finalises it. Horovod would do so as soon as the first rank leaves, under the feet of
     ranks that still use it (segmentation faults, seen with 0.28.1); mpi4py does when its own process ends.
     """
+    import mpi4py
+
+    mpi4py.rc(initialize=False, finalize=True)
     from mpi4py import MPI
 
+    check_pmi(launcher, os.environ, MPI.Get_library_version())
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         raise UserError(
             "This MPI gives no THREAD_MULTIPLE, which Horovod's background thread needs: use an MPI built with it, or"

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.cluster
 
 # What the log must say of the first failure, once.
 RAISED = "rank 1 on a100-02 failed:"
-IMPORT = "ModuleNotFoundError: No module named 'hvd_bert.output'"
+IMPORT = "ModuleNotFoundError: No module named 'hvd_bert.evaluation'"
 
 
 def seconds_since_failure(env: dict[str, str]) -> float:
@@ -62,7 +62,7 @@ def test_rank_that_fails_ends_horovodrun(
 def test_worlds_of_one_are_refused(cluster: Cluster, tmp_path: Path) -> None:
     command = f"srun --nodes=2 --ntasks-per-node=1 --mpi=none python -m hvd_bert.train {SMALL} 4 --output_dir out"
     outcome = cluster.on("login", command, tmp_path).expect(2)
-    assert outcome.output.count("hvd_bert: srun started 2 processes, but Horovod sees a world of 1") == 1, outcome
+    assert outcome.output.count("hvd_bert: srun started 2 processes without PMIx") == 1, outcome
     assert "srun --mpi=pmix" in outcome.output, outcome
     assert not (tmp_path / "out").exists()
 
@@ -115,6 +115,7 @@ def test_host_that_will_not_do_is_named(cluster: Cluster, tmp_path: Path, argume
 
 
 def test_what_follows_the_dashes_goes_to_the_trainer(cluster: Cluster, tmp_path: Path) -> None:
-    outcome = look(cluster, "-H a100-01:1,a100-02:1 -- --output_dir 'my runs' --learning_rat 1", tmp_path)
+    command = f"bash {HOROVODRUN_SCRIPT} -H a100-01:1,a100-02:1 -- --output_dir 'my runs' --learning_rat 1"
+    outcome = cluster.on("login", command, tmp_path)
     assert outcome.status != 0, outcome
     assert said(outcome).count("did you mean --learning_rate") == 1, outcome

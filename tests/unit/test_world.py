@@ -15,6 +15,7 @@ from hvd_bert.world import (
     Place,
     World,
     check_devices,
+    check_pmi,
     check_size,
     choose_device,
     choose_threads,
@@ -80,6 +81,29 @@ def test_size_that_does_not_fit(launcher, size, mend):
     message = str(refused.value)
     assert message.startswith(f"{launcher.name} started {launcher.size} processes, but Horovod sees a world of {size}")
     assert mend in message
+
+
+@pytest.mark.parametrize("given", ["PMIX_RANK", "PMI_FD", "PMI2_FD"])
+def test_srun_with_pmi(given):
+    check_pmi(Launcher("srun", 4, 0), {given: "1"}, "Open MPI v4.1.4")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "mpi"),
+    [
+        (Launcher("srun", 1, 0), "Open MPI v4.1.4"),
+        (Launcher("mpirun", 4, 0), "Open MPI v4.1.4"),
+        (Launcher("srun", 4, 0), "MPICH Version: 4.1"),
+    ],
+    ids=str,
+)
+def test_no_pmi_needed(launcher, mpi):
+    check_pmi(launcher, SRUN, mpi)
+
+
+def test_srun_without_pmi():
+    with pytest.raises(UserError, match=r"srun started 4 processes without PMIx: .*`srun --mpi=pmix`"):
+        check_pmi(Launcher("srun", 4, 0), SRUN, "Open MPI v4.1.4, package: Debian OpenMPI")
 
 
 # --- devices and threads ---------------------------------------------------------------------------
