@@ -15,8 +15,12 @@ def _kept_for_dev(first: int, second: int) -> bool:
 
 
 def _pairs(firsts: Sequence[str], seconds: Sequence[str], dev: bool) -> list[tuple[str, str]]:
-    return [(first, second) for i, first in enumerate(firsts) for j, second in enumerate(seconds)
-            if _kept_for_dev(i, j) == dev]
+    return [
+        (first, second)
+        for i, first in enumerate(firsts)
+        for j, second in enumerate(seconds)
+        if _kept_for_dev(i, j) == dev
+    ]
 
 
 def _composed(
@@ -25,8 +29,11 @@ def _composed(
     """Name -> its first part."""
     # "bar" + "berg" would be read as "barber" + "g": only names that split where they were joined.
     pieces = frozenset(vocabulary())
-    return {case(start + end): start for start, end in _pairs(starts, ends, dev)
-            if split_word(start + end, pieces) == [start, f"##{end}"]}
+    return {
+        case(start + end): start
+        for start, end in _pairs(starts, ends, dev)
+        if split_word(start + end, pieces) == [start, f"##{end}"]
+    }
 
 
 @dataclass(frozen=True)
@@ -51,5 +58,12 @@ class Names:
         plants = _composed(themes.PLANT_STARTS, themes.PLANT_ENDS, dev, str)
         ships = {f"{first} {second}": first for first, second in _pairs(themes.SHIP_FIRST, themes.SHIP_SECOND, dev)}
         books = {f"{first} {second}": first for first, second in _pairs(themes.BOOK_FIRST, themes.BOOK_SECOND, dev)}
-        return cls(tuple(places), tuple(surnames), tuple(rivers), tuple(plants), tuple(ships), tuple(books),
-                   places | surnames | rivers | plants | ships | books)
+        return cls(
+            tuple(places),
+            tuple(surnames),
+            tuple(rivers),
+            tuple(plants),
+            tuple(ships),
+            tuple(books),
+            places | surnames | rivers | plants | ships | books,
+        )

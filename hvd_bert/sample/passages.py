@@ -82,10 +82,17 @@ class Values:
         if kind == "large":
             return self._number(1100, 9900, 100)
         lists: dict[str, Sequence[str]] = {
-            "place": self._names.places, "river": self._names.rivers, "trade": themes.TRADES,
-            "instrument": themes.INSTRUMENTS, "goods": themes.GOODS, "product": themes.PRODUCTS,
-            "month": themes.MONTHS, "material": themes.MATERIALS, "collection": themes.COLLECTIONS,
-            "colour": themes.COLOURS, "use": themes.USES,
+            "place": self._names.places,
+            "river": self._names.rivers,
+            "trade": themes.TRADES,
+            "instrument": themes.INSTRUMENTS,
+            "goods": themes.GOODS,
+            "product": themes.PRODUCTS,
+            "month": themes.MONTHS,
+            "material": themes.MATERIALS,
+            "collection": themes.COLLECTIONS,
+            "colour": themes.COLOURS,
+            "use": themes.USES,
         }
         return self._new(lists[kind])
 
@@ -127,9 +134,7 @@ def _join(dice: Dice, pronoun: str, first: str, second: str) -> str:
     return f" {first} and {second}"
 
 
-def _sentences(
-    dice: Dice, facts: Sequence[Fact], entities: Sequence[Entity]
-) -> list[tuple[int, str]]:
+def _sentences(dice: Dice, facts: Sequence[Fact], entities: Sequence[Entity]) -> list[tuple[int, str]]:
     """(entity, what follows its name), in the order of the passage; one or two facts each."""
     per_entity: list[list[tuple[int, str]]] = []
     for entity, thing in enumerate(entities):
@@ -200,8 +205,11 @@ def _facts(dice: Dice, values: Values, theme: Theme) -> tuple[list[Entity], list
     else:
         used = {entity.theme.entity for entity in entities}  # a town or a person told of is such a value too
         told = [_different(dice, entity.theme, each, used) for entity in entities]
-    facts = [Fact(number, relation, values.value(entity.theme.relations[relation].value))
-             for number, entity in enumerate(entities) for relation in told[number]]
+    facts = [
+        Fact(number, relation, values.value(entity.theme.relations[relation].value))
+        for number, entity in enumerate(entities)
+        for relation in told[number]
+    ]
     return entities, facts
 
 

@@ -27,9 +27,7 @@ def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("cached_as", ["squad", "rajpurkar/squad"])
 @pytest.mark.parametrize("asked_for", ["squad", "rajpurkar/squad"])
-def test_squad_is_found_in_the_cache_by_either_name(
-    no_network, write_hub_cache, make_questions, cached_as, asked_for
-):
+def test_squad_is_found_in_the_cache_by_either_name(no_network, write_hub_cache, make_questions, cached_as, asked_for):
     questions = make_questions(7)
     write_hub_cache(no_network, {"train": questions, "validation": questions[:2]}, cached_as)
     assert squad.open_hub(asked_for, "train", False).questions() == questions

@@ -157,9 +157,7 @@ def test_order_of_the_mappings_and_strangers_change_nothing(drawn: Drawn, rng: r
 
 @settings(deadline=None)  # a loaded machine is not a failure
 @given(scored(least_golds=0), st.sampled_from([-1.0, 0.0, 1.0]))
-def test_best_spans_instead_of_nulled_texts_change_only_the_best_thresholds(
-    drawn: Drawn, threshold: float
-) -> None:
+def test_best_spans_instead_of_nulled_texts_change_only_the_best_thresholds(drawn: Drawn, threshold: float) -> None:
     questions, best_spans, odds = drawn
     nulled = {id_: "" if odds[id_] > threshold else text for id_, text in best_spans.items()}
     with_spans = score(questions, best_spans, odds, True, threshold)
