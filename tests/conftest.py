@@ -62,9 +62,7 @@ def make_tokenizer() -> Callable[..., Any]:
         backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
         special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-        return PreTrainedTokenizerFast(
-            tokenizer_object=backend, mask_token="[MASK]", model_max_length=512, **special
-        )
+        return PreTrainedTokenizerFast(tokenizer_object=backend, mask_token="[MASK]", model_max_length=512, **special)
 
     return make
 
