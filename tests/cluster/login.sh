@@ -27,9 +27,7 @@ own_files() {
   local host
   for host in "${!address[@]}"; do echo "${address[$host]} $host"; done >>/etc/hosts
   sed -i "s|^\(root:[^:]*:[^:]*:[^:]*:[^:]*\):[^:]*:|\1:$state/home:|" /etc/passwd
-  mkdir -p /etc/slurm /etc/munge /etc/openmpi
-  # Session folders, which ranks that are killed leave behind.
-  echo "orte_tmpdir_base = $state/local" >>/etc/openmpi/openmpi-mca-params.conf
+  mkdir -p /etc/slurm /etc/munge
   dd if=/dev/urandom of=/etc/munge/munge.key bs=128 count=1 status=none
   chown root:root /etc/munge /etc/munge/munge.key
   chmod 700 /etc/munge

@@ -14,6 +14,7 @@ first=$(first_process) || {
 folder=$PWD
 enter=(nsenter --target "$first" --net --uts --mount --pid)
 export HOME=$state/home
+export OMPI_MCA_orte_tmpdir_base=$state/local # Open MPI's session folders, which ranks that are killed leave behind
 if [ "$host" = login ]; then exec "${enter[@]}" --wd="$folder" "$@"; fi
 pid=$(cat "$state/nodes/$host/pid" 2>/dev/null) || {
   echo "tests/cluster/on.sh: no host '$host': login, a100-01 or a100-02" >&2
