@@ -120,6 +120,7 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
             )
             _measure(flags, world, report)
     except Exception as error:  # of this rank alone: the others must not wait for it
+        watch.done()
         said = f"rank {world.rank} on {world.host}: {type(error).__name__}: {error}"
         report.add([Line(watch.name, FAILURE, said)])
         report.close()

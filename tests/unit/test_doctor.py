@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -531,6 +532,9 @@ def test_refused_place(monkeypatch, capsys, few_checks, error, said, ended):
     out = capsys.readouterr().out
     assert (status, fake.ended) == (2, [ended])
     assert said in out and "Python     3.11" in out and out.endswith("Not ready: World.\n")
+    # A watch that is left running would end this process, and all tests with it, minutes later.
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert all(timer.finished.is_set() for timer in timers)
 
 
 def test_ranks_that_never_come(monkeypatch, capsys):
