@@ -18,7 +18,7 @@ What an option chose is remembered in the environment and kept by later runs tha
   --python PY       Python 3.10 or later to make the environment from (default: python3, else the newest on PATH)
   --venv DIR        the environment's folder (default: .venv in this clone)
   --torch SPEC      a version (2.8.0), a requirement ('torch>=2.8,<2.9') or a wheel file (default: $default_torch)
-  --torch-index URL package index for torch alone, as in https://download.pytorch.org/whl/cpu
+  --torch-index URL package index for torch alone, such as the CPU index that pytorch.org names
   --with-mpi | --without-mpi      demand MPI, or leave it out (default: MPI when mpicxx is there or apt can bring it)
   --with-nccl | --without-nccl    demand NCCL, or leave it out (default: NCCL when torch has CUDA and nvcc is there)
   --auto            forget what --with-... and --without-... options chose
