@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets up and runs every check: ruff, mypy, shellcheck, then the tests in the tiers unit, parallel, integration,
-# cluster (two hosts; skipped where they cannot be made, see docs/cluster.md).
-#   bash scripts/test.sh                       everything
+# Sets up and runs every check: ruff, mypy, shellcheck, then the tests in the tiers unit, parallel, integration.
+#   bash scripts/test.sh                       all of that
+#   bash scripts/test.sh tests/cluster         two hosts (docs/cluster.md), as root, after env/cluster_packages.sh
 #   bash scripts/test.sh tests/unit -k plan    only pytest, with these arguments
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -30,5 +30,4 @@ check mypy
 mapfile -t shell_scripts < <(git ls-files --cached --others --exclude-standard 2>/dev/null -- '*.sh' '*.slurm' .ci/run |
   grep . || find env scripts .ci -type f \( -name '*.sh' -o -name '*.slurm' -o -name run \))
 check shellcheck "${shell_scripts[@]}"
-bash env/cluster_packages.sh </dev/null || true # without them the tests of the cluster say so and are skipped
-check python -m pytest tests/unit tests/parallel tests/integration tests/cluster
+check python -m pytest tests/unit tests/parallel tests/integration

@@ -10,6 +10,7 @@ import signal
 import stat
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,7 +55,7 @@ def build_half_and_wait(cache_dir: Path, started) -> None:
 
 @pytest.mark.parametrize("flock", [True, False], ids=["flock", "no flock"])
 def test_four_processes_at_once_build_once(tmp_path, flock):
-    # Without flock, the children take the other path: a lock by the presence of a file.
+    # Without flock in the cache's file system, the children take the other path: a lock in the host's own /tmp.
     target = come_together if flock else come_together_without_flock
     barrier = SPAWN.Barrier(4)
     children = [SPAWN.Process(target=target, args=(tmp_path, barrier, False)) for _ in range(4)]
@@ -68,8 +69,12 @@ def test_four_processes_at_once_build_once(tmp_path, flock):
 
 
 def come_together_without_flock(cache_dir: Path, barrier, overwrite: bool) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
+    flock = fcntl.flock
+
+    def refuse(file: Any, operation: int) -> None:
+        if not isinstance(file, int):  # the lock file in the cache
+            raise OSError(errno.ENOSYS, "Function not implemented")
+        flock(file, operation)
 
     fcntl.flock = refuse
     come_together(cache_dir, barrier, overwrite)
