@@ -251,12 +251,19 @@ unpack_source() {
 }
 
 # Horovod's CMake files fix C++14 and drop any -std from CXXFLAGS; the last -std on the line wins, so a
-# compiler that adds its own is the one way round that needs no change to them. -g0: 20 instead of 77 MB.
+# compiler that adds its own is the one way round that needs no change to them. -g0: 1 instead of 77 MB.
+# nvcc calls the same compiler, but has told its own parser another standard: there it is left alone.
 make_compiler_wrapper() {
   local link=''
   # shellcheck disable=SC2016  # $ORIGIN is for the loader: NCCL is found beside this package, where torch has it
-  [ "$nccl" = no ] || link='-Wl,-rpath,\$ORIGIN/../../nvidia/nccl/lib'
-  printf '#!/bin/sh\nexec %s "$@" -std=c++%s -g0 %s\n' "$cxx" "$cxx_std" "$link" >"$work/c++"
+  [ "$nccl" = no ] || link=' -Wl,-rpath,\$ORIGIN/../../nvidia/nccl/lib'
+  cat >"$work/c++" <<END
+#!/bin/sh
+case "\$*" in
+  *-D__CUDA* | *-D__NVCC* | *-DFATBINFILE*) exec $cxx "\$@" ;;
+esac
+exec $cxx "\$@" -std=c++$cxx_std -g0$link
+END
   chmod +x "$work/c++"
 }
 
@@ -306,17 +313,22 @@ publish_wheel() {
 
 logged() {
   # Not 'if "$@"': inside a condition the shell ignores 'set -e', and a failed step would go unseen.
+  local status errors trap_on_error
+  trap_on_error=$(trap -p ERR)
+  trap - ERR
   set +e
   (
     set -e
     "$@"
   ) </dev/null >>"$log" 2>&1
-  local status=$?
+  status=$?
   set -e
-  [ $status -eq 0 ] || {
-    tail -n 40 "$log" >&2
-    die "$1 failed (status $status); above are the last lines of $log"
-  }
+  eval "$trap_on_error"
+  [ $status -ne 0 ] || return 0
+  errors=$(grep -nE -A 4 'CMake Error|[Ee]rror: |fatal' "$log" | head -n 20) || true
+  tail -n 20 "$log" >&2
+  [ -z "$errors" ] || printf 'The first errors in it:\n%s\n' "$errors" >&2
+  die "$1 failed (status $status); above are the last lines and the first errors of $log"
 }
 
 lock_cache() {

@@ -297,13 +297,17 @@ END
 
 logged() {
   # Not 'if "$@"': inside a condition the shell ignores 'set -e', and a failed step would go unseen.
+  local status trap_on_error
+  trap_on_error=$(trap -p ERR)
+  trap - ERR
   set +e
   (
     set -e
     "$@"
   ) </dev/null >>"$log" 2>&1
-  local status=$?
+  status=$?
   set -e
+  eval "$trap_on_error"
   [ $status -eq 0 ] || {
     tail -n 25 "$log" >&2
     die "$1 failed (status $status); above are the last lines of $log"
