@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from hvd_bert.answers import Answer, SpanOptions, answers_of
-from hvd_bert.config import ModelArguments, load_yaml
+from hvd_bert.command_line import load_yaml
+from hvd_bert.config import ModelArguments
 from hvd_bert.data import squad, windows
 from hvd_bert.data.squad import Question
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError

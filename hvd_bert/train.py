@@ -13,8 +13,7 @@ import math
 
 import torch
 
-from hvd_bert import config as settings
-from hvd_bert import output
+from hvd_bert import command_line, output
 from hvd_bert.config import Config
 from hvd_bert.data.batches import Collator
 from hvd_bert.engines.horovod import HorovodEngine
@@ -31,7 +30,7 @@ from hvd_bert.world import AgreedError, World, log, run_as_rank
 def main(world: World) -> None:
     """The whole way of a run, from the command line to the files it leaves."""
     with world.together():
-        config = settings.parse(show_help=world.rank == 0)
+        config = command_line.parse(show_help=world.rank == 0)
     world.set_threads(config.horovod.num_threads)
     torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
     where = ", ".join(world.hosts)

@@ -22,7 +22,8 @@ from hvd_bert.doctor.probes import ProbeError
 from hvd_bert.doctor.ranks import own_rank, rank_lines, ranks_table
 from hvd_bert.doctor.report import FAILURE, Line, Report, isolated, merged
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.world import AgreedError, Launcher, World, find_launcher
+from hvd_bert.launch import Launcher, find_launcher
+from hvd_bert.world import AgreedError, World
 
 MOST_REPEATS = 1000
 # Later than rank 0, which must have spoken before the launcher ends it for another rank's status.

@@ -15,7 +15,8 @@ import torch
 
 from hvd_bert import __version__
 from hvd_bert.doctor.report import FAILURE, OK, WARNING, WIDTH, Line, table
-from hvd_bert.world import Place, World
+from hvd_bert.launch import Place
+from hvd_bert.world import World
 
 PACKAGES = ("horovod", "transformers", "tokenizers", "datasets", "numpy", "mpi4py")
 

@@ -38,7 +38,7 @@ class Lacking:
 
 
 def watch() -> None:
-    from hvd_bert.world import find_launcher
+    from hvd_bert.launch import find_launcher
 
     rank = find_launcher(os.environ).rank
     fault = os.environ.get("WATCHED_FAULT") if rank == 1 else None

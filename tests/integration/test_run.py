@@ -13,7 +13,7 @@ import yaml
 from commands import GLOBAL_BATCH, questions_of, read_lines, said, small_run
 from launch import Outcome, launcher, run
 
-from hvd_bert import config as settings
+from hvd_bert import command_line
 
 pytestmark = pytest.mark.integration
 
@@ -120,7 +120,7 @@ def test_tensorboard(finished: Run) -> None:
 
 def test_stored_settings_give_the_same_run(finished: Run) -> None:
     stored = finished.out / "train_config.yaml"
-    assert settings.parse(["--config", str(stored)]).as_flat() == yaml.safe_load(stored.read_text())
+    assert command_line.parse(["--config", str(stored)]).as_flat() == yaml.safe_load(stored.read_text())
 
 
 def test_no_line_is_said_twice(finished: Run) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ranks import Ranks, check
 
-from hvd_bert import config as settings
+from hvd_bert import command_line
 from hvd_bert.evaluation import Evaluator
 from hvd_bert.inputs import load_inputs
 
@@ -28,7 +28,7 @@ def _evaluate(ranks: Ranks, preset: str, num_questions: int) -> None:
     # Short windows, so that most questions have several.
     words += ["--max_eval_samples", num_questions, "--max_seq_length", 64, "--doc_stride", 16]
     words += ["--per_device_eval_batch_size", 4, "--n_best_size", 5]
-    config = settings.parse([str(word) for word in words])
+    config = command_line.parse([str(word) for word in words])
     inputs = load_inputs(config, world)
     assert inputs.dev is not None
     assert len(inputs.dev.windows) > num_questions == len(inputs.dev.questions)

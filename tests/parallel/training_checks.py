@@ -17,8 +17,7 @@ import torch
 from ranks import Ranks, check
 from torch import Tensor, nn
 
-from hvd_bert import config as settings
-from hvd_bert import train
+from hvd_bert import command_line, train
 from hvd_bert.config import Config
 from hvd_bert.data.batches import Collator
 from hvd_bert.data.plan import BatchPlan
@@ -50,7 +49,7 @@ class Training:
         rank_batch = GLOBAL_BATCH // world.size // accumulation
         batch = ["--per_device_train_batch_size", rank_batch, "--gradient_accumulation_steps", accumulation]
         self.world = world
-        self.config: Config = settings.parse(sample("--no_do_eval", *batch, *flags))
+        self.config: Config = command_line.parse(sample("--no_do_eval", *batch, *flags))
         self.inputs: Inputs = load_inputs(self.config, world)
         assert self.inputs.train is not None
         self.plan: BatchPlan = self.inputs.train.plan

@@ -34,7 +34,8 @@ from hvd_bert.doctor.ranks import Rank, rank_lines, ranks_table, spans
 from hvd_bert.doctor.report import FAILURE, OK, WARNING, Line, Report, isolated, merged
 from hvd_bert.errors import UserError
 from hvd_bert.gpu_usage import NvmlError
-from hvd_bert.world import AgreedError, Launcher, Place
+from hvd_bert.launch import Launcher, Place
+from hvd_bert.world import AgreedError
 
 NO_DRIVER = NvmlError("NVML Shared Library Not Found")
 TWO_GPUS = Gpus("570.86", "12.8", ("A100", "A100"))

@@ -11,7 +11,7 @@ import pytest
 
 from hvd_bert import gpu_usage as module
 from hvd_bert.gpu_usage import GIB, GpuUsage, NvmlError, Sample, Sampler, find_gpu, look, nvml, summarise
-from hvd_bert.world import Place
+from hvd_bert.launch import Place
 
 
 class FakeNvml(ModuleType):

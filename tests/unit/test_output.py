@@ -11,7 +11,8 @@ from transformers import AutoModelForQuestionAnswering, AutoTokenizer, BertConfi
 
 from hvd_bert import output
 from hvd_bert.answers import Answer
-from hvd_bert.config import Config, parse
+from hvd_bert.command_line import parse
+from hvd_bert.config import Config
 from hvd_bert.errors import UserError
 from hvd_bert.evaluation import Evaluation
 

@@ -1,0 +1,351 @@
+"""The command line: run_qa's flags, presets and files, which of them wins, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hvd_bert.command_line import PRESETS as PRESET_FOLDER
+from hvd_bert.command_line import parse
+from hvd_bert.config import PACKAGE, DataArguments, HorovodArguments, ModelArguments, TrainArguments
+from hvd_bert.errors import UserError
+
+SECTIONS = (ModelArguments, DataArguments, TrainArguments, HorovodArguments)
+PRESETS = sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))
+
+# A value for each of run_qa's flags, other than its default.
+RUN_QA = {
+    "model_name_or_path": "folder",
+    "config_name": "folder",
+    "tokenizer_name": "folder",
+    "cache_dir": "folder",
+    "model_revision": "v1",
+    "dataset_name": "squad_v2",
+    "dataset_config_name": "plain_text",
+    "train_file": "train.json",
+    "validation_file": "dev.json",
+    "version_2_with_negative": True,
+    "max_seq_length": 256,
+    "doc_stride": 64,
+    "n_best_size": 5,
+    "max_answer_length": 12,
+    "null_score_diff_threshold": -0.5,
+    "max_train_samples": 10,
+    "max_eval_samples": 10,
+    "preprocessing_num_workers": 2,
+    "overwrite_cache": True,
+    "output_dir": "out",
+    "overwrite_output_dir": True,
+    "do_train": False,
+    "do_eval": False,
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 3e-05,
+    "weight_decay": 0.01,
+    "adam_beta1": 0.8,
+    "adam_beta2": 0.99,
+    "adam_epsilon": 1e-06,
+    "max_grad_norm": 0.5,
+    "num_train_epochs": 2.0,
+    "max_steps": 7,
+    "lr_scheduler_type": "cosine",
+    "warmup_ratio": 0.1,
+    "warmup_steps": 3.0,
+    "logging_steps": 5,
+    "eval_strategy": "no",
+    "eval_steps": 5,
+    "seed": 7,
+    "bf16": True,
+    "fp16": True,
+}
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "settings.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+# --- flags -----------------------------------------------------------------------------------------
+
+
+def test_no_flag_trains_bert_on_squad():
+    settings = parse([])
+    assert settings.model.model_name_or_path == "bert-base-uncased"
+    assert settings.model.tokenizer == "bert-base-uncased"
+    assert settings.data.dataset_name == "squad"
+    assert not settings.data.version_2_with_negative
+    assert (settings.data.max_seq_length, settings.data.doc_stride) == (384, 128)
+    assert settings.train.do_train and settings.train.do_eval
+    assert settings.train.output_dir is None
+    assert settings.train.precision == "fp32"
+
+
+@pytest.mark.parametrize("joined", [True, False], ids=["--flag=value", "--flag value"])
+@pytest.mark.parametrize(("name", "value"), RUN_QA.items(), ids=list(RUN_QA))
+def test_run_qa_flag(name, value, joined):
+    default = parse([]).as_flat()
+    settings = parse([f"--{name}={value}"] if joined else [f"--{name}", str(value)]).as_flat()
+    assert settings[name] == value != default[name]
+    assert type(settings[name]) is type(value)
+
+
+@pytest.mark.parametrize("flags", [["--bf16"], ["--bf16", "True"], ["--bf16=true"]], ids=" ".join)
+def test_switch_on(flags):
+    assert parse(flags).train.precision == "bf16"
+
+
+@pytest.mark.parametrize("flags", [["--no_do_eval"], ["--do_eval", "False"], ["--do_eval=false"]], ids=" ".join)
+def test_switch_off(flags):
+    assert parse(flags).train.do_eval is False
+
+
+def test_help_lists_every_flag(capsys):
+    with pytest.raises(SystemExit) as left:
+        parse(["--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    for name in ["config", *(field.name for section in SECTIONS for field in dataclasses.fields(section))]:
+        assert f"--{name} " in shown, name
+    for preset in PRESETS:
+        assert preset in shown
+    assert "None: None" not in shown
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_every_flag_has_help(section):
+    for field in dataclasses.fields(section):
+        assert field.metadata["help"].endswith("."), field.name
+
+
+# --- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--learning_rat", "1"], "Unknown argument --learning_rat: did you mean --learning_rate?"),
+        (["--learning_rat=1"], "did you mean --learning_rate?"),
+        (["--max-seq-lenght", "1"], "did you mean --max_seq_length?"),
+        (["--xyzzy"], "Unknown argument --xyzzy."),
+        (["train.json"], "Unknown argument train.json."),
+        (["--config"], "--config needs a value"),
+        (["--max_seq_length", "long"], "--max_seq_length/--max-seq-length: invalid int value: 'long'"),
+        (["--max_seq_length", "1.5"], "invalid int value: '1.5'"),
+        (["--learning_rate", "fast"], "invalid float value: 'fast'"),
+        (["--bf16", "perhaps"], "perhaps"),
+        (["--seed"], "expected one argument"),
+        (["--lr_scaling", "cubic"], "invalid choice: 'cubic'"),
+        (["--lr_scheduler_type", "steep"], "invalid choice: 'steep'"),
+        (["--lr_scheduler_type", "reduce_lr_on_plateau"], "invalid choice"),
+        (["--eval_strategy", "often"], "invalid choice: 'often'"),
+        (["--bf16", "--fp16"], "--bf16 and --fp16 are both given"),
+        (["--dataset_name", "squad", "--train_file", "a"], "--dataset_name and --train_file are both given"),
+        (["--dataset_name", "squad", "--validation_file", "a"], "--dataset_name and --validation_file are both"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_refused_flags(flags, said, capsys):
+    with pytest.raises(UserError) as refused:
+        parse(flags)
+    assert said in str(refused.value)
+    assert capsys.readouterr() == ("", "")  # the entry point says it, once
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        *(
+            (name, ["0", "-1"])
+            for name in (
+                "max_seq_length",
+                "n_best_size",
+                "max_answer_length",
+                "max_train_samples",
+                "max_eval_samples",
+                "preprocessing_num_workers",
+                "per_device_train_batch_size",
+                "per_device_eval_batch_size",
+                "gradient_accumulation_steps",
+                "logging_steps",
+                "eval_steps",
+                "num_threads",
+            )
+        ),
+        *(
+            (name, ["0", "-1", "nan", "inf"])
+            for name in ("learning_rate", "adam_epsilon", "num_train_epochs", "gradient_predivide_factor")
+        ),
+        *((name, ["-1", "nan", "inf"]) for name in ("weight_decay", "max_grad_norm")),
+        *((name, ["-1"]) for name in ("doc_stride", "warmup_steps", "seed")),
+        *((name, ["-0.1", "1", "nan"]) for name in ("adam_beta1", "adam_beta2", "warmup_ratio", "dropout")),
+        ("max_steps", ["0"]),
+        ("null_score_diff_threshold", ["nan"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refused_values(name, values):
+    for value in values:
+        with pytest.raises(UserError, match=rf"^--{name} {value}(\.0)?: \w+"):
+            parse([f"--{name}={value}"])
+
+
+# --- files and presets -----------------------------------------------------------------------------
+
+
+def test_command_line_wins_over_file_over_default(tmp_path):
+    name = write(tmp_path, "learning_rate: 1.0e-3\nseed: 5\n")
+    for flags in (["--config", name, "--seed=6"], ["--seed", "6", f"--config={name}"]):
+        settings = parse(flags)
+        assert (settings.train.learning_rate, settings.train.seed, settings.train.logging_steps) == (1e-3, 6, 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("null_score_diff_threshold: -0.00001", "null_score_diff_threshold", -1e-5),
+        ("output_dir: -runs of mine", "output_dir", "-runs of mine"),
+        ("train_file: a = b.json", "train_file", "a = b.json"),
+        ("do_eval: false", "do_eval", False),
+        ("version_2_with_negative: true", "version_2_with_negative", True),
+        ("learning_rate: 3e-5", "learning_rate", 3e-5),  # text for YAML, a number for us
+        ("max_train_samples: null", "max_train_samples", None),
+        ("model_revision: 2024-01-01", "model_revision", "2024-01-01"),
+        ("validation_file: '{package}/sample/dev.json'", "validation_file", f"{PACKAGE}/sample/dev.json"),
+    ],
+)
+def test_values_in_a_file(tmp_path, text, name, value):
+    assert parse(["--config", write(tmp_path, text)]).as_flat()[name] == value
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("learning_rat: 1", "unknown key 'learning_rat': did you mean learning_rate?"),
+        ("xyzzy: 1", "unknown key 'xyzzy'."),
+        ("config: sample", "unknown key 'config'"),
+        ("1: 2", "unknown key '1'"),
+        ("seed: [1, 2]", "'seed' must be a single value, not list"),
+        ("seed: {a: 1}", "'seed' must be a single value, not dict"),
+        ("seed: red", "invalid int value: 'red'"),
+        ("seed: -1", "--seed -1: must not be negative"),
+        ("- seed\n- learning_rate\n", "must be lines of `flag: value`"),
+        ("", "must be lines of `flag: value`"),
+        ("seed: 1\n  learning_rate: [", "cannot be read as YAML"),
+        ("seed: !!python/object/apply:os.getcwd []", "cannot be read as YAML"),
+    ],
+)
+def test_refused_files(tmp_path, text, said):
+    with pytest.raises(UserError) as refused:
+        parse(["--config", write(tmp_path, text)])
+    assert said in str(refused.value)
+
+
+def test_config_that_is_not_there_names_the_presets():
+    with pytest.raises(UserError, match=r"--config smaple: no such file.*Presets: .*sample"):
+        parse(["--config", "smaple"])
+
+
+def test_config_that_cannot_be_read(tmp_path):
+    with pytest.raises(UserError, match="cannot be read as YAML"):
+        parse(["--config", str(tmp_path)])
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
+    with pytest.raises(UserError, match="cannot be read as YAML"):
+        parse(["--config", str(tmp_path / "binary.yaml")])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_shipped_preset(preset):
+    settings = parse(["--config", preset])
+    written = yaml.safe_load((PRESET_FOLDER / f"{preset}.yaml").read_text(encoding="utf-8"))
+    flat = settings.as_flat()
+    assert written
+    for name, value in written.items():
+        if isinstance(value, str):
+            value = value.replace("{package}", str(PACKAGE))
+            assert not Path(value).is_absolute() or Path(value).exists()
+        assert flat[name] == value, name
+
+
+def test_sample_is_a_preset():
+    settings = parse(["--config", "sample"])
+    assert settings.model.model_name_or_path is None
+    assert settings.model.tokenizer == settings.model.config_name
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            ["--dataset_name", "squad"],
+            {"dataset_name": "squad", "train_file": None, "validation_file": None, "config_name": "c"},
+        ),
+        (["--dataset-name=squad"], {"dataset_name": "squad", "train_file": None, "validation_file": None}),
+        (["--train_file", "mine"], {"dataset_name": None, "train_file": "mine", "validation_file": None}),
+        (
+            ["--model_name_or_path", "bert"],
+            {"model_name_or_path": "bert", "config_name": None, "tokenizer_name": None, "train_file": "t"},
+        ),
+        (
+            ["--model_name_or_path", "bert", "--tokenizer_name", "mine"],
+            {"model_name_or_path": "bert", "config_name": None, "tokenizer_name": "mine"},
+        ),
+        (["--seed", "3"], {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "k", "train_file": "t"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_source_on_the_command_line_replaces_the_files(tmp_path, flags, expected):
+    name = write(tmp_path, "config_name: c\ntokenizer_name: k\ntrain_file: t\nvalidation_file: v\n")
+    settings = parse(["--config", name, *flags]).as_flat()
+    assert {key: settings[key] for key in expected} == expected
+
+
+def test_files_on_the_command_line_replace_the_files_dataset(tmp_path):
+    name = write(tmp_path, "dataset_name: squad_v2\n")
+    settings = parse(["--config", name, "--validation_file", "mine"])
+    assert (settings.data.dataset_name, settings.data.validation_file) == (None, "mine")
+
+
+@pytest.mark.parametrize(
+    ("flags", "dataset", "v2"),
+    [
+        ([], "squad", False),
+        (["--version_2_with_negative"], "squad_v2", True),
+        (["--dataset_name", "squad_v2"], "squad_v2", True),
+        (["--train_file", "a"], None, False),
+    ],
+)
+def test_dataset(flags, dataset, v2):
+    data = parse(flags).data
+    assert (data.dataset_name, data.version_2_with_negative) == (dataset, v2)
+
+
+@pytest.mark.parametrize("preset", [None, *PRESETS])
+def test_saved_settings_read_back_the_same(tmp_path, preset):
+    flags = ["--config", preset] if preset else []
+    flags += ["--null_score_diff_threshold=-1e-5", "--no_do_eval", "--output_dir", "ünter: way", "--eval_strategy=no"]
+    settings = parse(flags)
+    path = tmp_path / "train_config.yaml"
+    settings.save(path)
+    assert parse(["--config", str(path)]) == settings
+
+
+@pytest.mark.parametrize("name", ["report_to", "save_steps", "do_predict"])
+def test_run_qa_flag_without_a_counterpart_says_why(name):
+    with pytest.raises(UserError, match=rf"Unknown argument --{name}: "):
+        parse([f"--{name}", "1"])
+
+
+def test_unquoted_no_in_yaml(tmp_path):
+    assert parse(["--config", write(tmp_path, "eval_strategy: no\n")]).train.eval_strategy == "no"
+
+
+def test_help_is_shown_by_one_rank(capsys):
+    with pytest.raises(SystemExit) as left:
+        parse(["--help"], show_help=False)
+    assert left.value.code == 0
+    assert capsys.readouterr().out == ""
