@@ -72,7 +72,7 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
-SchedulerParameters=batch_sched_delay=0,sched_min_interval=10000
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=10000
 GresTypes=gpu
 ReturnToService=2
 KillWait=5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -98,14 +99,12 @@ def test_without_pmix(cluster: Cluster, tmp_path: Path, pretended: Pretended, of
     assert hosts == {"0": "a100-01", "1": "a100-01", "2": "a100-02", "3": "a100-02"}, ended
 
 
-# The first attempt leaves a file and waits; the second one ends.
+# The first attempt leaves a file, says through a pipe that it runs, and waits; the second one ends.
 WAITS = (
     SAY
     + r"""
-mkdir -p "${@: -1}" 2>/dev/null
-echo "$SLURM_RESTART_COUNT" >>"$WAITS_LOG.$SLURM_PROCID"
 [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && exit 0
-[ "$SLURM_PROCID" != 0 ] || { mkdir -p out && echo x >out/metrics.jsonl && echo started >"$WAITS_LOG"; }
+[ "$SLURM_PROCID" != 0 ] || { mkdir -p out && echo x >out/metrics.jsonl && echo >"$STARTED"; }
 exec tail -f /dev/null
 """
 )
@@ -117,13 +116,15 @@ def test_requeue_and_the_warning(cluster: Cluster, tmp_path: Path, pretended: Pr
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "precious").write_text("x")
     started = tmp_path / "started"
-    job = cluster.submit(f"{JOB_SCRIPT} --output_dir out", tmp_path, pretended(WAITS) | {"WAITS_LOG": str(started)})
-    until = f"until [ -s {started} ]; do read -rt 0.1 <> <(:) || true; done"
-    cluster.on("login", ["bash", "-c", until], tmp_path, timeout=60).expect(0)
+    os.mkfifo(started)
+    job = cluster.submit(f"{JOB_SCRIPT} --output_dir out", tmp_path, pretended(WAITS) | {"STARTED": str(started)})
+    cluster.on("login", ["cat", str(started)], tmp_path, timeout=60).expect(0)
     cluster.on("login", ["scancel", "--batch", "--signal=USR1", job], tmp_path, timeout=60).expect(0)
     cluster.on("login", ["scontrol", "requeue", job], tmp_path, timeout=60).expect(0)
     cluster.wait(job, "PENDING")
-    cluster.on("login", ["scontrol", "update", f"jobid={job}", "StartTime=now"], tmp_path, timeout=60).expect(0)
+    # Slurm lets a requeued job wait for two minutes, since its nodes refuse credentials that are not younger than the
+    # end of the first attempt, in whole seconds: "Job credential revoked". The next second will do.
+    cluster.on("login", ["scontrol", "update", f"jobid={job}", "StartTime=now+1"], tmp_path, timeout=60).expect(0)
     ended = cluster.ended(job).expect(0)
     assert ended.out.count("warning: the time limit is near (signal USR1)") == 1, ended
     assert "attempt 2" in ended.out, ended  # in the same file as the first
