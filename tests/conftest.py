@@ -190,3 +190,29 @@ def write_hub_cache(
         info.write_to_directory(str(target))
 
     return write
+
+
+@pytest.fixture(scope="session")
+def hub_home(tmp_path_factory: pytest.TempPathFactory, write_hub_cache: Callable[..., None]) -> Path:
+    """An $HF_HOME as downloads leave it: bert-base-uncased, here a tiny BERT, and squad, 20 + 5 of the sample's."""
+    from commands import TINY
+    from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
+
+    from hvd_bert.data import squad
+
+    sample = REPOSITORY / "hvd_bert" / "sample"
+    home = tmp_path_factory.mktemp("hf-home")
+    splits = {
+        split: squad.open_file(sample / f"{file}-v1.1.json", False).questions()[:count]
+        for split, file, count in (("train", "train", 20), ("validation", "dev", 5))
+    }
+    write_hub_cache(home / "datasets", splits)
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    root = home / "hub" / "models--bert-base-uncased"
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / "main").write_text(commit)
+    tokenizer = AutoTokenizer.from_pretrained(sample, model_max_length=512)
+    model = BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=512, **TINY))
+    for part in (tokenizer, model):
+        part.save_pretrained(root / "snapshots" / commit)
+    return home

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from commands import said
-from harness import JOB_SCRIPT, SMALL, Cluster, losses, results
-from launch import SAMPLE
-from test_without_flags import write_model_cache
-
-from hvd_bert.data import squad
+from harness import HOSTS, JOB_SCRIPT, PLACES, SMALL, Cluster, losses, results
 
 pytestmark = pytest.mark.cluster
-HOSTS = ["a100-01", "a100-02"]
 STEPS = f"{SMALL} 4 --per_device_train_batch_size 4"  # the same windows in each step, wherever the 4 ranks are
 
 
@@ -33,7 +27,7 @@ def one_host(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list
 def check(folder: Path, controller: str, one_host: list[float]) -> None:
     found = results(folder)
     assert (found["world_size"], found["hosts"], found["controller"]) == (4, HOSTS, controller)
-    assert Counter(place["host"] for place in found["ranks"]) == dict.fromkeys(HOSTS, 2)
+    assert [(r["rank"], r["host"], r["local_rank"], r["device"]) for r in found["ranks"]] == PLACES
     np.testing.assert_allclose(losses(folder), one_host, rtol=0, atol=1e-5)
 
 
@@ -89,30 +83,17 @@ def test_srun_inside_salloc(cluster: Cluster, tmp_path: Path) -> None:
     assert results(tmp_path / "out")["hosts"] == HOSTS
 
 
-@pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory, write_hub_cache: Callable[..., None]) -> dict[str, str]:
-    """The hub's cache with squad and a small model by the name of bert-base-uncased."""
-    home = tmp_path_factory.mktemp("hf-home")
-    splits = {
-        split: squad.open_file(SAMPLE / f"{file}-v1.1.json", False).questions()[:count]
-        for split, file, count in (("train", "train", 32), ("validation", "dev", 5))
-    }
-    write_hub_cache(home / "datasets", splits)
-    write_model_cache(home / "hub", "bert-base-uncased")
-    return {"HF_HOME": str(home)}
-
-
-def test_horovodrun_without_a_flag(cluster: Cluster, tmp_path: Path, hub: dict[str, str]) -> None:
+def test_horovodrun_without_a_flag(cluster: Cluster, tmp_path: Path, hub_home: Path) -> None:
     command = "horovodrun -np 4 -H a100-01:2,a100-02:2 python -m hvd_bert.train"
-    cluster.on("login", command, tmp_path, hub).expect(0)
+    cluster.on("login", command, tmp_path, {"HF_HOME": str(hub_home)}).expect(0)
     (folder,) = (tmp_path / "runs").iterdir()
     found = results(folder)
-    assert (found["train_windows"], found["train_steps"], found["hosts"]) == (32, 3, HOSTS)
+    assert (found["train_windows"], found["train_steps"], found["hosts"]) == (20, 3, HOSTS)
 
 
-def test_job_without_a_flag(cluster: Cluster, tmp_path: Path, hub: dict[str, str]) -> None:
-    job = cluster.submit([str(JOB_SCRIPT)], tmp_path, hub)
+def test_job_without_a_flag(cluster: Cluster, tmp_path: Path, hub_home: Path) -> None:
+    job = cluster.submit([str(JOB_SCRIPT)], tmp_path, {"HF_HOME": str(hub_home)})
     cluster.ended(job).expect(0)
     found = results(tmp_path / "runs" / f"hvd_bert-{job}")
-    assert (found["train_windows"], found["train_steps"], found["hosts"]) == (32, 3, HOSTS)
+    assert (found["train_windows"], found["train_steps"], found["hosts"]) == (20, 3, HOSTS)
     assert len(json.loads((tmp_path / "runs" / f"hvd_bert-{job}" / "eval_predictions.json").read_text())) == 5

@@ -4,48 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import TINY, said
-from launch import SAMPLE, TRAIN, launcher, run
-
-from hvd_bert.data import squad
+from commands import said
+from launch import TRAIN, launcher, run
 
 pytestmark = pytest.mark.integration
 
 # As on a compute node that reaches no hub: not told to be offline, but nobody answers.
 NO_HUB = {"HF_HUB_OFFLINE": None, "HF_DATASETS_OFFLINE": None, "HF_ENDPOINT": "http://127.0.0.1:9", "NO_PROXY": "*"}
 NO_HUB |= {"HF_HUB_CACHE": None, "HF_DATASETS_CACHE": None, "TRANSFORMERS_CACHE": None}
-
-
-def write_model_cache(folder: Path, name: str) -> None:
-    """What a download of model `name` leaves in $HF_HUB_CACHE: here a tiny BERT with the sample's vocabulary."""
-    from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
-
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    root = folder / f"models--{name.replace('/', '--')}"
-    snapshot = root / "snapshots" / commit
-    (root / "refs").mkdir(parents=True)
-    (root / "refs" / "main").write_text(commit)
-    tokenizer = AutoTokenizer.from_pretrained(SAMPLE, model_max_length=512)
-    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=512, **TINY)
-    BertForMaskedLM(config).save_pretrained(snapshot)
-    tokenizer.save_pretrained(snapshot)
-
-
-@pytest.fixture(scope="module")
-def hub_home(tmp_path_factory: pytest.TempPathFactory, write_hub_cache: Callable[..., None]) -> Path:
-    """An HF_HOME with the model and the data."""
-    home = tmp_path_factory.mktemp("hf-home")
-    splits = {
-        split: squad.open_file(SAMPLE / f"{file}-v1.1.json", False).questions()[:count]
-        for split, file, count in (("train", "train", 20), ("validation", "dev", 5))
-    }
-    write_hub_cache(home / "datasets", splits)
-    write_model_cache(home / "hub", "bert-base-uncased")
-    return home
 
 
 @pytest.mark.parametrize(("size", "by"), [(1, "none"), (2, "gloo")])
