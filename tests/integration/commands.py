@@ -31,6 +31,13 @@ def said(outcome: Outcome) -> str:
     return _PREFIX.sub("", "".join(lines))
 
 
+def report_of(outcome: Outcome) -> dict[str, Any]:
+    """The doctor's JSON object in the output; launchers add lines of their own."""
+    (line,) = [line for line in said(outcome).splitlines() if line.startswith("{")]
+    report: dict[str, Any] = json.loads(line)
+    return report
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 

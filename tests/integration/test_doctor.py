@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from commands import said
-from launch import Outcome, built, launcher, run
+from commands import report_of, said
+from launch import built, launcher, run
 
 pytestmark = pytest.mark.integration
 
 DOCTOR = [sys.executable, "-m", "hvd_bert.doctor"]
-
-
-def report_of(outcome: Outcome) -> dict[str, Any]:
-    """The one JSON object in the output; launchers add lines of their own."""
-    (line,) = [line for line in said(outcome).splitlines() if line.startswith("{")]
-    return json.loads(line)
 
 
 def test_alone(tmp_path: Path) -> None:

@@ -1,0 +1,53 @@
+"""The doctor on two hosts: one table of all ranks, their allreduce beside plain MPI's, one verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from commands import report_of
+from harness import PLACES, Cluster
+from launch import SAMPLE
+
+from hvd_bert.doctor.collective import gradient_bytes
+
+pytestmark = pytest.mark.cluster
+DOCTOR = f"python -m hvd_bert.doctor --model {SAMPLE} --repeats 2"
+
+
+def test_under_srun(cluster: Cluster, tmp_path: Path) -> None:
+    outcome = cluster.on("login", f"srun --nodes=2 --ntasks-per-node=2 --mpi=pmix {DOCTOR}", tmp_path).expect(0)
+    cells = [line.split() for line in outcome.output.splitlines()]
+    table = [tuple(row[:4]) for row in cells if len(row) > 4 and row[3] == "cpu"]
+    assert table == [(host, str(rank), str(local), device) for rank, host, local, device in PLACES], outcome
+    for words, times in (
+        ("4 rank(s) on 2 host(s), computing on CPUs, which talk through MPI", 1),
+        ("start with `srun --mpi=pmix", 1),
+        ("the same on all ranks", 1),
+        ("Horovod, MPI", 2),  # of the gradients' size, and of 4 bytes
+        ("plain MPI, host memory", 2),
+        ("Ready: a training would start here", 1),
+    ):
+        assert outcome.output.count(words) == times, (words, outcome)
+
+
+@pytest.mark.parametrize(("by", "host"), [("mpi", "login"), ("gloo --network-interfaces eth0", "a100-01")])
+def test_under_horovodrun(cluster: Cluster, tmp_path: Path, by: str, host: str) -> None:
+    outcome = cluster.on(host, f"horovodrun -np 4 -H a100-01:2,a100-02:2 --{by} {DOCTOR} --json", tmp_path).expect(0)
+    report = report_of(outcome)
+    assert report["ready"], outcome
+    assert [(r["rank"], r["host"], r["local_rank"], r["device"]) for r in report["ranks"]] == PLACES, outcome
+    methods = ["Horovod, MPI", "plain MPI, host memory"] if by == "mpi" else ["Horovod, Gloo"]
+    sizes = [gradient_bytes(str(SAMPLE)), 4]
+    timings = report["allreduce"]
+    assert [(t["method"], t["num_bytes"]) for t in timings] == [(m, size) for size in sizes for m in methods], outcome
+    assert all(t["gb_per_s"] > 0 and t["median_s"] > 0 for t in timings), outcome
+
+
+def test_worlds_of_one_are_a_failure(cluster: Cluster, tmp_path: Path) -> None:
+    command = f"srun --nodes=2 --ntasks-per-node=1 --mpi=none {DOCTOR} --json"
+    outcome = cluster.on("login", command, tmp_path).expect(2)
+    report = report_of(outcome)
+    (world,) = [check for check in report["checks"] if check["name"] == "World"]
+    assert not report["ready"] and world["status"] == "failure", outcome
+    assert "srun started 2 processes without PMIx" in world["found"], outcome
