@@ -24,15 +24,6 @@ class Dice:
     def choose(self, items: Sequence[T]) -> T:
         return items[self.below(len(items))]
 
-    def weighted(self, shares: Sequence[tuple[T, float]]) -> T:
-        """One of the items, each with its share; the shares add up to 1."""
-        draw = self._random.random()
-        for item, share in shares[:-1]:
-            draw -= share
-            if draw < 0:
-                return item
-        return shares[-1][0]
-
     def sample(self, items: Sequence[T], k: int) -> list[T]:
         """k different items in random order (fewer where there are fewer)."""
         left = list(items)

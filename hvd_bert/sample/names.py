@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hvd_bert.sample import themes
@@ -23,14 +23,12 @@ def _pairs(firsts: Sequence[str], seconds: Sequence[str], dev: bool) -> list[tup
     ]
 
 
-def _composed(
-    starts: Sequence[str], ends: Sequence[str], dev: bool, case: Callable[[str], str] = str.capitalize
-) -> dict[str, str]:
+def _composed(starts: Sequence[str], ends: Sequence[str], dev: bool) -> dict[str, str]:
     """Name -> its first part."""
     # "bar" + "berg" would be read as "barber" + "g": only names that split where they were joined.
     pieces = frozenset(vocabulary())
     return {
-        case(start + end): start
+        (start + end).capitalize(): start
         for start, end in _pairs(starts, ends, dev)
         if split_word(start + end, pieces) == [start, f"##{end}"]
     }
@@ -42,10 +40,7 @@ class Names:
 
     places: tuple[str, ...]
     surnames: tuple[str, ...]
-    rivers: tuple[str, ...]
-    plants: tuple[str, ...]
     ships: tuple[str, ...]
-    books: tuple[str, ...]
     first_part: dict[str, str] = field(repr=False)  # of every name above
 
     @classmethod
@@ -54,16 +49,5 @@ class Names:
         dev = split == "dev"
         places = _composed(themes.PLACE_STARTS, themes.PLACE_ENDS, dev)
         surnames = _composed(themes.SURNAME_STARTS, themes.SURNAME_ENDS, dev)
-        rivers = _composed(themes.RIVER_STARTS, themes.RIVER_ENDS, dev)
-        plants = _composed(themes.PLANT_STARTS, themes.PLANT_ENDS, dev, str)
         ships = {f"{first} {second}": first for first, second in _pairs(themes.SHIP_FIRST, themes.SHIP_SECOND, dev)}
-        books = {f"{first} {second}": first for first, second in _pairs(themes.BOOK_FIRST, themes.BOOK_SECOND, dev)}
-        return cls(
-            tuple(places),
-            tuple(surnames),
-            tuple(rivers),
-            tuple(plants),
-            tuple(ships),
-            tuple(books),
-            places | surnames | rivers | plants | ships | books,
-        )
+        return cls(tuple(places), tuple(surnames), tuple(ships), places | surnames | ships)
