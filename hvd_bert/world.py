@@ -35,6 +35,9 @@ from hvd_bert.launch import (
 
 log = logging.getLogger("hvd_bert")
 
+# Of Horovod's messages; others (shapes that differ, NCCL's) are failures of the rank's own.
+_PEER_IS_GONE = ("Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
 
 class AgreedError(UserError):
     """An error that every rank knows of, so that the world can be left in good order; `rank` is the one to say it."""
@@ -295,11 +298,21 @@ def run_as_rank(entry: Callable[[World], None]) -> NoReturn:
             file=sys.stderr,
         )
         world.abort(EXIT_FAILURE)
-    except Exception:
-        print(f"rank {world.rank} on {world.host} failed:\n{traceback.format_exc()}", file=sys.stderr)
+    except Exception as error:
+        print(_failure(error, f"rank {world.rank} on {world.host}"), file=sys.stderr)
         world.abort(EXIT_FAILURE)
     world.close()
     sys.exit(EXIT_OK)
+
+
+def _failure(error: Exception, where: str) -> str:
+    """What to say of a rank that failed. One that has only noticed that another one is gone has no traceback to show."""
+    from horovod.common.exceptions import HorovodInternalError
+
+    said = str(error)
+    if isinstance(error, HorovodInternalError) and any(words in said for words in _PEER_IS_GONE):
+        return f"{where} lost another rank: {said.splitlines()[0]}"
+    return f"{where} failed:\n{traceback.format_exc()}"
 
 
 def _report(error: UserError, shown: bool) -> int:
