@@ -83,6 +83,13 @@ split_hosts() {
   [ "$ranks" -le "$slots" ] || die "-np $ranks, but the hosts have $slots slots in all: $hosts"
 }
 
+host_of_each_rank() {
+  local entry slot
+  for entry in ${hosts//,/ }; do
+    for ((slot = 0; slot < ${entry#*:}; slot++)); do printf '%s ' "${entry%:*}"; done
+  done
+}
+
 # Runs on every host, here by bash and there by ssh: FOLDER INTERFACE. Says what is wrong.
 # shellcheck disable=SC2016
 look='
@@ -151,4 +158,25 @@ command=(horovodrun -np "$ranks" -H "$hosts")
 [ -z "$key" ] || command+=(--ssh-identity-file "$key")
 command+=(python -m hvd_bert.train "${trainer_arguments[@]}")
 printf '$ %s\n' "$(printf '%q ' "${command[@]}")"
-exec "${command[@]}"
+
+# The launcher's own words follow those of the first failure: a copy of all that is said, to name it once more at the end.
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+exec {out}> >(trap '' INT TERM; exec tee -a "$log")
+copiers=($!)
+exec {err}> >(trap '' INT TERM; exec tee -a "$log" >&2)
+copiers+=($!)
+"${command[@]}" >&"$out" 2>&"$err" {out}>&- {err}>&- &
+exec {out}>&- {err}>&-
+# In the background, since bash looks at signals only between commands or in `wait`; there SIGINT is ignored.
+trap 'kill -TERM "$run" 2>/dev/null || true; signalled=yes' INT TERM
+run=$! signalled=yes
+while [ "$signalled" = yes ]; do # a signal ends `wait`, too
+  signalled=no status=0
+  wait "$run" || status=$?
+done
+wait "${copiers[@]}" || true
+if [ "$status" -ne 0 ]; then
+  echo "horovodrun.sh: first failure: $(awk -v hosts="$(host_of_each_rank)" -f "$home/scripts/first_failure.awk" "$log")" >&2
+fi
+exit "$status"

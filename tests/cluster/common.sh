@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # What the scripts of the test cluster share; read by them.
-state=${HVD_BERT_CLUSTER:-${TMPDIR:-/tmp}/hvd_bert_cluster} # its folder, removed by down.sh
+state=${HVD_BERT_CLUSTER:-/tmp/hvd_bert_cluster} # its folder, removed by down.sh
 export state
 PATH=$PATH:/usr/sbin:/sbin
 export PATH

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import FOLDER, Cluster
+from harness import FOLDER, Cluster, script
 
 CANNOT_RUN_HERE = 3
 
@@ -18,15 +17,23 @@ CANNOT_RUN_HERE = 3
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """The cluster, up; skips where it cannot run. Should this process be killed, it goes down all the same."""
-    command = ["bash", str(FOLDER / "up.sh"), "--owner", str(os.getpid())]
-    started = subprocess.run(command, capture_output=True, text=True, timeout=180, stdin=subprocess.DEVNULL)
+    started = script("up.sh", "--owner", str(os.getpid()))
     if started.returncode == CANNOT_RUN_HERE:
         pytest.skip(started.stderr.strip())
     assert started.returncode == 0, started.stderr
     try:
-        yield Cluster(Path(os.environ.get("HVD_BERT_CLUSTER") or f"{tempfile.gettempdir()}/hvd_bert_cluster"))
+        yield Cluster(Path(os.environ.get("HVD_BERT_CLUSTER") or "/tmp/hvd_bert_cluster"))
     finally:
-        subprocess.run(["bash", str(FOLDER / "down.sh")], check=True, timeout=120, stdin=subprocess.DEVNULL)
+        script("down.sh").check_returncode()
+
+
+@pytest.fixture
+def folder(cluster: Cluster) -> Iterator[Path]:
+    """The folder of one more cluster, which goes down with the test."""
+    with tempfile.TemporaryDirectory(prefix="hvd_", dir="/tmp") as short:
+        place = Path(short) / "c"
+        yield place
+        script("down.sh", HVD_BERT_CLUSTER=str(place)).check_returncode()
 
 
 @pytest.fixture
@@ -37,6 +44,7 @@ def watched(tmp_path: Path) -> dict[str, str]:
     python = folder / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FOLDER / "watched.py"}" "$@"\n')
     python.chmod(0o755)
+    (folder / "horovodrun").symlink_to(Path(sys.executable).with_name("horovodrun"))
     return {
         "HVD_BERT_VENV": str(folder.parent),
         "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}",

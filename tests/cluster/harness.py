@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -51,6 +52,13 @@ class Ended:
         return self
 
 
+def script(name: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of this folder, with more environment."""
+    command = ["bash", str(FOLDER / name), *arguments]
+    environ = os.environ | env
+    return subprocess.run(command, env=environ, text=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=180)
+
+
 class Cluster:
     """The cluster that is up; `state` is its folder, `local` is on each node a disk of its own."""
 
@@ -63,7 +71,8 @@ class Cluster:
     ) -> Outcome:
         """Run a command on a host, in the folder `cwd`; `python` and `horovodrun` are this environment's."""
         words = shlex.split(command) if isinstance(command, str) else command
-        environ = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **(env or {})}
+        environ = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HVD_BERT_CLUSTER": str(self.state)}
+        environ |= env or {}
         return run(["bash", FOLDER / "on.sh", host, *words], cwd, env=environ, timeout=timeout)
 
     def submit(self, arguments: str | list[str], cwd: Path, env: Environment | None = None) -> str:

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import FOLDER, Cluster
+from harness import FOLDER, Cluster, script
 
 pytestmark = pytest.mark.cluster
-
-
-def script(name: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = ["bash", str(FOLDER / name), *arguments]
-    environ = os.environ | env
-    return subprocess.run(command, env=environ, text=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
 
 
 def machine() -> dict[str, object]:
@@ -45,14 +38,6 @@ def users_of(folder: Path) -> list[str]:
     return found
 
 
-@pytest.fixture
-def folder(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
-    """The folder of one more cluster."""
-    place = tmp_path / "another"
-    yield place
-    script("down.sh", HVD_BERT_CLUSTER=str(place))
-
-
 def test_goes_down_when_its_owner_is_killed(cluster: Cluster, folder: Path) -> None:
     before = machine()
     owner = subprocess.Popen(["tail", "-f", "/dev/null"])
@@ -60,14 +45,14 @@ def test_goes_down_when_its_owner_is_killed(cluster: Cluster, folder: Path) -> N
         up = script("up.sh", "--owner", str(owner.pid), HVD_BERT_CLUSTER=str(folder))
         assert up.returncode == 0, up
         assert len(users_of(folder)) > 5
+        watch = os.pidfd_open(int((folder / "watch.pid").read_text()))
         again = script("up.sh", HVD_BERT_CLUSTER=str(folder))
         assert again.returncode == 1 and "it is up already" in again.stderr, again
     finally:
         owner.send_signal(signal.SIGKILL)
         owner.wait()
-    deadline = time.monotonic() + 60
-    while (folder.exists() or users_of(folder)) and time.monotonic() < deadline:
-        time.sleep(0.2)  # between two looks
+    assert select.select([watch], [], [], 60)[0], "what takes it down has not ended"
+    os.close(watch)
     assert not folder.exists() and users_of(folder) == []
     assert machine() == before
     cluster.on("login", ["sinfo"], folder.parent, timeout=60).expect(0)  # the other one is untouched

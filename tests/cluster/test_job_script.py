@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import JOB_SCRIPT, REPOSITORY, Cluster
+from harness import JOB_SCRIPT, REPOSITORY, Cluster, script
 
 pytestmark = pytest.mark.cluster
 Pretended = Callable[[str], dict[str, str]]
@@ -40,6 +40,19 @@ def test_nodes_without_gpus_and_more_than_a_gpu_each(cluster: Cluster, tmp_path:
     hosts = Counter(re.findall(r"^rank \d+ on (\S+),.* <--output_dir=out>$", ended.expect(0).out, re.M))
     assert hosts == {"a100-01": 3, "a100-02": 3}, ended
     assert (tmp_path / f"mine-{ended.id}.out").exists()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_tasks_are_bound_to_cores(folder: Path, tmp_path: Path, pretended: Pretended) -> None:
+    # The nodes of the other cluster claim cores that this machine has not, and bind nothing.
+    script("up.sh", HVD_BERT_CLUSTER=str(folder), HVD_BERT_CLUSTER_TASK_PLUGIN="task/affinity").check_returncode()
+    binding = Cluster(folder)
+    env = pretended('echo "$(hostname) $(sed -n "s/^Cpus_allowed_list:[[:space:]]*//p" /proc/self/status)"')
+    job = binding.submit(f"--cpus-per-task=1 {JOB_SCRIPT}", tmp_path, env)
+    ended = binding.ended(job).expect(0)
+    assert "--cpus-per-task=1 --cpu-bind=cores python" in ended.out, ended
+    cores = re.findall(r"^(a100-0\d) (\d+)$", ended.out, re.M)  # one core each, and no two tasks of a node the same
+    assert Counter(host for host, _ in set(cores)) == {"a100-01": 2, "a100-02": 2}, ended
 
 
 def test_output_dir_of_a_yaml_file_is_kept(cluster: Cluster, tmp_path: Path, pretended: Pretended) -> None:

@@ -16,6 +16,7 @@ cannot() {
 }
 
 check_machine() {
+  [ ${#state} -le 36 ] || cannot "$state is too long a path for the sockets of Slurm and PMIx (HVD_BERT_CLUSTER)"
   [ "$(id -u)" -eq 0 ] || cannot "needs root (network namespaces, sshd, slurmd)"
   local program
   for program in munged slurmctld slurmd srun sshd ssh ip pgrep unshare nsenter; do
