@@ -28,8 +28,8 @@ ELSEWHERE = {
     "do_predict": ": use `python -m hvd_bert.predict`.",
     "test_file": ": name it as --validation_file.",
     "pad_to_max_length": ": windows are laid end to end, nothing is padded.",
-    "save_steps": ": the model is saved once, at the end.",
-    "save_strategy": ": the model is saved once, at the end.",
+    "save_strategy": ": give --save_steps N, or --save_steps 0 for none.",
+    "greater_is_better": ": it follows from --metric_for_best_model.",
     "optim": ": it is AdamW.",
 }
 

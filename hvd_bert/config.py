@@ -136,6 +136,9 @@ class TrainArguments:
     seed: int = _arg(42, "Seed of weights, batch order and dropout.")
     bf16: bool = _arg(False, "Forward pass in bfloat16 autocast; weights and gradients stay fp32.")
     fp16: bool = _arg(False, "Forward pass in fp16 autocast with loss scaling.")
+    deterministic: bool = _arg(
+        False, "Equal to the bit from run to run, also on GPUs and with three ranks or more; slower."
+    )
     tf32: bool = _arg(False, "fp32 matrix products in TF32 on GPUs that have it (A100 and later): faster, less exact.")
 
     def __post_init__(self) -> None:
@@ -168,7 +171,7 @@ class TrainArguments:
         return self.max_steps if self.max_steps > 0 else math.ceil(self.num_train_epochs * steps_per_epoch)
 
     def evaluates_after(self, step: int, steps_per_epoch: int, total_steps: int) -> bool:
-        """Whether to score after optimizer step `step` (1, 2, ...); the end is scored in any case, later."""
+        """Whether to score after optimizer step `step` (1, 2, ...) before the last; what is left is scored anyway."""
         every = {"no": total_steps, "epoch": steps_per_epoch, "steps": self.eval_steps or self.logging_steps}[
             self.eval_strategy
         ]
@@ -188,6 +191,33 @@ class TrainArguments:
     def precision(self) -> str:
         """Of the forward pass: "fp32", "bf16" or "fp16"."""
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
+
+@dataclass
+class CheckpointArguments:
+    save_steps: int = _arg(500, "Steps between two checkpoints; 0: none. One more is made at the end, and at a stop.")
+    save_total_limit: int = _arg(2, "Checkpoints to keep, the newest; the best model's is kept beside them.")
+    save_only_model: bool = _arg(False, "Checkpoints without what is needed to go on from them: a third of the size.")
+    resume_from_checkpoint: str | None = _arg(
+        None,
+        "Go on from this checkpoint's folder, or from output_dir's newest (latest). Without the flag an unfinished run"
+        " in output_dir is gone on with.",
+    )
+    load_best_model_at_end: bool = _arg(False, "Leave the model that scored best, and not the last one.")
+    metric_for_best_model: str = _arg(
+        "f1", "What counts as best: f1, exact_match or eval_loss.", choices=["f1", "exact_match", "eval_loss"]
+    )
+    early_stopping_patience: int | None = _arg(
+        None, "End after this many scorings in a row that were no better than the best."
+    )
+
+    def __post_init__(self) -> None:
+        _require(self.save_steps >= 0, f"--save_steps {self.save_steps}: must not be negative.")
+        _require(self.save_total_limit >= 1, f"--save_total_limit {self.save_total_limit}: must be at least 1.")
+        patience = self.early_stopping_patience
+        _require(patience is None or patience >= 1, f"--early_stopping_patience {patience}: must be at least 1.")
+        both = self.load_best_model_at_end and self.save_steps == 0
+        _require(not both, "--load_best_model_at_end needs checkpoints: give --save_steps other than 0.")
 
 
 @dataclass
@@ -220,6 +250,7 @@ class Config:
     model: ModelArguments
     data: DataArguments
     train: TrainArguments
+    checkpoint: CheckpointArguments
     horovod: HorovodArguments
 
     def as_flat(self) -> dict[str, Any]:
@@ -231,5 +262,5 @@ class Config:
         path.write_text(yaml.safe_dump(self.as_flat(), sort_keys=False), encoding="utf-8")
 
 
-SECTIONS: list[Any] = [ModelArguments, DataArguments, TrainArguments, HorovodArguments]
+SECTIONS: list[Any] = [ModelArguments, DataArguments, TrainArguments, CheckpointArguments, HorovodArguments]
 FLAGS = {f.name for section in SECTIONS for f in fields(section)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
+EXIT_STOPPED = 75  # asked to stop, and saved: the same command goes on (EX_TEMPFAIL of sysexits.h)
 
 
 class UserError(ValueError):

@@ -145,7 +145,7 @@ class GpuUsage:
         own = world.places[world.rank].device_id if self.enabled else None
         self._sampler = Sampler(own) if own is not None else None
         self._file = (
-            (folder / "gpu_usage.jsonl").open("w", encoding="utf-8") if self.enabled and not world.rank else None
+            (folder / "gpu_usage.jsonl").open("a", encoding="utf-8") if self.enabled and not world.rank else None
         )
 
     def read(self, step: int) -> dict[str, float]:

@@ -50,11 +50,14 @@ class Inputs:
     train: TrainingSet | None
     dev: QuestionSet | None
 
+    @property
+    def tokenizer_digest(self) -> str:
+        """Of the vocabulary and the rules of the tokenizer."""
+        return hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:12]
+
     def fingerprint(self) -> dict[str, object]:
         """What must be the same on all ranks: the content of the data, the number of windows, the vocabulary."""
-        same: dict[str, object] = {
-            "the tokenizer": hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:12]
-        }
+        same: dict[str, object] = {"the tokenizer": self.tokenizer_digest}
         for name, part in (("training", self.train), ("validation", self.dev)):
             if part is not None:
                 same[f"the {name} data {part.source.name}"] = f"{part.source.digest[:12]}, {len(part.windows)} windows"
@@ -74,7 +77,7 @@ def _training_set(config: Config, tokenizer: Any, world: World) -> TrainingSet:
     source = open_split(config.data, "train", config.model.cache_dir)
     table = _windows(source, tokenizer, config.data, config.data.max_train_samples, world)
     args = config.train
-    plan = BatchPlan(
+    plan = BatchPlan.of_rank_batch(
         len(table), args.per_device_train_batch_size, args.gradient_accumulation_steps, world.size, args.seed
     )
     return TrainingSet(source, table, plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, BertForQuestionAnswering
 from transformers import logging as transformers_logging
 
 from hvd_bert import attention
-from hvd_bert.config import ModelArguments
+from hvd_bert.config import ModelArguments, TrainArguments
 from hvd_bert.data import hub
 from hvd_bert.data.batches import Batch
 from hvd_bert.errors import UserError
@@ -30,6 +31,14 @@ VOCAB_PADDING = 128
 HUB_NAMES = {name: f"google-bert/{name}" for name in ("bert-base-uncased", "bert-base-cased", "bert-large-uncased")}
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def set_precision(args: TrainArguments) -> None:
+    """How exact matrix products are, and with --deterministic, that every kernel gives the same bits each time."""
+    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it
+        torch.use_deterministic_algorithms(True)
 
 
 def load_tokenizer(args: ModelArguments) -> Any:

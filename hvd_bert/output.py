@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
+import math
 import os
 import platform
 import shutil
+import socket
 import tempfile
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from transformers import PreTrainedModel
 
-from hvd_bert import __version__
+from hvd_bert import __version__, checkpoint, resume
 from hvd_bert.config import Config
 from hvd_bert.data.plan import BatchPlan
 from hvd_bert.errors import UserError
 from hvd_bert.evaluation import Evaluation
-from hvd_bert.optim import scaled_learning_rate, warmup_steps
-from hvd_bert.world import World
+from hvd_bert.optim import warmup_steps
+from hvd_bert.world import World, log
 
 # All that a run writes; with --overwrite_output_dir these, and nothing else, make room for the new run's.
 RUN_FILES = {
@@ -34,6 +37,8 @@ RUN_FILES = {
     "metrics.jsonl": "one line per logged step and evaluation",
     "gpu_usage.jsonl": "the same steps: how busy each GPU was",
     "tb": "the same for TensorBoard (tensorboard --logdir)",
+    "checkpoint-*": "the model at a step, and all that training needs to go on from there",
+    "latest": "the name of the newest of them",
     "train_config.yaml": "every setting of this run; --config reads it back",
     "eval_config.yaml": "every setting of a run that only scored",
     "model.safetensors": "the weights; from_pretrained loads this folder",
@@ -41,19 +46,22 @@ RUN_FILES = {
     "tokenizer.json": "the tokenizer",
     "tokenizer_config.json": "the tokenizer's settings",
 }
+LOCK = ".lock"
+# Held by this process: the kernel frees a lock with the last of its file's descriptors, so a crash leaves none.
+_LOCKS: dict[Path, TextIO] = {}
 
 
 def check(config: Config) -> None:
-    """Raise UserError if the output folder cannot be written, or holds what the run would have to replace.
+    """Raise UserError if the output folder cannot be written, is in use, or holds what the run would have to replace.
 
-    Changes nothing. A run that only scores adds to a folder; one that trains wants --overwrite_output_dir for any that
-    is not empty.
+    Changes nothing (but locks a folder that is there). A run that only scores adds to a folder; one that trains goes
+    on with what it left unfinished there, and wants --overwrite_output_dir for any other that is not empty.
     """
     folder = Path(config.train.output_dir or "runs").absolute()
     above = next(path for path in (folder, *folder.parents) if path.exists())
     named = config.train.output_dir is not None
     try:
-        held = sorted(path.name for path in folder.iterdir()) if named and above == folder else []
+        held = sorted(path.name for path in folder.iterdir() if path.name != LOCK) if named and above == folder else []
         with tempfile.TemporaryFile(dir=above):
             pass
     except OSError as error:
@@ -63,25 +71,33 @@ def check(config: Config) -> None:
         raise UserError(
             f"--output_dir {folder} is the folder of the model that training starts from: name another one."
         )
-    if held and config.train.do_train and not config.train.overwrite_output_dir:
+    goes_on = config.checkpoint.resume_from_checkpoint == resume.LATEST or resume.unfinished(folder)
+    if held and config.train.do_train and not config.train.overwrite_output_dir and not goes_on:
         shown = ", ".join(held[:3]) + (", ..." if len(held) > 3 else "")
         raise UserError(
             f"--output_dir {folder} is not empty ({shown}): name another one, or add --overwrite_output_dir to replace"
             " an earlier run's files."
         )
+    if held and config.train.do_train:
+        lock(folder)  # before what a living run is writing is looked at
 
 
-def make_ready(config: Config) -> None:
+def make_ready(config: Config, resumed_step: int | None) -> None:
     """Make the folder (settling its name in `config`), remove what will be written anew, keep the settings.
 
     By default a new runs/<date>-<time>; of several jobs that start in the same second each gets its own.
+    `resumed_step`: the step that training goes on from; what the run left before it stays.
     """
     try:
         if config.train.output_dir is None:
             config.train.output_dir = str(_new_dated_folder())
         folder = config.train.folder
         folder.mkdir(parents=True, exist_ok=True)
-        clear(folder, config.train.do_train)
+        lock(folder)
+        if resumed_step is None:
+            clear(folder, config.train.do_train)
+        else:
+            forget_after(folder, resumed_step)
         config.save(folder / ("train_config.yaml" if config.train.do_train else "eval_config.yaml"))
     except OSError as error:
         raise _unwritable(Path(config.train.output_dir or "runs"), error) from None
@@ -103,8 +119,52 @@ def _unwritable(folder: Path, error: OSError) -> UserError:
     return UserError(f"--output_dir {folder} cannot be written: {error.strerror or error}.")
 
 
+def lock(folder: Path) -> None:
+    """Make the folder this process's own until it ends, however it ends. Raises UserError if another run has it."""
+    if folder.resolve() in _LOCKS:
+        return
+    file = (folder / LOCK).open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "an unknown process"
+        file.close()
+        raise UserError(f"--output_dir {folder} is in use by another run ({holder}): wait for its end.") from None
+    except OSError as error:
+        log.warning("%s has no file locks (%s): start no second run in it.", folder, error.strerror)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    _LOCKS[folder.resolve()] = file
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Remove what a run left of the steps after `step`, which it makes anew: lines of its records, checkpoints."""
+    for name in ("metrics.jsonl", "gpu_usage.jsonl"):
+        path = folder / name
+        if path.exists():
+            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+            partial = folder / f"{name}.partial"
+            partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            os.replace(partial, path)
+    checkpoint.sweep(folder)
+    aside = checkpoint.set_aside_after(folder, step)
+    if aside:
+        log.warning("Set aside, since training goes on from step %d: %s.", step, ", ".join(aside))
+
+
+def _step_of(line: str) -> float:
+    try:
+        return int(json.loads(line)["step"])
+    except ValueError:  # cut short by a crash
+        return math.inf
+
+
 def clear(folder: Path, train: bool) -> None:
     """Remove what a run writes: all of it, or with `train` false its evaluation; no other files."""
+    if train:
+        checkpoint.clear(folder)
     names = [name for name in RUN_FILES if train or name.startswith("eval_")]
     for name in [*names, *(f"{name}.partial" for name in names)]:
         path = folder / name
@@ -142,13 +202,13 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
             os.replace(file, folder / file.name)
 
 
-def effective_settings(config: Config, plan: BatchPlan, world: World) -> dict[str, float]:
-    """What the settings come to in this world."""
+def effective_settings(config: Config, plan: BatchPlan, learning_rate: float, world: World) -> dict[str, float]:
+    """What the settings come to in this world; `learning_rate`: the peak."""
     total_steps = config.train.total_steps(plan.steps_per_epoch)
     return {
         "world_size": world.size,
         "global_batch": plan.global_batch,
-        "learning_rate": scaled_learning_rate(config.train, world.size),
+        "learning_rate": learning_rate,
         "warmup_steps": warmup_steps(config.train, total_steps),
         "train_steps": total_steps,
         "steps_per_epoch": plan.steps_per_epoch,
@@ -200,5 +260,5 @@ def _version(package: str) -> str | None:
 
 def describe(folder: Path) -> str:
     """The files that a run left, one a line, with what each holds."""
-    lines = [f"  {name:<28} {what}" for name, what in RUN_FILES.items() if (folder / name).exists()]
+    lines = [f"  {name:<28} {what}" for name, what in RUN_FILES.items() if any(folder.glob(name))]
     return "\n".join([f"In {folder}:", *lines])

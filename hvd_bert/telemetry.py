@@ -24,22 +24,27 @@ LINE_EVERY_S = 10.0
 class Telemetry:
     """Writes what it is given; on ranks other than 0 (`enabled` false) every method does nothing."""
 
-    def __init__(self, folder: Path, enabled: bool) -> None:
+    def __init__(self, folder: Path, enabled: bool, resumed_step: int | None = None) -> None:
+        """`resumed_step`: TensorBoard is to forget what it was told of later steps."""
         self.enabled = enabled
-        self.step = self.total_steps = 0
+        self.step = self.first_step = self.total_steps = 0
         self.epoch = 0.0
         if not enabled:
             return
         self.jsonl = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self.board = SummaryWriter(str(folder / "tb"))
+        purge = None if resumed_step is None else resumed_step + 1
+        self.board = SummaryWriter(str(folder / "tb"), purge_step=purge)
         self.bar = tqdm(disable=True)
 
-    def begin(self, total_steps: int) -> None:
-        """Training starts, for `total_steps` steps."""
+    def begin(self, total_steps: int, step: int, steps_per_epoch: int) -> None:
+        """Training starts, for `total_steps` steps in all; after `step` of them, if it goes on from a checkpoint."""
         self.total_steps = total_steps
+        self.step = self.first_step = step
+        self.epoch = step / steps_per_epoch
         self.start = self.last_line = time.monotonic()
         if self.enabled:
-            self.bar = tqdm(total=total_steps, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
+            shown = sys.stderr.isatty()
+            self.bar = tqdm(total=total_steps, initial=step, unit="step", disable=not shown, dynamic_ncols=True)
 
     def logged(self, step: int, metrics: dict[str, float]) -> None:
         """Record and show a step's metrics (keys: docs/output.md)."""
@@ -79,7 +84,8 @@ class Telemetry:
             self.bar.update(self.step - self.bar.n)
         elif now - self.last_line >= LINE_EVERY_S or self.step in (1, self.total_steps):
             self.last_line = now
-            eta = tqdm.format_interval((now - self.start) / self.step * (self.total_steps - self.step))
+            done = self.step - self.first_step
+            eta = tqdm.format_interval((now - self.start) / done * (self.total_steps - self.step))
             said = "  ".join(f"{name} {value}" for name, value in shown.items())
             self.say(f"step {self.step}/{self.total_steps} ({self.step / self.total_steps:.0%})  {said}  ETA {eta}")
 
@@ -96,6 +102,9 @@ class Telemetry:
             self.bar.close()
             self.board.close()
             self.jsonl.close()
+
+
+_TOTALS = ("last_step", "train_s", "loss_sum", "windows", "tokens")
 
 
 class Meter:
@@ -147,6 +156,24 @@ class Meter:
         """The time spent inside does not count; call right after `read`."""
         yield
         self._since = time.perf_counter()
+
+    def state(self) -> dict[str, float]:
+        """The totals up to the last look, which are the same on all ranks, and the time since."""
+        totals = {name: getattr(self, name) for name in _TOTALS}
+        return totals | {"seconds": time.perf_counter() - self._since}
+
+    def since_last_look(self) -> list[float]:
+        """This rank's sums since the last look: loss, windows, tokens. Waits for the device."""
+        return [float(self._loss), self._windows, self._tokens]
+
+    def restore(self, state: dict[str, float], since_last_look: list[float]) -> None:
+        """Take over what `state` and `since_last_look` gave, in this or another process."""
+        for name in _TOTALS:
+            setattr(self, name, state[name])
+        loss, windows, tokens = since_last_look
+        self._loss.fill_(loss)
+        self._windows, self._tokens = int(windows), int(tokens)
+        self._since = time.perf_counter() - state["seconds"]
 
     def results(self) -> dict[str, float]:
         """The whole training, in run_qa's names: samples are windows, train_runtime (s) is without evaluations."""

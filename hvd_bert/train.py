@@ -4,16 +4,15 @@
     horovodrun -np 4 -H a100-01:2,a100-02:2 python -m hvd_bert.train         four ranks on two hosts
     srun --mpi=pmix python -m hvd_bert.train                                 every task of a Slurm job
 
-Exit status: 0 done, 1 failure, 2 bad input (said once, before any training).
+Exit status: 0 done, 1 failure, 2 bad input (said once, before any training), 75 stopped by a signal: all is saved, and
+the same command goes on.
 """
 
 from __future__ import annotations
 
 import math
 
-import torch
-
-from hvd_bert import command_line, output
+from hvd_bert import command_line, output, resume
 from hvd_bert.config import Config
 from hvd_bert.data.batches import Collator
 from hvd_bert.engines.horovod import HorovodEngine
@@ -21,8 +20,12 @@ from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.evaluation import Evaluator
 from hvd_bert.gpu_usage import GpuUsage
 from hvd_bert.inputs import Inputs, TrainingSet, load_inputs
-from hvd_bert.model import autocast, window_losses
+from hvd_bert.model import autocast, set_precision, window_losses
 from hvd_bert.optim import make_optimizer, make_schedule
+from hvd_bert.resume import Found
+from hvd_bert.saving import Checkpoints
+from hvd_bert.state import Best, TrainState, seed_ranks
+from hvd_bert.stopping import StopRequests
 from hvd_bert.telemetry import Meter, Telemetry
 from hvd_bert.world import AgreedError, World, log, run_as_rank
 
@@ -32,27 +35,28 @@ def main(world: World) -> None:
     with world.together():
         config = command_line.parse(show_help=world.rank == 0)
     world.set_threads(config.horovod.num_threads)
-    torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
-    where = ", ".join(world.hosts)
-    log.info("%d rank(s) on %s, %s, controller %s", world.size, where, world.device.type, world.controller)
-    for line in world.describe():
-        log.info("%s", line)
+    set_precision(config.train)
+    log.info("%s", "\n".join(world.describe()))
+    found = None
     with world.together():
         if world.rank == 0:
             output.check(config)
+            found = resume.find(config)
         inputs = load_inputs(config, world)
     world.check_same(inputs.fingerprint() | {f"--{name}": value for name, value in config.as_flat().items()})
     with world.together():
         if world.rank == 0:
-            output.make_ready(config)
+            if found:
+                resume.check(found, config, inputs)
+            output.make_ready(config, found.step if found else None)
     config.train.output_dir = world.broadcast(config.train.output_dir)
     folder = config.train.folder
     inputs.model.to(device=world.device)  # type: ignore[call-arg]  # transformers hides the signature
 
-    telemetry = Telemetry(folder, enabled=world.rank == 0)
+    telemetry = Telemetry(folder, enabled=world.rank == 0, resumed_step=found.step if found else None)
     evaluator = Evaluator(inputs, config, world) if inputs.dev else None
     if inputs.train:
-        train(inputs, inputs.train, evaluator, telemetry, config, world)
+        train(inputs, inputs.train, found, evaluator, telemetry, config, world)
     if evaluator:
         evaluation = evaluator(inputs.model)
         telemetry.evaluated(evaluation.metrics)
@@ -65,59 +69,79 @@ def main(world: World) -> None:
 def train(
     inputs: Inputs,
     data: TrainingSet,
+    found: Found | None,
     evaluator: Evaluator | None,
     telemetry: Telemetry,
     config: Config,
     world: World,
 ) -> None:
-    """Train `inputs.model`; leave it, the metrics and train_results.json in the output folder."""
-    args, plan, model, folder = config.train, data.plan, inputs.model, config.train.folder
+    """Train `inputs.model`; leave it, the metrics and train_results.json in the output folder.
+
+    `found`, on rank 0: the checkpoint to go on from.
+    """
+    args, model, folder = config.train, inputs.model, config.train.folder
+    plan = resume.plan(data.plan, found, world)
     total_steps = args.total_steps(plan.steps_per_epoch)
     engine = HorovodEngine(model, make_optimizer(model, args, world.size), plan.accumulation, config, world)
     schedule = make_schedule(engine.optimizer, args, total_steps)
     collate = Collator(data.windows, world.device)
     meter = Meter(world)
     gpus = GpuUsage(world, folder)
-    effective = output.effective_settings(config, plan, world)
+    state = TrainState(model, engine, schedule, meter, plan, world, Best(config.checkpoint.metric_for_best_model))
+    seed_ranks(args.seed, 0, world)
+    resume.restore(state, found, args.seed)
+    checkpoints = Checkpoints(state, config, inputs)
+    stop_requests = StopRequests(world)
+    effective = output.effective_settings(config, plan, schedule.base_lrs[0], world)
     log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))
-    torch.manual_seed(args.seed + world.rank)  # the ranks' dropout must differ; their weights were broadcast
     model.train()
-    telemetry.begin(total_steps)
+    telemetry.begin(total_steps, state.step, plan.steps_per_epoch)
 
-    for step in range(1, total_steps + 1):
-        step_windows = len(plan.step_windows(step - 1))
-        for ids in plan.rank_windows(step - 1, world.rank):
-            batch = collate(ids)
-            with autocast(world.device, args.precision):
-                losses = window_losses(model, batch)[: batch.num_windows]
-            # Horovod takes the mean over the ranks; this makes it the mean over the windows of the step.
-            loss = losses.sum() * (world.size / step_windows)
-            engine.backward(loss)
-            meter.add(loss, batch)
-        grad_norm = engine.clip()
-        learning_rate = schedule.get_last_lr()[0]
-        if engine.step():
-            schedule.step()
+    with stop_requests.watched():
+        while state.step < total_steps and not checkpoints.patience_is_over:
+            step_windows = len(plan.step_windows(state.step))
+            for ids in plan.rank_windows(state.step, world.rank):
+                batch = collate(ids)
+                with autocast(world.device, args.precision):
+                    losses = window_losses(model, batch)[: batch.num_windows]
+                # Horovod takes the mean over the ranks; this makes it the mean over the windows of the step.
+                loss = losses.sum() * (world.size / step_windows)
+                engine.backward(loss)
+                meter.add(loss, batch)
+            any_stop = stop_requests.ask()
+            grad_norm = engine.clip()
+            learning_rate = schedule.get_last_lr()[0]
+            if engine.step():
+                schedule.step()
+            state.step += 1
+            stops = any_stop()
 
-        evaluates = evaluator is not None and args.evaluates_after(step, plan.steps_per_epoch, total_steps)
-        if evaluates or args.logs_after(step, total_steps):
-            means = meter.read(step)
-            check_finite(step, means["loss"])
-            now = {
-                "epoch": step / plan.steps_per_epoch,
-                "learning_rate": learning_rate,
-                "grad_norm": float(grad_norm),
-            }
-            telemetry.logged(step, now | means | gpus.read(step))
-        if evaluator is not None and evaluates:
-            with meter.paused():
-                telemetry.evaluated(evaluator(model).metrics)
+            evaluates = evaluator is not None and args.evaluates_after(state.step, plan.steps_per_epoch, total_steps)
+            if evaluates or args.logs_after(state.step, total_steps):
+                means = meter.read(state.step)
+                check_finite(state.step, means["loss"])
+                now = {
+                    "epoch": state.step / plan.steps_per_epoch,
+                    "learning_rate": learning_rate,
+                    "grad_norm": float(grad_norm),
+                }
+                telemetry.logged(state.step, now | means | gpus.read(state.step) | checkpoints.metrics())
+            if evaluator is not None and evaluates:
+                with meter.paused():
+                    metrics = evaluator(model).metrics
+                telemetry.evaluated(metrics)
+                checkpoints.evaluated(metrics)
+            if checkpoints.due(total_steps):
+                checkpoints.save()
+            if stops:
+                checkpoints.stop(stop_requests.reason())
 
+    checkpoints.end()
     gpus.close()
     if world.rank == 0:
         output.save_model(folder, model, inputs.tokenizer)
-        results = meter.results() | {"skipped_steps": engine.skipped_steps} | effective | output.facts(config, world)
-        output.write_json(folder / "train_results.json", results)
+        results = meter.results() | checkpoints.totals | {"skipped_steps": engine.skipped_steps}
+        output.write_json(folder / "train_results.json", results | effective | output.facts(config, world))
 
 
 def check_finite(step: int, loss: float) -> None:

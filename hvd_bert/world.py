@@ -158,9 +158,10 @@ class World:
         return find_job(os.environ)
 
     def describe(self) -> list[str]:
-        """For the log: the Slurm job, and host by host which rank has which device."""
-        job = self.job
-        lines = ["Slurm job " + ", ".join(f"{key} {value}" for key, value in job.items())] if job else []
+        """For the log: the world in a line, the Slurm job, and host by host which rank has which device."""
+        lines = [f"{self.size} rank(s) on {', '.join(self.hosts)}, {self.device.type}, controller {self.controller}"]
+        if self.job:
+            lines.append("Slurm job " + ", ".join(f"{key} {value}" for key, value in self.job.items()))
         for host in self.hosts if self.size > 1 else ():
             ranks = [f"rank {place.rank} {place.device}" for place in self.places if place.host == host]
             lines.append(f"{host}: {', '.join(ranks)}; {torch.get_num_threads()} thread(s) per rank")
@@ -192,6 +193,22 @@ class World:
         if self.size == 1:
             return values
         return torch.as_tensor(self._hvd.allreduce(values, op=self._hvd.Sum))
+
+    def broadcast_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Rank 0's tensors, in place, into those of every rank; all have the same names, shapes and types."""
+        if self.size > 1:
+            self._hvd.broadcast_parameters(sorted(tensors.items()), root_rank=0)
+
+    def begin_vote(self, mine: bool) -> Callable[[], bool]:
+        """Start to ask whether any rank says yes; the answer comes by calling the result. One vote at a time.
+
+        It travels beside the step's gradients (and never in one buffer with them: its type is another).
+        """
+        if self.size == 1:
+            return lambda: mine
+        ballot = torch.tensor([int(mine)], dtype=torch.int32)
+        handle = self._hvd.allreduce_async(ballot, op=self._hvd.Sum, name="hvd_bert.vote")
+        return lambda: bool(self._hvd.synchronize(handle).item())
 
     def check_same(self, values: Mapping[str, object]) -> None:
         """Raise AgreedError if a value differs between ranks: hosts that hold other files would train on other data."""

@@ -7,7 +7,7 @@ batch only, so worlds of different size that share a global batch train on the s
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -20,10 +20,10 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """`num_windows` dealt out over `size` ranks: `rank_batch` a rank and pass, `accumulation` passes a step."""
+    """`num_windows` dealt out over `size` ranks: `global_batch` a step, over all ranks and `accumulation` passes."""
 
     num_windows: int
-    rank_batch: int
+    global_batch: int
     accumulation: int
     size: int
     seed: int
@@ -35,10 +35,16 @@ class BatchPlan:
                 " or more data."
             )
 
-    @property
-    def global_batch(self) -> int:
-        """Windows of one optimizer step, over all ranks and passes."""
-        return self.rank_batch * self.accumulation * self.size
+    @classmethod
+    def of_rank_batch(cls, num_windows: int, rank_batch: int, accumulation: int, size: int, seed: int) -> BatchPlan:
+        """The plan in which a rank takes `rank_batch` windows in each of a step's `accumulation` passes."""
+        return cls(num_windows, rank_batch * accumulation * size, accumulation, size, seed)
+
+    def with_global_batch(self, global_batch: int) -> BatchPlan:
+        """The same windows in steps of `global_batch`; passes of at most today's size, as many as that takes."""
+        rank_batch = self.global_batch // (self.size * self.accumulation)
+        passes = math.ceil(global_batch / (self.size * rank_batch))
+        return replace(self, global_batch=global_batch, accumulation=passes)
 
     @property
     def steps_per_epoch(self) -> int:

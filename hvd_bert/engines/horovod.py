@@ -6,6 +6,7 @@ closes are named where they are closed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,6 +42,9 @@ class HorovodEngine:
             backward_passes_per_step=accumulation,
             compression=hvd.Compression.fp16 if fp16_allreduce else hvd.Compression.none,
             gradient_predivide_factor=config.horovod.gradient_predivide_factor,
+            # Which gradients share a buffer depends on when they are ready, and with three ranks or more the order of
+            # a sum on its place in the buffer. One group is sent whole: always the same buffers, but no overlap.
+            groups=1 if config.train.deterministic else None,
         )
         # The parameters only: broadcasting a fresh AdamW's state makes a hidden step that decays every weight.
         if world.size > 1:  # alone on a GPU this would need a Horovod with NCCL for nothing
@@ -78,3 +82,32 @@ class HorovodEngine:
         self.skipped_steps += not applied
         self.optimizer.zero_grad()  # no set_to_none: the wrapped optimizer's does not take it
         return applied
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """What a checkpoint needs beside the weights: AdamW's tensors as "parameter/slot", and the rest for JSON."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        tensors = {
+            f"{names[id(parameter)]}/{slot}": value
+            for parameter, slots in self.optimizer.state.items()
+            for slot, value in slots.items()
+        }
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        return tensors, {"groups": groups, "scaler": self.scaler.state_dict(), "skipped_steps": self.skipped_steps}
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], rest: dict[str, Any]) -> None:
+        """Take over what `state` gave, in this or another process."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        number_of: dict[str, int] = {}
+        groups = []
+        for group, saved in zip(self.optimizer.param_groups, rest["groups"], strict=True):
+            first = len(number_of)
+            number_of |= {names[id(parameter)]: first + i for i, parameter in enumerate(group["params"])}
+            groups.append({**saved, "params": list(range(first, len(number_of)))})
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for key, value in tensors.items():
+            name, slot = key.rsplit("/", 1)
+            state.setdefault(number_of[name], {})[slot] = value
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        if rest["scaler"]:
+            self.scaler.load_state_dict(rest["scaler"])
+        self.skipped_steps = rest["skipped_steps"]

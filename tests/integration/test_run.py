@@ -55,7 +55,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_files(finished: Run) -> None:
     expected = {"train_config.yaml", "train_results.json", "metrics.jsonl", "tb", "config.json", "model.safetensors"}
     expected |= {"eval_results.json", "eval_predictions.json", "eval_nbest_predictions.json"}
-    expected |= {"tokenizer.json", "tokenizer_config.json"}
+    expected |= {"tokenizer.json", "tokenizer_config.json", "checkpoint-6", "latest", ".lock"}
     assert {path.name for path in finished.out.iterdir()} == expected
 
 

@@ -42,7 +42,7 @@ def check(function: Check) -> Check:
 
 def run_checks(world: World) -> None:
     """All of them, in order; one that fails on a rank does not keep the others from running."""
-    for module in ("world_checks", "training_checks", "evaluation_checks"):
+    for module in ("world_checks", "training_checks", "evaluation_checks", "resume_checks"):
         importlib.import_module(module)  # its checks register themselves
     folder, controller = Path(sys.argv[1]), sys.argv[2]
     results: dict[str, list[str | None]] = {}

@@ -17,6 +17,7 @@ import evaluation_checks
 import numpy as np
 import official_squad
 import pytest
+import resume_checks  # noqa: F401  # registers its checks
 import torch
 import training_checks
 import world_checks  # noqa: F401  # registers its checks

@@ -10,10 +10,9 @@ import yaml
 
 from hvd_bert.command_line import PRESETS as PRESET_FOLDER
 from hvd_bert.command_line import parse
-from hvd_bert.config import PACKAGE, DataArguments, HorovodArguments, ModelArguments, TrainArguments
+from hvd_bert.config import PACKAGE, SECTIONS
 from hvd_bert.errors import UserError
 
-SECTIONS = (ModelArguments, DataArguments, TrainArguments, HorovodArguments)
 PRESETS = sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))
 
 # A value for each of run_qa's flags, other than its default.
@@ -58,6 +57,12 @@ RUN_QA = {
     "logging_steps": 5,
     "eval_strategy": "no",
     "eval_steps": 5,
+    "save_steps": 7,
+    "save_total_limit": 3,
+    "save_only_model": True,
+    "resume_from_checkpoint": "folder",
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "exact_match",
     "seed": 7,
     "bf16": True,
     "fp16": True,
@@ -334,7 +339,7 @@ def test_saved_settings_read_back_the_same(tmp_path, preset):
     assert parse(["--config", str(path)]) == settings
 
 
-@pytest.mark.parametrize("name", ["report_to", "save_steps", "do_predict"])
+@pytest.mark.parametrize("name", ["report_to", "save_strategy", "do_predict"])
 def test_run_qa_flag_without_a_counterpart_says_why(name):
     with pytest.raises(UserError, match=rf"Unknown argument --{name}: "):
         parse([f"--{name}", "1"])

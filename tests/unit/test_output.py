@@ -28,7 +28,7 @@ def test_check_changes_nothing(tmp_path):
 
 def test_folder_is_made_with_the_settings(tmp_path):
     wanted = config(tmp_path / "a" / "b")
-    output.make_ready(wanted)
+    output.make_ready(wanted, None)
     assert parse(["--config", str(tmp_path / "a" / "b" / "train_config.yaml")]) == wanted
 
 
@@ -38,7 +38,7 @@ def test_dated_folders_are_never_shared(tmp_path, monkeypatch):
     runs = [config(None) for _ in range(3)]
     for run in runs:
         output.check(run)
-        output.make_ready(run)
+        output.make_ready(run, None)
     assert [run.train.output_dir for run in runs] == ["runs/now", "runs/now-2", "runs/now-3"]
 
 
@@ -49,7 +49,7 @@ def test_folder_with_files_is_refused_and_left_alone(tmp_path):
         output.check(config(tmp_path))
     output.check(config(tmp_path, "--overwrite_output_dir"))
     output.check(config(tmp_path, "--no_do_train"))  # scoring adds to a folder
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", "d"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [output.LOCK, "a", "b", "c", "d"]
 
 
 def test_the_model_that_training_starts_from_is_kept(tmp_path):

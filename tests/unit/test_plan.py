@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import chain
 
 import numpy as np
@@ -18,7 +19,7 @@ quick = settings(max_examples=60, deadline=None)
 @st.composite
 def plans(draw):
     size = draw(st.integers(1, 9))
-    return BatchPlan(
+    return BatchPlan.of_rank_batch(
         num_windows=draw(st.integers(size, 200)),
         rank_batch=draw(st.integers(1, 8)),
         accumulation=draw(st.integers(1, 4)),
@@ -48,7 +49,7 @@ def test_ranks_share_a_step_evenly(plan, step):
     assert max(sizes) - min(sizes) <= 1
     each = [len(ids) for passes in ranks for ids in passes]
     assert max(each) - min(each) <= 1
-    assert max(each) <= plan.rank_batch
+    assert max(each) <= math.ceil(plan.global_batch / plan.size / plan.accumulation)
     taken = [int(i) for passes in ranks for ids in passes for i in ids]
     assert len(taken) == len(set(taken))
     assert set(taken) == set(plan.step_windows(step).tolist())
@@ -67,7 +68,7 @@ def test_every_step_but_an_epochs_last_is_full(plan, step):
 @pytest.mark.parametrize("step", [0, 2, 7, 40])
 def test_step_does_not_depend_on_the_world(num_windows, step):
     worlds = [(8, 1, 1), (4, 1, 2), (2, 2, 2), (2, 1, 4), (1, 2, 4), (1, 1, 8)]
-    plans = [BatchPlan(num_windows, batch, passes, size, seed=3) for batch, passes, size in worlds]
+    plans = [BatchPlan.of_rank_batch(num_windows, batch, passes, size, seed=3) for batch, passes, size in worlds]
     for plan in plans:
         assert plan.global_batch == 8
         np.testing.assert_array_equal(plan.step_windows(step), plans[0].step_windows(step))
@@ -76,7 +77,7 @@ def test_step_does_not_depend_on_the_world(num_windows, step):
 @quick
 @given(plans(), st.integers(0, 50))
 def test_plan_is_pure(plan, step):
-    again = BatchPlan(plan.num_windows, plan.rank_batch, plan.accumulation, plan.size, plan.seed)
+    again = BatchPlan(plan.num_windows, plan.global_batch, plan.accumulation, plan.size, plan.seed)
     before = plan.step_windows(step).copy()
     for other in (0, step + plan.steps_per_epoch, step + 3 * plan.steps_per_epoch):
         again.rank_windows(other, 0)  # what was asked for in between does not matter
@@ -84,7 +85,7 @@ def test_plan_is_pure(plan, step):
 
 
 def test_no_caller_can_change_the_order():
-    plan = BatchPlan(num_windows=10, rank_batch=4, accumulation=1, size=1, seed=0)
+    plan = BatchPlan(num_windows=10, global_batch=4, accumulation=1, size=1, seed=0)
     with pytest.raises(ValueError, match="read-only"):
         plan.step_windows(0)[0] = 1
 
@@ -100,5 +101,5 @@ def test_epochs_and_seeds_differ():
 @pytest.mark.parametrize(("num_windows", "size"), [(0, 1), (3, 4), (1, 2)])
 def test_fewer_windows_than_ranks_are_refused(num_windows, size):
     with pytest.raises(UserError, match=rf"{num_windows} windows, fewer than the {size} ranks"):
-        BatchPlan(num_windows, 1, 1, size, 0)
-    BatchPlan(size, 1, 1, size, 0)
+        BatchPlan(num_windows, size, 1, size, 0)
+    BatchPlan(size, size, 1, size, 0)

@@ -53,7 +53,7 @@ def metrics(step: int) -> dict[str, float]:
 def run(folder: Path, clock: Clock, enabled: bool = True, seconds: float = 4.0) -> None:
     """Eight steps of `seconds` each, scored in the middle and at the end."""
     telemetry = Telemetry(folder, enabled)
-    telemetry.begin(8)
+    telemetry.begin(8, step=0, steps_per_epoch=4)
     for step in range(1, 9):
         clock.now += seconds
         telemetry.logged(step, metrics(step))
@@ -78,7 +78,7 @@ def test_rows(tmp_path, clock):
 
 def test_rows_are_on_disk_at_once(tmp_path, clock):
     telemetry = Telemetry(tmp_path, enabled=True)
-    telemetry.begin(8)
+    telemetry.begin(8, step=0, steps_per_epoch=4)
     telemetry.logged(1, metrics(1))
     assert len(rows(tmp_path)) == 1
     telemetry.close()

@@ -1,0 +1,225 @@
+"""Checkpoints on disk: a folder that is whole or is not there, and whose every byte can be checked.
+
+    OUTPUT_DIR/checkpoint-120/   model.safetensors, config.json, tokenizer: loads as a model
+                                 optimizer.safetensors, rng.safetensors, state.json: what goes on from there
+                                 manifest.json: format version; size and SHA-256 of each file above
+    OUTPUT_DIR/latest            the name of the newest one
+
+Written into a temporary folder, flushed to disk, renamed, and only then pointed to: whatever kills the writer leaves
+the checkpoints that were there. No file is unpickled: tensors are safetensors, the rest JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+FORMAT = 1
+POINTER = "latest"
+_NAME = re.compile(r"checkpoint-(\d+)")
+_PARTIAL = ".partial-"
+_BLOCK = 1 << 20
+
+
+class Damaged(ValueError):
+    """A checkpoint that cannot be used; the message says which file, and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds: `tensors` by file stem and name, `documents` for JSON by file stem, other `files`."""
+
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    documents: Mapping[str, Any]
+    files: Mapping[str, bytes]
+
+
+def name_of(step: int) -> str:
+    """The folder's name for optimizer step `step`."""
+    return f"checkpoint-{step}"
+
+
+def step_of(folder: Path) -> int:
+    """The step that a checkpoint's folder is named after; -1 for any other folder."""
+    match = _NAME.fullmatch(folder.name)
+    return int(match[1]) if match else -1
+
+
+def write(output_dir: Path, step: int, contents: Contents) -> Path:
+    """Write a checkpoint, replacing one of the same step, and point to it. Raises OSError; then nothing has changed."""
+    partial = output_dir / f"{_PARTIAL}{name_of(step)}"
+    _remove(partial)
+    try:
+        partial.mkdir()
+        for stem, tensors in contents.tensors.items():
+            safetensors.torch.save_file(dict(tensors), partial / f"{stem}.safetensors", metadata={"format": "pt"})
+        for stem, document in contents.documents.items():
+            (partial / f"{stem}.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+        for name, content in contents.files.items():
+            (partial / name).write_bytes(content)
+        files = {file.name: _fingerprint(file) for file in sorted(partial.iterdir())}
+        manifest = {"format": FORMAT, "step": step, "files": files}
+        (partial / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        for file in partial.iterdir():
+            _flush(file)
+        _flush(partial)
+        folder = output_dir / name_of(step)
+        if folder.exists():
+            discard(folder)
+        partial.rename(folder)
+        _flush(output_dir)
+    except SafetensorError as error:  # its way of saying that the disk is full
+        raise OSError(str(error)) from None
+    finally:
+        with contextlib.suppress(OSError):
+            _remove(partial)
+    point_to(folder)
+    return folder
+
+
+def point_to(folder: Path) -> None:
+    """Make `folder` the one that `newest` takes first."""
+    new = folder.parent / f"{_PARTIAL}{POINTER}"
+    new.write_text(f"{folder.name}\n", encoding="utf-8")
+    _flush(new)
+    os.replace(new, folder.parent / POINTER)
+    _flush(folder.parent)
+
+
+def candidates(output_dir: Path) -> list[Path]:
+    """The checkpoints of a folder, whole or not: the one pointed to, then the others from the newest on."""
+    try:
+        folders = [path for path in output_dir.iterdir() if step_of(path) >= 0 and path.is_dir()]
+        pointer = output_dir / POINTER
+        first = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
+    except (OSError, UnicodeDecodeError):
+        return []
+    return sorted(folders, key=lambda path: (path.name == first, step_of(path)), reverse=True)
+
+
+def verify(folder: Path) -> None:
+    """Raise Damaged unless every file is there with the size and the content that it was written with."""
+    files = _manifest(folder)["files"]
+    for name, expected in files.items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            if size != expected["bytes"]:
+                raise Damaged(f"{path} has {size:,} bytes instead of {expected['bytes']:,}")
+            if _fingerprint(path) != expected:
+                raise Damaged(f"{path} is not what was written (its SHA-256 differs)")
+        except OSError as error:
+            raise Damaged(f"{path}: {error.strerror or error}") from None
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["format"] > FORMAT:
+            raise Damaged(f"{path}: format {manifest['format']} is of a later hvd_bert; this one reads up to {FORMAT}")
+        named = {
+            str(name): {"bytes": int(f["bytes"]), "sha256": str(f["sha256"])} for name, f in manifest["files"].items()
+        }
+    except OSError as error:
+        raise Damaged(f"{path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, Damaged):
+            raise
+        raise Damaged(f"{path} is no list of files with their sizes ({error})") from None
+    if any(Path(name).name != name for name in named):
+        raise Damaged(f"{path} names files outside its folder")
+    return {**manifest, "files": named}
+
+
+def read(folder: Path) -> Contents:
+    """All tensors (on the CPU) and documents. Raises Damaged; verifies first."""
+    verify(folder)
+    try:
+        tensors = {path.stem: safetensors.torch.load_file(path) for path in folder.glob("*.safetensors")}
+        documents = {"state": json.loads((folder / "state.json").read_text(encoding="utf-8"))}
+    except (OSError, ValueError, SafetensorError) as error:
+        raise Damaged(f"{folder}: {error}") from None
+    return Contents(tensors, documents, {})
+
+
+def discard(folder: Path) -> None:
+    """Remove a checkpoint so that a crash on the way leaves no half of it under its name."""
+    aside = folder.with_name(f"{_PARTIAL}old-{folder.name}")
+    _remove(aside)
+    folder.rename(aside)
+    _remove(aside)
+
+
+def prune(output_dir: Path, limit: int, keep: Collection[str] = ()) -> None:
+    """Discard all but the newest `limit` checkpoints and those named in `keep`."""
+    kept = 0
+    for folder in sorted(candidates(output_dir), key=step_of, reverse=True):
+        if kept < limit:
+            kept += 1
+        elif folder.name not in keep:
+            discard(folder)
+
+
+def sweep(output_dir: Path) -> None:
+    """Remove what a writer left that was killed. Only for who holds the run's lock."""
+    for left in output_dir.glob(f"{_PARTIAL}*"):
+        _remove(left)
+
+
+def clear(output_dir: Path) -> None:
+    """Remove every checkpoint, and what was set aside."""
+    for folder in candidates(output_dir):
+        discard(folder)
+    for aside in output_dir.glob("checkpoint-*.aside"):
+        _remove(aside)
+    _remove(output_dir / POINTER)
+    sweep(output_dir)
+
+
+def set_aside_after(output_dir: Path, step: int) -> list[str]:
+    """Rename the checkpoints of later steps, which the run will write anew: damaged, or of a way not taken."""
+    renamed = []
+    for folder in candidates(output_dir):
+        if step_of(folder) > step:
+            aside = folder.with_name(f"{folder.name}.aside")
+            _remove(aside)
+            folder.rename(aside)
+            renamed.append(aside.name)
+    return renamed
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            size += len(block)
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,167 @@
+"""From which checkpoint a run goes on, and whether it may: rank 0 decides, before any training."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hvd_bert import checkpoint
+from hvd_bert.checkpoint import Contents, Damaged
+from hvd_bert.config import CheckpointArguments, Config, HorovodArguments
+from hvd_bert.data.plan import BatchPlan
+from hvd_bert.errors import UserError
+from hvd_bert.inputs import Inputs
+from hvd_bert.state import TrainState
+from hvd_bert.world import World, log
+
+LATEST = "latest"
+# Settings that may change on the way, since they do not change what is learned; what a checkpoint records in another
+# form (data, model, batch) is compared in that form. Any other setting must stay.
+FREE = {
+    *("model_name_or_path", "config_name", "tokenizer_name", "cache_dir", "model_revision"),
+    *("dataset_name", "dataset_config_name", "train_file", "validation_file", "max_eval_samples"),
+    *("n_best_size", "max_answer_length", "null_score_diff_threshold", "preprocessing_num_workers", "overwrite_cache"),
+    *("output_dir", "overwrite_output_dir", "do_eval", "logging_steps", "eval_strategy", "eval_steps"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size"),
+    *(vars(CheckpointArguments()).keys() - {"metric_for_best_model"}),
+    *(vars(HorovodArguments()).keys() - {"fp16_allreduce", "gradient_predivide_factor"}),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint to go on from."""
+
+    folder: Path
+    contents: Contents
+
+    @property
+    def step(self) -> int:
+        return int(self.state["step"])
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What `TrainState.snapshot` wrote, and the run's `identity`."""
+        state: dict[str, Any] = self.contents.documents["state"]
+        return state
+
+
+def unfinished(folder: Path) -> bool:
+    """Whether a training began in this folder and did not end."""
+    return (folder / "train_config.yaml").is_file() and not (folder / "train_results.json").exists()
+
+
+def find(config: Config) -> Found | None:
+    """The checkpoint that --resume_from_checkpoint names, or the newest whole one of an unfinished run in output_dir.
+
+    None: the run begins anew. Raises UserError where a checkpoint is asked for, or there, and none can be used.
+    """
+    named, folder = config.checkpoint.resume_from_checkpoint, config.train.output_dir
+    if not config.train.do_train:
+        return None
+    if named and named != LATEST:
+        return _named(Path(named))
+    if folder is None or (named is None and (config.train.overwrite_output_dir or not unfinished(Path(folder)))):
+        if named:
+            raise UserError("--resume_from_checkpoint latest: name the run's folder as well (--output_dir).")
+        return None
+    found, damage = _newest_whole(Path(folder))
+    if found is None and damage:
+        raise UserError(
+            f"None of the checkpoints in {folder} can be used: {'; '.join(damage)}. Nothing was changed. To train anew"
+            " and replace them, add --overwrite_output_dir."
+        )
+    if found is None and named:
+        raise UserError(f"--resume_from_checkpoint latest: there is no checkpoint in {folder}.")
+    for said in damage:
+        log.warning("A damaged checkpoint is passed over: %s.", said)
+    return found
+
+
+def _named(folder: Path) -> Found:
+    try:
+        return Found(folder, _resumable(folder))
+    except Damaged as error:
+        raise UserError(f"--resume_from_checkpoint {folder} cannot be used: {error}.") from None
+
+
+def _newest_whole(output_dir: Path) -> tuple[Found | None, list[str]]:
+    damage: list[str] = []
+    for folder in checkpoint.candidates(output_dir):
+        try:
+            return Found(folder, _resumable(folder)), damage
+        except Damaged as error:
+            damage.append(str(error))
+    return None, damage
+
+
+def _resumable(folder: Path) -> Contents:
+    contents = checkpoint.read(folder)
+    if contents.documents["state"].get("model_only"):
+        raise Damaged(f"{folder} holds the model only (--save_only_model), which is not enough to go on from")
+    return contents
+
+
+def identity(config: Config, inputs: Inputs) -> dict[str, Any]:
+    """What must be the same for a run to go on: the model's shape, the data, what is learned from them and how."""
+    assert inputs.train is not None
+    settings = {f"--{name}": value for name, value in config.as_flat().items() if name not in FREE}
+    return settings | {
+        "the model": _shape_of(inputs.model),
+        "the tokenizer": inputs.tokenizer_digest,
+        "the training data": inputs.train.source.digest[:12],
+        "the number of training windows": inputs.train.plan.num_windows,
+    }
+
+
+def _shape_of(model: nn.Module) -> str:
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return f"{len(shapes)} tensors, {size:,} parameters, {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
+
+
+def check(found: Found, config: Config, inputs: Inputs) -> None:
+    """Raise UserError if the checkpoint is of another model, other data, another plan or other settings.
+
+    The global batch of the flags may be what it was or, on another number of ranks, what the same flags give there.
+    """
+    assert inputs.train is not None
+    now, saved, plan = identity(config, inputs), found.state["identity"], inputs.train.plan
+    differing = [
+        f"{name} was {saved.get(name)} and is {now.get(name)}"
+        for name in dict.fromkeys((*saved, *now))
+        if saved.get(name) != now.get(name)
+    ]
+    global_batch = found.state["global_batch"]
+    if global_batch not in (plan.global_batch, plan.global_batch * found.state["world_size"] // plan.size):
+        differing.append(f"the global batch was {global_batch} and is {plan.global_batch}")
+    if differing:
+        raise UserError(
+            f"{found.folder} cannot be gone on from: {'; '.join(differing)}. Give the settings that it was made with,"
+            " name another --output_dir, or add --overwrite_output_dir to train anew."
+        )
+    log.info("Going on from step %d: %s", found.step, found.folder)
+
+
+def plan(plan: BatchPlan, found: Found | None, world: World) -> BatchPlan:
+    """The plan with the checkpoint's global batch, so that each step has the windows that it would have had."""
+    global_batch = world.broadcast(found.state["global_batch"] if found else plan.global_batch)
+    if global_batch == plan.global_batch:
+        return plan
+    changed = plan.with_global_batch(global_batch)
+    log.info(
+        "The global batch stays %d: %d pass(es) per step on %d rank(s).", global_batch, changed.accumulation, plan.size
+    )
+    return changed
+
+
+def restore(state: TrainState, found: Found | None, seed: int) -> None:
+    """Put `state` where the checkpoint was, if there is one. Called by all ranks; rank 0 has read it."""
+    if not state.world.broadcast(found is not None):
+        return
+    tensors, rest = (found.contents.tensors, found.state) if found else ({}, {})
+    state.restore(tensors, rest, seed)

@@ -1,0 +1,168 @@
+"""Checkpoints while training: when one is due, the copy that training waits for, the write that it does not."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+
+from hvd_bert import checkpoint
+from hvd_bert.checkpoint import Contents
+from hvd_bert.config import Config
+from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED, UserError
+from hvd_bert.inputs import Inputs
+from hvd_bert.resume import identity
+from hvd_bert.state import TrainState
+from hvd_bert.world import AgreedError, log
+
+
+class Checkpoints:
+    """Saves a TrainState. Every method is called by all ranks; rank 0 writes."""
+
+    def __init__(self, state: TrainState, config: Config, inputs: Inputs) -> None:
+        self.state = state
+        self.args = config.checkpoint
+        self.folder = config.train.folder
+        self.identity = identity(config, inputs)
+        self.model_files = model_files(inputs)
+        self._writer = Writer()
+        self._last_saved = state.step
+        self._new: dict[str, float] = {}
+        self.totals = {"checkpoints": 0, "checkpoint_pause_s": 0.0, "checkpoint_write_s": 0.0}
+
+    def due(self, total_steps: int) -> bool:
+        """Whether to save after this step: every --save_steps, and at the end."""
+        step, every = self.state.step, self.args.save_steps
+        return every > 0 and (step % every == 0 or step == total_steps)
+
+    def save(self) -> None:
+        """Save the state after this step: training waits for the copy, and for the write before if it still runs."""
+        if self.state.step == self._last_saved:
+            return
+        start = time.perf_counter()
+        tensors, rest = self.state.snapshot()
+        if self.state.world.rank == 0:
+            self._report()
+            keep = {checkpoint.name_of(self.state.best.step)} if self.args.load_best_model_at_end else set()
+            contents = self._contents(tensors, rest)
+            self._writer.start(lambda: self._write(rest["step"], contents, keep))
+        self._last_saved = self.state.step
+        pause = time.perf_counter() - start
+        self._new["checkpoint_pause_s"] = pause
+        self.totals["checkpoint_pause_s"] += pause
+        self.totals["checkpoints"] += 1
+
+    def _contents(self, tensors: dict[str, Any], rest: dict[str, Any]) -> Contents:
+        if self.args.save_only_model:
+            return Contents(
+                {"model": tensors["model"]}, {"state": {"step": rest["step"], "model_only": True}}, self.model_files
+            )
+        return Contents(tensors, {"state": rest | {"identity": self.identity}}, self.model_files)
+
+    def _write(self, step: int, contents: Contents, keep: set[str]) -> None:
+        start = time.perf_counter()
+        checkpoint.write(self.folder, step, contents)
+        checkpoint.prune(self.folder, self.args.save_total_limit, keep)
+        seconds = time.perf_counter() - start
+        self._new["checkpoint_write_s"] = seconds
+        self.totals["checkpoint_write_s"] += seconds
+
+    def _report(self) -> None:
+        """Wait for the write before; say so if it failed: training goes on, and the next may succeed."""
+        error = self._writer.wait()
+        if error is not None:
+            log.warning("A checkpoint could not be written in %s: %s. Training goes on.", self.folder, error)
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds of the pause and of the write (which ran beside the training) of a save since the last call."""
+        new, self._new = self._new, {}
+        return new
+
+    def finish(self) -> None:
+        """Wait for the last write. Raises AgreedError on all ranks if it failed."""
+        with self.state.world.together(EXIT_FAILURE):
+            error = self._writer.wait() if self.state.world.rank == 0 else None
+            if error is not None:
+                raise UserError(f"The checkpoint of step {self._last_saved} could not be written: {error}.")
+
+    def stop(self, reason: str) -> None:
+        """Save, and leave: raises AgreedError with EXIT_STOPPED, once everything is on disk."""
+        self.save()
+        self.finish()
+        where = self.folder / checkpoint.name_of(self.state.step)
+        raise AgreedError(
+            f"Stopped after step {self.state.step} by {reason}, saved in {where}: the same command goes on from there.",
+            status=EXIT_STOPPED,
+        )
+
+    def evaluated(self, metrics: dict[str, float]) -> None:
+        """Take note of a scoring; save if it is the best and the best is wanted."""
+        if self.state.best.update(self.state.step, metrics) and self.args.load_best_model_at_end:
+            self.save()
+
+    @property
+    def patience_is_over(self) -> bool:
+        """Whether --early_stopping_patience ends the training here."""
+        patience = self.args.early_stopping_patience
+        return patience is not None and self.state.best.since >= patience
+
+    def end(self) -> None:
+        """The training is over: wait for the last write; with --load_best_model_at_end take the best weights."""
+        best, world = self.state.best, self.state.world
+        if self.patience_is_over:
+            log.info("Ended early: no %s better than that of step %d (%.2f).", best.metric, best.step, best.value)
+        self.finish()
+        if not self.args.load_best_model_at_end or best.step in (0, self.state.step):
+            return
+        path = self.folder / checkpoint.name_of(best.step) / "model.safetensors"
+        model = self.state.model
+        weights = dict(model.state_dict())
+        with world.together(EXIT_FAILURE):
+            if world.rank == 0:
+                try:
+                    checkpoint.verify(path.parent)
+                    model.load_state_dict(safetensors.torch.load_file(path))
+                except (checkpoint.Damaged, OSError) as error:
+                    raise UserError(f"The best model cannot be loaded: {error}.") from None
+        world.broadcast_tensors(weights)
+        log.info("The model is that of step %d (%s %.4g).", best.step, best.metric, best.value)
+
+
+class Writer:
+    """Runs one job at a time in the background."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Start a job; the one before must have been waited for."""
+        # Not a daemon: a process that ends finishes what it began to write.
+        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint writer")
+        self._thread.start()
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except OSError as error:  # a full or vanished disk
+            self._error = error
+
+    def wait(self) -> Exception | None:
+        """Wait for the job; the error it ended with."""
+        if self._thread is not None:
+            self._thread.join()
+        self._thread, error, self._error = None, self._error, None
+        return error
+
+
+def model_files(inputs: Inputs) -> dict[str, bytes]:
+    """What makes a folder load as a model and its tokenizer, beside the weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        inputs.model.config.save_pretrained(folder)
+        inputs.tokenizer.save_pretrained(folder)
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}

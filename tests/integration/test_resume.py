@@ -1,0 +1,206 @@
+"""The real command stopped and started again: by signals, by SIGKILL, in other worlds, from damaged checkpoints."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import resuming
+import stopping_at
+from commands import said, small_run
+from launch import Outcome, launcher, run
+
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_STOPPED
+
+pytestmark = pytest.mark.integration
+
+STOPPING = [sys.executable, stopping_at.__file__]
+DROPOUT = ("--dropout", 0.1, "--save_steps", 2)
+STEPS_PER_EPOCH, STEPS = 3, 6  # of small_run
+
+
+def train(folder: Path, size: int, by: str, *flags: object, stop: str = "0 0 SIGTERM start") -> Outcome:
+    """small_run into FOLDER/out; `stop`: step, rank, signal and place of what stops it."""
+    words = small_run(size, "out", *DROPOUT, *flags)[len(small_run(1, "")[:3]) :]  # without "python -m hvd_bert.train"
+    cache = {"HVD_BERT_CACHE": str(folder.parent / "cache")}
+    folder.mkdir(exist_ok=True)
+    return run([*launcher(size, by), *STOPPING, *stop.split(), *words], folder, env=cache)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """size -> the output of a run that nothing stopped."""
+    outputs = {}
+    for size, by in ((1, "none"), (2, "gloo")):
+        folder = tmp_path_factory.mktemp("whole") / str(size)
+        train(folder, size, by).expect(0)
+        outputs[size] = folder / "out"
+    return outputs
+
+
+@pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGINT"])
+def test_stopped_by_a_signal_and_started_again(tmp_path: Path, whole: dict[int, Path], signal_name: str) -> None:
+    stopped = train(tmp_path / "run", 1, "none", stop=f"4 0 {signal_name} start").expect(EXIT_STOPPED)
+    said_once = f"Stopped after step 4 by {signal_name} to rank 0, saved in out/checkpoint-4: the same command goes on"
+    assert stopped.output.count(said_once) == 1
+    again = train(tmp_path / "run", 1, "none").expect(0)
+    assert again.output.count("Going on from step 4: out/checkpoint-4") == 1
+    assert resuming.differences(whole[1], tmp_path / "run" / "out") == []
+
+
+@pytest.mark.parametrize("by", ["mpi", "gloo"])
+def test_signal_to_one_rank_stops_all(tmp_path: Path, whole: dict[int, Path], by: str) -> None:
+    stopped = train(tmp_path / "run", 2, by, stop="3 1 SIGTERM start")
+    assert not stopped.hung and stopped.status != 0, stopped
+    assert said(stopped).count("Stopped after step 3 by SIGTERM to rank 1, saved in out/checkpoint-3") == 1, stopped
+    train(tmp_path / "run", 2, by).expect(0)
+    assert resuming.differences(whole[2], tmp_path / "run" / "out") == []
+
+
+@pytest.mark.parametrize("step", [1, 6])
+def test_killed_and_started_again(tmp_path: Path, whole: dict[int, Path], step: int) -> None:
+    killed = train(tmp_path / "run", 1, "none", stop=f"{step} 0 SIGKILL start")
+    assert killed.status == -9, killed
+    train(tmp_path / "run", 1, "none").expect(0)
+    assert resuming.differences(whole[1], tmp_path / "run" / "out") == []
+
+
+def test_other_world_sizes(tmp_path: Path) -> None:
+    """4 -> 2 -> 1 -> 4 ranks: every window of an epoch once, the same global batch, the same losses."""
+    ways = [(4, "gloo", 1), (2, "gloo", 2), (1, "none", 4), (4, "gloo", 0)]
+    exact = ("--dropout", 0, "--per_device_train_batch_size", 4)
+    taken: dict[int, Counter[int]] = {}
+    for size, by, stop in ways:
+        outcome = train(tmp_path / "changing", size, by, *exact, stop=f"{stop} 0 SIGTERM start")
+        assert not outcome.hung and (outcome.status == 0) == (stop == 0), outcome
+        for record in (tmp_path / "changing").glob("windows-*.jsonl"):
+            for line in map(json.loads, record.read_text().splitlines()):
+                taken.setdefault(line["step"], Counter()).update(line["windows"])
+            record.unlink()
+    for epoch in range(STEPS // STEPS_PER_EPOCH):
+        steps = [taken[epoch * STEPS_PER_EPOCH + step + 1] for step in range(STEPS_PER_EPOCH)]
+        assert sum(steps, Counter()) == Counter(range(33))
+        assert [sum(step.values()) for step in steps] == [16, 16, 1]
+    train(tmp_path / "one", 1, "none", *exact, "--per_device_train_batch_size", 16).expect(0)
+    losses = [
+        [row["loss"] for row in resuming.rows(tmp_path / name / "out") if "loss" in row] for name in ("changing", "one")
+    ]
+    assert len(losses[0]) == STEPS
+    np.testing.assert_allclose(*losses, rtol=0, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def stopped_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    train(folder, 1, "none", stop="4 0 SIGTERM start").expect(EXIT_STOPPED)
+    assert {path.name for path in (folder / "out").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    return folder
+
+
+@pytest.fixture
+def stopped(tmp_path: Path, stopped_once: Path) -> Path:
+    """The folder of a run that was stopped, with checkpoints of steps 2 and 4, to do with as the test likes."""
+    return Path(shutil.copytree(stopped_once, tmp_path / "run"))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_damaged_checkpoint_is_named_and_the_one_before_taken(stopped: Path, whole: dict[int, Path]) -> None:
+    flip(stopped / "out" / "checkpoint-4" / "optimizer.safetensors")
+    again = train(stopped, 1, "none").expect(0)
+    assert "passed over: out/checkpoint-4/optimizer.safetensors is not what was written" in again.output
+    assert "Going on from step 2" in again.output
+    assert resuming.differences(whole[1], stopped / "out") == []
+
+
+def listing(folder: Path) -> dict[str, int]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path): path.stat().st_mtime_ns for path in files}
+
+
+def test_nothing_is_touched_when_no_checkpoint_is_left(stopped: Path) -> None:
+    flip(stopped / "out" / "checkpoint-4" / "model.safetensors")
+    (stopped / "out" / "checkpoint-2" / "state.json").unlink()
+    before = listing(stopped / "out")
+    refused = train(stopped, 1, "none").expect(EXIT_BAD_INPUT)
+    for said_of in ("checkpoint-4/model.safetensors is not what was written", "checkpoint-2/state.json: No such file"):
+        assert said_of in refused.output, refused
+    assert listing(stopped / "out") == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "said_of"),
+    [
+        (["--learning_rate", 1e-4], "--learning_rate was 0.002 and is 0.0001"),
+        (["--max_train_samples", 20], "the number of training windows was 33 and is 20"),
+        (["--per_device_train_batch_size", 8], "the global batch was 16 and is 8"),
+        (["--seed", 5], "--seed was 1 and is 5"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_checkpoint_of_another_run_is_refused(stopped: Path, flags: list[object], said_of: str) -> None:
+    before = listing(stopped / "out")
+    refused = train(stopped, 1, "none", *flags).expect(EXIT_BAD_INPUT)
+    assert said_of in refused.output, refused
+    assert listing(stopped / "out") == before
+
+
+def test_second_run_in_one_folder_is_refused(stopped: Path) -> None:
+    with (stopped / "out" / ".lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        refused = train(stopped, 1, "none").expect(EXIT_BAD_INPUT)
+    assert "out is in use by another run (process " in refused.output, refused
+
+
+def test_from_a_named_checkpoint_into_a_new_folder(stopped: Path, whole: dict[int, Path]) -> None:
+    flags = ("--resume_from_checkpoint", "out/checkpoint-2", "--output_dir", "new")
+    train(stopped, 1, "none", *flags).expect(0)
+    assert resuming.rows(stopped / "new") == [row for row in resuming.rows(whole[1]) if row["step"] > 2]
+
+
+def test_best_model_and_early_end(tmp_path: Path) -> None:
+    flags = ("--eval_steps", 1, "--metric_for_best_model", "eval_loss", "--learning_rate", 0.5, "--warmup_ratio", 0.0)
+    flags += ("--load_best_model_at_end", "--early_stopping_patience", 2, "--num_train_epochs", 4)
+    outcome = train(tmp_path / "run", 1, "none", *flags).expect(0)
+    out = tmp_path / "run" / "out"
+    scored = [row for row in resuming.rows(out) if "eval_loss" in row]
+    best = min(scored[:-1], key=lambda row: row["eval_loss"])
+    assert scored[-2]["step"] == best["step"] + 2 < 12, outcome
+    assert "Ended early: no eval_loss better than that of step" in outcome.output
+    results = json.loads((out / "eval_results.json").read_text())
+    assert results["eval_loss"] == best["eval_loss"]  # the model that is left is the best one
+    assert (out / f"checkpoint-{best['step']}").is_dir()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small file system")
+def test_full_disk(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], check=False)
+    if mounted.returncode:
+        pytest.skip("mount is not allowed here")
+    try:
+        outcome = train(tmp_path / "run", 1, "none", "--output_dir", disk)
+        assert outcome.status == 1, outcome
+        assert "could not be written" in outcome.output and "No space left on device" in outcome.output, outcome
+        assert "Traceback" not in outcome.output, outcome
+        names = sorted(path.name for path in disk.glob("checkpoint-*"))
+        assert names, outcome
+        copied = tmp_path / "run" / "copied"
+        shutil.copytree(disk, copied)
+        again = train(tmp_path / "run", 1, "none", "--output_dir", copied)
+        assert f"Going on from step {names[-1].removeprefix('checkpoint-')}" in again.expect(0).output
+    finally:
+        subprocess.run(["umount", disk], check=True)

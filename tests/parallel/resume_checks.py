@@ -1,0 +1,59 @@
+"""Stopped and gone on with is never stopped: equal to the bit, with dropout, wherever the stop falls."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import resuming
+from ranks import Ranks, check
+from stopping_at import signal_at
+from training_checks import GLOBAL_BATCH, sample
+
+from hvd_bert import train
+from hvd_bert.errors import EXIT_STOPPED
+from hvd_bert.world import AgreedError, World
+
+STEPS = 8  # of 2 passes each, if the rank's batch allows; an epoch has 2 steps, the last of one window
+
+
+def flags(world: World, out: Path) -> list[str]:
+    accumulation = 2
+    batch = ["--per_device_train_batch_size", GLOBAL_BATCH // world.size // accumulation]
+    batch += ["--gradient_accumulation_steps", accumulation, "--max_steps", STEPS]
+    scoring = ["--max_eval_samples", 5, "--eval_strategy", "steps", "--eval_steps", 4, "--logging_steps", 3]
+    learning = ["--learning_rate", 1e-3, "--warmup_ratio", 0.25, "--dropout", 0.1, "--save_steps", 3]
+    exact = ["--deterministic"] if world.size > 2 else []
+    return sample(*batch, *scoring, *learning, *exact, "--output_dir", out)
+
+
+def run(world: World, words: list[str]) -> int:
+    """The command's own main; its exit status."""
+    before, sys.argv = sys.argv, ["hvd_bert.train", *words]
+    try:
+        train.main(world)
+    except AgreedError as error:
+        if error.status != EXIT_STOPPED:
+            raise
+        return error.status
+    finally:
+        sys.argv = before
+    return 0
+
+
+@check
+def stopped_run_ends_as_one_never_stopped(ranks: Ranks) -> None:
+    world = ranks.world
+    whole, stopped = ranks.folder / "whole", ranks.folder / "stopped"
+    assert run(world, flags(world, whole)) == 0
+    # (step, place): mid-epoch inside an accumulation, on an epoch's end, right after a scoring (twice in one run)
+    for step, place in ((1, "inside"), (2, "start"), (4, "start"), (5, "inside")):
+        with signal_at(step, world.size - 1, signal.SIGTERM, place):
+            assert run(world, flags(world, stopped)) == EXIT_STOPPED
+        if world.rank == 0:
+            assert resuming.newest(stopped).name == f"checkpoint-{step}"
+            assert not (stopped / "train_results.json").exists()
+    assert run(world, flags(world, stopped)) == 0
+    if world.rank == 0:
+        assert resuming.differences(whole, stopped) == []

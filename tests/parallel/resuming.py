@@ -1,0 +1,48 @@
+"""What two runs must have in common to count as the same: to the bit, every tensor, every logged number but times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+TIMES = ("_per_s", "_s")
+
+
+def newest(out: Path) -> Path:
+    """The checkpoint that the folder points to."""
+    return out / (out / "latest").read_text(encoding="utf-8").strip()
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without times."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{key: value for key, value in line.items() if not key.endswith(TIMES)} for line in lines]
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """Where the last checkpoints and the records of two runs differ, at zero tolerance; empty: nowhere."""
+    found = []
+    for name in ("model", "optimizer", "rng"):
+        mine, theirs = (load_file(newest(out) / f"{name}.safetensors") for out in (one, other))
+        if mine.keys() != theirs.keys():
+            found.append(f"{name}: other tensors")
+            continue
+        found += [f"{name}: {key}" for key in mine if not _same(mine[key], theirs[key])]
+    states = [json.loads((newest(out) / "state.json").read_text(encoding="utf-8")) for out in (one, other)]
+    timeless = ("step", "epoch", "global_batch", "engine", "schedule", "since_last_look", "best")
+    found += [f"state: {key}" for key in timeless if states[0][key] != states[1][key]]
+    lines = [rows(out) for out in (one, other)]
+    if lines[0] != lines[1]:
+        pairs = zip(*lines, strict=False)
+        first = next(((a, b) for a, b in pairs if a != b), f"{len(lines[0])} and {len(lines[1])} lines")
+        found.append(f"metrics.jsonl: {first}")
+    return found
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    # As bytes: NaN (of a generator that holds no spare number) equals itself, and 0.0 is not -0.0.
+    return one.dtype == other.dtype and one.numpy().tobytes() == other.numpy().tobytes()

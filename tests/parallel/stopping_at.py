@@ -1,0 +1,49 @@
+"""Signals at an exact place of a training: `python stopping_at.py STEP RANK SIGNAL PLACE TRAIN'S ARGUMENTS...`.
+
+PLACE: "start" of the step, or "inside" it, after the first of its passes. Steps count from 1; with 0 none comes.
+Each rank notes the windows that it takes in windows-RANK.jsonl, in the folder it was started in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hvd_bert.data.plan import BatchPlan, Ids
+
+
+@contextmanager
+def signal_at(step: int, rank: int, number: int, place: str = "start", records: Path | None = None) -> Iterator[None]:
+    """Inside, the training of this process signals itself as it begins `step`, if it is `rank`."""
+    original = BatchPlan.rank_windows
+
+    def rank_windows(self: BatchPlan, number_of_step: int, own_rank: int) -> Iterator[Ids]:
+        record = records / f"windows-{own_rank}.jsonl" if records else None
+        for index, ids in enumerate(original(self, number_of_step, own_rank)):
+            if (number_of_step + 1, own_rank, index) == (step, rank, 1 if place == "inside" else 0):
+                os.kill(os.getpid(), number)
+            if record:
+                with record.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"step": number_of_step + 1, "windows": ids.tolist()}) + "\n")
+            yield ids
+
+    BatchPlan.rank_windows = rank_windows  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        BatchPlan.rank_windows = original  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    from hvd_bert import train
+    from hvd_bert.world import run_as_rank
+
+    where = (int(sys.argv[1]), int(sys.argv[2]), signal.Signals[sys.argv[3]], sys.argv[4])
+    sys.argv[1:] = sys.argv[5:]
+    with signal_at(*where, records=Path.cwd()):
+        run_as_rank(train.main)
