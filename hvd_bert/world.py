@@ -323,7 +323,7 @@ def run_as_rank(entry: Callable[[World], None]) -> NoReturn:
 
 
 def _failure(error: Exception, where: str) -> str:
-    """What to say of a rank that failed. One that has only noticed that another one is gone has no traceback to show."""
+    """What to say of a rank that failed. One that has only noticed that another is gone has no traceback to show."""
     from horovod.common.exceptions import HorovodInternalError
 
     said = str(error)
