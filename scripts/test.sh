@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Sets up and runs every check: ruff, mypy, shellcheck, then the tests in the tiers unit, parallel, integration.
+# Sets up and runs every check: ruff, mypy, shellcheck, then the tests in the tiers unit, parallel, integration, cluster.
 #   bash scripts/test.sh                       all of that
-#   bash scripts/test.sh tests/cluster         two hosts (docs/cluster.md), as root, after env/cluster_packages.sh
 #   bash scripts/test.sh tests/unit -k plan    only pytest, with these arguments
+# The tier cluster (docs/cluster.md) needs root and Debian's packages of Slurm, which this installs; it skips elsewhere.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,6 +16,9 @@ if [ "$(id -u)" -eq 0 ]; then
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 fi
 
+if [ $# -eq 0 ] || [[ $* == *tests/cluster* ]]; then
+  bash env/cluster_packages.sh </dev/null || echo "-- without these the tests on two hosts are skipped"
+fi
 if [ $# -gt 0 ]; then
   exec python -m pytest "$@" </dev/null
 fi
@@ -30,4 +33,4 @@ check mypy
 mapfile -t shell_scripts < <(git ls-files --cached --others --exclude-standard 2>/dev/null -- '*.sh' '*.slurm' .ci/run |
   grep . || find env scripts .ci -type f \( -name '*.sh' -o -name '*.slurm' -o -name run \))
 check shellcheck "${shell_scripts[@]}"
-check python -m pytest tests/unit tests/parallel tests/integration
+check python -m pytest tests/unit tests/parallel tests/integration tests/cluster
