@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,26 +14,31 @@ from harness import FOLDER, Cluster, script
 CANNOT_RUN_HERE = 3
 
 
+def new_folder() -> Path:
+    """For a cluster of its own, beside those of others; short, since the paths of sockets are."""
+    return Path(f"/tmp/hvd_{uuid.uuid4().hex[:8]}")
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """The cluster, up; skips where it cannot run. Should this process be killed, it goes down all the same."""
-    started = script("up.sh", "--owner", str(os.getpid()))
+    place = new_folder()
+    started = script("up.sh", "--owner", str(os.getpid()), HVD_BERT_CLUSTER=str(place))
     if started.returncode == CANNOT_RUN_HERE:
         pytest.skip(started.stderr.strip())
     assert started.returncode == 0, started.stderr
-    try:
-        yield Cluster(Path(os.environ.get("HVD_BERT_CLUSTER") or "/tmp/hvd_bert_cluster"))
-    finally:
-        script("down.sh").check_returncode()
+    yield Cluster(place)
+    script("down.sh", HVD_BERT_CLUSTER=str(place)).check_returncode()
+    assert not place.exists()
 
 
 @pytest.fixture
 def folder(cluster: Cluster) -> Iterator[Path]:
     """The folder of one more cluster, which goes down with the test."""
-    with tempfile.TemporaryDirectory(prefix="hvd_", dir="/tmp") as short:
-        place = Path(short) / "c"
-        yield place
-        script("down.sh", HVD_BERT_CLUSTER=str(place)).check_returncode()
+    place = new_folder()
+    yield place
+    script("down.sh", HVD_BERT_CLUSTER=str(place)).check_returncode()
+    assert not place.exists()
 
 
 @pytest.fixture

@@ -31,13 +31,12 @@ def test_under_srun(cluster: Cluster, tmp_path: Path) -> None:
         assert outcome.output.count(words) == times, (words, outcome)
 
 
-@pytest.mark.parametrize(("by", "host"), [("mpi", "login"), ("gloo --network-interfaces eth0", "a100-01")])
-def test_under_horovodrun(cluster: Cluster, tmp_path: Path, by: str, host: str) -> None:
-    outcome = cluster.on(host, f"horovodrun -np 4 -H a100-01:2,a100-02:2 --{by} {DOCTOR} --json", tmp_path).expect(0)
+def test_under_horovodrun(cluster: Cluster, tmp_path: Path) -> None:
+    outcome = cluster.on("login", f"horovodrun -np 4 -H a100-01:2,a100-02:2 {DOCTOR} --json", tmp_path).expect(0)
     report = report_of(outcome)
     assert report["ready"], outcome
     assert [(r["rank"], r["host"], r["local_rank"], r["device"]) for r in report["ranks"]] == PLACES, outcome
-    methods = ["Horovod, MPI", "plain MPI, host memory"] if by == "mpi" else ["Horovod, Gloo"]
+    methods = ["Horovod, MPI", "plain MPI, host memory"]
     sizes = [gradient_bytes(str(SAMPLE)), 4]
     timings = report["allreduce"]
     assert [(t["method"], t["num_bytes"]) for t in timings] == [(m, size) for size in sizes for m in methods], outcome

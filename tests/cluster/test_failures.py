@@ -147,6 +147,21 @@ def test_host_that_will_not_do_is_named(cluster: Cluster, tmp_path: Path, argume
     assert [word for word in words if word not in outcome.output] == [], outcome
 
 
+@pytest.mark.parametrize(
+    ("arguments", "host", "why"),
+    [
+        ("-H a100-01:1,a100-09:1", "a100-09", "Could not resolve hostname"),
+        ("-H a100-01:1,a100-02:1 --ssh-identity-file /etc/hostname", "a100-02", "Permission denied"),
+    ],
+    ids=["name", "password"],
+)
+def test_horovodrun_alone_names_the_host(cluster: Cluster, tmp_path: Path, arguments: str, host: str, why: str) -> None:
+    command = f"horovodrun -np 2 {arguments} python -m hvd_bert.train {SMALL} 4"
+    outcome = cluster.on("a100-01", command, tmp_path, timeout=60)
+    assert not outcome.hung and outcome.status != 0, outcome
+    assert f"ssh not successful for host {host}" in outcome.output and why in outcome.output, outcome
+
+
 def test_what_follows_the_dashes_goes_to_the_trainer(cluster: Cluster, tmp_path: Path) -> None:
     command = f"bash {HOROVODRUN_SCRIPT} -H a100-01:1,a100-02:1 -- --output_dir 'my runs' --learning_rat 1"
     outcome = cluster.on("login", command, tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -97,19 +98,33 @@ def test_environment_that_one_node_lacks(cluster: Cluster, tmp_path: Path, prete
     assert "a100-01: no " not in ended.err, ended
 
 
-@pytest.mark.parametrize(("offers", "launcher"), [("none pmi2", "mpirun"), ("none", "mpirun")])
-def test_without_pmix(cluster: Cluster, tmp_path: Path, pretended: Pretended, offers: str, launcher: str) -> None:
-    # The site's srun, without PMIx; this Open MPI has no PMI-2.
-    srun = tmp_path / "bin" / "srun"
-    srun.parent.mkdir()
-    srun.write_text(f'#!/bin/sh\nif [ "$1" = --mpi=list ]; then echo "{offers}"; else exec /usr/bin/srun "$@"; fi\n')
-    srun.chmod(0o755)
-    (tmp_path / "site.sh").write_text(f"PATH={srun.parent}:$PATH\n")
-    env = pretended(SAY) | {"HVD_BERT_SITE": str(tmp_path / "site.sh")}
+@pytest.mark.parametrize(
+    ("offers", "speaks", "launcher", "command"),
+    [
+        ("none pmi2", "mca:pmix:s2:version", "pmi2", "srun --mpi=pmi2 "),
+        ("none pmi2", "mca:pmix:ext3x:version", "mpirun", "mpirun -np 4 "),
+        ("none", "mca:pmix:s2:version", "mpirun", "mpirun -np 4 "),
+    ],
+    ids=["pmi2", "an MPI without pmi2", "neither"],
+)
+def test_without_pmix(
+    cluster: Cluster, tmp_path: Path, pretended: Pretended, offers: str, speaks: str, launcher: str, command: str
+) -> None:
+    # The site's srun, without PMIx, and its MPI: what each says of itself, and the real ones for all else.
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, asked, answer in (("srun", "--mpi=list", offers), ("ompi_info", "--parsable", speaks)):
+        real = f'exec {shutil.which(name)} "$@"'
+        (folder / name).write_text(f'#!/bin/sh\nif [ "$1" = {asked} ]; then echo "{answer}"; else {real}; fi\n')
+        (folder / name).chmod(0o755)
+    (tmp_path / "site.sh").write_text(f"PATH={folder}:$PATH\n")
+    script = f'echo "PMI of ${{PMI_SIZE:-none}}"\n{SAY}'
+    env = pretended(script) | {"HVD_BERT_SITE": str(tmp_path / "site.sh")}
     ended = cluster.ended(cluster.submit([str(JOB_SCRIPT)], tmp_path, env)).expect(0)
-    assert f"hvd.slurm: this Slurm has no PMIx: starting with {launcher}" in ended.out, ended
+    assert f"hvd.slurm: this Slurm has no PMIx: starting with {launcher}\nhvd.slurm: {command}" in ended.out, ended
     hosts = dict(re.findall(r"^rank (\d) on (\S+),", ended.out, re.M))
     assert hosts == {"0": "a100-01", "1": "a100-01", "2": "a100-02", "3": "a100-02"}, ended
+    assert ended.out.count("PMI of 4") == (4 if launcher == "pmi2" else 0), ended
 
 
 # The first attempt leaves a file, says through a pipe that it runs, and waits; the second one ends.
