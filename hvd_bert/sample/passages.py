@@ -93,11 +93,12 @@ def make_passage(dice: Dice, names: Names, theme: str, untold: int) -> Passage:
     kind = dice.choose(list(RELATIONS))
     relations = dice.sample(RELATIONS[kind], len(RELATIONS[kind]))
     facts = [Fact(relation, values.value(kind)) for relation in relations[untold:]]
-    sentences = []
+    sentences: list[str] = []
     for number, predicate in enumerate(_predicates(dice, facts)):
         subject = "it" if number and dice.chance(0.8) else entity
         sentences.append(capital(f"{subject} {predicate}."))
-    text = " ".join(sentences)
+    sentences.append(dice.choose(themes.ASIDES))
+    text = " ".join(sentences).strip()
     starts = [0] * len(facts)
     removed = 0
     for mark in _MARK.finditer(text):

@@ -28,6 +28,10 @@ SHIP_SECOND = ("Heron", "Swallow", "Dolphin", "Lantern", "Maiden", "Falcon", "Th
                "Pilgrim", "Comet", "Raven", "Sparrow", "Trader", "Anchor", "Badger")
 TREASURES = ("Clock", "Organ", "Bell", "Fountain", "Statue", "Globe", "Telescope", "Tapestry")
 HEIRLOOMS = ("Carriage", "Violin", "Crown", "Mirror", "Table", "Harp", "Sword", "Vase")
+# What may open or close a passage, of many lengths: else the values' places would be known without reading.
+ASIDES = ("", "Listen.", "Look here.", "This is known.", "Few people know this.", "There is an old letter.",
+          "Nobody is quite sure of this.", "Children are told this story at school.",
+          "A small book in the museum tells more.", "Many things are said, but not all is true.")
 COMPOSED = ((PLACE_STARTS, PLACE_ENDS), (SURNAME_STARTS, SURNAME_ENDS))
 
 
@@ -76,7 +80,7 @@ RELATIONS = {
 
 def all_text() -> list[str]:
     """Every list entry and sentence above but the parts of composed names, for the vocabulary."""
-    text = [*WOMEN, *MEN, *SHIP_FIRST, *SHIP_SECOND, *TREASURES, *HEIRLOOMS, "the", "it", "and"]
+    text = [*WOMEN, *MEN, *SHIP_FIRST, *SHIP_SECOND, *TREASURES, *HEIRLOOMS, *ASIDES, "the", "it", "and"]
     for titles in THEMES.values():
         text += titles
     for relations in RELATIONS.values():

@@ -26,7 +26,7 @@ def _evaluate(ranks: Ranks, preset: str, num_questions: int) -> None:
     world, tiny = ranks.world, Path(sys.argv[1]) / "tiny"
     words = ["--config", preset, "--config_name", tiny, "--tokenizer_name", tiny, "--no_do_train"]
     # Short windows, so that most questions have several.
-    words += ["--max_eval_samples", num_questions, "--max_seq_length", 64, "--doc_stride", 16]
+    words += ["--max_eval_samples", num_questions, "--max_seq_length", 24, "--doc_stride", 4]
     words += ["--per_device_eval_batch_size", 4, "--n_best_size", 5]
     config = command_line.parse([str(word) for word in words])
     inputs = load_inputs(config, world)
