@@ -211,6 +211,10 @@ class CheckpointArguments:
         None, "End after this many scorings in a row that were no better than the best."
     )
 
+    elastic: bool = _arg(
+        False, "Go on when hosts are lost or come (horovodrun --min-np N --host-discovery-script ...)."
+    )
+
     def __post_init__(self) -> None:
         _require(self.save_steps >= 0, f"--save_steps {self.save_steps}: must not be negative.")
         _require(self.save_total_limit >= 1, f"--save_total_limit {self.save_total_limit}: must be at least 1.")

@@ -44,6 +44,11 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher:
     return Launcher("none", None, None)
 
 
+def is_elastic(environ: Mapping[str, str]) -> bool:
+    """Whether this is Horovod elastic: horovodrun with --min-np and --host-discovery-script."""
+    return environ.get("HOROVOD_ELASTIC") == "1"
+
+
 def check_size(launcher: Launcher, horovod_size: int) -> None:
     """Raise WorldsOfOne if Horovod sees another world than the launcher made: N worlds of one would train N times."""
     if launcher.size is None or launcher.size == horovod_size:

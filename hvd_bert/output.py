@@ -139,6 +139,12 @@ def lock(folder: Path) -> None:
     _LOCKS[folder.resolve()] = file
 
 
+def unlock() -> None:
+    """Let other processes use the folders that were locked."""
+    while _LOCKS:
+        _LOCKS.popitem()[1].close()
+
+
 def forget_after(folder: Path, step: int) -> None:
     """Remove what a run left of the steps after `step`, which it makes anew: lines of its records, checkpoints."""
     for name in ("metrics.jsonl", "gpu_usage.jsonl"):

@@ -50,6 +50,22 @@ class Found:
         return state
 
 
+def check_elastic(config: Config, world: World) -> None:
+    """Raise UserError if Horovod elastic and the settings do not go together; keep a new world from starting anew."""
+    if config.checkpoint.elastic and not world.elastic:
+        raise UserError(
+            "--elastic needs Horovod's elastic launcher: horovodrun -np N --min-np M --host-discovery-script"
+            " scripts/discover_hosts.sh python -m hvd_bert.train --elastic ..."
+        )
+    if world.elastic and config.train.do_train and not (config.train.output_dir and config.checkpoint.save_steps):
+        raise UserError(
+            "Under Horovod elastic a new world goes on from the last checkpoint: name --output_dir, on a file system"
+            " that all hosts see, and leave --save_steps above 0."
+        )
+    if world.generation:
+        config.train.overwrite_output_dir = False
+
+
 def unfinished(folder: Path) -> bool:
     """Whether a training began in this folder and did not end."""
     return (folder / "train_config.yaml").is_file() and not (folder / "train_results.json").exists()

@@ -18,7 +18,7 @@ from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED, UserError
 from hvd_bert.inputs import Inputs
 from hvd_bert.resume import identity
 from hvd_bert.state import TrainState
-from hvd_bert.world import AgreedError, log
+from hvd_bert.world import AgreedError, HostsChanged, log
 
 
 class Checkpoints:
@@ -78,6 +78,10 @@ class Checkpoints:
         if error is not None:
             log.warning("A checkpoint could not be written in %s: %s. Training goes on.", self.folder, error)
 
+    def close(self) -> None:
+        """Let the write that runs come to its end, whatever has happened."""
+        self._writer.wait()
+
     def metrics(self) -> dict[str, float]:
         """Seconds of the pause and of the write (which ran beside the training) of a save since the last call."""
         new, self._new = self._new, {}
@@ -90,10 +94,12 @@ class Checkpoints:
             if error is not None:
                 raise UserError(f"The checkpoint of step {self._last_saved} could not be written: {error}.")
 
-    def stop(self, reason: str) -> None:
-        """Save, and leave: raises AgreedError with EXIT_STOPPED, once everything is on disk."""
+    def stop(self, reason: str | None) -> None:
+        """Save, and leave: raises AgreedError with EXIT_STOPPED, or HostsChanged without `reason` (a signal's name)."""
         self.save()
         self.finish()
+        if reason is None:
+            raise HostsChanged
         where = self.folder / checkpoint.name_of(self.state.step)
         raise AgreedError(
             f"Stopped after step {self.state.step} by {reason}, saved in {where}: the same command goes on from there.",

@@ -10,6 +10,7 @@ from types import FrameType
 from hvd_bert.world import World
 
 # From a scheduler that ends or preempts the job, from the keyboard, and from hvd.slurm before the time limit.
+HOSTS = "hosts"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -18,7 +19,8 @@ class StopRequests:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._received: signal.Signals | None = None
+        self._received: str | None = None
+        world.on_hosts_changed(self)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -33,13 +35,20 @@ class StopRequests:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._received and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self._received = signal.Signals(number)
+        self._received = signal.Signals(number).name
+
+    def on_hosts_updated(self, time: float, kind: int) -> None:
+        """Horovod elastic has hosts to add or to remove."""
+        self._received = self._received or HOSTS
 
     def ask(self) -> Callable[[], bool]:
         """Ask all ranks, in the background: call the result, on all ranks, for whether any was asked to stop."""
         return self._world.begin_vote(self._received is not None)
 
-    def reason(self) -> str:
-        """The signals that came, and where; a collective."""
-        received = self._world.allgather(self._received.name if self._received else None)
-        return ", ".join(f"{name} to rank {rank}" for rank, name in enumerate(received) if name)
+    def reason(self) -> str | None:
+        """The signals that came, and where; None: only the hosts change. A collective."""
+        received = self._world.allgather(self._received)
+        return (
+            ", ".join(f"{name} to rank {rank}" for rank, name in enumerate(received) if name not in (None, HOSTS))
+            or None
+        )

@@ -11,6 +11,7 @@ the same command goes on.
 from __future__ import annotations
 
 import math
+from contextlib import closing
 
 from hvd_bert import command_line, output, resume
 from hvd_bert.config import Config
@@ -23,17 +24,20 @@ from hvd_bert.inputs import Inputs, TrainingSet, load_inputs
 from hvd_bert.model import autocast, set_precision, window_losses
 from hvd_bert.optim import make_optimizer, make_schedule
 from hvd_bert.resume import Found
+from hvd_bert.running import run_as_rank
 from hvd_bert.saving import Checkpoints
 from hvd_bert.state import Best, TrainState, seed_ranks
 from hvd_bert.stopping import StopRequests
 from hvd_bert.telemetry import Meter, Telemetry
-from hvd_bert.world import AgreedError, World, log, run_as_rank
+from hvd_bert.world import AgreedError, World, log
 
 
 def main(world: World) -> None:
     """The whole way of a run, from the command line to the files it leaves."""
     with world.together():
         config = command_line.parse(show_help=world.rank == 0)
+        resume.check_elastic(config, world)
+        output.unlock()  # what this process held in an earlier world
     world.set_threads(config.horovod.num_threads)
     set_precision(config.train)
     log.info("%s", "\n".join(world.describe()))
@@ -53,16 +57,15 @@ def main(world: World) -> None:
     folder = config.train.folder
     inputs.model.to(device=world.device)  # type: ignore[call-arg]  # transformers hides the signature
 
-    telemetry = Telemetry(folder, enabled=world.rank == 0, resumed_step=found.step if found else None)
     evaluator = Evaluator(inputs, config, world) if inputs.dev else None
-    if inputs.train:
-        train(inputs, inputs.train, found, evaluator, telemetry, config, world)
-    if evaluator:
-        evaluation = evaluator(inputs.model)
-        telemetry.evaluated(evaluation.metrics)
-        if world.rank == 0:
-            output.write_evaluation(folder, evaluation)
-    telemetry.close()
+    with closing(Telemetry(folder, enabled=world.rank == 0, resumed_step=found.step if found else None)) as telemetry:
+        if inputs.train:
+            train(inputs, inputs.train, found, evaluator, telemetry, config, world)
+        if evaluator:
+            evaluation = evaluator(inputs.model)
+            telemetry.evaluated(evaluation.metrics)
+            if world.rank == 0:
+                output.write_evaluation(folder, evaluation)
     log.info("%s", output.describe(folder))
 
 
@@ -86,18 +89,18 @@ def train(
     schedule = make_schedule(engine.optimizer, args, total_steps)
     collate = Collator(data.windows, world.device)
     meter = Meter(world)
-    gpus = GpuUsage(world, folder)
     state = TrainState(model, engine, schedule, meter, plan, world, Best(config.checkpoint.metric_for_best_model))
     seed_ranks(args.seed, 0, world)
     resume.restore(state, found, args.seed)
     checkpoints = Checkpoints(state, config, inputs)
+    gpus = GpuUsage(world, folder)
     stop_requests = StopRequests(world)
     effective = output.effective_settings(config, plan, schedule.base_lrs[0], world)
     log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))
     model.train()
     telemetry.begin(total_steps, state.step, plan.steps_per_epoch)
 
-    with stop_requests.watched():
+    with closing(checkpoints), closing(gpus), stop_requests.watched():
         while state.step < total_steps and not checkpoints.patience_is_over:
             step_windows = len(plan.step_windows(state.step))
             for ids in plan.rank_windows(state.step, world.rank):
@@ -136,8 +139,7 @@ def train(
             if stops:
                 checkpoints.stop(stop_requests.reason())
 
-    checkpoints.end()
-    gpus.close()
+        checkpoints.end()
     if world.rank == 0:
         output.save_model(folder, model, inputs.tokenizer)
         results = meter.results() | checkpoints.totals | {"skipped_steps": engine.skipped_steps}

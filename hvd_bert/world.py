@@ -1,8 +1,7 @@
 """The world: who this process is among its peers, where it runs, and what all of them do together.
 
-`run_as_rank(entry)` starts every command: it joins the world that the launcher made (horovodrun, mpirun,
-srun --mpi=pmix; none: a world of one), calls `entry(world)` and turns whatever happens into an exit status:
-0 done, 1 failure, 2 bad input. Only this module, `hvd_bert.engines` and the doctor's measurement import Horovod.
+The launcher made it (horovodrun, mpirun, srun --mpi=pmix; none: a world of one). Only this module, `running`, `engines`
+and the doctor's measurement import Horovod.
 """
 
 from __future__ import annotations
@@ -11,18 +10,16 @@ import logging
 import os
 import socket
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
+from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.launch import (
     Launcher,
     Place,
-    WorldsOfOne,
     check_devices,
     check_pmi,
     check_size,
@@ -30,13 +27,11 @@ from hvd_bert.launch import (
     choose_threads,
     find_job,
     find_launcher,
+    is_elastic,
     share_cores,
 )
 
 log = logging.getLogger("hvd_bert")
-
-# Of Horovod's messages; others (shapes that differ, NCCL's) are failures of the rank's own.
-_PEER_IS_GONE = ("Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 class AgreedError(UserError):
@@ -48,11 +43,16 @@ class AgreedError(UserError):
         self.status = status
 
 
+class HostsChanged(Exception):
+    """Horovod elastic has hosts to add or to remove; every rank knows, and all that is to be kept is on disk."""
+
+
 class World:
     """Rank, size, device and the collectives. Every method that communicates must be called by all ranks.
 
     Attributes: `rank` in `size` ranks; `local_rank` in `local_size` on this host; `cross_rank` in `cross_size`: the
     number of this host among the hosts; `controller`: "mpi", "gloo", or "none" for a world of one; `device`;
+    `elastic`: whether ranks may be lost and come; `generation`: of how many worlds this process was a rank before;
     `places`: one Place per rank; `host_ranks`: the ranks on this host; `node`: under MPI their communicator (mpi4py).
     """
 
@@ -71,6 +71,8 @@ class World:
         self.device = torch.device("cpu")
         self.places: tuple[Place, ...] = ()
         self.host_ranks: tuple[int, ...] = (self.rank,)
+        self.elastic = False
+        self.generation = 0
 
     @staticmethod
     def start() -> World:
@@ -80,8 +82,11 @@ class World:
         return world
 
     @staticmethod
-    def join() -> World:
-        """Join the world that the launcher made. Raises UserError where it is not one world."""
+    def join(generation: int = 0) -> World:
+        """Join the world that the launcher made. Raises UserError where it is not one world.
+
+        `generation`: how many worlds this process has been in before, under Horovod elastic.
+        """
         launcher = find_launcher(os.environ)
         if launcher.size in (None, 1):
             # Alone: no need to start MPI, which on some clusters cannot be started outside a job.
@@ -97,8 +102,11 @@ class World:
                 " `bash env/setup.sh` with those of now."
             ) from None
         hvd.init()
-        check_size(launcher, hvd.size())
+        elastic = is_elastic(os.environ)
+        if not elastic:  # there the launcher's variables stay those of the first world
+            check_size(launcher, hvd.size())
         world = World(hvd, "none" if hvd.size() == 1 else "mpi" if by_mpi else "gloo", comm)
+        world.elastic, world.generation = elastic, generation
         _log_on_rank_zero(world)
         if launcher.size is None and int(os.environ.get("SLURM_NTASKS", "1")) > 1:
             log.warning("This job has %s tasks, but this is one process: start with srun.", os.environ["SLURM_NTASKS"])
@@ -199,6 +207,14 @@ class World:
         if self.size > 1:
             self._hvd.broadcast_parameters(sorted(tensors.items()), root_rank=0)
 
+    def on_hosts_changed(self, listener: Any) -> None:
+        """Under Horovod elastic: `listener.on_hosts_updated(time, kind)` will be called, on rank 0, from a thread."""
+        if self.elastic:
+            from horovod.common.elastic import notification_manager
+
+            notification_manager.init()
+            notification_manager.register_listener(listener)
+
     def begin_vote(self, mine: bool) -> Callable[[], bool]:
         """Start to ask whether any rank says yes; the answer comes by calling the result. One vote at a time.
 
@@ -248,6 +264,10 @@ class World:
         self.allgather(None)
         self._hvd.shutdown()
 
+    def leave(self) -> None:
+        """Leave a world whose other ranks may be gone."""
+        self._hvd.shutdown()
+
     def abort(self, status: int) -> NoReturn:
         """End every rank now: one that failed alone must not leave the others waiting for it."""
         sys.stdout.flush()
@@ -281,58 +301,8 @@ def _mpi_world(launcher: Launcher) -> Any:
 
 def _log_on_rank_zero(world: World) -> None:
     logging.basicConfig(
-        format="%(message)s" if world.rank == 0 else f"rank {world.rank}: %(message)s", stream=sys.stdout
+        format="%(message)s" if world.rank == 0 else f"rank {world.rank}: %(message)s",
+        stream=sys.stdout,
+        force=True,  # in a later world of Horovod elastic the rank is another one
     )
     log.setLevel(logging.INFO if world.rank == 0 else logging.ERROR)
-
-
-def run_as_rank(entry: Callable[[World], None]) -> NoReturn:
-    """Join the world, call `entry(world)`, leave with 0, or say once what is wrong and end every rank."""
-    try:
-        world = World.join()
-    except WorldsOfOne as error:
-        # All processes see it, and none can talk to another: the launcher's first process speaks, and alone fails, or
-        # the others' end could make the launcher kill it before it has spoken.
-        first = find_launcher(os.environ).rank in (None, 0)
-        sys.exit(_report(error, shown=first) if first else EXIT_OK)
-    except UserError as error:
-        sys.exit(_report(error, shown=True))
-    try:
-        world.take_place()
-        entry(world)
-    except AgreedError as error:
-        _report(error, shown=world.rank == error.rank)
-        world.close()
-        sys.exit(error.status)
-    except UserError as error:
-        world.abort(_report(UserError(f"rank {world.rank} on {world.host}: {error}"), shown=True))
-    except KeyboardInterrupt:
-        world.abort(EXIT_FAILURE)
-    except torch.OutOfMemoryError as error:
-        print(
-            f"hvd_bert: rank {world.rank} on {world.host}: the GPU's memory is full ({error}). Halve"
-            " --per_device_train_batch_size (or _eval_) and double --gradient_accumulation_steps, or use --bf16.",
-            file=sys.stderr,
-        )
-        world.abort(EXIT_FAILURE)
-    except Exception as error:
-        print(_failure(error, f"rank {world.rank} on {world.host}"), file=sys.stderr)
-        world.abort(EXIT_FAILURE)
-    world.close()
-    sys.exit(EXIT_OK)
-
-
-def _failure(error: Exception, where: str) -> str:
-    """What to say of a rank that failed. One that has only noticed that another is gone has no traceback to show."""
-    from horovod.common.exceptions import HorovodInternalError
-
-    said = str(error)
-    if isinstance(error, HorovodInternalError) and any(words in said for words in _PEER_IS_GONE):
-        return f"{where} lost another rank: {said.splitlines()[0]}"
-    return f"{where} failed:\n{traceback.format_exc()}"
-
-
-def _report(error: UserError, shown: bool) -> int:
-    if shown:
-        print(f"hvd_bert: {error}", file=sys.stderr, flush=True)
-    return EXIT_BAD_INPUT

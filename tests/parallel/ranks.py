@@ -17,7 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_bert.world import World, run_as_rank
+from hvd_bert.running import run_as_rank
+from hvd_bert.world import World
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def signal_at(step: int, rank: int, number: int, place: str = "start", records: 
 
 if __name__ == "__main__":
     from hvd_bert import train
-    from hvd_bert.world import run_as_rank
+    from hvd_bert.running import run_as_rank
 
     where = (int(sys.argv[1]), int(sys.argv[2]), signal.Signals[sys.argv[3]], sys.argv[4])
     sys.argv[1:] = sys.argv[5:]

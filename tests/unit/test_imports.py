@@ -18,7 +18,7 @@ PACKAGE = Path(hvd_bert.__file__).parent
 
 # The way a question travels. A module imports only from modules above it; a new module takes its place here.
 ORDER = [
-    "__init__", "errors", "config", "command_line", "launch", "world", "gpu_usage",
+    "__init__", "errors", "config", "command_line", "launch", "world", "running", "gpu_usage",
     "data.__init__", "data.hub", "data.squad", "data.cache", "data.cutting", "data.windows",
     "data.plan", "data.batches",
     "attention", "model", "optim", "engines.__init__", "engines.horovod",
@@ -30,7 +30,7 @@ ORDER = [
     "sample.generate",
 ]  # fmt: skip
 
-HOROVOD_AT_HOME = ("world", "engines.", "doctor.collective")
+HOROVOD_AT_HOME = ("world", "running", "engines.", "doctor.collective")
 LAUNCHER_VARIABLE = re.compile(r"(HOROVOD|OMPI|PMI|PMIX|MV2|SLURM)_[A-Z0-9_]+")
 
 

@@ -1,0 +1,93 @@
+"""How a rank's process starts and ends: `run_as_rank(entry)` is the way into every command.
+
+Exit status: 0 done, 1 failure, 2 bad input, and what an AgreedError says. What is wrong is said once.
+
+Under `horovodrun --min-np ... --host-discovery-script ...` (Horovod elastic) a rank whose peers are lost, or that is
+told of new hosts, does not end: it joins the new world and calls `entry` again, which goes on from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
+from hvd_bert.launch import WorldsOfOne, find_launcher
+from hvd_bert.world import AgreedError, HostsChanged, World, log
+
+# Of Horovod's messages; others (shapes that differ, NCCL's) are failures of the rank's own.
+_PEER_IS_GONE = ("Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+def run_as_rank(entry: Callable[[World], None]) -> NoReturn:
+    """Join the world, call `entry(world)`, leave with 0, or say once what is wrong and end every rank."""
+    generation = 0
+    while True:
+        world = _join(generation)
+        try:
+            world.take_place()
+            entry(world)
+        except HostsChanged:
+            log.info("The hosts change: joining the new world.")
+        except AgreedError as error:
+            _report(error, shown=world.rank == error.rank)
+            world.close()
+            sys.exit(error.status)
+        except UserError as error:
+            world.abort(_report(UserError(f"rank {world.rank} on {world.host}: {error}"), shown=True))
+        except KeyboardInterrupt:
+            world.abort(EXIT_FAILURE)
+        except torch.OutOfMemoryError as error:
+            print(
+                f"hvd_bert: rank {world.rank} on {world.host}: the GPU's memory is full ({error}). Halve"
+                " --per_device_train_batch_size (or _eval_) and double --gradient_accumulation_steps, or use --bf16.",
+                file=sys.stderr,
+            )
+            world.abort(EXIT_FAILURE)
+        except Exception as error:
+            where = f"rank {world.rank} on {world.host}"
+            if not (world.elastic and _lost_another_rank(error)):
+                print(_failure(error, where), file=sys.stderr)
+                world.abort(EXIT_FAILURE)
+            print(f"{where} lost another rank: joining the world of those that are left.", file=sys.stderr, flush=True)
+        else:
+            world.close()
+            sys.exit(EXIT_OK)
+        world.leave()
+        generation += 1
+
+
+def _join(generation: int) -> World:
+    try:
+        return World.join(generation)
+    except WorldsOfOne as error:
+        # All processes see it, and none can talk to another: the launcher's first process speaks, and alone fails, or
+        # the others' end could make the launcher kill it before it has spoken.
+        first = find_launcher(os.environ).rank in (None, 0)
+        sys.exit(_report(error, shown=first) if first else EXIT_OK)
+    except UserError as error:
+        sys.exit(_report(error, shown=True))
+
+
+def _lost_another_rank(error: Exception) -> bool:
+    from horovod.common.exceptions import HorovodInternalError
+
+    return isinstance(error, HorovodInternalError) and any(words in str(error) for words in _PEER_IS_GONE)
+
+
+def _failure(error: Exception, where: str) -> str:
+    """What to say of a rank that failed. One that has only noticed that another is gone has no traceback to show."""
+    if _lost_another_rank(error):
+        return f"{where} lost another rank: {str(error).splitlines()[0]}"
+    return f"{where} failed:\n{traceback.format_exc()}"
+
+
+def _report(error: UserError, shown: bool) -> int:
+    if shown:
+        print(f"hvd_bert: {error}", file=sys.stderr, flush=True)
+    return EXIT_BAD_INPUT
