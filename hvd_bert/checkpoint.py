@@ -3,7 +3,7 @@
     OUTPUT_DIR/checkpoint-120/   model.safetensors, config.json, tokenizer: loads as a model
                                  optimizer.safetensors, rng.safetensors, state.json: what goes on from there
                                  manifest.json: format version; size and SHA-256 of each file above
-    OUTPUT_DIR/latest            the name of the newest one
+    OUTPUT_DIR/latest            the name of the newest one, for people and scripts
 
 Written into a temporary folder, flushed to disk, renamed, and only then pointed to: whatever kills the writer leaves
 the checkpoints that were there. No file is unpickled: tensors are safetensors, the rest JSON.
@@ -41,7 +41,7 @@ class Damaged(ValueError):
 class Contents:
     """What a checkpoint holds: `tensors` by file stem and name, `documents` for JSON by file stem, other `files`."""
 
-    tensors: Mapping[str, Mapping[str, Tensor]]
+    tensors: dict[str, dict[str, Tensor]]
     documents: Mapping[str, Any]
     files: Mapping[str, bytes]
 
@@ -90,7 +90,7 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
 
 
 def point_to(folder: Path) -> None:
-    """Make `folder` the one that `newest` takes first."""
+    """Name `folder` in `latest`, for people and scripts; `candidates` goes by the steps."""
     new = folder.parent / f"{_PARTIAL}{POINTER}"
     new.write_text(f"{folder.name}\n", encoding="utf-8")
     _flush(new)
@@ -99,14 +99,10 @@ def point_to(folder: Path) -> None:
 
 
 def candidates(output_dir: Path) -> list[Path]:
-    """The checkpoints of a folder, whole or not: the one pointed to, then the others from the newest on."""
-    try:
-        folders = [path for path in output_dir.iterdir() if step_of(path) >= 0 and path.is_dir()]
-        pointer = output_dir / POINTER
-        first = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
-    except (OSError, UnicodeDecodeError):
+    """The checkpoints of a folder, whole or not, from the newest on. Raises OSError where it cannot be looked into."""
+    if not output_dir.exists():
         return []
-    return sorted(folders, key=lambda path: (path.name == first, step_of(path)), reverse=True)
+    return sorted((path for path in output_dir.iterdir() if step_of(path) >= 0), key=step_of, reverse=True)
 
 
 def verify(folder: Path) -> None:
@@ -166,7 +162,7 @@ def discard(folder: Path) -> None:
 def prune(output_dir: Path, limit: int, keep: Collection[str] = ()) -> None:
     """Discard all but the newest `limit` checkpoints and those named in `keep`."""
     kept = 0
-    for folder in sorted(candidates(output_dir), key=step_of, reverse=True):
+    for folder in candidates(output_dir):
         if kept < limit:
             kept += 1
         elif folder.name not in keep:

@@ -195,7 +195,7 @@ class TrainArguments:
 
 @dataclass
 class CheckpointArguments:
-    save_steps: int = _arg(500, "Steps between two checkpoints; 0: none. One more is made at the end, and at a stop.")
+    save_steps: int = _arg(500, "Steps between two checkpoints, one more at the end; 0: only at a stop by a signal.")
     save_total_limit: int = _arg(2, "Checkpoints to keep, the newest; the best model's is kept beside them.")
     save_only_model: bool = _arg(False, "Checkpoints without what is needed to go on from them: a third of the size.")
     resume_from_checkpoint: str | None = _arg(

@@ -12,6 +12,8 @@ import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,9 +24,10 @@ from transformers import PreTrainedModel
 from hvd_bert import __version__, checkpoint, resume
 from hvd_bert.config import Config
 from hvd_bert.data.plan import BatchPlan
-from hvd_bert.errors import UserError
+from hvd_bert.errors import EXIT_FAILURE, UserError
 from hvd_bert.evaluation import Evaluation
 from hvd_bert.optim import warmup_steps
+from hvd_bert.resume import Found
 from hvd_bert.world import World, log
 
 # All that a run writes; with --overwrite_output_dir these, and nothing else, make room for the new run's.
@@ -79,14 +82,17 @@ def check(config: Config) -> None:
             " an earlier run's files."
         )
     if held and config.train.do_train:
-        lock(folder)  # before what a living run is writing is looked at
+        try:
+            lock(folder)  # before what a living run is writing is looked at
+        except OSError as error:
+            raise _unwritable(folder, error) from None
 
 
-def make_ready(config: Config, resumed_step: int | None) -> None:
+def make_ready(config: Config, found: Found | None) -> None:
     """Make the folder (settling its name in `config`), remove what will be written anew, keep the settings.
 
     By default a new runs/<date>-<time>; of several jobs that start in the same second each gets its own.
-    `resumed_step`: the step that training goes on from; what the run left before it stays.
+    `found`: the checkpoint that training goes on from; if it is this folder's, what the run left before it stays.
     """
     try:
         if config.train.output_dir is None:
@@ -94,10 +100,10 @@ def make_ready(config: Config, resumed_step: int | None) -> None:
         folder = config.train.folder
         folder.mkdir(parents=True, exist_ok=True)
         lock(folder)
-        if resumed_step is None:
-            clear(folder, config.train.do_train)
+        if found and found.folder.resolve().parent == folder.resolve():
+            forget_after(folder, found.step)
         else:
-            forget_after(folder, resumed_step)
+            clear(folder, config.train.do_train)
         config.save(folder / ("train_config.yaml" if config.train.do_train else "eval_config.yaml"))
     except OSError as error:
         raise _unwritable(Path(config.train.output_dir or "runs"), error) from None
@@ -147,10 +153,13 @@ def unlock() -> None:
 
 def forget_after(folder: Path, step: int) -> None:
     """Remove what a run left of the steps after `step`, which it makes anew: lines of its records, checkpoints."""
+    for path in (folder / "train_results.json", *folder.glob("eval_*.json")):
+        path.unlink(missing_ok=True)
     for name in ("metrics.jsonl", "gpu_usage.jsonl"):
         path = folder / name
         if path.exists():
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            kept = [line for line in lines if _step_of(line) <= step]
             partial = folder / f"{name}.partial"
             partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
             os.replace(partial, path)
@@ -163,7 +172,7 @@ def forget_after(folder: Path, step: int) -> None:
 def _step_of(line: str) -> float:
     try:
         return int(json.loads(line)["step"])
-    except ValueError:  # cut short by a crash
+    except (ValueError, KeyError, TypeError):  # cut short by a crash
         return math.inf
 
 
@@ -178,6 +187,16 @@ def clear(folder: Path, train: bool) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(folder: Path, world: World) -> Iterator[bool]:
+    """Rank 0 (yields True there) writes what a run leaves; a full disk ends the run on all ranks, in one message."""
+    with world.together(EXIT_FAILURE):
+        try:
+            yield world.rank == 0
+        except OSError as error:
+            raise _unwritable(folder, error) from None
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -50,6 +50,17 @@ class Found:
         return state
 
 
+def check_scoring(config: Config, inputs: Inputs) -> None:
+    """Raise UserError if the best model is asked for, or an early end, and nothing is scored on the way."""
+    args = config.checkpoint
+    asked = args.load_best_model_at_end or args.early_stopping_patience
+    if asked and (inputs.dev is None or config.train.eval_strategy == "no"):
+        raise UserError(
+            "--load_best_model_at_end and --early_stopping_patience need scores: name a --validation_file, and give"
+            " --eval_strategy epoch or steps."
+        )
+
+
 def check_elastic(config: Config, world: World) -> None:
     """Raise UserError if Horovod elastic and the settings do not go together; keep a new world from starting anew."""
     if config.checkpoint.elastic and not world.elastic:
@@ -76,16 +87,20 @@ def find(config: Config) -> Found | None:
 
     None: the run begins anew. Raises UserError where a checkpoint is asked for, or there, and none can be used.
     """
-    named, folder = config.checkpoint.resume_from_checkpoint, config.train.output_dir
+    named, folder = config.checkpoint.resume_from_checkpoint, Path(config.train.output_dir or "")
     if not config.train.do_train:
         return None
+    if named == LATEST and not config.train.output_dir:
+        raise UserError("--resume_from_checkpoint latest: name the run's folder as well (--output_dir).")
+    goes_on = bool(config.train.output_dir) and not config.train.overwrite_output_dir and unfinished(folder)
     if named and named != LATEST:
-        return _named(Path(named))
-    if folder is None or (named is None and (config.train.overwrite_output_dir or not unfinished(Path(folder)))):
-        if named:
-            raise UserError("--resume_from_checkpoint latest: name the run's folder as well (--output_dir).")
+        return _named(Path(named), folder if goes_on else None)
+    if not named and not goes_on:
         return None
-    found, damage = _newest_whole(Path(folder))
+    try:
+        found, damage = _newest_whole(folder)
+    except OSError as error:
+        raise UserError(f"--output_dir {folder} cannot be looked into: {error.strerror or error}.") from None
     if found is None and damage:
         raise UserError(
             f"None of the checkpoints in {folder} can be used: {'; '.join(damage)}. Nothing was changed. To train anew"
@@ -98,11 +113,21 @@ def find(config: Config) -> Found | None:
     return found
 
 
-def _named(folder: Path) -> Found:
+def _named(folder: Path, output_dir: Path | None) -> Found:
+    """The checkpoint that the flag names; `output_dir`: an unfinished run, which the same command may have begun."""
     try:
-        return Found(folder, _resumable(folder))
+        found = Found(folder, _resumable(folder))
     except Damaged as error:
         raise UserError(f"--resume_from_checkpoint {folder} cannot be used: {error}.") from None
+    if output_dir is None or folder.resolve().parent == output_dir.resolve():
+        return found
+    own, _ = _newest_whole(output_dir)
+    if own is None or own.step < found.step:
+        raise UserError(
+            f"--output_dir {output_dir} holds an unfinished run that is not ahead of {folder}: name another folder, or"
+            " add --overwrite_output_dir to replace it."
+        )
+    return own  # which went on from `folder`, and was stopped
 
 
 def _newest_whole(output_dir: Path) -> tuple[Found | None, list[str]]:
@@ -134,6 +159,11 @@ def identity(config: Config, inputs: Inputs) -> dict[str, Any]:
     }
 
 
+def rank_batch(config: Config) -> int:
+    """Windows of one rank in one step, by the flags."""
+    return config.train.per_device_train_batch_size * config.train.gradient_accumulation_steps
+
+
 def _shape_of(model: nn.Module) -> str:
     shapes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
     size = sum(parameter.numel() for parameter in model.parameters())
@@ -143,7 +173,7 @@ def _shape_of(model: nn.Module) -> str:
 def check(found: Found, config: Config, inputs: Inputs) -> None:
     """Raise UserError if the checkpoint is of another model, other data, another plan or other settings.
 
-    The global batch of the flags may be what it was or, on another number of ranks, what the same flags give there.
+    The global batch must be what it was; or the flags that it came of, which give another on other numbers of ranks.
     """
     assert inputs.train is not None
     now, saved, plan = identity(config, inputs), found.state["identity"], inputs.train.plan
@@ -153,7 +183,7 @@ def check(found: Found, config: Config, inputs: Inputs) -> None:
         if saved.get(name) != now.get(name)
     ]
     global_batch = found.state["global_batch"]
-    if global_batch not in (plan.global_batch, plan.global_batch * found.state["world_size"] // plan.size):
+    if global_batch != plan.global_batch and found.state["rank_batch"] != rank_batch(config):
         differing.append(f"the global batch was {global_batch} and is {plan.global_batch}")
     if differing:
         raise UserError(
@@ -163,7 +193,7 @@ def check(found: Found, config: Config, inputs: Inputs) -> None:
     log.info("Going on from step %d: %s", found.step, found.folder)
 
 
-def plan(plan: BatchPlan, found: Found | None, world: World) -> BatchPlan:
+def with_its_batch(plan: BatchPlan, found: Found | None, world: World) -> BatchPlan:
     """The plan with the checkpoint's global batch, so that each step has the windows that it would have had."""
     global_batch = world.broadcast(found.state["global_batch"] if found else plan.global_batch)
     if global_batch == plan.global_batch:
@@ -181,3 +211,4 @@ def restore(state: TrainState, found: Found | None, seed: int) -> None:
         return
     tensors, rest = (found.contents.tensors, found.state) if found else ({}, {})
     state.restore(tensors, rest, seed)
+    tensors.clear()  # gigabytes, for a large model

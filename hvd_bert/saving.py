@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import threading
 import time
@@ -16,7 +17,7 @@ from hvd_bert.checkpoint import Contents
 from hvd_bert.config import Config
 from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED, UserError
 from hvd_bert.inputs import Inputs
-from hvd_bert.resume import identity
+from hvd_bert.resume import identity, rank_batch
 from hvd_bert.state import TrainState
 from hvd_bert.world import AgreedError, HostsChanged, log
 
@@ -29,6 +30,8 @@ class Checkpoints:
         self.args = config.checkpoint
         self.folder = config.train.folder
         self.identity = identity(config, inputs)
+        self.rank_batch = rank_batch(config)
+        self.overwrites = config.train.overwrite_output_dir
         self.model_files = model_files(inputs)
         self._writer = Writer()
         self._last_saved = state.step
@@ -38,49 +41,61 @@ class Checkpoints:
     def due(self, total_steps: int) -> bool:
         """Whether to save after this step: every --save_steps, and at the end."""
         step, every = self.state.step, self.args.save_steps
-        return every > 0 and (step % every == 0 or step == total_steps)
+        return every > 0 and (step % every == 0 or step == total_steps or self.patience_is_over)
 
-    def save(self) -> None:
-        """Save the state after this step: training waits for the copy, and for the write before if it still runs."""
-        if self.state.step == self._last_saved:
+    def save(self, whole: bool = False) -> None:
+        """Save the state after this step: training waits for the copy, and for the write before if it still runs.
+
+        `whole`: all that is needed to go on, whatever --save_only_model says.
+        """
+        model_only = self.args.save_only_model and not whole
+        if self.state.step == self._last_saved and not (whole and self.args.save_only_model):
             return
         start = time.perf_counter()
+        self._report()
         tensors, rest = self.state.snapshot()
         if self.state.world.rank == 0:
-            self._report()
-            keep = {checkpoint.name_of(self.state.best.step)} if self.args.load_best_model_at_end else set()
-            contents = self._contents(tensors, rest)
-            self._writer.start(lambda: self._write(rest["step"], contents, keep))
+            if all(math.isfinite(loss) for loss, *_ in rest["since_last_look"]):
+                keep = {checkpoint.name_of(self.state.best.step)} if self.args.load_best_model_at_end else set()
+                contents = self._contents(tensors, rest, model_only)
+                self._writer.start(lambda: self._write(rest["step"], contents, keep))
+            else:
+                log.warning("No checkpoint is made at step %d: the loss is no number any more.", rest["step"])
         self._last_saved = self.state.step
         pause = time.perf_counter() - start
         self._new["checkpoint_pause_s"] = pause
         self.totals["checkpoint_pause_s"] += pause
         self.totals["checkpoints"] += 1
 
-    def _contents(self, tensors: dict[str, Any], rest: dict[str, Any]) -> Contents:
-        if self.args.save_only_model:
+    def _contents(self, tensors: dict[str, Any], rest: dict[str, Any], model_only: bool) -> Contents:
+        if model_only:
             return Contents(
                 {"model": tensors["model"]}, {"state": {"step": rest["step"], "model_only": True}}, self.model_files
             )
-        return Contents(tensors, {"state": rest | {"identity": self.identity}}, self.model_files)
+        state = rest | {"identity": self.identity, "rank_batch": self.rank_batch}
+        return Contents(tensors, {"state": state}, self.model_files)
 
     def _write(self, step: int, contents: Contents, keep: set[str]) -> None:
         start = time.perf_counter()
         checkpoint.write(self.folder, step, contents)
-        checkpoint.prune(self.folder, self.args.save_total_limit, keep)
+        try:
+            checkpoint.prune(self.folder, self.args.save_total_limit, keep)
+        except OSError as error:
+            log.warning("An old checkpoint in %s could not be removed: %s.", self.folder, error)
         seconds = time.perf_counter() - start
         self._new["checkpoint_write_s"] = seconds
         self.totals["checkpoint_write_s"] += seconds
 
     def _report(self) -> None:
         """Wait for the write before; say so if it failed: training goes on, and the next may succeed."""
-        error = self._writer.wait()
+        error = self._writer.wait()  # None on ranks that do not write
         if error is not None:
             log.warning("A checkpoint could not be written in %s: %s. Training goes on.", self.folder, error)
 
     def close(self) -> None:
-        """Let the write that runs come to its end, whatever has happened."""
-        self._writer.wait()
+        """Under Horovod elastic: let the write that runs come to its end before another rank may begin one."""
+        if self.state.world.elastic:
+            self._writer.wait()
 
     def metrics(self) -> dict[str, float]:
         """Seconds of the pause and of the write (which ran beside the training) of a save since the last call."""
@@ -96,13 +111,15 @@ class Checkpoints:
 
     def stop(self, reason: str | None) -> None:
         """Save, and leave: raises AgreedError with EXIT_STOPPED, or HostsChanged without `reason` (a signal's name)."""
-        self.save()
+        self.save(whole=True)
         self.finish()
         if reason is None:
             raise HostsChanged
+        without = " without --overwrite_output_dir" if self.overwrites else ""
         where = self.folder / checkpoint.name_of(self.state.step)
         raise AgreedError(
-            f"Stopped after step {self.state.step} by {reason}, saved in {where}: the same command goes on from there.",
+            f"Stopped after step {self.state.step} by {reason}, saved in {where}. To go on from there: the same"
+            f" command, with --output_dir {self.folder}{without}.",
             status=EXIT_STOPPED,
         )
 
@@ -121,21 +138,22 @@ class Checkpoints:
         """The training is over: wait for the last write; with --load_best_model_at_end take the best weights."""
         best, world = self.state.best, self.state.world
         if self.patience_is_over:
-            log.info("Ended early: no %s better than that of step %d (%.2f).", best.metric, best.step, best.value)
+            log.info("Ended early: no %s better than that of step %d.", best.metric, best.step)
         self.finish()
         if not self.args.load_best_model_at_end or best.step in (0, self.state.step):
             return
-        path = self.folder / checkpoint.name_of(best.step) / "model.safetensors"
-        model = self.state.model
-        weights = dict(model.state_dict())
-        with world.together(EXIT_FAILURE):
-            if world.rank == 0:
-                try:
-                    checkpoint.verify(path.parent)
-                    model.load_state_dict(safetensors.torch.load_file(path))
-                except (checkpoint.Damaged, OSError) as error:
-                    raise UserError(f"The best model cannot be loaded: {error}.") from None
-        world.broadcast_tensors(weights)
+        folder, model, problem = self.folder / checkpoint.name_of(best.step), self.state.model, None
+        if world.rank == 0:
+            try:
+                checkpoint.verify(folder)
+                model.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
+            except (checkpoint.Damaged, OSError) as error:
+                problem = str(error)
+        problem = world.broadcast(problem)
+        if problem is not None:
+            log.warning("The best model, that of step %d, is not there; the last one is left: %s.", best.step, problem)
+            return
+        world.broadcast_tensors(model.state_dict())
         log.info("The model is that of step %d (%s %.4g).", best.step, best.metric, best.value)
 
 
@@ -155,7 +173,7 @@ class Writer:
     def _run(self, job: Callable[[], None]) -> None:
         try:
             job()
-        except OSError as error:  # a full or vanished disk
+        except Exception as error:  # a full disk, most likely; whatever it is, nobody else would hear of it
             self._error = error
 
     def wait(self) -> Exception | None:

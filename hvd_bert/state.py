@@ -55,6 +55,7 @@ class TrainState:
     world: World
     best: Best
     step: int = 0
+    unscored: bool = False  # the scoring that is due after this step has not been made
 
     def snapshot(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """Copies on the CPU of tensors by file and name, and the rest for JSON; empty on ranks other than 0.
@@ -81,7 +82,8 @@ class TrainState:
             "schedule": schedule,
             "meter": self.meter.state(),
             "since_last_look": [sums for _, sums in parts],
-            "best": vars(self.best),
+            "best": dict(vars(self.best)),  # a copy: the next scoring may come before this is written
+            "unscored": self.unscored,
         }
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], rest: dict[str, Any], seed: int) -> None:
@@ -104,6 +106,8 @@ class TrainState:
         self.schedule.load_state_dict({**self.schedule.state_dict(), **rest["schedule"]})
         self.step = rest["step"]
         self.best = Best(**rest["best"])
+        self.unscored = rest["unscored"]
+        seed_ranks(seed, self.step, world)  # for what the checkpoint has no numbers of
         if rest["world_size"] == world.size:
             mine = f"rank{world.rank}."
             own = {name.removeprefix(mine): v for name, v in tensors["rng"].items() if name.startswith(mine)}
@@ -114,7 +118,6 @@ class TrainState:
             loss, *counts = (sum(column) for column in zip(*rest["since_last_look"], strict=True))
             sums = [loss * world.size / rest["world_size"], *counts]
             since = sums if world.rank == 0 else [0 for _ in sums]
-            seed_ranks(seed, self.step, world)
         self.meter.restore(rest["meter"], since)
 
 

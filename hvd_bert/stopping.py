@@ -10,8 +10,8 @@ from types import FrameType
 from hvd_bert.world import World
 
 # From a scheduler that ends or preempts the job, from the keyboard, and from hvd.slurm before the time limit.
-HOSTS = "hosts"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+HOSTS = "hosts"  # what Horovod elastic has to say
 
 
 class StopRequests:
@@ -33,7 +33,7 @@ class StopRequests:
                 signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._received and number == signal.SIGINT:
+        if number == signal.SIGINT and self._received == "SIGINT":
             raise KeyboardInterrupt
         self._received = signal.Signals(number).name
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from contextlib import closing
+from typing import Any
 
 from hvd_bert import command_line, output, resume
 from hvd_bert.config import Config
@@ -47,25 +48,32 @@ def main(world: World) -> None:
             output.check(config)
             found = resume.find(config)
         inputs = load_inputs(config, world)
-    world.check_same(inputs.fingerprint() | {f"--{name}": value for name, value in config.as_flat().items()})
+        resume.check_scoring(config, inputs)
+    settings = {f"--{name}": value for name, value in config.as_flat().items() if name != "overwrite_output_dir"}
+    world.check_same(inputs.fingerprint() | settings)
     with world.together():
         if world.rank == 0:
             if found:
                 resume.check(found, config, inputs)
-            output.make_ready(config, found.step if found else None)
+            output.make_ready(config, found)
     config.train.output_dir = world.broadcast(config.train.output_dir)
     folder = config.train.folder
     inputs.model.to(device=world.device)  # type: ignore[call-arg]  # transformers hides the signature
 
     evaluator = Evaluator(inputs, config, world) if inputs.dev else None
     with closing(Telemetry(folder, enabled=world.rank == 0, resumed_step=found.step if found else None)) as telemetry:
+        results = {}
         if inputs.train:
-            train(inputs, inputs.train, found, evaluator, telemetry, config, world)
+            results = train(inputs, inputs.train, found, evaluator, telemetry, config, world)
         if evaluator:
             evaluation = evaluator(inputs.model)
             telemetry.evaluated(evaluation.metrics)
-            if world.rank == 0:
-                output.write_evaluation(folder, evaluation)
+            with output.writing(folder, world) as writes:
+                if writes:
+                    output.write_evaluation(folder, evaluation)
+        with output.writing(folder, world) as writes:
+            if writes and results:  # last: by this file a run counts as finished
+                output.write_json(folder / "train_results.json", results)
     log.info("%s", output.describe(folder))
 
 
@@ -77,13 +85,13 @@ def train(
     telemetry: Telemetry,
     config: Config,
     world: World,
-) -> None:
-    """Train `inputs.model`; leave it, the metrics and train_results.json in the output folder.
+) -> dict[str, Any]:
+    """Train `inputs.model`; leave it and the metrics in the output folder. Returns the content of train_results.json.
 
     `found`, on rank 0: the checkpoint to go on from.
     """
     args, model, folder = config.train, inputs.model, config.train.folder
-    plan = resume.plan(data.plan, found, world)
+    plan = resume.with_its_batch(data.plan, found, world)
     total_steps = args.total_steps(plan.steps_per_epoch)
     engine = HorovodEngine(model, make_optimizer(model, args, world.size), plan.accumulation, config, world)
     schedule = make_schedule(engine.optimizer, args, total_steps)
@@ -100,7 +108,17 @@ def train(
     model.train()
     telemetry.begin(total_steps, state.step, plan.steps_per_epoch)
 
+    def score() -> None:
+        assert evaluator is not None
+        with meter.paused():
+            metrics = evaluator(model).metrics
+        telemetry.evaluated(metrics)
+        state.unscored = False
+        checkpoints.evaluated(metrics)
+
     with closing(checkpoints), closing(gpus), stop_requests.watched():
+        if state.unscored:  # a signal came before it
+            score()
         while state.step < total_steps and not checkpoints.patience_is_over:
             step_windows = len(plan.step_windows(state.step))
             for ids in plan.rank_windows(state.step, world.rank):
@@ -119,8 +137,11 @@ def train(
             state.step += 1
             stops = any_stop()
 
-            evaluates = evaluator is not None and args.evaluates_after(state.step, plan.steps_per_epoch, total_steps)
-            if evaluates or args.logs_after(state.step, total_steps):
+            state.unscored = evaluator is not None and (
+                args.evaluates_after(state.step, plan.steps_per_epoch, total_steps)
+                or (config.checkpoint.load_best_model_at_end and state.step == total_steps)
+            )
+            if state.unscored or args.logs_after(state.step, total_steps):
                 means = meter.read(state.step)
                 check_finite(state.step, means["loss"])
                 now = {
@@ -129,21 +150,19 @@ def train(
                     "grad_norm": float(grad_norm),
                 }
                 telemetry.logged(state.step, now | means | gpus.read(state.step) | checkpoints.metrics())
-            if evaluator is not None and evaluates:
-                with meter.paused():
-                    metrics = evaluator(model).metrics
-                telemetry.evaluated(metrics)
-                checkpoints.evaluated(metrics)
-            if checkpoints.due(total_steps):
-                checkpoints.save()
             if stops:
                 checkpoints.stop(stop_requests.reason())
+            if state.unscored:
+                score()
+            if checkpoints.due(total_steps):
+                checkpoints.save()
 
         checkpoints.end()
-    if world.rank == 0:
-        output.save_model(folder, model, inputs.tokenizer)
-        results = meter.results() | checkpoints.totals | {"skipped_steps": engine.skipped_steps}
-        output.write_json(folder / "train_results.json", results | effective | output.facts(config, world))
+    with output.writing(folder, world) as writes:
+        if writes:
+            output.save_model(folder, model, inputs.tokenizer)
+    results = meter.results() | checkpoints.totals | {"skipped_steps": engine.skipped_steps}
+    return results | effective | output.facts(config, world)
 
 
 def check_finite(step: int, loss: float) -> None:

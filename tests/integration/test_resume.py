@@ -49,10 +49,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 @pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGINT"])
 def test_stopped_by_a_signal_and_started_again(tmp_path: Path, whole: dict[int, Path], signal_name: str) -> None:
     stopped = train(tmp_path / "run", 1, "none", stop=f"4 0 {signal_name} start").expect(EXIT_STOPPED)
-    said_once = f"Stopped after step 4 by {signal_name} to rank 0, saved in out/checkpoint-4: the same command goes on"
+    said_once = f"Stopped after step 4 by {signal_name} to rank 0, saved in out/checkpoint-4. To go on from there: "
+    said_once += "the same command, with --output_dir out.\n"
     assert stopped.output.count(said_once) == 1
     again = train(tmp_path / "run", 1, "none").expect(0)
-    assert again.output.count("Going on from step 4: out/checkpoint-4") == 1
+    assert again.output.count("Going on from step 4: out/checkpoint-4") == 1, again
     assert resuming.differences(whole[1], tmp_path / "run" / "out") == []
 
 
@@ -61,7 +62,7 @@ def test_signal_to_one_rank_stops_all(tmp_path: Path, whole: dict[int, Path], by
     stopped = train(tmp_path / "run", 2, by, stop="3 1 SIGTERM start")
     assert not stopped.hung and stopped.status != 0, stopped
     assert said(stopped).count("Stopped after step 3 by SIGTERM to rank 1, saved in out/checkpoint-3") == 1, stopped
-    train(tmp_path / "run", 2, by).expect(0)
+    assert "Going on from step 3" in said(train(tmp_path / "run", 2, by).expect(0))
     assert resuming.differences(whole[2], tmp_path / "run" / "out") == []
 
 
@@ -75,12 +76,15 @@ def test_killed_and_started_again(tmp_path: Path, whole: dict[int, Path], step: 
 
 def test_other_world_sizes(tmp_path: Path) -> None:
     """4 -> 2 -> 1 -> 4 ranks: every window of an epoch once, the same global batch, the same losses."""
-    ways = [(4, "gloo", 1), (2, "gloo", 2), (1, "none", 4), (4, "gloo", 0)]
+    ways = [(4, "gloo", 1), (2, "gloo", 2), (1, "none", 3), (1, "none", 4), (4, "gloo", 0)]
     exact = ("--dropout", 0, "--per_device_train_batch_size", 4)
     taken: dict[int, Counter[int]] = {}
     for size, by, stop in ways:
         outcome = train(tmp_path / "changing", size, by, *exact, stop=f"{stop} 0 SIGTERM start")
-        assert not outcome.hung and (outcome.status == 0) == (stop == 0), outcome
+        if stop:
+            assert f"Stopped after step {stop} by SIGTERM to rank 0" in said(outcome), outcome
+        else:
+            outcome.expect(0)
         for record in (tmp_path / "changing").glob("windows-*.jsonl"):
             for line in map(json.loads, record.read_text().splitlines()):
                 taken.setdefault(line["step"], Counter()).update(line["windows"])
@@ -164,6 +168,13 @@ def test_second_run_in_one_folder_is_refused(stopped: Path) -> None:
     assert "out is in use by another run (process " in refused.output, refused
 
 
+def test_model_only_is_not_enough_but_a_stop_saves_all(tmp_path: Path, whole: dict[int, Path]) -> None:
+    stopped = train(tmp_path / "run", 1, "none", "--save_only_model", stop="4 0 SIGTERM start").expect(EXIT_STOPPED)
+    assert not (tmp_path / "run" / "out" / "checkpoint-2" / "optimizer.safetensors").exists(), stopped
+    assert "Going on from step 4" in train(tmp_path / "run", 1, "none").expect(0).output
+    assert resuming.differences(whole[1], tmp_path / "run" / "out") == []
+
+
 def test_from_a_named_checkpoint_into_a_new_folder(stopped: Path, whole: dict[int, Path]) -> None:
     flags = ("--resume_from_checkpoint", "out/checkpoint-2", "--output_dir", "new")
     train(stopped, 1, "none", *flags).expect(0)
@@ -176,7 +187,7 @@ def test_best_model_and_early_end(tmp_path: Path) -> None:
     outcome = train(tmp_path / "run", 1, "none", *flags).expect(0)
     out = tmp_path / "run" / "out"
     scored = [row for row in resuming.rows(out) if "eval_loss" in row]
-    best = min(scored[:-1], key=lambda row: row["eval_loss"])
+    best = min(scored, key=lambda row: row["eval_loss"])
     assert scored[-2]["step"] == best["step"] + 2 < 12, outcome
     assert "Ended early: no eval_loss better than that of step" in outcome.output
     results = json.loads((out / "eval_results.json").read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from pathlib import Path
@@ -45,15 +46,20 @@ def run(world: World, words: list[str]) -> int:
 @check
 def stopped_run_ends_as_one_never_stopped(ranks: Ranks) -> None:
     world = ranks.world
-    whole, stopped = ranks.folder / "whole", ranks.folder / "stopped"
+    whole, stopped, records = (ranks.folder / name for name in ("whole", "stopped", "records"))
+    records.mkdir(exist_ok=True)
     assert run(world, flags(world, whole)) == 0
     # (step, place): mid-epoch inside an accumulation, on an epoch's end, right after a scoring (twice in one run)
     for step, place in ((1, "inside"), (2, "start"), (4, "start"), (5, "inside")):
-        with signal_at(step, world.size - 1, signal.SIGTERM, place):
+        with signal_at(step, world.size - 1, signal.SIGTERM, place, records=records):
             assert run(world, flags(world, stopped)) == EXIT_STOPPED
         if world.rank == 0:
             assert resuming.newest(stopped).name == f"checkpoint-{step}"
             assert not (stopped / "train_results.json").exists()
-    assert run(world, flags(world, stopped)) == 0
+    with signal_at(0, 0, signal.SIGTERM, records=records):
+        assert run(world, flags(world, stopped)) == 0
+    taken = (records / f"windows-{world.rank}.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [json.loads(line)["step"] for line in taken]
+    assert steps == sorted([*range(1, STEPS + 1)] * 2), "a run began anew, or did a step again"
     if world.rank == 0:
         assert resuming.differences(whole, stopped) == []

@@ -33,8 +33,10 @@ def differences(one: Path, other: Path) -> list[str]:
             continue
         found += [f"{name}: {key}" for key in mine if not _same(mine[key], theirs[key])]
     states = [json.loads((newest(out) / "state.json").read_text(encoding="utf-8")) for out in (one, other)]
-    timeless = ("step", "epoch", "global_batch", "engine", "schedule", "since_last_look", "best")
-    found += [f"state: {key}" for key in timeless if states[0][key] != states[1][key]]
+    for state in states:
+        for time in ("train_s", "seconds"):
+            del state["meter"][time]
+    found += [f"state: {key}" for key in states[0] if states[0][key] != states[1].get(key)]
     lines = [rows(out) for out in (one, other)]
     if lines[0] != lines[1]:
         pairs = zip(*lines, strict=False)
