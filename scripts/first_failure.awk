@@ -18,7 +18,8 @@ BEGIN { split(hosts, host, " ") }
   if (match($0, /^\[[0-9]+(,[0-9]+)?\]<std(out|err)>:/)) { # horovodrun's mark: [RANK] or [JOB,RANK]
     marked = substr($0, 2, index($0, "]") - 2)
     sub(/.*,/, "", marked)
-    $0 = substr($0, RLENGTH + 1)
+    # mpirun marks each piece that is written, and Python writes the traceback of a module that is missing in pieces.
+    gsub(/\[[0-9]+(,[0-9]+)?\]<std(out|err)>:/, "")
   }
 }
 

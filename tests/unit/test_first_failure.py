@@ -12,6 +12,7 @@ RAISED = "rank 1 on a100-02 failed:\nTraceback (most recent call last):\n  File 
 MARKED = "".join(f"[1,1]<stderr>:{line}" for line in RAISED.splitlines(keepends=True))
 CHAINED = RAISED.replace("RuntimeError", "KeyError") + "\nDuring handling of the above exception, ...\nOSError: last\n"
 IMPORT = "Traceback (most recent call last):\nModuleNotFoundError: No module named 'x'\n"
+PIECES = "[1,1]<stderr>:ModuleNotFoundError[1,1]<stderr>:: No module named 'x'[1,1]<stderr>:\n"
 GLOO = "RuntimeError: Horovod detected that one or more processes exited ... was:\nProcess name: {}\nExit code: {}\n"
 MPIRUN = "The first process to do so was:\n\n  Process name: [[207,1],2]\n  Exit code:    1\n-----\n"
 SIGNAL = "mpirun noticed that process rank 3 with PID 933 on node a100-02 exited on signal 9 (Killed).\n"
@@ -34,6 +35,7 @@ LOST = "[0]<stderr>:rank 0 on a100-01 lost another rank: Horovod has been shut d
         ("srun: error: a100-02: tasks 2-3: Exited with exit code 7\n", "ranks 2-3 on a100-02: Exited with exit code 7"),
         (IMPORT + SRUN, "rank 2 on a100-02: ModuleNotFoundError: No module named 'x'"),
         (IMPORT + MPIRUN, "rank 2 on a100-02: ModuleNotFoundError: No module named 'x'"),
+        (PIECES + MPIRUN, "rank 2 on a100-02: ModuleNotFoundError: No module named 'x'"),
         (SIGNAL, "rank 3 on a100-02: signal 9 (Killed)"),
         (LOST + GLOO.format(1, 255), "rank 1 on a100-01: exit code 255, which is ssh's"),
         (
