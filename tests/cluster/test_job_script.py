@@ -125,37 +125,3 @@ def test_without_pmix(
     hosts = dict(re.findall(r"^rank (\d) on (\S+),", ended.out, re.M))
     assert hosts == {"0": "a100-01", "1": "a100-01", "2": "a100-02", "3": "a100-02"}, ended
     assert ended.out.count("PMI of 4") == (4 if launcher == "pmi2" else 0), ended
-
-
-# The first attempt leaves a file, says through a pipe that it runs, and waits; the second one ends.
-WAITS = (
-    SAY
-    + r"""
-[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && exit 0
-[ "$SLURM_PROCID" != 0 ] || { mkdir -p out && echo x >out/metrics.jsonl && echo >"$STARTED"; }
-exec tail -f /dev/null
-"""
-)
-
-
-@pytest.mark.parametrize("foreign", [False, True], ids=["own files", "files of another run"])
-def test_requeue_and_the_warning(cluster: Cluster, tmp_path: Path, pretended: Pretended, foreign: bool) -> None:
-    if foreign:
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "precious").write_text("x")
-    started = tmp_path / "started"
-    os.mkfifo(started)
-    job = cluster.submit(f"{JOB_SCRIPT} --output_dir out", tmp_path, pretended(WAITS) | {"STARTED": str(started)})
-    cluster.on("login", ["cat", str(started)], tmp_path, timeout=60).expect(0)
-    cluster.on("login", ["scancel", "--batch", "--signal=USR1", job], tmp_path, timeout=60).expect(0)
-    cluster.on("login", ["scontrol", "requeue", job], tmp_path, timeout=60).expect(0)
-    cluster.wait(job, "PENDING")
-    # Slurm lets a requeued job wait for two minutes, since its nodes refuse credentials that are not younger than the
-    # end of the first attempt, in whole seconds: "Job credential revoked". The next second will do.
-    cluster.on("login", ["scontrol", "update", f"jobid={job}", "StartTime=now+1"], tmp_path, timeout=60).expect(0)
-    ended = cluster.ended(job).expect(0)
-    assert ended.out.count("warning: the time limit is near (signal USR1)") == 1, ended
-    assert "attempt 2" in ended.out, ended  # in the same file as the first
-    second = ended.out[ended.out.index("attempt 2") :]
-    assert ("<--overwrite_output_dir>" in second) is not foreign, ended
-    assert "<--overwrite_output_dir>" not in ended.out[: ended.out.index("attempt 2")], ended

@@ -1,7 +1,8 @@
 """Signals at an exact place of a training: `python stopping_at.py STEP RANK SIGNAL PLACE TRAIN'S ARGUMENTS...`.
 
-PLACE: "start" of the step, or "inside" it, after the first of its passes. Steps count from 1; with 0 none comes.
-Each rank notes the windows that it takes in windows-RANK.jsonl, in the folder it was started in.
+PLACE: "start" of the step, or "inside" it, after the first of its passes. Steps count from 1; with 0 none comes. RANK
+may be several, as 2,3. In the folder it was started in each rank notes the windows that it takes in windows-RANK.jsonl,
+when it was signalled in `signalled`, and when it began its first step in another world in `resumed`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,15 +20,24 @@ from hvd_bert.data.plan import BatchPlan, Ids
 
 
 @contextmanager
-def signal_at(step: int, rank: int, number: int, place: str = "start", records: Path | None = None) -> Iterator[None]:
+def signal_at(
+    step: int, rank: int | set[int], number: int, place: str = "start", records: Path | None = None
+) -> Iterator[None]:
     """Inside, the training of this process signals itself as it begins `step`, if it is `rank`."""
     original = BatchPlan.rank_windows
+    signalled = rank if isinstance(rank, set) else {rank}
+    last = [0]
 
     def rank_windows(self: BatchPlan, number_of_step: int, own_rank: int) -> Iterator[Ids]:
         record = records / f"windows-{own_rank}.jsonl" if records else None
         for index, ids in enumerate(original(self, number_of_step, own_rank)):
-            if (number_of_step + 1, own_rank, index) == (step, rank, 1 if place == "inside" else 0):
+            if own_rank in signalled and (number_of_step + 1, index) == (step, 1 if place == "inside" else 0):
+                if records:
+                    (records / "signalled").write_text(str(time.time()), encoding="utf-8")
                 os.kill(os.getpid(), number)
+            if records and number_of_step + 1 < last[0]:
+                (records / "resumed").write_text(str(time.time()), encoding="utf-8")
+            last[0] = number_of_step + 1
             if record:
                 with record.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"step": number_of_step + 1, "windows": ids.tolist()}) + "\n")
@@ -43,7 +54,7 @@ if __name__ == "__main__":
     from hvd_bert import train
     from hvd_bert.running import run_as_rank
 
-    where = (int(sys.argv[1]), int(sys.argv[2]), signal.Signals[sys.argv[3]], sys.argv[4])
+    where = (int(sys.argv[1]), {int(rank) for rank in sys.argv[2].split(",")}, signal.Signals[sys.argv[3]], sys.argv[4])
     sys.argv[1:] = sys.argv[5:]
     with signal_at(*where, records=Path.cwd()):
         run_as_rank(train.main)

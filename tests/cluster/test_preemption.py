@@ -1,0 +1,122 @@
+"""A time limit, a requeue, a host that is lost or comes: what training has done is kept, on two hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import resuming
+from harness import FOLDER, JOB_SCRIPT, SMALL, Cluster
+from launch import REPOSITORY
+
+pytestmark = pytest.mark.cluster
+Pretended = Callable[[str], dict[str, str]]
+
+DROPOUT = f"{SMALL} 12 --dropout 0.1 --per_device_train_batch_size 8 --save_steps 5"
+
+
+def start_again(cluster: Cluster, job: str, folder: Path) -> None:
+    """Wait for the job to requeue itself, and let it start."""
+    cluster.wait(job, "PENDING")
+    # Slurm lets a requeued job wait for two minutes, since its nodes refuse credentials that are not younger than the
+    # end of the first attempt on each of them, in whole seconds: "Job credential revoked". Three seconds will do.
+    cluster.on("login", ["scontrol", "update", f"jobid={job}", "StartTime=now+3"], folder, timeout=60).expect(0)
+
+
+def test_time_limit_saves_requeues_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    """`sbatch` once is trained to the end, equal to the bit: the limit itself, and Slurm's signal before it."""
+    python = tmp_path / "waiting" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FOLDER / "waiting.py"}" "$@"\n')
+    python.chmod(0o755)
+    waiting = {"HVD_BERT_VENV": str(python.parents[1]), "WAITING_STEP": "8"}
+    waiting |= {"PATH": f"{python.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    # Slurm looks at time limits about twice a minute: the signal comes when less than 100 of the 120 s are left.
+    options = "--nodes=2 --ntasks-per-node=1 --time=2 --signal=B:USR1@100"
+    flags = f"{DROPOUT} --output_dir limited --overwrite_output_dir"
+    job = cluster.submit(f"{options} {JOB_SCRIPT} {flags}", tmp_path, waiting)
+    start_again(cluster, job, tmp_path)
+    ended = cluster.ended(job).expect(0)
+    first, second = ended.out.split("attempt 2", 1)
+    assert first.count("warning: the time limit is near (signal USR1): saving") == 1, ended
+    assert "requeued: the next attempt goes on from limited/checkpoint-8" in first, ended
+    assert ended.err.count("Stopped after step 8 by SIGUSR1") == 1, ended
+    assert "Going on from step 8: limited/checkpoint-8" in second, ended
+    assert "--overwrite_output_dir" not in second, ended
+
+    whole = cluster.submit(f"--nodes=2 --ntasks-per-node=1 {JOB_SCRIPT} {DROPOUT} --output_dir whole", tmp_path)
+    cluster.ended(whole).expect(0)
+    assert resuming.differences(tmp_path / "whole", tmp_path / "limited") == []
+
+
+# Each attempt says through a pipe that it runs, and waits for the signal. Neither gets further than checkpoint-1.
+STUCK = r"""
+[ "$SLURM_PROCID" != 0 ] || { mkdir -p out && echo checkpoint-1 >out/latest && echo >"$STARTED"; }
+exec tail -f /dev/null
+"""
+
+
+def test_attempt_that_gets_nowhere_is_not_requeued(cluster: Cluster, tmp_path: Path, pretended: Pretended) -> None:
+    started = tmp_path / "started"
+    os.mkfifo(started)
+    job = cluster.submit(f"{JOB_SCRIPT} --output_dir out", tmp_path, pretended(STUCK) | {"STARTED": str(started)})
+    for attempt in (1, 2):
+        cluster.on("login", ["cat", str(started)], tmp_path, timeout=100).expect(0)
+        cluster.on("login", ["scancel", "--batch", "--signal=USR1", job], tmp_path, timeout=60).expect(0)
+        if attempt == 1:
+            start_again(cluster, job, tmp_path)
+    ended = cluster.ended(job)
+    assert ended.state == "FAILED" and ended.status != 0, ended
+    assert ended.out.count("requeued: the next attempt goes on from out/checkpoint-1") == 1, ended
+    assert "not requeued: no checkpoint was made since the attempt began" in ended.out, ended
+
+
+def elastic(hosts: str, size: int, steps: int, stop: str) -> list[str]:
+    """horovodrun as docs/reliability.md has it; the trainer under tests/parallel/stopping_at.py."""
+    stopping_at = REPOSITORY / "tests" / "parallel" / "stopping_at.py"
+    words = ["horovodrun", "-np", str(size), "--min-np", "2", "--max-np", "4", "--network-interfaces", "eth0"]
+    words += ["--host-discovery-script", hosts, "python", str(stopping_at), *stop.split(), *SMALL.split(), str(steps)]
+    return [*words, "--elastic", "--save_steps", "4", "--output_dir", "out", "--per_device_train_batch_size", "4"]
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_lost_host_is_done_without(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a100-01:2\na100-02:2\n")
+    discover = str(REPOSITORY / "scripts" / "discover_hosts.sh")
+    # Ranks 2 and 3 are the workers of the other host: both die as they begin the 11th step.
+    command = elastic(discover, 4, 16, "11 2,3 SIGKILL start")
+    outcome = cluster.on("a100-01", command, tmp_path).expect(0)
+    result = json.loads((tmp_path / "out" / "train_results.json").read_text())
+    assert (result["world_size"], result["hosts"], result["global_batch"]) == (2, ["a100-01"], 16), outcome
+    step = int(re.findall(r"Going on from step (\d+)", outcome.output)[0])
+    assert step in (4, 8), outcome  # the second, if it was on disk by then
+    lost, joined = (float((tmp_path / name).read_text()) for name in ("signalled", "resumed"))
+    assert joined - lost < 60, outcome
+    # What the weights have seen: four ranks up to the commit, then the two that are left. An epoch is 4 steps of 16.
+    taken: dict[int, Counter[int]] = {}
+    for rank in range(4):
+        lines = rows(tmp_path / f"windows-{rank}.jsonl")
+        again = next((i for i in range(1, len(lines)) if lines[i]["step"] < lines[i - 1]["step"]), len(lines))
+        for line in [row for row in lines[:again] if row["step"] <= step] + lines[again:]:
+            taken.setdefault(line["step"], Counter()).update(line["windows"])
+    for epoch in range(4):
+        assert sum((taken[4 * epoch + i] for i in range(1, 5)), Counter()) == Counter(range(64)), outcome
+
+
+def test_host_that_comes_joins(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "hosts.sh").write_text("echo a100-01:2\n[ ! -e out/latest ] || echo a100-02:2\n")
+    (tmp_path / "discover").write_text(f"#!/bin/sh\ncd {tmp_path} && . ./hosts.sh\n")
+    (tmp_path / "discover").chmod(0o755)
+    command = elastic(str(tmp_path / "discover"), 2, 400, "0 0 SIGKILL start")
+    outcome = cluster.on("a100-01", command, tmp_path).expect(0)
+    result = json.loads((tmp_path / "out" / "train_results.json").read_text())
+    assert (result["world_size"], result["hosts"], result["global_batch"]) == (4, ["a100-01", "a100-02"], 8), outcome
