@@ -45,7 +45,7 @@ def test_time_limit_saves_requeues_and_goes_on(cluster: Cluster, tmp_path: Path)
     ended = cluster.ended(job).expect(0)
     first, second = ended.out.split("attempt 2", 1)
     assert first.count("warning: the time limit is near (signal USR1): saving") == 1, ended
-    assert "requeued: the next attempt goes on from limited/checkpoint-8" in first, ended
+    assert "requeueing: the next attempt goes on from limited/checkpoint-8" in first, ended
     assert ended.err.count("Stopped after step 8 by SIGUSR1") == 1, ended
     assert "Going on from step 8: limited/checkpoint-8" in second, ended
     assert "--overwrite_output_dir" not in second, ended
@@ -73,7 +73,7 @@ def test_attempt_that_gets_nowhere_is_not_requeued(cluster: Cluster, tmp_path: P
             start_again(cluster, job, tmp_path)
     ended = cluster.ended(job)
     assert ended.state == "FAILED" and ended.status != 0, ended
-    assert ended.out.count("requeued: the next attempt goes on from out/checkpoint-1") == 1, ended
+    assert ended.out.count("requeueing: the next attempt goes on from out/checkpoint-1") == 1, ended
     assert "not requeued: no checkpoint was made since the attempt began" in ended.out, ended
 
 
@@ -113,10 +113,10 @@ def test_lost_host_is_done_without(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_host_that_comes_joins(cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "hosts.sh").write_text("echo a100-01:2\n[ ! -e out/latest ] || echo a100-02:2\n")
+    (tmp_path / "hosts.sh").write_text("echo a100-02:2\n[ ! -e out/latest ] || echo a100-01:2\n")
     (tmp_path / "discover").write_text(f"#!/bin/sh\ncd {tmp_path} && . ./hosts.sh\n")
     (tmp_path / "discover").chmod(0o755)
     command = elastic(str(tmp_path / "discover"), 2, 400, "0 0 SIGKILL start")
     outcome = cluster.on("a100-01", command, tmp_path).expect(0)
     result = json.loads((tmp_path / "out" / "train_results.json").read_text())
-    assert (result["world_size"], result["hosts"], result["global_batch"]) == (4, ["a100-01", "a100-02"], 8), outcome
+    assert (result["world_size"], result["hosts"], result["global_batch"]) == (4, ["a100-02", "a100-01"], 8), outcome
