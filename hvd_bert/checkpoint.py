@@ -26,6 +26,8 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from hvd_bert.data.cache import flush
+
 FORMAT = 1
 POINTER = "latest"
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -73,13 +75,13 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
         manifest = {"format": FORMAT, "step": step, "files": files}
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for file in partial.iterdir():
-            _flush(file)
-        _flush(partial)
+            flush(file)
+        flush(partial)
         folder = output_dir / name_of(step)
         if folder.exists():
             discard(folder)
         partial.rename(folder)
-        _flush(output_dir)
+        flush(output_dir)
     except SafetensorError as error:  # its way of saying that the disk is full
         raise OSError(str(error)) from None
     finally:
@@ -93,9 +95,9 @@ def point_to(folder: Path) -> None:
     """Name `folder` in `latest`, for people and scripts; `candidates` goes by the steps."""
     new = folder.parent / f"{_PARTIAL}{POINTER}"
     new.write_text(f"{folder.name}\n", encoding="utf-8")
-    _flush(new)
+    flush(new)
     os.replace(new, folder.parent / POINTER)
-    _flush(folder.parent)
+    flush(folder.parent)
 
 
 def candidates(output_dir: Path) -> list[Path]:
@@ -211,11 +213,3 @@ def _fingerprint(path: Path) -> dict[str, Any]:
             digest.update(block)
             size += len(block)
     return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

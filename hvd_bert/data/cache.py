@@ -72,8 +72,8 @@ def _build(entry: Path, build: Callable[[Path], None], is_whole: Callable[[Path]
     try:
         build(building)
         for file in building.iterdir():
-            _flush(file)
-        _flush(building)
+            flush(file)
+        flush(building)
         if entry.exists():
             # Moved aside, not removed: another node may have it mapped, and over NFS its pages would go.
             aside = entry.parent / f"old-{uuid.uuid4().hex}"
@@ -84,7 +84,7 @@ def _build(entry: Path, build: Callable[[Path], None], is_whole: Callable[[Path]
         except OSError:
             if not is_whole(entry):  # else another node was first, with the same content
                 raise
-        _flush(entry.parent)
+        flush(entry.parent)
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
@@ -103,7 +103,8 @@ def _sweep(cache_dir: Path, key: str) -> None:
                 shutil.rmtree(left, ignore_errors=True)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have a file or a folder on disk before what follows."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
