@@ -75,6 +75,7 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
         manifest = {"format": FORMAT, "step": step, "files": files}
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for file in partial.iterdir():
+            shutil.copymode(partial / "manifest.json", file)  # safetensors lets nobody else read what it writes
             flush(file)
         flush(partial)
         folder = output_dir / name_of(step)

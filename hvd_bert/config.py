@@ -257,6 +257,11 @@ class Config:
     checkpoint: CheckpointArguments
     horovod: HorovodArguments
 
+    def scores_after(self, step: int, steps_per_epoch: int, total_steps: int) -> bool:
+        """Whether to score after optimizer step `step`; the last one counts where the best model is wanted."""
+        last = self.checkpoint.load_best_model_at_end and step == total_steps
+        return last or self.train.evaluates_after(step, steps_per_epoch, total_steps)
+
     def as_flat(self) -> dict[str, Any]:
         """All settings under their flag names."""
         return {name: value for part in asdict(self).values() for name, value in part.items()}

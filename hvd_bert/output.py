@@ -223,6 +223,8 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         # config.json, by which a folder counts as a model, comes last: a crash leaves no half of one.
+        for file in Path(partial).glob("*.safetensors"):
+            shutil.copymode(Path(partial) / "config.json", file)  # safetensors lets nobody else read what it writes
         for file in sorted(Path(partial).iterdir(), key=lambda path: path.name == "config.json"):
             os.replace(file, folder / file.name)
 

@@ -137,10 +137,8 @@ def train(
             state.step += 1
             stops = any_stop()
 
-            state.unscored = evaluator is not None and (
-                args.evaluates_after(state.step, plan.steps_per_epoch, total_steps)
-                or (config.checkpoint.load_best_model_at_end and state.step == total_steps)
-            )
+            scores = config.scores_after(state.step, plan.steps_per_epoch, total_steps)
+            state.unscored = evaluator is not None and scores
             if state.unscored or args.logs_after(state.step, total_steps):
                 means = meter.read(state.step)
                 check_finite(state.step, means["loss"])

@@ -32,6 +32,7 @@ def test_what_is_written_is_read(tmp_path):
     assert torch.equal(found.tensors["rng"]["rank0.torch"], torch.arange(5))
     assert found.documents["state"] == {"step": 7, "learning_rate": 0.1}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-7", "latest"]
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # what the umask allows, others may read
 
 
 def test_the_newest_comes_first_whatever_is_pointed_to(tmp_path):

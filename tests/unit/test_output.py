@@ -163,6 +163,7 @@ def test_saved_model_is_loaded_by_transformers(tmp_path, tokenizer):
     )
     output.save_model(tmp_path, model, tokenizer)
     assert set(os.listdir(tmp_path)) <= output.RUN_FILES.keys()
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # what the umask allows, others may read
     loaded = AutoModelForQuestionAnswering.from_pretrained(tmp_path).state_dict()
     assert all(value.equal(loaded[name]) for name, value in model.state_dict().items())
     text = "what colour is the box?"
