@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up, trains a small BERT from scratch on the sample with 2 ranks (about 3 minutes on 2 cores), scores it on
+# Sets up, trains a small BERT from scratch on the sample with 2 ranks (about 2 minutes on 2 idle cores), scores it on
 # questions that it has not seen, and answers three of them.
 #   bash scripts/demo.sh                          leaves everything in runs/demo
 #   bash scripts/demo.sh --config sample_v2       other settings of the trainer; the last one given wins

@@ -16,7 +16,7 @@ import pytest
 import resuming
 import stopping_at
 from commands import said, small_run
-from launch import Outcome, launcher, run
+from launch import SAMPLE, Outcome, launcher, run
 
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_STOPPED
 
@@ -151,10 +151,15 @@ def test_nothing_is_touched_when_no_checkpoint_is_left(stopped: Path) -> None:
         (["--max_train_samples", 20], "the number of training windows was 33 and is 20"),
         (["--per_device_train_batch_size", 8], "the global batch was 16 and is 8"),
         (["--seed", 5], "--seed was 1 and is 5"),
+        (["--train_file", SAMPLE / "dev-v1.1.json"], "the training data was "),
+        (["--config_name", "narrow"], "the model was 39 tensors, "),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_checkpoint_of_another_run_is_refused(stopped: Path, flags: list[object], said_of: str) -> None:
+    (stopped / "narrow").mkdir()
+    narrow = json.loads((SAMPLE / "config.json").read_text()) | {"hidden_size": 32}
+    (stopped / "narrow" / "config.json").write_text(json.dumps(narrow))
     before = listing(stopped / "out")
     refused = train(stopped, 1, "none", *flags).expect(EXIT_BAD_INPUT)
     assert said_of in refused.output, refused

@@ -1,0 +1,154 @@
+"""Checkpoints while training: what is written is what was there at the step, however long the write takes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_world import make_world
+
+from hvd_bert import checkpoint, saving
+from hvd_bert.command_line import parse
+from hvd_bert.data.plan import BatchPlan
+from hvd_bert.errors import EXIT_STOPPED
+from hvd_bert.saving import Checkpoints
+from hvd_bert.state import Best, TrainState
+from hvd_bert.telemetry import Meter
+from hvd_bert.world import AgreedError, HostsChanged
+
+
+class Engine:
+    """AdamW's state in one tensor."""
+
+    def __init__(self) -> None:
+        self.moment = torch.zeros(3)
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        return {"weight/exp_avg": self.moment}, {"groups": []}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """run(*flags) -> Checkpoints of a model of one matrix, with everything around it left out."""
+    monkeypatch.setattr(saving, "identity", lambda config, inputs: {"of": "a test"})
+    monkeypatch.setattr(saving, "model_files", lambda inputs: {"config.json": b"{}"})
+
+    def make(*flags: str) -> Checkpoints:
+        config = parse(["--output_dir", str(tmp_path), *flags])
+        world = make_world()
+        plan = BatchPlan(num_windows=8, global_batch=2, accumulation=1, size=1, seed=0)
+        schedule = SimpleNamespace(state_dict=lambda: {"last_epoch": 0, "lr_lambdas": [None]})
+        model = torch.nn.Linear(2, 1)
+        state = TrainState(model, Engine(), schedule, Meter(world), plan, world, Best("f1"))  # type: ignore[arg-type]
+        return Checkpoints(state, config, SimpleNamespace())  # type: ignore[arg-type]
+
+    return make
+
+
+def state_of(folder) -> dict[str, Any]:
+    return json.loads((folder / "state.json").read_text())
+
+
+def test_slow_write_holds_what_was_there(run, tmp_path, monkeypatch):
+    checkpoints = run()
+    state, go = checkpoints.state, threading.Event()
+    whole = checkpoint.write
+
+    def slow(*arguments):
+        assert go.wait(30)
+        return whole(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    state.step = 4
+    before = state.model.weight.detach().clone()
+    checkpoints.save()
+    with torch.no_grad():  # the training goes on
+        state.model.weight.add_(1)
+        state.engine.moment.add_(1)
+    checkpoints.evaluated({"f1": 50.0})
+    state.step = 5
+    go.set()
+    checkpoints.finish()
+    found = checkpoint.read(tmp_path / "checkpoint-4")
+    assert torch.equal(found.tensors["model"]["weight"], before)
+    assert not found.tensors["optimizer"]["weight/exp_avg"].any()
+    assert (found.documents["state"]["step"], found.documents["state"]["best"]["value"]) == (4, None)
+
+
+def test_failed_write_is_said_and_the_next_one_succeeds(run, tmp_path, monkeypatch, caplog):
+    checkpoints = run()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        checkpoints.state.step = 1
+        checkpoints.save()
+        checkpoints._writer._thread.join()
+    checkpoints.state.step = 2
+    with caplog.at_level(logging.WARNING, "hvd_bert"):
+        checkpoints.save()
+    assert "could not be written" in caplog.text and "No space left on device" in caplog.text
+    checkpoints.finish()
+    assert [path.name for path in checkpoint.candidates(tmp_path)] == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("no memory")], ids=repr)
+def test_failed_last_write_is_no_stop(run, monkeypatch, error):
+    checkpoints = run()
+    monkeypatch.setattr(checkpoint, "write", lambda *_: (_ for _ in ()).throw(error))
+    checkpoints.state.step = 1
+    with pytest.raises(AgreedError, match=r"checkpoint of step 1 could not be written: .*no ") as failed:
+        checkpoints.stop("SIGTERM to rank 0")
+    assert failed.value.status == 1
+
+
+def test_stop_says_how_to_go_on(run, tmp_path):
+    checkpoints = run("--overwrite_output_dir", "--save_only_model")
+    checkpoints.state.step = 7
+    with pytest.raises(
+        AgreedError, match=r"after step 7 by SIGINT to rank 0.*without --overwrite_output_dir"
+    ) as stopped:
+        checkpoints.stop("SIGINT to rank 0")
+    assert stopped.value.status == EXIT_STOPPED
+    assert "model_only" not in state_of(tmp_path / "checkpoint-7")
+    with pytest.raises(HostsChanged):
+        checkpoints.stop(None)
+
+
+def test_diverged_state_replaces_no_good_one(run, tmp_path, caplog):
+    checkpoints = run("--save_total_limit", "1")
+    checkpoints.state.step = 1
+    checkpoints.save()
+    checkpoints.state.meter._loss.fill_(float("nan"))
+    checkpoints.state.step = 2
+    with caplog.at_level(logging.WARNING, "hvd_bert"):
+        checkpoints.save()
+    checkpoints.finish()
+    assert "No checkpoint is made at step 2: the loss is no number" in caplog.text
+    assert [path.name for path in checkpoint.candidates(tmp_path)] == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [(["--save_steps", "4"], [4, 8, 10]), (["--save_steps", "0"], []), (["--save_steps", "20"], [10])],
+    ids=str,
+)
+def test_when_a_checkpoint_is_due(run, flags, steps):
+    checkpoints = run(*flags)
+    due = []
+    for step in range(1, 11):
+        checkpoints.state.step = step
+        due += [step] * checkpoints.due(10)
+    assert due == steps
+
+
+def test_early_end_is_saved(run):
+    checkpoints = run("--early_stopping_patience", "2")
+    for step, f1 in ((1, 50.0), (2, 40.0), (3, 50.0)):
+        checkpoints.state.step = step
+        checkpoints.evaluated({"f1": f1})
+    assert checkpoints.patience_is_over
+    assert checkpoints.due(10)

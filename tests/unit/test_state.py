@@ -1,0 +1,66 @@
+"""The training's state: random numbers to the bit, the best score."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load, save
+from test_world import make_world
+
+from hvd_bert import state
+from hvd_bert.state import Best, seed_ranks
+
+
+def draw() -> list[float]:
+    gauss = [random.gauss(0, 1), float(np.random.standard_normal())]  # both keep a spare number
+    return [*gauss, random.random(), float(np.random.rand()), *torch.rand(3).tolist(), *torch.randn(5).tolist()]
+
+
+@pytest.mark.parametrize("drawn_before", [0, 1, 2, 3, 700])
+def test_random_numbers_go_on(drawn_before):
+    seed_ranks(5, 0, make_world())
+    for _ in range(drawn_before):
+        draw()
+    kept = load(save(state._random_numbers(torch.device("cpu"))))  # as a checkpoint keeps them
+    expected = [draw() for _ in range(3)]
+    seed_ranks(6, 0, make_world())
+    state._set_random_numbers(kept, torch.device("cpu"))
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_ranks_and_steps_draw_differently():
+    drawn = []
+    for rank in range(3):
+        for step in (0, 1, 9):
+            seed_ranks(5, step, make_world(rank, 3))
+            drawn.append(tuple(draw()))
+    assert len(set(drawn)) == 9
+
+
+def test_first_step_draws_as_by_the_plain_seed():
+    seed_ranks(5, 0, make_world(2, 3))
+    drawn = torch.rand(4)
+    torch.manual_seed(7)
+    assert torch.equal(torch.rand(4), drawn)
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "best", "since"),
+    [
+        ("f1", [10.0, 30.0, 20.0, 30.0], (30.0, 2), 2),
+        ("eval_loss", [3.0, 1.0, 2.0, 1.0], (1.0, 2), 2),
+        ("exact_match", [math.nan, 5.0, math.nan], (5.0, 2), 1),
+        ("eval_loss", [math.nan], (None, 0), 1),
+    ],
+    ids=str,
+)
+def test_best(metric, values, best, since):
+    kept = Best(metric)
+    gains = [kept.update(step, {metric: value}) for step, value in enumerate(values, 1)]
+    assert (kept.value, kept.step) == best
+    assert kept.since == since
+    assert gains.count(True) == (2 if len(values) == 4 else int(best[1] > 0))
