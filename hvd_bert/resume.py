@@ -19,6 +19,8 @@ from hvd_bert.state import TrainState
 from hvd_bert.world import World, log
 
 LATEST = "latest"
+# Rank 0 alone looks at these; under Horovod elastic they may differ between those that stay and those that come.
+WHERE_TO_BEGIN = ("overwrite_output_dir", "resume_from_checkpoint")
 # Settings that may change on the way, since they do not change what is learned; what a checkpoint records in another
 # form (data, model, batch) is compared in that form. Any other setting must stay.
 FREE = {
@@ -73,8 +75,10 @@ def check_elastic(config: Config, world: World) -> None:
             "Under Horovod elastic a new world goes on from the last checkpoint: name --output_dir, on a file system"
             " that all hosts see, and leave --save_steps above 0."
         )
-    if world.generation:
+    if world.generation:  # go on from where the world before was, whatever the command says of where to begin
         config.train.overwrite_output_dir = False
+        if config.train.output_dir and checkpoint.candidates(Path(config.train.output_dir)):
+            config.checkpoint.resume_from_checkpoint = LATEST
 
 
 def unfinished(folder: Path) -> bool:
@@ -121,7 +125,9 @@ def _named(folder: Path, output_dir: Path | None) -> Found:
         raise UserError(f"--resume_from_checkpoint {folder} cannot be used: {error}.") from None
     if output_dir is None or folder.resolve().parent == output_dir.resolve():
         return found
-    own, _ = _newest_whole(output_dir)
+    own, damage = _newest_whole(output_dir)
+    if own is None and not damage:
+        return found  # it was stopped before it had made one of its own
     if own is None or own.step < found.step:
         raise UserError(
             f"--output_dir {output_dir} holds an unfinished run that is not ahead of {folder}: name another folder, or"

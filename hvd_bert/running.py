@@ -51,7 +51,7 @@ def run_as_rank(entry: Callable[[World], None]) -> NoReturn:
             world.abort(EXIT_FAILURE)
         except Exception as error:
             where = f"rank {world.rank} on {world.host}"
-            if not (world.elastic and _lost_another_rank(error)):
+            if not (world.elastic and _can_be_done_without(error)):
                 print(_failure(error, where), file=sys.stderr)
                 world.abort(EXIT_FAILURE)
             print(f"{where} lost another rank: joining the world of those that are left.", file=sys.stderr, flush=True)
@@ -78,6 +78,16 @@ def _lost_another_rank(error: Exception) -> bool:
     from horovod.common.exceptions import HorovodInternalError
 
     return isinstance(error, HorovodInternalError) and any(words in str(error) for words in _PEER_IS_GONE)
+
+
+def _can_be_done_without(error: Exception) -> bool:
+    """Under Horovod elastic any failed collective may be another rank's end: NCCL and timeouts have words of their own.
+
+    But ranks that ask for different things would do so again.
+    """
+    from horovod.common.exceptions import HorovodInternalError
+
+    return isinstance(error, HorovodInternalError) and "ismatched" not in str(error)
 
 
 def _failure(error: Exception, where: str) -> str:

@@ -34,7 +34,8 @@ class Checkpoints:
         self.overwrites = config.train.overwrite_output_dir
         self.model_files = model_files(inputs)
         self._writer = Writer()
-        self._last_saved = state.step
+        self._last_saved = -1  # not the step gone on from, which may be in another run's folder
+        self._diverged = False
         self._new: dict[str, float] = {}
         self.totals = {"checkpoints": 0, "checkpoint_pause_s": 0.0, "checkpoint_write_s": 0.0}
 
@@ -55,12 +56,13 @@ class Checkpoints:
         self._report()
         tensors, rest = self.state.snapshot()
         if self.state.world.rank == 0:
-            if all(math.isfinite(loss) for loss, *_ in rest["since_last_look"]):
+            self._diverged = not all(math.isfinite(loss) for loss, *_ in rest["since_last_look"])
+            if self._diverged:
+                log.warning("No checkpoint is made at step %d: the loss is no number any more.", rest["step"])
+            else:
                 keep = {checkpoint.name_of(self.state.best.step)} if self.args.load_best_model_at_end else set()
                 contents = self._contents(tensors, rest, model_only)
                 self._writer.start(lambda: self._write(rest["step"], contents, keep))
-            else:
-                log.warning("No checkpoint is made at step %d: the loss is no number any more.", rest["step"])
         self._last_saved = self.state.step
         pause = time.perf_counter() - start
         self._new["checkpoint_pause_s"] = pause
@@ -105,7 +107,9 @@ class Checkpoints:
     def finish(self) -> None:
         """Wait for the last write. Raises AgreedError on all ranks if it failed."""
         with self.state.world.together(EXIT_FAILURE):
-            error = self._writer.wait() if self.state.world.rank == 0 else None
+            error = self._writer.wait()  # None on ranks that do not write
+            if self._diverged:
+                raise UserError(f"The loss is no number any more at step {self._last_saved}: training has diverged.")
             if error is not None:
                 raise UserError(f"The checkpoint of step {self._last_saved} could not be written: {error}.")
 

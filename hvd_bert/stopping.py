@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from hvd_bert.world import World
+from hvd_bert.world import NOTICES, World
 
 # From a scheduler that ends or preempts the job, from the keyboard, and from hvd.slurm before the time limit.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -20,7 +20,6 @@ class StopRequests:
     def __init__(self, world: World) -> None:
         self._world = world
         self._received: str | None = None
-        world.on_hosts_changed(self)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -37,17 +36,13 @@ class StopRequests:
             raise KeyboardInterrupt
         self._received = signal.Signals(number).name
 
-    def on_hosts_updated(self, time: float, kind: int) -> None:
-        """Horovod elastic has hosts to add or to remove."""
-        self._received = self._received or HOSTS
-
     def ask(self) -> Callable[[], bool]:
         """Ask all ranks, in the background: call the result, on all ranks, for whether any was asked to stop."""
-        return self._world.begin_vote(self._received is not None)
+        return self._world.begin_vote(self._received is not None or NOTICES.changed)
 
     def reason(self) -> str | None:
         """The signals that came, and where; None: only the hosts change. A collective."""
-        received = self._world.allgather(self._received)
+        received = self._world.allgather(self._received or (HOSTS if NOTICES.changed else None))
         return (
             ", ".join(f"{name} to rank {rank}" for rank, name in enumerate(received) if name not in (None, HOSTS))
             or None

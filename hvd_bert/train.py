@@ -49,7 +49,7 @@ def main(world: World) -> None:
             found = resume.find(config)
         inputs = load_inputs(config, world)
         resume.check_scoring(config, inputs)
-    settings = {f"--{name}": value for name, value in config.as_flat().items() if name != "overwrite_output_dir"}
+    settings = {f"--{name}": value for name, value in config.as_flat().items() if name not in resume.WHERE_TO_BEGIN}
     world.check_same(inputs.fingerprint() | settings)
     with world.together():
         if world.rank == 0:
@@ -117,7 +117,7 @@ def train(
         checkpoints.evaluated(metrics)
 
     with closing(checkpoints), closing(gpus), stop_requests.watched():
-        if state.unscored:  # a signal came before it
+        if state.unscored and evaluator:  # a signal came before it
             score()
         while state.step < total_steps and not checkpoints.patience_is_over:
             step_windows = len(plan.step_windows(state.step))
@@ -155,6 +155,8 @@ def train(
             if checkpoints.due(total_steps):
                 checkpoints.save()
 
+        if stop_requests.ask()():  # since the last step: while the model was scored, say
+            checkpoints.stop(stop_requests.reason())
         checkpoints.end()
     with output.writing(folder, world) as writes:
         if writes:

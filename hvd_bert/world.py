@@ -47,6 +47,31 @@ class HostsChanged(Exception):
     """Horovod elastic has hosts to add or to remove; every rank knows, and all that is to be kept is on disk."""
 
 
+class HostNotices:
+    """Whether Horovod elastic has hosts to add or to remove. It tells rank 0, once, from a thread of its own."""
+
+    def __init__(self) -> None:
+        self.changed = False
+        self._watches = False
+
+    def watch(self) -> None:
+        """Listen for changes from now on; those of before are in the world that is joined next."""
+        from horovod.common.elastic import notification_manager
+
+        self.changed = False
+        if not self._watches:
+            notification_manager.init()
+            notification_manager.register_listener(self)
+            self._watches = True
+
+    def on_hosts_updated(self, time: float, kind: int) -> None:
+        """Horovod's call."""
+        self.changed = True
+
+
+NOTICES = HostNotices()
+
+
 class World:
     """Rank, size, device and the collectives. Every method that communicates must be called by all ranks.
 
@@ -101,8 +126,10 @@ class World:
                 f"Horovod or MPI cannot be loaded ({error}): load the modules that were loaded at set-up, or run"
                 " `bash env/setup.sh` with those of now."
             ) from None
-        hvd.init()
         elastic = is_elastic(os.environ)
+        if elastic:
+            NOTICES.watch()
+        hvd.init()
         if not elastic:  # there the launcher's variables stay those of the first world
             check_size(launcher, hvd.size())
         world = World(hvd, "none" if hvd.size() == 1 else "mpi" if by_mpi else "gloo", comm)
@@ -206,14 +233,6 @@ class World:
         """Rank 0's tensors, in place, into those of every rank; all have the same names, shapes and types."""
         if self.size > 1:
             self._hvd.broadcast_parameters(sorted(tensors.items()), root_rank=0)
-
-    def on_hosts_changed(self, listener: Any) -> None:
-        """Under Horovod elastic: `listener.on_hosts_updated(time, kind)` will be called, on rank 0, from a thread."""
-        if self.elastic:
-            from horovod.common.elastic import notification_manager
-
-            notification_manager.init()
-            notification_manager.register_listener(listener)
 
     def begin_vote(self, mine: bool) -> Callable[[], bool]:
         """Start to ask whether any rank says yes; the answer comes by calling the result. One vote at a time.

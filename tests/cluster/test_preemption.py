@@ -48,7 +48,7 @@ def test_time_limit_saves_requeues_and_goes_on(cluster: Cluster, tmp_path: Path)
     assert "requeueing: the next attempt goes on from limited/checkpoint-8" in first, ended
     assert ended.err.count("Stopped after step 8 by SIGUSR1") == 1, ended
     assert "Going on from step 8: limited/checkpoint-8" in second, ended
-    assert "--overwrite_output_dir" not in second, ended
+    assert "--overwrite_output_dir=false --resume_from_checkpoint=latest" in second, ended
 
     whole = cluster.submit(f"--nodes=2 --ntasks-per-node=1 {JOB_SCRIPT} {DROPOUT} --output_dir whole", tmp_path)
     cluster.ended(whole).expect(0)
@@ -57,7 +57,11 @@ def test_time_limit_saves_requeues_and_goes_on(cluster: Cluster, tmp_path: Path)
 
 # Each attempt says through a pipe that it runs, and waits for the signal. Neither gets further than checkpoint-1.
 STUCK = r"""
-[ "$SLURM_PROCID" != 0 ] || { mkdir -p out && echo checkpoint-1 >out/latest && echo >"$STARTED"; }
+if [ "$SLURM_PROCID" = 0 ]; then
+  mkdir -p out
+  [ -e out/latest ] || echo checkpoint-1 >out/latest
+  echo >"$STARTED"
+fi
 exec tail -f /dev/null
 """
 

@@ -93,6 +93,14 @@ def test_elastic_rank_joins_the_next_world(monkeypatch, reason):
     assert len(left) == 1
 
 
+def test_elastic_rank_with_a_defect_of_its_own_ends(monkeypatch, capsys):
+    world = make_world()
+    world.elastic = True
+    ended = leave(monkeypatch, world, raising(HorovodInternalError("Mismatched allreduce tensor shapes")))
+    assert ended == f"aborted {EXIT_FAILURE}"
+    assert "Mismatched allreduce tensor shapes" in capsys.readouterr().err
+
+
 def test_rank_that_lost_another_ends_unless_elastic(monkeypatch, capsys):
     world = make_world()
     ended = leave(monkeypatch, world, raising(HorovodInternalError("Connection closed by peer")))

@@ -15,7 +15,7 @@ from test_world import make_world
 from hvd_bert import checkpoint, saving
 from hvd_bert.command_line import parse
 from hvd_bert.data.plan import BatchPlan
-from hvd_bert.errors import EXIT_STOPPED
+from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED
 from hvd_bert.saving import Checkpoints
 from hvd_bert.state import Best, TrainState
 from hvd_bert.telemetry import Meter
@@ -126,7 +126,9 @@ def test_diverged_state_replaces_no_good_one(run, tmp_path, caplog):
     checkpoints.state.step = 2
     with caplog.at_level(logging.WARNING, "hvd_bert"):
         checkpoints.save()
-    checkpoints.finish()
+    with pytest.raises(AgreedError, match="no number any more at step 2: training has diverged") as diverged:
+        checkpoints.stop("SIGTERM to rank 0")
+    assert diverged.value.status == EXIT_FAILURE
     assert "No checkpoint is made at step 2: the loss is no number" in caplog.text
     assert [path.name for path in checkpoint.candidates(tmp_path)] == ["checkpoint-1"]
 
