@@ -32,7 +32,7 @@ class Checkpoints:
         self.identity = identity(config, inputs)
         self.rank_batch = rank_batch(config)
         self.overwrites = config.train.overwrite_output_dir
-        self.model_files = model_files(inputs)
+        self.model_files = model_files(inputs) if state.world.rank == 0 else {}
         self._writer = Writer()
         self._last_saved = -1  # not the step gone on from, which may be in another run's folder
         self._diverged = False

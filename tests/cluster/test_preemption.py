@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import resuming
-from harness import FOLDER, JOB_SCRIPT, SMALL, Cluster
+from harness import FOLDER, HOSTS, JOB_SCRIPT, SMALL, Cluster
 from launch import REPOSITORY
 
 pytestmark = pytest.mark.cluster
@@ -96,11 +96,11 @@ def rows(path: Path) -> list[dict[str, object]]:
 def test_lost_host_is_done_without(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a100-01:2\na100-02:2\n")
     discover = str(REPOSITORY / "scripts" / "discover_hosts.sh")
-    # Ranks 2 and 3 are the workers of the other host: both die as they begin the 11th step.
+    # Ranks 2 and 3 are the workers of one host, horovodrun's own or the other: both die as they begin the 11th step.
     command = elastic(discover, 4, 16, "11 2,3 SIGKILL start")
     outcome = cluster.on("a100-01", command, tmp_path).expect(0)
     result = json.loads((tmp_path / "out" / "train_results.json").read_text())
-    assert (result["world_size"], result["hosts"], result["global_batch"]) == (2, ["a100-01"], 16), outcome
+    assert (result["world_size"], len(result["hosts"]), result["global_batch"]) == (2, 1, 16), outcome
     step = int(re.findall(r"Going on from step (\d+)", outcome.output)[0])
     assert step in (4, 8), outcome  # the second, if it was on disk by then
     lost, joined = (float((tmp_path / name).read_text()) for name in ("signalled", "resumed"))
@@ -123,4 +123,4 @@ def test_host_that_comes_joins(cluster: Cluster, tmp_path: Path) -> None:
     command = elastic(str(tmp_path / "discover"), 2, 400, "0 0 SIGKILL start")
     outcome = cluster.on("a100-01", command, tmp_path).expect(0)
     result = json.loads((tmp_path / "out" / "train_results.json").read_text())
-    assert (result["world_size"], result["hosts"], result["global_batch"]) == (4, ["a100-02", "a100-01"], 8), outcome
+    assert (result["world_size"], sorted(result["hosts"]), result["global_batch"]) == (4, HOSTS, 8), outcome

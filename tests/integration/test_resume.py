@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -200,23 +201,33 @@ def test_best_model_and_early_end(tmp_path: Path) -> None:
     assert (out / f"checkpoint-{best['step']}").is_dir()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small file system")
-def test_full_disk(tmp_path: Path) -> None:
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MB: room for two checkpoints, and not for three."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], check=False)
-    if mounted.returncode:
-        pytest.skip("mount is not allowed here")
-    try:
-        outcome = train(tmp_path / "run", 1, "none", "--output_dir", disk)
-        assert outcome.status == 1, outcome
-        assert "could not be written" in outcome.output and "No space left on device" in outcome.output, outcome
-        assert "Traceback" not in outcome.output, outcome
-        names = sorted(path.name for path in disk.glob("checkpoint-*"))
-        assert names, outcome
-        copied = tmp_path / "run" / "copied"
-        shutil.copytree(disk, copied)
-        again = train(tmp_path / "run", 1, "none", "--output_dir", copied)
-        assert f"Going on from step {names[-1].removeprefix('checkpoint-')}" in again.expect(0).output
-    finally:
-        subprocess.run(["umount", disk], check=True)
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk]).returncode:
+        pytest.skip("only root may mount a file system, and not everywhere")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_full_disk(tmp_path: Path, small_disk: Path) -> None:
+    outcome = train(tmp_path / "run", 1, "none", "--output_dir", small_disk)
+    assert outcome.status == 1, outcome
+    assert "could not be written" in outcome.output and "No space left on device" in outcome.output, outcome
+    assert "Traceback" not in outcome.output, outcome
+    names = sorted(path.name for path in small_disk.glob("checkpoint-*"))
+    assert names, outcome
+    copied = shutil.copytree(small_disk, tmp_path / "run" / "copied")
+    again = train(tmp_path / "run", 1, "none", "--output_dir", copied)
+    assert f"Going on from step {names[-1].removeprefix('checkpoint-')}" in again.expect(0).output
+
+
+def test_read_only_disk(stopped: Path, whole: dict[int, Path], small_disk: Path) -> None:
+    shutil.copytree(stopped / "out", small_disk / "out")
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    refused = train(stopped, 1, "none", "--output_dir", small_disk / "out").expect(EXIT_BAD_INPUT)
+    assert "cannot be written: Read-only file system" in refused.output, refused
+    elsewhere = ("--resume_from_checkpoint", small_disk / "out" / "checkpoint-4", "--output_dir", "new")
+    assert "Going on from step 4" in train(stopped, 1, "none", *elsewhere).expect(0).output
