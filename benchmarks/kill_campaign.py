@@ -166,8 +166,7 @@ def main() -> int:
     }
     print(json.dumps(figures, indent=1))
     bad = tally.damaged or tally.not_loadable or differences or not ended
-    # The steps since the last checkpoint, and those made while the next was written; the one after waits for that.
-    return 1 if bad or lost[-1] > 2 * SAVE_STEPS else 0
+    return 1 if bad or lost[-1] > SAVE_STEPS else 0
 
 
 if __name__ == "__main__":

@@ -45,15 +45,15 @@ class Checkpoints:
         return every > 0 and (step % every == 0 or step == total_steps or self.patience_is_over)
 
     def save(self, whole: bool = False) -> None:
-        """Save the state after this step: training waits for the copy, and for the write before if it still runs.
+        """Save the state after this step: training waits for the copy; the write runs beside the next step.
 
         `whole`: all that is needed to go on, whatever --save_only_model says.
         """
         model_only = self.args.save_only_model and not whole
         if self.state.step == self._last_saved and not (whole and self.args.save_only_model):
             return
+        self.await_write()
         start = time.perf_counter()
-        self._report()
         tensors, rest = self.state.snapshot()
         if self.state.world.rank == 0:
             self._diverged = not all(math.isfinite(loss) for loss, *_ in rest["since_last_look"])
@@ -64,10 +64,8 @@ class Checkpoints:
                 contents = self._contents(tensors, rest, model_only)
                 self._writer.start(lambda: self._write(rest["step"], contents, keep))
         self._last_saved = self.state.step
-        pause = time.perf_counter() - start
-        self._new["checkpoint_pause_s"] = pause
-        self.totals["checkpoint_pause_s"] += pause
         self.totals["checkpoints"] += 1
+        self._count("checkpoint_pause_s", time.perf_counter() - start)
 
     def _contents(self, tensors: dict[str, Any], rest: dict[str, Any], model_only: bool) -> Contents:
         if model_only:
@@ -84,13 +82,22 @@ class Checkpoints:
             checkpoint.prune(self.folder, self.args.save_total_limit, keep)
         except OSError as error:
             log.warning("An old checkpoint in %s could not be removed: %s.", self.folder, error)
-        seconds = time.perf_counter() - start
-        self._new["checkpoint_write_s"] = seconds
-        self.totals["checkpoint_write_s"] += seconds
+        self._count("checkpoint_write_s", time.perf_counter() - start)
 
-    def _report(self) -> None:
-        """Wait for the write before; say so if it failed: training goes on, and the next may succeed."""
-        error = self._writer.wait()  # None on ranks that do not write
+    def _count(self, name: str, seconds: float) -> None:
+        self._new[name] = self._new.get(name, 0.0) + seconds
+        self.totals[name] += seconds
+
+    def await_write(self) -> None:
+        """Wait for the write, if one runs. Called before a step counts: so no kill loses more than --save_steps of them.
+
+        If the write failed that is said; training goes on, and the next may succeed.
+        """
+        if not self._writer.busy:
+            return
+        start = time.perf_counter()
+        error = self._writer.wait()
+        self._count("checkpoint_pause_s", time.perf_counter() - start)
         if error is not None:
             log.warning("A checkpoint could not be written in %s: %s. Training goes on.", self.folder, error)
 
@@ -167,6 +174,11 @@ class Writer:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a job that has not been waited for."""
+        return self._thread is not None
 
     def start(self, job: Callable[[], None]) -> None:
         """Start a job; the one before must have been waited for."""

@@ -132,6 +132,7 @@ def train(
             any_stop = stop_requests.ask()
             grad_norm = engine.clip()
             learning_rate = schedule.get_last_lr()[0]
+            checkpoints.await_write()
             if engine.step():
                 schedule.step()
             state.step += 1

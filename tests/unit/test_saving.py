@@ -80,16 +80,31 @@ def test_slow_write_holds_what_was_there(run, tmp_path, monkeypatch):
     assert (found.documents["state"]["step"], found.documents["state"]["best"]["value"]) == (4, None)
 
 
+def test_no_step_counts_before_the_write_of_the_last_save(run, monkeypatch):
+    checkpoints, go, whole, order = run(), threading.Event(), checkpoint.write, []
+    monkeypatch.setattr(
+        checkpoint, "write", lambda *arguments: (go.wait(30), whole(*arguments), order.append("written"))
+    )
+    checkpoints.state.step = 4
+    checkpoints.save()
+    waiting = threading.Thread(target=lambda: (checkpoints.await_write(), order.append("next step")))
+    waiting.start()
+    go.set()
+    waiting.join(30)
+    assert order == ["written", "next step"]
+    assert set(checkpoints.metrics()) == {"checkpoint_pause_s", "checkpoint_write_s"} and not checkpoints.metrics()
+
+
 def test_failed_write_is_said_and_the_next_one_succeeds(run, tmp_path, monkeypatch, caplog):
     checkpoints = run()
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         checkpoints.state.step = 1
         checkpoints.save()
-        checkpoints._writer._thread.join()
+        with caplog.at_level(logging.WARNING, "hvd_bert"):
+            checkpoints.await_write()
     checkpoints.state.step = 2
-    with caplog.at_level(logging.WARNING, "hvd_bert"):
-        checkpoints.save()
+    checkpoints.save()
     assert "could not be written" in caplog.text and "No space left on device" in caplog.text
     checkpoints.finish()
     assert [path.name for path in checkpoint.candidates(tmp_path)] == ["checkpoint-2"]
