@@ -86,12 +86,15 @@ class Cluster:
         text = self.on("login", ["scontrol", "--oneliner", "show", "job", job], self.state, timeout=60).expect(0).output
         return dict(re.findall(r"(\w+)=(\S*)", text.splitlines()[0]))
 
-    def wait(self, job: str, *states: str, timeout: float = TIMEOUT_S) -> dict[str, str]:
-        """Wait until the job is in one of `states` (default: ended); a job that takes longer is cancelled and fails."""
+    def wait(self, job: str, *states: str, restarts: int = 0, timeout: float = TIMEOUT_S) -> dict[str, str]:
+        """Wait until the job is in one of `states` (default: ended); a job that takes longer is cancelled and fails.
+
+        `restarts`: how often it must have been requeued by then.
+        """
         deadline = time.monotonic() + timeout
         while True:
             facts = self.show(job)
-            if facts["JobState"] in (states or FINAL):
+            if facts["JobState"] in (states or FINAL) and int(facts["Restarts"]) >= restarts:
                 return facts
             if time.monotonic() > deadline or facts["JobState"] in FINAL:
                 self.on("login", ["scancel", "--full", job], self.state, timeout=60)

@@ -18,23 +18,17 @@ from launch import REPOSITORY
 pytestmark = pytest.mark.cluster
 Pretended = Callable[[str], dict[str, str]]
 
-# A test must not depend on how long Slurm takes to clean up after a requeued job's first attempt (it waits two minutes,
-# which these cut short): one of five runs hung as the second attempt's ranks were started, on a busy machine.
-requeues = pytest.mark.skipif(
-    "HVD_BERT_TEST_REQUEUE" not in os.environ, reason="requeued jobs: set HVD_BERT_TEST_REQUEUE=1 to run these"
-)
 DROPOUT = f"{SMALL} 12 --dropout 0.1 --per_device_train_batch_size 8 --save_steps 5"
 
 
 def start_again(cluster: Cluster, job: str, folder: Path) -> None:
     """Wait for the job to requeue itself, and let it start."""
-    cluster.wait(job, "PENDING")
+    cluster.wait(job, "PENDING", restarts=1)
     # Slurm lets a requeued job wait for two minutes, since its nodes refuse credentials that are not younger than the
     # end of the first attempt on each of them, in whole seconds: "Job credential revoked". Three seconds will do.
     cluster.on("login", ["scontrol", "update", f"jobid={job}", "StartTime=now+3"], folder, timeout=60).expect(0)
 
 
-@requeues
 def test_time_limit_saves_requeues_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     """`sbatch` once is trained to the end, equal to the bit: the limit itself, and Slurm's signal before it."""
     python = tmp_path / "waiting" / "bin" / "python"
@@ -73,7 +67,6 @@ exec tail -f /dev/null
 """
 
 
-@requeues
 def test_attempt_that_gets_nowhere_is_not_requeued(cluster: Cluster, tmp_path: Path, pretended: Pretended) -> None:
     started = tmp_path / "started"
     os.mkfifo(started)
