@@ -10,6 +10,8 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +23,8 @@ from tqdm import tqdm
 from hvd_bert.answers import Answer, SpanOptions, WindowLogits, answers_of
 from hvd_bert.config import Config, DataArguments
 from hvd_bert.data.batches import Collator
+from hvd_bert.data.dealing import crossover, deal, window_costs
+from hvd_bert.data.windows import lengths
 from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.inputs import Inputs
 from hvd_bert.model import autocast, span_logits, span_losses
@@ -89,16 +93,20 @@ class Evaluator:
         self.batch_size = config.train.per_device_eval_batch_size
         self.precision = config.train.precision
         self.world = world
-        columns = self.windows.select_columns(["question", "context_end"]).with_format("numpy")[:]
-        mine = np.flatnonzero(columns["question"] % world.size == world.rank)
+        question = self.windows.select_columns(["question"]).with_format("numpy")[:]["question"]
+        tokens = lengths(self.windows)
+        costs = np.zeros(len(self.questions), dtype=np.int64)  # of all of a question's windows
+        np.add.at(costs, question, window_costs(tokens, crossover(inputs.model.config)))
+        self.shares = deal(costs, world.size)  # the questions of each rank
+        mine = np.flatnonzero(np.isin(question, self.shares[world.rank]))
         # Windows of like length share a batch, the longest first: memory runs out at once or not at all.
-        self.window_ids = mine[np.argsort(-columns["context_end"][mine], kind="stable")]
+        self.window_ids = mine[np.argsort(-tokens[mine], kind="stable")]
 
     def __call__(self, model: nn.Module) -> Evaluation:
         """Answer and score. Called by all ranks; leaves the model in the mode it was in."""
         was_training = model.training
         model.eval()
-        size, rank = self.world.size, self.world.rank
+        rank, share = self.world.rank, self.shares[self.world.rank]
         losses: list[float] = []
         logits = window_logits(
             model,
@@ -110,10 +118,10 @@ class Evaluator:
             losses,
             show_progress=rank == 0 and sys.stderr.isatty(),
         )
-        # `question` becomes the index in this rank's own list: rank, rank + size, rank + 2 size, ...
-        mine = (dataclasses.replace(window, question=window.question // size) for window in logits)
+        # `question` becomes the index in this rank's own list.
+        mine = (dataclasses.replace(window, question=int(np.searchsorted(share, window.question))) for window in logits)
         with self.world.together(status=EXIT_FAILURE):  # of weights that are no numbers, say
-            answers = answers_of(self.questions[rank::size], mine, self.options)
+            answers = answers_of([self.questions[i] for i in share], mine, self.options)
         model.train(was_training)
         counts = torch.tensor([sum(losses), len(losses)], dtype=torch.float64)
         total_loss, total_windows = self.world.sum(counts).tolist()
@@ -121,7 +129,8 @@ class Evaluator:
         metrics: dict[str, float] = {}
         merged: list[Answer] = []
         if rank == 0:
-            merged = [by_rank[i % size][i // size] for i in range(len(self.questions))]
+            answered = zip(np.concatenate(self.shares).tolist(), chain.from_iterable(by_rank), strict=True)
+            merged = [answer for _, answer in sorted(answered, key=itemgetter(0))]
             metrics = self._score(merged) | {"eval_loss": total_loss / total_windows}
         return Evaluation(self.world.broadcast(metrics), merged)
 

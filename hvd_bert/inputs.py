@@ -13,6 +13,7 @@ from transformers import BertForQuestionAnswering
 
 from hvd_bert.config import Config, DataArguments
 from hvd_bert.data import squad, windows
+from hvd_bert.data.dealing import crossover
 from hvd_bert.data.plan import BatchPlan
 from hvd_bert.data.squad import Question, Source
 from hvd_bert.errors import UserError
@@ -56,11 +57,12 @@ class Inputs:
         return hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:12]
 
     def fingerprint(self) -> dict[str, object]:
-        """What must be the same on all ranks: the content of the data, the number of windows, the vocabulary."""
+        """What must be the same on all ranks: the content of the data, how it is cut into windows, the vocabulary."""
         same: dict[str, object] = {"the tokenizer": self.tokenizer_digest}
         for name, part in (("training", self.train), ("validation", self.dev)):
             if part is not None:
-                same[f"the {name} data {part.source.name}"] = f"{part.source.digest[:12]}, {len(part.windows)} windows"
+                cut = f"{len(part.windows)} windows of {windows.lengths(part.windows).sum()} tokens"
+                same[f"the {name} data {part.source.name}"] = f"{part.source.digest[:12]}, {cut}"
         return same
 
 
@@ -68,17 +70,22 @@ def load_inputs(config: Config, world: World) -> Inputs:
     """Load and check everything. No collectives; the ranks of a host tokenise once. Raises UserError."""
     tokenizer = load_tokenizer(config.model)
     model = load_model(config.model, tokenizer, config.data.max_seq_length, config.train.seed)
-    train = _training_set(config, tokenizer, world) if config.train.do_train else None
+    train = _training_set(config, tokenizer, crossover(model.config), world) if config.train.do_train else None
     dev = _question_set(config, tokenizer, world) if config.train.do_eval else None
     return Inputs(tokenizer, model, train, dev)
 
 
-def _training_set(config: Config, tokenizer: Any, world: World) -> TrainingSet:
+def _training_set(config: Config, tokenizer: Any, crossover: int, world: World) -> TrainingSet:
     source = open_split(config.data, "train", config.model.cache_dir)
     table = _windows(source, tokenizer, config.data, config.data.max_train_samples, world)
     args = config.train
     plan = BatchPlan.of_rank_batch(
-        len(table), args.per_device_train_batch_size, args.gradient_accumulation_steps, world.size, args.seed
+        windows.lengths(table),
+        args.per_device_train_batch_size,
+        args.gradient_accumulation_steps,
+        world.size,
+        args.seed,
+        crossover,
     )
     return TrainingSet(source, table, plan)
 

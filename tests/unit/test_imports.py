@@ -20,7 +20,7 @@ PACKAGE = Path(hvd_bert.__file__).parent
 ORDER = [
     "__init__", "errors", "config", "command_line", "launch", "world", "running", "gpu_usage",
     "data.__init__", "data.hub", "data.squad", "data.cache", "data.cutting", "data.windows",
-    "data.plan", "data.batches",
+    "data.dealing", "data.plan", "data.batches",
     "attention", "model", "optim", "engines.__init__", "engines.horovod",
     "answers", "squad_metric", "inputs", "evaluation", "telemetry", "state", "checkpoint", "resume", "output",
     "saving", "stopping", "train", "predict",

@@ -8,6 +8,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_world import make_world
@@ -41,7 +42,7 @@ def run(tmp_path, monkeypatch):
     def make(*flags: str) -> Checkpoints:
         config = parse(["--output_dir", str(tmp_path), *flags])
         world = make_world()
-        plan = BatchPlan(num_windows=8, global_batch=2, accumulation=1, size=1, seed=0)
+        plan = BatchPlan(np.full(8, 20, np.int32), global_batch=2, accumulation=1, size=1, seed=0, crossover=4608)
         schedule = SimpleNamespace(state_dict=lambda: {"last_epoch": 0, "lr_lambdas": [None]})
         model = torch.nn.Linear(2, 1)
         state = TrainState(model, Engine(), schedule, Meter(world), plan, world, Best("f1"))  # type: ignore[arg-type]

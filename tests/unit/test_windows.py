@@ -9,6 +9,7 @@ import multiprocessing
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hvd_bert.data import cutting, squad, windows
@@ -47,6 +48,15 @@ def test_table_is_memory_mapped_and_tells_its_counts(source, tokenizer, own_cach
     assert counted.answerable_questions == 8
     assert counted.windows == len(dataset)
     assert windows.counts(dataset.select([0])) == counted
+
+
+def test_lengths_are_the_windows_tokens(source, tokenizer, own_cache, monkeypatch):
+    monkeypatch.setattr(cutting, "_WINDOWS_AT_ONCE", 3)  # in several pieces
+    dataset = prepare(source, tokenizer, SMALL)
+    expected = [len(tokens) for tokens in dataset["input_ids"]]
+    lengths = windows.lengths(dataset)
+    assert (lengths.dtype, lengths.tolist()) == (np.int32, expected)
+    assert windows.lengths(dataset.select([2, 0])).tolist() == [expected[2], expected[0]]
 
 
 def test_batches_of_questions_join_without_a_seam(make_questions, tokenizer, tmp_path, monkeypatch):
