@@ -28,7 +28,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "parallel")]
 import resuming  # noqa: E402  # what makes two runs the same
 
 from hvd_bert import checkpoint, resume, train  # noqa: E402
-from hvd_bert.data.plan import BatchPlan  # noqa: E402
+from hvd_bert.data.prefetch import Prefetcher  # noqa: E402
 from hvd_bert.running import run_as_rank  # noqa: E402
 
 SAVE_STEPS = 4
@@ -82,17 +82,17 @@ def _become_trainer(words: list[str], writing: int, slow: bool) -> None:
     """The child: tells of each step that it begins, writes its checkpoints slowly."""
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
-    windows, fingerprint = BatchPlan.rank_windows, checkpoint._fingerprint
+    of_step, fingerprint = Prefetcher.of_step, checkpoint._fingerprint
 
-    def rank_windows(self: BatchPlan, step: int, rank: int) -> object:
+    def telling(self: Prefetcher, step: int) -> object:
         os.write(writing, (step + 1).to_bytes(8, "little"))
-        return windows(self, step, rank)
+        return of_step(self, step)
 
     def slower(path: Path) -> object:
         time.sleep(SLOWER_S)
         return fingerprint(path)
 
-    BatchPlan.rank_windows = rank_windows  # type: ignore[method-assign, assignment]
+    Prefetcher.of_step = telling  # type: ignore[method-assign, assignment]
     if slow:
         checkpoint._fingerprint = slower  # type: ignore[assignment]
     sys.argv = ["hvd_bert.train", *words]

@@ -89,7 +89,7 @@ class Checkpoints:
         self.totals[name] += seconds
 
     def await_write(self) -> None:
-        """Wait for the write, if one runs. Called before a step counts: so no kill loses more than --save_steps of them.
+        """Wait for the write, if one runs. Called before a step counts: no kill loses more than --save_steps of them.
 
         If the write failed that is said; training goes on, and the next may succeed.
         """

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hvd_bert.config import Config
 from hvd_bert.data.plan import BatchPlan
 from hvd_bert.engines.horovod import HorovodEngine
-from hvd_bert.telemetry import Meter
+from hvd_bert.meter import Meter
+from hvd_bert.optim import make_optimizer, make_schedule
 from hvd_bert.world import World
 
 
@@ -56,6 +58,17 @@ class TrainState:
     best: Best
     step: int = 0
     unscored: bool = False  # the scoring that is due after this step has not been made
+
+    @staticmethod
+    def fresh(model: nn.Module, plan: BatchPlan, config: Config, world: World) -> TrainState:
+        """The state before the first step; the weights are rank 0's. A collective."""
+        args = config.train
+        engine = HorovodEngine(model, make_optimizer(model, args, world.size), plan.accumulation, config, world)
+        schedule = make_schedule(engine.optimizer, args, args.total_steps(plan.steps_per_epoch))
+        seed_ranks(args.seed, 0, world)
+        return TrainState(
+            model, engine, schedule, Meter(world), plan, world, Best(config.checkpoint.metric_for_best_model)
+        )
 
     def snapshot(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """Copies on the CPU of tensors by file and name, and the rest for JSON; empty on ranks other than 0.
@@ -118,7 +131,7 @@ class TrainState:
             loss, *counts = (sum(column) for column in zip(*rest["since_last_look"], strict=True))
             sums = [loss * world.size / rest["world_size"], *counts]
             since = sums if world.rank == 0 else [0 for _ in sums]
-        self.meter.restore(rest["meter"], since)
+        self.meter.restore(rest["meter"], since, self.step)
 
 
 def seed_ranks(seed: int, step: int, world: World) -> None:

@@ -6,16 +6,10 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
-
-from hvd_bert.data.batches import Batch
-from hvd_bert.world import World
 
 # Without a terminal (a job's log file, a launcher's pipe) a progress line at most this often.
 LINE_EVERY_S = 10.0
@@ -102,86 +96,3 @@ class Telemetry:
             self.bar.close()
             self.board.close()
             self.jsonl.close()
-
-
-_TOTALS = ("last_step", "train_s", "loss_sum", "windows", "tokens")
-
-
-class Meter:
-    """Sums up the work and the loss between two looks, without looking at the device in between.
-
-    Times leave evaluations out.
-    """
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.last_step = 0
-        self.train_s = self.loss_sum = 0.0
-        self.windows = self.tokens = 0
-        self._forget()
-
-    def _forget(self) -> None:
-        self._loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        self._windows = self._tokens = 0
-        self._since = time.perf_counter()
-
-    def add(self, loss: torch.Tensor, batch: Batch) -> None:
-        """Count one forward pass; `loss`: this rank's share of its step's loss, as given to the engine."""
-        self._loss += loss.detach()
-        self._windows += batch.num_windows
-        self._tokens += batch.num_tokens
-
-    def read(self, step: int) -> dict[str, float]:
-        """Means since the last look, over all ranks: loss, windows_per_s, tokens_per_s, step_s. A collective."""
-        counts = torch.tensor([0.0, self._windows, self._tokens], dtype=torch.float64)
-        counts[0] = self._loss.cpu() / self.world.size
-        loss, windows, tokens = self.world.sum(counts).tolist()
-        seconds = time.perf_counter() - self._since
-        steps = step - self.last_step
-        self.last_step = step
-        self.train_s += seconds
-        self.loss_sum += loss
-        self.windows += round(windows)
-        self.tokens += round(tokens)
-        self._forget()
-        return {
-            "loss": loss / steps,
-            "windows_per_s": windows / seconds,
-            "tokens_per_s": tokens / seconds,
-            "step_s": seconds / steps,
-        }
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """The time spent inside does not count; call right after `read`."""
-        yield
-        self._since = time.perf_counter()
-
-    def state(self) -> dict[str, float]:
-        """The totals up to the last look, which are the same on all ranks, and the time since."""
-        totals = {name: getattr(self, name) for name in _TOTALS}
-        return totals | {"seconds": time.perf_counter() - self._since}
-
-    def since_last_look(self) -> list[float]:
-        """This rank's sums since the last look: loss, windows, tokens. Waits for the device."""
-        return [float(self._loss), self._windows, self._tokens]
-
-    def restore(self, state: dict[str, float], since_last_look: list[float]) -> None:
-        """Take over what `state` and `since_last_look` gave, in this or another process."""
-        for name in _TOTALS:
-            setattr(self, name, state[name])
-        loss, windows, tokens = since_last_look
-        self._loss.fill_(loss)
-        self._windows, self._tokens = int(windows), int(tokens)
-        self._since = time.perf_counter() - state["seconds"]
-
-    def results(self) -> dict[str, float]:
-        """The whole training, in run_qa's names: samples are windows, train_runtime (s) is without evaluations."""
-        return {
-            "train_runtime": self.train_s,
-            "train_samples": self.windows,
-            "train_samples_per_second": self.windows / self.train_s,
-            "train_steps_per_second": self.last_step / self.train_s,
-            "train_tokens_per_second": self.tokens / self.train_s,
-            "train_loss": self.loss_sum / self.last_step,
-        }

@@ -17,19 +17,18 @@ from typing import Any
 from hvd_bert import command_line, output, resume
 from hvd_bert.config import Config
 from hvd_bert.data.batches import Collator
-from hvd_bert.engines.horovod import HorovodEngine
+from hvd_bert.data.prefetch import Prefetcher
 from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.evaluation import Evaluator
 from hvd_bert.gpu_usage import GpuUsage
 from hvd_bert.inputs import Inputs, TrainingSet, load_inputs
 from hvd_bert.model import autocast, set_precision, window_losses
-from hvd_bert.optim import make_optimizer, make_schedule
 from hvd_bert.resume import Found
 from hvd_bert.running import run_as_rank
 from hvd_bert.saving import Checkpoints
-from hvd_bert.state import Best, TrainState, seed_ranks
+from hvd_bert.state import TrainState
 from hvd_bert.stopping import StopRequests
-from hvd_bert.telemetry import Meter, Telemetry
+from hvd_bert.telemetry import Telemetry
 from hvd_bert.world import AgreedError, World, log
 
 
@@ -65,6 +64,9 @@ def main(world: World) -> None:
         results = {}
         if inputs.train:
             results = train(inputs, inputs.train, found, evaluator, telemetry, config, world)
+            with output.writing(folder, world) as writes:
+                if writes:
+                    output.save_model(folder, inputs.model, inputs.tokenizer)
         if evaluator:
             evaluation = evaluator(inputs.model)
             telemetry.evaluated(evaluation.metrics)
@@ -73,7 +75,7 @@ def main(world: World) -> None:
                     output.write_evaluation(folder, evaluation)
         with output.writing(folder, world) as writes:
             if writes and results:  # last: by this file a run counts as finished
-                output.write_json(folder / "train_results.json", results)
+                output.write_json(folder / "train_results.json", results | output.facts(config, world))
     log.info("%s", output.describe(folder))
 
 
@@ -86,22 +88,19 @@ def train(
     config: Config,
     world: World,
 ) -> dict[str, Any]:
-    """Train `inputs.model`; leave it and the metrics in the output folder. Returns the content of train_results.json.
+    """Train `inputs.model`. Returns what the training came to, for train_results.json.
 
     `found`, on rank 0: the checkpoint to go on from.
     """
-    args, model, folder = config.train, inputs.model, config.train.folder
+    args, model = config.train, inputs.model
     plan = resume.with_its_batch(data.plan, found, world)
     total_steps = args.total_steps(plan.steps_per_epoch)
-    engine = HorovodEngine(model, make_optimizer(model, args, world.size), plan.accumulation, config, world)
-    schedule = make_schedule(engine.optimizer, args, total_steps)
-    collate = Collator(data.windows, world.device)
-    meter = Meter(world)
-    state = TrainState(model, engine, schedule, meter, plan, world, Best(config.checkpoint.metric_for_best_model))
-    seed_ranks(args.seed, 0, world)
+    state = TrainState.fresh(model, plan, config, world)
     resume.restore(state, found, args.seed)
+    engine, schedule, meter = state.engine, state.schedule, state.meter
+    batches = Prefetcher(plan, Collator(data.windows, world.device), world.rank, state.step)
     checkpoints = Checkpoints(state, config, inputs)
-    gpus = GpuUsage(world, folder)
+    gpus = GpuUsage(world, args.folder)
     stop_requests = StopRequests(world)
     effective = output.effective_settings(config, plan, schedule.base_lrs[0], world)
     log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))
@@ -116,27 +115,32 @@ def train(
         state.unscored = False
         checkpoints.evaluated(metrics)
 
-    with closing(checkpoints), closing(gpus), stop_requests.watched():
+    with closing(checkpoints), closing(gpus), closing(batches), stop_requests.watched():
         if state.unscored and evaluator:  # a signal came before it
             score()
         while state.step < total_steps and not checkpoints.patience_is_over:
             step_windows = len(plan.step_windows(state.step))
-            for ids in plan.rank_windows(state.step, world.rank):
-                batch = collate(ids)
+            for batch in batches.of_step(state.step):
+                meter.lap("data")
                 with autocast(world.device, args.precision):
                     losses = window_losses(model, batch)[: batch.num_windows]
                 # Horovod takes the mean over the ranks; this makes it the mean over the windows of the step.
                 loss = losses.sum() * (world.size / step_windows)
                 engine.backward(loss)
                 meter.add(loss, batch)
+                meter.lap("compute")
             any_stop = stop_requests.ask()
+            checkpoints.await_write()
+            meter.lap("other")
+            engine.synchronize()
+            meter.lap("exposed_comm")
             grad_norm = engine.clip()
             learning_rate = schedule.get_last_lr()[0]
-            checkpoints.await_write()
             if engine.step():
                 schedule.step()
             state.step += 1
             stops = any_stop()
+            meter.lap("optimizer")
 
             scores = config.scores_after(state.step, plan.steps_per_epoch, total_steps)
             state.unscored = evaluator is not None and scores
@@ -155,15 +159,12 @@ def train(
                 score()
             if checkpoints.due(total_steps):
                 checkpoints.save()
+            meter.lap("other")
 
         if stop_requests.ask()():  # since the last step: while the model was scored, say
             checkpoints.stop(stop_requests.reason())
         checkpoints.end()
-    with output.writing(folder, world) as writes:
-        if writes:
-            output.save_model(folder, model, inputs.tokenizer)
-    results = meter.results() | checkpoints.totals | {"skipped_steps": engine.skipped_steps}
-    return results | effective | output.facts(config, world)
+    return meter.results() | checkpoints.totals | {"skipped_steps": engine.skipped_steps} | effective
 
 
 def check_finite(step: int, loss: float) -> None:

@@ -1,6 +1,6 @@
 """Horovod's engine: gradients averaged by ring-allreduce while the backward pass still runs.
 
-One optimizer step of the loop is `backward` x accumulation, `clip`, `step`. The traps of Horovod 0.28 that this file
+One optimizer step of the loop is `backward` x accumulation, `synchronize`, `clip`, `step`. The traps of Horovod 0.28 that this file
 closes are named where they are closed.
 """
 
@@ -61,9 +61,12 @@ class HorovodEngine:
         """Add the gradients of a share of this rank's step loss; the last of a step's passes starts the allreduce."""
         self.scaler.scale(loss).backward()
 
+    def synchronize(self) -> None:
+        """Wait for the mean gradients: unscaling and clipping are of the mean, not of one rank's part."""
+        self.optimizer.synchronize()
+
     def clip(self) -> torch.Tensor:
-        """Wait for the mean gradients and clip them. Returns their norm before that (0-dim, on the device)."""
-        self.optimizer.synchronize()  # before unscaling and clipping: both are of the mean, not of one rank's part
+        """Clip the mean gradients. Returns their norm before that (0-dim, on the device)."""
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         if self.skip_overflow:

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hvd_bert.data.plan import BatchPlan, Ids
+from hvd_bert.data.batches import Batch
+from hvd_bert.data.prefetch import Prefetcher
 
 
 @contextmanager
@@ -24,30 +25,33 @@ def signal_at(
     step: int, rank: int | set[int], number: int, place: str = "start", records: Path | None = None
 ) -> Iterator[None]:
     """Inside, the training of this process signals itself as it begins `step`, if it is `rank`."""
-    original = BatchPlan.rank_windows
+    original = Prefetcher.of_step
     signalled = rank if isinstance(rank, set) else {rank}
-    last = [0]
+    last = 0
 
-    def rank_windows(self: BatchPlan, number_of_step: int, own_rank: int) -> Iterator[Ids]:
+    def of_step(self: Prefetcher, number_of_step: int) -> Iterator[Batch]:
+        nonlocal last
+        own_rank = self.rank
+        windows = self.plan.rank_windows(number_of_step, own_rank)
         record = records / f"windows-{own_rank}.jsonl" if records else None
-        for index, ids in enumerate(original(self, number_of_step, own_rank)):
+        for index, (ids, batch) in enumerate(zip(windows, original(self, number_of_step), strict=True)):
             if own_rank in signalled and (number_of_step + 1, index) == (step, 1 if place == "inside" else 0):
                 if records:
                     (records / "signalled").write_text(str(time.time()), encoding="utf-8")
                 os.kill(os.getpid(), number)
-            if records and number_of_step + 1 < last[0]:
+            if records and number_of_step + 1 < last:
                 (records / "resumed").write_text(str(time.time()), encoding="utf-8")
-            last[0] = number_of_step + 1
+            last = number_of_step + 1
             if record:
                 with record.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"step": number_of_step + 1, "windows": ids.tolist()}) + "\n")
-            yield ids
+            yield batch
 
-    BatchPlan.rank_windows = rank_windows  # type: ignore[method-assign, assignment]
+    Prefetcher.of_step = of_step  # type: ignore[method-assign]
     try:
         yield
     finally:
-        BatchPlan.rank_windows = original  # type: ignore[method-assign]
+        Prefetcher.of_step = original  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -84,6 +84,7 @@ class Training:
     def averaged_gradients(self, step: int) -> Gradients:
         """The mean gradients of a step, over all ranks; no step is made."""
         self.backward(step)
+        self.engine.synchronize()
         self.engine.clip()
         return self.gradients()
 
@@ -191,6 +192,7 @@ def weight_decay_of_the_groups_survives_the_wrapping(ranks: Ranks) -> None:
     engine = training.wrap()
     before = training.weights()
     training.backward(0, factor=0.0)  # zero gradients: what then changes is decay
+    engine.synchronize()
     engine.clip()
     engine.step()
     for name, weight in training.weights().items():
@@ -232,6 +234,7 @@ def clipping_sees_the_averaged_gradient(ranks: Ranks) -> None:
     engine = training.wrap()
     expected = torch.stack([g.norm() for g in training.plain_gradients(0).values()]).norm()
     training.backward(0)
+    engine.synchronize()
     torch.testing.assert_close(engine.clip(), expected, rtol=1e-5, atol=0)
     clipped = torch.stack([g.norm() for g in training.gradients().values()]).norm()
     assert float(clipped) == pytest.approx(0.01, rel=1e-3)
@@ -244,6 +247,7 @@ def inf_on_one_rank_backs_off_the_fp16_scale_on_all(ranks: Ranks) -> None:
     engine = training.wrap()
     before, scale = training.weights(), engine.scaler.get_scale()
     training.backward(0, factor=math.inf if world.rank == world.size - 1 else 1.0)
+    engine.synchronize()
     engine.clip()
     engine.step()
     assert engine.scaler.get_scale() == scale / 2
@@ -268,6 +272,7 @@ def fp16_allreduce_overflow_skips_the_step_on_all(ranks: Ranks) -> None:
     before = training.weights()
     too_much = 1e9 if world.size > 1 else math.inf
     training.backward(0, factor=too_much if world.rank == world.size - 1 else 1.0)
+    engine.synchronize()
     engine.clip()
     engine.step()
     assert engine.skipped_steps == 1

@@ -20,9 +20,9 @@ PACKAGE = Path(hvd_bert.__file__).parent
 ORDER = [
     "__init__", "errors", "config", "command_line", "launch", "world", "running", "gpu_usage",
     "data.__init__", "data.hub", "data.squad", "data.cache", "data.cutting", "data.windows",
-    "data.dealing", "data.plan", "data.batches",
+    "data.dealing", "data.plan", "data.batches", "data.prefetch",
     "attention", "model", "optim", "engines.__init__", "engines.horovod",
-    "answers", "squad_metric", "inputs", "evaluation", "telemetry", "state", "checkpoint", "resume", "output",
+    "answers", "squad_metric", "inputs", "evaluation", "telemetry", "meter", "state", "checkpoint", "resume", "output",
     "saving", "stopping", "train", "predict",
     "doctor.__init__", "doctor.report", "doctor.probes", "doctor.ranks", "doctor.collective", "doctor.checks",
     "doctor.__main__",

@@ -17,9 +17,9 @@ from hvd_bert import checkpoint, saving
 from hvd_bert.command_line import parse
 from hvd_bert.data.plan import BatchPlan
 from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED
+from hvd_bert.meter import Meter
 from hvd_bert.saving import Checkpoints
 from hvd_bert.state import Best, TrainState
-from hvd_bert.telemetry import Meter
 from hvd_bert.world import AgreedError, HostsChanged
 
 

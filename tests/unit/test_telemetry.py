@@ -7,14 +7,12 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hvd_bert import telemetry as module
-from hvd_bert.telemetry import Meter, Telemetry
+from hvd_bert.telemetry import Telemetry
 
 SCORES = {"exact_match": 50.0, "f1": 61.25, "total": 8.0, "eval_loss": 1.5}
 
@@ -138,58 +136,3 @@ def test_other_ranks_are_silent(tmp_path, clock, capsys):
     run(tmp_path, clock, enabled=False)
     assert os.listdir(tmp_path) == []
     assert capsys.readouterr() == ("", "")
-
-
-# --- the meter -------------------------------------------------------------------------------------
-
-
-def world_of(size: int) -> SimpleNamespace:
-    """Ranks that all do the same as this one."""
-    return SimpleNamespace(size=size, device=torch.device("cpu"), sum=lambda values: values * size)
-
-
-def batch(num_windows: int, num_tokens: int) -> SimpleNamespace:
-    return SimpleNamespace(num_windows=num_windows, num_tokens=num_tokens)
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("passes", [1, 2])
-def test_meter(clock, size, passes):
-    meter = Meter(world_of(size))
-    losses = [5.0, 4.0, 3.0, 2.0, 1.0]
-
-    def steps(values):
-        for value in values:
-            for _ in range(passes):  # each a share of the step's loss, as the engine gets it
-                meter.add(torch.tensor(value / passes, requires_grad=True), batch(4, 100))
-            clock.now += 0.5
-
-    steps(losses[:3])
-    work = passes * size
-    assert meter.read(3) == pytest.approx(
-        {"loss": 4.0, "windows_per_s": 8 * work, "tokens_per_s": 200 * work, "step_s": 0.5}
-    )
-    with meter.paused():
-        clock.now += 1000.0  # an evaluation
-    steps(losses[3:])
-    assert meter.read(5) == pytest.approx(
-        {"loss": 1.5, "windows_per_s": 8 * work, "tokens_per_s": 200 * work, "step_s": 0.5}
-    )
-    assert meter.results() == pytest.approx(
-        {
-            "train_runtime": 2.5,
-            "train_samples": 20 * work,
-            "train_samples_per_second": 8 * work,
-            "train_steps_per_second": 2.0,
-            "train_tokens_per_second": 200 * work,
-            "train_loss": 3.0,
-        }
-    )
-
-
-def test_meter_holds_no_graph(clock):
-    meter = Meter(world_of(1))
-    meter.add(torch.tensor(1.0, requires_grad=True) * 2, batch(1, 1))
-    clock.now += 1.0
-    assert not meter._loss.requires_grad
-    assert meter.read(1)["loss"] == 2.0

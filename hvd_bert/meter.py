@@ -1,0 +1,169 @@
+"""What training costs, summed up between two looks: work, loss, and where the time of a step goes on each rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hvd_bert.data.batches import Batch
+from hvd_bert.world import World
+
+# What a step's time is split into, in the loop's order; docs/output.md says what each holds.
+PHASES = ("data", "compute", "exposed_comm", "optimizer", "other")
+_TOTALS = ("last_step", "train_s", "loss_sum", "windows", "tokens")
+
+
+class Stopwatch:
+    """Splits time into laps, by the device's clock: on a GPU that is the time its work takes, and nothing waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all laps; the first begins now."""
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._events: list[tuple[str, torch.cuda.Event]] = []
+        self._last: float | torch.cuda.Event = self._now()
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def lap(self, phase: str) -> None:
+        """The time since the lap before, or since the start, was `phase`."""
+        now = self._now()
+        if isinstance(now, float):
+            assert isinstance(self._last, float)
+            self._seconds[phase] += now - self._last
+            self._last = now
+        else:
+            self._events.append((phase, now))
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each phase since the start. Waits for the device."""
+        for phase, event in self._events:
+            assert not isinstance(self._last, float)
+            event.synchronize()
+            self._seconds[phase] += self._last.elapsed_time(event) / 1000
+            self._last = event
+        self._events.clear()
+        return self._seconds
+
+
+class Meter:
+    """Sums up the work, the loss and the time between two looks, without looking at the device in between.
+
+    Times leave evaluations out.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.last_step = 0
+        self.train_s = self.loss_sum = 0.0
+        self.windows = self.tokens = 0
+        self._watch = Stopwatch(world.device)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        self._windows = self._tokens = 0
+        self._start(self.last_step)
+
+    def _start(self, step: int) -> None:
+        self._since = time.perf_counter()
+        self._watch.restart()
+        self._watched_from = step
+
+    def lap(self, phase: str) -> None:
+        """The step has come to the end of `phase`, one of PHASES."""
+        self._watch.lap(phase)
+
+    def add(self, loss: torch.Tensor, batch: Batch) -> None:
+        """Count one forward pass; `loss`: this rank's share of its step's loss, as given to the engine."""
+        self._loss += loss.detach()
+        self._windows += batch.num_windows
+        self._tokens += batch.num_tokens
+
+    def read(self, step: int) -> dict[str, float]:
+        """Means since the last look, over all ranks. A collective.
+
+        `loss`, `windows_per_s`, `tokens_per_s`, `step_s`; seconds per step of each phase: `data_s`, ..., and where
+        there are more ranks than one the least and the most of a rank: `data_min_s`, `data_max_s`, ...
+        """
+        laps = self._watch.seconds()
+        mine = [float(self._loss), self._windows, self._tokens, *laps.values()]
+        table = torch.zeros(self.world.size, len(mine), dtype=torch.float64)
+        table[self.world.rank] = torch.tensor(mine, dtype=torch.float64)
+        table = self.world.sum(table)
+        loss, windows, tokens = table[:, :3].sum(0).tolist()
+        loss /= self.world.size
+        seconds = time.perf_counter() - self._since
+        steps, watched = step - self.last_step, step - self._watched_from
+        self.last_step = step
+        self.train_s += seconds
+        self.loss_sum += loss
+        self.windows += round(windows)
+        self.tokens += round(tokens)
+        self._forget()
+        return {
+            "loss": loss / steps,
+            "windows_per_s": windows / seconds,
+            "tokens_per_s": tokens / seconds,
+            "step_s": seconds / steps,
+        } | _spread(laps, table[:, 3:] / watched)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time spent inside does not count; call right after `read`."""
+        yield
+        self._start(self.last_step)
+
+    def state(self) -> dict[str, float]:
+        """The totals up to the last look, which are the same on all ranks, and the time since."""
+        totals = {name: getattr(self, name) for name in _TOTALS}
+        return totals | {"seconds": time.perf_counter() - self._since}
+
+    def since_last_look(self) -> list[float]:
+        """This rank's sums since the last look: loss, windows, tokens. Waits for the device."""
+        return [float(self._loss), self._windows, self._tokens]
+
+    def restore(self, state: dict[str, float], since_last_look: list[float], step: int) -> None:
+        """Take over what `state` and `since_last_look` gave after `step`, in this or another process.
+
+        The phases are those of the steps from here on.
+        """
+        for name in _TOTALS:
+            setattr(self, name, state[name])
+        loss, windows, tokens = since_last_look
+        self._loss.fill_(loss)
+        self._windows, self._tokens = int(windows), int(tokens)
+        self._start(step)
+        self._since -= state["seconds"]
+
+    def results(self) -> dict[str, float]:
+        """The whole training, in run_qa's names: samples are windows, train_runtime (s) is without evaluations."""
+        return {
+            "train_runtime": self.train_s,
+            "train_samples": self.windows,
+            "train_samples_per_second": self.windows / self.train_s,
+            "train_steps_per_second": self.last_step / self.train_s,
+            "train_tokens_per_second": self.tokens / self.train_s,
+            "train_loss": self.loss_sum / self.last_step,
+        }
+
+
+def _spread(phases: Iterable[str], seconds: torch.Tensor) -> dict[str, float]:
+    """Mean, least and most of `seconds` [ranks, phases] under the phases' names."""
+    row: dict[str, float] = {}
+    for phase, column in zip(phases, seconds.T, strict=True):
+        row[f"{phase}_s"] = float(column.mean())
+        if len(column) > 1:
+            row[f"{phase}_min_s"], row[f"{phase}_max_s"] = float(column.min()), float(column.max())
+    return row

@@ -1,0 +1,125 @@
+"""The meter's arithmetic: work and loss over the ranks, and where the time of a step goes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hvd_bert import meter as module
+from hvd_bert.meter import PHASES, Meter
+
+
+class Clock:
+    """The `time` module of one that turns it by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def world_of(size: int) -> SimpleNamespace:
+    """Ranks that all do the same as this one."""
+    same = lambda table: table[:1].expand_as(table)  # noqa: E731
+    return SimpleNamespace(size=size, rank=0, device=torch.device("cpu"), sum=same)
+
+
+def batch(num_windows: int, num_tokens: int) -> SimpleNamespace:
+    return SimpleNamespace(num_windows=num_windows, num_tokens=num_tokens)
+
+
+def work_of(row: dict[str, float]) -> dict[str, float]:
+    """The row without its phases."""
+    return {key: value for key, value in row.items() if not key.startswith(PHASES)}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_meter(clock, size, passes):
+    meter = Meter(world_of(size))
+    losses = [5.0, 4.0, 3.0, 2.0, 1.0]
+
+    def steps(values):
+        for value in values:
+            for _ in range(passes):  # each a share of the step's loss, as the engine gets it
+                meter.add(torch.tensor(value / passes, requires_grad=True), batch(4, 100))
+            clock.now += 0.5
+
+    steps(losses[:3])
+    work = passes * size
+    assert work_of(meter.read(3)) == pytest.approx(
+        {"loss": 4.0, "windows_per_s": 8 * work, "tokens_per_s": 200 * work, "step_s": 0.5}
+    )
+    with meter.paused():
+        clock.now += 1000.0  # an evaluation
+    steps(losses[3:])
+    assert work_of(meter.read(5)) == pytest.approx(
+        {"loss": 1.5, "windows_per_s": 8 * work, "tokens_per_s": 200 * work, "step_s": 0.5}
+    )
+    assert meter.results() == pytest.approx(
+        {
+            "train_runtime": 2.5,
+            "train_samples": 20 * work,
+            "train_samples_per_second": 8 * work,
+            "train_steps_per_second": 2.0,
+            "train_tokens_per_second": 200 * work,
+            "train_loss": 3.0,
+        }
+    )
+
+
+def test_meter_holds_no_graph(clock):
+    meter = Meter(world_of(1))
+    meter.add(torch.tensor(1.0, requires_grad=True) * 2, batch(1, 1))
+    clock.now += 1.0
+    assert not meter._loss.requires_grad
+    assert meter.read(1)["loss"] == 2.0
+
+
+def test_phases_of_two_ranks(clock):
+    other = torch.tensor([3.0, 4, 100, 0.5, 7.5, 0.0, 2.0, 0.0], dtype=torch.float64)
+    world = world_of(2)
+    world.sum = lambda table: table + torch.stack([torch.zeros(8, dtype=torch.float64), other])
+    meter = Meter(world)
+    for step in range(2):
+        for phase, seconds in (
+            ("data", 0.25),
+            ("compute", 2.0),
+            ("compute", 1.0),
+            ("exposed_comm", 0.75),
+            ("other", 1.0),
+        ):
+            clock.now += seconds * (step + 1)
+            meter.lap(phase)
+    row = meter.read(2)
+    assert [row[f"{phase}_s"] for phase in PHASES] == [0.3125, 4.125, 0.5625, 0.5, 0.75]
+    assert (row["compute_min_s"], row["compute_max_s"]) == (3.75, 4.5)
+    assert (row["optimizer_min_s"], row["optimizer_max_s"]) == (0.0, 1.0)
+    assert row["step_s"] == 7.5
+    with meter.paused():
+        clock.now += 50.0
+    clock.now += 1.0
+    meter.lap("data")
+    assert meter.read(3)["data_max_s"] == 1.0
+
+
+def test_phases_after_going_on_are_of_the_steps_since(clock):
+    meter = Meter(world_of(1))
+    meter.restore(
+        {"last_step": 4, "train_s": 8.0, "loss_sum": 4.0, "windows": 4, "tokens": 4, "seconds": 4.0}, [2.0, 2, 2], 6
+    )
+    for _ in range(2):
+        clock.now += 2.0
+        meter.lap("compute")
+    row = meter.read(8)
+    assert (row["step_s"], row["compute_s"]) == (2.0, 2.0)
