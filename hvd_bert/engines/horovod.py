@@ -1,7 +1,7 @@
 """Horovod's engine: gradients averaged by ring-allreduce while the backward pass still runs.
 
-One optimizer step of the loop is `backward` x accumulation, `synchronize`, `clip`, `step`. The traps of Horovod 0.28 that this file
-closes are named where they are closed.
+One optimizer step of the loop is `backward` x accumulation, `synchronize`, `clip`, `step`. The traps of
+Horovod 0.28 that this file closes are named where they are closed.
 """
 
 from __future__ import annotations
