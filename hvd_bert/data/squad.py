@@ -12,17 +12,18 @@ the file. Contexts are never stripped: some of SQuAD's begin with a space, and t
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 from hvd_bert.data import hub
 from hvd_bert.errors import UserError
 
+_PIECE_BYTES = 2**20
 _ROW_COLUMNS = ("id", "title", "context", "question", "answers")
 _KINDS = {str: "text", int: "a whole number", list: "a list", dict: "an object"}
 
@@ -56,8 +57,9 @@ class Source:
     _load: Callable[[], list[Question]] = field(repr=False, compare=False)
 
     def questions(self) -> list[Question]:
-        """All questions in the order of the file; parsed and checked at the first call, then kept.
+        """All questions in the order of the file, parsed and checked.
 
+        Anew at each call and not kept here: a rank that tokenises needs them once, and training then goes on for hours.
         Raises `UserError` when something in the content is wrong.
         """
         return self._load()
@@ -66,9 +68,8 @@ class Source:
 def open_file(path: str | os.PathLike[str], version_2_with_negative: bool) -> Source:
     """A JSON file. Raises `UserError` if it cannot be read; what is in it is checked by `questions()`."""
     name = os.fspath(path)
-    digest = hashlib.sha256(_read(name)).hexdigest()
+    digest = _digest(name)
 
-    @functools.cache
     def load() -> list[Question]:
         content = _read(name)
         if hashlib.sha256(content).hexdigest() != digest:
@@ -99,7 +100,6 @@ def open_hub(
         )
     rows = rows.select_columns(list(_ROW_COLUMNS))
 
-    @functools.cache
     def load() -> list[Question]:
         located = ((f"row {number}", row) for number, row in enumerate(rows))
         return _checked(name, _from_rows(name, located), version_2_with_negative)
@@ -123,10 +123,26 @@ def _reading_digest(content_digest: str, version_2_with_negative: bool) -> str:
 # --- files ---------------------------------------------------------------------------------------
 
 
+def _digest(name: str) -> str:
+    """sha256 of a file, read in pieces: every rank does this at each start, whatever the file's size."""
+    sha256 = hashlib.sha256()
+    with _opened(name) as file:
+        while piece := file.read(_PIECE_BYTES):
+            sha256.update(piece)
+    return sha256.hexdigest()
+
+
 def _read(name: str) -> bytes:
+    with _opened(name) as file:
+        return file.read()
+
+
+@contextlib.contextmanager
+def _opened(name: str) -> Iterator[BinaryIO]:
+    """The file, for reading; what goes wrong with it inside, as a UserError."""
     try:
         with open(name, "rb") as file:
-            return file.read()
+            yield file
     except FileNotFoundError as error:
         raise UserError(f"{name}: no such file (looked from {os.getcwd()}). Check the path.") from error
     except OSError as error:

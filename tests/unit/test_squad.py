@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import gc
 import json
 from pathlib import Path
 
@@ -59,9 +61,30 @@ def test_offsets_count_characters_of_the_unstripped_context(tmp_path, to_squad):
     assert squad.open_file(write(tmp_path, to_squad([question])), False).questions() == [question]
 
 
-def test_questions_are_parsed_once(tmp_path, make_questions, to_squad):
-    source = squad.open_file(write(tmp_path, to_squad(make_questions(3))), False)
-    assert source.questions() is source.questions()
+def test_a_source_does_not_keep_its_questions_in_memory(tmp_path, make_questions, to_squad):
+    (question,) = make_questions(1)
+    path = write(tmp_path, to_squad([dataclasses.replace(question, id="kept in memory")]))
+
+    def in_memory() -> int:
+        gc.collect()
+        return sum(isinstance(thing, Question) and thing.id == "kept in memory" for thing in gc.get_objects())
+
+    source = squad.open_file(path, False)
+    questions = source.questions()
+    assert in_memory() == 1
+    assert questions == source.questions()
+    del questions
+    assert in_memory() == 0
+
+
+def test_digest_is_that_of_the_whole_file(tmp_path, make_questions, to_squad, monkeypatch):
+    path = write(tmp_path, to_squad(make_questions(3)))
+    digest = squad.open_file(path, False).digest
+    monkeypatch.setattr(squad, "_PIECE_BYTES", 7)
+    assert squad.open_file(path, False).digest == digest
+    assert squad.open_file(path, False).questions() == make_questions(3)  # which hashes the whole
+    path.write_bytes(path.read_bytes()[:-1] + b" ")  # the last piece counts, too
+    assert squad.open_file(path, False).digest != digest
 
 
 def test_equal_contexts_are_one_object(tmp_path, make_questions, to_rows):
