@@ -1,19 +1,46 @@
 """Attention over windows laid end to end: each token sees its own window only, and nothing is padding.
 
 Padded to 384 tokens, more than half of SQuAD's window positions are padding that is computed and thrown away. Here a
-batch of windows is one row of N tokens; `window_lengths`, passed through the model's forward, says where one ends.
+batch of windows is one row of N tokens; `window_lengths` and `window_offsets`, passed through the model's forward, say
+where one ends. `choose` names the kernels and which of them serves where.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from hvd_bert.dropout import keep_factors, random_words
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # torch before 2.10
+    varlen_attn = None  # type: ignore[assignment]
+
 NAME = "windows_end_to_end"
+
+
+class Windows(NamedTuple):
+    """Where the windows of a row are: tokens of each, and int32 [B + 1] on the device: 0 and each window's end."""
+
+    lengths: list[int]
+    offsets: torch.Tensor
+
+
+def offsets_of(lengths: list[int], device: torch.device) -> torch.Tensor:
+    """The `offsets` of windows of these lengths."""
+    return torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+
+
+# (query, key, value, windows, dropout, scaling) -> output; tensors are [N, heads, head size].
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Windows, float, float], torch.Tensor]
 
 
 def attend_within_windows(
@@ -25,18 +52,128 @@ def attend_within_windows(
     dropout: float = 0.0,
     scaling: float | None = None,
     window_lengths: list[int] | None = None,
+    window_offsets: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention in each window, for transformers' AttentionInterface.
 
-    `query`, `key`, `value`: [1, heads, N, head size]; `window_lengths`: tokens of each window, N in all (None: one
-    window). Returns [1, N, heads, head size] and no attention weights.
+    `query`, `key`, `value`: [1, heads, N, head size]; `window_lengths`, `window_offsets`: as in `Windows` (lengths
+    None: one window; offsets None: made of the lengths). Returns [1, N, heads, head size] and no attention weights.
     """
     lengths = window_lengths or [query.shape[2]]
+    windows = Windows(lengths, offsets_of(lengths, query.device) if window_offsets is None else window_offsets)
     drop = dropout if module.training else 0.0
-    pieces = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    outputs = [scaled_dot_product_attention(q, k, v, dropout_p=drop, scale=scaling) for q, k, v in pieces]
-    return torch.cat(outputs, 2).transpose(1, 2), None
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    size = query.shape[-1]
+    attend = choose(query.device.type, query.dtype, drop, size, has_flash(query.device))
+    return attend(q, k, v, windows, drop, size**-0.5 if scaling is None else scaling)[None], None
+
+
+def choose(device: str, dtype: torch.dtype, dropout: float, head_size: int, flash: bool) -> Kernel:
+    """The kernel for a device's type, the tensors' dtype and the dropout probability. `flash`: as `has_flash`.
+
+    varlen_attn takes half precision only, and knows no dropout; BERT trains with 0.1.
+    """
+    if device == "cuda":
+        fits = dtype in (torch.float16, torch.bfloat16) and head_size % 8 == 0 and head_size <= 256
+        return by_varlen if flash and fits and not dropout else by_jagged
+    if device == "cpu" and dtype == torch.float32 and dropout:
+        return by_probabilities
+    return by_window
+
+
+@cache
+def has_flash(device: torch.device) -> bool:
+    """Whether torch has `varlen_attn`, and the GPU is one that its flash kernels run on (Ampere, 8.0, and later)."""
+    return varlen_attn is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def by_varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
+) -> torch.Tensor:
+    """torch's flash attention over all windows at once: GPU, half precision, no dropout."""
+    assert dropout == 0.0
+    offsets, longest = windows.offsets, max(windows.lengths)  # the host knows it: no wait for the device
+    output = varlen_attn(query, key, value, offsets, offsets, longest, longest, scale=scaling)
+    assert isinstance(output, torch.Tensor)  # and no logarithms of sums with it, which are for the asking
+    return output
+
+
+def by_jagged(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
+) -> torch.Tensor:
+    """torch's attention over a jagged tensor: flash in half precision, memory-efficient in fp32, dropout in both."""
+    shortest, longest = min(windows.lengths), max(windows.lengths)
+    q, k, v = (
+        torch.nested.nested_tensor_from_jagged(
+            tensor.contiguous(), windows.offsets, min_seqlen=shortest, max_seqlen=longest
+        ).transpose(1, 2)
+        for tensor in (query, key, value)
+    )
+    output = scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling)
+    values: torch.Tensor = output.transpose(1, 2).values()
+    return values
+
+
+def by_window(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
+) -> torch.Tensor:
+    """One call of torch's attention for each window; on the CPU the fastest without dropout, and right anywhere."""
+    outputs = [
+        scaled_dot_product_attention(q[None], k[None], v[None], dropout_p=dropout, scale=scaling)[0].transpose(0, 1)
+        for q, k, v in _split(query, key, value, windows)
+    ]
+    return torch.cat(outputs)
+
+
+def by_probabilities(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
+) -> torch.Tensor:
+    """Attention with dropout on the CPU, fp32: torch's would draw slowly and keep the probabilities three times."""
+    outputs = [
+        _Attention.apply(q, k, v, dropout, scaling).transpose(0, 1)  # type: ignore[no-untyped-call]
+        for q, k, v in _split(query, key, value, windows)
+    ]
+    return torch.cat(outputs)
+
+
+def _split(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """q, k and v of each window: [heads, T, head size]."""
+    pieces = (tensor.transpose(0, 1).split(windows.lengths, 1) for tensor in (query, key, value))
+    return zip(*pieces, strict=True)
+
+
+class _Attention(torch.autograd.Function):
+    """dropout(softmax(scaling q k^T)) v of one window; q, k, v and the output are [heads, T, head size]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, scaling: float
+    ) -> torch.Tensor:
+        probabilities = torch.softmax(_scaled_product(query, key.transpose(1, 2), scaling), -1)
+        words = random_words(probabilities.numel())
+        ctx.save_for_backward(query, key, value, probabilities, words)
+        ctx.dropout, ctx.scaling = dropout, scaling
+        return torch.bmm(keep_factors(words, probabilities.shape, dropout).mul_(probabilities), value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, probabilities, words = ctx.saved_tensors
+        factors = keep_factors(words, probabilities.shape, ctx.dropout)
+        of_probabilities = torch.bmm(gradient, value.transpose(1, 2)).mul_(factors)
+        of_value = torch.bmm(factors.mul_(probabilities).transpose(1, 2), gradient)
+        of_scores = torch._softmax_backward_data(of_probabilities, probabilities, -1, probabilities.dtype)
+        of_query = _scaled_product(of_scores, key, ctx.scaling)
+        of_key = _scaled_product(of_scores.transpose(1, 2), query, ctx.scaling)
+        return of_query, of_key, of_value, None, None
+
+
+def _scaled_product(left: torch.Tensor, right: torch.Tensor, scaling: float) -> torch.Tensor:
+    unused = left.new_empty(1, 1, 1)  # beta 0: it is not read
+    return torch.baddbmm(unused, left, right, beta=0, alpha=scaling)
 
 
 def register() -> None:

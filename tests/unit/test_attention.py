@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from hvd_bert.attention import attend_within_windows
+from hvd_bert import attention
+from hvd_bert.attention import (
+    Windows,
+    attend_within_windows,
+    by_jagged,
+    by_probabilities,
+    by_varlen,
+    by_window,
+    choose,
+    has_flash,
+    offsets_of,
+)
+from hvd_bert.dropout import keep_factors, random_words
+
+CPU = torch.device("cpu")
+LENGTHS = [[9], [4, 5], [1, 3, 1, 4], [3, 3, 3]]
 
 
 def reference(query, key, value, lengths, scaling):
@@ -19,32 +38,69 @@ def reference(query, key, value, lengths, scaling):
     return torch.cat(outputs, 1).transpose(0, 1)[None]
 
 
-@pytest.mark.parametrize("lengths", [[9], [4, 5], [1, 3, 1, 4], [3, 3, 3]], ids=str)
+def varlen_on_cpu(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None):
+    """What varlen_attn computes, from the same arguments; refuses those that its kernels would refuse."""
+    assert query.shape == key.shape == value.shape
+    assert {tensor.stride(-1) for tensor in (query, key, value)} == {1}
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    offsets = cu_seq_q.tolist()
+    assert offsets == cu_seq_k.tolist()
+    assert (offsets[0], offsets[-1]) == (0, len(query))
+    lengths = [end - start for start, end in itertools.pairwise(offsets)]
+    assert max_q == max_k == max(lengths)
+    rows = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
+    return reference(*rows, lengths, scale)[0]
+
+
+@pytest.fixture(params=[by_varlen, by_jagged, by_window, by_probabilities], ids=lambda kernel: kernel.__name__)
+def kernel(request, monkeypatch):
+    """Each kernel in turn, whatever would be chosen here; varlen_attn, which runs on GPUs only, is played."""
+    monkeypatch.setattr(attention, "varlen_attn", varlen_on_cpu)
+    monkeypatch.setattr(attention, "choose", lambda *_: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("scaling", [None, 0.3])
-def test_each_token_sees_its_own_window(lengths, scaling):
+def test_each_token_sees_its_own_window(kernel, lengths, scaling):
     torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 2, 9, 4) for _ in range(3))
+    # As transformers makes them: views of [1, N, heads x head size].
+    query, key, value = (torch.randn(1, 9, 2, 4).transpose(1, 2).requires_grad_() for _ in range(3))
     found, weights = attend_within_windows(
         torch.nn.Identity(), query, key, value, None, scaling=scaling, window_lengths=lengths
     )
     assert weights is None
     assert found.shape == (1, 9, 2, 4)
-    torch.testing.assert_close(found, reference(query, key, value, lengths, scaling or 1 / math.sqrt(4)))
+    expected = reference(query, key, value, lengths, scaling or 1 / math.sqrt(4))
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn(found.shape)
+    gradients, own = (torch.autograd.grad(output, (query, key, value), upstream) for output in (found, expected))
+    torch.testing.assert_close(gradients, own, rtol=1e-4, atol=1e-6)
 
 
-def test_no_lengths_mean_one_window():
+def test_offsets_may_come_from_outside(kernel):
+    query, key, value = (torch.randn(1, 2, 9, 4) for _ in range(3))
+    names = {"window_lengths": [4, 5], "window_offsets": torch.tensor([0, 4, 9], dtype=torch.int32)}
+    found, _ = attend_within_windows(torch.nn.Identity(), query, key, value, None, **names)
+    torch.testing.assert_close(found, reference(query, key, value, [4, 5], 0.5))
+
+
+def test_no_lengths_mean_one_window(kernel):
     query, key, value = (torch.randn(1, 2, 5, 4) for _ in range(3))
     found, _ = attend_within_windows(torch.nn.Identity(), query, key, value, None)
     torch.testing.assert_close(found, reference(query, key, value, [5], 0.5))
 
 
-def test_lengths_that_do_not_add_up():
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_lengths_that_do_not_add_up(dropout):
     query, key, value = (torch.randn(1, 2, 5, 4) for _ in range(3))
     with pytest.raises(RuntimeError):
-        attend_within_windows(torch.nn.Identity(), query, key, value, None, window_lengths=[2, 2])
+        attend_within_windows(torch.nn.Identity(), query, key, value, None, dropout, window_lengths=[2, 2])
 
 
-def test_dropout_in_training_only():
+@pytest.mark.parametrize("kernel", [by_jagged, by_window, by_probabilities], indirect=False)
+def test_dropout_in_training_only(kernel, monkeypatch):
+    monkeypatch.setattr(attention, "choose", lambda *_: kernel)
     module = torch.nn.Identity()
     query, key, value = (torch.randn(1, 2, 9, 4) for _ in range(3))
     for mode in (True, False):
@@ -53,3 +109,69 @@ def test_dropout_in_training_only():
             attend_within_windows(module, query, key, value, None, 0.5, window_lengths=[4, 5])[0] for _ in range(2)
         )
         assert torch.equal(one, other) is not mode
+
+
+def test_dropout_zeroes_probabilities_and_the_gradient_follows():
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(7, 2, 4, requires_grad=True) for _ in range(3))
+    torch.manual_seed(1)
+    found = by_probabilities(query, key, value, Windows([7], offsets_of([7], CPU)), 0.4, 0.5)
+    torch.manual_seed(1)
+    factors = keep_factors(random_words(2 * 7 * 7), torch.Size([2, 7, 7]), 0.4)
+    assert 0 < (factors == 0).sum() < factors.numel()
+    q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    expected = (torch.softmax(q @ k.transpose(1, 2) * 0.5, -1) * factors @ v).transpose(0, 1)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn(found.shape)
+    gradients, own = (torch.autograd.grad(output, (query, key, value), upstream) for output in (found, expected))
+    torch.testing.assert_close(gradients, own, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "dropout", "head_size", "flash", "expected"),
+    [
+        ("cuda", torch.bfloat16, 0.0, 64, True, by_varlen),
+        ("cuda", torch.float16, 0.0, 32, True, by_varlen),
+        ("cuda", torch.bfloat16, 0.1, 64, True, by_jagged),
+        ("cuda", torch.bfloat16, 0.0, 64, False, by_jagged),  # torch 2.8, or a V100
+        ("cuda", torch.bfloat16, 0.0, 20, True, by_jagged),
+        ("cuda", torch.bfloat16, 0.0, 264, True, by_jagged),
+        ("cuda", torch.float32, 0.0, 64, True, by_jagged),
+        ("cuda", torch.float32, 0.1, 64, True, by_jagged),
+        ("cpu", torch.float32, 0.1, 64, False, by_probabilities),
+        ("cpu", torch.float32, 0.0, 64, False, by_window),
+        ("cpu", torch.bfloat16, 0.1, 64, False, by_window),
+        ("mps", torch.float32, 0.1, 64, False, by_window),
+    ],
+)
+def test_which_kernel_serves(device, dtype, dropout, head_size, flash, expected):
+    assert choose(device, dtype, dropout, head_size, flash) is expected
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((7, 0), False), ((8, 0), True), ((9, 0), True)])
+def test_flash_needs_varlen_attn_and_an_ampere(capability, expected, monkeypatch):
+    has_flash.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(attention, "varlen_attn", varlen_on_cpu)
+    assert has_flash(torch.device("cuda", 0)) is expected
+    assert not has_flash(CPU)
+    has_flash.cache_clear()
+    monkeypatch.setattr(attention, "varlen_attn", None)
+    assert not has_flash(torch.device("cuda", 0))
+    has_flash.cache_clear()
+
+
+def test_varlen_attn_takes_the_arguments_given():
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    tensor = torch.empty(9, 2, 8)
+    offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+    inspect.signature(varlen.varlen_attn).bind(tensor, tensor, tensor, offsets, offsets, 5, 5, scale=0.5)
+
+
+def test_without_varlen_attn_the_module_is_imported():
+    program = (
+        "import sys; sys.modules['torch.nn.attention.varlen'] = None\n"
+        "from hvd_bert import attention; print(attention.varlen_attn)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "None\n"

@@ -18,10 +18,10 @@ PACKAGE = Path(hvd_bert.__file__).parent
 
 # The way a question travels. A module imports only from modules above it; a new module takes its place here.
 ORDER = [
-    "__init__", "errors", "config", "command_line", "launch", "world", "running", "gpu_usage",
+    "__init__", "errors", "config", "command_line", "allocator", "launch", "world", "running", "gpu_usage",
     "data.__init__", "data.hub", "data.squad", "data.cache", "data.cutting", "data.windows",
     "data.dealing", "data.plan", "data.batches", "data.prefetch",
-    "attention", "model", "optim", "engines.__init__", "engines.horovod",
+    "dropout", "linear", "attention", "model", "optim", "engines.__init__", "engines.horovod",
     "answers", "squad_metric", "inputs", "evaluation", "telemetry", "meter", "state", "checkpoint", "resume", "output",
     "saving", "stopping", "train", "predict",
     "doctor.__init__", "doctor.report", "doctor.probes", "doctor.ranks", "doctor.collective", "doctor.checks",

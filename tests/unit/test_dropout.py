@@ -1,0 +1,94 @@
+"""Dropout on the CPU: its rate, its scale, its gradient, and where its random numbers come from."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hvd_bert.dropout import LEVELS, Dropout, keep_factors, random_words
+
+MANY = 400_000
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 0.003])
+def test_rate_and_scale(p):
+    torch.manual_seed(0)
+    kept = Dropout(p)(torch.ones(MANY))
+    rounded = round(p * LEVELS) / LEVELS
+    share = (kept == 0).float().mean().item()
+    assert share == pytest.approx(p, abs=5 * math.sqrt(p * (1 - p) / MANY))
+    torch.testing.assert_close(kept.unique(), torch.tensor([0.0, 1 / (1 - rounded)]))
+    assert rounded == pytest.approx(p, abs=0.5 / LEVELS)
+
+
+def test_each_quarter_of_a_word_has_the_rate_and_neighbours_are_independent():
+    torch.manual_seed(0)
+    p, bound = 0.3, 5 * math.sqrt(0.3 * 0.7 / (MANY / 4))
+    dropped = (keep_factors(random_words(MANY), torch.Size([MANY // 4, 4]), p) == 0).float()
+    assert ((dropped.mean(0) - p).abs() < bound).all()
+    for distance in (1, 2, 3, 4):
+        both = (dropped.flatten()[distance:] * dropped.flatten()[:-distance]).mean().item()
+        assert both == pytest.approx(p * p, abs=5 * math.sqrt(p * p * (1 - p * p) / MANY))
+
+
+@pytest.mark.parametrize("shape", [(1,), (3,), (5, 7), (2, 3, 11)], ids=str)
+def test_gradient_is_what_was_kept(shape):
+    torch.manual_seed(1)
+    values = torch.randn(shape, requires_grad=True)
+    result = Dropout(0.5)(values)
+    upstream = torch.randn(shape)
+    (gradient,) = torch.autograd.grad(result, values, upstream)
+    torch.testing.assert_close(gradient, upstream * (result / values).detach(), rtol=1e-6, atol=0)
+    assert result.shape == values.shape
+
+
+def test_torchs_generator_decides_and_moves_on():
+    module, values = Dropout(0.5), torch.ones(1000)
+    torch.manual_seed(3)
+    first, second = module(values), module(values)
+    torch.manual_seed(3)
+    again = module(values)
+    state = torch.get_rng_state()
+    following = module(values)
+    assert torch.equal(first, again)
+    assert torch.equal(second, following)
+    assert not torch.equal(first, second)
+    torch.set_rng_state(state)
+    assert torch.equal(module(values), following)
+
+
+def test_nothing_is_dropped_outside_training_or_at_0():
+    values = torch.randn(100)
+    state = torch.get_rng_state()
+    assert Dropout(0.5).eval()(values) is values
+    assert torch.equal(Dropout(0.0)(values), values)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("p", [1e-9, 1 - 1e-9])
+def test_extremes_stay_finite(p):
+    torch.manual_seed(0)
+    assert torch.isfinite(Dropout(p)(torch.ones(1000))).all()
+
+
+def test_other_types_are_torchs_own():
+    module, own = Dropout(0.5), nn.Dropout(0.5)
+    for kind in (torch.float64, torch.bfloat16):
+        values = torch.ones(1000, dtype=kind)
+        torch.manual_seed(0)
+        found = module(values)
+        torch.manual_seed(0)
+        assert torch.equal(found, own(values))
+
+
+def test_strided_input():
+    torch.manual_seed(0)
+    values = torch.randn(6, 5).t().requires_grad_()
+    result = Dropout(0.5)(values)
+    kept = (result != 0).float() * 2
+    torch.testing.assert_close(result, values * kept)
+    (gradient,) = torch.autograd.grad(result.sum(), values)
+    assert torch.equal(gradient, kept)

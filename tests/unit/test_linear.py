@@ -1,0 +1,68 @@
+"""Linear layers by oneDNN against torch's own in double precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hvd_bert import linear
+from hvd_bert.linear import Linear
+
+needs_it = pytest.mark.skipif(not linear.available(), reason="no oneDNN with AVX-512 here: torch's own product is used")
+
+
+def of_twice_the_precision(layer: nn.Linear, values: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
+    exact = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, dtype=torch.float64)
+    exact.load_state_dict(layer.state_dict())
+    rows = values.detach().double().requires_grad_()
+    result = exact(rows)
+    return [result, *torch.autograd.grad(result, [rows, *exact.parameters()], upstream.double())]
+
+
+@needs_it
+@pytest.mark.parametrize("shape", [(1, 37, 24), (37, 24), (2, 5, 24), (1, 1, 24)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_result_and_gradients(shape, bias, monkeypatch):
+    used = []
+    product = linear.product
+    monkeypatch.setattr(linear, "product", lambda *given: used.append(len(given)) or product(*given))
+    torch.manual_seed(0)
+    layer = Linear(24, 7, bias)
+    values = torch.randn(shape, requires_grad=True)
+    upstream = torch.randn(*shape[:-1], 7)
+    result = layer(values)
+    found = [result, *torch.autograd.grad(result, [values, *layer.parameters()], upstream)]
+    assert used == [3, 2, 2]
+    for mine, exact in zip(found, of_twice_the_precision(layer, values, upstream), strict=True):
+        assert mine.shape == exact.shape
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@needs_it
+def test_input_without_gradient():
+    layer = Linear(8, 3)
+    layer(torch.randn(4, 8)).sum().backward()
+    torch.testing.assert_close(layer.bias.grad, torch.full((3,), 4.0))
+
+
+@needs_it
+def test_views_that_are_not_contiguous():
+    torch.manual_seed(0)
+    layer, values = Linear(8, 3), torch.randn(8, 6).t()
+    torch.testing.assert_close(layer(values), nn.functional.linear(values, layer.weight, layer.bias))
+
+
+def test_what_it_does_not_serve_is_torchs_own(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("oneDNN was called")
+
+    monkeypatch.setattr(linear, "product", refuse)
+    layer, values = Linear(8, 3), torch.randn(4, 8)
+    assert layer.double()(values.double()).dtype == torch.float64
+    layer.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(values).dtype == torch.bfloat16
+    assert layer(values[:0]).shape == (0, 3)
+    monkeypatch.setattr(linear, "available", lambda: False)
+    assert torch.equal(layer(values), nn.functional.linear(values, layer.weight, layer.bias))
