@@ -31,7 +31,7 @@ def make_optimizer(model: nn.Module, args: TrainArguments, world_size: int) -> t
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
     betas = (args.adam_beta1, args.adam_beta2)
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=args.adam_epsilon)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=args.adam_epsilon, fused=True)
 
 
 def warmup_steps(args: TrainArguments, total_steps: int) -> int:

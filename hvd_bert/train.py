@@ -15,6 +15,7 @@ from contextlib import closing
 from typing import Any
 
 from hvd_bert import command_line, output, resume
+from hvd_bert.allocator import keep_memory
 from hvd_bert.config import Config
 from hvd_bert.data.batches import Collator
 from hvd_bert.data.prefetch import Prefetcher
@@ -40,6 +41,8 @@ def main(world: World) -> None:
         output.unlock()  # what this process held in an earlier world
     world.set_threads(config.horovod.num_threads)
     set_precision(config.train)
+    if world.device.type == "cpu":
+        keep_memory()
     log.info("%s", "\n".join(world.describe()))
     found = None
     with world.together():

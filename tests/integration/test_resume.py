@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -58,11 +59,11 @@ def test_stopped_by_a_signal_and_started_again(tmp_path: Path, whole: dict[int, 
     assert resuming.differences(whole[1], tmp_path / "run" / "out") == []
 
 
-@pytest.mark.parametrize("by", ["mpi", "gloo"])
-def test_signal_to_one_rank_stops_all(tmp_path: Path, whole: dict[int, Path], by: str) -> None:
-    stopped = train(tmp_path / "run", 2, by, stop="3 1 SIGTERM start")
+@pytest.mark.parametrize(("by", "name"), [("mpi", "SIGTERM"), ("gloo", "SIGINT")])
+def test_signal_to_one_rank_stops_all(tmp_path: Path, whole: dict[int, Path], by: str, name: str) -> None:
+    stopped = train(tmp_path / "run", 2, by, stop=f"3 1 {name} start")
     assert not stopped.hung and stopped.status != 0, stopped
-    assert said(stopped).count("Stopped after step 3 by SIGTERM to rank 1, saved in out/checkpoint-3") == 1, stopped
+    assert said(stopped).count(f"Stopped after step 3 by {name} to rank 1, saved in out/checkpoint-3") == 1, stopped
     assert "Going on from step 3" in said(train(tmp_path / "run", 2, by).expect(0))
     assert resuming.differences(whole[2], tmp_path / "run" / "out") == []
 
@@ -73,6 +74,15 @@ def test_killed_and_started_again(tmp_path: Path, whole: dict[int, Path], step: 
     assert killed.status == -9, killed
     train(tmp_path / "run", 1, "none").expect(0)
     assert resuming.differences(whole[1], tmp_path / "run" / "out") == []
+
+
+@pytest.mark.parametrize(("by", "rank"), [("mpi", 0), ("gloo", 1)])
+def test_one_of_two_ranks_killed_and_started_again(tmp_path: Path, whole: dict[int, Path], by: str, rank: int) -> None:
+    killed = train(tmp_path / "run", 2, by, stop=f"5 {rank} SIGKILL start")
+    assert not killed.hung and killed.status != 0, killed
+    again = said(train(tmp_path / "run", 2, by).expect(0))
+    assert re.search(r"Going on from step [24]:", again), again  # the last save may not have been on disk yet
+    assert resuming.differences(whole[2], tmp_path / "run" / "out") == []
 
 
 def test_other_world_sizes(tmp_path: Path) -> None:
