@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import logging
 import multiprocessing
@@ -10,7 +11,9 @@ import os
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from datasets import Dataset
 
 from hvd_bert.data import cutting, squad, windows
 from hvd_bert.data.windows import WindowCounts, WindowOptions, check_lengths, prepare
@@ -48,6 +51,17 @@ def test_table_is_memory_mapped_and_tells_its_counts(source, tokenizer, own_cach
     assert counted.answerable_questions == 8
     assert counted.windows == len(dataset)
     assert windows.counts(dataset.select([0])) == counted
+
+
+def test_what_is_cached_is_mapped_and_not_read(source, tokenizer, tmp_path):
+    prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
+    gc.collect()
+    before = pa.total_allocated_bytes()
+    dataset = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
+    assert pa.total_allocated_bytes() <= before
+    in_memory = Dataset.from_file(dataset.cache_files[0]["filename"], in_memory=True)
+    assert len(in_memory) == len(dataset)
+    assert pa.total_allocated_bytes() > before  # were it read, it would show
 
 
 def test_lengths_are_the_windows_tokens(source, tokenizer, own_cache, monkeypatch):
