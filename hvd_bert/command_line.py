@@ -27,18 +27,20 @@ ELSEWHERE = {
     "evaluation_strategy": ": its name is --eval_strategy.",
     "do_predict": ": use `python -m hvd_bert.predict`.",
     "test_file": ": name it as --validation_file.",
-    "pad_to_max_length": ": windows are laid end to end, nothing is padded.",
     "save_strategy": ": give --save_steps N, or --save_steps 0 for none.",
     "greater_is_better": ": it follows from --metric_for_best_model.",
     "optim": ": it is AdamW.",
 }
 
-# A source of data or of a model named on the command line takes the place of the one a preset names.
+# A source of data or of a model named on the command line takes the place of the one a preset names; so do two flags
+# for one thing.
 REPLACES = {
     "dataset_name": ("train_file", "validation_file"),
     "train_file": ("dataset_name", "validation_file"),
     "validation_file": ("dataset_name",),
     "model_name_or_path": ("config_name", "tokenizer_name"),
+    "padding": ("pad_to_max_length",),
+    "pad_to_max_length": ("padding",),
 }
 
 

@@ -70,6 +70,13 @@ class DataArguments:
     validation_file: str | None = _arg(None, "Questions to score, in SQuAD's JSON.")
     version_2_with_negative: bool = _arg(False, "SQuAD 2.0: some questions have no answer.")
     max_seq_length: int = _arg(384, "Longest window, in tokens, question and special tokens included.")
+    padding: str = _arg(
+        "none",
+        "How windows share a batch: none (end to end, nothing is padded), longest (padded to the longest of the batch)"
+        " or max_length (to --max_seq_length). They differ by rounding, by dropout's draws, and in speed.",
+        choices=["none", "longest", "max_length"],
+    )
+    pad_to_max_length: bool = _arg(False, "run_qa's name for --padding max_length.")
     doc_stride: int = _arg(128, "Overlap of neighbouring windows of a long passage, in tokens.")
     n_best_size: int = _arg(20, "How many answers to keep for each question.")
     max_answer_length: int = _arg(30, "Longest answer, in tokens.")
@@ -82,6 +89,12 @@ class DataArguments:
     overwrite_cache: bool = _arg(False, "Tokenise again even if the cache has the windows.")
 
     def __post_init__(self) -> None:
+        padding = "max_length" if self.pad_to_max_length else self.padding
+        _require(
+            self.padding in ("none", padding),
+            f"--padding {self.padding} and --pad_to_max_length are both given: choose one.",
+        )
+        self.padding, self.pad_to_max_length = padding, padding == "max_length"
         files = [name for name in ("train_file", "validation_file") if getattr(self, name)]
         if self.dataset_name and files:
             raise UserError(f"--dataset_name and --{files[0]} are both given: choose one source of questions.")
@@ -97,6 +110,11 @@ class DataArguments:
         for name in ("max_train_samples", "max_eval_samples", "preprocessing_num_workers"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"--{name} {value}: must be at least 1.")
+
+    @property
+    def pad_to(self) -> int | None:
+        """Tokens of a padded window at least, None where nothing is padded; as `Collator` takes it."""
+        return {"none": None, "longest": 0, "max_length": self.max_seq_length}[self.padding]
 
 
 @dataclass

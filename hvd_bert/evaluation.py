@@ -58,10 +58,14 @@ def window_logits(
     batch_size: int,
     precision: str,
     losses: list[float],
+    pad_to: int | None = None,
     show_progress: bool = False,
 ) -> Iterator[WindowLogits]:
-    """What `model` says of the rows `ids` of `windows`, in that order; appends each window's loss to `losses`."""
-    collate = Collator(windows, device)
+    """What `model` says of the rows `ids` of `windows`, in that order; appends each window's loss to `losses`.
+
+    `pad_to`: as `Collator` takes it.
+    """
+    collate = Collator(windows, device, pad_to)
     spans = windows.select_columns(["question", "context_start", "char_starts", "char_ends"]).with_format("numpy")
     for first in tqdm(range(0, len(ids), batch_size), "Scoring", unit="batch", leave=False, disable=not show_progress):
         batch_ids = ids[first : first + batch_size]
@@ -92,6 +96,7 @@ class Evaluator:
         self.options = span_options(config.data)
         self.batch_size = config.train.per_device_eval_batch_size
         self.precision = config.train.precision
+        self.pad_to = config.data.pad_to
         self.world = world
         question = self.windows.select_columns(["question"]).with_format("numpy")[:]["question"]
         tokens = lengths(self.windows)
@@ -116,6 +121,7 @@ class Evaluator:
             self.batch_size,
             self.precision,
             losses,
+            self.pad_to,
             show_progress=rank == 0 and sys.stderr.isatty(),
         )
         # `question` becomes the index in this rank's own list.

@@ -69,7 +69,8 @@ class Inputs:
 def load_inputs(config: Config, world: World) -> Inputs:
     """Load and check everything. No collectives; the ranks of a host tokenise once. Raises UserError."""
     tokenizer = load_tokenizer(config.model)
-    model = load_model(config.model, tokenizer, config.data.max_seq_length, config.train.seed)
+    padded = config.data.pad_to is not None
+    model = load_model(config.model, tokenizer, config.data.max_seq_length, config.train.seed, padded)
     train = _training_set(config, tokenizer, crossover(model.config), world) if config.train.do_train else None
     dev = _question_set(config, tokenizer, world) if config.train.do_eval else None
     return Inputs(tokenizer, model, train, dev)

@@ -51,9 +51,12 @@ def load_tokenizer(args: ModelArguments) -> Any:
     return tokenizer
 
 
-def load_model(args: ModelArguments, tokenizer: Any, max_seq_length: int, seed: int) -> BertForQuestionAnswering:
+def load_model(
+    args: ModelArguments, tokenizer: Any, max_seq_length: int, seed: int, padded: bool = False
+) -> BertForQuestionAnswering:
     """The model on the CPU, in fp32. New weights (the span head; all of them from scratch) are a function of `seed`.
 
+    `padded`: for batches that are, with transformers' own attention; else for windows laid end to end.
     Raises UserError where the checkpoint is no BERT, or does not fit the tokenizer or `max_seq_length`.
     """
     transformers_logging.set_verbosity_error()  # what transformers would report on every rank, we check and say once
@@ -62,16 +65,12 @@ def load_model(args: ModelArguments, tokenizer: Any, max_seq_length: int, seed: 
     config = _from(AutoConfig, source, args)
     if config.model_type != "bert":
         raise UserError(f"{source} is a {config.model_type} model: this trainer fine-tunes BERT.")
-    if args.dropout is not None:
-        config.hidden_dropout_prob = config.attention_probs_dropout_prob = args.dropout
-    config.num_labels = 2  # a start and an end, whatever the checkpoint's own head had
-    attention.register()
-    config._attn_implementation = attention.NAME
     _check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
-    torch.manual_seed(seed)
     if args.model_name_or_path is None:
         with _in_words(source):
-            return _with_own_layers(BertForQuestionAnswering(config))
+            return new_model(config, args.dropout, seed, padded)
+    _configure(config, args.dropout, padded)
+    torch.manual_seed(seed)
     model, info = _from(
         BertForQuestionAnswering,
         args.model_name_or_path,
@@ -90,6 +89,21 @@ def load_model(args: ModelArguments, tokenizer: Any, max_seq_length: int, seed: 
         )
     assert isinstance(model, BertForQuestionAnswering)
     return _with_own_layers(model)
+
+
+def new_model(config: Any, dropout: float | None, seed: int, padded: bool = False) -> BertForQuestionAnswering:
+    """A model of a BERT's configuration, which is changed; its weights are a function of `seed`."""
+    _configure(config, dropout, padded)
+    torch.manual_seed(seed)
+    return _with_own_layers(BertForQuestionAnswering(config))
+
+
+def _configure(config: Any, dropout: float | None, padded: bool) -> None:
+    if dropout is not None:
+        config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
+    config.num_labels = 2  # a start and an end, whatever the checkpoint's own head had
+    attention.register()
+    config._attn_implementation = "sdpa" if padded else attention.NAME
 
 
 def _with_own_layers(model: BertForQuestionAnswering) -> BertForQuestionAnswering:
@@ -121,16 +135,24 @@ def span_losses(starts: torch.Tensor, ends: torch.Tensor, batch: Batch) -> torch
 
 def span_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Start and end logits of the B windows, float32 [B, T]; T tokens in the longest, -inf after a window's end."""
-    output = model(
-        input_ids=batch.input_ids,
-        token_type_ids=batch.token_type_ids,
-        position_ids=batch.position_ids,
-        window_lengths=batch.lengths,
-    )
-    starts, ends = (
-        pad_sequence(logits[0].float().split(batch.lengths), batch_first=True, padding_value=float("-inf"))
-        for logits in (output.start_logits, output.end_logits)
-    )
+    tokens = {
+        "input_ids": batch.input_ids,
+        "token_type_ids": batch.token_type_ids,
+        "position_ids": batch.position_ids,
+    }
+    if batch.padded:
+        output = model(**tokens, attention_mask=batch.where)
+        padding, longest = ~batch.where, max(batch.lengths)
+        starts, ends = (
+            logits.float().masked_fill(padding, float("-inf"))[:, :longest]
+            for logits in (output.start_logits, output.end_logits)
+        )
+    else:
+        output = model(**tokens, window_lengths=batch.lengths, window_offsets=batch.where)
+        starts, ends = (
+            pad_sequence(logits[0].float().split(batch.lengths), batch_first=True, padding_value=float("-inf"))
+            for logits in (output.start_logits, output.end_logits)
+        )
     return starts, ends
 
 

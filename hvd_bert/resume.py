@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from hvd_bert import checkpoint
 from hvd_bert.checkpoint import Contents, Damaged
-from hvd_bert.config import CheckpointArguments, Config, HorovodArguments
+from hvd_bert.config import SECTIONS, CheckpointArguments, Config, HorovodArguments
 from hvd_bert.data.plan import BatchPlan
 from hvd_bert.errors import UserError
 from hvd_bert.inputs import Inputs
@@ -182,7 +182,9 @@ def check(found: Found, config: Config, inputs: Inputs) -> None:
     The global batch must be what it was; or the flags that it came of, which give another on other numbers of ranks.
     """
     assert inputs.train is not None
-    now, saved, plan = identity(config, inputs), found.state["identity"], inputs.train.plan
+    # A checkpoint from before a flag was there was made as the flag's default has it.
+    defaults = {f"--{f.name}": f.default for section in SECTIONS for f in fields(section) if f.name not in FREE}
+    now, saved, plan = identity(config, inputs), defaults | found.state["identity"], inputs.train.plan
     differing = [
         f"{name} was {saved.get(name)} and is {now.get(name)}"
         for name in dict.fromkeys((*saved, *now))

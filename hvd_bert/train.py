@@ -101,7 +101,7 @@ def train(
     state = TrainState.fresh(model, plan, config, world)
     resume.restore(state, found, args.seed)
     engine, schedule, meter = state.engine, state.schedule, state.meter
-    batches = Prefetcher(plan, Collator(data.windows, world.device), world.rank, state.step)
+    batches = Prefetcher(plan, Collator(data.windows, world.device, config.data.pad_to), world.rank, state.step)
     checkpoints = Checkpoints(state, config, inputs)
     gpus = GpuUsage(world, args.folder)
     stop_requests = StopRequests(world)

@@ -1,13 +1,14 @@
-"""Windows to tensors: the batches that the model is given, laid end to end without padding."""
+"""Windows to tensors: the batches that the model is given, laid end to end without padding, or padded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -15,17 +16,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """B windows of `lengths` tokens, N in all, in one row.
+    """B windows of `lengths` tokens, N in all: in one row, or each in a row of its own, padded to T tokens.
 
-    `input_ids`, `token_type_ids`, `position_ids`: int64 [1, N], positions starting anew in each window; `starts`,
-    `ends`: int64 [B], the answer's first and last token counted from the window's start (0, 0: no answer in it);
-    `num_windows`: how many count: B, or 0 for a rank that has none left (then B is 1, and its loss must count 0).
+    `input_ids`, `token_type_ids`, `position_ids`: int64 [1, N] or [B, T], positions starting anew in each window;
+    `where`: where the windows are: int32 [B + 1], 0 and each window's end in the row, or bool [B, T], false at padding;
+    `starts`, `ends`: int64 [B], the answer's first and last token counted from the window's start (0, 0: no answer in
+    it); `num_windows`: how many count: B, or 0 for a rank that has none left (then B is 1, and its loss must count 0).
     """
 
     input_ids: torch.Tensor
     token_type_ids: torch.Tensor
     position_ids: torch.Tensor
     lengths: list[int]
+    where: torch.Tensor
     starts: torch.Tensor
     ends: torch.Tensor
     num_windows: int
@@ -35,25 +38,46 @@ class Batch:
         """Tokens of the windows that count."""
         return sum(self.lengths) if self.num_windows else 0
 
+    @property
+    def padded(self) -> bool:
+        """Whether each window has a row of its own."""
+        return self.where.dtype == torch.bool
+
 
 class Collator:
-    """Makes batches of a windows table (its columns: `hvd_bert.data.windows`) on a device."""
+    """Makes batches of a windows table (its columns: `hvd_bert.data.windows`) on a device.
 
-    def __init__(self, windows: Dataset, device: torch.device) -> None:
+    `pad_to`: None: end to end; else windows are padded to as many tokens, or to the batch's longest if it has more.
+    """
+
+    def __init__(self, windows: Dataset, device: torch.device, pad_to: int | None = None) -> None:
         self.rows = windows.select_columns(["input_ids", "context_start", "start_position", "end_position"])
         self.device = device
+        self.pad_to = pad_to
 
     def __call__(self, ids: Sequence[int] | np.ndarray) -> Batch:
         """The windows `ids` as one batch; no ids at all give one window that does not count."""
         rows = self.rows[[int(i) for i in ids] or [0]]
         lengths = [len(tokens) for tokens in rows["input_ids"]]
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        types = positions >= np.repeat(rows["context_start"], lengths)
+        where: NDArray[Any]
+        if self.pad_to is None:
+            where = np.cumsum([0, *lengths], dtype=np.int32)
+            tokens = np.concatenate(rows["input_ids"])[None]
+            positions = np.concatenate([np.arange(length) for length in lengths])[None]
+            context_starts = np.repeat(rows["context_start"], lengths)
+        else:
+            columns = np.arange(max(self.pad_to, *lengths))
+            where = columns < np.array(lengths)[:, None]
+            tokens = np.zeros(where.shape, dtype=np.int64)
+            tokens[where] = np.concatenate(rows["input_ids"])
+            positions = np.tile(columns, (len(lengths), 1))
+            context_starts = np.array(rows["context_start"])[:, None]
         return Batch(
-            input_ids=self._to_device(np.concatenate(rows["input_ids"]))[None],
-            token_type_ids=self._to_device(types)[None],
-            position_ids=self._to_device(positions)[None],
+            input_ids=self._to_device(tokens),
+            token_type_ids=self._to_device(positions >= context_starts),
+            position_ids=self._to_device(positions),
             lengths=lengths,
+            where=torch.from_numpy(where).to(self.device, non_blocking=True),
             starts=self._to_device(rows["start_position"]),
             ends=self._to_device(rows["end_position"]),
             num_windows=len(ids),

@@ -60,17 +60,43 @@ def test_batch(rows, windows, ids, kind):
     assert batch.lengths == lengths
     assert batch.num_windows == len(ids)
     assert batch.num_tokens == len(tokens)
-    assert {value.dtype for value in vars(batch).values() if torch.is_tensor(value)} == {torch.int64}
+    assert not batch.padded
+    assert batch.where.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    assert batch.where.dtype == torch.int32  # as attention kernels take it
+    others = [value for name, value in vars(batch).items() if torch.is_tensor(value) and name != "where"]
+    assert {value.dtype for value in others} == {torch.int64}
 
 
+@pytest.mark.parametrize("ids", [[0], [3, 1], [5, 5], list(range(12))], ids=str)
+@pytest.mark.parametrize("pad_to", [0, 10, 25])
+def test_padded_batch(rows, windows, ids, pad_to):
+    chosen = [rows[i] for i in ids]
+    longest = max(len(row["input_ids"]) for row in chosen)
+    width = max(longest, pad_to)
+    padded, packed = Collator(windows, CPU, pad_to)(ids), Collator(windows, CPU)(ids)
+    assert padded.padded
+    for i, row in enumerate(chosen):
+        length = len(row["input_ids"])
+        assert padded.input_ids[i].tolist() == row["input_ids"] + [0] * (width - length)
+        assert padded.token_type_ids[i, :length].tolist() == [int(p >= row["context_start"]) for p in range(length)]
+        assert padded.position_ids[i].tolist() == list(range(width))
+        assert padded.where[i].tolist() == [True] * length + [False] * (width - length)
+    for name in ("lengths", "num_windows", "num_tokens"):
+        assert getattr(padded, name) == getattr(packed, name)
+    assert torch.equal(padded.starts, packed.starts)
+    assert torch.equal(padded.ends, packed.ends)
+
+
+@pytest.mark.parametrize("pad_to", [None, 0])
 @pytest.mark.parametrize("empty", [[], np.array([], dtype=np.int64)], ids=["list", "array"])
-def test_rank_without_windows_gets_one_that_does_not_count(windows, empty):
-    batch = Collator(windows, CPU)(empty)
+def test_rank_without_windows_gets_one_that_does_not_count(windows, empty, pad_to):
+    batch = Collator(windows, CPU, pad_to)(empty)
     assert (batch.num_windows, batch.num_tokens) == (0, 0)
     assert len(batch.lengths) == 1  # the forward pass needs something, or its allreduce is never called
     assert batch.input_ids.shape == (1, batch.lengths[0])
 
 
-def test_batch_is_on_the_device(windows):
-    batch = Collator(windows, torch.device("meta"))([1, 2])
+@pytest.mark.parametrize("pad_to", [None, 0])
+def test_batch_is_on_the_device(windows, pad_to):
+    batch = Collator(windows, torch.device("meta"), pad_to)([1, 2])
     assert {value.device.type for value in vars(batch).values() if torch.is_tensor(value)} == {"meta"}

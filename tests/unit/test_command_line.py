@@ -28,6 +28,7 @@ RUN_QA = {
     "validation_file": "dev.json",
     "version_2_with_negative": True,
     "max_seq_length": 256,
+    "pad_to_max_length": True,
     "doc_stride": 64,
     "n_best_size": 5,
     "max_answer_length": 12,
@@ -343,6 +344,42 @@ def test_saved_settings_read_back_the_same(tmp_path, preset):
 def test_run_qa_flag_without_a_counterpart_says_why(name):
     with pytest.raises(UserError, match=rf"Unknown argument --{name}: "):
         parse([f"--{name}", "1"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "padding", "pad_to"),
+    [
+        ("", "none", None),
+        ("--padding longest", "longest", 0),
+        ("--padding max_length", "max_length", 200),
+        ("--pad_to_max_length", "max_length", 200),
+        ("--pad_to_max_length False", "none", None),
+        ("--padding max_length --pad_to_max_length", "max_length", 200),
+    ],
+)
+def test_padding(tmp_path, flags, padding, pad_to):
+    data = parse(["--max_seq_length", "200", *flags.split()]).data
+    assert (data.padding, data.pad_to_max_length, data.pad_to) == (padding, padding == "max_length", pad_to)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", "max_length"),
+        ("--padding none", "none"),
+        ("--padding longest", "longest"),
+        ("--pad_to_max_length=False", "none"),
+    ],
+)
+def test_padding_of_a_record_is_replaced_by_either_flag(tmp_path, flags, expected):
+    path = tmp_path / "train_config.yaml"
+    parse(["--pad_to_max_length"]).save(path)
+    assert parse(["--config", str(path), *flags.split()]).data.padding == expected
+
+
+def test_two_paddings_are_refused():
+    with pytest.raises(UserError, match="--padding longest and --pad_to_max_length are both given"):
+        parse(["--padding", "longest", "--pad_to_max_length"])
 
 
 def test_unquoted_no_in_yaml(tmp_path):

@@ -18,9 +18,14 @@ from transformers import (
     DistilBertConfig,
 )
 
+from hvd_bert import attention
 from hvd_bert.config import ModelArguments
+from hvd_bert.data import squad
 from hvd_bert.data.batches import Collator
+from hvd_bert.data.windows import WindowOptions, prepare
+from hvd_bert.dropout import Dropout
 from hvd_bert.errors import UserError
+from hvd_bert.linear import Linear
 from hvd_bert.model import autocast, load_model, load_tokenizer, span_logits, span_losses, window_losses
 
 LENGTH = 32  # max_seq_length of these tests
@@ -48,9 +53,11 @@ def folders(tmp_path_factory, bert, tokenizer) -> Path:
     return folder
 
 
-def load(tokenizer, seed: int = 1, max_seq_length: int = LENGTH, **names) -> BertForQuestionAnswering:
+def load(
+    tokenizer, seed: int = 1, max_seq_length: int = LENGTH, padded: bool = False, **names
+) -> BertForQuestionAnswering:
     args = ModelArguments(**{name: str(value) for name, value in names.items()})
-    return load_model(args, tokenizer, max_seq_length, seed)
+    return load_model(args, tokenizer, max_seq_length, seed, padded)
 
 
 def weights(model) -> dict[str, torch.Tensor]:
@@ -281,11 +288,88 @@ def test_loss_and_gradients_are_transformers_own(model, plain, windows, ids):
             )
 
 
+# Every way to attend that can be computed here (varlen_attn needs a GPU: tests/unit/test_attention.py).
+KERNELS = [attention.by_window, attention.by_probabilities, attention.by_jagged]
+
+
+@pytest.fixture(params=KERNELS, ids=lambda kernel: kernel.__name__)
+def kernel(request, monkeypatch):
+    """Each kernel in turn, whatever would be chosen here."""
+    monkeypatch.setattr(attention, "choose", lambda *_: request.param)
+    return request.param
+
+
+def logits_and_gradients(model, batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The logits of the windows' own tokens, and the gradients of the mean loss by parameter."""
+    model.zero_grad()
+    logits = torch.stack(span_logits(model, batch))
+    span_losses(*logits, batch).mean().backward()
+    return logits[logits != float("-inf")].detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def assert_same_to_rounding(one, other):
+    """Logits to 1e-5 of the largest, gradients to 1e-4 of each tensor's norm."""
+    (logits, gradients), (own_logits, own_gradients) = one, other
+    assert (logits - own_logits).abs().max() <= 1e-5 * own_logits.abs().max()
+    assert gradients.keys() == own_gradients.keys()
+    total = torch.stack([value.norm() for value in own_gradients.values()]).norm()
+    for name, own in own_gradients.items():
+        # Zero in theory, so all rounding: the keys' biases, and those that shift all of a window's logits alike.
+        zero = own.norm() <= 1e-6 * total
+        assert not zero or name.endswith((".key.bias", ".output.LayerNorm.bias", "qa_outputs.bias")), name
+        assert (gradients[name] - own).norm() <= (1e-6 * total if zero else 1e-4 * own.norm()), name
+
+
+@pytest.mark.parametrize("pad_to", [0, LENGTH])
+@pytest.mark.parametrize("ids", [[5], [7, 0, 4], list(range(8))], ids=str)
+def test_padded_and_end_to_end_are_the_same(folders, tokenizer, model, windows, kernel, ids, pad_to):
+    by_padding = load(tokenizer, padded=True, config_name=folders / "scratch").eval()
+    by_padding.load_state_dict(model.state_dict())
+    assert by_padding.config._attn_implementation == "sdpa"
+    batch = Collator(windows, CPU, pad_to)(ids)
+    assert batch.input_ids.shape == (len(ids), max(pad_to, *batch.lengths))
+    starts, ends = span_logits(by_padding, batch)
+    assert starts.shape == ends.shape == (len(ids), max(batch.lengths))
+    assert_same_to_rounding(
+        logits_and_gradients(model, Collator(windows, CPU)(ids)), logits_and_gradients(by_padding, batch)
+    )
+
+
+@pytest.mark.realdata
+def test_real_windows_padded_and_end_to_end_are_the_same(real_encoder, squad_dir, tmp_path, kernel):
+    args = ModelArguments(model_name_or_path=str(real_encoder))
+    tokenizer = load_tokenizer(args)
+    source = squad.open_file(squad_dir / "train-v1.1.json", False)
+    table = prepare(source, tokenizer, WindowOptions(max_samples=40), cache_dir=tmp_path)
+    ids = [0, 7, 20, 39]
+    ours, padded = (load_model(args, tokenizer, 384, 1, padded).eval() for padded in (False, True))
+    own = logits_and_gradients(ours, Collator(table, CPU)(ids))
+    for pad_to in (0, 384):
+        assert_same_to_rounding(own, logits_and_gradients(padded, Collator(table, CPU, pad_to)(ids)))
+
+
 @torch.no_grad()
-def test_losses_do_not_depend_on_the_neighbours(model, windows):
+def test_losses_do_not_depend_on_the_neighbours(model, windows, kernel):
     together = window_losses(model, Collator(windows, CPU)(list(range(8))))
     alone = torch.cat([window_losses(model, Collator(windows, CPU)([i])) for i in range(8)])
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_logits_do_not_depend_on_the_neighbours(model, windows, kernel):
+    together = span_logits(model, Collator(windows, CPU)(list(range(8))))
+    for i in range(8):
+        alone = span_logits(model, Collator(windows, CPU)([i]))
+        for found, own in zip(together, alone, strict=True):
+            torch.testing.assert_close(found[i, : own.shape[1]], own[0], rtol=1e-5, atol=1e-5)
+
+
+def test_layers_are_our_own_and_share_the_weights_names(folders, tokenizer, plain):
+    model = load(tokenizer, model_name_or_path=folders / "model")
+    kinds = {type(module) for module in model.modules()}
+    assert {Dropout, Linear} <= kinds
+    assert kinds.isdisjoint({torch.nn.Dropout, torch.nn.Linear})
+    assert model.state_dict().keys() == plain.state_dict().keys()
 
 
 def test_share_of_no_windows_has_zero_gradients(model, windows):

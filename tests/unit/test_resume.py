@@ -1,0 +1,53 @@
+"""Whether a checkpoint's settings are those of the run that would go on from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hvd_bert import resume
+from hvd_bert.command_line import parse
+from hvd_bert.errors import UserError
+from hvd_bert.resume import FREE, Found
+
+
+@pytest.fixture
+def check(monkeypatch):
+    """check(saved settings, flags): go on from a checkpoint of these settings with a run of these flags."""
+
+    def settings(config, inputs=None):
+        return {f"--{name}": value for name, value in config.as_flat().items() if name not in FREE}
+
+    def run(saved: dict, *flags: str) -> None:
+        monkeypatch.setattr(resume, "identity", settings)
+        document = {"identity": saved, "global_batch": 8, "rank_batch": 8, "step": 10}
+        found = Found(Path("checkpoint-10"), SimpleNamespace(documents={"state": document}))
+        inputs = SimpleNamespace(train=SimpleNamespace(plan=SimpleNamespace(global_batch=8)))
+        resume.check(found, parse(list(flags)), inputs)
+
+    run.saved = lambda *flags: settings(parse(list(flags)))
+    return run
+
+
+@pytest.mark.parametrize("flags", [[], ["--padding", "longest"], ["--pad_to_max_length"]], ids=str)
+def test_same_settings_go_on(check, flags):
+    check(check.saved(*flags), *flags)
+
+
+def test_another_padding_is_refused(check):
+    with pytest.raises(UserError, match="--padding was none and is longest"):
+        check(check.saved(), "--padding", "longest")
+
+
+def test_two_names_for_one_padding_are_the_same(check):
+    check(check.saved("--padding", "max_length"), "--pad_to_max_length")
+
+
+def test_checkpoint_from_before_a_flag_has_its_default(check):
+    old = check.saved()
+    del old["--padding"], old["--pad_to_max_length"]
+    check(old)
+    with pytest.raises(UserError, match="--padding was none and is longest"):
+        check(old, "--padding", "longest")
