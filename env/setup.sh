@@ -23,6 +23,7 @@ What an option chose is remembered in the environment and kept by later runs tha
   --with-nccl | --without-nccl    demand NCCL, or leave it out (default: NCCL when torch has CUDA and nvcc is there)
   --auto            forget what --with-... and --without-... options chose
   --dev             add what scripts/test.sh needs (env/requirements-dev.txt)
+  --bench           add what benchmarks/compare_peers.py compares with (env/requirements-bench.txt)
   --no-apt          never install system packages, even as root
   -h, --help        this text
 END
@@ -38,7 +39,7 @@ warn() { printf 'env/setup.sh: warning: %s\n' "$*" >&2; }
 say() { printf '%s\n' "$*"; }
 
 parse_arguments() {
-  python='' venv=$root/.venv dev=no use_apt=yes auto=no
+  python='' venv=$root/.venv dev=no bench=no use_apt=yes auto=no
   given_torch='' given_torch_index='' given_mpi='' given_nccl=''
   while [ $# -gt 0 ]; do
     case $1 in
@@ -58,6 +59,7 @@ parse_arguments() {
       --without-nccl) given_nccl=no ;;
       --auto) auto=yes ;;
       --dev) dev=yes ;;
+      --bench) bench=yes ;;
       --no-apt) use_apt=no ;;
       -h | --help) usage && exit 0 ;;
       *) die "unknown argument $1 (see --help)" ;;
@@ -119,9 +121,17 @@ read_inputs() {
   declare -gA inputs
   inputs[base]=$(cat "${files[@]}" | sha256sum)
   inputs[dev]=$(cat "${files[@]}" "$root/env/requirements-dev.txt" | sha256sum)
+  inputs[bench]=$(cat "${files[@]}" "$root/env/requirements-bench.txt" | sha256sum)
 }
 
-# $1: base or dev
+# What is to be there: base, and what --dev and --bench add.
+kinds() {
+  echo base
+  [ "$dev" = no ] || echo dev
+  [ "$bench" = no ] || echo bench
+}
+
+# $1: one of kinds
 fingerprint() {
   printf '%s\n' "${inputs[$1]}" "$root" "$(venv_python_identity)" "$torch" "$torch_index" "$mpi" "$nccl" "$mpi_seen" "$nvcc_seen" |
     sha256sum | cut -c 1-32
@@ -142,7 +152,7 @@ END
 
 up_to_date() {
   local kind
-  for kind in base $([ "$dev" = no ] || echo dev); do
+  for kind in $(kinds); do
     [ "$(cat "$venv/hvd_bert.$kind.stamp" 2>/dev/null)" = "$(fingerprint "$kind")" ] || return 1
   done
   still_there
@@ -270,6 +280,7 @@ install_requirements() {
   printf 'torch==%s\n' "$(version_of torch)" >"$venv/hvd_bert.constraints.txt"
   local files=(-r "$venv/hvd_bert.requirements.txt")
   [ "$dev" = no ] || files+=(-r "$root/env/requirements-dev.txt")
+  [ "$bench" = no ] || files+=(-r "$root/env/requirements-bench.txt")
   pip install --progress-bar off -c "$venv/hvd_bert.constraints.txt" "${files[@]}"
   ! has_mpi || match_mpi4py
   pip install --no-deps --no-build-isolation --config-settings editable_mode=compat -e "$root"
@@ -330,11 +341,11 @@ set_up() {
   save_settings
   say "[4/5] Horovod for torch $(version_of torch)"
   build_horovod
-  say "[5/5] requirements.txt$([ "$dev" = no ] || echo ', env/requirements-dev.txt') and this package"
+  say "[5/5] requirements.txt$(kinds | sed -n 's/^\(dev\|bench\)$/, env\/requirements-\1.txt/p' | tr -d '\n') and this package"
   logged install_requirements
   save_settings
-  fingerprint base >"$venv/hvd_bert.base.stamp"
-  [ "$dev" = no ] || fingerprint dev >"$venv/hvd_bert.dev.stamp"
+  local kind
+  for kind in $(kinds); do fingerprint "$kind" >"$venv/hvd_bert.$kind.stamp"; done
   say "Ready in $((SECONDS - start)) s: $venv/bin/python (or: source $venv/bin/activate)"
 }
 

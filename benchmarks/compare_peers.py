@@ -1,0 +1,252 @@
+"""This trainer and its peers in one run: the same windows, model, global batch and threads; the ratios of their speed.
+
+    bash env/setup.sh --bench
+    python benchmarks/compare_peers.py --model_name_or_path MODEL --train_file train-v1.1.json --out DIR
+
+First a preflight: a few steps of each without dropout, on windows of one length and in the same order, must give the
+same losses, or nothing is compared. Then the variants take turns for --repeats rounds, each time in fresh processes on
+the CPUs of this host, with the model's own dropout; the steps before the timed ones are not timed. Prints a Markdown
+table and writes DIR/peers.json. docs/benchmarks.md says what each variant is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from compare_report import Row, Timing, check_losses, compared, machine, table, timing
+from compare_windows import LEARNING_RATE, Work, our_flags, prepare
+
+from hvd_bert.errors import EXIT_BAD_INPUT, UserError
+
+PEERS = Path(__file__).resolve().parent / "peers"
+
+# Of glibc: keep the memory of a step for the next. Of oneDNN: no kernel is kept for each new length.
+ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "8589934592",
+    "MALLOC_TOP_PAD_": "268435456",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0",
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to train. `script`: of a peer; None: this trainer. `padded`: every window to the longest length."""
+
+    label: str
+    script: str | None = None
+    flags: Sequence[str] = ()
+    shuffling: Sequence[str] = ()  # flags that are left out where the windows must come in order
+    padded: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+HF_BEST = [
+    "--no_pad_to_max_length",
+    *("--optim", "adamw_torch_fused"),
+    *("--ddp_find_unused_parameters", "False"),
+    *("--dataloader_num_workers", "1"),
+    *("--dataloader_persistent_workers", "True"),
+    "--count_tokens",
+]
+VARIANTS = {
+    "ours": Variant("this trainer", environment=ALLOCATOR),
+    "hf_run_qa": Variant("HF Trainer as run_qa sets it", "hf_trainer.py", padded=True),
+    "hf_best": Variant(
+        "HF Trainer: dynamic padding, grouped by length, fused AdamW, allocator settings", "hf_trainer.py", HF_BEST,
+        shuffling=("--train_sampling_strategy", "group_by_length"), environment=ALLOCATOR,
+    ),
+    "hf_rebalance": Variant(
+        "the same with `batch_rebalance` in place of grouping", "hf_trainer.py", HF_BEST,
+        shuffling=("--train_sampling_strategy", "batch_rebalance"), environment=ALLOCATOR,
+    ),
+    "lightning": Variant("Lightning DDP, padded", "lightning_ddp.py", padded=True),
+}  # fmt: skip
+
+
+# --- runs ----------------------------------------------------------------------------------------
+
+
+def command(name: str, args: argparse.Namespace, work: Work, out: Path, steps: int, seed: int | None) -> list[str]:
+    """What starts a variant for `steps` steps. `seed` None: in the order of the tables, and with the losses kept."""
+    variant = VARIANTS[name]
+    common = ["--max_steps", str(steps), "--output_dir", str(out)]
+    used_seed = work.seed if seed is None else seed
+    if variant.script is None:
+        start = [str(Path(sys.executable).with_name("horovodrun")), "-np", str(args.ranks), sys.executable, "-m"]
+        flags = our_flags(work.train_file, str(work.model), work.max_seq_length, work.rank_batch, used_seed)
+        flags += ["--max_train_samples", str(work.max_samples)] if work.max_samples else []
+        return [*start, "hvd_bert.train", *flags, *common]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks)]
+    flags = ["--model_name_or_path", str(work.model), "--times_file", str(out / "times.json")]
+    flags += ["--windows", str(work.padded_windows if variant.padded else work.windows)]
+    flags += ["--per_device_train_batch_size", str(work.rank_batch)]
+    flags += ["--learning_rate", str(LEARNING_RATE), "--seed", str(used_seed)]
+    if variant.script == "hf_trainer.py":
+        flags += ["--use_cpu", "--ddp_backend", "gloo", "--save_strategy", "no"]
+        in_order = ["--train_sampling_strategy", "sequential", "--logging_steps", "1"]
+    else:
+        in_order = ["--in_order"]
+    flags += [*variant.flags, *(in_order if seed is None else variant.shuffling)]
+    return [*start, str(PEERS / variant.script), *flags, *common]
+
+
+def environment(variant: Variant, threads: int) -> dict[str, str]:
+    """A user's environment, on CPUs: of what `ALLOCATOR` names, only what the variant asks for."""
+    env = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}
+    env |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env.get('PATH', '')}"
+    if os.geteuid() == 0:  # Open MPI refuses to run as root otherwise
+        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return env | variant.environment
+
+
+def run(words: Sequence[str], env: dict[str, str], log: Path, timeout_s: float) -> None:
+    """Run to the end, all its processes; raises UserError with the last lines of `log` if it fails."""
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            words, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status: int | str = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            status = f"none after {timeout_s:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)  # the launchers end their ranks at this
+                try:
+                    process.wait(30)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+    if status != 0:
+        last = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
+        raise UserError(
+            f"{last}\nended with status {status}; above are the last lines of {log}:\n  {shlex.join(words)}"
+        )
+
+
+def rows_of(name: str, out: Path) -> list[Row]:
+    """A row per optimizer step, with the seconds, the loss and the tokens where they were kept."""
+    if VARIANTS[name].script is not None:
+        return list(json.loads((out / "times.json").read_text()))
+    logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {"step_s": row["step_s"], "loss": row["loss"], "tokens": round(row["tokens_per_s"] * row["step_s"])}
+        for row in logged
+        if "step_s" in row
+    ]
+
+
+def train(name: str, args: argparse.Namespace, work: Work, run_name: str, steps: int, seed: int | None) -> list[Row]:
+    """One run of a variant in fresh processes."""
+    out = args.out / run_name
+    out.mkdir()
+    print(f"{run_name} ...", file=sys.stderr, flush=True)
+    words = command(name, args, work, out, steps, seed)
+    run(words, environment(VARIANTS[name], args.threads), out.with_suffix(".log"), args.timeout)
+    rows = rows_of(name, out)
+    shutil.rmtree(out)  # the model that a run leaves
+    return rows
+
+
+def compare(args: argparse.Namespace, work: Work) -> dict[str, list[Timing]]:
+    """The rounds; every second one in reverse order, so that a drift of the machine's speed does not favour any."""
+    runs: dict[str, list[Timing]] = {name: [] for name in args.variants}
+    for number in range(args.repeats):
+        for name in args.variants if number % 2 == 0 else reversed(args.variants):
+            steps = args.padded_steps if VARIANTS[name].padded else args.steps
+            rows = train(name, args, work, f"round{number + 1}-{name}", args.warmup + steps, args.seed + number)
+            result = timing(rows, args.warmup, steps, args.per_device_train_batch_size * args.ranks)
+            print(f"  {result.windows_per_s:.2f} windows/s", file=sys.stderr, flush=True)
+            runs[name].append(result)
+    return runs
+
+
+# --- the whole -----------------------------------------------------------------------------------
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(description="This trainer and its peers: the same work, and the ratios of speed.")
+    parser.add_argument("--model_name_or_path", required=True, help="a BERT's folder or hub name")
+    parser.add_argument("--train_file", type=Path, required=True, help="questions in SQuAD's JSON")
+    parser.add_argument("--out", type=Path, required=True, help="new folder to work in")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--repeats", type=int, default=3, help="rounds (default: 3)")
+    parser.add_argument("--warmup", type=int, default=3, help="untimed steps of a run (default: 3)")
+    # The HF Trainer sorts 50 batches of a rank at a time by length, the longest first: 25 steps of two ranks, which so
+    # have long and short windows as the data has them.
+    parser.add_argument("--steps", type=int, default=25, help="timed steps (default: 25)")
+    parser.add_argument("--padded_steps", type=int, default=10, help="the same where all steps are alike (default: 10)")
+    parser.add_argument("--preflight_steps", type=int, default=4, help="steps whose losses must agree (default: 4)")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="of these losses, relative (default: 1e-4)")
+    parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each (default: 1)")
+    parser.add_argument("--per_device_train_batch_size", type=int, default=8, help="windows of a rank (default: 8)")
+    parser.add_argument("--max_seq_length", type=int, default=384, help="longest window (default: 384)")
+    parser.add_argument("--max_windows", type=int, help="use the first questions only, with at most this many windows")
+    parser.add_argument("--seed", type=int, default=42, help="of the first round; each has its own (default: 42)")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that a run may take (default: 1800)")
+    args = parser.parse_args(argv)
+    for name in ("repeats", "steps", "padded_steps", "preflight_steps", "ranks", "threads", "max_windows"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: must be at least 1")
+    if args.warmup < 0:
+        parser.error(f"--warmup {args.warmup}: must not be negative")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if any(args.out.iterdir()):
+        raise UserError(f"--out {args.out}: the folder is not empty; name a new one.")
+    preflight, timed = prepare(args)
+    losses = {
+        name: [row["loss"] for row in train(name, args, preflight, f"preflight-{name}", args.preflight_steps, None)]
+        for name in args.variants
+    }
+    worst = check_losses(losses, args.tolerance)
+    print(f"The losses agree to {worst:.1e}.", file=sys.stderr, flush=True)
+    runs = compare(args, timed)
+    labels = {name: VARIANTS[name].label for name in args.variants}
+    record = {
+        "command": shlex.join(sys.orig_argv),
+        **machine(),
+        "settings": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
+        "windows": timed.num_windows,
+        "mean_tokens": timed.mean_tokens,
+        "preflight": {"losses": losses, "largest_relative_difference": worst},
+        "environments": {name: dict(VARIANTS[name].environment) for name in args.variants},
+        "commands": {
+            name: shlex.join(command(name, args, timed, args.out / name, args.warmup + args.steps, args.seed))
+            for name in args.variants
+        },
+        "runs": {
+            name: [asdict(t) | {"windows_per_s": t.windows_per_s, "tokens_per_s": t.tokens_per_s} for t in timings]
+            for name, timings in runs.items()
+        },
+        "ratios": compared(runs, "ours"),
+    }
+    (args.out / "peers.json").write_text(json.dumps(record, indent=2) + "\n")
+    print(table(runs, labels, "ours"))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the run under way is ended, too
+    try:
+        main()
+    except UserError as error:
+        print(f"compare_peers.py: error: {error}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)

@@ -1,0 +1,154 @@
+"""The arithmetic of compare_peers.py: times of steps -> windows/s, ratios, a table; and whether losses agree."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from hvd_bert.errors import UserError
+
+PACKAGES = ("torch", "horovod", "transformers", "accelerate", "lightning", "datasets", "numpy")
+
+Row = Mapping[str, Any]  # of a step: step_s (seconds), loss, tokens; None where it was not kept
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The timed steps of one run; `tokens`, without padding, where they were counted."""
+
+    windows: int
+    seconds: float
+    tokens: int | None = None
+
+    @property
+    def windows_per_s(self) -> float:
+        return self.windows / self.seconds
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return None if self.tokens is None else self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, least and most of a figure over the rounds."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.least:.2f} to {self.most:.2f})"
+
+
+def timing(rows: Sequence[Row], warmup: int, steps: int, global_batch: int) -> Timing:
+    """What `steps` steps took after `warmup` untimed ones. Raises UserError if there are not that many rows."""
+    timed = rows[warmup : warmup + steps]
+    if len(timed) < steps:
+        raise UserError(f"{len(rows)} steps were run, and {warmup} untimed and {steps} timed ones are wanted.")
+    tokens = [row["tokens"] for row in timed]
+    counted = None if None in tokens else sum(tokens)
+    return Timing(steps * global_batch, sum(row["step_s"] for row in timed), counted)
+
+
+def ratios(runs: Mapping[str, Sequence[Timing]], ours: str, peer: str) -> Spread:
+    """Windows/s of `ours` over the peer's, round by round."""
+    return Spread.of([a.windows_per_s / b.windows_per_s for a, b in zip(runs[ours], runs[peer], strict=True)])
+
+
+def token_ratios(runs: Mapping[str, Sequence[Timing]], ours: str, peer: str) -> Spread | None:
+    """The same with tokens/s, which chance does not change: which windows the timed steps held. None: not counted."""
+    pairs = [(a.tokens_per_s, b.tokens_per_s) for a, b in zip(runs[ours], runs[peer], strict=True)]
+    known = [a / b for a, b in pairs if a is not None and b is not None]
+    return Spread.of(known) if len(known) == len(pairs) else None
+
+
+def check_losses(losses: Mapping[str, Sequence[float | None]], tolerance: float) -> float:
+    """The largest relative difference from the first variant's losses, step by step.
+
+    Raises UserError if it is above `tolerance`, or if a loss is missing or no number: variants that do not train alike
+    must not be compared in speed.
+    """
+    reference = next(iter(losses.values()))
+    worst = 0.0
+    for values in losses.values():
+        if not values or len(values) != len(reference):
+            worst = math.inf
+        for value, expected in zip(values, reference, strict=False):
+            known = value is not None and expected is not None and math.isfinite(value) and math.isfinite(expected)
+            difference = abs(value - expected) / abs(expected) if known else math.inf  # type: ignore[operator, arg-type]
+            worst = max(worst, difference)
+    if worst > tolerance:
+        said = "\n".join(f"  {name:12} {' '.join(_number(v) for v in values)}" for name, values in losses.items())
+        raise UserError(
+            f"The losses of the first steps, without dropout and in the same order, differ by {worst:.1e} (relative),"
+            f" more than {tolerance:.1e}: these variants do not train alike, so their speeds are not compared.\n{said}"
+        )
+    return worst
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.6f}"
+
+
+def table(runs: Mapping[str, Sequence[Timing]], labels: Mapping[str, str], ours: str) -> str:
+    """A Markdown table: a row for each variant, in the order of `runs`."""
+    lines = [
+        f"| medians of {len(next(iter(runs.values())))} rounds (range) | windows/s | useful tokens/s"
+        " | windows/s of ours over it | tokens/s of ours over it |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, timings in runs.items():
+        tokens = [t.tokens_per_s for t in timings if t.tokens_per_s is not None]
+        cells = [labels[name], Spread.of([t.windows_per_s for t in timings])]
+        cells.append(f"{statistics.median(tokens):.0f}" if len(tokens) == len(timings) else "-")
+        compared = ours in runs and name != ours
+        cells += [ratios(runs, ours, name), token_ratios(runs, ours, name) or "-"] if compared else ["-", "-"]
+        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def compared(runs: Mapping[str, Sequence[Timing]], ours: str) -> dict[str, dict[str, Any]]:
+    """The ratios of `ours` over each of the others, for the record; none if `ours` was not run."""
+    found = {}
+    for name in runs if ours in runs else ():
+        if name != ours:
+            tokens = token_ratios(runs, ours, name)
+            found[name] = {
+                "windows_per_s": asdict(ratios(runs, ours, name)),
+                "tokens_per_s": None if tokens is None else asdict(tokens),
+            }
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Hardware and versions."""
+    cores = len(os.sched_getaffinity(0))
+    versions = {"python": platform.python_version()} | {package: _version(package) for package in PACKAGES}
+    return {"hardware": {"cpu": _cpu_model(), "cores": cores}, "versions": versions}
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

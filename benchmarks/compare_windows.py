@@ -1,0 +1,144 @@
+"""What all variants of compare_peers.py are given: one model, the same windows in the order of the batch plan."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from hvd_bert.command_line import parse
+from hvd_bert.data import windows
+from hvd_bert.data.squad import Question
+from hvd_bert.errors import UserError
+from hvd_bert.inputs import Inputs, load_inputs
+
+LEARNING_RATE = 5e-5
+
+
+@dataclass(frozen=True)
+class Work:
+    """The same work twice: as this trainer reads it (`train_file`, `max_samples`) and as the peers do.
+
+    `model`: a folder, the span head in it; `windows`, `padded_windows`: tables as run_qa's tokenisation makes them, in
+    the order of the batch plan of `seed`; `rank_batch`: windows of a rank.
+    """
+
+    train_file: Path
+    max_samples: int | None
+    max_seq_length: int
+    rank_batch: int
+    seed: int
+    model: Path
+    windows: Path
+    padded_windows: Path
+    num_windows: int
+    mean_tokens: float
+
+
+def our_flags(train_file: Path, model: str, max_seq_length: int, rank_batch: int, seed: int) -> list[str]:
+    """The trainer's command line without the steps, the output folder and how many of the questions to use."""
+    flags = ["--model_name_or_path", model, "--train_file", str(train_file), "--no_do_eval", "--seed", str(seed)]
+    flags += ["--per_device_train_batch_size", str(rank_batch), "--learning_rate", str(LEARNING_RATE)]
+    flags += ["--max_seq_length", str(max_seq_length), "--doc_stride", str(min(128, max_seq_length // 3))]
+    return [*flags, "--eval_strategy", "no", "--save_steps", "0", "--logging_steps", "1"]
+
+
+def prepare(args: argparse.Namespace) -> tuple[Work, Work]:
+    """What the preflight trains on, without dropout, and what is timed. Raises UserError for too little data."""
+    length, rank_batch = args.max_seq_length, args.per_device_train_batch_size
+    inputs, max_samples = _load(args, args.train_file, length, rank_batch), None
+    assert inputs.train
+    preflight_file, preflight_length, preflight_batch = _preflight_data(args, inputs)
+    if args.max_windows is not None and args.max_windows < inputs.train.plan.num_windows:
+        # The questions that are there with all their windows: the trainer counts in questions.
+        max_samples = max(1, inputs.train.windows[args.max_windows]["question"])
+        inputs = _load(args, args.train_file, length, rank_batch, "--max_train_samples", str(max_samples))
+    timed = _lay_out(args.out / "timed", inputs, args.train_file, max_samples, length, rank_batch, args.seed)
+    needed = args.ranks * rank_batch * (args.warmup + max(args.steps, args.padded_steps))
+    if timed.num_windows < needed:
+        raise UserError(f"The data gives {timed.num_windows} windows; the timed steps and the warm-up need {needed}.")
+    inputs = _load(args, preflight_file, preflight_length, preflight_batch, "--dropout", "0")
+    folder = args.out / "preflight"
+    preflight = _lay_out(folder, inputs, preflight_file, None, preflight_length, preflight_batch, args.seed)
+    return preflight, timed
+
+
+def _load(args: argparse.Namespace, train_file: Path, length: int, rank_batch: int, *flags: str) -> Inputs:
+    config = parse([*our_flags(train_file, args.model_name_or_path, length, rank_batch, args.seed), *flags])
+    # In place of a world, which only ranks have, what the loading asks of it.
+    world: Any = SimpleNamespace(size=args.ranks, local_rank=0, cross_rank=0)
+    return load_inputs(config, world)
+
+
+def _preflight_data(args: argparse.Namespace, inputs: Inputs) -> tuple[Path, int, int]:
+    """Questions with one window each, all of one length: a file of them, that length, and the batch of a rank.
+
+    Where nothing is padded all variants have the same loss. Elsewhere they have not: the softmax of
+    BertForQuestionAnswering, over the positions of a window, counts those of its padding.
+    """
+    assert inputs.train
+    table, lengths = inputs.train.windows, windows.lengths(inputs.train.windows)
+    numbers = np.asarray(table["question"])
+    single = np.bincount(numbers)[numbers] == 1
+    length = int(np.bincount(lengths[single]).argmax()) if single.any() else 0
+    chosen = numbers[single & (lengths == length)]
+    batch = min(args.per_device_train_batch_size, len(chosen) // (args.ranks * args.preflight_steps))
+    if batch < 1:
+        raise UserError(
+            f"The preflight wants {args.ranks * args.preflight_steps} windows of one length, and {args.train_file} has"
+            f" {len(chosen)} (of {length} tokens): use more questions, or a smaller --preflight_steps."
+        )
+    questions = inputs.train.source.questions()
+    path = args.out / "preflight.json"
+    path.write_text(json.dumps({"data": [_article(questions[number]) for number in chosen]}))
+    return path, length, batch
+
+
+def _article(question: Question) -> dict[str, Any]:
+    answers = [
+        {"text": text, "answer_start": start}
+        for text, start in zip(question.answer_texts, question.answer_starts, strict=True)
+    ]
+    asked = {"id": question.id, "question": question.question, "answers": answers}
+    return {"title": question.title, "paragraphs": [{"context": question.context, "qas": [asked]}]}
+
+
+def _lay_out(
+    folder: Path,
+    inputs: Inputs,
+    train_file: Path,
+    max_samples: int | None,
+    length: int,
+    rank_batch: int,
+    seed: int,
+) -> Work:
+    """Leave in `folder` what every variant reads."""
+    from datasets import Dataset
+
+    assert inputs.train
+    plan = inputs.train.plan
+    order = np.concatenate([plan.step_windows(step) for step in range(plan.steps_per_epoch)])
+    rows = inputs.train.windows[order]
+    lengths = [len(tokens) for tokens in rows["input_ids"]]
+    features = {
+        "input_ids": rows["input_ids"],
+        "token_type_ids": [
+            [0] * start + [1] * (tokens - start) for start, tokens in zip(rows["context_start"], lengths, strict=True)
+        ],
+        "attention_mask": [[1] * tokens for tokens in lengths],
+        "start_positions": rows["start_position"],
+        "end_positions": rows["end_position"],
+    }
+    Dataset.from_dict(features).save_to_disk(folder / "windows")
+    padded = inputs.tokenizer.pad(features, padding="max_length", max_length=length)
+    Dataset.from_dict(dict(padded)).save_to_disk(folder / "padded_windows")
+    inputs.model.save_pretrained(folder / "model")
+    inputs.tokenizer.save_pretrained(folder / "model")
+    model, tables = folder / "model", (folder / "windows", folder / "padded_windows")
+    mean = sum(lengths) / len(lengths)
+    return Work(train_file, max_samples, length, rank_batch, seed, model, *tables, len(lengths), mean)

@@ -1,0 +1,71 @@
+"""The Hugging Face Trainer on SQuAD's windows, as transformers' run_qa example sets it up.
+
+    torchrun --nproc_per_node 2 benchmarks/peers/hf_trainer.py --use_cpu --model_name_or_path MODEL \
+        --windows TABLE --times_file TIMES.json --output_dir OUT --max_steps 28
+
+All flags of TrainingArguments, with their defaults. --windows names a data set as run_qa's tokenisation leaves it and
+`save_to_disk` writes it: padded to --max_seq_length, or, with --no_pad_to_max_length, not padded.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from datasets import Dataset
+from step_times import write_times
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    HfArgumentParser,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
+
+
+@dataclass
+class PeerArguments:
+    model_name_or_path: str
+    windows: str
+    times_file: Path
+    pad_to_max_length: bool = True
+    count_tokens: bool = False  # without padding: one number more is gathered at each step
+
+
+class StepTimes(TrainerCallback):
+    """When each step ended, and how many tokens had been seen by then (0: not counted)."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.ends, self.tokens = [time.perf_counter()], [0]
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.ends.append(time.perf_counter())
+        self.tokens.append(int(state.num_input_tokens_seen))
+
+
+def main() -> None:
+    peer, args = HfArgumentParser((PeerArguments, TrainingArguments)).parse_args_into_dataclasses()
+    if peer.count_tokens:
+        args.include_num_input_tokens_seen = "non_padding"  # the command line's own flag takes true and false only
+    tokenizer = AutoTokenizer.from_pretrained(peer.model_name_or_path)
+    times = StepTimes()
+    trainer = Trainer(
+        model=AutoModelForQuestionAnswering.from_pretrained(peer.model_name_or_path),
+        args=args,
+        train_dataset=Dataset.load_from_disk(peer.windows),
+        processing_class=tokenizer,
+        data_collator=default_data_collator if peer.pad_to_max_length else DataCollatorWithPadding(tokenizer),
+        callbacks=[times],
+    )
+    trainer.train()
+    if trainer.is_world_process_zero():
+        losses = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
+        write_times(peer.times_file, times.ends, losses, times.tokens)
+
+
+if __name__ == "__main__":
+    main()

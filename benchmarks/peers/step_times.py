@@ -1,0 +1,22 @@
+"""What a peer leaves for compare_peers.py: a row for each optimizer step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def write_times(path: Path, ends: Sequence[float], losses: Mapping[int, float], tokens: Sequence[int] = ()) -> None:
+    """`ends`: seconds, the start's and then each step's end; `losses` by step (1, 2, ...), where they were kept;
+    `tokens`: counted up to each of the `ends`, where they were."""
+    rows = [
+        {
+            "step": step,
+            "step_s": ends[step] - ends[step - 1],
+            "loss": losses.get(step),
+            "tokens": (tokens[step] - tokens[step - 1] if tokens else 0) or None,
+        }
+        for step in range(1, len(ends))
+    ]
+    path.write_text(json.dumps(rows))

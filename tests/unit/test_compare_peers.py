@@ -1,0 +1,200 @@
+"""benchmarks/compare_peers.py: what it makes of the steps' times, when it refuses to compare, how it starts each."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvd_bert.config import FLAGS
+from hvd_bert.errors import UserError
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import compare_peers  # noqa: E402
+import compare_report  # noqa: E402
+from compare_report import Spread, Timing  # noqa: E402
+from compare_windows import Work  # noqa: E402
+
+
+def rows(seconds: list[float], tokens: int | None = 100) -> list[dict[str, float | None]]:
+    return [{"step_s": s, "loss": 1.0, "tokens": tokens} for s in seconds]
+
+
+def test_timing_leaves_the_warm_up_out():
+    timed = compare_report.timing(rows([9.0, 9.0, 1.0, 3.0]), warmup=2, steps=2, global_batch=16)
+    assert timed == Timing(windows=32, seconds=4.0, tokens=200)
+    assert (timed.windows_per_s, timed.tokens_per_s) == (8.0, 50.0)
+
+
+def test_timing_without_tokens():
+    timed = compare_report.timing(rows([1.0, 1.0], tokens=None), warmup=0, steps=2, global_batch=4)
+    assert timed.tokens is None and timed.tokens_per_s is None
+
+
+def test_a_run_that_ended_early_is_not_timed():
+    with pytest.raises(UserError, match="3 steps were run, and 1 untimed and 3 timed"):
+        compare_report.timing(rows([1.0] * 3), warmup=1, steps=3, global_batch=16)
+
+
+RUNS = {
+    "ours": [Timing(40, 10.0, 800), Timing(40, 8.0, 640), Timing(40, 20.0, 800)],
+    "peer": [Timing(40, 20.0, 800), Timing(40, 40.0, 800), Timing(40, 25.0, 800)],
+    "padded": [Timing(10, 10.0), Timing(10, 10.0), Timing(10, 5.0)],
+}
+
+
+def test_ratios_are_taken_round_by_round():
+    # Of the medians it would be 4 / 1.6 = 2.5 windows/s.
+    assert compare_report.ratios(RUNS, "ours", "peer") == Spread(2.0, 1.25, 5.0)
+    assert compare_report.token_ratios(RUNS, "ours", "peer") == Spread(2.0, 1.25, 4.0)
+    assert compare_report.token_ratios(RUNS, "ours", "padded") is None
+
+
+def test_the_record_has_a_ratio_for_each_peer():
+    found = compare_report.compared(RUNS, "ours")
+    assert list(found) == ["peer", "padded"]
+    assert found["padded"] == {"windows_per_s": {"median": 4.0, "least": 1.0, "most": 5.0}, "tokens_per_s": None}
+    assert compare_report.compared(RUNS, "absent") == {}
+
+
+def test_table():
+    lines = compare_report.table(RUNS, {"ours": "A", "peer": "B", "padded": "C"}, "ours").splitlines()
+    assert lines[2] == "| A | 4.00 (2.00 to 5.00) | 80 | - | - |"
+    assert lines[3] == "| B | 1.60 (1.00 to 2.00) | 32 | 2.00 (1.25 to 5.00) | 2.00 (1.25 to 4.00) |"
+    assert lines[4] == "| C | 1.00 (1.00 to 2.00) | - | 4.00 (1.00 to 5.00) | - |"
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_losses_that_agree():
+    worst = compare_report.check_losses({"ours": [6.0, 5.0], "peer": [6.0003, 5.0], "third": [6.0, 4.9998]}, 1e-4)
+    assert worst == pytest.approx(5e-5)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [[6.0, 5.001], [6.0], [], [6.0, 5.0, 4.0], [6.0, None], [6.0, math.nan], [6.0, math.inf]],
+)
+def test_losses_that_differ_or_are_missing_are_refused(other: list[float | None]):
+    with pytest.raises(UserError, match="do not train alike"):
+        compare_report.check_losses({"ours": [6.0, 5.0], "peer": other}, 1e-4)
+    with pytest.raises(UserError, match="do not train alike"):
+        compare_report.check_losses({"ours": other, "peer": [6.0, 5.0]}, 1e-4)
+
+
+# --- the runner, with runs that are made up ------------------------------------------------------
+
+
+@pytest.fixture
+def work() -> Work:
+    tables = (Path("windows"), Path("padded"))
+    return Work(Path("T"), None, 384, 8, 42, Path("model"), *tables, num_windows=999, mean_tokens=179.0)
+
+
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Work, losses: dict[str, float]) -> list[str]:
+    """Run `main` with runs that take 1 s a step (ours) or 4 s; returns the runs' names in their order."""
+    started = []
+
+    def train(name, args, work, run_name, steps, seed):
+        started.append(run_name)
+        return [{"step_s": 1.0 if name == "ours" else 4.0, "loss": losses[name], "tokens": None} for _ in range(steps)]
+
+    monkeypatch.setattr(compare_peers, "train", train)
+    monkeypatch.setattr(compare_peers, "prepare", lambda args: (work, work))
+    words = ["--model_name_or_path", "M", "--train_file", "T", "--out", str(tmp_path / "out"), "--repeats", "2"]
+    compare_peers.main([*words, "--variants", *losses])
+    return started
+
+
+def test_variants_take_turns(tmp_path, monkeypatch, work, capsys):
+    started = start(tmp_path, monkeypatch, work, {"ours": 6.0, "lightning": 6.0})
+    rounds = ["round1-ours", "round1-lightning", "round2-lightning", "round2-ours"]
+    assert started == ["preflight-ours", "preflight-lightning", *rounds]
+    assert "| Lightning DDP, padded | 4.00 (4.00 to 4.00) | - | 4.00 (4.00 to 4.00) | - |" in capsys.readouterr().out
+    assert (tmp_path / "out" / "peers.json").is_file()
+
+
+def test_no_ratio_where_the_losses_differ(tmp_path, monkeypatch, work, capsys):
+    with pytest.raises(UserError, match="not compared"):
+        start(tmp_path, monkeypatch, work, {"ours": 6.0, "hf_run_qa": 6.01})
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "out" / "peers.json").exists()
+
+
+def test_a_folder_with_files_is_not_emptied(tmp_path, monkeypatch, work):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").touch()
+    with pytest.raises(UserError, match="not empty"):
+        start(tmp_path, monkeypatch, work, {"ours": 6.0})
+    assert (tmp_path / "out" / "thesis.tex").exists()
+
+
+# --- how each is started -------------------------------------------------------------------------
+
+
+def words_of(name: str, work: Work, seed: int | None) -> list[str]:
+    args = compare_peers.parse(["--model_name_or_path", "M", "--train_file", "T", "--out", "O"])
+    return compare_peers.command(name, args, work, Path("out"), 28, seed)
+
+
+def flags_of(words: list[str]) -> dict[str, str]:
+    return {word: following for word, following in zip(words, [*words[1:], ""], strict=True) if word.startswith("--")}
+
+
+@pytest.mark.parametrize("name", compare_peers.VARIANTS)
+def test_all_are_given_the_same_work(name: str, work: Work):
+    timed, preflight = (flags_of(words_of(name, work, seed)) for seed in (7, None))
+    same = {"--model_name_or_path": "model", "--max_steps": "28", "--per_device_train_batch_size": "8"}
+    same["--learning_rate"] = "5e-05"
+    assert same.items() <= timed.items() and same.items() <= preflight.items()
+    assert timed["--seed"] == "7" and preflight["--seed"] == "42"
+    if name != "ours":
+        assert timed["--windows"] == ("padded" if name in ("hf_run_qa", "lightning") else "windows")
+        assert "--in_order" in preflight or preflight["--train_sampling_strategy"] == "sequential"
+        assert "--in_order" not in timed and timed.get("--train_sampling_strategy") != "sequential"
+
+
+def test_ours_is_started_by_the_trainers_own_flags(work: Work):
+    words = words_of("ours", work, 7)
+    assert words[words.index("-m") + 1] == "hvd_bert.train"
+    flags = set(flags_of(words[words.index("-m") + 2 :]))
+    assert {flag.removeprefix("--").removeprefix("no_") for flag in flags} <= set(FLAGS)
+
+
+def test_only_those_that_ask_for_it_have_the_allocator_settings(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "1")  # of the shell from which it is started
+    for name, variant in compare_peers.VARIANTS.items():
+        env = compare_peers.environment(variant, threads=1)
+        wanted = compare_peers.ALLOCATOR if name in ("ours", "hf_best", "hf_rebalance") else {}
+        assert {key: value for key, value in env.items() if key in compare_peers.ALLOCATOR} == wanted
+        assert env["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_run_that_fails_is_told_with_its_last_words(tmp_path: Path):
+    words = [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]
+    with pytest.raises(UserError, match=r"no such model\nended with status 3"):
+        compare_peers.run(words, dict(os.environ), tmp_path / "log", 60)
+
+
+def test_a_run_that_takes_too_long_is_ended_with_all_its_processes(tmp_path: Path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reading = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(UserError, match="none after 2 s"):
+        compare_peers.run(
+            ["sh", "-c", f"exec >'{fifo}'; echo started; sleep 600; true"], dict(os.environ), tmp_path / "log", 2
+        )
+    os.set_blocking(reading, True)
+    assert os.read(reading, 100) == b"started\n"
+    assert os.read(reading, 100) == b""  # the end of the file: none that could write is left, the sleep included
+    os.close(reading)
+
+
+@pytest.mark.parametrize("flags", [["--repeats", "0"], ["--steps", "0"], ["--warmup", "-1"], ["--variants", "other"]])
+def test_flags_that_will_not_do(flags: list[str]):
+    with pytest.raises(SystemExit):
+        compare_peers.parse(["--model_name_or_path", "M", "--train_file", "T", "--out", "O", *flags])
