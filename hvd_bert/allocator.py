@@ -1,4 +1,4 @@
-"""Memory that is kept: else glibc returns big blocks to the system after each step, and gets them zeroed in the next."""
+"""Memory that is kept: else glibc returns big blocks to the system after each step, to be zeroed for the next."""
 
 from __future__ import annotations
 

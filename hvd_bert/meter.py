@@ -46,15 +46,16 @@ class Stopwatch:
         else:
             self._events.append((phase, now))
 
-    def seconds(self) -> dict[str, float]:
-        """Seconds of each phase since the start. Waits for the device."""
+    def take(self) -> dict[str, float]:
+        """Seconds of each phase since the start, or since they were last taken. Waits for the device."""
         for phase, event in self._events:
             assert not isinstance(self._last, float)
             event.synchronize()
             self._seconds[phase] += self._last.elapsed_time(event) / 1000
             self._last = event
         self._events.clear()
-        return self._seconds
+        taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        return taken
 
 
 class Meter:
@@ -69,12 +70,9 @@ class Meter:
         self.train_s = self.loss_sum = 0.0
         self.windows = self.tokens = 0
         self._watch = Stopwatch(world.device)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._windows = self._tokens = 0
-        self._start(self.last_step)
+        self._start(0)
 
     def _start(self, step: int) -> None:
         self._since = time.perf_counter()
@@ -97,21 +95,24 @@ class Meter:
         `loss`, `windows_per_s`, `tokens_per_s`, `step_s`; seconds per step of each phase: `data_s`, ..., and where
         there are more ranks than one the least and the most of a rank: `data_min_s`, `data_max_s`, ...
         """
-        laps = self._watch.seconds()
+        self.lap("other")
+        laps = self._watch.take()
         mine = [float(self._loss), self._windows, self._tokens, *laps.values()]
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now  # what comes below is of the next step
+        self._loss.zero_()
+        self._windows = self._tokens = 0
         table = torch.zeros(self.world.size, len(mine), dtype=torch.float64)
         table[self.world.rank] = torch.tensor(mine, dtype=torch.float64)
         table = self.world.sum(table)
         loss, windows, tokens = table[:, :3].sum(0).tolist()
         loss /= self.world.size
-        seconds = time.perf_counter() - self._since
         steps, watched = step - self.last_step, step - self._watched_from
-        self.last_step = step
+        self.last_step = self._watched_from = step
         self.train_s += seconds
         self.loss_sum += loss
         self.windows += round(windows)
         self.tokens += round(tokens)
-        self._forget()
         return {
             "loss": loss / steps,
             "windows_per_s": windows / seconds,

@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,8 @@ class Checkpoints:
         self.state = state
         self.args = config.checkpoint
         self.folder = config.train.folder
-        self.identity = identity(config, inputs)
-        self.rank_batch = rank_batch(config)
         self.overwrites = config.train.overwrite_output_dir
-        self.model_files = model_files(inputs) if state.world.rank == 0 else {}
+        self._config, self._inputs = config, inputs
         self._writer = Writer()
         self._last_saved = -1  # not the step gone on from, which may be in another run's folder
         self._diverged = False
@@ -67,13 +66,17 @@ class Checkpoints:
         self.totals["checkpoints"] += 1
         self._count("checkpoint_pause_s", time.perf_counter() - start)
 
+    @cached_property
+    def _of_the_run(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """What all checkpoints of the run share: their part of state.json, and the model's small files."""
+        config, inputs = self._config, self._inputs
+        return {"identity": identity(config, inputs), "rank_batch": rank_batch(config)}, model_files(inputs)
+
     def _contents(self, tensors: dict[str, Any], rest: dict[str, Any], model_only: bool) -> Contents:
+        same, files = self._of_the_run
         if model_only:
-            return Contents(
-                {"model": tensors["model"]}, {"state": {"step": rest["step"], "model_only": True}}, self.model_files
-            )
-        state = rest | {"identity": self.identity, "rank_batch": self.rank_batch}
-        return Contents(tensors, {"state": state}, self.model_files)
+            return Contents({"model": tensors["model"]}, {"state": {"step": rest["step"], "model_only": True}}, files)
+        return Contents(tensors, {"state": rest | same}, files)
 
     def _write(self, step: int, contents: Contents, keep: set[str]) -> None:
         start = time.perf_counter()

@@ -24,6 +24,7 @@ ORDER = [
     "dropout", "linear", "attention", "model", "optim", "engines.__init__", "engines.horovod",
     "answers", "squad_metric", "inputs", "evaluation", "telemetry", "meter", "state", "checkpoint", "resume", "output",
     "saving", "stopping", "train", "predict",
+    "flops", "bench.__init__", "bench.peak", "bench.workload", "bench.measure", "bench.__main__",
     "doctor.__init__", "doctor.report", "doctor.probes", "doctor.ranks", "doctor.collective", "doctor.checks",
     "doctor.__main__",
     "sample.__init__", "sample.dice", "sample.themes", "sample.vocabulary", "sample.names", "sample.passages",

@@ -1,0 +1,1 @@
+"""How fast this trainer is here: `python -m hvd_bert.bench`."""

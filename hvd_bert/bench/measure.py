@@ -1,0 +1,115 @@
+"""Figures from a training: rates and shares per section of steps, memory against what it is computed to need."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor, nn
+
+from hvd_bert.data.batches import Collator
+from hvd_bert.data.plan import BatchPlan
+from hvd_bert.flops import training_flops
+from hvd_bert.meter import PHASES
+from hvd_bert.model import autocast, window_losses
+from hvd_bert.telemetry import Telemetry
+
+FP32_BYTES = 4
+STATES = 4  # weight, gradient and AdamW's two moments of each parameter
+
+
+class Recorder(Telemetry):
+    """Keeps what a training tells, in place of files and a terminal."""
+
+    def __init__(self) -> None:
+        super().__init__(Path(), enabled=False)
+        self.rows: list[dict[str, float]] = []
+        self.first_step_s = 0.0
+
+    def logged(self, step: int, metrics: dict[str, float]) -> None:
+        """A row of metrics.jsonl."""
+        if not self.rows:
+            self.first_step_s = seconds_since_start()
+        self.rows.append({"step": step, **metrics})
+
+
+def seconds_since_start() -> float:
+    """Since this process was started, its interpreter and imports included."""
+    return time.time() - float(psutil.Process(os.getpid()).create_time())
+
+
+def section_figures(row: dict[str, float], lengths: Iterable[np.ndarray], model: Any, peak: float) -> dict[str, float]:
+    """The figures of one section: `row` as logged at its end, `lengths`: tokens of the windows of each of its steps.
+
+    `peak`: FLOP/s of all ranks in nothing but matrix products.
+    """
+    steps = list(lengths)
+    flops = sum(training_flops(model, step) for step in steps) / (row["step_s"] * len(steps))
+    return {
+        "windows_per_s": row["windows_per_s"],
+        "tokens_per_s": row["tokens_per_s"],
+        "step_s": row["step_s"],
+        "useful_gflops": flops / 1e9,
+        "mfu": flops / peak,
+        **{f"{phase}_share": row[f"{phase}_s"] / row["step_s"] for phase in PHASES},
+    }
+
+
+def spread(sections: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Median, least and most over the sections, per figure."""
+    columns = {name: [section[name] for section in sections] for name in sections[0]}
+    return {name: {"median": median(c), "least": min(c), "most": max(c)} for name, c in columns.items()}
+
+
+def imbalance(plan: BatchPlan, steps: range) -> float:
+    """The largest rank's tokens over the mean, averaged over `steps`."""
+    tokens = np.array([plan.rank_tokens(step) for step in steps])
+    return float((tokens.max(axis=1) / tokens.mean(axis=1)).mean())
+
+
+def padding_share(plan: BatchPlan, collate: Collator, steps: range) -> float:
+    """Share of the positions computed that hold no token, of all ranks over `steps`."""
+    batches = [collate(ids) for step in steps for rank in range(plan.size) for ids in plan.rank_windows(step, rank)]
+    tokens = sum(batch.num_tokens for batch in batches)
+    return 1 - tokens / sum(batch.input_ids.numel() for batch in batches)
+
+
+def memory_peak(device: torch.device) -> int:
+    """Bytes: the most that this process held; on a GPU the most that its tensors held there."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def memory_now(device: torch.device) -> int:
+    """Bytes held now, as `memory_peak` counts them."""
+    return (
+        torch.cuda.memory_allocated(device) if device.type == "cuda" else psutil.Process(os.getpid()).memory_info().rss
+    )
+
+
+def memory_needed(model: nn.Module, plan: BatchPlan, collate: Collator, rank: int, steps: range, precision: str) -> int:
+    """Bytes of weights, gradients and optimizer, and of what the forward pass of the largest batch keeps."""
+    of_steps = [ids for step in steps for ids in plan.rank_windows(step, rank)]
+    largest = collate(max(of_steps, key=lambda ids: int(plan.lengths[ids].sum())))
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor), autocast(collate.device, precision):
+        loss = window_losses(model, largest).sum()
+    del loss
+    return STATES * FP32_BYTES * sum(p.numel() for p in model.parameters()) + sum(kept.values())

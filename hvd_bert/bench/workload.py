@@ -1,0 +1,87 @@
+"""What is trained on when no data is named: windows of random tokens, as long as SQuAD's are, and a BERT by config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import AutoConfig, BertConfig
+
+from hvd_bert.config import Config
+from hvd_bert.data import squad
+from hvd_bert.data.dealing import crossover
+from hvd_bert.data.plan import BatchPlan
+from hvd_bert.errors import UserError
+from hvd_bert.inputs import Inputs, TrainingSet
+from hvd_bert.model import new_model
+from hvd_bert.world import World
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# Tokens of a window at each tenth of the windows, from the shortest to the longest: the 3,889 windows of the first 11
+# articles of SQuAD v1.1's training questions, bert-base-uncased's vocabulary, at most 384 tokens, stride 128.
+SQUAD_TENTHS = (41, 95, 114, 133, 150, 167, 185, 207, 239, 279, 384)
+FIRST_TOKEN = 1000  # of bert-base-uncased's vocabulary the ones before are unused or special
+
+
+def lengths_like_squad(count: int, longest: int, seed: int) -> NDArray[np.int32]:
+    """Lengths of `count` windows, drawn between SQuAD's tenths and cut at `longest` tokens."""
+    places = np.random.Generator(np.random.PCG64(seed)).random(count) * (len(SQUAD_TENTHS) - 1)
+    drawn = np.interp(places, np.arange(len(SQUAD_TENTHS)), SQUAD_TENTHS)
+    return np.minimum(drawn.astype(np.int32), longest)
+
+
+def random_windows(lengths: NDArray[np.int32], vocabulary: int, seed: int) -> Dataset:
+    """A windows table (`hvd_bert.data.windows`) without text: what training reads of it."""
+    from datasets import Dataset
+
+    dice = np.random.Generator(np.random.PCG64(seed))
+    first = min(FIRST_TOKEN, vocabulary - 1)
+    starts = dice.integers(1, lengths - 1)
+    return Dataset.from_dict(
+        {
+            "input_ids": [dice.integers(first, vocabulary, length, dtype=np.int32) for length in lengths],
+            "context_start": np.minimum(12, lengths // 2),
+            "start_position": starts,
+            "end_position": np.minimum(starts + 2, lengths - 1),
+        }
+    ).with_format("numpy")
+
+
+def random_inputs(model: str | None, num_windows: int, config: Config, world: World) -> Inputs:
+    """Inputs for `train` with new weights; `model`: a BERT's folder or configuration file, None: BERT-base.
+
+    Raises UserError where that is none.
+    """
+    args, data = config.train, config.data
+    shape = _config_of(model)
+    lengths = lengths_like_squad(num_windows, min(data.max_seq_length, shape.max_position_embeddings), args.seed)
+    plan = BatchPlan.of_rank_batch(
+        lengths,
+        args.per_device_train_batch_size,
+        args.gradient_accumulation_steps,
+        world.size,
+        args.seed,
+        crossover(shape),
+    )
+    table = random_windows(lengths, shape.vocab_size, args.seed)
+    source = squad.from_questions("random windows", [])
+    network = new_model(shape, config.model.dropout, args.seed, padded=data.pad_to is not None)
+    return Inputs(None, network, TrainingSet(source, table, plan), None)
+
+
+def _config_of(model: str | None) -> Any:
+    if model is None:
+        return BertConfig()  # whose defaults are BERT-base's
+    if not Path(model).exists():
+        raise UserError(f"--model {model}: no such folder or file. Name a BERT's folder or its config.json.")
+    try:
+        shape = AutoConfig.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--model {model} is no model's folder or configuration: {error}") from None
+    if shape.model_type != "bert":
+        raise UserError(f"--model {model} is a {shape.model_type} model: this trainer fine-tunes BERT.")
+    return shape

@@ -1,0 +1,42 @@
+"""`python -m hvd_bert.bench` under a launcher: a table, and the same figures as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from commands import said
+from launch import launcher, run
+
+pytestmark = pytest.mark.integration
+TINY = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 1100,
+}
+
+
+@pytest.mark.parametrize(("size", "by"), [(1, "none"), (2, "gloo")])
+def test_table_and_json(tmp_path: Path, size: int, by: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **TINY}))
+    words = [sys.executable, "-m", "hvd_bert.bench", "--model", "config.json", "--steps", "2", "--repeats", "3"]
+    outcome = run([*launcher(size, by), *words, "--json", "bench.json"], tmp_path).expect(0)
+    assert "windows/s " in said(outcome) and said(outcome).count("(MFU)") == 1, outcome
+    record = json.loads((tmp_path / "bench.json").read_text())
+    figures = record["figures"]
+    assert len(record["sections"]) == 3 and len(record["memory_bytes"]) == len(record["ranks"]) == size
+    assert figures["windows_per_s"]["median"] > 0 and 0 < figures["mfu"]["median"] < 1
+    shares = [sum(section[name] for name in section if name.endswith("_share")) for section in record["sections"]]
+    assert shares == pytest.approx([1.0] * 3, abs=0.02)  # the phases are the step
+    assert record["global_batch"] == 8 * size and record["imbalance"] >= 1
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "bench.json"}
+
+
+def test_bad_input_is_said_once(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "hvd_bert.bench", "--model", "nowhere"]
+    outcome = run([*launcher(2, "gloo"), *words], tmp_path)
+    assert outcome.status != 0 and said(outcome).count("--model nowhere: no such folder or file") == 1, outcome

@@ -1,0 +1,141 @@
+"""The benchmark's arithmetic, its workload, and its flags; that it runs is in tests/integration/test_bench.py."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from test_world import make_world
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import BertConfig
+
+from hvd_bert.bench import measure
+from hvd_bert.bench.__main__ import parse
+from hvd_bert.bench.peak import matmul_peak
+from hvd_bert.bench.workload import SQUAD_TENTHS, lengths_like_squad, random_inputs
+from hvd_bert.data.batches import Collator
+from hvd_bert.errors import UserError
+from hvd_bert.flops import training_flops
+from hvd_bert.model import window_losses
+
+TINY = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 1100,
+}
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **TINY}))
+    return str(tmp_path)
+
+
+def inputs_of(model, *flags, count=24, dropout="0.1"):
+    config = parse(["--dropout", dropout, *flags], show_help=False)[1]
+    return random_inputs(model, count, config, make_world())
+
+
+def test_flops_are_those_that_torch_counts(tiny):
+    """Padded, by products that torch's counter knows: every window is as long as the longest."""
+    inputs = inputs_of(tiny, "--pad_to_max_length", "--max_seq_length", "64", dropout="0")
+    inputs.model.set_attn_implementation("eager")
+    for module in inputs.model.modules():
+        if type(module).__name__ == "Linear":
+            module.__class__ = torch.nn.Linear
+    collate = Collator(inputs.train.windows, torch.device("cpu"), 64)
+    with FlopCounterMode(display=False) as counter:
+        window_losses(inputs.model, collate([0, 1, 2])).sum().backward()
+    assert training_flops(inputs.model.config, [64, 64, 64]) == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_flops_of_bert_base():
+    # 85.1 million weights in the encoder: 6 * 85.1e6 a token and, at 384 tokens, 7 % for the attention.
+    assert training_flops(BertConfig(), [384]) / 384 == pytest.approx(6 * 85.1e6 * 1.083, rel=0.01)
+
+
+def test_lengths_are_those_of_squad():
+    lengths = lengths_like_squad(20_000, 384, seed=0)
+    assert lengths.mean() == pytest.approx(178, abs=2)
+    assert (lengths.min() >= SQUAD_TENTHS[0], lengths.max()) == (True, 383)
+    assert lengths_like_squad(100, 128, seed=0).max() == 128
+
+
+def test_random_windows_can_be_trained_on(tiny):
+    inputs = inputs_of(tiny)
+    plan = inputs.train.plan
+    batch = Collator(inputs.train.windows, torch.device("cpu"))(plan.rank_windows(0, 0)[0])
+    assert batch.lengths == plan.lengths[plan.rank_windows(0, 0)[0]].tolist()
+    assert all(
+        0 < start <= end < length for start, end, length in zip(batch.starts, batch.ends, batch.lengths, strict=True)
+    )
+    assert torch.isfinite(window_losses(inputs.model, batch)).all()
+
+
+def test_figures_of_a_section():
+    row = {"windows_per_s": 8.0, "tokens_per_s": 1000.0, "step_s": 0.5}
+    row |= {f"{phase}_s": seconds for phase, seconds in zip(measure.PHASES, (0.0, 0.3, 0.1, 0.05, 0.05), strict=True)}
+    lengths = [np.array([100, 200]), np.array([150, 150])]
+    flops = training_flops(BertConfig(), [100, 200, 150, 150])
+    figures = measure.section_figures(row, lengths, BertConfig(), peak=4 * flops)
+    assert figures["mfu"] == pytest.approx(0.25)  # in 2 steps of half a second
+    assert figures["exposed_comm_share"] == pytest.approx(0.2)
+    spread = measure.spread([figures, figures | {"step_s": 0.7}, figures | {"step_s": 0.4}])
+    assert spread["step_s"] == {"median": 0.5, "least": 0.4, "most": 0.7}
+
+
+@pytest.mark.parametrize(("flags", "share"), [((), 0.0), (("--pad_to_max_length",), None)])
+def test_padding_share(tiny, flags, share):
+    inputs = inputs_of(tiny, *flags)
+    plan, collate = inputs.train.plan, Collator(inputs.train.windows, torch.device("cpu"), 384 if flags else None)
+    expected = 1 - plan.lengths.sum() / (len(plan.lengths) * 384) if share is None else share
+    assert measure.padding_share(plan, collate, range(3)) == pytest.approx(expected)
+
+
+def test_memory_needed_grows_by_what_the_forward_pass_keeps(tiny):
+    inputs = inputs_of(tiny)
+    plan, collate = inputs.train.plan, Collator(inputs.train.windows, torch.device("cpu"))
+    needed = measure.memory_needed(inputs.model, plan, collate, 0, range(3), "fp32")
+    state = 16 * sum(p.numel() for p in inputs.model.parameters())
+    tokens = max(plan.rank_tokens(step)[0] for step in range(3))
+    kept = (needed - state) / tokens / TINY["num_hidden_layers"] / 4  # floats a token and layer
+    assert 6 * TINY["hidden_size"] < kept < 60 * TINY["hidden_size"] + 4 * 384  # attention keeps a row of probabilities
+
+
+def test_peak_is_a_rate(tiny):
+    assert 1e8 < matmul_peak(BertConfig(**TINY), 64, torch.device("cpu"), "fp32") < 1e14
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps", "1"], "--steps 1: must be at least 2"),
+        (["--repeats", "0"], "--repeats 0: must be at least 1"),
+        (["--steps", "x"], "hvd_bert.bench --help"),
+        (["--nonsense"], "--nonsense"),
+    ],
+)
+def test_wrong_flags(words, message):
+    with pytest.raises(UserError, match=message):
+        parse(words, show_help=False)
+
+
+def test_flags_of_the_trainer_count():
+    flags, config = parse(["--steps", "4", "--repeats", "2", "--bf16", "--learning_rate", "1e-3"], show_help=False)
+    assert (config.train.max_steps, config.train.logging_steps, config.train.bf16) == (12, 4, True)
+    assert flags.random and not parse(["--config", "sample"], show_help=False)[0].random
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("nowhere", "no such folder"), ("gpt", "is a gpt2 model"), ("empty", "no model's")]
+)
+def test_wrong_models(tmp_path, name, message):
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / "gpt" / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=message):
+        inputs_of(str(tmp_path / name))
