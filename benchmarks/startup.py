@@ -261,15 +261,8 @@ def tell(results: dict[str, Any]) -> None:
         told += [spread([rank["anon"] + rank["file"] for rank in loaded], 0), column(loaded, "anon", 0)]
         told += [column([rank for run in runs for rank in run["first_step_mib"]], "peak", 0)]
         command_rows.append([windows, *told])
-    head = [
-        "windows",
-        "file, MB",
-        "tokenising: wall, s",
-        "CPU, s",
-        "its peak, MiB",
-        "from the cache: wall, s",
-        "CPU, s",
-    ]
+    head = ["windows", "file, MB", "tokenising: wall, s", "CPU, s", "its peak, MiB"]
+    head += ["from the cache: wall, s", "CPU, s", "table, MiB", "touched of it, MiB"]
     table(head, rows)
     head = ["windows", "world, s", "loaded, s", "first step, s", "CPU of a rank until then, s"]
     head += ["memory of a rank when loaded, MiB", "of it its own", "peak at the first step"]
