@@ -110,8 +110,7 @@ def candidates(output_dir: Path) -> list[Path]:
 
 def verify(folder: Path) -> None:
     """Raise Damaged unless every file is there with the size and the content that it was written with."""
-    files = _manifest(folder)["files"]
-    for name, expected in files.items():
+    for name, expected in _manifest(folder).items():
         path = folder / name
         try:
             size = path.stat().st_size
@@ -123,24 +122,24 @@ def verify(folder: Path) -> None:
             raise Damaged(f"{path}: {error.strerror or error}") from None
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    """The fingerprint of each file that the checkpoint must have."""
     path = folder / "manifest.json"
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        if manifest["format"] > FORMAT:
-            raise Damaged(f"{path}: format {manifest['format']} is of a later hvd_bert; this one reads up to {FORMAT}")
+        version = int(manifest["format"])
         named = {
             str(name): {"bytes": int(f["bytes"]), "sha256": str(f["sha256"])} for name, f in manifest["files"].items()
         }
     except OSError as error:
         raise Damaged(f"{path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, Damaged):
-            raise
         raise Damaged(f"{path} is no list of files with their sizes ({error})") from None
+    if version > FORMAT:
+        raise Damaged(f"{path}: format {version} is of a later hvd_bert; this one reads up to {FORMAT}")
     if any(Path(name).name != name for name in named):
         raise Damaged(f"{path} names files outside its folder")
-    return {**manifest, "files": named}
+    return named
 
 
 def read(folder: Path) -> Contents:

@@ -20,7 +20,7 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.launch import WorldsOfOne, find_launcher
 from hvd_bert.world import AgreedError, HostsChanged, World, log
 
-# Of Horovod's messages; others (shapes that differ, NCCL's) are failures of the rank's own.
+# Of Horovod's messages, where another rank has died. Others (shapes that differ, NCCL's) are shown with a traceback.
 _PEER_IS_GONE = ("Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
@@ -54,7 +54,8 @@ def run_as_rank(entry: Callable[[World], None]) -> NoReturn:
             if not (world.elastic and _can_be_done_without(error)):
                 print(_failure(error, where), file=sys.stderr)
                 world.abort(EXIT_FAILURE)
-            print(f"{where} lost another rank: joining the world of those that are left.", file=sys.stderr, flush=True)
+            reason = str(error).splitlines()[0]
+            print(f"{where}: {reason}: joining the world of those that are left.", file=sys.stderr, flush=True)
         else:
             world.close()
             sys.exit(EXIT_OK)

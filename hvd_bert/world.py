@@ -100,13 +100,6 @@ class World:
         self.generation = 0
 
     @staticmethod
-    def start() -> World:
-        """Join the world and take a place in it. Raises UserError where it is not one world, or devices are short."""
-        world = World.join()
-        world.take_place()
-        return world
-
-    @staticmethod
     def join(generation: int = 0) -> World:
         """Join the world that the launcher made. Raises UserError where it is not one world.
 
