@@ -118,8 +118,9 @@ def _lay_out(
     seed: int,
 ) -> Work:
     """Leave in `folder` what every variant reads."""
-    from datasets import Dataset
+    from datasets import Dataset, disable_progress_bars
 
+    disable_progress_bars()
     assert inputs.train
     plan = inputs.train.plan
     order = np.concatenate([plan.step_windows(step) for step in range(plan.steps_per_epoch)])
