@@ -114,6 +114,16 @@ def _with_own_layers(model: BertForQuestionAnswering) -> BertForQuestionAnswerin
     return model
 
 
+def compile_layers(model: BertForQuestionAnswering) -> None:
+    """Have torch compile each layer but its attention, for any number of tokens; names in state_dict stay."""
+    for module in model.modules():  # torch's own again, which the compiler knows
+        module.__class__ = {Dropout: nn.Dropout, Linear: nn.Linear}.get(type(module), type(module))
+    layers: Any = model.bert.encoder.layer
+    for layer in layers:
+        for part in (layer.attention.output, layer.intermediate, layer.output):
+            part.compile(dynamic=True)
+
+
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     """The context of a forward pass in "fp32", "bf16" or "fp16"; weights and gradients stay fp32."""
     dtype = AUTOCAST[precision]

@@ -26,7 +26,7 @@ from hvd_bert.data.windows import WindowOptions, prepare
 from hvd_bert.dropout import Dropout
 from hvd_bert.errors import UserError
 from hvd_bert.linear import Linear
-from hvd_bert.model import autocast, load_model, load_tokenizer, span_logits, span_losses, window_losses
+from hvd_bert.model import autocast, compile_layers, load_model, load_tokenizer, span_logits, span_losses, window_losses
 
 LENGTH = 32  # max_seq_length of these tests
 CPU = torch.device("cpu")
@@ -370,6 +370,21 @@ def test_layers_are_our_own_and_share_the_weights_names(folders, tokenizer, plai
     assert {Dropout, Linear} <= kinds
     assert kinds.isdisjoint({torch.nn.Dropout, torch.nn.Linear})
     assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_compiled_layers_compute_the_same(folders, tokenizer, model, windows):
+    compiled = load(tokenizer, model_name_or_path=folders / "model").eval()
+    compile_layers(compiled)
+    compiled.load_state_dict(model.state_dict())  # by the same names
+    for ids in ([0, 1, 2], [5], [4, 6, 7, 3]):
+        batch = Collator(windows, CPU)(ids)
+        for tree in (model, compiled):
+            tree.zero_grad()
+            window_losses(tree, batch).mean().backward()
+        for (name, one), other in zip(model.named_parameters(), compiled.parameters(), strict=True):
+            torch.testing.assert_close(
+                one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+            )
 
 
 def test_share_of_no_windows_has_zero_gradients(model, windows):
