@@ -77,11 +77,17 @@ class Collator:
             token_type_ids=self._to_device(positions >= context_starts),
             position_ids=self._to_device(positions),
             lengths=lengths,
-            where=torch.from_numpy(where).to(self.device, non_blocking=True),
+            where=self._send(where),
             starts=self._to_device(rows["start_position"]),
             ends=self._to_device(rows["end_position"]),
             num_windows=len(ids),
         )
 
     def _to_device(self, values: Sequence[int] | np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self.device, non_blocking=True)
+        return self._send(np.asarray(values, dtype=np.int64))
+
+    def _send(self, values: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(values)
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()  # or the copy would wait for all that the GPU has to do
+        return tensor.to(self.device, non_blocking=True)
