@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from hvd_bert.dropout import keep_factors, random_words
 
 try:
     from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch before 2.10
+except ImportError:  # an older torch
     varlen_attn = None  # type: ignore[assignment]
 
 NAME = "windows_end_to_end"
@@ -84,8 +85,10 @@ def choose(device: str, dtype: torch.dtype, dropout: float, head_size: int, flas
 
 @cache
 def has_flash(device: torch.device) -> bool:
-    """Whether torch has `varlen_attn`, and the GPU is one that its flash kernels run on (Ampere, 8.0, and later)."""
-    return varlen_attn is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    """Whether torch has `varlen_attn` as it is used here, and the GPU is one for it (Ampere, 8.0, and later)."""
+    if device.type != "cuda" or varlen_attn is None or "scale" not in signature(varlen_attn).parameters:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def by_varlen(

@@ -1,8 +1,8 @@
 """Linear layers for the CPU by oneDNN, in fp32, forward and backward.
 
 torch gives fp32 matrix products to MKL, which leaves half of an AMD core's speed unused: on one thread of a Zen 5 it
-reached 108 GFLOP/s where oneDNN reached 230 (`benchmarks/linear_speed.py`). No precision is lost; the sums are only
-taken in another order.
+reached 77 to 106 GFLOP/s where oneDNN reached 179 to 218 (`benchmarks/cpu_kernels.py`). No precision is lost; the sums
+are only taken in another order.
 """
 
 from __future__ import annotations

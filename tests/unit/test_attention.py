@@ -156,9 +156,10 @@ def test_flash_needs_varlen_attn_and_an_ampere(capability, expected, monkeypatch
     assert has_flash(torch.device("cuda", 0)) is expected
     assert not has_flash(CPU)
     has_flash.cache_clear()
-    monkeypatch.setattr(attention, "varlen_attn", None)
-    assert not has_flash(torch.device("cuda", 0))
-    has_flash.cache_clear()
+    for other in (None, lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k: None):  # no scale: a first version
+        monkeypatch.setattr(attention, "varlen_attn", other)
+        assert not has_flash(torch.device("cuda", 0))
+        has_flash.cache_clear()
 
 
 def test_varlen_attn_takes_the_arguments_given():

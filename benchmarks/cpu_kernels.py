@@ -1,0 +1,197 @@
+"""What the trainer's own layers for the CPU save: products by oneDNN, quick dropout, attention with dropout.
+
+    OMP_NUM_THREADS=1 python benchmarks/cpu_kernels.py --model_name_or_path FOLDER --train_file train-v1.1.json
+
+Measured on one thread, in CPU time, so that a busy machine counts less; the ways take turns, and ratios are taken
+turn by turn:
+
+1. fp32 products of the model's shapes, for the output and both gradients: torch's (MKL on x86) and oneDNN's;
+2. dropout p = 0.1 of as many elements as a batch's hidden states have: torch's and `hvd_bert.dropout`'s;
+3. forward and backward of the model on real batches (`--batch` windows), with torch's ways and with each of ours.
+
+Prints Markdown tables of medians; `--profile` adds each kind of operation's share of a step, AdamW's included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from hvd_bert import attention, dropout, linear
+from hvd_bert.allocator import keep_memory
+from hvd_bert.config import ModelArguments
+from hvd_bert.data import squad, windows
+from hvd_bert.data.batches import Batch, Collator
+from hvd_bert.model import load_model, load_tokenizer, window_losses
+
+CHOOSE = attention.choose
+AVAILABLE = linear.available()
+WAYS = {  # which of ours are on: products, dropout, attention
+    "torch's": (False, False, False),
+    "products": (True, False, False),
+    "dropout": (False, True, False),
+    "attention": (False, False, True),
+    "all": (True, True, True),
+}
+# The first that is in an operation's name says what kind it is.
+KINDS = {
+    "products of linear layers": ("mm", "addmm", "linear_pointwise"),
+    "attention's products": ("bmm", "baddbmm"),
+    "softmax": ("softmax",),
+    "GELU": ("gelu",),
+    "layer norm": ("layer_norm",),
+    "random numbers": ("random_", "bernoulli"),
+    "dropout's factors": ("ge", "mul", "mul_"),
+    "optimizer": ("fused_adamw", "foreach", "linalg_vector_norm", "clip"),
+    "loss": ("nll", "log_softmax"),
+    "copies, cat, split": ("copy_", "cat", "clone", "contiguous"),
+    "residuals, sums": ("add", "add_", "sum"),
+    "embeddings": ("embedding", "index_select"),
+}
+
+
+def take_way(name: str) -> None:
+    """Switch each of our layers on or off."""
+    products, drop, attend = WAYS[name]
+    linear.available = lambda: products and AVAILABLE
+    dropout.serves = lambda tensor: drop
+    attention.choose = CHOOSE if attend else lambda *_: attention.by_window
+
+
+def in_turns(ways: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
+    """CPU seconds of each way, `turns` times after one that does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(turns + 1):
+        for name, work in ways.items():
+            start = time.process_time()
+            work()
+            seconds[name].append(time.process_time() - start)
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def products(shapes: Sequence[tuple[int, int]], rows: int, turns: int) -> None:
+    """Table 1."""
+    print(f"\n| in x out, {rows} rows | product | torch, GFLOP/s | oneDNN, GFLOP/s |\n|---|---|---|---|")
+    for size_in, size_out in shapes:
+        x, w, b, dy = (torch.randn(s) for s in ((rows, size_in), (size_out, size_in), (size_out,), (rows, size_out)))
+        cases: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+            "forward": (lambda: torch.addmm(b, x, w.t()), lambda: linear.product(x, w, b)),  # noqa: B023
+            "of the rows": (lambda: dy @ w, lambda: linear.product(dy, w.t())),  # noqa: B023
+            "of the weight": (lambda: dy.t() @ x, lambda: linear.product(dy.t(), x.t())),  # noqa: B023
+        }
+        for name, (of_torch, of_onednn) in cases.items():
+            times = in_turns({"torch": of_torch, "oneDNN": of_onednn}, turns)
+            speeds = [2e-9 * rows * size_in * size_out / statistics.median(t) for t in times.values()]
+            print(f"| {size_in} x {size_out} | {name} | {speeds[0]:.0f} | {speeds[1]:.0f} |")
+
+
+def dropouts(count: int, turns: int) -> None:
+    """Table 2."""
+    values = torch.randn(count, requires_grad=True)
+    upstream = torch.randn(count)
+    layers = {"torch": nn.Dropout(0.1), "ours": dropout.Dropout(0.1)}
+    ways = {n: lambda layer=layer: layer(values).backward(upstream) for n, layer in layers.items()}
+    for name, seconds in in_turns(ways, turns).items():
+        print(
+            f"\ndropout of {count:,} elements, forward and backward, {name}: {statistics.median(seconds) * 1e3:.2f} ms"
+        )
+
+
+def steps(model: nn.Module, batches: list[Batch], turns: int) -> None:
+    """Table 3."""
+
+    def step(way: str, batch: Batch) -> Callable[[], None]:
+        def work() -> None:
+            take_way(way)
+            window_losses(model, batch).mean().backward()
+            model.zero_grad()
+
+        return work
+
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for batch in batches:
+        for way, values in in_turns({way: step(way, batch) for way in WAYS}, turns).items():
+            seconds[way].append(statistics.median(values))
+    print(f"\n| ours | s per batch, median of {len(batches)} | faster than torch's, median (range) |\n|---|---|---|")
+    for way, values in seconds.items():
+        ratios = sorted(a / b for a, b in zip(seconds["torch's"], values, strict=True))
+        middle = statistics.median(ratios)
+        print(f"| {way} | {statistics.median(values):.3f} | {middle:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |")
+
+
+def kind_of(operation: str) -> str:
+    """The kind of an operation by its profiler's name."""
+    name = operation.split("::")[-1].lstrip("_")
+    for kind, parts in KINDS.items():
+        if any(name == part or (len(part) > 4 and part in name) for part in parts):
+            return kind
+    return "the rest"
+
+
+def shares(model: nn.Module, batches: list[Batch], way: str) -> None:
+    """Each kind of operation's share of a step: loss, backward, clipping, AdamW."""
+    take_way(way)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step(batch: Batch) -> None:
+        window_losses(model, batch).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(batches[0])
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        for batch in batches:
+            step(batch)
+    times: dict[str, float] = defaultdict(float)
+    for event in recorded.key_averages():
+        times[kind_of(event.key)] += event.self_cpu_time_total
+    total = sum(times.values())
+    print(f"\n| kind of operation ({way}) | share of a step |\n|---|---|")
+    for kind, spent in sorted(times.items(), key=lambda item: -item[1]):
+        print(f"| {kind} | {spent / total:.1%} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model_name_or_path", required=True)
+    parser.add_argument("--train_file", required=True, type=Path)
+    parser.add_argument("--batch", type=int, default=8, help="windows of a batch")
+    parser.add_argument("--batches", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--profile", action="store_true")
+    flags = parser.parse_args()
+    torch.set_num_threads(1)
+    keep_memory()
+    args = ModelArguments(model_name_or_path=flags.model_name_or_path)
+    tokenizer = load_tokenizer(args)
+    source = squad.open_file(flags.train_file, False)
+    with tempfile.TemporaryDirectory() as cache:
+        options = windows.WindowOptions(max_samples=2000)
+        collate = Collator(windows.prepare(source, tokenizer, options, cache_dir=cache), torch.device("cpu"))
+        order = np.random.default_rng(0).permutation(len(collate.rows))
+        batches = [collate(order[i * flags.batch :][: flags.batch]) for i in range(flags.batches)]
+    model = load_model(args, tokenizer, options.max_seq_length, seed=0).train()
+    hidden, inner, rows = model.config.hidden_size, model.config.intermediate_size, batches[0].num_tokens
+    tokens = [batch.num_tokens for batch in batches]
+    print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, tokens of the batches: {tokens}")
+    products([(hidden, hidden), (hidden, inner), (inner, hidden)], rows, flags.turns)
+    dropouts(rows * hidden, flags.turns)
+    steps(model, batches, flags.turns)
+    if flags.profile:
+        for way in ("torch's", "all"):
+            shares(model, batches, way)
+
+
+if __name__ == "__main__":
+    main()
