@@ -160,12 +160,17 @@ def train(name: str, args: argparse.Namespace, work: Work, run_name: str, steps:
     return rows
 
 
+def timed_steps(name: str, args: argparse.Namespace) -> int:
+    """Fewer where every window is padded: all steps are alike."""
+    return int(args.padded_steps if VARIANTS[name].padded else args.steps)
+
+
 def compare(args: argparse.Namespace, work: Work) -> dict[str, list[Timing]]:
     """The rounds; every second one in reverse order, so that a drift of the machine's speed does not favour any."""
     runs: dict[str, list[Timing]] = {name: [] for name in args.variants}
     for number in range(args.repeats):
         for name in args.variants if number % 2 == 0 else reversed(args.variants):
-            steps = args.padded_steps if VARIANTS[name].padded else args.steps
+            steps = timed_steps(name, args)
             rows = train(name, args, work, f"round{number + 1}-{name}", args.warmup + steps, args.seed + number)
             result = timing(rows, args.warmup, steps, args.per_device_train_batch_size * args.ranks)
             print(f"  {result.windows_per_s:.2f} windows/s", file=sys.stderr, flush=True)
@@ -230,7 +235,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "preflight": {"losses": losses, "largest_relative_difference": worst},
         "environments": {name: dict(VARIANTS[name].environment) for name in args.variants},
         "commands": {
-            name: shlex.join(command(name, args, timed, args.out / name, args.warmup + args.steps, args.seed))
+            name: shlex.join(
+                command(name, args, timed, args.out / name, args.warmup + timed_steps(name, args), args.seed)
+            )
             for name in args.variants
         },
         "runs": {
