@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer, BertForQuestionAnswering
 from transformers import logging as transformers_logging
 
-from hvd_bert import attention
+from hvd_bert import attention, linear
 from hvd_bert.config import ModelArguments, TrainArguments
 from hvd_bert.data import hub
 from hvd_bert.data.batches import Batch
@@ -103,6 +103,7 @@ def _configure(config: Any, dropout: float | None, padded: bool) -> None:
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
     config.num_labels = 2  # a start and an end, whatever the checkpoint's own head had
     attention.register()
+    linear.keep_no_kernels()
     config._attn_implementation = "sdpa" if padded else attention.NAME
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -51,6 +56,37 @@ def test_views_that_are_not_contiguous():
     torch.manual_seed(0)
     layer, values = Linear(8, 3), torch.randn(8, 6).t()
     torch.testing.assert_close(layer(values), nn.functional.linear(values, layer.weight, layer.bias))
+
+
+KEEPS_NO_KERNELS = """
+import torch
+from pathlib import Path
+from hvd_bert import linear
+
+def resident():  # MB
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
+
+linear.keep_no_kernels()
+torch.set_num_threads(1)
+rows, weight = torch.randn(1200, 384), torch.randn(384, 384)
+before = None
+for count in range(300, 900):
+    some = rows[:count]
+    linear.product(some, weight), linear.product(some, weight.t()), linear.product(some.t(), some.t())
+    if count == 400:
+        before = resident()
+print(resident() - before)
+"""
+
+
+@needs_it
+@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="memory is read from Linux's /proc")
+def test_products_of_many_shapes_leave_no_memory_behind():
+    environ = {key: v for key, v in os.environ.items() if "CACHE_CAPACITY" not in key}
+    done = subprocess.run(
+        [sys.executable, "-c", KEEPS_NO_KERNELS], capture_output=True, text=True, check=True, timeout=120, env=environ
+    )
+    assert float(done.stdout) < 50, done.stdout
 
 
 def test_what_it_does_not_serve_is_torchs_own(monkeypatch):
