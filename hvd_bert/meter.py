@@ -46,6 +46,10 @@ class Stopwatch:
         else:
             self._events.append((phase, now))
 
+    def now_s(self) -> float:
+        """The host's clock, in seconds; on the CPU as of the last lap, so that the laps are all there is."""
+        return self._last if isinstance(self._last, float) else time.perf_counter()
+
     def take(self) -> dict[str, float]:
         """Seconds of each phase since the start, or since they were last taken. Waits for the device."""
         for phase, event in self._events:
@@ -75,8 +79,8 @@ class Meter:
         self._start(0)
 
     def _start(self, step: int) -> None:
-        self._since = time.perf_counter()
         self._watch.restart()
+        self._since = self._watch.now_s()
         self._watched_from = step
 
     def lap(self, phase: str) -> None:
@@ -98,7 +102,7 @@ class Meter:
         self.lap("other")
         laps = self._watch.take()
         mine = [float(self._loss), self._windows, self._tokens, *laps.values()]
-        now = time.perf_counter()
+        now = self._watch.now_s()
         seconds, self._since = now - self._since, now  # what comes below is of the next step
         self._loss.zero_()
         self._windows = self._tokens = 0

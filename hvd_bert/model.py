@@ -119,6 +119,8 @@ def compile_layers(model: BertForQuestionAnswering) -> None:
     """Have torch compile each layer but its attention, for any number of tokens; names in state_dict stay."""
     for module in model.modules():  # torch's own again, which the compiler knows
         module.__class__ = {Dropout: nn.Dropout, Linear: nn.Linear}.get(type(module), type(module))
+    # All parts share one code object of torch's; each kind, for training and for scoring, is one entry of its cache.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     layers: Any = model.bert.encoder.layer
     for layer in layers:
         for part in (layer.attention.output, layer.intermediate, layer.output):

@@ -54,7 +54,7 @@ def run_as_rank(entry: Callable[[World], None]) -> NoReturn:
             if not (world.elastic and _can_be_done_without(error)):
                 print(_failure(error, where), file=sys.stderr)
                 world.abort(EXIT_FAILURE)
-            reason = str(error).splitlines()[0]
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
             print(f"{where}: {reason}: joining the world of those that are left.", file=sys.stderr, flush=True)
         else:
             world.close()

@@ -60,8 +60,7 @@ class Checkpoints:
                 log.warning("No checkpoint is made at step %d: the loss is no number any more.", rest["step"])
             else:
                 keep = {checkpoint.name_of(self.state.best.step)} if self.args.load_best_model_at_end else set()
-                contents = self._contents(tensors, rest, model_only)
-                self._writer.start(lambda: self._write(rest["step"], contents, keep))
+                self._writer.start(lambda: self._write(tensors, rest, model_only, keep))
         self._last_saved = self.state.step
         self.totals["checkpoints"] += 1
         self._count("checkpoint_pause_s", time.perf_counter() - start)
@@ -78,9 +77,9 @@ class Checkpoints:
             return Contents({"model": tensors["model"]}, {"state": {"step": rest["step"], "model_only": True}}, files)
         return Contents(tensors, {"state": rest | same}, files)
 
-    def _write(self, step: int, contents: Contents, keep: set[str]) -> None:
+    def _write(self, tensors: dict[str, Any], rest: dict[str, Any], model_only: bool, keep: set[str]) -> None:
         start = time.perf_counter()
-        checkpoint.write(self.folder, step, contents)
+        checkpoint.write(self.folder, rest["step"], self._contents(tensors, rest, model_only))
         try:
             checkpoint.prune(self.folder, self.args.save_total_limit, keep)
         except OSError as error:

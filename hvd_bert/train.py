@@ -11,8 +11,10 @@ the same command goes on.
 from __future__ import annotations
 
 import math
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import Any
+
+from torch import Tensor
 
 from hvd_bert import command_line, output, resume
 from hvd_bert.allocator import keep_memory
@@ -22,7 +24,7 @@ from hvd_bert.data.prefetch import Prefetcher
 from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.evaluation import Evaluator
 from hvd_bert.gpu_usage import GpuUsage
-from hvd_bert.inputs import Inputs, TrainingSet, load_inputs
+from hvd_bert.inputs import Inputs, load_inputs
 from hvd_bert.model import autocast, set_precision, window_losses
 from hvd_bert.resume import Found
 from hvd_bert.running import run_as_rank
@@ -66,7 +68,7 @@ def main(world: World) -> None:
     with closing(Telemetry(folder, enabled=world.rank == 0, resumed_step=found.step if found else None)) as telemetry:
         results = {}
         if inputs.train:
-            results = train(inputs, inputs.train, found, evaluator, telemetry, config, world)
+            results = Training(inputs, found, evaluator, telemetry, config, world).run()
             with output.writing(folder, world) as writes:
                 if writes:
                     output.save_model(folder, inputs.model, inputs.tokenizer)
@@ -82,92 +84,113 @@ def main(world: World) -> None:
     log.info("%s", output.describe(folder))
 
 
-def train(
-    inputs: Inputs,
-    data: TrainingSet,
-    found: Found | None,
-    evaluator: Evaluator | None,
-    telemetry: Telemetry,
-    config: Config,
-    world: World,
-) -> dict[str, Any]:
-    """Train `inputs.model`. Returns what the training came to, for train_results.json.
+class Training:
+    """All that a training is made of, and its loop."""
 
-    `found`, on rank 0: the checkpoint to go on from.
-    """
-    args, model = config.train, inputs.model
-    plan = resume.with_its_batch(data.plan, found, world)
-    total_steps = args.total_steps(plan.steps_per_epoch)
-    state = TrainState.fresh(model, plan, config, world)
-    resume.restore(state, found, args.seed)
-    engine, schedule, meter = state.engine, state.schedule, state.meter
-    batches = Prefetcher(plan, Collator(data.windows, world.device, config.data.pad_to), world.rank, state.step)
-    checkpoints = Checkpoints(state, config, inputs)
-    gpus = GpuUsage(world, args.folder)
-    stop_requests = StopRequests(world)
-    effective = output.effective_settings(config, plan, schedule.base_lrs[0], world)
-    log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))
-    model.train()
-    telemetry.begin(total_steps, state.step, plan.steps_per_epoch)
+    def __init__(
+        self,
+        inputs: Inputs,
+        found: Found | None,
+        evaluator: Evaluator | None,
+        telemetry: Telemetry,
+        config: Config,
+        world: World,
+    ) -> None:
+        """A collective. `found`, on rank 0: the checkpoint to go on from."""
+        data, args = inputs.train, config.train
+        assert data is not None
+        self.config, self.world, self.evaluator, self.telemetry = config, world, evaluator, telemetry
+        self.plan = resume.with_its_batch(data.plan, found, world)
+        self.total_steps = args.total_steps(self.plan.steps_per_epoch)
+        self.state = TrainState.fresh(inputs.model, self.plan, config, world)
+        resume.restore(self.state, found, args.seed)
+        collate = Collator(data.windows, world.device, config.data.pad_to)
+        self.batches = Prefetcher(self.plan, collate, world.rank, self.state.step)
+        self.checkpoints = Checkpoints(self.state, config, inputs)
+        self.gpus = GpuUsage(world, args.folder)
+        self.stop_requests = StopRequests(world)
 
-    def score() -> None:
-        assert evaluator is not None
-        with meter.paused():
-            metrics = evaluator(model).metrics
-        telemetry.evaluated(metrics)
-        state.unscored = False
-        checkpoints.evaluated(metrics)
+    def run(self, stoppable: bool = True) -> dict[str, Any]:
+        """Train to the end. Returns what it came to, for train_results.json.
 
-    with closing(checkpoints), closing(gpus), closing(batches), stop_requests.watched():
-        if state.unscored and evaluator:  # a signal came before it
-            score()
-        while state.step < total_steps and not checkpoints.patience_is_over:
-            step_windows = len(plan.step_windows(state.step))
-            for batch in batches.of_step(state.step):
-                meter.lap("data")
-                with autocast(world.device, args.precision):
-                    losses = window_losses(model, batch)[: batch.num_windows]
-                # Horovod takes the mean over the ranks; this makes it the mean over the windows of the step.
-                loss = losses.sum() * (world.size / step_windows)
-                engine.backward(loss)
-                meter.add(loss, batch)
-                meter.lap("compute")
-            any_stop = stop_requests.ask()
-            checkpoints.await_write()
-            meter.lap("other")
-            engine.synchronize()
-            meter.lap("exposed_comm")
-            grad_norm = engine.clip()
-            learning_rate = schedule.get_last_lr()[0]
-            if engine.step():
-                schedule.step()
-            state.step += 1
-            stops = any_stop()
-            meter.lap("optimizer")
+        `stoppable`: signals end it with a checkpoint, and an AgreedError; else they do what they do to any process.
+        """
+        state, checkpoints, world = self.state, self.checkpoints, self.world
+        effective = output.effective_settings(self.config, self.plan, state.schedule.base_lrs[0], world)
+        log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))
+        state.model.train()
+        self.telemetry.begin(self.total_steps, state.step, self.plan.steps_per_epoch)
+        watched = self.stop_requests.watched() if stoppable else nullcontext()
+        with closing(checkpoints), closing(self.gpus), closing(self.batches), watched:
+            if state.unscored and self.evaluator:  # a signal came before it
+                self._score()
+            while state.step < self.total_steps and not checkpoints.patience_is_over:
+                learning_rate, grad_norm, stops = self._step()
+                self._after_step(learning_rate, grad_norm, stops)
+            if self.stop_requests.ask()():  # since the last step: while the model was scored, say
+                checkpoints.stop(self.stop_requests.reason())
+            checkpoints.end()
+        skipped = {"skipped_steps": state.engine.skipped_steps}
+        return state.meter.results() | checkpoints.totals | skipped | effective
 
-            scores = config.scores_after(state.step, plan.steps_per_epoch, total_steps)
-            state.unscored = evaluator is not None and scores
-            if state.unscored or args.logs_after(state.step, total_steps):
-                means = meter.read(state.step)
-                check_finite(state.step, means["loss"])
-                now = {
-                    "epoch": state.step / plan.steps_per_epoch,
-                    "learning_rate": learning_rate,
-                    "grad_norm": float(grad_norm),
-                }
-                telemetry.logged(state.step, now | means | gpus.read(state.step) | checkpoints.metrics())
-            if stops:
-                checkpoints.stop(stop_requests.reason())
-            if state.unscored:
-                score()
-            if checkpoints.due(total_steps):
-                checkpoints.save()
-            meter.lap("other")
+    def _step(self) -> tuple[float, Tensor, bool]:
+        """One optimizer step. Returns its learning rate, the norm of its gradient, and whether to stop now."""
+        state, world = self.state, self.world
+        model, engine, meter = state.model, state.engine, state.meter
+        step_windows = len(self.plan.step_windows(state.step))
+        for batch in self.batches.of_step(state.step):
+            meter.lap("data")
+            with autocast(world.device, self.config.train.precision):
+                losses = window_losses(model, batch)[: batch.num_windows]
+            # Horovod takes the mean over the ranks; this makes it the mean over the windows of the step.
+            loss = losses.sum() * (world.size / step_windows)
+            engine.backward(loss)
+            meter.add(loss, batch)
+            meter.lap("compute")
+        any_stop = self.stop_requests.ask()
+        self.checkpoints.await_write()
+        meter.lap("other")
+        engine.synchronize()
+        meter.lap("exposed_comm")
+        grad_norm = engine.clip()
+        learning_rate = state.schedule.get_last_lr()[0]
+        if engine.step():
+            state.schedule.step()
+        state.step += 1
+        stops = any_stop()
+        meter.lap("optimizer")
+        return learning_rate, grad_norm, stops
 
-        if stop_requests.ask()():  # since the last step: while the model was scored, say
-            checkpoints.stop(stop_requests.reason())
-        checkpoints.end()
-    return meter.results() | checkpoints.totals | {"skipped_steps": engine.skipped_steps} | effective
+    def _after_step(self, learning_rate: float, grad_norm: Tensor, stops: bool) -> None:
+        """Log, stop, score, save: whatever is due after this step."""
+        state, checkpoints, total_steps = self.state, self.checkpoints, self.total_steps
+        per_epoch = self.plan.steps_per_epoch
+        scores = self.config.scores_after(state.step, per_epoch, total_steps)
+        state.unscored = self.evaluator is not None and scores
+        if state.unscored or self.config.train.logs_after(state.step, total_steps):
+            means = state.meter.read(state.step)
+            check_finite(state.step, means["loss"])
+            now = {
+                "epoch": state.step / per_epoch,
+                "learning_rate": learning_rate,
+                "grad_norm": float(grad_norm),
+            }
+            self.telemetry.logged(state.step, now | means | self.gpus.read(state.step) | checkpoints.metrics())
+        if stops:
+            checkpoints.stop(self.stop_requests.reason())
+        if state.unscored:
+            self._score()
+        if checkpoints.due(total_steps):
+            checkpoints.save()
+        state.meter.lap("other")
+
+    def _score(self) -> None:
+        assert self.evaluator is not None
+        with self.state.meter.paused():
+            metrics = self.evaluator(self.state.model).metrics
+        self.telemetry.evaluated(metrics)
+        self.state.unscored = False
+        self.checkpoints.evaluated(metrics)
 
 
 def check_finite(step: int, loss: float) -> None:

@@ -5,7 +5,8 @@
     srun --mpi=pmix python -m hvd_bert.bench --model FOLDER --json bench.json
 
 All of the trainer's flags count too; with --train_file or --dataset_name its own data and weights are taken. Trains
---repeats sections of --steps steps each, after one that is not counted. Exit status: 0 measured, 2 bad input.
+--repeats sections of --steps steps each, after one that is not counted. Exit status: 0 measured, 1 failure, 2 bad
+input; a signal ends it as it does any process.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.inputs import Inputs, load_inputs
 from hvd_bert.model import set_precision
 from hvd_bert.running import run_as_rank
-from hvd_bert.train import train
+from hvd_bert.train import Training
 from hvd_bert.world import World, log
 
-DATA_FLAGS = ("--train_file", "--dataset_name", "--config")
+# Flags of the trainer that name data, so that its own windows and weights are taken; and those that name weights only.
+DATA_FLAGS = {"train_file", "dataset_name", "config"}
+MODEL_FLAGS = {"model_name_or_path", "config_name", "tokenizer_name"}
 
 # name -> what it is, and how it is printed
 FIGURES = {
@@ -67,10 +70,20 @@ def parse(argv: list[str], show_help: bool) -> tuple[argparse.Namespace, Config]
             parser.print_help()
         sys.exit(EXIT_OK)
     flags, rest = parser.parse_known_args(argv)
-    for name, least in (("steps", 2), ("repeats", 1)):
-        if getattr(flags, name) < least:
-            raise UserError(f"--{name} {getattr(flags, name)}: must be at least {least}.")
-    flags.random = not any(word.split("=")[0] in DATA_FLAGS for word in rest)
+    for name, least in (("steps", 2), ("repeats", 1), ("windows", 1)):
+        value = getattr(flags, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name} {value}: must be at least {least}.")
+    given = {word.lstrip("-").split("=")[0].replace("-", "_") for word in rest if word.startswith("--")}
+    flags.random = not given & DATA_FLAGS
+    if not flags.random and (flags.model or flags.windows):
+        raise UserError("--model and --windows are for random windows: leave them out where data is named.")
+    if flags.random and given & MODEL_FLAGS:
+        raise UserError(
+            f"--{min(given & MODEL_FLAGS)} needs --train_file or --dataset_name; for random windows: --model."
+        )
+    if "no_do_train" in given or "do_train" in given:
+        raise UserError("--do_train: the benchmark trains, and does nothing else.")
     total = flags.steps * (flags.repeats + 1)
     ours = ["--no_do_eval", "--eval_strategy=no", "--save_steps=0", f"--max_steps={total}"]
     return flags, command_line.parse([*rest, *ours, f"--logging_steps={flags.steps}"])
@@ -89,6 +102,7 @@ def main(world: World) -> None:
     before = measure.memory_now(world.device)
     with world.together():
         inputs = _inputs(flags, config, world)
+    world.check_same({f"--{name}": value for name, value in config.as_flat().items()} | _fingerprint(inputs))
     inputs.model.to(device=world.device)  # type: ignore[call-arg]  # transformers hides the signature
     figures = _measure(inputs, flags, config, world, before)
     with world.together(EXIT_FAILURE):
@@ -105,6 +119,11 @@ def _inputs(flags: argparse.Namespace, config: Config, world: World) -> Inputs:
     return random_inputs(flags.model, flags.windows or step * args.max_steps, config, world)
 
 
+def _fingerprint(inputs: Inputs) -> dict[str, object]:
+    assert inputs.train is not None
+    return {"the model": str(inputs.model.config), "tokens of all windows": int(inputs.train.plan.lengths.sum())}
+
+
 def _measure(inputs: Inputs, flags: argparse.Namespace, config: Config, world: World, before: int) -> dict[str, Any]:
     """All figures. A collective. `before`: bytes held before the model was made."""
     assert inputs.train is not None
@@ -118,7 +137,7 @@ def _measure(inputs: Inputs, flags: argparse.Namespace, config: Config, world: W
     measuring_s = measure.seconds_since_start() - start
     with tempfile.TemporaryDirectory() as folder:
         args.output_dir = folder  # with GPUs their usage is recorded there
-        train(inputs, inputs.train, None, None, recorder, config, world)
+        Training(inputs, None, None, recorder, config, world).run(stoppable=False)
     held = measure.memory_peak(device) - before
     timed = range(flags.steps, args.max_steps)
     needed = measure.memory_needed(model, plan, collate, world.rank, timed, args.precision)
@@ -136,7 +155,7 @@ def _measure(inputs: Inputs, flags: argparse.Namespace, config: Config, world: W
         "sections": sections,
         "loss": rows[-1]["loss"],
         "matmul_peak_gflops": whole_peak / 1e9,
-        "padding_share": measure.padding_share(plan, collate, timed),
+        "padding_share": measure.padding_share(plan, config.data.pad_to, timed),
         "imbalance": measure.imbalance(plan, timed),
         "memory_bytes": [rank["memory"] for rank in ranks],
         "memory_over_needed": max(rank["memory"] / rank["needed"] for rank in ranks),

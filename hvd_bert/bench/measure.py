@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import resource
+import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -75,18 +75,25 @@ def imbalance(plan: BatchPlan, steps: range) -> float:
     return float((tokens.max(axis=1) / tokens.mean(axis=1)).mean())
 
 
-def padding_share(plan: BatchPlan, collate: Collator, steps: range) -> float:
-    """Share of the positions computed that hold no token, of all ranks over `steps`."""
-    batches = [collate(ids) for step in steps for rank in range(plan.size) for ids in plan.rank_windows(step, rank)]
-    tokens = sum(batch.num_tokens for batch in batches)
-    return 1 - tokens / sum(batch.input_ids.numel() for batch in batches)
+def padding_share(plan: BatchPlan, pad_to: int | None, steps: range) -> float:
+    """Share of the positions computed that hold no token, of all ranks over `steps`; `pad_to`: as in `Collator`."""
+    if pad_to is None:
+        return 0.0
+    batches = [
+        plan.lengths[ids] for step in steps for rank in range(plan.size) for ids in plan.rank_windows(step, rank)
+    ]
+    computed = sum(len(lengths) * max(pad_to, lengths.max()) for lengths in batches if len(lengths))
+    return float(1 - sum(lengths.sum() for lengths in batches) / computed)
 
 
 def memory_peak(device: torch.device) -> int:
     """Bytes: the most that this process held; on a GPU the most that its tensors held there."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not getrusage's ru_maxrss, which a process takes over from the one that started it.
+    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
+    assert found
+    return int(found[1]) * 1024
 
 
 def memory_now(device: torch.device) -> int:

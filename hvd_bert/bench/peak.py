@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hvd_bert import linear
-from hvd_bert.model import autocast
+from hvd_bert.model import AUTOCAST
 
 ROUNDS, ROUND_S = 5, 0.15
 
@@ -19,33 +19,29 @@ def matmul_peak(model: Any, tokens: int, device: torch.device, precision: str) -
 
     On the CPU the faster of torch's product and oneDNN's. Ranks that measure together share the machine as in training.
     """
-    with torch.no_grad(), autocast(device, precision):
-        kinds: list[Any] = [torch.nn.functional.linear]
-        if device.type == "cpu" and precision == "fp32" and linear.available():
-            kinds.append(linear.product)
-        return max(_rate(kind, model.hidden_size, model.intermediate_size, tokens, device) for kind in kinds)
+    hidden, inner, dtype = model.hidden_size, model.intermediate_size, AUTOCAST[precision] or torch.float32
+    rows = torch.randn(tokens, hidden, device=device, dtype=dtype)
+    up = torch.randn(inner, hidden, device=device, dtype=dtype)
+    down = torch.randn(hidden, inner, device=device, dtype=dtype)
+    products: list[Any] = [torch.nn.functional.linear]
+    if device.type == "cpu" and precision == "fp32" and linear.available():
+        products.append(linear.product)
 
-
-def _rate(product: Any, hidden: int, inner: int, tokens: int, device: torch.device) -> float:
-    rows = torch.randn(tokens, hidden, device=device)
-    up, down = torch.randn(inner, hidden, device=device), torch.randn(hidden, inner, device=device)
-
-    def pair() -> None:
-        product(product(rows, up), down)
-
-    pair()
-    rates = []
-    for _ in range(ROUNDS):
+    def seconds(product: Any, pairs: int) -> float:
         _wait(device)
-        start, pairs = time.perf_counter(), 0
-        while time.perf_counter() - start < ROUND_S:
-            pair()
-            pairs += 1
-            if pairs % 8 == 0:
-                _wait(device)  # or a GPU's queue would hold more than the round
+        start = time.perf_counter()
+        for _ in range(pairs):
+            product(product(rows, up), down)
         _wait(device)
-        rates.append(pairs * 4 * tokens * hidden * inner / (time.perf_counter() - start))
-    return median(rates)
+        return time.perf_counter() - start
+
+    rates: list[float] = []
+    with torch.no_grad():
+        for product in products:
+            seconds(product, 2)
+            pairs = max(1, round(ROUND_S / (seconds(product, 4) / 4)))
+            rates.append(median(pairs / seconds(product, pairs) for _ in range(ROUNDS)))
+    return max(rates) * float(4 * tokens * hidden * inner)
 
 
 def _wait(device: torch.device) -> None:

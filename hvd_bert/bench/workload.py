@@ -69,7 +69,10 @@ def random_inputs(model: str | None, num_windows: int, config: Config, world: Wo
     )
     table = random_windows(lengths, shape.vocab_size, args.seed)
     source = squad.from_questions("random windows", [])
-    network = new_model(shape, config.model.dropout, args.seed, padded=data.pad_to is not None)
+    try:
+        network = new_model(shape, config.model.dropout, args.seed, padded=data.pad_to is not None)
+    except ValueError as error:
+        raise UserError(f"--model {model}: {error}") from None
     if args.torch_compile:
         compile_layers(network)
     return Inputs(None, network, TrainingSet(source, table, plan), None)

@@ -89,5 +89,5 @@ class Collator:
     def _send(self, values: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(values)
         if self.device.type == "cuda":
-            tensor = tensor.pin_memory()  # or the copy would wait for all that the GPU has to do
+            tensor = tensor.pin_memory()  # or this thread would wait until the copy is done
         return tensor.to(self.device, non_blocking=True)

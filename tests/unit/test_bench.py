@@ -91,9 +91,9 @@ def test_figures_of_a_section():
 @pytest.mark.parametrize(("flags", "share"), [((), 0.0), (("--pad_to_max_length",), None)])
 def test_padding_share(tiny, flags, share):
     inputs = inputs_of(tiny, *flags)
-    plan, collate = inputs.train.plan, Collator(inputs.train.windows, torch.device("cpu"), 384 if flags else None)
+    plan = inputs.train.plan
     expected = 1 - plan.lengths.sum() / (len(plan.lengths) * 384) if share is None else share
-    assert measure.padding_share(plan, collate, range(3)) == pytest.approx(expected)
+    assert measure.padding_share(plan, 384 if flags else None, range(3)) == pytest.approx(expected)
 
 
 def test_memory_needed_grows_by_what_the_forward_pass_keeps(tiny):
@@ -116,7 +116,11 @@ def test_peak_is_a_rate(tiny):
         (["--steps", "1"], "--steps 1: must be at least 2"),
         (["--repeats", "0"], "--repeats 0: must be at least 1"),
         (["--steps", "x"], "hvd_bert.bench --help"),
+        (["--windows", "0"], "--windows 0: must be at least 1"),
         (["--nonsense"], "--nonsense"),
+        (["--model", "m", "--train-file", "t"], "leave them out where data is named"),
+        (["--model_name_or_path", "m"], "--model_name_or_path needs --train_file or --dataset_name"),
+        (["--no_do_train"], "the benchmark trains"),
     ],
 )
 def test_wrong_flags(words, message):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from hvd_bert.data.dealing import crossover, deal, window_costs
@@ -32,7 +32,9 @@ def test_each_thing_once_and_as_many_in_each_part(costs, parts):
 
 @quick
 @given(costs_of, st.integers(2, 20))
+@example(np.arange(64) ** 3, 2)
 def test_no_swap_of_the_dearest_with_the_cheapest_part_helps(costs, parts):
+    assume(len(costs) <= 32 * parts)  # from there on not every swap is tried
     dealt = deal(costs, parts)
     ranking = np.argsort(-totals(costs, dealt), kind="stable")
     dear, cheap = dealt[ranking[0]], dealt[ranking[-1]]

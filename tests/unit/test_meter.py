@@ -113,6 +113,39 @@ def test_phases_of_two_ranks(clock):
     assert meter.read(3)["data_max_s"] == 1.0
 
 
+class Event:
+    """A CUDA event of one that turns the GPU's clock by hand (milliseconds); counts who waits for it."""
+
+    clock = 0.0
+    waits = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = Event.clock
+
+    def synchronize(self) -> None:
+        Event.waits += 1
+
+    def elapsed_time(self, later: Event) -> float:
+        return later.at - self.at
+
+
+def test_laps_on_a_gpu_are_by_its_own_clock(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    watch = module.Stopwatch(torch.device("cuda"))
+    for phase, milliseconds in (("data", 10.0), ("compute", 300.0), ("exposed_comm", 40.0), ("compute", 200.0)):
+        Event.clock += milliseconds
+        watch.lap(phase)
+    assert Event.waits == 0  # until somebody wants to know
+    none = dict.fromkeys(PHASES, 0.0)
+    assert watch.take() == pytest.approx(none | {"data": 0.01, "compute": 0.5, "exposed_comm": 0.04})
+    Event.clock += 50.0
+    watch.lap("optimizer")
+    assert watch.take() == pytest.approx(none | {"optimizer": 0.05})
+
+
 def test_phases_after_going_on_are_of_the_steps_since(clock):
     meter = Meter(world_of(1))
     meter.restore(

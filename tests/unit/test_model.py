@@ -373,18 +373,28 @@ def test_layers_are_our_own_and_share_the_weights_names(folders, tokenizer, plai
 
 
 def test_compiled_layers_compute_the_same(folders, tokenizer, model, windows):
-    compiled = load(tokenizer, model_name_or_path=folders / "model").eval()
+    compiled = load(tokenizer, model_name_or_path=folders / "model")
     compile_layers(compiled)
     compiled.load_state_dict(model.state_dict())  # by the same names
+    torch._dynamo.utils.counters.clear()
     for ids in ([0, 1, 2], [5], [4, 6, 7, 3]):
         batch = Collator(windows, CPU)(ids)
+        compiled.train()
+        first, second = (window_losses(compiled, batch).detach() for _ in range(2))
+        assert not torch.equal(first, second)  # dropout acts
+        compiled.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(
+                window_losses(compiled, batch), window_losses(model, batch), rtol=1e-5, atol=1e-6
+            )
         for tree in (model, compiled):
             tree.zero_grad()
             window_losses(tree, batch).mean().backward()
         for (name, one), other in zip(model.named_parameters(), compiled.parameters(), strict=True):
             torch.testing.assert_close(
-                one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+                one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
             )
+    assert not torch._dynamo.utils.counters["unimplemented"]  # all of it was compiled, nothing given up
 
 
 def test_share_of_no_windows_has_zero_gradients(model, windows):

@@ -111,6 +111,16 @@ def test_failed_write_is_said_and_the_next_one_succeeds(run, tmp_path, monkeypat
     assert [path.name for path in checkpoint.candidates(tmp_path)] == ["checkpoint-2"]
 
 
+def test_no_space_for_the_small_files_is_a_failed_write(run, monkeypatch, caplog):
+    checkpoints = run()
+    monkeypatch.setattr(saving, "model_files", lambda inputs: (_ for _ in ()).throw(OSError(28, "No space left")))
+    checkpoints.state.step = 1
+    with caplog.at_level(logging.WARNING, "hvd_bert"):
+        checkpoints.save()
+        checkpoints.await_write()
+    assert "could not be written" in caplog.text and "Training goes on" in caplog.text
+
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("no memory")], ids=repr)
 def test_failed_last_write_is_no_stop(run, monkeypatch, error):
     checkpoints = run()
