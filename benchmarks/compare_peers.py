@@ -55,8 +55,6 @@ HF_BEST = [
     "--no_pad_to_max_length",
     *("--optim", "adamw_torch_fused"),
     *("--ddp_find_unused_parameters", "False"),
-    *("--dataloader_num_workers", "1"),
-    *("--dataloader_persistent_workers", "True"),
     "--count_tokens",
 ]
 VARIANTS = {
