@@ -100,8 +100,9 @@ def command(name: str, args: argparse.Namespace, work: Work, out: Path, steps: i
 
 
 def environment(variant: Variant, threads: int) -> dict[str, str]:
-    """A user's environment, on CPUs: of what `ALLOCATOR` names, only what the variant asks for."""
-    env = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}
+    """A user's environment, on CPUs: of what has to do with memory, only what the variant asks for."""
+    own = {"LD_PRELOAD", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"}
+    env = {name: value for name, value in os.environ.items() if name not in own and not name.startswith("MALLOC_")}
     env |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
     env["PATH"] = f"{Path(sys.executable).parent}:{env.get('PATH', '')}"
     if os.geteuid() == 0:  # Open MPI refuses to run as root otherwise

@@ -1,22 +1,26 @@
 """A step averaged by Horovod beside the same step by torch's DistributedDataParallel: the ratio of their times.
 
-    horovodrun -np 2 python benchmarks/horovod_and_ddp.py --model MODEL --steps 30
+    python benchmarks/horovod_and_ddp.py --ranks 2 --rounds 4 -- --model MODEL --steps 16
 
-Two copies of one model in the same processes take turns, on the same windows, with the same loss, clipping and fused
-AdamW; which goes first alternates. DDP as its documentation recommends it: Gloo on CPUs, NCCL on GPUs, gradients as
-views of its buckets. The losses must agree, or nothing is printed. Prints the median over the pairs, and their range.
+After `--` come flags of `python -m hvd_bert.bench`. The two take turns, each in processes of its own, on the same
+windows, with the same model, loss, clipping, fused AdamW and threads. DDP as its documentation recommends it: Gloo on CPUs, NCCL
+on GPUs, gradients as views of its buckets; Horovod has left its processes by then. The losses must agree, or nothing
+is printed. Prints the ratio of the medians of a round's steps: the median over the rounds, and their range.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
+import os
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
-from statistics import median, quantiles
+from pathlib import Path
+from statistics import median
 
 import torch
 from torch import distributed
@@ -28,15 +32,17 @@ from hvd_bert.bench.workload import random_inputs
 from hvd_bert.config import Config
 from hvd_bert.data.batches import Batch, Collator
 from hvd_bert.engines.horovod import HorovodEngine
+from hvd_bert.errors import UserError
 from hvd_bert.inputs import Inputs
-from hvd_bert.model import autocast, window_losses
+from hvd_bert.model import autocast, set_precision, window_losses
 from hvd_bert.optim import make_optimizer
-from hvd_bert.output import facts
 from hvd_bert.running import run_as_rank
 from hvd_bert.state import seed_ranks
 from hvd_bert.world import World
 
-WARM_UP = 4  # pairs
+REPOSITORY = Path(__file__).resolve().parents[1]
+WARM_UP = 4  # steps
+LEAST_AGREEMENT = 1e-3  # of the losses, relative
 Step = Callable[[Batch, int], float]
 
 
@@ -57,21 +63,22 @@ def horovod_step(inputs: Inputs, config: Config, world: World) -> Step:
 
 
 def ddp_step(inputs: Inputs, config: Config, world: World) -> Step:
-    """The same step by DDP."""
+    """The same step by DDP; Horovod's world, and the thread behind it, end here."""
     with socket.socket() as free:
         free.bind(("", 0))
         address = world.broadcast(f"tcp://{socket.gethostname()}:{free.getsockname()[1]}")
+    world.leave()
     backend = "nccl" if world.device.type == "cuda" else "gloo"
     distributed.init_process_group(backend, init_method=address, rank=world.rank, world_size=world.size)
     devices = [world.device] if world.device.type == "cuda" else None
-    model = DistributedDataParallel(copy.deepcopy(inputs.model), device_ids=devices, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(inputs.model, device_ids=devices, gradient_as_bucket_view=True)
     optimizer = make_optimizer(model, config.train, world.size)
 
     def step(batch: Batch, windows: int) -> float:
         with autocast(world.device, config.train.precision):
             loss = window_losses(model, batch).sum() * (world.size / windows)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_grad_norm or float("inf"))
         optimizer.step()
         optimizer.zero_grad()
         return float(loss.detach())
@@ -79,53 +86,69 @@ def ddp_step(inputs: Inputs, config: Config, world: World) -> Step:
     return step
 
 
-def main(world: World) -> None:
-    """Measure, print on rank 0."""
-    chooser = argparse.ArgumentParser(add_help=False)
-    chooser.add_argument("--out")
-    chosen, words = chooser.parse_known_args()
+def measure(world: World) -> None:
+    """One side, on all ranks: HVD_AND_DDP says which, and where rank 0 is to leave the steps' times and losses."""
+    side, out = os.environ["HVD_AND_DDP"].split(":", 1)
     with world.together():
-        flags, config = parse(words, show_help=world.rank == 0)
+        flags, config = parse(sys.argv[1:], show_help=False)
+        if config.train.gradient_accumulation_steps != 1:
+            raise UserError("--gradient_accumulation_steps: this benchmark compares steps of one pass.")
+    world.set_threads(config.horovod.num_threads)
+    set_precision(config.train)
     if world.device.type == "cpu":
         keep_memory()
     rank_batch = config.train.per_device_train_batch_size * world.size
     inputs = random_inputs(flags.model, rank_batch * (flags.steps + WARM_UP), config, world)
     inputs.model.to(device=world.device).train()
     assert inputs.train is not None
-    ddp = ddp_step(inputs, config, world)  # before the other hooks the gradients of the model that it copies
-    steps = {"horovod": horovod_step(inputs, config, world), "ddp": ddp}
     plan, collate = inputs.train.plan, Collator(inputs.train.windows, world.device, config.data.pad_to)
-    pairs: list[dict[str, float]] = []
+    step = {"horovod": horovod_step, "ddp": ddp_step}[side](inputs, config, world)
+    seconds, losses = [], []
     for number in range(flags.steps + WARM_UP):
         batch = collate(plan.rank_windows(number, world.rank)[0])
-        seconds, losses = {}, {}
-        for name in sorted(steps, reverse=bool(number % 2)):
-            seed_ranks(number, 0, world)  # the same dropout for both
-            world.allgather(None)
-            start = time.perf_counter()
-            losses[name] = steps[name](batch, len(plan.step_windows(number)))
-            if world.device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds[name] = max(world.allgather(time.perf_counter() - start))
-        if abs(losses["horovod"] - losses["ddp"]) > 1e-3 * abs(losses["ddp"]):
-            raise SystemExit(f"step {number}: the losses differ: {losses}")
-        pairs.append(seconds)
-    timed = pairs[WARM_UP:]
-    ratios = sorted(pair["horovod"] / pair["ddp"] for pair in timed)
-    distributed.destroy_process_group()
-    if world.rank != 0:
-        return
-    low, _, high = quantiles(ratios, n=4)
-    figures = {
-        **{f"{name}_s": median(pair[name] for pair in timed) for name in steps},
-        "horovod_over_ddp": {"median": median(ratios), "quartiles": [low, high], "range": [ratios[0], ratios[-1]]},
-        "pairs": len(timed),
-    }
-    print(json.dumps(figures, indent=1))
-    if chosen.out:
-        with open(chosen.out, "w", encoding="utf-8") as file:
-            json.dump({"command": sys.argv[1:], **figures, **facts(config, world)}, file, indent=1)
+        seed_ranks(number, 0, world)  # the same dropout on both sides
+        start = time.perf_counter()
+        losses.append(step(batch, len(plan.step_windows(number))))  # which waits for the device
+        seconds.append(time.perf_counter() - start)
+    if world.rank == 0:
+        Path(out).write_text(json.dumps({"seconds": seconds[WARM_UP:], "losses": losses}))
+    if side == "ddp":
+        distributed.barrier()
+        sys.stdout.flush()
+        os._exit(0)  # there is no world of Horovod any more for run_as_rank to leave
+
+
+def one_round(side: str, ranks: int, threads: int, flags: list[str], out: Path) -> dict[str, list[float]]:
+    """Run one side; its steps' seconds and rank 0's losses."""
+    env = os.environ | {"HVD_AND_DDP": f"{side}:{out}", "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(REPOSITORY)}
+    launcher = [str(Path(sys.executable).with_name("horovodrun")), "-np", str(ranks), sys.executable]
+    subprocess.run([*launcher, __file__, *flags], env=env, check=True, stdout=sys.stderr)
+    record: dict[str, list[float]] = json.loads(out.read_text())
+    return record
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Horovod's step over DDP's.")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of a rank")
+    parser.add_argument("flags", nargs="*", help="of python -m hvd_bert.bench")
+    args = parser.parse_args()
+    rounds = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(args.rounds):
+            sides = {}
+            for side in ("horovod", "ddp") if number % 2 == 0 else ("ddp", "horovod"):
+                sides[side] = one_round(side, args.ranks, args.threads, args.flags, Path(folder) / "steps.json")
+            for ours, theirs in zip(sides["horovod"]["losses"], sides["ddp"]["losses"], strict=True):
+                if abs(ours - theirs) > LEAST_AGREEMENT * abs(theirs):
+                    raise SystemExit(f"The losses differ: {ours} and {theirs}. Nothing is compared.")
+            rounds.append({f"{side}_s": median(sides[side]["seconds"]) for side in sides})
+            print(rounds[-1], file=sys.stderr)
+    ratios = sorted(each["horovod_s"] / each["ddp_s"] for each in rounds)
+    ratio = {"median": median(ratios), "range": [ratios[0], ratios[-1]]}
+    print(json.dumps({"rounds": rounds, "horovod_over_ddp": ratio}, indent=1))
 
 
 if __name__ == "__main__":
-    run_as_rank(main)
+    run_as_rank(measure) if "HVD_AND_DDP" in os.environ else main()

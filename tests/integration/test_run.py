@@ -14,10 +14,13 @@ from commands import GLOBAL_BATCH, questions_of, read_lines, said, small_run
 from launch import Outcome, launcher, run
 
 from hvd_bert import command_line
+from hvd_bert.meter import PHASES
 
 pytestmark = pytest.mark.integration
 
 METRICS = {"step", "epoch", "loss", "learning_rate", "grad_norm", "windows_per_s", "tokens_per_s", "step_s"}
+METRICS |= {f"{phase}_s" for phase in PHASES}
+SPREADS = {f"{phase}_{end}_s" for phase in PHASES for end in ("min", "max")}
 SCORES = {"exact_match", "f1", "total", "eval_loss"}
 V2_SCORES = SCORES | {f"{kind}_{name}" for kind in ("HasAns", "NoAns") for name in ("exact", "f1", "total")}
 V2_SCORES |= {"best_exact", "best_exact_thresh", "best_f1", "best_f1_thresh"}
@@ -63,7 +66,7 @@ def test_metrics(finished: Run, alone: Run) -> None:
     lines = read_lines(finished.out / "metrics.jsonl")
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
-    assert all(line.keys() == METRICS for line in steps)
+    assert all(line.keys() == METRICS | (SPREADS if finished.size > 1 else set()) for line in steps)
     assert all(math.isfinite(value) for line in lines for value in line.values())
     assert [line["epoch"] for line in steps] == pytest.approx([step / 3 for step in range(1, 7)])
     assert [line["step"] for line in lines if "eval_f1" in line] == [6]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ import torch
 from ranks import Ranks, check
 from torch import Tensor, nn
 
-from hvd_bert import command_line, train
+from hvd_bert import checkpoint, command_line, train
 from hvd_bert.config import Config
 from hvd_bert.data.batches import Collator
 from hvd_bert.data.plan import BatchPlan
@@ -25,6 +27,7 @@ from hvd_bert.engines.horovod import HorovodEngine
 from hvd_bert.inputs import Inputs, load_inputs
 from hvd_bert.model import autocast, window_losses
 from hvd_bert.optim import make_optimizer
+from hvd_bert.saving import Checkpoints
 from hvd_bert.world import World
 
 WINDOWS = 17
@@ -290,6 +293,44 @@ def gradient_predivide_factor_keeps_the_mean(ranks: Ranks) -> None:
     training = Training(ranks.world, "--gradient_predivide_factor", 4, "--max_grad_norm", 0)
     training.wrap()
     assert_close(training.averaged_gradients(0), training.plain_gradients(0))
+
+
+@check
+def no_step_counts_before_the_last_save_is_on_disk(ranks: Ranks) -> None:
+    """The write of a checkpoint runs beside the next step, and is over before that step changes a weight."""
+    order: list[str] = []
+    waited_for = threading.Event()
+    write, step = checkpoint.write, HorovodEngine.step
+    await_write, finish = Checkpoints.await_write, Checkpoints.finish
+
+    def slow_write(*arguments: Any) -> Path:
+        assert waited_for.wait(60), "nobody waits for the write"
+        order.append("written")
+        return write(*arguments)
+
+    def telling_wait(self: Checkpoints) -> None:
+        waited_for.set()
+        await_write(self)
+        waited_for.clear()
+
+    def telling_step(self: HorovodEngine) -> bool:
+        order.append("step")
+        return step(self)
+
+    before = sys.argv
+    flags = ["--per_device_train_batch_size", GLOBAL_BATCH // ranks.world.size, "--max_steps", 3, "--save_steps", 1]
+    sys.argv = ["hvd_bert.train", *sample(*flags, "--no_do_eval", "--output_dir", ranks.folder / "saved")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "write", slow_write)
+        patch.setattr(Checkpoints, "await_write", telling_wait)
+        patch.setattr(Checkpoints, "finish", lambda self: (waited_for.set(), finish(self)))
+        patch.setattr(HorovodEngine, "step", telling_step)
+        try:
+            train.main(ranks.world)
+        finally:
+            sys.argv = before
+    saved = ["step", "written"] if ranks.world.rank == 0 else ["step"]
+    assert order == saved * 3, order
 
 
 @check
