@@ -3,9 +3,9 @@
     python benchmarks/horovod_and_ddp.py --ranks 2 --rounds 4 -- --model MODEL --steps 16
 
 After `--` come flags of `python -m hvd_bert.bench`. The two take turns, each in processes of its own, on the same
-windows, with the same model, loss, clipping, fused AdamW and threads. DDP as its documentation recommends it: Gloo on CPUs, NCCL
-on GPUs, gradients as views of its buckets; Horovod has left its processes by then. The losses must agree, or nothing
-is printed. Prints the ratio of the medians of a round's steps: the median over the rounds, and their range.
+windows, with the same model, loss, clipping, fused AdamW and threads. DDP as its documentation recommends it: Gloo on
+CPUs, NCCL on GPUs, gradients as views of its buckets; Horovod has left its processes by then. The losses must agree,
+or nothing is printed. Prints the ratio of the medians of a round's steps: the median over the rounds, and the range.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def by_window(
     """One call of torch's attention for each window; on the CPU the fastest without dropout, and right anywhere."""
     outputs = [
         scaled_dot_product_attention(q[None], k[None], v[None], dropout_p=dropout, scale=scaling)[0].transpose(0, 1)
-        for q, k, v in _split(query, key, value, windows)
+        for q, k, v in _split(windows.lengths, query, key, value)
     ]
     return torch.cat(outputs)
 
@@ -132,50 +132,64 @@ def by_probabilities(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
 ) -> torch.Tensor:
     """Attention with dropout on the CPU, fp32: torch's would draw slowly and keep the probabilities three times."""
-    outputs = [
-        _Attention.apply(q, k, v, dropout, scaling).transpose(0, 1)  # type: ignore[no-untyped-call]
-        for q, k, v in _split(query, key, value, windows)
-    ]
-    return torch.cat(outputs)
+    output: torch.Tensor = _Attention.apply(query, key, value, windows.lengths, dropout, scaling)  # type: ignore[no-untyped-call]
+    return output
 
 
-def _split(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows
-) -> Iterator[tuple[torch.Tensor, ...]]:
-    """q, k and v of each window: [heads, T, head size]."""
-    pieces = (tensor.transpose(0, 1).split(windows.lengths, 1) for tensor in (query, key, value))
-    return zip(*pieces, strict=True)
+def _split(windows: list[int], *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The part of each window: [heads, T, head size], views."""
+    return zip(*(tensor.transpose(0, 1).split(windows, 1) for tensor in tensors), strict=True)
 
 
 class _Attention(torch.autograd.Function):
-    """dropout(softmax(scaling q k^T)) v of one window; q, k, v and the output are [heads, T, head size]."""
+    """dropout(softmax(scaling q k^T)) v in each window; tensors are [N, heads, head size].
+
+    One function for all windows, so that products are written where they belong and nothing is put together after.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, scaling: float
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: list[int],
+        dropout: float,
+        scaling: float,
     ) -> torch.Tensor:
-        probabilities = torch.softmax(_scaled_product(query, key.transpose(1, 2), scaling), -1)
-        words = random_words(probabilities.numel())
-        ctx.save_for_backward(query, key, value, probabilities, words)
-        ctx.dropout, ctx.scaling = dropout, scaling
-        return torch.bmm(keep_factors(words, probabilities.shape, dropout).mul_(probabilities), value)
+        output = torch.empty_like(value, memory_format=torch.contiguous_format)
+        kept = []
+        for q, k, v, out in _split(lengths, query, key, value, output):
+            probabilities = torch.softmax(_scaled_product(q, k.transpose(1, 2), scaling), -1)
+            words = random_words(probabilities.numel())
+            torch.bmm(keep_factors(words, probabilities.shape, dropout).mul_(probabilities), v, out=out)
+            kept += [probabilities, words]
+        ctx.save_for_backward(query, key, value, *kept)
+        ctx.lengths, ctx.dropout, ctx.scaling = lengths, dropout, scaling
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, probabilities, words = ctx.saved_tensors
-        factors = keep_factors(words, probabilities.shape, ctx.dropout)
-        of_probabilities = torch.bmm(gradient, value.transpose(1, 2)).mul_(factors)
-        of_value = torch.bmm(factors.mul_(probabilities).transpose(1, 2), gradient)
-        of_scores = torch._softmax_backward_data(of_probabilities, probabilities, -1, probabilities.dtype)
-        of_query = _scaled_product(of_scores, key, ctx.scaling)
-        of_key = _scaled_product(of_scores.transpose(1, 2), query, ctx.scaling)
-        return of_query, of_key, of_value, None, None
+        query, key, value, *kept = ctx.saved_tensors
+        inputs = (query, key, value)
+        gradients = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
+        parts = _split(ctx.lengths, query, key, value, gradient, *gradients)
+        for (q, k, v, g, of_q, of_k, of_v), probabilities, words in zip(parts, kept[::2], kept[1::2], strict=True):
+            factors = keep_factors(words, probabilities.shape, ctx.dropout)
+            of_probabilities = torch.bmm(g, v.transpose(1, 2)).mul_(factors)
+            torch.bmm(factors.mul_(probabilities).transpose(1, 2), g, out=of_v)
+            of_scores = torch._softmax_backward_data(of_probabilities, probabilities, -1, probabilities.dtype)
+            _scaled_product(of_scores, k, ctx.scaling, of_q)
+            _scaled_product(of_scores.transpose(1, 2), q, ctx.scaling, of_k)
+        return *gradients, None, None, None
 
 
-def _scaled_product(left: torch.Tensor, right: torch.Tensor, scaling: float) -> torch.Tensor:
+def _scaled_product(
+    left: torch.Tensor, right: torch.Tensor, scaling: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
     unused = left.new_empty(1, 1, 1)  # beta 0: it is not read
-    return torch.baddbmm(unused, left, right, beta=0, alpha=scaling)
+    return torch.baddbmm(unused, left, right, beta=0, alpha=scaling, out=out)
 
 
 def register() -> None:

@@ -138,6 +138,7 @@ def _measure(inputs: Inputs, flags: argparse.Namespace, config: Config, world: W
     with tempfile.TemporaryDirectory() as folder:
         args.output_dir = folder  # with GPUs their usage is recorded there
         Training(inputs, None, None, recorder, config, world).run(stoppable=False)
+    args.output_dir = None
     held = measure.memory_peak(device) - before
     timed = range(flags.steps, args.max_steps)
     needed = measure.memory_needed(model, plan, collate, world.rank, timed, args.precision)
