@@ -301,6 +301,10 @@ def _mpi_world(launcher: Launcher) -> Any:
     from mpi4py import MPI
 
     check_pmi(launcher, os.environ, MPI.Get_library_version())
+    if not torch.cuda.is_available():
+        # Open MPI waits by asking again and again. On CPUs Horovod's thread would so take the core from the training
+        # of its own rank: two ranks on two cores made 12.6 windows/s, and 18.1 since it lets others go first.
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
