@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from ranks import Ranks, check
@@ -23,6 +25,13 @@ def every_rank_has_its_place(ranks: Ranks) -> None:
     assert (world.local_rank, world.local_size) == (world.rank, world.size)
     assert (world.cross_rank, world.cross_size) == (0, 1)
     assert str(world.device) == world.places[world.rank].device
+
+
+@check
+def on_cpus_who_waits_for_mpi_lets_others_go_first(ranks: Ranks) -> None:
+    """Else Horovod's thread takes the core from the training of its rank; Open MPI reads this as it starts."""
+    if ranks.controller == "mpi":
+        assert os.environ["OMPI_MCA_mpi_yield_when_idle"] == "1"  # noqa: SIM112  # its own spelling
 
 
 @check
