@@ -8,11 +8,10 @@ import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from hvd_bert.errors import UserError
+from hvd_bert.output import cpu_name, version_of
 
 PACKAGES = ("torch", "horovod", "transformers", "accelerate", "lightning", "datasets", "numpy")
 
@@ -135,20 +134,5 @@ def compared(runs: Mapping[str, Sequence[Timing]], ours: str) -> dict[str, dict[
 def machine() -> dict[str, Any]:
     """Hardware and versions."""
     cores = len(os.sched_getaffinity(0))
-    versions = {"python": platform.python_version()} | {package: _version(package) for package in PACKAGES}
-    return {"hardware": {"cpu": _cpu_model(), "cores": cores}, "versions": versions}
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    versions = {"python": platform.python_version()} | {package: version_of(package) for package in PACKAGES}
+    return {"hardware": {"cpu": cpu_name(), "cores": cores}, "versions": versions}

@@ -26,7 +26,6 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from hvd_bert.allocator import keep_memory
 from hvd_bert.bench.__main__ import parse
 from hvd_bert.bench.workload import random_inputs
 from hvd_bert.config import Config
@@ -34,10 +33,11 @@ from hvd_bert.data.batches import Batch, Collator
 from hvd_bert.engines.horovod import HorovodEngine
 from hvd_bert.errors import UserError
 from hvd_bert.inputs import Inputs
-from hvd_bert.model import autocast, set_precision, window_losses
+from hvd_bert.model import autocast, window_losses
 from hvd_bert.optim import make_optimizer
 from hvd_bert.running import run_as_rank
 from hvd_bert.state import seed_ranks
+from hvd_bert.train import set_up
 from hvd_bert.world import World
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -93,10 +93,7 @@ def measure(world: World) -> None:
         flags, config = parse(sys.argv[1:], show_help=False)
         if config.train.gradient_accumulation_steps != 1:
             raise UserError("--gradient_accumulation_steps: this benchmark compares steps of one pass.")
-    world.set_threads(config.horovod.num_threads)
-    set_precision(config.train)
-    if world.device.type == "cpu":
-        keep_memory()
+    set_up(config, world)
     rank_batch = config.train.per_device_train_batch_size * world.size
     inputs = random_inputs(flags.model, rank_batch * (flags.steps + WARM_UP), config, world)
     inputs.model.to(device=world.device).train()

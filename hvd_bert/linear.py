@@ -44,7 +44,6 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.has_bias = bias is not None
         return product(rows, weight, bias)
 
     @staticmethod

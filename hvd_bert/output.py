@@ -254,17 +254,18 @@ def facts(config: Config, world: World) -> dict[str, Any]:
             {"rank": place.rank, "host": place.host, "local_rank": place.local_rank, "device": place.device}
             for place in world.places
         ],
-        "device_name": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else _cpu_name(),
+        "device_name": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu_name(),
         "threads_per_rank": torch.get_num_threads(),
         "precision": config.train.precision,
         "seed": config.train.seed,
         "versions": {"python": platform.python_version(), "hvd_bert": __version__}
-        | {package: _version(package) for package in packages}
+        | {package: version_of(package) for package in packages}
         | {"cuda": torch.version.cuda, "nccl": _nccl_version()},
     }
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's model, or else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -278,7 +279,8 @@ def _nccl_version() -> str | None:
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The installed version of a package; None: it is not there."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -41,10 +41,7 @@ def main(world: World) -> None:
         config = command_line.parse(show_help=world.rank == 0)
         resume.check_elastic(config, world)
         output.unlock()  # what this process held in an earlier world
-    world.set_threads(config.horovod.num_threads)
-    set_precision(config.train)
-    if world.device.type == "cpu":
-        keep_memory()
+    set_up(config, world)
     log.info("%s", "\n".join(world.describe()))
     found = None
     with world.together():
@@ -82,6 +79,14 @@ def main(world: World) -> None:
             if writes and results:  # last: by this file a run counts as finished
                 output.write_json(folder / "train_results.json", results | output.facts(config, world))
     log.info("%s", output.describe(folder))
+
+
+def set_up(config: Config, world: World) -> None:
+    """Threads, precision and memory of this process, before anything large is made."""
+    world.set_threads(config.horovod.num_threads)
+    set_precision(config.train)
+    if world.device.type == "cpu":
+        keep_memory()
 
 
 class Training:

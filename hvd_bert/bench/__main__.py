@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hvd_bert import command_line, output
-from hvd_bert.allocator import keep_memory
 from hvd_bert.bench import measure
 from hvd_bert.bench.peak import matmul_peak
 from hvd_bert.bench.workload import random_inputs
@@ -27,9 +26,8 @@ from hvd_bert.config import Config
 from hvd_bert.data.batches import Collator
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.inputs import Inputs, load_inputs
-from hvd_bert.model import set_precision
 from hvd_bert.running import run_as_rank
-from hvd_bert.train import Training
+from hvd_bert.train import Training, set_up
 from hvd_bert.world import World, log
 
 # Flags of the trainer that name data, so that its own windows and weights are taken; and those that name weights only.
@@ -93,11 +91,7 @@ def main(world: World) -> None:
     """Measure, print on rank 0."""
     with world.together():
         flags, config = parse(sys.argv[1:], show_help=world.rank == 0)
-    args = config.train
-    world.set_threads(config.horovod.num_threads)
-    set_precision(args)
-    if world.device.type == "cpu":
-        keep_memory()
+    set_up(config, world)
     log.info("%s", "\n".join(world.describe()))
     before = measure.memory_now(world.device)
     with world.together():
