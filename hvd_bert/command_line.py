@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 from transformers import HfArgumentParser
 
-from hvd_bert.config import FLAGS, PACKAGE, SECTIONS, Config
+from hvd_bert.config import FLAGS, PACKAGE, SECTIONS, STRATEGIES, Config
 from hvd_bert.errors import EXIT_OK, UserError
 
 PRESETS = PACKAGE / "configs"
@@ -89,6 +90,24 @@ def parse(argv: list[str] | None = None, show_help: bool = True) -> Config:
         name = unknown[0].lstrip("-").split("=")[0].replace("-", "_")
         raise UserError(f"Unknown argument {unknown[0]}{ELSEWHERE.get(name) or _hint(name, '--')}")
     return Config(*parts)
+
+
+def strategy_of(argv: list[str], parse: Callable[[list[str]], Config] = parse) -> str:
+    """The --strategy of a command line, by which a process joins its world before its other settings are looked at.
+
+    Where something is wrong with them, the flag alone counts: what is wrong is said once the world is there.
+    """
+    try:
+        if not {"-h", "--help"} & set(argv):
+            return parse(argv).parallel.strategy
+    except UserError:
+        pass
+    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    chooser.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[0])
+    try:
+        return str(chooser.parse_known_args(argv)[0].strategy)
+    except argparse.ArgumentError:
+        return STRATEGIES[0]
 
 
 def load_yaml(name: str) -> dict[str, Any]:

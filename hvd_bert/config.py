@@ -27,6 +27,10 @@ SCHEDULES = [
 ]
 
 
+# How the ranks train together (hvd_bert.engines.strategies); none: one process.
+STRATEGIES = ["horovod", "ddp", "fsdp", "deepspeed", "dp", "none"]
+
+
 def _arg(default: Any, description: str, **extra: Any) -> Any:
     return field(default=default, metadata={"help": description, **extra})
 
@@ -244,7 +248,14 @@ class CheckpointArguments:
 
 
 @dataclass
-class HorovodArguments:
+class ParallelArguments:
+    strategy: str = _arg(
+        "horovod",
+        "How the ranks train together: horovod, torch's ddp or fsdp, deepspeed (ZeRO), dp (one process, several GPUs),"
+        " or none (one process, the baseline of a speed-up).",
+        choices=STRATEGIES,
+    )
+    zero_stage: int = _arg(2, "DeepSpeed: what the ranks share out: optimizer (1), gradients too (2), weights too (3).")
     fp16_allreduce: bool = _arg(
         False, "Send gradients as fp16. Half the bytes; steps whose gradients overflow are skipped."
     )
@@ -255,6 +266,11 @@ class HorovodArguments:
     num_threads: int | None = _arg(None, "CPU threads of a rank. Default: OMP_NUM_THREADS, or its share of the cores.")
 
     def __post_init__(self) -> None:
+        _require(self.zero_stage in (1, 2, 3), f"--zero_stage {self.zero_stage}: must be 1, 2 or 3.")
+        for f in fields(self):
+            horovods = f.name in ("fp16_allreduce", "gradient_predivide_factor")
+            given = horovods and self.strategy != "horovod" and getattr(self, f.name) != f.default
+            _require(not given, f"--{f.name} is Horovod's: not with --strategy {self.strategy}.")
         factor = self.gradient_predivide_factor
         _require(
             math.isfinite(factor) and factor > 0,
@@ -274,7 +290,7 @@ class Config:
     data: DataArguments
     train: TrainArguments
     checkpoint: CheckpointArguments
-    horovod: HorovodArguments
+    parallel: ParallelArguments
 
     def scores_after(self, step: int, steps_per_epoch: int, total_steps: int) -> bool:
         """Whether to score after optimizer step `step`; the last one counts where the best model is wanted."""
@@ -290,5 +306,5 @@ class Config:
         path.write_text(yaml.safe_dump(self.as_flat(), sort_keys=False), encoding="utf-8")
 
 
-SECTIONS: list[Any] = [ModelArguments, DataArguments, TrainArguments, CheckpointArguments, HorovodArguments]
+SECTIONS: list[Any] = [ModelArguments, DataArguments, TrainArguments, CheckpointArguments, ParallelArguments]
 FLAGS = {f.name for section in SECTIONS for f in fields(section)}

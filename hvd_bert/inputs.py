@@ -84,7 +84,7 @@ def _training_set(config: Config, tokenizer: Any, crossover: int, world: World) 
     args = config.train
     plan = BatchPlan.of_rank_batch(
         windows.lengths(table),
-        args.per_device_train_batch_size,
+        args.per_device_train_batch_size * world.devices,
         args.gradient_accumulation_steps,
         world.size,
         args.seed,

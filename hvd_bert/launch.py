@@ -6,6 +6,7 @@ without a cluster. No other module of the package names a launcher's variables, 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +27,10 @@ class Launcher:
     rank: int | None
 
 
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # only torchrun's processes have it
 # Most specific first: mpirun inside srun inherits Slurm's variables, never the other way round.
 _LAUNCHERS = (
+    ("torchrun", "WORLD_SIZE", "RANK"),
     ("horovodrun", "HOROVOD_SIZE", "HOROVOD_RANK"),
     ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
@@ -39,6 +42,8 @@ _LAUNCHERS = (
 def find_launcher(environ: Mapping[str, str]) -> Launcher:
     """The launcher of this process, from its environment."""
     for name, size, rank in _LAUNCHERS:
+        if name == "torchrun" and TORCHRUN not in environ:
+            continue  # job scripts set these for programs that they start otherwise
         if size in environ and rank in environ:
             return Launcher(name, int(environ[size]), int(environ[rank]))
     return Launcher("none", None, None)
@@ -78,6 +83,19 @@ def check_pmi(launcher: Launcher, environ: Mapping[str, str], mpi: str) -> None:
             " world of one. Start with `srun --mpi=pmix` (`srun --mpi=list` shows what this Slurm has), or with mpirun"
             " or horovodrun."
         )
+
+
+def slurm_address(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Host and port at which the tasks of a Slurm step can meet: its first node, and a port by the job and the step.
+
+    Raises UserError where Slurm's variables do not say. Two steps of one node share a port once in 20,000 times.
+    """
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    first = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
+    if first is None:
+        raise UserError("Slurm does not say on which nodes this job step runs (SLURM_STEP_NODELIST): start with srun.")
+    number = int(environ.get("SLURM_JOB_ID", "0")) * 7 + int(environ.get("SLURM_STEP_ID", "0"))
+    return first[1] + (first[2] or ""), 10_000 + number % 20_000
 
 
 def choose_device(num_devices: int, local_rank: int, local_size: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -68,8 +68,10 @@ class Meter:
     Times leave evaluations out.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, tells_exposed_comm: bool = True) -> None:
+        """`tells_exposed_comm`: whether that phase can be told from "compute"; else it is part of it."""
         self.world = world
+        self._untold = () if tells_exposed_comm else ("exposed_comm",)
         self.last_step = 0
         self.train_s = self.loss_sum = 0.0
         self.windows = self.tokens = 0
@@ -122,7 +124,7 @@ class Meter:
             "windows_per_s": windows / seconds,
             "tokens_per_s": tokens / seconds,
             "step_s": seconds / steps,
-        } | _spread(laps, table[:, 3:] / watched)
+        } | _spread(laps, table[:, 3:] / watched, self._untold)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -164,10 +166,12 @@ class Meter:
         }
 
 
-def _spread(phases: Iterable[str], seconds: torch.Tensor) -> dict[str, float]:
+def _spread(phases: Iterable[str], seconds: torch.Tensor, left_out: Collection[str]) -> dict[str, float]:
     """Mean, least and most of `seconds` [ranks, phases] under the phases' names."""
     row: dict[str, float] = {}
     for phase, column in zip(phases, seconds.T, strict=True):
+        if phase in left_out:
+            continue
         row[f"{phase}_s"] = float(column.mean())
         if len(column) > 1:
             row[f"{phase}_min_s"], row[f"{phase}_max_s"] = float(column.min()), float(column.max())

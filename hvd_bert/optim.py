@@ -14,7 +14,7 @@ from hvd_bert.errors import UserError
 
 
 def scaled_learning_rate(args: TrainArguments, world_size: int) -> float:
-    """Peak learning rate for a global batch that is `world_size` times a single rank's.
+    """Peak learning rate for a global batch that is `world_size` (GPUs, or processes on CPUs) times a single one's.
 
     Linear: Goyal et al. 2017 (arXiv:1706.02677); sqrt: You et al. 2019 (arXiv:1904.00962); none: as given.
     """

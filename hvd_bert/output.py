@@ -245,8 +245,10 @@ def effective_settings(config: Config, plan: BatchPlan, learning_rate: float, wo
 
 def facts(config: Config, world: World) -> dict[str, Any]:
     """What the run ran on: the ranks and their places, threads, precision, versions."""
-    packages = ("torch", "horovod", "transformers", "tokenizers", "datasets", "mpi4py")
+    packages = ("torch", "horovod", "transformers", "tokenizers", "datasets", "mpi4py", "deepspeed")
     return {
+        "strategy": config.parallel.strategy,
+        "devices_per_rank": world.devices,
         "controller": world.controller,
         "hosts": world.hosts,
         "job": world.job,

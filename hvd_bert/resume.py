@@ -11,7 +11,7 @@ from torch import nn
 
 from hvd_bert import checkpoint
 from hvd_bert.checkpoint import Contents, Damaged
-from hvd_bert.config import SECTIONS, CheckpointArguments, Config, HorovodArguments
+from hvd_bert.config import SECTIONS, CheckpointArguments, Config, ParallelArguments
 from hvd_bert.data.plan import BatchPlan
 from hvd_bert.errors import UserError
 from hvd_bert.inputs import Inputs
@@ -30,7 +30,7 @@ FREE = {
     *("output_dir", "overwrite_output_dir", "do_eval", "logging_steps", "eval_strategy", "eval_steps"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size"),
     *(vars(CheckpointArguments()).keys() - {"metric_for_best_model"}),
-    *(vars(HorovodArguments()).keys() - {"fp16_allreduce", "gradient_predivide_factor"}),
+    *(vars(ParallelArguments()).keys() - {"fp16_allreduce", "gradient_predivide_factor"}),
 }
 
 
@@ -65,6 +65,8 @@ def check_scoring(config: Config, inputs: Inputs) -> None:
 
 def check_elastic(config: Config, world: World) -> None:
     """Raise UserError if Horovod elastic and the settings do not go together; keep a new world from starting anew."""
+    if world.elastic and config.parallel.strategy != "horovod":
+        raise UserError(f"Only Horovod is elastic: not with --strategy {config.parallel.strategy}.")
     if config.checkpoint.elastic and not world.elastic:
         raise UserError(
             "--elastic needs Horovod's elastic launcher: horovodrun -np N --min-np M --host-discovery-script"

@@ -19,16 +19,17 @@ import torch
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.launch import WorldsOfOne, find_launcher
 from hvd_bert.world import AgreedError, HostsChanged, World, log
+from hvd_bert.worlds.joining import join
 
 # Of Horovod's messages, where another rank has died. Others (shapes that differ, NCCL's) are shown with a traceback.
 _PEER_IS_GONE = ("Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
-def run_as_rank(entry: Callable[[World], None]) -> NoReturn:
+def run_as_rank(entry: Callable[[World], None], strategy: str = "horovod") -> NoReturn:
     """Join the world, call `entry(world)`, leave with 0, or say once what is wrong and end every rank."""
     generation = 0
     while True:
-        world = _join(generation)
+        world = _join(strategy, generation)
         try:
             world.take_place()
             entry(world)
@@ -63,9 +64,9 @@ def run_as_rank(entry: Callable[[World], None]) -> NoReturn:
         generation += 1
 
 
-def _join(generation: int) -> World:
+def _join(strategy: str, generation: int) -> World:
     try:
-        return World.join(generation)
+        return join(strategy, generation)
     except WorldsOfOne as error:
         # All processes see it, and none can talk to another: the launcher's first process speaks, and alone fails, or
         # the others' end could make the launcher kill it before it has spoken.

@@ -155,7 +155,7 @@ class Checkpoints:
         self.finish()
         if not self.args.load_best_model_at_end or best.step in (0, self.state.step):
             return
-        folder, model, problem = self.folder / checkpoint.name_of(best.step), self.state.model, None
+        folder, model, problem = self.folder / checkpoint.name_of(best.step), self._inputs.model, None
         if world.rank == 0:
             try:
                 checkpoint.verify(folder)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from hvd_bert.config import Config
 from hvd_bert.data.plan import BatchPlan
-from hvd_bert.engines.horovod import HorovodEngine
+from hvd_bert.engines.base import Engine, EngineOptions
+from hvd_bert.engines.strategies import make_engine
 from hvd_bert.meter import Meter
 from hvd_bert.optim import make_optimizer, make_schedule
 from hvd_bert.world import World
@@ -49,8 +50,7 @@ class Best:
 class TrainState:
     """Everything that training changes."""
 
-    model: nn.Module
-    engine: HorovodEngine
+    engine: Engine
     schedule: Any
     meter: Meter
     plan: BatchPlan
@@ -63,12 +63,18 @@ class TrainState:
     def fresh(model: nn.Module, plan: BatchPlan, config: Config, world: World) -> TrainState:
         """The state before the first step; the weights are rank 0's. A collective."""
         args = config.train
-        engine = HorovodEngine(model, make_optimizer(model, args, world.size), plan.accumulation, config, world)
+        engine = make_engine(
+            config.parallel.strategy,
+            model,
+            lambda module: make_optimizer(module, args, world.size * world.devices),
+            engine_options(config, plan.accumulation),
+            world,
+        )
         schedule = make_schedule(engine.optimizer, args, args.total_steps(plan.steps_per_epoch))
         seed_ranks(args.seed, 0, world)
-        return TrainState(
-            model, engine, schedule, Meter(world), plan, world, Best(config.checkpoint.metric_for_best_model)
-        )
+        meter = Meter(world, engine.tells_exposed_comm)
+        engine.mark_gradients(lambda: meter.lap("compute"))
+        return TrainState(engine, schedule, meter, plan, world, Best(config.checkpoint.metric_for_best_model))
 
     def snapshot(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """Copies on the CPU of tensors by file and name, and the rest for JSON; empty on ranks other than 0.
@@ -76,11 +82,11 @@ class TrainState:
         A collective. The copy is what training waits for; it may change the originals afterwards.
         """
         parts = self.world.gather((_random_numbers(self.world.device), self.meter.since_last_look()))
+        weights, optimizer, rest = self.engine.state()
         if self.world.rank != 0:
             return {}, {}
-        optimizer, rest = self.engine.state()
         tensors = {
-            "model": _copies(dict(self.model.state_dict())),
+            "model": _copies(weights),
             "optimizer": _copies(optimizer),
             "rng": {f"rank{rank}.{name}": value for rank, (rng, _) in enumerate(parts) for name, value in rng.items()},
         }
@@ -114,8 +120,7 @@ class TrainState:
             }
         for group in tensors.values():
             world.broadcast_tensors(group)
-        self.model.load_state_dict(tensors["model"])
-        self.engine.load_state(tensors["optimizer"], rest["engine"])
+        self.engine.load_state(tensors["model"], tensors["optimizer"], rest["engine"])
         self.schedule.load_state_dict({**self.schedule.state_dict(), **rest["schedule"]})
         self.step = rest["step"]
         self.best = Best(**rest["best"])
@@ -132,6 +137,20 @@ class TrainState:
             sums = [loss * world.size / rest["world_size"], *counts]
             since = sums if world.rank == 0 else [0 for _ in sums]
         self.meter.restore(rest["meter"], since, self.step)
+
+
+def engine_options(config: Config, accumulation: int) -> EngineOptions:
+    """What the settings say to an engine."""
+    train, parallel = config.train, config.parallel
+    return EngineOptions(
+        accumulation=accumulation,
+        max_grad_norm=train.max_grad_norm,
+        fp16=train.fp16,
+        deterministic=train.deterministic,
+        fp16_allreduce=parallel.fp16_allreduce,
+        gradient_predivide_factor=parallel.gradient_predivide_factor,
+        zero_stage=parallel.zero_stage,
+    )
 
 
 def seed_ranks(seed: int, step: int, world: World) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from hvd_bert.world import NOTICES, World
+from hvd_bert.world import World
+from hvd_bert.worlds.horovod import NOTICES
 
 # From a scheduler that ends or preempts the job, from the keyboard, and from hvd.slurm before the time limit.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

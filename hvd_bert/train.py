@@ -11,6 +11,7 @@ the same command goes on.
 from __future__ import annotations
 
 import math
+import sys
 from contextlib import closing, nullcontext
 from typing import Any
 
@@ -26,6 +27,7 @@ from hvd_bert.evaluation import Evaluator
 from hvd_bert.gpu_usage import GpuUsage
 from hvd_bert.inputs import Inputs, load_inputs
 from hvd_bert.model import autocast, set_precision, window_losses
+from hvd_bert.process_usage import process_usage
 from hvd_bert.resume import Found
 from hvd_bert.running import run_as_rank
 from hvd_bert.saving import Checkpoints
@@ -63,7 +65,7 @@ def main(world: World) -> None:
 
     evaluator = Evaluator(inputs, config, world) if inputs.dev else None
     with closing(Telemetry(folder, enabled=world.rank == 0, resumed_step=found.step if found else None)) as telemetry:
-        results = {}
+        results: dict[str, Any] = {}
         if inputs.train:
             results = Training(inputs, found, evaluator, telemetry, config, world).run()
             with output.writing(folder, world) as writes:
@@ -75,15 +77,17 @@ def main(world: World) -> None:
             with output.writing(folder, world) as writes:
                 if writes:
                     output.write_evaluation(folder, evaluation)
+        results |= output.facts(config, world) | {"processes": world.gather(process_usage(world.device))}
         with output.writing(folder, world) as writes:
-            if writes and results:  # last: by this file a run counts as finished
-                output.write_json(folder / "train_results.json", results | output.facts(config, world))
+            if writes and inputs.train:  # last: by this file a run counts as finished
+                work = {"work": resume.identity(config, inputs)}
+                output.write_json(folder / "train_results.json", results | work)
     log.info("%s", output.describe(folder))
 
 
 def set_up(config: Config, world: World) -> None:
     """Threads, precision and memory of this process, before anything large is made."""
-    world.set_threads(config.horovod.num_threads)
+    world.set_threads(config.parallel.num_threads)
     set_precision(config.train)
     if world.device.type == "cpu":
         keep_memory()
@@ -123,7 +127,7 @@ class Training:
         state, checkpoints, world = self.state, self.checkpoints, self.world
         effective = output.effective_settings(self.config, self.plan, state.schedule.base_lrs[0], world)
         log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))
-        state.model.train()
+        state.engine.module.train()
         self.telemetry.begin(self.total_steps, state.step, self.plan.steps_per_epoch)
         watched = self.stop_requests.watched() if stoppable else nullcontext()
         with closing(checkpoints), closing(self.gpus), closing(self.batches), watched:
@@ -134,6 +138,7 @@ class Training:
                 self._after_step(learning_rate, grad_norm, stops)
             if self.stop_requests.ask()():  # since the last step: while the model was scored, say
                 checkpoints.stop(self.stop_requests.reason())
+            state.engine.whole_model()
             checkpoints.end()
         skipped = {"skipped_steps": state.engine.skipped_steps}
         return state.meter.results() | checkpoints.totals | skipped | effective
@@ -141,17 +146,17 @@ class Training:
     def _step(self) -> tuple[float, Tensor, bool]:
         """One optimizer step. Returns its learning rate, the norm of its gradient, and whether to stop now."""
         state, world = self.state, self.world
-        model, engine, meter = state.model, state.engine, state.meter
+        engine, meter = state.engine, state.meter
         step_windows = len(self.plan.step_windows(state.step))
         for batch in self.batches.of_step(state.step):
             meter.lap("data")
             with autocast(world.device, self.config.train.precision):
-                losses = window_losses(model, batch)[: batch.num_windows]
+                losses = window_losses(engine.module, batch)[: batch.num_windows]
             # Horovod takes the mean over the ranks; this makes it the mean over the windows of the step.
             loss = losses.sum() * (world.size / step_windows)
             engine.backward(loss)
+            meter.lap(engine.backward_ends_in)
             meter.add(loss, batch)
-            meter.lap("compute")
         any_stop = self.stop_requests.ask()
         self.checkpoints.await_write()
         meter.lap("other")
@@ -192,7 +197,7 @@ class Training:
     def _score(self) -> None:
         assert self.evaluator is not None
         with self.state.meter.paused():
-            metrics = self.evaluator(self.state.model).metrics
+            metrics = self.evaluator(self.state.engine.whole_model()).metrics
         self.telemetry.evaluated(metrics)
         self.state.unscored = False
         self.checkpoints.evaluated(metrics)
@@ -210,4 +215,4 @@ def check_finite(step: int, loss: float) -> None:
 
 
 if __name__ == "__main__":
-    run_as_rank(main)
+    run_as_rank(main, command_line.strategy_of(sys.argv[1:]))

@@ -26,6 +26,7 @@ from hvd_bert.config import Config
 from hvd_bert.data.batches import Collator
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.inputs import Inputs, load_inputs
+from hvd_bert.process_usage import memory_now, memory_peak, seconds_since_start
 from hvd_bert.running import run_as_rank
 from hvd_bert.train import Training, set_up
 from hvd_bert.world import World, log
@@ -93,7 +94,7 @@ def main(world: World) -> None:
         flags, config = parse(sys.argv[1:], show_help=world.rank == 0)
     set_up(config, world)
     log.info("%s", "\n".join(world.describe()))
-    before = measure.memory_now(world.device)
+    before = memory_now(world.device)
     with world.together():
         inputs = _inputs(flags, config, world)
     world.check_same({f"--{name}": value for name, value in config.as_flat().items()} | _fingerprint(inputs))
@@ -126,14 +127,14 @@ def _measure(inputs: Inputs, flags: argparse.Namespace, config: Config, world: W
     collate = Collator(inputs.train.windows, device, config.data.pad_to)
     tokens = int(plan.rank_tokens(0)[world.rank] / plan.accumulation)
     world.allgather(None)  # the ranks measure together, as they compute
-    start = measure.seconds_since_start()
+    start = seconds_since_start()
     peak = matmul_peak(shape, tokens, device, args.precision)
-    measuring_s = measure.seconds_since_start() - start
+    measuring_s = seconds_since_start() - start
     with tempfile.TemporaryDirectory() as folder:
         args.output_dir = folder  # with GPUs their usage is recorded there
         Training(inputs, None, None, recorder, config, world).run(stoppable=False)
     args.output_dir = None
-    held = measure.memory_peak(device) - before
+    held = memory_peak(device) - before
     timed = range(flags.steps, args.max_steps)
     needed = measure.memory_needed(model, plan, collate, world.rank, timed, args.precision)
     world.allgather(None)
@@ -188,4 +189,4 @@ def _tell(record: dict[str, Any], path: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    run_as_rank(main)
+    run_as_rank(main, command_line.strategy_of(sys.argv[1:], lambda argv: parse(argv, show_help=False)[1]))

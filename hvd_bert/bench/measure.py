@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import re
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +16,7 @@ from hvd_bert.data.plan import BatchPlan
 from hvd_bert.flops import training_flops
 from hvd_bert.meter import PHASES
 from hvd_bert.model import autocast, window_losses
+from hvd_bert.process_usage import seconds_since_start
 from hvd_bert.telemetry import Telemetry
 
 FP32_BYTES = 4
@@ -41,11 +38,6 @@ class Recorder(Telemetry):
         self.rows.append({"step": step, **metrics})
 
 
-def seconds_since_start() -> float:
-    """Since this process was started, its interpreter and imports included."""
-    return time.time() - float(psutil.Process(os.getpid()).create_time())
-
-
 def section_figures(row: dict[str, float], lengths: Iterable[np.ndarray], model: Any, peak: float) -> dict[str, float]:
     """The figures of one section: `row` as logged at its end, `lengths`: tokens of the windows of each of its steps.
 
@@ -59,7 +51,7 @@ def section_figures(row: dict[str, float], lengths: Iterable[np.ndarray], model:
         "step_s": row["step_s"],
         "useful_gflops": flops / 1e9,
         "mfu": flops / peak,
-        **{f"{phase}_share": row[f"{phase}_s"] / row["step_s"] for phase in PHASES},
+        **{f"{phase}_share": row[f"{phase}_s"] / row["step_s"] for phase in PHASES if f"{phase}_s" in row},
     }
 
 
@@ -84,23 +76,6 @@ def padding_share(plan: BatchPlan, pad_to: int | None, steps: range) -> float:
     ]
     computed = sum(len(lengths) * max(pad_to, lengths.max()) for lengths in batches if len(lengths))
     return float(1 - sum(lengths.sum() for lengths in batches) / computed)
-
-
-def memory_peak(device: torch.device) -> int:
-    """Bytes: the most that this process held; on a GPU the most that its tensors held there."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    # Not getrusage's ru_maxrss, which a process takes over from the one that started it.
-    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
-    assert found
-    return int(found[1]) * 1024
-
-
-def memory_now(device: torch.device) -> int:
-    """Bytes held now, as `memory_peak` counts them."""
-    return (
-        torch.cuda.memory_allocated(device) if device.type == "cuda" else psutil.Process(os.getpid()).memory_info().rss
-    )
 
 
 def memory_needed(model: nn.Module, plan: BatchPlan, collate: Collator, rank: int, steps: range, precision: str) -> int:

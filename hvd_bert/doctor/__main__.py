@@ -24,6 +24,7 @@ from hvd_bert.doctor.report import FAILURE, Line, Report, isolated, merged
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.launch import Launcher, find_launcher
 from hvd_bert.world import AgreedError, World
+from hvd_bert.worlds.horovod import HorovodWorld
 
 MOST_REPEATS = 1000
 # Later than rank 0, which must have spoken before the launcher ends it for another rank's status.
@@ -101,7 +102,7 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
         " --network-interfaces eth0`, `mpirun --mca btl_tcp_if_include eth0`), and let no firewall stand between them.",
     )
     try:
-        world = World.join()
+        world = HorovodWorld.join()
     except Exception as error:
         watch.done()
         return _no_world(error, flags, launcher, report)

@@ -466,7 +466,7 @@ def refuse(monkeypatch, error: Exception) -> None:
     def join():
         raise error
 
-    monkeypatch.setattr(command.World, "join", staticmethod(join))
+    monkeypatch.setattr(command.HorovodWorld, "join", staticmethod(join))
 
 
 @pytest.mark.parametrize(
@@ -524,7 +524,7 @@ class FakeWorld(SimpleNamespace):
 )
 def test_refused_place(monkeypatch, capsys, few_checks, error, said, ended):
     fake = FakeWorld(error)
-    monkeypatch.setattr(command.World, "join", staticmethod(lambda: fake))
+    monkeypatch.setattr(command.HorovodWorld, "join", staticmethod(lambda: fake))
     report = Report(as_json=False, shown=True)
     try:
         status = command.diagnose(command._parse([]), Launcher("mpirun", 1, 0), report)

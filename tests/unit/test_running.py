@@ -15,7 +15,7 @@ from hvd_bert.world import AgreedError, HostsChanged, World
 
 
 def leave(monkeypatch: pytest.MonkeyPatch, world: World, entry) -> int | str | None:
-    monkeypatch.setattr(module.World, "join", staticmethod(lambda generation: world))
+    monkeypatch.setattr(module, "join", lambda strategy, generation: world)
     monkeypatch.setattr(world, "take_place", lambda: None)
     monkeypatch.setattr(module.os, "_exit", lambda status: (_ for _ in ()).throw(SystemExit(f"aborted {status}")))
     with pytest.raises(SystemExit) as left:
@@ -62,7 +62,7 @@ def test_rank_that_fails_alone_ends_all(monkeypatch, capsys, error, status, said
 
 @pytest.mark.parametrize(("rank", "status"), [(None, EXIT_BAD_INPUT), (0, EXIT_BAD_INPUT), (3, EXIT_OK)])
 def test_no_world_to_join_is_said_by_the_first(monkeypatch, capsys, rank, status):
-    def start(generation):
+    def start(strategy, generation):
         raise WorldsOfOne("no world")
 
     for _, *names in launch._LAUNCHERS:
@@ -71,7 +71,7 @@ def test_no_world_to_join_is_said_by_the_first(monkeypatch, capsys, rank, status
     if rank is not None:
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
         monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    monkeypatch.setattr(module.World, "join", staticmethod(start))
+    monkeypatch.setattr(module, "join", start)
     with pytest.raises(SystemExit) as left:
         run_as_rank(lambda world: None)
     assert left.value.code == status

@@ -24,13 +24,13 @@ from hvd_bert.world import AgreedError, HostsChanged
 
 
 class Engine:
-    """AdamW's state in one tensor."""
+    """Weights and AdamW's state, one tensor each."""
 
     def __init__(self) -> None:
-        self.moment = torch.zeros(3)
+        self.weight, self.moment = torch.zeros(2), torch.zeros(3)
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        return {"weight/exp_avg": self.moment}, {"groups": []}
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
+        return {"weight": self.weight}, {"weight/exp_avg": self.moment}, {"groups": []}
 
 
 @pytest.fixture
@@ -44,8 +44,7 @@ def run(tmp_path, monkeypatch):
         world = make_world()
         plan = BatchPlan(np.full(8, 20, np.int32), global_batch=2, accumulation=1, size=1, seed=0, crossover=4608)
         schedule = SimpleNamespace(state_dict=lambda: {"last_epoch": 0, "lr_lambdas": [None]})
-        model = torch.nn.Linear(2, 1)
-        state = TrainState(model, Engine(), schedule, Meter(world), plan, world, Best("f1"))  # type: ignore[arg-type]
+        state = TrainState(Engine(), schedule, Meter(world), plan, world, Best("f1"))  # type: ignore[arg-type]
         return Checkpoints(state, config, SimpleNamespace())  # type: ignore[arg-type]
 
     return make
@@ -66,10 +65,10 @@ def test_slow_write_holds_what_was_there(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "write", slow)
     state.step = 4
-    before = state.model.weight.detach().clone()
+    before = state.engine.weight.clone()
     checkpoints.save()
     with torch.no_grad():  # the training goes on
-        state.model.weight.add_(1)
+        state.engine.weight.add_(1)
         state.engine.moment.add_(1)
     checkpoints.evaluated({"f1": 50.0})
     state.step = 5

@@ -9,7 +9,7 @@ import pytest
 from test_world import heard, make_world
 
 from hvd_bert.stopping import HOSTS, SIGNALS, StopRequests
-from hvd_bert.world import NOTICES
+from hvd_bert.worlds.horovod import NOTICES
 
 
 @pytest.mark.parametrize("number", SIGNALS)

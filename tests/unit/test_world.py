@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -15,8 +13,10 @@ from hvd_bert.world import AgreedError, World
 def make_world(rank: int = 0, size: int = 1) -> World:
     """A world whose collectives are not there; `size` > 1: see `heard`."""
     numbers = {"rank": rank, "size": size, "local_rank": rank, "local_size": size, "cross_rank": 0, "cross_size": 1}
-    hvd = SimpleNamespace(**{name: lambda value=value: value for name, value in numbers.items()}, shutdown=lambda: None)
-    return World(hvd, "none", None)
+    world = World()
+    for name, value in numbers.items():
+        setattr(world, name, value)
+    return world
 
 
 def heard(world: World, messages: list[str | None]) -> World:

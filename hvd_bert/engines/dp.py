@@ -1,0 +1,68 @@
+"""torch's DataParallel: one process, several GPUs. Slower than a process per GPU, and here to show by how much."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hvd_bert.attention import offsets_of
+from hvd_bert.engines.base import Engine
+from hvd_bert.world import World
+
+
+class DPEngine(Engine):
+    """Splits each batch over the GPUs of this process, and adds up their gradients on the first."""
+
+    def _distribute(self, model: nn.Module, world: World) -> nn.Module:
+        return WindowParallel(model, device_ids=list(range(world.devices)))
+
+
+class WindowParallel(nn.DataParallel[nn.Module]):
+    """Splits windows laid end to end between windows; padded windows, and other models' batches, as torch does."""
+
+    def scatter(self, inputs: Any, kwargs: dict[str, Any] | None, device_ids: Any) -> Any:
+        if not kwargs or not kwargs.get("window_lengths"):
+            return super().scatter(inputs, kwargs, device_ids)
+        parts = split_windows(kwargs, len(device_ids))
+        return [() for _ in parts], [
+            {
+                name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+                for name, value in part.items()
+            }
+            for part, device in zip(parts, map(torch.device, map("cuda:{}".format, device_ids)), strict=False)
+        ]
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        if outputs[0].start_logits.shape[0] != 1:
+            return super().gather(outputs, output_device)
+        return join_windows(outputs, output_device)
+
+
+def split_windows(tokens: dict[str, Any], parts: int) -> list[dict[str, Any]]:
+    """Windows laid end to end, as `model.span_logits` hands them over -> as many batches of them, in order.
+
+    Each has nearly as many windows as the others; with fewer windows than `parts`, there are fewer batches.
+    """
+    lengths: list[int] = tokens["window_lengths"]
+    shares = [share.tolist() for share in np.array_split(lengths, min(parts, len(lengths)))]
+    rows = {
+        name: value.split([sum(share) for share in shares], dim=1)
+        for name, value in tokens.items()
+        if not name.startswith("window_")
+    }
+    return [
+        {name: row[i] for name, row in rows.items()}
+        | {"window_lengths": share, "window_offsets": offsets_of(share, tokens["window_offsets"].device)}
+        for i, share in enumerate(shares)
+    ]
+
+
+def join_windows(outputs: list[Any], device: Any) -> Any:
+    """The outputs of `split_windows`' batches as one, end to end on `device`."""
+    first = outputs[0]
+    for name in ("start_logits", "end_logits"):
+        first[name] = torch.cat([output[name].to(device) for output in outputs], dim=1)
+    return first

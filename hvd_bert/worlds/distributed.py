@@ -1,0 +1,90 @@
+"""The world of torch.distributed's ranks, for every strategy but Horovod's: torchrun, horovodrun, mpirun or srun."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import distributed
+
+from hvd_bert.launch import find_launcher, slurm_address
+from hvd_bert.world import World, log_on_rank_zero
+from hvd_bert.worlds import rendezvous
+from hvd_bert.worlds.horovod import HorovodWorld
+
+
+class DistributedWorld(World):
+    """torch.distributed's ranks: Gloo between CPUs, NCCL between GPUs."""
+
+    controller = "torch.distributed"
+
+    def __init__(self, rank: int, size: int, comm: Any = None) -> None:
+        self.rank, self.size, self._comm = rank, size, comm
+        super().__init__()
+        hosts = self.allgather(self.host)
+        names = list(dict.fromkeys(hosts))
+        self.local_rank, self.local_size = hosts[:rank].count(self.host), Counter(hosts)[self.host]
+        self.cross_rank, self.cross_size = names.index(self.host), len(names)
+
+    @staticmethod
+    def join() -> DistributedWorld:
+        """Join the world that the launcher made. Raises UserError where it is not one world."""
+        launcher = find_launcher(os.environ)
+        rank, size, comm = launcher.rank or 0, launcher.size or 1, None
+        if launcher.name == "torchrun":
+            store = rendezvous.torchrun_store()
+        elif launcher.name == "srun":
+            store = rendezvous.store_at(*slurm_address(os.environ), rank, size)
+        elif size == 1:
+            store = distributed.HashStore()  # type: ignore[attr-defined]  # it is there, but for type checkers
+        else:
+            # horovodrun and mpirun tell a rank where to meet the others, each in words of its own, which Horovod knows.
+            meeting = HorovodWorld.join()
+            rank, size, comm = meeting.rank, meeting.size, meeting._comm
+            host, port = meeting.broadcast((meeting.host, rendezvous.free_port()))
+            store = rendezvous.store_at(host, port, rank, size)
+            meeting.close()
+        rendezvous.choose_interface(store, rank, size, "GLOO_SOCKET_IFNAME")
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
+        log_on_rank_zero(rank)
+        return DistributedWorld(rank, size, comm)
+
+    def allgather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        distributed.all_gather_object(values, value)
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size if self.rank == 0 else []
+        distributed.gather_object(value, values or None)
+        return values
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        total = values.clone()
+        distributed.all_reduce(total)
+        return total
+
+    def broadcast_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for _, tensor in sorted(tensors.items()):
+            distributed.broadcast(tensor, src=0)
+
+    def begin_vote(self, mine: bool) -> Callable[[], bool]:
+        ballot = torch.tensor([int(mine)], dtype=torch.int32)
+        work = distributed.all_reduce(ballot, async_op=True)
+
+        def count() -> bool:
+            work.wait()
+            return bool(ballot.item())
+
+        return count
+
+    def close(self) -> None:
+        distributed.barrier()
+        self.leave()
+
+    def leave(self) -> None:
+        distributed.destroy_process_group()

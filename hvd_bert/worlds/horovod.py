@@ -1,0 +1,171 @@
+"""The world of Horovod's ranks: horovodrun, mpirun, srun --mpi=pmix, torchrun, or one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from hvd_bert.errors import UserError
+from hvd_bert.launch import Launcher, check_pmi, check_size, find_launcher, is_elastic
+from hvd_bert.world import World, log, log_on_rank_zero
+from hvd_bert.worlds import rendezvous
+
+
+class HostNotices:
+    """Whether Horovod elastic has hosts to add or to remove. It tells rank 0, once, from a thread of its own."""
+
+    def __init__(self) -> None:
+        self.changed = False
+        self._watches = False
+
+    def watch(self) -> None:
+        """Listen for changes from now on; those of before are in the world that is joined next."""
+        from horovod.common.elastic import notification_manager
+
+        self.changed = False
+        if not self._watches:
+            notification_manager.init()
+            notification_manager.register_listener(self)
+            self._watches = True
+
+    def on_hosts_updated(self, time: float, kind: int) -> None:
+        """Horovod's call."""
+        self.changed = True
+
+
+NOTICES = HostNotices()
+
+
+class HorovodWorld(World):
+    """Horovod's ranks. `node`: under MPI the communicator of this host's ranks (mpi4py), once all have their places."""
+
+    def __init__(self, hvd: Any, controller: str, comm: Any) -> None:
+        self._hvd = hvd
+        self._comm = comm
+        self.controller = controller
+        self.rank = hvd.rank()
+        self.size = hvd.size()
+        self.local_rank = hvd.local_rank()
+        self.local_size = hvd.local_size()
+        self.cross_rank = hvd.cross_rank()
+        self.cross_size = hvd.cross_size()
+        self.node: Any = None
+        super().__init__()
+
+    @staticmethod
+    def join(generation: int = 0) -> HorovodWorld:
+        """Join the world that the launcher made. Raises UserError where it is not one world.
+
+        `generation`: how many worlds this process has been in before, under Horovod elastic.
+        """
+        launcher = find_launcher(os.environ)
+        if launcher.size in (None, 1):
+            # Alone: no need to start MPI, which on some clusters cannot be started outside a job.
+            os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
+        elif launcher.name == "torchrun":
+            rendezvous.serve_horovod()
+        try:
+            import horovod.torch as hvd
+
+            by_mpi = hvd.mpi_built() and os.environ.get("HOROVOD_CONTROLLER", "mpi") == "mpi"
+            comm = _mpi_world(launcher) if by_mpi else None
+        except (ImportError, OSError, RuntimeError) as error:
+            raise UserError(
+                f"Horovod or MPI cannot be loaded ({error}): load the modules that were loaded at set-up, or run"
+                " `bash env/setup.sh` with those of now."
+            ) from None
+        elastic = is_elastic(os.environ)
+        if elastic:
+            NOTICES.watch()
+        hvd.init()
+        if not elastic:  # there the launcher's variables stay those of the first world
+            check_size(launcher, hvd.size())
+        world = HorovodWorld(hvd, "none" if hvd.size() == 1 else "mpi" if by_mpi else "gloo", comm)
+        log_on_rank_zero(world.rank)
+        world.elastic, world.generation = elastic, generation
+        if launcher.size is None and int(os.environ.get("SLURM_NTASKS", "1")) > 1:
+            log.warning("This job has %s tasks, but this is one process: start with srun.", os.environ["SLURM_NTASKS"])
+        return world
+
+    def take_place(self) -> None:
+        super().take_place()
+        if self._comm is not None:
+            from mpi4py import MPI
+
+            self.node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+            self.host_ranks = tuple(self.node.allgather(self.rank))
+
+    def _take_device(self) -> tuple[str, str | None]:
+        device, device_id = super()._take_device()
+        if device != "cpu" and self.size > 1 and not self._hvd.nccl_built():
+            raise UserError(
+                "Horovod was built without NCCL and cannot average gradients on GPUs: build it anew with"
+                " `bash env/setup.sh --with-nccl`, or hide the GPUs (CUDA_VISIBLE_DEVICES= ) to train on CPUs."
+            )
+        return device, device_id
+
+    def allgather(self, value: Any) -> list[Any]:
+        if self.size == 1:
+            return [value]
+        if self._comm is not None:
+            return list(self._comm.allgather(value))
+        # Named, or Horovod 0.28 would name it by the value's type, and ranks with values of different types would
+        # wait for each other for ever.
+        return list(self._hvd.allgather_object(value, name="hvd_bert.allgather"))
+
+    def gather(self, value: Any) -> list[Any]:
+        if self.size > 1 and self._comm is not None:
+            return list(self._comm.gather(value) or ())
+        return super().gather(value)  # Horovod has no gather
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        if self.size == 1:
+            return values
+        return torch.as_tensor(self._hvd.allreduce(values, op=self._hvd.Sum))
+
+    def broadcast_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if self.size > 1:
+            self._hvd.broadcast_parameters(sorted(tensors.items()), root_rank=0)
+
+    def begin_vote(self, mine: bool) -> Callable[[], bool]:
+        if self.size == 1:
+            return lambda: mine
+        ballot = torch.tensor([int(mine)], dtype=torch.int32)
+        handle = self._hvd.allreduce_async(ballot, op=self._hvd.Sum, name="hvd_bert.vote")
+        return lambda: bool(self._hvd.synchronize(handle).item())
+
+    def close(self) -> None:
+        self.allgather(None)
+        self._hvd.shutdown()
+
+    def leave(self) -> None:
+        self._hvd.shutdown()
+
+
+def _mpi_world(launcher: Launcher) -> Any:
+    """mpi4py's communicator of all ranks; initialises MPI, before Horovod does.
+
+    Who initialises MPI also finalises it. Horovod would do so as soon as the first rank leaves, under the feet of
+    ranks that still use it (segmentation faults, seen with 0.28.1); mpi4py does when its own process ends.
+    """
+    import mpi4py
+
+    mpi4py.rc(initialize=False, finalize=True)
+    from mpi4py import MPI
+
+    check_pmi(launcher, os.environ, MPI.Get_library_version())
+    if not torch.cuda.is_available():
+        # Open MPI waits by asking again and again. On CPUs Horovod's thread would so take the core from the training
+        # of its own rank: two ranks on two cores made 12.6 windows/s, and 18.1 since it lets others go first.
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        raise UserError(
+            "This MPI gives no THREAD_MULTIPLE, which Horovod's background thread needs: use an MPI built with it, or"
+            " `horovodrun --gloo`."
+        )
+    return MPI.COMM_WORLD.Dup()  # our messages must not meet Horovod's
