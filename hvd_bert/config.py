@@ -292,6 +292,10 @@ class Config:
     checkpoint: CheckpointArguments
     parallel: ParallelArguments
 
+    def __post_init__(self) -> None:
+        fp16_on_zero = self.parallel.strategy == "deepspeed" and self.train.fp16
+        _require(not fp16_on_zero, "--fp16: not with --strategy deepspeed here; give --bf16.")
+
     def scores_after(self, step: int, steps_per_epoch: int, total_steps: int) -> bool:
         """Whether to score after optimizer step `step`; the last one counts where the best model is wanted."""
         last = self.checkpoint.load_best_model_at_end and step == total_steps

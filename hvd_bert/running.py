@@ -21,7 +21,8 @@ from hvd_bert.launch import WorldsOfOne, find_launcher
 from hvd_bert.world import AgreedError, HostsChanged, World, log
 from hvd_bert.worlds.joining import join
 
-# Of Horovod's messages, where another rank has died. Others (shapes that differ, NCCL's) are shown with a traceback.
+# Of Horovod's and Gloo's messages, where another rank has died. Others (shapes that differ, NCCL's) are shown with a
+# traceback.
 _PEER_IS_GONE = ("Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
@@ -77,9 +78,7 @@ def _join(strategy: str, generation: int) -> World:
 
 
 def _lost_another_rank(error: Exception) -> bool:
-    from horovod.common.exceptions import HorovodInternalError
-
-    return isinstance(error, HorovodInternalError) and any(words in str(error) for words in _PEER_IS_GONE)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _PEER_IS_GONE)
 
 
 def _can_be_done_without(error: Exception) -> bool:

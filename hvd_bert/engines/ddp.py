@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,10 +24,11 @@ class DDPEngine(Engine):
     module: DistributedDataParallel
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
+        buffers: dict[str, Any] = {_SYNC_BUFFERS: False}  # they are the same on all ranks and never change
         module = DistributedDataParallel(
             model,
             device_ids=[world.device] if world.device.type == "cuda" else None,
-            **{_SYNC_BUFFERS: False},  # they are the same on all ranks and never change
+            **buffers,
             gradient_as_bucket_view=True,
             # DDP fills its buckets anew after the first step, so a run that was gone on with would sum in another
             # order than one that was not; it does not where parameters may be unused.

@@ -25,7 +25,7 @@ TRAIN = [sys.executable, "-m", "hvd_bert.train"]
 TIMEOUT_S = float(os.environ.get("HVD_BERT_TEST_TIMEOUT_S", "110"))
 _TOKEN = "HVD_BERT_TEST_LAUNCH"  # in the environment of every process of a launch, so that none can hide
 # What a surrounding job leaves would be taken for this launch's.
-_FOREIGN = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "HOROVOD_", "MV2_")
+_FOREIGN = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "HOROVOD_", "MV2_", "TORCHELASTIC_")
 
 
 @dataclass(frozen=True, repr=False)
@@ -113,13 +113,15 @@ def built() -> frozenset[str]:
 
 
 def launcher(size: int, by: str) -> list[str]:
-    """The words that start `size` ranks `by` horovodrun ("mpi", "gloo"), plain "mpirun", or one by nothing ("none").
+    """The words that start `size` ranks `by` horovodrun ("mpi", "gloo"), "mpirun", "torchrun", or one by nothing.
 
     Skips the test where that launcher is not there.
     """
     if by == "none":
         assert size == 1
         return []
+    if by == "torchrun":
+        return [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", str(size), "--no-python"]
     controller = "mpi" if by == "mpirun" else by
     if controller not in built():
         pytest.skip(f"this Horovod was built without {controller}")

@@ -1,6 +1,6 @@
 """What every rank of a launch runs: all checks of this folder, in one go, since starting ranks costs seconds.
 
-    horovodrun -np 4 --gloo -H localhost:4 python ranks.py FOLDER CONTROLLER
+    horovodrun -np 4 --gloo -H localhost:4 python ranks.py FOLDER CONTROLLER STRATEGY
 
 A check is called by all ranks and asserts on each. Rank 0 keeps FOLDER/results.json up to date: for each check the
 traceback of every rank, or null. `test_worlds.py` starts this and makes a test of each entry.
@@ -28,29 +28,42 @@ class Ranks:
     world: World
     controller: str
     folder: Path
+    strategy: str
 
 
 Check = Callable[[Ranks], None]
 CHECKS: dict[str, Check] = {}
+OF_HOROVOD: set[str] = set()  # what does not depend on the strategy, and Horovod's own traps
 
 
 def check(function: Check) -> Check:
-    """Register a check under its function's name."""
+    """Register a check of Horovod's worlds under its function's name."""
+    OF_HOROVOD.add(function.__name__)
+    return check_every_strategy(function)
+
+
+def check_every_strategy(function: Check) -> Check:
+    """Register a check of every world."""
     assert function.__name__ not in CHECKS
     CHECKS[function.__name__] = function
     return function
 
 
+def checks_of(strategy: str) -> list[str]:
+    """The names of the checks of a strategy's worlds, in order."""
+    return [name for name in CHECKS if strategy == "horovod" or name not in OF_HOROVOD]
+
+
 def run_checks(world: World) -> None:
     """All of them, in order; one that fails on a rank does not keep the others from running."""
-    for module in ("world_checks", "training_checks", "evaluation_checks", "resume_checks"):
+    for module in ("world_checks", "training_checks", "strategy_checks", "evaluation_checks", "resume_checks"):
         importlib.import_module(module)  # its checks register themselves
-    folder, controller = Path(sys.argv[1]), sys.argv[2]
+    folder, controller, strategy = Path(sys.argv[1]), *sys.argv[2:]
     results: dict[str, list[str | None]] = {}
-    for name, function in CHECKS.items():
+    for name in checks_of(strategy):
         failure, start = None, time.monotonic()
         try:
-            function(Ranks(world, controller, folder))
+            CHECKS[name](Ranks(world, controller, folder, strategy))
         except Exception:
             failure = traceback.format_exc()
             # At once, since the other ranks may wait for this one until all of them are killed.
@@ -63,4 +76,4 @@ def run_checks(world: World) -> None:
 
 if __name__ == "__main__":
     sys.modules["ranks"] = sys.modules["__main__"]  # the checks import this module by its name
-    run_as_rank(run_checks)
+    run_as_rank(run_checks, sys.argv[3])

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import resuming
-from ranks import Ranks, check
+from ranks import Ranks, check_every_strategy
 from stopping_at import signal_at
 from training_checks import GLOBAL_BATCH, sample
 
@@ -43,7 +43,7 @@ def run(world: World, words: list[str]) -> int:
     return 0
 
 
-@check
+@check_every_strategy
 def stopped_run_ends_as_one_never_stopped(ranks: Ranks) -> None:
     world = ranks.world
     whole, stopped, records = (ranks.folder / name for name in ("whole", "stopped", "records"))

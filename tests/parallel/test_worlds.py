@@ -18,16 +18,31 @@ import numpy as np
 import official_squad
 import pytest
 import resume_checks  # noqa: F401  # registers its checks
+import strategy_checks  # noqa: F401  # registers its checks
 import torch
 import training_checks
 import world_checks  # noqa: F401  # registers its checks
 from launch import SAMPLE, Outcome, launcher, run
-from ranks import CHECKS
+from ranks import checks_of
 
 pytestmark = pytest.mark.parallel
 
-WORLDS = [(1, "none"), (1, "mpi"), (1, "gloo"), (2, "mpi"), (2, "gloo"), (4, "mpi"), (4, "gloo")]
-Started = tuple[int, str]
+# Size, launcher, strategy; each launcher starts some of the strategies.
+HOROVOD = [
+    (size, by, "horovod")
+    for size, by in ((1, "none"), (1, "mpi"), (1, "gloo"), (2, "mpi"), (2, "gloo"), (4, "mpi"), (4, "gloo"))
+]
+OTHERS = [
+    (2, "torchrun", "horovod"),
+    (1, "none", "none"),
+    (1, "none", "ddp"),
+    (2, "mpirun", "ddp"),
+    (4, "torchrun", "ddp"),
+    (2, "torchrun", "fsdp"),
+    (4, "gloo", "fsdp"),
+    (2, "mpi", "deepspeed"),
+    (4, "torchrun", "deepspeed"),
+]
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 
@@ -59,12 +74,14 @@ class Launch:
         return [json.loads(line) for line in (self.folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-def _start(folder: Path, size: int, by: str) -> Launch:
+def _start(folder: Path, size: int, by: str, strategy: str) -> Launch:
     shutil.copytree(SAMPLE, folder / "tiny")
     config = json.loads((SAMPLE / "config.json").read_text()) | TINY | DROPOUT
     (folder / "tiny" / "config.json").write_text(json.dumps(config))
-    controller = "none" if size == 1 else by
-    command = [*launcher(size, by), sys.executable, Path(__file__).with_name("ranks.py"), folder, controller]
+    controller = {"horovod": by.replace("torchrun", "gloo"), "none": "none"}.get(strategy, "torch.distributed")
+    controller = "none" if (size, strategy) == (1, "horovod") else controller
+    ranks = Path(__file__).with_name("ranks.py")
+    command = [*launcher(size, by), sys.executable, ranks, folder, controller, strategy]
     outcome = run(command, folder, env={"HVD_BERT_CACHE": str(folder / "cache")})
     results = folder / "results.json"
     return Launch(outcome, folder, json.loads(results.read_text()) if results.exists() else {})
@@ -72,33 +89,53 @@ def _start(folder: Path, size: int, by: str) -> Launch:
 
 @pytest.fixture(scope="session")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """worlds(size, by) -> its Launch, started at the first call."""
+    """worlds(size, by, strategy) -> its Launch, started at the first call."""
 
     @functools.cache
-    def start(size: int, by: str) -> Launch:
-        return _start(tmp_path_factory.mktemp(f"world-{size}-{by}"), size, by)
+    def start(size: int, by: str, strategy: str) -> Launch:
+        return _start(tmp_path_factory.mktemp(f"world-{size}-{by}-{strategy}"), size, by, strategy)
 
     return start
 
 
-@pytest.fixture(params=WORLDS, ids=lambda world: f"{world[0]}-{world[1]}", scope="session")
+def name_of(world: tuple[int, str, str]) -> str:
+    size, by, strategy = world
+    return f"{size}-{by}" if strategy == "horovod" else f"{size}-{by}-{strategy}"
+
+
+@pytest.fixture(params=HOROVOD + OTHERS, ids=name_of, scope="session")
 def launch(request: pytest.FixtureRequest, worlds: Any) -> Launch:
-    size, by = request.param
+    """Every world."""
+    size, by, strategy = request.param
     launcher(size, by)  # skips here, visibly, what this machine cannot start
-    return worlds(size, by)
+    if strategy == "deepspeed":
+        pytest.importorskip("deepspeed")
+    return worlds(size, by, strategy)
+
+
+of_horovod = pytest.mark.parametrize("launch", HOROVOD, ids=name_of, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
 def alone(worlds: Any) -> Launch:
     """One process, started by no launcher."""
-    return worlds(1, "none")
+    return worlds(1, "none", "horovod")
 
 
 def test_launch_ends_well(launch: Launch) -> None:
     launch.outcome.expect(0)
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(
+    ("launch", "check"),
+    [
+        pytest.param(world, name, id=f"{name_of(world)}-{name}")
+        for world in HOROVOD + OTHERS
+        for name in checks_of(world[2])
+    ],
+    indirect=["launch"],
+    scope="session",
+)
 def test_check(launch: Launch, check: str) -> None:
     launch.expect(check)
 
@@ -114,6 +151,7 @@ def test_losses_of_20_steps_are_those_of_one_rank(launch: Launch, alone: Launch)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
+@of_horovod
 def test_first_gradients_are_those_of_one_rank(launch: Launch, alone: Launch) -> None:
     for one in (launch, alone):
         one.expect("averaged_gradient_is_that_of_one_process")
@@ -130,6 +168,7 @@ def test_whole_run_is_scored_as_by_one_rank(launch: Launch, alone: Launch) -> No
     assert launch.read("run/eval_predictions.json").keys() == alone.read("run/eval_predictions.json").keys()
 
 
+@of_horovod
 @pytest.mark.parametrize("num_questions", evaluation_checks.NUM_QUESTIONS)
 @pytest.mark.parametrize("preset", evaluation_checks.PRESETS)
 def test_evaluation_is_that_of_one_rank(launch: Launch, alone: Launch, preset: str, num_questions: int) -> None:
@@ -143,6 +182,7 @@ def test_evaluation_is_that_of_one_rank(launch: Launch, alone: Launch, preset: s
         assert [entry["text"] for entry in rival] == [entry["text"] for entry in other]
 
 
+@of_horovod
 @pytest.mark.parametrize("num_questions", evaluation_checks.NUM_QUESTIONS)
 def test_scores_are_the_official_scripts(launch: Launch, num_questions: int) -> None:
     try:

@@ -16,18 +16,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import Ranks, check
+from ranks import Ranks, check, check_every_strategy
 from torch import Tensor, nn
 
 from hvd_bert import checkpoint, command_line, train
 from hvd_bert.config import Config
 from hvd_bert.data.batches import Collator
 from hvd_bert.data.plan import BatchPlan
-from hvd_bert.engines.horovod import HorovodEngine
+from hvd_bert.engines.base import Engine
+from hvd_bert.engines.strategies import engine_class, make_engine
 from hvd_bert.inputs import Inputs, load_inputs
 from hvd_bert.model import autocast, window_losses
 from hvd_bert.optim import make_optimizer
 from hvd_bert.saving import Checkpoints
+from hvd_bert.state import engine_options
 from hvd_bert.world import World
 
 WINDOWS = 17
@@ -42,6 +44,7 @@ def sample(*flags: str | float | Path) -> list[str]:
     """The command line of a small run on the sample, one window per question, plus `flags`."""
     tiny = Path(sys.argv[1]) / "tiny"
     fixed = ["--config", "sample", "--config_name", tiny, "--tokenizer_name", tiny, "--dropout", 0]
+    fixed += ["--strategy", sys.argv[3]]
     return [str(word) for word in (*fixed, "--max_train_samples", WINDOWS, "--weight_decay", 0.01, *flags)]
 
 
@@ -58,12 +61,19 @@ class Training:
         self.plan: BatchPlan = self.inputs.train.plan
         assert (self.plan.num_windows, self.plan.steps_per_epoch) == (WINDOWS, 2)
         self.model: nn.Module = self.inputs.model
-        self.collate = Collator(self.inputs.train.windows, world.device)
+        self.collate = Collator(self.inputs.train.windows, world.device, self.config.data.pad_to)
         self.model.train()
 
-    def wrap(self) -> HorovodEngine:
-        optimizer = make_optimizer(self.model, self.config.train, self.world.size)
-        self.engine = HorovodEngine(self.model, optimizer, self.plan.accumulation, self.config, self.world)
+    def wrap(self) -> Engine:
+        self.engine = make_engine(
+            self.config.parallel.strategy,
+            self.model,
+            lambda module: make_optimizer(module, self.config.train, self.world.size),
+            engine_options(self.config, self.plan.accumulation),
+            self.world,
+        )
+        self.forward = self.engine.module
+        self.forward.train()
         return self.engine
 
     def shares(self, step: int) -> Iterator[Tensor]:
@@ -71,7 +81,7 @@ class Training:
         for ids in self.plan.rank_windows(step, self.world.rank):
             batch = self.collate(ids)
             with autocast(self.world.device, self.config.train.precision):
-                losses = window_losses(self.model, batch)[: batch.num_windows]
+                losses = window_losses(self.forward, batch)[: batch.num_windows]
             yield losses.sum() * (self.world.size / len(self.plan.step_windows(step)))
 
     def backward(self, step: int, factor: float = 1.0) -> None:
@@ -90,6 +100,13 @@ class Training:
         self.engine.synchronize()
         self.engine.clip()
         return self.gradients()
+
+    def averaged_step(self, step: int) -> None:
+        """The whole optimizer step."""
+        self.backward(step)
+        self.engine.synchronize()
+        self.engine.clip()
+        self.engine.step()
 
     def plain_gradients(self, step: int) -> Gradients:
         """What one process gets for all of the step's windows, without Horovod."""
@@ -295,12 +312,13 @@ def gradient_predivide_factor_keeps_the_mean(ranks: Ranks) -> None:
     assert_close(training.averaged_gradients(0), training.plain_gradients(0))
 
 
-@check
+@check_every_strategy
 def no_step_counts_before_the_last_save_is_on_disk(ranks: Ranks) -> None:
     """The write of a checkpoint runs beside the next step, and is over before that step changes a weight."""
     order: list[str] = []
     waited_for = threading.Event()
-    write, step = checkpoint.write, HorovodEngine.step
+    kind = engine_class(sys.argv[3])
+    write, step = checkpoint.write, kind.step
     await_write, finish = Checkpoints.await_write, Checkpoints.finish
 
     def slow_write(*arguments: Any) -> Path:
@@ -313,7 +331,7 @@ def no_step_counts_before_the_last_save_is_on_disk(ranks: Ranks) -> None:
         await_write(self)
         waited_for.clear()
 
-    def telling_step(self: HorovodEngine) -> bool:
+    def telling_step(self: Engine) -> bool:
         order.append("step")
         return step(self)
 
@@ -324,7 +342,7 @@ def no_step_counts_before_the_last_save_is_on_disk(ranks: Ranks) -> None:
         patch.setattr(checkpoint, "write", slow_write)
         patch.setattr(Checkpoints, "await_write", telling_wait)
         patch.setattr(Checkpoints, "finish", lambda self: (waited_for.set(), finish(self)))
-        patch.setattr(HorovodEngine, "step", telling_step)
+        patch.setattr(kind, "step", telling_step)
         try:
             train.main(ranks.world)
         finally:
@@ -333,7 +351,7 @@ def no_step_counts_before_the_last_save_is_on_disk(ranks: Ranks) -> None:
     assert order == saved * 3, order
 
 
-@check
+@check_every_strategy
 def whole_run_ends_well(ranks: Ranks) -> None:
     """20 steps by the command's own main; test_worlds.py compares what the launches leave."""
     out = ranks.folder / "run"

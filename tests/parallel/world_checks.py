@@ -6,13 +6,13 @@ import os
 
 import pytest
 import torch
-from ranks import Ranks, check
+from ranks import Ranks, check, check_every_strategy
 
 from hvd_bert.errors import UserError
 from hvd_bert.world import AgreedError
 
 
-@check
+@check_every_strategy
 def every_rank_has_its_place(ranks: Ranks) -> None:
     world = ranks.world
     everyone = list(range(world.size))
@@ -43,7 +43,7 @@ def mpi_gives_a_communicator_of_the_node(ranks: Ranks) -> None:
     assert world.node.allgather(world.rank) == list(world.host_ranks)
 
 
-@check
+@check_every_strategy
 def allgather_takes_values_of_different_types(ranks: Ranks) -> None:
     # Under Gloo, Horovod names the collective of an object by its type: unnamed, this hung.
     values = [{"a": 1}, None, "text", [1.5, (2,)]]
@@ -52,14 +52,14 @@ def allgather_takes_values_of_different_types(ranks: Ranks) -> None:
     assert world.allgather(values[(world.rank + 1) % 4]) == [values[(rank + 1) % 4] for rank in range(world.size)]
 
 
-@check
+@check_every_strategy
 def broadcast_gives_rank_zeros_value(ranks: Ranks) -> None:
     world = ranks.world
     for value in ({"from": 0}, None, "text"):
         assert world.broadcast(value if world.rank == 0 else object) == value
 
 
-@check
+@check_every_strategy
 def sum_adds_up_over_the_ranks(ranks: Ranks) -> None:
     world = ranks.world
     mine = torch.tensor([1.0, world.rank, 1e-9 * world.rank], dtype=torch.float64)
@@ -69,13 +69,13 @@ def sum_adds_up_over_the_ranks(ranks: Ranks) -> None:
     assert mine[0] == 1.0, "the values given must stay as they are"
 
 
-@check
+@check_every_strategy
 def together_lets_success_pass(ranks: Ranks) -> None:
     with ranks.world.together():
         pass
 
 
-@check
+@check_every_strategy
 def error_of_one_rank_is_an_agreed_error_of_all(ranks: Ranks) -> None:
     world = ranks.world
     last = world.size - 1
@@ -86,7 +86,7 @@ def error_of_one_rank_is_an_agreed_error_of_all(ranks: Ranks) -> None:
     assert str(caught.value) == ("no such file" if world.size == 1 else f"rank {last} on {world.host}: no such file")
 
 
-@check
+@check_every_strategy
 def error_of_all_ranks_is_said_by_the_first(ranks: Ranks) -> None:
     with pytest.raises(AgreedError) as caught, ranks.world.together():
         raise UserError("no such flag")

@@ -1,0 +1,101 @@
+"""Every strategy computes what one process computes, and leaves what any other can take up.
+
+Gradients are read from AdamW's first moments after one step, which every engine hands out whole.
+"""
+
+from __future__ import annotations
+
+import torch
+from ranks import Ranks, check_every_strategy
+from training_checks import Gradients, Training, assert_close
+
+from hvd_bert.model import window_losses
+
+
+def applied_gradients(training: Training, step: int) -> Gradients:
+    """Make the first optimizer step, on the windows of `step`; the gradients it took, on rank 0 (else nothing)."""
+    training.averaged_step(step)
+    _, tensors, rest = training.engine.state()
+    if training.world.rank != 0:
+        return {}
+    share = 1 - rest["groups"][0]["betas"][0]
+    return {
+        name.removesuffix("/exp_avg"): value / share for name, value in tensors.items() if name.endswith("/exp_avg")
+    }
+
+
+def first_step(ranks: Ranks, *flags: str | float, accumulation: int = 1, step: int = 0, clip: float = 0.0) -> None:
+    """One step by the strategy's engine, held to what one process computes for all of its windows."""
+    training = Training(ranks.world, "--max_grad_norm", clip, *flags, accumulation=accumulation)
+    expected = training.plain_gradients(step)
+    if clip:
+        norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+        assert norm > clip, "nothing is clipped"
+        expected = {name: gradient * (clip / norm) for name, gradient in expected.items()}
+    training.wrap()
+    found = applied_gradients(training, step)
+    if ranks.world.rank == 0:
+        assert_close(found, expected)
+
+
+@check_every_strategy
+def first_gradients_are_those_of_one_process(ranks: Ranks) -> None:
+    first_step(ranks)
+
+
+@check_every_strategy
+def padded_gradients_are_those_of_one_process(ranks: Ranks) -> None:
+    first_step(ranks, "--padding", "max_length", "--max_seq_length", 64)
+
+
+@check_every_strategy
+def clipped_gradients_of_several_passes_are_those_of_one_process(ranks: Ranks) -> None:
+    first_step(ranks, accumulation=4, clip=0.01)
+
+
+@check_every_strategy
+def a_step_in_which_most_ranks_have_no_window_is_that_of_one_process(ranks: Ranks) -> None:
+    first_step(ranks, step=1)
+
+
+@check_every_strategy
+def whole_model_is_what_was_trained(ranks: Ranks) -> None:
+    """The weights to score and to save are those of now, the same on every rank."""
+    training = Training(ranks.world, "--learning_rate", 1e-3)
+    before = training.weights()
+    engine = training.wrap()
+    training.averaged_step(0)
+    whole = engine.whole_model()
+    after = {name: weight.detach().clone() for name, weight in whole.named_parameters()}
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    assert len(moved) > len(before) / 2
+    batch = training.collate(training.plan.step_windows(1))
+    whole.eval()
+    with torch.no_grad():
+        losses = window_losses(whole, batch).tolist()
+    assert ranks.world.allgather(losses) == [losses] * ranks.world.size
+    weights, _, _ = engine.state()
+    if ranks.world.rank == 0:
+        assert all(torch.equal(weights[name], after[name]) for name in after)
+
+
+@check_every_strategy
+def state_of_an_engine_is_taken_up_by_another(ranks: Ranks) -> None:
+    """A second engine of the kind, given the first one's state, makes the same next step, to the bit."""
+    world, flags = ranks.world, ("--learning_rate", 1e-3, *(["--deterministic"] if ranks.world.size > 2 else []))
+    first, second = Training(world, *flags), Training(world, *flags)
+    first.wrap()
+    first.averaged_step(0)
+    second.wrap()
+    weights, tensors, rest = first.engine.state()
+    copies = world.broadcast(
+        [{name: value.clone().numpy() for name, value in group.items()} for group in (weights, tensors)]
+    )
+    whole = [{name: torch.from_numpy(value) for name, value in group.items()} for group in copies]
+    second.engine.load_state(*whole, world.broadcast(rest))
+    for training in (first, second):
+        training.averaged_step(1)
+    mine, theirs = (dict(training.engine.whole_model().named_parameters()) for training in (first, second))
+    differing = {name: float((mine[name] - theirs[name]).abs().max()) for name in mine}
+    differing = {name: most for name, most in differing.items() if most}
+    assert not differing, differing
