@@ -31,6 +31,8 @@ ORDER = [
     "flops", "bench.__init__", "bench.peak", "bench.workload", "bench.measure", "bench.__main__",
     "doctor.__init__", "doctor.report", "doctor.probes", "doctor.ranks", "doctor.collective", "doctor.checks",
     "doctor.__main__",
+    "report.__init__", "report.runs", "report.reading", "report.alike", "report.comparison", "report.projection",
+    "report.plots", "report.page", "report.content", "report.__main__",
     "sample.__init__", "sample.dice", "sample.themes", "sample.vocabulary", "sample.names", "sample.passages",
     "sample.generate",
 ]  # fmt: skip

@@ -1,0 +1,220 @@
+"""A report of runs: which strategy is how much faster on how many devices, and whether that can be believed.
+
+    python -m hvd_bert.report runs/sweep --out report
+    python -m hvd_bert.report runs/one runs/two --out report --gbps 25 200 --latency_us 20
+
+RUNS are output folders of `python -m hvd_bert.train`, or folders above them. Exit status: 0 written, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+from hvd_bert.report import comparison, content, plots, projection, reading
+from hvd_bert.report.alike import Group, Tolerance
+from hvd_bert.report.comparison import Table
+from hvd_bert.report.page import Listing, Page, Picture, Text
+from hvd_bert.report.projection import Fusion, Network
+from hvd_bert.report.runs import LeftOut, Run
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command. Returns the exit status."""
+    flags = _parser().parse_args(argv)
+    try:
+        write(flags)
+    except UserError as error:
+        print(f"hvd_bert: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    return EXIT_OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m hvd_bert.report", description="Speed-ups that can be believed.")
+    parser.add_argument("runs", metavar="RUNS", nargs="+", type=Path, help="output folders of trainings, or above them")
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the report is written")
+    parser.add_argument(
+        "--baseline",
+        metavar="STRATEGY:RANKS",
+        help="what speed-ups are over (default: none, else the least of horovod)",
+    )
+    parser.add_argument(
+        "--loss_tolerance", type=float, default=1e-3, help="of the first losses, relative, without dropout (1e-3)"
+    )
+    parser.add_argument(
+        "--final_loss_tolerance", type=float, default=0.1, help="of the last quarter's mean loss, relative (0.1)"
+    )
+    group = parser.add_argument_group("a projection to more devices (docs/scaling.md), with --gbps or --doctor")
+    group.add_argument("--gbps", type=float, nargs="+", metavar="N", help="bandwidths of the network, gigabits/s")
+    group.add_argument("--latency_us", type=float, default=20.0, metavar="N", help="of one message, microseconds (20)")
+    group.add_argument("--doctor", type=Path, metavar="FILE", help="what `python -m hvd_bert.doctor --json` measured")
+    group.add_argument("--gpus_per_node", type=int, default=1, metavar="N", help="GPUs that share the network (1)")
+    group.add_argument("--inner_gbps", type=float, metavar="N", help="bandwidth between the GPUs of a node")
+    group.add_argument("--inner_latency_us", type=float, default=5.0, metavar="N", help="likewise, microseconds (5)")
+    group.add_argument("--parameters", type=int, metavar="N", help="weights of the model (default: as saved)")
+    group.add_argument("--backward_share", type=float, metavar="X", help="the backward's of the computing (2/3)")
+    group.add_argument(
+        "--fusion_mb", type=float, default=128.0, metavar="N", help="HOROVOD_FUSION_THRESHOLD, MiB (128)"
+    )
+    group.add_argument("--cycle_ms", type=float, default=1.0, metavar="N", help="HOROVOD_CYCLE_TIME (1)")
+    group.add_argument("--most_devices", type=int, default=projection.MOST_DEVICES, metavar="N", help="(1024)")
+    return parser
+
+
+def _check(flags: argparse.Namespace) -> None:
+    """Raise UserError for figures that make no sense."""
+    positive = ["inner_gbps", "parameters", "fusion_mb", "cycle_ms", "most_devices", "gpus_per_node"]
+    for name in [*positive, "loss_tolerance", "final_loss_tolerance"]:
+        value = getattr(flags, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise UserError(f"--{name} {value:g}: must be above 0.")
+    for value in flags.gbps or []:
+        if not 0 < value < float("inf"):
+            raise UserError(f"--gbps {value:g}: must be above 0.")
+    for name in ("latency_us", "inner_latency_us"):
+        if not 0 <= getattr(flags, name) < float("inf"):
+            raise UserError(f"--{name} {getattr(flags, name):g}: must not be negative.")
+    if flags.backward_share is not None and not 0 <= flags.backward_share <= 1:
+        raise UserError(f"--backward_share {flags.backward_share:g}: give a share, 0 to 1.")
+    if (flags.gpus_per_node > 1) != (flags.inner_gbps is not None):
+        raise UserError("--gpus_per_node and --inner_gbps go together: how many GPUs a node has, and what joins them.")
+
+
+def write(flags: argparse.Namespace) -> None:
+    """Read, compare, write, print. Raises UserError."""
+    _check(flags)
+    baseline = comparison.parse_baseline(flags.baseline) if flags.baseline else None
+    networks = _networks(flags)
+    runs, left_out = reading.read_all(reading.find(flags.runs))
+    kept, other_hardware = comparison.same_hardware(runs) if runs else ([], [])
+    left_out += other_hardware
+    groups = comparison.grouped(kept)
+    tolerance = Tolerance(flags.loss_tolerance, flags.final_loss_tolerance)
+    tables = comparison.tables(groups, baseline, tolerance)
+    left_out += _without_table(groups, tables, flags.baseline)
+    compared = [line for table in tables for line in table.lines if line.speedup and line.group is not table.baseline]
+    reasons = content.reasons(tables, left_out)
+    if not compared:
+        said = "\n".join(f"  {reason}" for reason in reasons)
+        raise UserError(f"No two of these runs can be compared, so there is no speed-up to report:\n{said}")
+    page = _page(tables, kept, reasons, tolerance)
+    projected = [row for table in tables for row in _project(page, table, networks, flags)]
+    page.add(Text("How the figures come about", 2), Listing(content.definitions(tolerance)))
+    csv_files = {"report.csv": content.table_rows(tables), "runs.csv": content.run_rows(kept, left_out)}
+    _write_files(flags.out, page, csv_files | ({"projection.csv": projected} if projected else {}))
+    _tell(tables, reasons, flags.out)
+
+
+def _without_table(groups: Sequence[Group], tables: Sequence[Table], baseline: str | None) -> list[LeftOut]:
+    shown = {id(line.group) for table in tables for line in table.lines}
+    why = "no other run has its global batch, or its batch per device on other devices"
+    if baseline:
+        why += f", together with {baseline}"
+    return [LeftOut(run.name, why) for group in groups if id(group) not in shown for run in group.runs]
+
+
+def _page(tables: Sequence[Table], runs: Sequence[Run], reasons: Sequence[str], tolerance: Tolerance) -> Page:
+    page = Page("Speed-up report")
+    hardware = f"{runs[0].device_name}; torch {runs[0].versions.get('torch', 'unknown')}"
+    page.add(Text(f"{len(runs)} runs on {hardware}."), Listing(content.summary(tables)))
+    remarks = content.remarks(tables, runs)
+    if remarks:
+        page.add(Text("Before you believe it", 2), Listing(remarks))
+    for table in tables:
+        page.add(Text(table.title, 2), Text(f"Baseline: {table.baseline.name}."), content.speedups(table))
+        if table.scales:
+            page.add(
+                Picture(f"{table.slug}.png", plots.scaling(table), f"{table.title}: speed-up, efficiency and more")
+            )
+        page.add(content.costs(table))
+        page.add(Picture(f"{table.slug}_loss.png", plots.losses(table), f"{table.title}: loss curves"))
+    if reasons:
+        page.add(Text("Left out, and why", 2), Listing(reasons))
+    return page
+
+
+def _networks(flags: argparse.Namespace) -> list[tuple[str, Network]]:
+    """The networks to project for, with their names. Raises UserError."""
+    inner = projection.link_of(flags.inner_gbps, flags.inner_latency_us) if flags.inner_gbps else None
+    links = [(f"{gbps:g} Gb/s", projection.link_of(gbps, flags.latency_us)) for gbps in flags.gbps or []]
+    if flags.doctor:
+        try:
+            text = flags.doctor.read_text(encoding="utf-8")
+            report = json.loads(text[max(0, text.find("{")) :])  # horovodrun marks its lines
+            link, _ = projection.doctors_link(report, flags.cycle_ms / 1000)
+        except OSError as error:
+            raise UserError(f"--doctor {flags.doctor}: cannot be read: {error.strerror or error}.") from None
+        except UserError as error:
+            raise UserError(f"--doctor {flags.doctor} {error}") from None
+        except ValueError:
+            raise UserError(f"--doctor {flags.doctor}: is no JSON of `python -m hvd_bert.doctor --json`.") from None
+        links.append((f"{link.bytes_per_s * 8e-9:.3g} Gb/s (doctor)", link))
+    return [(name, Network(link, inner, flags.gpus_per_node)) for name, link in links]
+
+
+def _project(
+    page: Page, table: Table, networks: Sequence[tuple[str, Network]], flags: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Add the projection of a table, if one is asked for. Returns its points, for CSV."""
+    if not networks or not table.scales:
+        return []
+    page.add(Text(f"Projection. {table.title}", 2))
+    step = projection.measured_step(table, flags.parameters, flags.backward_share)
+    if step is None:
+        page.add(Text(f"Not possible: {table.baseline.name} lacks its phases, or the model's size (--parameters)."))
+        return []
+    fusion = Fusion(flags.fusion_mb * 2**20, flags.cycle_ms / 1000)
+    series = projection.series(step, table, networks, fusion, flags.most_devices)
+    latencies = ", ".join(f"{name}: {network.outer.latency_s * 1e6:.3g} us a message" for name, network in networks)
+    notes = [f"{latencies}; at most {flags.fusion_mb:g} MiB at once, a cycle of {flags.cycle_ms:g} ms."]
+    if flags.inner_gbps:
+        inside = f"{flags.inner_gbps:g} Gb/s and {flags.inner_latency_us:g} us inside"
+        notes.append(f"Nodes of {flags.gpus_per_node} GPUs, {inside}; the bandwidths above are a whole node's.")
+    notes.append("Left out: ranks that wait for slower ones, and what communication takes from computing.")
+    page.add(
+        Text("On paper, by the model of docs/scaling.md: speed-up over one device (efficiency)."),
+        content.projection_grid(table, series),
+        Picture(f"{table.slug}_projected.png", plots.projected(table, series), f"Projected. {table.title}"),
+        Listing(content.projection_assumptions(step, table, notes)),
+    )
+    return content.projection_rows(table, series)
+
+
+def _write_files(folder: Path, page: Page, csv_files: dict[str, list[dict[str, Any]]]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for picture in page.pictures:
+            (folder / picture.name).write_bytes(picture.png)
+        (folder / "report.md").write_text(page.as_markdown(), encoding="utf-8")
+        (folder / "report.html").write_text(page.as_html(), encoding="utf-8")
+        for name, rows in csv_files.items():
+            _write_csv(folder / name, rows)
+    except OSError as error:
+        raise UserError(f"--out {folder}: cannot be written: {error.strerror or error}.") from None
+
+
+def _write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _tell(tables: Sequence[Table], reasons: Sequence[str], folder: Path) -> None:
+    """For the terminal: the tables, what is left out, and where the rest is."""
+    for table in tables:
+        print(f"{table.title} (baseline: {table.baseline.name})\n{content.speedups(table).for_terminal()}\n")
+    if reasons:
+        print("Left out, and why:\n" + "\n".join(f"  {reason}" for reason in reasons) + "\n")
+    print(f"In {folder}: report.html, report.md, the pictures, and the figures as CSV.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""What a report says of its tables: which rows and columns, in which words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from hvd_bert.report.alike import EARLY_STEPS, NATS, STRONG, Tolerance
+from hvd_bert.report.comparison import Line, Table
+from hvd_bert.report.page import DASH, Grid
+from hvd_bert.report.projection import Projected, Step
+from hvd_bert.report.runs import LeftOut, Run
+
+GIB = 2**30
+
+
+def number(value: float | None, form: str = ".3g") -> str:
+    """A figure, or a dash where there is none."""
+    return DASH if value is None else format(value, form)
+
+
+def _range(least: float | None, most: float | None, form: str) -> str:
+    return DASH if least is None or most is None else f"{least:{form}} to {most:{form}}"
+
+
+def _seconds(value: float | None) -> str:
+    return number(value, ".1f" if value is not None and value < 1000 else ",.0f")
+
+
+def speedups(table: Table) -> Grid:
+    """Strategy x nodes x ranks x time x speed-up x efficiency."""
+    with_devices = any(line.group.one.devices != line.group.one.ranks for line in table.lines)
+    head = ["strategy", "nodes", "ranks", *(["GPUs"] if with_devices else []), "n", "time, s", "windows/s"]
+    head += ["least to most", "speed-up", "least to most", "efficiency"]
+    rows = []
+    for line in table.lines:
+        run, group = line.group.one, line.group
+        devices = [str(run.devices)] if with_devices else []
+        cells = [group.label, str(run.nodes), str(run.ranks), *devices, str(len(group.runs))]
+        cells += [_seconds(group.median(lambda run: run.runtime_s)), number(group.windows_per_s, ".2f")]
+        cells += [_range(*group.spread(), ".2f"), number(line.speedup, ".2f"), _range(line.least, line.most, ".2f")]
+        rows.append([*cells, number(line.efficiency, ".2f")])
+    return Grid(head, rows)
+
+
+def costs(table: Table) -> Grid:
+    """What the processes of a rank took, and what was learned."""
+    head = ["strategy", "ranks", "real, s", "user, s", "system, s", "memory, GiB", "exposed comm."]
+    head += ["last loss", "held against", "EM", "F1"]
+    rows = []
+    for line in table.lines:
+        group = line.group
+        memory = group.median(lambda run: run.memory_bytes)
+        share = group.median(lambda run: run.exposed_share)
+        cells = [group.label, str(group.one.ranks)]
+        times = (lambda run: run.real_s, lambda run: run.user_s, lambda run: run.system_s)
+        cells += [_seconds(group.median(time)) for time in times]
+        cells += [number(None if memory is None else memory / GIB, ".2f"), number(share, ".1%")]
+        cells += [number(group.median(lambda run: run.last_loss), ".4f"), line.checked or DASH]
+        cells += [
+            number(group.median(lambda run: run.exact_match), ".2f"),
+            number(group.median(lambda run: run.f1), ".2f"),
+        ]
+        rows.append(cells)
+    return Grid(head, rows)
+
+
+def summary(tables: Sequence[Table]) -> list[str]:
+    """For each table the strategies at their largest world, the fastest first."""
+    said = []
+    for table in tables:
+        held = [line for line in table.lines if line.speedup is not None and line.group is not table.baseline]
+        most = max((line.group.one.devices for line in held), default=0)
+        best = sorted((line for line in held if line.group.one.devices == most), key=lambda line: -(line.speedup or 0))
+        parts = [f"{line.group.label} {line.speedup:.2f}" for line in best]
+        if parts:
+            over = f"times the windows/s of {table.baseline.name}"
+            said.append(f"{table.title}: on {most} device{'s' * (most > 1)} {', '.join(parts)} {over}.")
+    return said
+
+
+def reasons(tables: Iterable[Table], left_out: Sequence[LeftOut]) -> list[str]:
+    """Everything that gave no speed-up, and why."""
+    where: dict[tuple[str, str, str], list[str]] = {}
+    for table in tables:
+        for line in table.lines:
+            if line.reason:
+                where.setdefault((line.group.name, _names(line), line.reason), []).append(_in(table))
+    said = [f"{name} ({'; '.join(places)}; {names}): {reason}." for (name, names, reason), places in where.items()]
+    return said + [f"{left.name}: {left.reason}." for left in left_out]
+
+
+def _in(table: Table) -> str:
+    return table.title[0].lower() + table.title[1:]
+
+
+def _names(line: Line) -> str:
+    names = [run.name for run in line.group.runs]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def remarks(tables: Iterable[Table], runs: Sequence[Run]) -> list[str]:
+    """What a reader should look at before believing the figures."""
+    said = []
+    for table in tables:
+        for line in table.lines:
+            if line.efficiency is not None and line.efficiency > 1.05:
+                said.append(
+                    f"{line.group.name} ({_in(table)}) has an efficiency of {line.efficiency:.2f}: more than its"
+                    " devices can give by themselves. Look at whether the baseline had its device for itself."
+                )
+        unchecked = [line.group.name for line in table.lines if line.speedup is not None and not line.checked]
+        if unchecked:
+            said.append(f"{_in(table)}: the losses of {', '.join(unchecked)} were held against no other strategy's.")
+        if min((len(line.group.runs) for line in table.lines if not line.reason), default=3) < 3:
+            said.append(f"{table.title}: some rows have fewer than 3 runs, so their spread says little.")
+    for package in sorted({name for run in runs for name in run.versions}):
+        found = {run.versions.get(package, "missing") for run in runs if package in run.versions}
+        if len(found) > 1:
+            said.append(f"The runs had several versions of {package}: {', '.join(sorted(found))}.")
+    return said
+
+
+def definitions(tolerance: Tolerance) -> list[str]:
+    """How the figures come about."""
+    return [
+        "A row is all runs of one strategy, number of nodes, ranks and devices that did the same work; figures are"
+        " medians over them (n: how many).",
+        "windows/s: of all ranks together, over the logged lines after the first, which is warm-up.",
+        "Speed-up: windows/s over the median of the baseline, which is the table's first row unless said otherwise."
+        " Efficiency: speed-up over (devices over the baseline's devices).",
+        "time: of training as a whole, warm-up and pauses of checkpoints included, start-up and scoring not. real,"
+        " user, system: of a rank's whole process, start-up included; median over ranks. memory: the most of a rank.",
+        "exposed comm.: share of the step that a rank waits for gradients after its backward pass; a dash where it"
+        " cannot be told from the computing.",
+        "Strong scaling: the same global batch, steps and windows on more devices. Weak scaling: the same batch per"
+        " device, so the global batch grows; the same number of steps, or of windows.",
+        f"Losses agree: without dropout and of the same seed, the logged losses of the first {EARLY_STEPS} steps to"
+        f" {tolerance.first:g} (relative); else the mean of the last quarter of the logged losses to"
+        f" {tolerance.last:.0%}, or {NATS} nats. In weak scaling they are held against those of another strategy on as"
+        " many devices: on others the batch is another. Where there is none, they were not checked (a dash).",
+    ]
+
+
+def projection_grid(table: Table, series: Mapping[tuple[str, bool], Sequence[Projected]]) -> Grid:
+    """Speed-up and efficiency for each number of devices."""
+    wire = {False: "fp32", True: "fp16"}
+    head = ["devices", *(f"{name}, {wire[fp16]}" for name, fp16 in series)]
+    counts = [point.devices for point in max(series.values(), key=len)]
+    rows = [
+        [str(count), *(f"{points[place].speedup:.2f} ({points[place].efficiency:.0%})" for points in series.values())]
+        for place, count in enumerate(counts)
+    ]
+    return Grid(head, rows, words=0)
+
+
+def projection_assumptions(step: Step, table: Table, notes: Sequence[str]) -> list[str]:
+    """What the projection starts from."""
+    mb = step.gradient_bytes / 1e6
+    fixed = "global batch" if table.kind == STRONG else "batch per device"
+    return [
+        f"One device: {step.compute_s:.4g} s forward and backward, {step.rest_s:.4g} s whatever the batch"
+        f" (measured: {table.baseline.name}). The {fixed} is fixed.",
+        f"{mb:.1f} MB of gradients in fp32, {step.late_bytes / 1e6:.1f} MB of them (embeddings) only at the end;"
+        f" {step.backward_share:.0%} of the time is the backward pass, behind which the others may hide.",
+        *notes,
+    ]
+
+
+def projection_rows(table: Table, series: Mapping[tuple[str, bool], Sequence[Projected]]) -> list[dict[str, Any]]:
+    """For CSV: a row per number of devices, network and what is on the wire."""
+    return [
+        {
+            "scaling": table.kind,
+            "size": f"{table.size:g}",
+            "network": name,
+            "wire": "fp16" if fp16 else "fp32",
+            "devices": point.devices,
+            "step_s": point.step_s,
+            "exposed_comm_s": point.exposed_s,
+            "speedup": point.speedup,
+            "efficiency": point.efficiency,
+        }
+        for (name, fp16), points in series.items()
+        for point in points
+    ]
+
+
+def table_rows(tables: Iterable[Table]) -> list[dict[str, Any]]:
+    """For CSV: a row per group of each table."""
+    return [
+        {
+            "scaling": table.kind if table.scales else "side by side",
+            "size": f"{table.size:g}",
+            "baseline": table.baseline.name,
+            "strategy": line.group.label,
+            "nodes": line.group.one.nodes,
+            "ranks": line.group.one.ranks,
+            "devices": line.group.one.devices,
+            "global_batch": line.group.one.global_batch,
+            "steps": line.group.one.steps,
+            "runs": len(line.group.runs),
+            "train_runtime_s": line.group.median(lambda run: run.runtime_s),
+            "windows_per_s": line.group.windows_per_s,
+            "windows_per_s_least": line.group.spread()[0],
+            "windows_per_s_most": line.group.spread()[1],
+            "speedup": line.speedup,
+            "speedup_least": line.least,
+            "speedup_most": line.most,
+            "efficiency": line.efficiency,
+            "reason": line.reason,
+        }
+        for table in tables
+        for line in table.lines
+    ]
+
+
+def run_rows(runs: Iterable[Run], left_out: Iterable[LeftOut]) -> list[dict[str, Any]]:
+    """For CSV: a row per run."""
+    keys = ("strategy", "nodes", "ranks", "devices", "global_batch", "steps", "windows", "seed", "device_name")
+    figures = ("windows_per_s", "step_s", "exposed_share", "real_s", "user_s", "system_s", "memory_bytes", "last_loss")
+    used = [
+        {"run": run.name}
+        | {key: getattr(run, key) for key in keys}
+        | {"train_runtime_s": run.runtime_s}
+        | {key: getattr(run, key) for key in (*figures, "exact_match", "f1")}
+        | {"left_out": ""}
+        for run in runs
+    ]
+    return used + [{"run": left.name, "left_out": left.reason} for left in left_out]

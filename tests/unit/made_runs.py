@@ -1,0 +1,89 @@
+"""Run folders as a training leaves them, with figures that are chosen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+WORK: dict[str, Any] = {
+    "--dropout": 0.0,
+    "--learning_rate": 5e-5,
+    "--max_seq_length": 384,
+    "--num_train_epochs": 2.0,
+    "--seed": 42,
+    "--fp16_allreduce": False,
+    "the model": "197 tensors, 1,000,000 parameters, 0123456789ab",
+    "the training data": "fedcba987654",
+}
+
+
+def make_run(
+    folder: Path,
+    strategy: str = "none",
+    ranks: int = 1,
+    batch: int = 16,
+    windows_per_s: float = 10.0,
+    steps: int = 40,
+    every: int = 1,
+    nodes: int = 1,
+    loss: float = 5.0,
+    last_loss: float = 1.0,
+    seed: int = 42,
+    work: dict[str, Any] | None = None,
+    warmup_windows_per_s: float = 2.0,
+    scores: tuple[float, float] | None = None,
+    exposed_comm_s: float | None = 0.0,
+    **results: Any,
+) -> Path:
+    """`batch`: the global one. The first step is slow; then all steps take batch / `windows_per_s` seconds.
+
+    Every step's loss is on a line from `loss` (step 1) to `last_loss` (the last); a line of metrics.jsonl every `every`
+    steps has their mean. Of a step's time a tenth is the optimizer's, and the rest computing and exposed communication.
+    """
+    folder.mkdir(parents=True)
+    losses = [loss + (last_loss - loss) * step / (steps - 1) for step in range(steps)]
+    rows, since, runtime = [], 0, 0.0
+    for step in range(1, steps + 1):
+        if not (step % every == 0 or step in (1, steps)):
+            continue
+        speed = warmup_windows_per_s if step == 1 else windows_per_s
+        step_s = batch / speed
+        runtime += step_s * (step - since)
+        row = {"step": step, "loss": sum(losses[since:step]) / (step - since), "windows_per_s": speed, "step_s": step_s}
+        row |= {"data_s": 0.0, "optimizer_s": 0.1 * step_s, "other_s": 0.0}
+        if exposed_comm_s is None:
+            row |= {"compute_s": 0.9 * step_s}
+        else:
+            row |= {"compute_s": 0.9 * step_s - exposed_comm_s, "exposed_comm_s": exposed_comm_s}
+        rows.append(row)
+        since = step
+    rows.append({"step": steps, "eval_f1": 50.0})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    record = {
+        "strategy": strategy,
+        "devices_per_rank": 1,
+        "world_size": ranks,
+        "global_batch": batch,
+        "train_steps": steps,
+        "train_samples": steps * batch,
+        "train_runtime": runtime,
+        "learning_rate": 5e-5,
+        "seed": seed,
+        "hosts": [f"a100-{node:02}" for node in range(1, nodes + 1)],
+        "ranks": [{"rank": rank, "device": "cpu"} for rank in range(ranks)],
+        "device_name": "AMD EPYC",
+        "threads_per_rank": 1,
+        "controller": "none" if ranks == 1 else "mpi",
+        "versions": {"torch": "2.13.0"},
+        "work": WORK | {"--seed": seed} | (work or {}),
+        "processes": [
+            {"rank": r, "real_s": 100.0 + r, "user_s": 90.0, "system_s": 5.0, "memory_peak_bytes": (r + 1) * 2**30}
+            for r in range(ranks)
+        ],
+    }
+    (folder / "train_results.json").write_text(json.dumps(record | results))
+    (folder / "train_config.yaml").write_text(f"per_device_train_batch_size: {max(1, batch // ranks)}\n")
+    if scores:
+        (folder / "eval_results.json").write_text(json.dumps({"exact_match": scores[0], "f1": scores[1]}))
+    return folder

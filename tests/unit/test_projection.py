@@ -1,0 +1,232 @@
+"""The cost model: times by hand, and what must hold for all."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_runs import make_run
+
+from hvd_bert.errors import UserError
+from hvd_bert.report import comparison, projection, reading
+from hvd_bert.report.__main__ import main
+from hvd_bert.report.alike import STRONG, WEAK, Tolerance
+from hvd_bert.report.projection import Fusion, Link, Network, Step, allreduce_s, exposed_s, in_fp16, link_of, project
+
+FAST = Network(Link(1e18, 0.0))
+SLOW = Network(Link(1e9, 1e-5))
+MIB = 2**20
+
+
+def test_a_ring_sends_each_byte_twice_but_for_one_part():
+    # 4 devices: 6 messages of a quarter of 100 MB, each 10 us and 25 ms.
+    assert allreduce_s(100e6, 4, SLOW) == pytest.approx(6 * (1e-5 + 0.025))
+    assert allreduce_s(100e6, 2, SLOW) == pytest.approx(2 * (1e-5 + 0.05))
+    assert allreduce_s(100e6, 1, SLOW) == 0
+    assert allreduce_s(1e9, 1024, Network(Link(1e9, 0.0))) == pytest.approx(2 * 1023 / 1024)
+
+
+def test_two_levels():
+    network = Network(Link(1e9, 1e-3), Link(1e10, 0.0), devices_per_node=4)
+    # Inside: 6 messages of 25 MB at 10 GB/s. Between two nodes: 2 messages, of 50 MB in all over each node's link.
+    assert allreduce_s(100e6, 8, network) == pytest.approx(0.015 + 2 * (1e-3 + 0.05))
+    assert allreduce_s(100e6, 4, network) == pytest.approx(0.015)
+    assert allreduce_s(100e6, 2, network) == pytest.approx(0.01)
+    assert allreduce_s(100e6, 10, network) == pytest.approx(0.015 + 4 * (1e-3 + 100e6 / 3 / 1e9))  # three nodes
+
+
+def test_with_nothing_to_hide_behind_all_is_exposed():
+    step = Step(1.0, 0.0, 100e6)
+    assert exposed_s(step, 0.0, 4, SLOW, Fusion()) == pytest.approx(6 * (1e-5 + 0.025))
+    # In pieces of 40, 40 and 20 MB the bandwidth's part is the same, and the latency comes three times.
+    assert exposed_s(step, 0.0, 4, SLOW, Fusion(40e6)) == pytest.approx(18e-5 + 0.15)
+    assert exposed_s(step, 0.0, 1, SLOW, Fusion()) == 0
+
+
+def test_late_gradients_hide_behind_nothing():
+    step = Step(1.0, 0.0, 100e6, late_bytes=100e6)
+    assert exposed_s(step, 0.5, 4, SLOW, Fusion(cycle_s=0.1)) == pytest.approx(6 * (1e-5 + 0.025))
+    # Horovod looks at 0, 0.2, 0.4 and 0.6 s.
+    assert exposed_s(step, 0.5, 4, SLOW, Fusion(cycle_s=0.2)) == pytest.approx(0.1 + 6 * (1e-5 + 0.025))
+
+
+def test_messages_go_out_as_gradients_come():
+    # Two devices at 100 MB/s: 1 s for 100 MB. Backward 1 s, a look each 0.5 s: 50 MB are sent from 0.5 to 1.0 s, and
+    # the other 50 MB from 1.0 to 1.5 s.
+    network = Network(Link(100e6, 0.0))
+    assert exposed_s(Step(1.5, 0.0, 100e6), 1.0, 2, network, Fusion(cycle_s=0.5)) == pytest.approx(0.5)
+    # Twice as fast, all but the last 50 MB go before the end.
+    network = Network(Link(200e6, 0.0))
+    assert exposed_s(Step(1.5, 0.0, 100e6), 1.0, 2, network, Fusion(cycle_s=0.5)) == pytest.approx(0.25)
+
+
+def test_a_slow_network_exposes_what_the_backward_pass_does_not_hide():
+    network = Network(Link(10e6, 0.0))  # 10 s for 100 MB
+    exposed = exposed_s(Step(1.5, 0.0, 100e6), 1.0, 2, network, Fusion(cycle_s=1e-3))
+    assert 9.0 <= exposed <= 9.01
+
+
+def test_strong_and_weak_without_communication():
+    step = Step(compute_s=1.0, rest_s=0.1, gradient_bytes=100e6)
+    weak, strong = (project(step, 4, kind, FAST, Fusion(cycle_s=1e-4)) for kind in (WEAK, STRONG))
+    assert (weak.step_s, weak.speedup, weak.efficiency) == pytest.approx((1.1, 4.0, 1.0), rel=2e-4)
+    assert (strong.step_s, strong.speedup) == pytest.approx((0.35, 1.1 / 0.35), rel=5e-4)  # the rest does not shrink
+    assert strong.efficiency == pytest.approx(1.1 / 0.35 / 4, rel=5e-4)
+
+
+def test_only_the_last_pass_of_a_step_hides_anything():
+    network, fusion = Network(Link(100e6, 0.0)), Fusion(cycle_s=1e-3)
+    whole = project(Step(3.0, 0.0, 100e6), 2, WEAK, network, fusion)
+    four = project(Step(3.0, 0.0, 100e6, passes=4), 2, WEAK, network, fusion)
+    assert whole.exposed_s < 0.01  # 1 s of sending behind 2 s of backward
+    assert four.exposed_s == pytest.approx(0.5, abs=0.01)  # behind 0.5 s
+    # Four devices share the four passes of a fixed global batch: one each, as long as before.
+    assert project(Step(3.0, 0.0, 100e6, passes=4), 4, STRONG, network, fusion).exposed_s == pytest.approx(
+        1.0, abs=0.01
+    )
+
+
+def test_fp16_halves_the_bytes():
+    step = in_fp16(Step(1.0, 0.0, 100e6, late_bytes=20e6))
+    assert (step.gradient_bytes, step.late_bytes) == (50e6, 10e6)
+
+
+def test_gigabits_and_microseconds():
+    link = link_of(200, 20)
+    assert (link.bytes_per_s, link.latency_s) == pytest.approx((25e9, 2e-5))
+
+
+steps = st.builds(
+    Step,
+    st.floats(1e-3, 10),
+    st.floats(0, 1),
+    st.floats(1e5, 1e10),
+    st.just(0.0),
+    st.integers(1, 8),
+)
+networks = st.builds(
+    Network,
+    st.builds(Link, st.floats(1e7, 1e12), st.floats(0, 1e-3)),
+    st.none() | st.builds(Link, st.floats(1e9, 1e12), st.floats(0, 1e-4)),
+    st.sampled_from([4, 8]),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(step=steps, network=networks, devices=st.sampled_from([1, 2, 8, 64, 1024]), kind=st.sampled_from([STRONG, WEAK]))
+def test_communication_costs_at_least_nothing_and_at_most_its_whole_time(step, network, devices, kind):
+    fusion = Fusion(cycle_s=1e-2)
+    found = project(step, devices, kind, network, fusion)
+    assert 0 <= found.efficiency <= 1 + 1e-9
+    hidden_behind = found.step_s - step.rest_s - found.exposed_s
+    if devices > 1:
+        # Every message was sent after at least a cycle, but those that are cut from what is there at once.
+        messages = hidden_behind / fusion.cycle_s + step.gradient_bytes / fusion.threshold_bytes + 2
+        most = allreduce_s(step.gradient_bytes, devices, network) + messages * allreduce_s(0, devices, network)
+        assert found.exposed_s <= most + fusion.cycle_s + 1e-9
+        needed = allreduce_s(step.gradient_bytes, devices, network) - hidden_behind
+        assert found.exposed_s >= min(needed, 0) - 1e-9 and found.exposed_s >= needed - 1e-9
+    else:
+        assert found.speedup == pytest.approx(1)
+
+
+def table_of(tmp_path, batch_of):
+    for ranks in (1, 2):
+        make_run(tmp_path / f"{ranks}", "horovod", ranks, batch_of(ranks), 10 * ranks, exposed_comm_s=0.2 * (ranks - 1))
+    runs, _ = reading.read_all(reading.find([tmp_path]))
+    (table,) = comparison.tables(comparison.grouped(runs), None, Tolerance())
+    return table
+
+
+def test_the_step_of_one_device_comes_from_the_phases(tmp_path):
+    table = table_of(tmp_path, lambda ranks: 16)
+    step = projection.measured_step(table, None, None)
+    # 16 windows at 10/s: 1.6 s, a tenth of them the optimizer's; a million weights, in four bytes each.
+    assert (step.compute_s, step.rest_s, step.gradient_bytes) == pytest.approx((1.44, 0.16, 4e6))
+    assert (step.passes, step.backward_share) == (1, pytest.approx(2 / 3))
+    assert projection.measured_step(table, 500, 0.5).gradient_bytes == 2000
+
+
+@pytest.mark.parametrize(("kind", "batch", "seconds"), [(STRONG, 16, 1.44 - 0.4), (WEAK, 16, 0.72 - 0.2)])
+def test_from_a_baseline_of_two_devices(tmp_path, kind, batch, seconds):
+    for ranks in (2, 4):
+        size = batch if kind == STRONG else batch * ranks // 2
+        make_run(tmp_path / f"{ranks}", "horovod", ranks, size, 10 * ranks, exposed_comm_s=0.2)
+    runs, _ = reading.read_all(reading.find([tmp_path]))
+    (table,) = comparison.tables(comparison.grouped(runs), None, Tolerance())
+    step = projection.measured_step(table, None, None)
+    assert step.compute_s == pytest.approx(seconds)  # of the whole batch of strong scaling: twice a rank's
+
+
+def test_a_fixed_global_batch_ends_at_one_window_each(tmp_path):
+    table = table_of(tmp_path, lambda ranks: 16)
+    step = projection.measured_step(table, None, None)
+    found = projection.series(step, table, [("net", SLOW)], Fusion(), 1024)
+    assert [point.devices for point in found["net", False]] == [1, 2, 4, 8, 16]
+    assert found["net", True][1].step_s <= found["net", False][1].step_s
+    table = table_of(tmp_path / "weak", lambda ranks: 8 * ranks)
+    found = projection.series(step, table, [("net", SLOW)], Fusion(), 1024)
+    assert [point.devices for point in found["net", False]] == [2**power for power in range(11)]
+
+
+def doctors(*timings):
+    return {
+        "allreduce": [
+            {"method": method, "num_bytes": size, "world_size": ranks, "seconds": seconds}
+            for method, size, ranks, seconds in timings
+        ]
+    }
+
+
+def test_the_link_that_doctor_measured():
+    # Four ranks: latency 30 us (two rounds of 60 us in all); 6 of them and 1.5 times 400 MB at 1 GB/s.
+    large, small = 0.6 + 6 * 30e-6, 60e-6
+    report = doctors(
+        ("Horovod, MPI", 400_000_000, 4, [9.0, large, 0.1]),
+        ("plain MPI, host memory", 400_000_000, 4, [5.0]),
+        ("Horovod, MPI", 4, 4, [1e-3]),
+        ("plain MPI, host memory", 4, 4, [small]),
+    )
+    link, said = projection.doctors_link(report, 1e-3)
+    assert (link.bytes_per_s, link.latency_s) == pytest.approx((1e9, 30e-6))
+    assert "4 ranks, Horovod, MPI" in said
+    # Without MPI: 4 bytes took 1.6 ms, a cycle of 1 ms and 6 messages.
+    report = doctors(("Horovod, Gloo", 400_000_000, 4, [0.6006]), ("Horovod, Gloo", 4, 4, [1.6e-3]))
+    link, _ = projection.doctors_link(report, 1e-3)
+    assert (link.bytes_per_s, link.latency_s) == pytest.approx((1e9, 1e-4))
+
+
+@pytest.mark.parametrize("report", [{}, {"allreduce": []}, {"allreduce": [1]}, doctors(("Horovod", 4, 1, [1.0]))])
+def test_a_doctor_that_measured_nothing(report):
+    with pytest.raises(UserError, match="holds no allreduce"):
+        projection.doctors_link(report, 1e-3)
+
+
+def test_on_the_page(tmp_path):
+    for ranks in (1, 2):
+        make_run(tmp_path / f"runs/{ranks}", "horovod", ranks, 16, 10 * ranks)
+    report = {"ready": True, **doctors(("Horovod, MPI", 4_000_000, 2, [0.004]), ("plain MPI, host memory", 4, 2, [0]))}
+    (tmp_path / "doctor.json").write_text("[1,0]<stdout>:" + json.dumps(report))  # as horovodrun marks it
+    command = [str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--doctor", str(tmp_path / "doctor.json")]
+    assert main([*command, "--gbps", "25"]) == 0
+    text = (tmp_path / "out/report.md").read_text()
+    assert "## Projection. Strong scaling: global batch 16" in text
+    assert "| devices | 25 Gb/s, fp32 | 25 Gb/s, fp16 | 8 Gb/s (doctor), fp32 | 8 Gb/s (doctor), fp16 |" in text
+    rows = [line for line in text.splitlines() if line.startswith("| 2 | ")]
+    network, fusion = Network(link_of(25, 20)), Fusion()
+    expected = project(Step(1.44, 0.16, 4e6), 2, STRONG, network, fusion)
+    assert rows[0].startswith(f"| 2 | {expected.speedup:.2f} ({expected.efficiency:.0%}) |")
+    with (tmp_path / "out/projection.csv").open(newline="") as file:
+        found = [row for row in csv.DictReader(file) if row["devices"] == "2"]
+    assert float(found[0]["speedup"]) == pytest.approx(expected.speedup)
+    assert (found[0]["network"], found[0]["wire"], found[1]["wire"]) == ("25 Gb/s", "fp32", "fp16")
+
+
+def test_a_baseline_without_phases_is_not_projected(tmp_path):
+    for ranks in (1, 2):
+        make_run(tmp_path / f"runs/{ranks}", "fsdp", ranks, 16, 10 * ranks, exposed_comm_s=None)
+    assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--gbps", "25"]) == 0
+    assert "Not possible: fsdp, 1 rank lacks its phases" in (tmp_path / "out/report.md").read_text()

@@ -1,0 +1,494 @@
+"""The report: figures by hand, what it refuses and why, and the files it writes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from made_runs import make_run
+from PIL import Image
+
+from hvd_bert.report import plots, reading
+from hvd_bert.report.__main__ import main
+
+
+@pytest.fixture
+def pictures() -> None:
+    """For tests that look at the pictures; the others do without, which takes a second each."""
+
+
+@pytest.fixture(autouse=True)
+def _quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "pictures" not in request.fixturenames:
+        for name in ("scaling", "losses", "projected"):
+            monkeypatch.setattr(plots, name, lambda *_: b"")
+
+
+def report(folder: Path, *flags: str) -> list[dict[str, str]]:
+    """The rows of report.csv for the runs in `folder`/runs."""
+    assert main([str(folder / "runs"), "--out", str(folder / "out"), *flags]) == 0
+    return read_csv(folder / "out" / "report.csv")
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def row(rows: list[dict[str, str]], scaling: str, strategy: str, ranks: int) -> dict[str, str]:
+    found = [r for r in rows if (r["scaling"], r["strategy"], r["ranks"]) == (scaling, strategy, str(ranks))]
+    assert len(found) == 1, rows
+    return found[0]
+
+
+def refused(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """What is said where there is nothing to report."""
+    assert main([str(folder), "--out", str(folder / "not-made"), *flags]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("hvd_bert: ") and "Traceback" not in said
+    assert not (folder / "not-made").exists()
+    return said
+
+
+def test_speedup_efficiency_and_spread_by_hand(tmp_path):
+    for number, speed in enumerate((9.0, 10.0, 12.0)):
+        make_run(tmp_path / f"runs/none-{number}", windows_per_s=speed, seed=number)
+    for number, speed in enumerate((17.0, 18.0, 20.0)):
+        make_run(tmp_path / f"runs/hvd-{number}", "horovod", 2, windows_per_s=speed, seed=number)
+    rows = report(tmp_path)
+    assert [r["scaling"] for r in rows] == ["strong"] * 2
+    base, hvd = row(rows, "strong", "none", 1), row(rows, "strong", "horovod", 2)
+    figures = ("windows_per_s", "speedup", "speedup_least", "speedup_most", "efficiency")
+    assert [float(base[name]) for name in figures] == pytest.approx([10.0, 1.0, 0.9, 1.2, 1.0])
+    assert [float(hvd[name]) for name in figures] == pytest.approx([18.0, 1.8, 1.7, 2.0, 0.9])
+    assert (hvd["runs"], hvd["reason"]) == ("3", "")
+    # 16 windows at 2/s in warm-up, then 39 steps of 16 windows at 18/s.
+    assert float(hvd["train_runtime_s"]) == pytest.approx(8 + 39 * 16 / 18)
+
+
+def test_warm_up_is_the_first_line_whatever_it_sums_up(tmp_path):
+    make_run(tmp_path / "runs/none", every=10, windows_per_s=10)
+    lines = (tmp_path / "runs/none/metrics.jsonl").read_text().splitlines()
+    (tmp_path / "runs/none/metrics.jsonl").write_text("\n".join(lines[1:]))  # starts with steps 1 to 10 as one
+    run = reading.read(tmp_path / "runs/none")
+    assert [steps for steps, _ in run.steady] == [10, 10, 10]
+    assert run.windows_per_s == pytest.approx(10)
+
+
+def test_lines_of_different_speed_count_by_their_time(tmp_path):
+    folder = make_run(tmp_path / "run", steps=3)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows[1] |= {"windows_per_s": 4.0, "step_s": 4.0}
+    rows[2] |= {"windows_per_s": 16.0, "step_s": 1.0, "exposed_comm_s": 0.5}
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run = reading.read(folder)
+    assert run.windows_per_s == pytest.approx(32 / 5)  # not the mean of 4 and 16
+    assert run.step_s == pytest.approx(2.5)
+    assert run.exposed_share == pytest.approx(0.25 / 2.5)
+
+
+def test_strong_and_weak_scaling_are_told_apart(tmp_path):
+    for ranks, speed in ((1, 10.0), (2, 18.0), (4, 30.0)):
+        strategy = "horovod" if ranks > 1 else "none"
+        make_run(tmp_path / f"runs/strong-{ranks}", strategy, ranks, 16, speed)
+        if ranks != 2:  # 2 ranks of 8 are in both
+            make_run(tmp_path / f"runs/weak-{ranks}", strategy, ranks, 8 * ranks, 0.9 * speed)
+    rows = report(tmp_path)
+    sizes = {(r["scaling"], r["size"], r["global_batch"]) for r in rows}
+    assert sizes == {("strong", "16", "16"), ("weak", "8", "8"), ("weak", "8", "16"), ("weak", "8", "32")}
+    assert float(row(rows, "strong", "horovod", 4)["speedup"]) == pytest.approx(3.0)
+    assert float(row(rows, "weak", "horovod", 4)["speedup"]) == pytest.approx(3.0)
+    assert float(row(rows, "weak", "horovod", 2)["speedup"]) == pytest.approx(2.0)
+    text = (tmp_path / "out/report.md").read_text()
+    assert "## Strong scaling: global batch 16" in text and "## Weak scaling: 8 windows a step per device" in text
+
+
+def test_weak_scaling_over_the_same_epochs(tmp_path):
+    make_run(tmp_path / "runs/one", "none", 1, 8, 10, steps=40)
+    make_run(tmp_path / "runs/two", "ddp", 2, 16, 19, steps=20)  # as many windows in half the steps
+    make_run(tmp_path / "runs/short", "ddp", 4, 32, 38, steps=25)  # neither as many steps nor windows
+    rows = report(tmp_path)
+    assert float(row(rows, "weak", "ddp", 2)["efficiency"]) == pytest.approx(0.95)
+    assert row(rows, "weak", "ddp", 4)["speedup"] == ""
+    assert "neither as many steps (25, the baseline's 40) nor as many windows" in row(rows, "weak", "ddp", 4)["reason"]
+
+
+# Lab report B: 5108.80 s on one GPU, 997.45 s under DDP on two, five times as fast, with two epochs each. What made
+# the work another is not known: whatever it was, no speed-up is printed.
+LAB_B = {
+    "other windows": ({"work": {"--max_seq_length": 128}}, "--max_seq_length is 128, the baseline's 384"),
+    "less data": ({"work": {"the training data": "abc"}}, "the training data is abc, the baseline's fedcba987654"),
+    "fewer steps": ({"steps": 16}, "neither as many steps (16, the baseline's 40) nor as many windows (256"),
+    "half precision": ({"work": {"--bf16": True}}, "--bf16 is True, the baseline's unknown"),
+    "nothing learned": ({"last_loss": 4.9, "loss": 5.0}, "the losses do not agree"),
+}
+
+
+@pytest.mark.parametrize("what", LAB_B)
+def test_five_times_faster_on_two_gpus_is_caught(tmp_path, capsys, what):
+    changed, reason = LAB_B[what]
+    make_run(tmp_path / "runs/baseline", "none", 1, 8, 10)
+    make_run(tmp_path / "runs/ddp", "ddp", 2, 16, 51.2, **changed)
+    make_run(tmp_path / "runs/honest", "horovod", 2, 16, 18)
+    rows = report(tmp_path)
+    ddp = row(rows, "weak", "ddp", 2)
+    assert (ddp["speedup"], ddp["efficiency"]) == ("", "")
+    assert reason in ddp["reason"]
+    assert float(row(rows, "weak", "horovod", 2)["speedup"]) == pytest.approx(1.8)
+    said = capsys.readouterr().out
+    assert reason in said and "5.12" not in said
+    for name in ("report.md", "report.html"):
+        assert "5.12" not in (tmp_path / "out" / name).read_text()
+
+
+@pytest.mark.parametrize("what", [what for what in LAB_B if what != "nothing learned"])
+def test_alone_with_its_baseline_it_is_an_error(tmp_path, capsys, what):
+    changed, reason = LAB_B[what]
+    make_run(tmp_path / "baseline", "none", 1, 8, 10)
+    make_run(tmp_path / "ddp", "ddp", 2, 16, 51.2, **changed)
+    said = refused(tmp_path, capsys)
+    assert "No two of these runs can be compared" in said and reason in said
+
+
+def test_first_losses_without_dropout(tmp_path):
+    make_run(tmp_path / "runs/none", loss=5.0)
+    make_run(tmp_path / "runs/near", "horovod", 2, loss=5.004)  # 0.8e-3 off
+    make_run(tmp_path / "runs/far", "ddp", 2, loss=5.006)  # 1.2e-3 off
+    rows = report(tmp_path)
+    assert row(rows, "strong", "horovod", 2)["speedup"] != ""
+    reason = row(rows, "strong", "ddp", 2)["reason"]
+    assert reason.startswith("the losses do not agree: at step 1 5.006 in ")
+    rows = report(tmp_path, "--loss_tolerance", "2e-3")
+    assert row(rows, "strong", "ddp", 2)["speedup"] != ""
+
+
+def test_losses_of_lines_that_sum_up_different_steps(tmp_path):
+    make_run(tmp_path / "runs/none", every=5)
+    make_run(tmp_path / "runs/same", "horovod", 2, every=2)  # another spacing, the same losses
+    other = make_run(tmp_path / "runs/other", "ddp", 2, every=2)
+    lines = (other / "metrics.jsonl").read_text().splitlines()
+    changed = json.loads(lines[5]) | {"loss": 4.0}  # of steps 9 and 10; 5 - 4 * 8.5 / 39 = 4.128 before
+    (other / "metrics.jsonl").write_text("\n".join([*lines[:5], json.dumps(changed), *lines[6:]]))
+    rows = report(tmp_path)
+    assert row(rows, "strong", "horovod", 2)["speedup"] != ""
+    reason = row(rows, "strong", "ddp", 2)["reason"]
+    # Both have a line after steps 1, 10 and 20. Over 2 to 10 the mean was 5 - 4 * 5 / 39 and is 2 / 9 * 0.1282 less.
+    assert "at step 10 4.45869 in " in reason and " 4.48718 in " in reason
+
+
+@pytest.mark.parametrize("kind", ["dropout", "another seed"])
+def test_last_losses_otherwise(tmp_path, kind):
+    noisy = {"work": {"--dropout": None}} if kind == "dropout" else {"seed": 7}
+    baseline = {"work": {"--dropout": None}} if kind == "dropout" else {}
+    # The last ten of 40 steps: 5 - 4 * 34.5 / 39 = 1.4615 in the mean.
+    make_run(tmp_path / "runs/none", **baseline)
+    make_run(tmp_path / "runs/near", "horovod", 2, loss=5.5, last_loss=1.08, **noisy)  # 1.5898, 8.8 % more
+    make_run(tmp_path / "runs/far", "ddp", 2, loss=5.5, last_loss=1.15, **noisy)  # 1.6517, 13 % more
+    rows = report(tmp_path)
+    assert row(rows, "strong", "horovod", 2)["speedup"] != ""
+    reason = row(rows, "strong", "ddp", 2)["reason"]
+    assert "the mean of the last quarter is 1.652" in reason and "1.462 with none, 1 rank" in reason
+    assert row(report(tmp_path, "--final_loss_tolerance", "0.14"), "strong", "ddp", 2)["speedup"] != ""
+
+
+def test_losses_that_are_next_to_nothing_agree(tmp_path):
+    make_run(tmp_path / "runs/none", loss=0.001, last_loss=0.001)
+    make_run(tmp_path / "runs/hvd", "horovod", 2, loss=0.004, last_loss=0.004, seed=7)
+    assert row(report(tmp_path), "strong", "horovod", 2)["speedup"] != ""
+
+
+def test_in_weak_scaling_losses_are_held_against_as_many_devices(tmp_path):
+    make_run(tmp_path / "runs/none", "none", 1, 8)
+    make_run(tmp_path / "runs/hvd", "horovod", 2, 16, 19, loss=4.5)  # another batch, so other losses
+    make_run(tmp_path / "runs/ddp", "ddp", 2, 16, 18, loss=4.5)
+    make_run(tmp_path / "runs/fsdp", "fsdp", 2, 16, 18, loss=5.0)  # the baseline's losses, but another's batch
+    make_run(tmp_path / "runs/alone", "horovod", 4, 32, 36, loss=1.0)
+    rows = report(tmp_path)
+    assert row(rows, "weak", "horovod", 2)["speedup"] != "" != row(rows, "weak", "ddp", 2)["speedup"]
+    remark = "weak scaling: 8 windows a step per device: the losses of horovod, 4 ranks were held against no other"
+    assert remark in (tmp_path / "out/report.md").read_text()
+    assert "the losses do not agree" in row(rows, "weak", "fsdp", 2)["reason"]
+
+
+def test_a_baseline_that_does_not_repeat_itself_is_none(tmp_path, capsys):
+    make_run(tmp_path / "a", loss=5.0)
+    make_run(tmp_path / "b", loss=4.0)
+    make_run(tmp_path / "hvd", "horovod", 2)
+    assert "the baseline's own repeats do not agree" in refused(tmp_path, capsys)
+
+
+def test_baseline(tmp_path, capsys):
+    make_run(tmp_path / "runs/2", "horovod", 2, windows_per_s=10)
+    make_run(tmp_path / "runs/4", "horovod", 4, windows_per_s=18)
+    make_run(tmp_path / "runs/ddp", "ddp", 2, windows_per_s=12)
+    four = row(report(tmp_path), "strong", "horovod", 4)
+    assert (four["baseline"], float(four["efficiency"])) == ("horovod, 2 ranks", pytest.approx(0.9))
+    four = row(report(tmp_path, "--baseline", "ddp:2"), "strong", "horovod", 4)
+    assert (four["baseline"], float(four["speedup"])) == ("ddp, 2 ranks", pytest.approx(1.5))
+    assert "together with fsdp:2" in refused(tmp_path, capsys, "--baseline", "fsdp:2")
+    assert "give STRATEGY:RANKS" in refused(tmp_path, capsys, "--baseline", "ddp")
+
+
+def test_gpus_of_one_process_are_devices(tmp_path):
+    make_run(tmp_path / "runs/none", windows_per_s=10)
+    make_run(tmp_path / "runs/dp", "dp", 1, windows_per_s=16, devices_per_rank=4)
+    assert float(row(report(tmp_path), "strong", "dp", 1)["efficiency"]) == pytest.approx(0.4)
+
+
+def test_other_hardware_is_left_out(tmp_path):
+    make_run(tmp_path / "runs/none")
+    make_run(tmp_path / "runs/hvd", "horovod", 2, windows_per_s=18)
+    make_run(tmp_path / "runs/gpu", "horovod", 4, windows_per_s=900, device_name="NVIDIA A100")
+    assert len(report(tmp_path)) == 2
+    left = {r["run"]: r["left_out"] for r in read_csv(tmp_path / "out/runs.csv") if r["left_out"]}
+    assert left == {
+        str(tmp_path / "runs/gpu"): "ran on NVIDIA A100, and most on AMD EPYC: report it by itself",
+    }
+
+
+def test_ranks_with_other_numbers_of_threads_are_not_alike(tmp_path, capsys):
+    make_run(tmp_path / "none", threads_per_rank=2)
+    make_run(tmp_path / "hvd", "horovod", 2, threads_per_rank=1)
+    assert "1 thread(s) a rank, the baseline's 2" in refused(tmp_path, capsys)
+
+
+def test_ways_of_sending_are_rows_of_their_own(tmp_path):
+    make_run(tmp_path / "runs/none")
+    for name, fp16, speed in (("fp32", False, 18), ("fp16", True, 19)):
+        make_run(tmp_path / f"runs/{name}", "horovod", 2, windows_per_s=speed, work={"--fp16_allreduce": fp16})
+    rows = report(tmp_path)
+    speedups = {r["strategy"]: r["speedup"] for r in rows}
+    assert float(speedups["horovod (fp16_allreduce False)"]) == pytest.approx(1.8)
+    assert float(speedups["horovod (fp16_allreduce True)"]) == pytest.approx(1.9)
+
+
+def test_one_world_size_is_side_by_side(tmp_path):
+    make_run(tmp_path / "runs/hvd", "horovod", 2, windows_per_s=20)
+    make_run(tmp_path / "runs/ddp", "ddp", 2, windows_per_s=19)
+    ddp = row(report(tmp_path), "side by side", "ddp", 2)
+    assert float(ddp["speedup"]) == pytest.approx(0.95)
+    assert "## Side by side on 2 devices: global batch 16" in (tmp_path / "out/report.md").read_text()
+
+
+def test_two_experiments_in_one_folder_are_two_tables(tmp_path):
+    for data in ("v1", "v2"):
+        work = {"the training data": data}
+        make_run(tmp_path / f"runs/{data}-1", windows_per_s=10, work=work)
+        make_run(tmp_path / f"runs/{data}-2", "horovod", 2, windows_per_s=18, work=work)
+    rows = report(tmp_path)
+    assert sorted(float(r["speedup"]) for r in rows) == pytest.approx([1.0, 1.0, 1.8, 1.8])
+
+
+def damage(folder: Path, file: str, text: str | None) -> None:
+    if text is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(text)
+
+
+DAMAGE = {
+    "unfinished": ("train_results.json", None, "not finished: it has no train_results.json"),
+    "cut short": ("train_results.json", '{"strategy": "ddp", "wor', "train_results.json is damaged: no JSON"),
+    "a list": ("train_results.json", "[1]", "train_results.json is damaged: no JSON object"),
+    "empty": ("train_results.json", "{}", "does not say what work was done"),
+    "no metrics": ("metrics.jsonl", None, "metrics.jsonl cannot be read"),
+    "half a line": ("metrics.jsonl", '{"step": 1, "lo', "metrics.jsonl, line 1, is damaged: no JSON"),
+    "no number": (
+        "metrics.jsonl",
+        '{"step": 1, "loss": null, "windows_per_s": 1, "step_s": 1}',
+        "line 1, is damaged: loss is None",
+    ),
+    "one line": (
+        "metrics.jsonl",
+        '{"step": 1, "loss": 5.0, "windows_per_s": 1, "step_s": 1}',
+        "has 1 line(s) of steps, and the first is warm-up",
+    ),
+    "scores": ("eval_results.json", '{"exact_match": "high", "f1": 1}', "exact_match is high, not a number"),
+    "bytes": ("metrics.jsonl", "\x00\x01", "is damaged"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damaged_and_unfinished_runs_are_left_out(tmp_path, what, capsys):
+    file, text, reason = DAMAGE[what]
+    make_run(tmp_path / "runs/none")
+    make_run(tmp_path / "runs/hvd", "horovod", 2, windows_per_s=18)
+    damage(make_run(tmp_path / "runs/bad", "ddp", 2), file, text)
+    rows = report(tmp_path)
+    assert [r["strategy"] for r in rows] == ["none", "horovod"]
+    assert f"{tmp_path / 'runs/bad'}: " in (said := capsys.readouterr().out) and reason in said
+
+
+def test_a_run_of_an_older_version_is_left_out(tmp_path):
+    folder = make_run(tmp_path / "run")
+    record = json.loads((folder / "train_results.json").read_text())
+    del record["work"]
+    (folder / "train_results.json").write_text(json.dumps(record))
+    with pytest.raises(reading.Unusable, match="older version"):
+        reading.read(folder)
+
+
+def test_a_run_without_a_strategy_was_horovods(tmp_path):
+    folder = make_run(tmp_path / "run", ranks=2)
+    record = json.loads((folder / "train_results.json").read_text())
+    del record["strategy"], record["devices_per_rank"], record["processes"]
+    (folder / "train_results.json").write_text(json.dumps(record))
+    run = reading.read(folder)
+    assert (run.strategy, run.devices, run.real_s, run.memory_bytes) == ("horovod", 2, None, None)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), value=JSON_VALUES)
+def test_no_value_makes_reading_fail_otherwise_than_it_should(tmp_path, data, value):
+    folder = tmp_path / "run"
+    if not folder.exists():
+        make_run(folder, scores=(50.0, 60.0))
+        (tmp_path / "whole.json").write_text((folder / "train_results.json").read_text())
+    record = json.loads((tmp_path / "whole.json").read_text())
+    record[data.draw(st.sampled_from(sorted(record)))] = value
+    (folder / "train_results.json").write_text(json.dumps(record))
+    try:
+        run = reading.read(folder)
+    except reading.Unusable:
+        return
+    assert run.devices >= 1 and run.windows_per_s > 0
+
+
+def test_what_is_found_below_the_named_folders(tmp_path, capsys):
+    make_run(tmp_path / "a/b/run")
+    (tmp_path / "a/b/run/checkpoint-5").mkdir()
+    (tmp_path / "a/b/run/checkpoint-5/train_config.yaml").write_text("")
+    found = reading.find([tmp_path, tmp_path / "a", tmp_path / "a/b/run"])
+    assert found == [tmp_path / "a/b/run"]
+    (tmp_path / "empty").mkdir()
+    assert "holds no run" in refused(tmp_path / "empty", capsys)
+    assert "is no folder" in refused(tmp_path / "nowhere", capsys)
+
+
+def test_one_run_alone_is_an_error(tmp_path, capsys):
+    make_run(tmp_path / "run")
+    said = refused(tmp_path, capsys)
+    assert "No two of these runs can be compared" in said
+    assert "no other run has its global batch, or its batch per device on other devices" in said
+
+
+def test_processes_memory_and_scores(tmp_path):
+    make_run(tmp_path / "runs/none", scores=(60.0, 70.0))
+    make_run(tmp_path / "runs/hvd", "horovod", 3, windows_per_s=24, scores=(61.0, 71.5), exposed_comm_s=0.06)
+    make_run(tmp_path / "runs/fsdp", "fsdp", 3, windows_per_s=24, exposed_comm_s=None)
+    report(tmp_path)
+    lines = (tmp_path / "out/report.md").read_text().splitlines()
+    head = next(line for line in lines if line.startswith("| strategy | ranks | real"))
+    cells = {
+        line.split(" | ")[0]: [cell.strip(" |") for cell in line.split(" | ")] for line in lines[lines.index(head) :]
+    }
+    # Of three ranks the median 101 s and the most memory, 3 GiB; 0.06 s of a step of 16/24 s are 9 %.
+    assert cells["| horovod"][1:7] == ["3", "101.0", "90.0", "5.0", "3.00", "9.0%"]
+    assert cells["| horovod"][-2:] == ["61.00", "71.50"]
+    assert cells["| fsdp"][6] == "-" and cells["| fsdp"][-2:] == ["-", "-"]
+
+
+class Links(HTMLParser):
+    """Every address in a page, and its tags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+
+
+def test_html_is_one_file_that_asks_for_no_other(tmp_path):
+    make_run(tmp_path / "runs/none")
+    make_run(tmp_path / "runs/hvd", "horovod", 2, windows_per_s=18)
+    make_run(tmp_path / "runs/<script>alert(1)", "ddp", 2, device_name="<img src=x>")
+    report(tmp_path, "--gbps", "25")
+    page = (tmp_path / "out/report.html").read_text()
+    links = Links()
+    links.feed(page)
+    assert links.tags.count("img") == 3
+    assert all(address.startswith("data:image/png;base64,") for address in links.addresses)
+    assert "script" not in links.tags and "&lt;script&gt;alert(1)" in page
+    assert "url(" not in page and "@import" not in page and "http" not in page
+    text = (tmp_path / "out/report.md").read_text()
+    assert "<script>" not in text and "<img" not in text
+
+
+def test_pictures_are_beside_the_markdown(tmp_path, pictures):
+    for ranks in (1, 2, 4, 32):
+        make_run(tmp_path / f"runs/{ranks}", "horovod", ranks, 32, 9 * ranks)
+    report(tmp_path, "--gbps", "25", "200")
+    text = (tmp_path / "out/report.md").read_text()
+    pictures = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
+    assert pictures == ["strong_32.png", "strong_32_loss.png", "strong_32_projected.png"]
+    for name in pictures:
+        assert f"]({name})" in text
+        with Image.open(tmp_path / "out" / name) as image:
+            assert image.size[0] >= 1000 and len(set(image.convert("L").tobytes())) > 20  # something is drawn
+
+
+def test_terminal_shows_the_table(tmp_path, capsys):
+    make_run(tmp_path / "runs/none")
+    make_run(tmp_path / "runs/hvd", "horovod", 4, nodes=2, windows_per_s=30)
+    report(tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Strong scaling: global batch 16 (baseline: none, 1 rank)"
+    assert lines[1].split("  ")[1] == "strategy" and lines[1].endswith("efficiency")
+    assert lines[3].split() == [
+        *("horovod", "2", "4", "1", "28.8", "30.00"),
+        *("30.00", "to", "30.00", "3.00", "3.00", "to", "3.00", "0.75"),
+    ]
+
+
+def test_an_efficiency_above_one_is_remarked_on(tmp_path):
+    make_run(tmp_path / "runs/none")
+    make_run(tmp_path / "runs/hvd", "horovod", 2, windows_per_s=25)
+    report(tmp_path)
+    assert "has an efficiency of 1.25: more than its devices can give" in (tmp_path / "out/report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--gbps", "0"], "--gbps 0: must be above 0"),
+        (["--latency_us", "-1"], "--latency_us -1: must not be negative"),
+        (["--gpus_per_node", "8"], "go together"),
+        (["--backward_share", "2"], "give a share"),
+        (["--loss_tolerance", "nan"], "--loss_tolerance nan"),
+        (["--doctor", "nowhere.json"], "--doctor nowhere.json: cannot be read"),
+    ],
+)
+def test_flags_that_make_no_sense(tmp_path, capsys, flags, said):
+    make_run(tmp_path / "run")
+    assert said in refused(tmp_path, capsys, *flags)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, capsys):
+    make_run(tmp_path / "none")
+    make_run(tmp_path / "hvd", "horovod", 2)
+    (tmp_path / "file").write_text("")
+    assert main([str(tmp_path), "--out", str(tmp_path / "file")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_neither_torch_nor_horovod_is_needed():
+    program = "import sys, hvd_bert.report.__main__; print({'torch', 'horovod', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "set()\n"
