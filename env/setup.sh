@@ -24,6 +24,7 @@ What an option chose is remembered in the environment and kept by later runs tha
   --auto            forget what --with-... and --without-... options chose
   --dev             add what scripts/test.sh needs (env/requirements-dev.txt)
   --bench           add what benchmarks/compare_peers.py compares with (env/requirements-bench.txt)
+  --deepspeed       add what --strategy deepspeed needs (env/requirements-deepspeed.txt)
   --no-apt          never install system packages, even as root
   -h, --help        this text
 END
@@ -39,7 +40,7 @@ warn() { printf 'env/setup.sh: warning: %s\n' "$*" >&2; }
 say() { printf '%s\n' "$*"; }
 
 parse_arguments() {
-  python='' venv=$root/.venv dev=no bench=no use_apt=yes auto=no
+  python='' venv=$root/.venv extras=() use_apt=yes auto=no
   given_torch='' given_torch_index='' given_mpi='' given_nccl=''
   while [ $# -gt 0 ]; do
     case $1 in
@@ -58,8 +59,7 @@ parse_arguments() {
       --with-nccl) given_nccl=yes ;;
       --without-nccl) given_nccl=no ;;
       --auto) auto=yes ;;
-      --dev) dev=yes ;;
-      --bench) bench=yes ;;
+      --dev | --bench | --deepspeed) extras+=("${1#--}") ;;
       --no-apt) use_apt=no ;;
       -h | --help) usage && exit 0 ;;
       *) die "unknown argument $1 (see --help)" ;;
@@ -120,16 +120,14 @@ read_inputs() {
   local files=("$root"/{requirements.txt,pyproject.toml,env/setup.sh,env/build_horovod.sh})
   declare -gA inputs
   inputs[base]=$(cat "${files[@]}" | sha256sum)
-  inputs[dev]=$(cat "${files[@]}" "$root/env/requirements-dev.txt" | sha256sum)
-  inputs[bench]=$(cat "${files[@]}" "$root/env/requirements-bench.txt" | sha256sum)
+  local extra
+  for extra in dev bench deepspeed; do
+    inputs[$extra]=$(cat "${files[@]}" "$root/env/requirements-$extra.txt" | sha256sum)
+  done
 }
 
-# What is to be there: base, and what --dev and --bench add.
-kinds() {
-  echo base
-  [ "$dev" = no ] || echo dev
-  [ "$bench" = no ] || echo bench
-}
+# What is to be there: base, and the extras that were asked for.
+kinds() { printf '%s\n' base "${extras[@]}"; }
 
 # $1: one of kinds
 fingerprint() {
@@ -279,8 +277,8 @@ install_requirements() {
   grep -vE "$skip" "$root/requirements.txt" >"$venv/hvd_bert.requirements.txt"
   printf 'torch==%s\n' "$(version_of torch)" >"$venv/hvd_bert.constraints.txt"
   local files=(-r "$venv/hvd_bert.requirements.txt")
-  [ "$dev" = no ] || files+=(-r "$root/env/requirements-dev.txt")
-  [ "$bench" = no ] || files+=(-r "$root/env/requirements-bench.txt")
+  local extra
+  for extra in "${extras[@]}"; do files+=(-r "$root/env/requirements-$extra.txt"); done
   pip install --progress-bar off -c "$venv/hvd_bert.constraints.txt" "${files[@]}"
   ! has_mpi || match_mpi4py
   pip install --no-deps --no-build-isolation --config-settings editable_mode=compat -e "$root"
@@ -341,7 +339,7 @@ set_up() {
   save_settings
   say "[4/5] Horovod for torch $(version_of torch)"
   build_horovod
-  say "[5/5] requirements.txt$(kinds | sed -n 's/^\(dev\|bench\)$/, env\/requirements-\1.txt/p' | tr -d '\n') and this package"
+  say "[5/5] requirements.txt${extras[*]/#/, env/requirements-} and this package"
   logged install_requirements
   save_settings
   local kind

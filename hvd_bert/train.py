@@ -77,7 +77,8 @@ def main(world: World) -> None:
             with output.writing(folder, world) as writes:
                 if writes:
                     output.write_evaluation(folder, evaluation)
-        results |= output.facts(config, world) | {"processes": world.gather(process_usage(world.device))}
+        usage = {"rank": world.rank} | process_usage(world.device)
+        results |= output.facts(config, world) | {"processes": world.gather(usage)}
         with output.writing(folder, world) as writes:
             if writes and inputs.train:  # last: by this file a run counts as finished
                 work = {"work": resume.identity(config, inputs)}

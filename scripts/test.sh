@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-bash env/setup.sh --dev </dev/null
+bash env/setup.sh --dev --deepspeed </dev/null
 export PATH="$PWD/.venv/bin:$PATH"
 # One thread per process: the tests start up to four ranks, often on two cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false

@@ -16,6 +16,7 @@ from hvd_bert.launch import (
     find_job,
     find_launcher,
     share_cores,
+    slurm_address,
 )
 
 # What the launchers leave in the environment of rank 3 of 4.
@@ -23,6 +24,7 @@ HOROVODRUN = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 MVAPICH = {"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4"}
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}
 SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
 # A job script, and mpirun inside it, see variables of the batch step: one task of a job of many.
 BATCH_STEP = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "17"}
@@ -33,6 +35,9 @@ INSIDE_SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS":
     ("environ", "expected"),
     [
         (HOROVODRUN, ("horovodrun", 4, 3)),
+        (TORCHRUN, ("torchrun", 4, 3)),
+        (TORCHRUN | SRUN | INSIDE_SRUN, ("torchrun", 4, 3)),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, ("none", None, None)),  # set by many a job script, for itself
         (HOROVODRUN | INSIDE_SRUN, ("horovodrun", 4, 3)),
         (MPIRUN, ("mpirun", 4, 3)),
         (MPIRUN | BATCH_STEP, ("mpirun", 4, 3)),
@@ -186,3 +191,25 @@ def test_job():
     of_array = {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "0"}
     assert find_job(variables | of_array) == job | {"array": "17_0"}
     assert find_job({"PATH": "/bin"}) is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("a100-01", "a100-01"),
+        ("a100-[01-02,07]", "a100-01"),
+        ("node[3,5]", "node3"),
+        ("login,gpu[1-4]", "login"),
+        ("n1.cluster,n2.cluster", "n1.cluster"),
+    ],
+)
+def test_slurm_tasks_meet_on_their_first_node(nodes, host):
+    first = {"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "1234567", "SLURM_STEP_ID": "0"}
+    address, port = slurm_address(first)
+    assert address == host and 10_000 <= port < 30_000
+    assert slurm_address(first | {"SLURM_STEP_ID": "1"}) != (address, port), "another step of the job, another port"
+
+
+def test_slurm_tasks_without_nodes_have_nowhere_to_meet():
+    with pytest.raises(UserError, match="SLURM_STEP_NODELIST"):
+        slurm_address({})

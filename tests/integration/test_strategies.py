@@ -1,0 +1,78 @@
+"""Strategies by the real command: what one leaves, another takes up; what cannot be is said once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import stopping_at
+from commands import GLOBAL_BATCH, read_lines, said, small_run
+from launch import TRAIN, launcher, run
+
+pytestmark = pytest.mark.integration
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(out / "metrics.jsonl") if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory) -> Path:
+    """A whole run of one process: --strategy none."""
+    out = tmp_path_factory.mktemp("baseline") / "out"
+    run(small_run(1, out, "--strategy", "none"), out.parent).expect(0)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("by", "strategy"), [("torchrun", "ddp"), ("mpi", "fsdp"), ("gloo", "ddp"), ("torchrun", "horovod")]
+)
+def test_two_ranks_of_any_strategy_leave_what_one_process_leaves(tmp_path, baseline, by, strategy):
+    out = tmp_path / "out"
+    run([*launcher(2, by), *small_run(2, out, "--strategy", strategy)], tmp_path).expect(0)
+    names = {path.name for path in baseline.iterdir()}
+    assert {path.name for path in out.iterdir()} == names
+    assert losses(out) == pytest.approx(losses(baseline), abs=1e-4)
+    scores, expected = (json.loads((folder / "eval_results.json").read_text()) for folder in (out, baseline))
+    assert scores["total"] == 7 and scores == pytest.approx(expected, abs=1e-3)
+    results = json.loads((out / "train_results.json").read_text())
+    assert (results["strategy"], results["world_size"], results["global_batch"]) == (strategy, 2, GLOBAL_BATCH)
+    assert [process["rank"] for process in results["processes"]] == [0, 1]
+    assert all(0 < process["user_s"] < process["real_s"] * 64 for process in results["processes"])
+    assert results["work"] == json.loads((baseline / "train_results.json").read_text())["work"]
+
+
+def test_checkpoint_of_one_strategy_is_gone_on_with_under_another(tmp_path, baseline):
+    out = tmp_path / "out"
+    # As a signal leaves it: some steps, a checkpoint, no results. A launcher's own status says only that it failed.
+    for step, by, strategy, size in ((2, "torchrun", "fsdp", 2), (4, "none", "none", 1)):
+        stop = [sys.executable, stopping_at.__file__, step, 0, "SIGTERM", "start"]
+        words = small_run(size, out, "--strategy", strategy)[len(TRAIN) :]
+        outcome = run([*launcher(size, by), *map(str, stop), *words], tmp_path)
+        assert not outcome.hung and (out / "latest").read_text().strip() == f"checkpoint-{step}", outcome
+    last = run([*launcher(2, "torchrun"), *small_run(2, out, "--strategy", "ddp")], tmp_path).expect(0)
+    assert "Going on from step 4" in last.output
+    scores, expected = (json.loads((folder / "eval_results.json").read_text()) for folder in (out, baseline))
+    assert scores == pytest.approx(expected, abs=1e-3)
+    assert losses(out) == pytest.approx(losses(baseline), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--strategy", "dp"], "drives several GPUs from one process, and 0 are visible"),
+        (["--strategy", "ddp", "--fp16_allreduce"], "--fp16_allreduce is Horovod's: not with --strategy ddp"),
+    ],
+)
+def test_strategy_that_cannot_be_is_said_once(tmp_path, flags, words):
+    outcome = run([*TRAIN, "--config", "sample", *flags], tmp_path).expect(2)
+    assert outcome.output.count(words) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_baseline_under_a_launcher_of_two_is_said_once(tmp_path):
+    outcome = run([*launcher(2, "mpirun"), *TRAIN, "--config", "sample", "--strategy", "none"], tmp_path)
+    assert outcome.status != 0 and not outcome.hung
+    assert said(outcome).count("--strategy none is one process, but mpirun started 2") == 1

@@ -1,0 +1,157 @@
+"""The table of strategies, what each asks for, and the parts of them that need no second process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_world import make_world
+from torch import nn
+
+from hvd_bert.attention import offsets_of
+from hvd_bert.command_line import parse, strategy_of
+from hvd_bert.config import STRATEGIES
+from hvd_bert.engines import strategies
+from hvd_bert.engines.base import Engine, EngineOptions
+from hvd_bert.engines.dp import join_windows, split_windows
+from hvd_bert.engines.strategies import ENGINES, engine_class, make_engine
+from hvd_bert.errors import UserError
+from hvd_bert.launch import WorldsOfOne
+from hvd_bert.worlds import joining, rendezvous
+
+
+def test_every_strategy_of_the_flag_has_an_engine():
+    assert list(ENGINES) == STRATEGIES
+
+
+@pytest.mark.parametrize("strategy", ["horovod", "ddp", "fsdp", "dp", "none"])
+def test_engines_are_found(strategy):
+    assert issubclass(engine_class(strategy), Engine)
+
+
+def test_strategy_that_is_not_installed_names_the_line_that_installs_it(monkeypatch):
+    def missing(name: str) -> None:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(strategies, "import_module", missing)
+    with pytest.raises(UserError, match=r"`bash env/setup\.sh --deepspeed`"):
+        engine_class("deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--strategy", "ddp", "--fp16_allreduce"], "--fp16_allreduce is Horovod's"),
+        (["--strategy", "fsdp", "--gradient_predivide_factor", "2"], "--gradient_predivide_factor is Horovod's"),
+        (["--strategy", "deepspeed", "--zero_stage", "4"], "--zero_stage 4"),
+        (["--strategy", "deepspeed", "--fp16"], "--bf16"),
+        (["--strategy", "nccl"], "invalid choice: 'nccl'"),
+    ],
+)
+def test_settings_that_do_not_go_together(flags, said):
+    with pytest.raises(UserError, match=said):
+        parse(flags)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], "horovod"),
+        (["--strategy", "ddp", "--bf16"], "ddp"),
+        (["--strategy=fsdp"], "fsdp"),
+        (["--strategy", "ddp", "--no_such_flag"], "ddp"),  # what is wrong is said once the ranks have met
+        (["--strategy", "no_such_strategy"], "horovod"),
+        (["--strategy"], "horovod"),
+        (["--help", "--strategy", "none"], "none"),
+    ],
+)
+def test_strategy_is_known_before_the_world_is_joined(argv, expected):
+    assert strategy_of(argv) == expected
+
+
+def test_strategy_of_a_file_is_known_too(tmp_path):
+    (tmp_path / "mine.yaml").write_text("strategy: fsdp\n")
+    assert strategy_of(["--config", str(tmp_path / "mine.yaml")]) == "fsdp"
+    assert strategy_of(["--config", str(tmp_path / "mine.yaml"), "--strategy", "ddp"]) == "ddp"
+
+
+@pytest.mark.parametrize("strategy", ["none", "dp"])
+def test_one_process_is_refused_under_a_launcher_of_several(monkeypatch, strategy):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    with pytest.raises(WorldsOfOne, match=f"--strategy {strategy} is one process, but mpirun started 2"):
+        joining.join(strategy)
+
+
+def test_dp_needs_two_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match="1 are visible here"):
+        joining.join("dp")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert joining.join("dp").devices == 4
+
+
+def test_world_of_one_needs_no_library():
+    world = joining.join("none")
+    assert (world.rank, world.size, world.controller, world.devices) == (0, 1, "none", 1)
+    assert not world.begin_vote(False)() and world.begin_vote(True)()
+
+
+def windows_end_to_end(lengths: list[int]) -> dict[str, object]:
+    tokens = torch.arange(sum(lengths))[None]
+    return {
+        "input_ids": tokens,
+        "position_ids": tokens + 1,
+        "window_lengths": lengths,
+        "window_offsets": offsets_of(lengths, torch.device("cpu")),
+    }
+
+
+@pytest.mark.parametrize(("parts", "expected"), [(2, [[5, 3], [4]]), (3, [[5], [3], [4]]), (8, [[5], [3], [4]])])
+def test_dp_splits_between_windows(parts, expected):
+    split = split_windows(windows_end_to_end([5, 3, 4]), parts)
+    assert [part["window_lengths"] for part in split] == expected
+    assert torch.equal(torch.cat([part["input_ids"] for part in split], 1), torch.arange(12)[None])
+    for part in split:
+        assert part["window_offsets"].tolist() == offsets_of(part["window_lengths"], torch.device("cpu")).tolist()
+        assert torch.equal(part["position_ids"], part["input_ids"] + 1)
+
+
+def test_dp_puts_the_logits_together_again():
+    outputs = [{"start_logits": torch.ones(1, n) * n, "end_logits": -torch.ones(1, n) * n} for n in (3, 2)]
+    joined = join_windows(outputs, torch.device("cpu"))
+    assert joined["start_logits"].tolist() == [[3, 3, 3, 2, 2]]
+    assert joined["end_logits"].tolist() == [[-3, -3, -3, -2, -2]]
+
+
+def test_engine_of_one_process_steps_with_the_clipped_gradient():
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    options = EngineOptions(accumulation=2, max_grad_norm=3.0)
+    engine = make_engine("none", model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), options, make_world())
+    for value in (2.0, 4.0):  # the passes are summed
+        engine.backward(engine.module(torch.full((1, 1), value)).sum())
+    engine.synchronize()
+    assert float(engine.clip()) == pytest.approx(6.0)
+    assert engine.step()
+    assert engine.whole_model().weight.item() == pytest.approx(1 - 0.1 * 3.0)
+    assert engine.module.weight.grad is None or not engine.module.weight.grad.any()
+
+
+def test_interface_to_this_host_is_the_loopback():
+    assert rendezvous.interface_to("127.0.0.1") == "lo"
+    assert rendezvous.interface_to("no-such-host.invalid") is None
+
+
+def test_interface_is_the_one_towards_another_host(monkeypatch):
+    store: dict[str, bytes] = {"hvd_bert.host.1": b"other"}
+    fake = SimpleNamespace(set=lambda key, value: store.update({key: value.encode()}), get=store.__getitem__)
+    monkeypatch.setattr(rendezvous, "interface_to", lambda host: {"other": "ib0", "localhost": "lo"}[host])
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(rendezvous.os, "environ", environ := {})
+    rendezvous.choose_interface(fake, 0, 2, "GLOO_SOCKET_IFNAME")
+    assert environ == {"GLOO_SOCKET_IFNAME": "ib0"}
+    environ["GLOO_SOCKET_IFNAME"] = "eth7"  # what the user chose stands
+    rendezvous.choose_interface(fake, 0, 2, "GLOO_SOCKET_IFNAME")
+    assert environ == {"GLOO_SOCKET_IFNAME": "eth7"}
