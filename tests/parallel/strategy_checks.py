@@ -24,7 +24,14 @@ def applied_gradients(training: Training, step: int) -> Gradients:
     }
 
 
-def first_step(ranks: Ranks, *flags: str | float, accumulation: int = 1, step: int = 0, clip: float = 0.0) -> None:
+def first_step(
+    ranks: Ranks,
+    *flags: str | float,
+    accumulation: int = 1,
+    step: int = 0,
+    clip: float = 0.0,
+    tolerance: float = 1e-5,
+) -> None:
     """One step by the strategy's engine, held to what one process computes for all of its windows."""
     training = Training(ranks.world, "--max_grad_norm", clip, *flags, accumulation=accumulation)
     expected = training.plain_gradients(step)
@@ -35,7 +42,7 @@ def first_step(ranks: Ranks, *flags: str | float, accumulation: int = 1, step: i
     training.wrap()
     found = applied_gradients(training, step)
     if ranks.world.rank == 0:
-        assert_close(found, expected)
+        assert_close(found, expected, tolerance)
 
 
 @check_every_strategy
@@ -51,6 +58,11 @@ def padded_gradients_are_those_of_one_process(ranks: Ranks) -> None:
 @check_every_strategy
 def clipped_gradients_of_several_passes_are_those_of_one_process(ranks: Ranks) -> None:
     first_step(ranks, accumulation=4, clip=0.01)
+
+
+@check_every_strategy
+def gradients_in_bf16_are_near_those_of_one_process(ranks: Ranks) -> None:
+    first_step(ranks, "--bf16", tolerance=0.15)
 
 
 @check_every_strategy

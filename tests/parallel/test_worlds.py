@@ -140,6 +140,13 @@ def test_check(launch: Launch, check: str) -> None:
     launch.expect(check)
 
 
+def test_losses_of_one_process_are_those_of_before(alone: Launch) -> None:
+    """golden_losses.json: of the same 20 steps by one process when the strategies came (torch 2.13.0, a CPU)."""
+    golden = json.loads(Path(__file__).with_name("golden_losses.json").read_text())
+    found = [line["loss"] for line in alone.metrics() if "loss" in line]
+    np.testing.assert_allclose(found, golden, rtol=0, atol=1e-4)
+
+
 def test_first_loss_is_that_of_one_rank(launch: Launch, alone: Launch) -> None:
     assert launch.metrics()[0]["loss"] == pytest.approx(alone.metrics()[0]["loss"], rel=0, abs=1e-6)
 
