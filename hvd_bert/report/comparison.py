@@ -13,6 +13,10 @@ from hvd_bert.report.runs import LeftOut, Run
 STRATEGIES = ("none", "horovod", "ddp", "fsdp", "deepspeed", "dp")
 
 
+# Of a row's losses, where no other row has the same batch.
+UNCHECKED = ""
+
+
 @dataclass(frozen=True)
 class Line:
     """A group in a table. Without a speed-up `reason` says why; `checked`: against whose losses it was held."""
@@ -170,10 +174,8 @@ def _line(base: Group, group: Group, table: Sequence[Group], kind: str, toleranc
     elif group is not base and losses_differ(base, base, tolerance):
         reason = "the baseline's own repeats do not agree"
     else:
-        reference = _reference(base, group, table, kind)
-        if reference is not None:
-            checked = reference.name if reference is not group else "its repeats"
-            reason = losses_differ(reference, group, tolerance)
+        reference, checked = _reference(base, group, table, kind)
+        reason = losses_differ(reference, group, tolerance)
     if reason:
         return Line(group, None, None, None, None, reason, checked)
     speedup = group.windows_per_s / base.windows_per_s
@@ -182,11 +184,12 @@ def _line(base: Group, group: Group, table: Sequence[Group], kind: str, toleranc
     return Line(group, speedup, least, most, efficiency, "", checked)
 
 
-def _reference(base: Group, group: Group, table: Sequence[Group], kind: str) -> Group | None:
-    """Whose losses must be `group`'s: the baseline's or, where the batch grows, those of as many devices."""
-    if kind == STRONG or group.one.devices == base.one.devices:
-        return base
+def _reference(base: Group, group: Group, table: Sequence[Group], kind: str) -> tuple[Group, str]:
+    """Whose losses must be `group`'s, and a word for it: the baseline's or, where the batch grows, those of as many
+    devices. Where there are none its repeats are held against each other."""
     peers = [peer for peer in table if peer.one.global_batch == group.one.global_batch]
     peers = [peer for peer in peers if not differences(base, peer, kind)]
-    first = _baseline(peers, None)
-    return first if len(peers) > 1 or len(group.runs) > 1 else None
+    reference = base if base in peers else _baseline(peers, None) or group
+    if reference is not group:
+        return reference, reference.name
+    return group, "baseline" if group is base else "reference" if len(peers) > 1 else UNCHECKED

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hvd_bert.report.alike import EARLY_STEPS, NATS, STRONG, Tolerance
-from hvd_bert.report.comparison import Line, Table
+from hvd_bert.report.comparison import UNCHECKED, Line, Table
 from hvd_bert.report.page import DASH, Grid
 from hvd_bert.report.projection import Projected, Step
 from hvd_bert.report.runs import LeftOut, Run
 
 GIB = 2**30
+SPREAD = 0.1  # of repeats, over their median: more is remarked on
 
 
 def number(value: float | None, form: str = ".3g") -> str:
@@ -109,9 +110,15 @@ def remarks(tables: Iterable[Table], runs: Sequence[Run]) -> list[str]:
                     f"{line.group.name} ({_in(table)}) has an efficiency of {line.efficiency:.2f}: more than its"
                     " devices can give by themselves. Look at whether the baseline had its device for itself."
                 )
-        unchecked = [line.group.name for line in table.lines if line.speedup is not None and not line.checked]
+        unchecked = [line.group.name for line in table.lines if line.speedup is not None and line.checked == UNCHECKED]
         if unchecked:
             said.append(f"{_in(table)}: the losses of {', '.join(unchecked)} were held against no other strategy's.")
+        apart = [line.group.name for line in table.lines if line.speedup is not None and _spread(line) > SPREAD]
+        if apart:
+            said.append(
+                f"{_in(table)}: the repeats of {', '.join(apart)} are more than {SPREAD:.0%} apart. Differences of that"
+                " size mean nothing: look at what else ran on the machine."
+            )
         if min((len(line.group.runs) for line in table.lines if not line.reason), default=3) < 3:
             said.append(f"{table.title}: some rows have fewer than 3 runs, so their spread says little.")
     for package in sorted({name for run in runs for name in run.versions}):
@@ -119,6 +126,11 @@ def remarks(tables: Iterable[Table], runs: Sequence[Run]) -> list[str]:
         if len(found) > 1:
             said.append(f"The runs had several versions of {package}: {', '.join(sorted(found))}.")
     return said
+
+
+def _spread(line: Line) -> float:
+    least, most = line.group.spread()
+    return (most - least) / line.group.windows_per_s
 
 
 def definitions(tolerance: Tolerance) -> list[str]:

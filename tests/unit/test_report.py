@@ -492,3 +492,30 @@ def test_neither_torch_nor_horovod_is_needed():
     program = "import sys, hvd_bert.report.__main__; print({'torch', 'horovod', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout == "set()\n"
+
+
+def test_repeats_that_are_far_apart_are_remarked_on(tmp_path):
+    for number, speed in enumerate((9.6, 10.0, 10.4)):
+        make_run(tmp_path / f"runs/none-{number}", windows_per_s=speed, seed=number)
+    for number, speed in enumerate((17.0, 18.0, 20.0)):
+        make_run(tmp_path / f"runs/hvd-{number}", "horovod", 2, windows_per_s=speed, seed=number)
+    report(tmp_path)
+    text = (tmp_path / "out/report.md").read_text()
+    assert "strong scaling: global batch 16: the repeats of horovod, 2 ranks are more than 10% apart" in text
+
+
+def test_whose_losses_were_looked_at(tmp_path):
+    make_run(tmp_path / "runs/none", "none", 1, 8)
+    make_run(tmp_path / "runs/hvd", "horovod", 2, 16, 19)
+    make_run(tmp_path / "runs/ddp", "ddp", 2, 16, 18)
+    make_run(tmp_path / "runs/alone", "horovod", 4, 32, 36)
+    report(tmp_path)
+    lines = (tmp_path / "out/report.md").read_text().splitlines()
+    at = next(number for number, line in enumerate(lines) if "| held against |" in line)
+    found = {tuple(line.strip("| ").split(" | ")[:2]): line.split(" | ")[8] for line in lines[at + 2 : at + 6]}
+    assert found == {
+        ("none", "1"): "baseline",
+        ("horovod", "2"): "reference",
+        ("ddp", "2"): "horovod, 2 ranks",
+        ("horovod", "4"): "-",
+    }
