@@ -6,8 +6,9 @@ Measured on one thread, in CPU time, so that a busy machine counts less; the way
 turn by turn:
 
 1. fp32 products of the model's shapes, for the output and both gradients: torch's (MKL on x86) and oneDNN's;
-2. dropout p = 0.1 of as many elements as a batch's hidden states have: torch's and `hvd_bert.dropout`'s;
-3. forward and backward of the model on real batches (`--batch` windows), with torch's ways and with each of ours.
+2. attention's fp32 products in windows of some lengths: torch's and numpy's BLAS, as the environment has it;
+3. dropout p = 0.1 of as many elements as a batch's hidden states have: torch's and `hvd_bert.dropout`'s;
+4. forward and backward of the model on real batches (`--batch` windows), with torch's ways and with each of ours.
 
 Prints Markdown tables of medians; `--profile` adds each kind of operation's share of a step, AdamW's included.
 """
@@ -51,7 +52,8 @@ KINDS = {
     "GELU": ("gelu",),
     "layer norm": ("layer_norm",),
     "random numbers": ("random_", "bernoulli"),
-    "dropout's factors": ("ge", "mul", "mul_"),
+    "dropout's masks": ("mul", "mul_"),
+    "attention itself, with numpy's products": ("Attention", "AttentionBackward"),
     "optimizer": ("fused_adamw", "foreach", "linalg_vector_norm", "clip"),
     "loss": ("nll", "log_softmax"),
     "copies, cat, split": ("copy_", "cat", "clone", "contiguous"),
@@ -95,8 +97,32 @@ def products(shapes: Sequence[tuple[int, int]], rows: int, turns: int) -> None:
             print(f"| {size_in} x {size_out} | {name} | {speeds[0]:.0f} | {speeds[1]:.0f} |")
 
 
+def attention_products(lengths: Sequence[int], heads: int, size: int, turns: int) -> None:
+    """Table 2: the products as attention takes them, of views of [tokens, heads, head size]."""
+    print(f"\n| tokens, {heads} heads of {size} | product | torch, GFLOP/s | numpy, GFLOP/s |\n|---|---|---|---|")
+    for length in lengths:
+        rows, others, to = (torch.randn(length, heads, size).transpose(0, 1) for _ in range(3))
+        square, scores = torch.rand(heads, length, length), torch.empty(heads, length, length)
+        cases = {
+            "scores": (rows, others.transpose(1, 2), scores),
+            "of probabilities": (square, rows, to),
+            "of them transposed": (square.transpose(1, 2), rows, to),
+        }
+        for name, given in cases.items():
+            left, right, out = (tensor.numpy() for tensor in given)
+            times = in_turns(
+                {
+                    "torch": lambda: [torch.bmm(*given[:2], out=given[2]) for _ in range(50)],  # noqa: B023
+                    "numpy": lambda: [np.matmul(left, right, out=out) for _ in range(50)],  # noqa: B023
+                },
+                turns,
+            )
+            speeds = [1e-7 * heads * length**2 * size / statistics.median(t) for t in times.values()]
+            print(f"| {length} | {name} | {speeds[0]:.0f} | {speeds[1]:.0f} |")
+
+
 def dropouts(count: int, turns: int) -> None:
-    """Table 2."""
+    """Time 3."""
     values = torch.randn(count, requires_grad=True)
     upstream = torch.randn(count)
     layers = {"torch": nn.Dropout(0.1), "ours": dropout.Dropout(0.1)}
@@ -108,7 +134,7 @@ def dropouts(count: int, turns: int) -> None:
 
 
 def steps(model: nn.Module, batches: list[Batch], turns: int) -> None:
-    """Table 3."""
+    """Table 4."""
 
     def step(way: str, batch: Batch) -> Callable[[], None]:
         def work() -> None:
@@ -186,6 +212,8 @@ def main() -> None:
     tokens = [batch.num_tokens for batch in batches]
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, tokens of the batches: {tokens}")
     products([(hidden, hidden), (hidden, inner), (inner, hidden)], rows, flags.turns)
+    heads = model.config.num_attention_heads
+    attention_products((64, 128, 179, 256, 384), heads, hidden // heads, flags.turns)
     dropouts(rows * hidden, flags.turns)
     steps(model, batches, flags.turns)
     if flags.profile:

@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from hvd_bert.dropout import keep_factors, random_words
+from hvd_bert.batched import product
+from hvd_bert.dropout import keep_mask, kept_scale
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -63,7 +64,7 @@ def attend_within_windows(
     lengths = window_lengths or [query.shape[2]]
     windows = Windows(lengths, offsets_of(lengths, query.device) if window_offsets is None else window_offsets)
     drop = dropout if module.training else 0.0
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [0] would copy the gradients
     size = query.shape[-1]
     attend = choose(query.device.type, query.dtype, drop, size, has_flash(query.device))
     return attend(q, k, v, windows, drop, size**-0.5 if scaling is None else scaling)[None], None
@@ -145,6 +146,7 @@ class _Attention(torch.autograd.Function):
     """dropout(softmax(scaling q k^T)) v in each window; tensors are [N, heads, head size].
 
     One function for all windows, so that products are written where they belong and nothing is put together after.
+    Both scales, of the scores and of what dropout keeps, are taken over the tokens, which are fewer than the pairs.
     """
 
     @staticmethod
@@ -157,39 +159,36 @@ class _Attention(torch.autograd.Function):
         dropout: float,
         scaling: float,
     ) -> torch.Tensor:
+        query, key, value = query * scaling, key.detach(), value.detach()
         output = torch.empty_like(value, memory_format=torch.contiguous_format)
         kept = []
         for q, k, v, out in _split(lengths, query, key, value, output):
-            probabilities = torch.softmax(_scaled_product(q, k.transpose(1, 2), scaling), -1)
-            words = random_words(probabilities.numel())
-            torch.bmm(keep_factors(words, probabilities.shape, dropout).mul_(probabilities), v, out=out)
-            kept += [probabilities, words]
+            probabilities = torch.softmax(_product(q, k.transpose(1, 2)), -1)
+            keep = keep_mask(probabilities.shape, dropout)
+            product(probabilities * keep, v, out)
+            kept += [probabilities, keep]
         ctx.save_for_backward(query, key, value, *kept)
-        ctx.lengths, ctx.dropout, ctx.scaling = lengths, dropout, scaling
-        return output
+        ctx.lengths, ctx.scale, ctx.scaling = lengths, kept_scale(dropout), scaling
+        return output.mul_(ctx.scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, *kept = ctx.saved_tensors
-        inputs = (query, key, value)
-        gradients = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
-        parts = _split(ctx.lengths, query, key, value, gradient, *gradients)
-        for (q, k, v, g, of_q, of_k, of_v), probabilities, words in zip(parts, kept[::2], kept[1::2], strict=True):
-            factors = keep_factors(words, probabilities.shape, ctx.dropout)
-            of_probabilities = torch.bmm(g, v.transpose(1, 2)).mul_(factors)
-            torch.bmm(factors.mul_(probabilities).transpose(1, 2), g, out=of_v)
+        gradients = [torch.empty_like(key, memory_format=torch.contiguous_format) for _ in range(3)]
+        parts = _split(ctx.lengths, query, key, value, gradient * ctx.scale, *gradients)
+        for (q, k, v, g, of_q, of_k, of_v), probabilities, keep in zip(parts, kept[::2], kept[1::2], strict=True):
+            of_probabilities = _product(g, v.transpose(1, 2)).mul_(keep)
+            product((probabilities * keep).transpose(1, 2), g, of_v)
             of_scores = torch._softmax_backward_data(of_probabilities, probabilities, -1, probabilities.dtype)
-            _scaled_product(of_scores, k, ctx.scaling, of_q)
-            _scaled_product(of_scores.transpose(1, 2), q, ctx.scaling, of_k)
+            product(of_scores, k, of_q)
+            product(of_scores.transpose(1, 2), q, of_k)
+        gradients[0].mul_(ctx.scaling)
         return *gradients, None, None, None
 
 
-def _scaled_product(
-    left: torch.Tensor, right: torch.Tensor, scaling: float, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    unused = left.new_empty(1, 1, 1)  # beta 0: it is not read
-    return torch.baddbmm(unused, left, right, beta=0, alpha=scaling, out=out)
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return product(left, right, left.new_empty(*left.shape[:-1], right.shape[-1]))
 
 
 def register() -> None:

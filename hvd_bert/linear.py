@@ -40,6 +40,13 @@ def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     return result
 
 
+def _gradient_of_weight(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """gradient [N, out] transposed times rows [N, in]: [out, in]."""
+    if gradient.shape[1] > rows.shape[1]:  # torch copies the first of a product's views: let it be the narrower one
+        return product(rows.t(), gradient.t()).t().contiguous()
+    return product(gradient.t(), rows.t())
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -53,7 +60,7 @@ class _Linear(torch.autograd.Function):
         of_rows, of_weight, of_bias = ctx.needs_input_grad
         return (
             product(gradient, weight.t()) if of_rows else None,
-            product(gradient.t(), rows.t()) if of_weight else None,
+            _gradient_of_weight(gradient, rows) if of_weight else None,
             gradient.sum(0) if of_bias else None,
         )
 

@@ -23,7 +23,7 @@ from hvd_bert.attention import (
     has_flash,
     offsets_of,
 )
-from hvd_bert.dropout import keep_factors, random_words
+from hvd_bert.dropout import keep_mask, kept_scale
 
 CPU = torch.device("cpu")
 LENGTHS = [[9], [4, 5], [1, 3, 1, 4], [3, 3, 3]]
@@ -117,7 +117,7 @@ def test_dropout_zeroes_probabilities_and_the_gradient_follows():
     torch.manual_seed(1)
     found = by_probabilities(query, key, value, Windows([7], offsets_of([7], CPU)), 0.4, 0.5)
     torch.manual_seed(1)
-    factors = keep_factors(random_words(2 * 7 * 7), torch.Size([2, 7, 7]), 0.4)
+    factors = keep_mask(torch.Size([2, 7, 7]), 0.4) * kept_scale(0.4)
     assert 0 < (factors == 0).sum() < factors.numel()
     q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))
     expected = (torch.softmax(q @ k.transpose(1, 2) * 0.5, -1) * factors @ v).transpose(0, 1)

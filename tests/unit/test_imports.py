@@ -23,7 +23,7 @@ ORDER = [
     "running", "gpu_usage",
     "data.__init__", "data.hub", "data.squad", "data.cache", "data.cutting", "data.windows",
     "data.dealing", "data.plan", "data.batches", "data.prefetch",
-    "dropout", "linear", "attention", "model", "optim",
+    "dropout", "linear", "batched", "attention", "model", "optim",
     "engines.__init__", "engines.base", "engines.horovod", "engines.ddp", "engines.fsdp", "engines.deepspeed",
     "engines.dp", "engines.strategies",
     "answers", "squad_metric", "inputs", "evaluation", "telemetry", "meter", "state", "checkpoint", "resume", "output",

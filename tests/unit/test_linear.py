@@ -27,18 +27,20 @@ def of_twice_the_precision(layer: nn.Linear, values: torch.Tensor, upstream: tor
 
 @needs_it
 @pytest.mark.parametrize("shape", [(1, 37, 24), (37, 24), (2, 5, 24), (1, 1, 24)], ids=str)
+@pytest.mark.parametrize("size_out", [7, 24, 40])  # the gradient of a weight that has more rows is made transposed
 @pytest.mark.parametrize("bias", [True, False])
-def test_result_and_gradients(shape, bias, monkeypatch):
+def test_result_and_gradients(shape, size_out, bias, monkeypatch):
     used = []
     product = linear.product
     monkeypatch.setattr(linear, "product", lambda *given: used.append(len(given)) or product(*given))
     torch.manual_seed(0)
-    layer = Linear(24, 7, bias)
+    layer = Linear(24, size_out, bias)
     values = torch.randn(shape, requires_grad=True)
-    upstream = torch.randn(*shape[:-1], 7)
+    upstream = torch.randn(*shape[:-1], size_out)
     result = layer(values)
     found = [result, *torch.autograd.grad(result, [values, *layer.parameters()], upstream)]
     assert used == [3, 2, 2]
+    assert found[2].is_contiguous()
     for mine, exact in zip(found, of_twice_the_precision(layer, values, upstream), strict=True):
         assert mine.shape == exact.shape
         torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5)
