@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,9 @@ from hvd_bert.report.comparison import Table
 from hvd_bert.report.page import Listing, Page, Picture, Text
 from hvd_bert.report.projection import Fusion, Network
 from hvd_bert.report.runs import LeftOut, Run
+
+# horovodrun puts one before each piece of output that it reads: in the middle of a long line, too.
+LAUNCHERS_MARK = re.compile(r"\[\d+(,\d+)?\]<std(out|err)>:")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -92,7 +96,7 @@ def write(flags: argparse.Namespace) -> None:
     _check(flags)
     baseline = comparison.parse_baseline(flags.baseline) if flags.baseline else None
     networks = _networks(flags)
-    runs, left_out = reading.read_all(reading.find(flags.runs))
+    runs, left_out = reading.read_all(reading.find(flags.runs), reading.unrun(flags.runs))
     kept, other_hardware = comparison.same_hardware(runs) if runs else ([], [])
     left_out += other_hardware
     groups = comparison.grouped(kept)
@@ -147,7 +151,8 @@ def _networks(flags: argparse.Namespace) -> list[tuple[str, Network]]:
     if flags.doctor:
         try:
             text = flags.doctor.read_text(encoding="utf-8")
-            report = json.loads(text[max(0, text.find("{")) :])  # horovodrun marks its lines
+            text = LAUNCHERS_MARK.sub("", text)
+            report = json.loads(text[max(0, text.find("{")) :])
             link, _ = projection.doctors_link(report, flags.cycle_ms / 1000)
         except OSError as error:
             raise UserError(f"--doctor {flags.doctor}: cannot be read: {error.strerror or error}.") from None

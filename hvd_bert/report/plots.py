@@ -105,7 +105,7 @@ def _panel(
     counts = sorted({line.group.one.devices for line in table.lines})
     linear = counts[-1] <= LINEAR_UP_TO * counts[0]
     for number, label in enumerate(labels):
-        aside = (number - (len(labels) - 1) / 2) * (0.01 * (counts[-1] - counts[0]) if linear else 0.05)
+        aside = (number - (len(labels) - 1) / 2) * (0.018 * (counts[-1] - counts[0]) if linear else 0.05)
         lines = [line for line in table.lines if line.group.label == label]
         found = [(line.group.one.devices, held) for line in lines if (held := figure_of(line))]
         points = [(devices + aside if linear else devices * 2**aside, *held) for devices, held in found]

@@ -18,6 +18,7 @@ from hvd_bert.report.runs import LeftOut, Row, Run
 
 RESULTS, METRICS, SETTINGS, SCORES = "train_results.json", "metrics.jsonl", "train_config.yaml", "eval_results.json"
 SCORED_ONLY = "eval_config.yaml"
+SWEEP = "sweep.json"  # what `python -m hvd_bert.bench sweep` leaves above its runs
 # Of the record `work`: what repeats may differ in; what shows in the number of steps; what tells ways of sending the
 # same gradients from each other, and so belongs to the strategy.
 REPEATED = ("--seed",)
@@ -52,15 +53,46 @@ def _below(path: Path) -> Iterable[Path]:
             yield Path(folder)
 
 
-def read_all(folders: Sequence[Path]) -> tuple[list[Run], list[LeftOut]]:
-    """The runs in `folders`, and those that cannot be used."""
-    runs, left_out = [], []
+def read_all(folders: Sequence[Path], unrun: Mapping[Path, LeftOut] | None = None) -> tuple[list[Run], list[LeftOut]]:
+    """The runs in `folders`, and those that cannot be used; `unrun`: those of which a sweep knows why."""
+    runs, left_out = [], list(dict.fromkeys((unrun or {}).values()))
     for folder in folders:
+        if unrun and folder in unrun:
+            continue
         try:
             runs.append(read(folder))
         except Unusable as error:
             left_out.append(LeftOut(str(folder), str(error)))
     return runs, left_out
+
+
+def unrun(paths: Sequence[Path]) -> dict[Path, LeftOut]:
+    """The runs that a sweep in or below `paths` skipped, or that failed in it: their folders, there or not, and why."""
+    found: dict[Path, LeftOut] = {}
+    for path in paths:
+        for folder, subfolders, files in os.walk(path):
+            if {RESULTS, SETTINGS, METRICS} & set(files):
+                subfolders.clear()
+            if SWEEP in files:
+                found |= _unrun_of(Path(folder))
+    return found
+
+
+def _unrun_of(folder: Path) -> dict[Path, LeftOut]:
+    try:
+        points = _Record(SWEEP, _load(folder / SWEEP)).sequence("points")
+    except Unusable as error:
+        return {folder / SWEEP: LeftOut(str(folder), str(error))}
+    missing = [point for point in points if isinstance(point, dict) and point.get("state") in ("skipped", "failed")]
+    together: dict[tuple[str, str], list[str]] = {}
+    for point in missing:
+        why = f"{point['state']}: {str(point.get('reason') or 'no reason is recorded').rstrip('.')}"
+        together.setdefault((str(point.get("strategy")), why), []).append(str(point.get("name")))
+    return {
+        folder / name: LeftOut(f"{strategy} ({', '.join(names)} of {folder})", why)
+        for (strategy, why), names in together.items()
+        for name in names
+    }
 
 
 def read(folder: Path) -> Run:

@@ -519,3 +519,26 @@ def test_whose_losses_were_looked_at(tmp_path):
         ("ddp", "2"): "horovod, 2 ranks",
         ("horovod", "4"): "-",
     }
+
+
+def test_what_a_sweep_skipped_is_listed_with_its_reason(tmp_path, capsys):
+    make_run(tmp_path / "runs/none-1-strong-1")
+    make_run(tmp_path / "runs/ddp-2-strong-1", "ddp", 2, windows_per_s=18)
+    damage(make_run(tmp_path / "runs/fsdp-2-strong-1", "fsdp", 2), "train_results.json", None)
+    points = [
+        {"name": "none-1-strong-1", "strategy": "none", "state": "done", "reason": ""},
+        {"name": "fsdp-2-strong-1", "strategy": "fsdp", "state": "failed", "reason": "rank 1: out of memory."},
+        {"name": "deepspeed-1-strong-1", "strategy": "deepspeed", "state": "skipped", "reason": "not installed"},
+        {"name": "deepspeed-2-strong-1", "strategy": "deepspeed", "state": "skipped", "reason": "not installed"},
+    ]
+    (tmp_path / "runs/sweep.json").write_text(json.dumps({"points": points}))
+    report(tmp_path)
+    said = capsys.readouterr().out
+    runs = tmp_path / "runs"
+    assert f"deepspeed (deepspeed-1-strong-1, deepspeed-2-strong-1 of {runs}): skipped: not installed." in said
+    assert f"fsdp (fsdp-2-strong-1 of {runs}): failed: rank 1: out of memory." in said
+    assert "not finished" not in said
+    (tmp_path / "runs/sweep.json").write_text("[]")
+    report(tmp_path)
+    said = capsys.readouterr().out
+    assert "sweep.json is damaged" in said and "not finished" in said
