@@ -1,0 +1,38 @@
+"""Strategies on two hosts: each launcher brings ranks of torch.distributed, and of Horovod, together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import HOSTS, PLACES, SMALL, Cluster, losses, results
+
+pytestmark = pytest.mark.cluster
+STEPS = f"{SMALL} 4 --per_device_train_batch_size 4 --output_dir out"
+TORCHRUN = "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint a100-01:29400"
+STARTED = {
+    "srun without PMI, ddp": "salloc --nodes=2 --ntasks-per-node=2 srun --mpi=none python -m {train} --strategy ddp",
+    "torchrun, horovod": f"salloc --nodes=2 --ntasks-per-node=1 srun --mpi=none {TORCHRUN} -m {{train}}",
+    "torchrun, ddp": f"salloc --nodes=2 --ntasks-per-node=1 srun --mpi=none {TORCHRUN} -m {{train}} --strategy ddp",
+    "horovodrun, fsdp": "horovodrun -np 4 -H a100-01:2,a100-02:2 python -m {train} --strategy fsdp",
+}
+
+
+@pytest.fixture(scope="module")
+def one_process(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the same steps by one process."""
+    folder = tmp_path_factory.mktemp("one_process")
+    command = f"python -m hvd_bert.train {STEPS} --strategy none --per_device_train_batch_size 16"
+    cluster.on("a100-01", command, folder).expect(0)
+    return losses(folder / "out")
+
+
+@pytest.mark.parametrize("how", STARTED)
+def test_four_ranks_on_two_hosts(cluster: Cluster, tmp_path: Path, one_process: list[float], how: str) -> None:
+    cluster.on("login", f"{STARTED[how].format(train='hvd_bert.train')} {STEPS}", tmp_path).expect(0)
+    found = results(tmp_path / "out")
+    controller = "gloo" if "horovod" in how.split(", ")[1] else "torch.distributed"
+    assert (found["world_size"], found["hosts"], found["controller"]) == (4, HOSTS, controller)
+    assert [(r["rank"], r["host"], r["local_rank"], r["device"]) for r in found["ranks"]] == PLACES
+    np.testing.assert_allclose(losses(tmp_path / "out"), one_process, rtol=0, atol=1e-4)
