@@ -93,7 +93,7 @@ def differences(base: Group, other: Group, kind: str) -> list[str]:
 def losses_differ(reference: Group, group: Group, tolerance: Tolerance) -> str:
     """How the losses of a run of `group` differ from the reference's; "" where they agree.
 
-    Without dropout, of the same seed: those of the first steps, line by line. Else the means of the last quarter.
+    Without dropout, of the same seed: those of the first steps, line by line. Always: the means of the last quarter.
     """
     for run in group.runs:
         others = [other for other in reference.runs if other is not run]
@@ -103,7 +103,7 @@ def losses_differ(reference: Group, group: Group, tolerance: Tolerance) -> str:
             if said:
                 return said
         usual = statistics.median(other.last_loss for other in reference.runs)
-        if not twins and abs(run.last_loss - usual) > max(tolerance.last * usual, NATS):
+        if abs(run.last_loss - usual) > max(tolerance.last * usual, NATS):
             return (
                 f"the losses do not agree: the mean of the last quarter is {run.last_loss:.4g} in {run.name},"
                 f" {usual:.4g} with {reference.name}"

@@ -37,7 +37,8 @@ def speedups(table: Table) -> Grid:
     for line in table.lines:
         run, group = line.group.one, line.group
         devices = [str(run.devices)] if with_devices else []
-        cells = [group.label, str(run.nodes), str(run.ranks), *devices, str(len(group.runs))]
+        name = f"{group.label}, left out" if line.reason else group.label
+        cells = [name, str(run.nodes), str(run.ranks), *devices, str(len(group.runs))]
         cells += [_seconds(group.median(lambda run: run.runtime_s)), number(group.windows_per_s, ".2f")]
         cells += [_range(*group.spread(), ".2f"), number(line.speedup, ".2f"), _range(line.least, line.most, ".2f")]
         rows.append([*cells, number(line.efficiency, ".2f")])
@@ -148,7 +149,7 @@ def definitions(tolerance: Tolerance) -> list[str]:
         "Strong scaling: the same global batch, steps and windows on more devices. Weak scaling: the same batch per"
         " device, so the global batch grows; the same number of steps, or of windows.",
         f"Losses agree: without dropout and of the same seed, the logged losses of the first {EARLY_STEPS} steps to"
-        f" {tolerance.first:g} (relative); else the mean of the last quarter of the logged losses to"
+        f" {tolerance.first:g} (relative); always the mean of the last quarter of the logged losses to"
         f" {tolerance.last:.0%}, or {NATS} nats. In weak scaling they are held against those of another strategy on as"
         " many devices: on others the batch is another. Where there is none, they were not checked (a dash).",
     ]

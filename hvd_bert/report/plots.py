@@ -64,7 +64,7 @@ def scaling(table: Table) -> bytes:
         handles, names = axes[1, 0].get_legend_handles_labels()
         ideal, ideal_name = axes[0, 0].get_legend_handles_labels()
         handles, names = [*handles, ideal[0]], [*names, ideal_name[0]]
-        figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 5), title=table.title)
+        figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 7), title=table.title)
         return _png(figure)
 
 

@@ -140,6 +140,8 @@ def test_five_times_faster_on_two_gpus_is_caught(tmp_path, capsys, what):
     rows = report(tmp_path)
     ddp = row(rows, "weak", "ddp", 2)
     assert (ddp["speedup"], ddp["efficiency"]) == ("", "")
+    (line,) = [line for line in (tmp_path / "out/report.md").read_text().splitlines() if "ddp, left out" in line]
+    assert line.endswith("| - | - | - |")
     assert reason in ddp["reason"]
     assert float(row(rows, "weak", "horovod", 2)["speedup"]) == pytest.approx(1.8)
     said = capsys.readouterr().out
@@ -196,6 +198,16 @@ def test_last_losses_otherwise(tmp_path, kind):
     reason = row(rows, "strong", "ddp", 2)["reason"]
     assert "the mean of the last quarter is 1.652" in reason and "1.462 with none, 1 rank" in reason
     assert row(report(tmp_path, "--final_loss_tolerance", "0.14"), "strong", "ddp", 2)["speedup"] != ""
+
+
+def test_runs_that_part_after_the_first_steps(tmp_path):
+    make_run(tmp_path / "runs/none")
+    make_run(tmp_path / "runs/ddp", "ddp", 2)
+    other = make_run(tmp_path / "runs/hvd", "horovod", 2)
+    lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
+    parted = [line | {"loss": 3.0} if line["step"] > 20 and "loss" in line else line for line in lines]
+    (other / "metrics.jsonl").write_text("\n".join(map(json.dumps, parted)))
+    assert "the mean of the last quarter is 3 in " in row(report(tmp_path), "strong", "horovod", 2)["reason"]
 
 
 def test_losses_that_are_next_to_nothing_agree(tmp_path):
