@@ -161,7 +161,7 @@ class TrainArguments:
     deterministic: bool = _arg(
         False, "Equal to the bit from run to run, also on GPUs and with three ranks or more; slower."
     )
-    torch_compile: bool = _arg(False, "Compile the layers; meant for GPUs, on CPUs it is slower.")
+    torch_compile: bool = _arg(False, "Compile the layers that are trained; meant for GPUs, on CPUs it is slower.")
     tf32: bool = _arg(False, "fp32 matrix products in TF32 on GPUs that have it (A100 and later): faster, less exact.")
 
     def __post_init__(self) -> None:

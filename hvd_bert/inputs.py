@@ -17,7 +17,7 @@ from hvd_bert.data.dealing import crossover
 from hvd_bert.data.plan import BatchPlan
 from hvd_bert.data.squad import Question, Source
 from hvd_bert.errors import UserError
-from hvd_bert.model import compile_layers, load_model, load_tokenizer
+from hvd_bert.model import load_model, load_tokenizer
 from hvd_bert.world import World, log
 
 if TYPE_CHECKING:
@@ -71,8 +71,6 @@ def load_inputs(config: Config, world: World) -> Inputs:
     tokenizer = load_tokenizer(config.model)
     padded = config.data.pad_to is not None
     model = load_model(config.model, tokenizer, config.data.max_seq_length, config.train.seed, padded)
-    if config.train.torch_compile:
-        compile_layers(model)
     train = _training_set(config, tokenizer, crossover(model.config), world) if config.train.do_train else None
     dev = _question_set(config, tokenizer, world) if config.train.do_eval else None
     return Inputs(tokenizer, model, train, dev)

@@ -115,14 +115,14 @@ def _with_own_layers(model: BertForQuestionAnswering) -> BertForQuestionAnswerin
     return model
 
 
-def compile_layers(model: BertForQuestionAnswering) -> None:
+def compile_layers(model: nn.Module) -> None:
     """Have torch compile each layer but its attention, for any number of tokens; names in state_dict stay."""
     for module in model.modules():  # torch's own again, which the compiler knows
         module.__class__ = {Dropout: nn.Dropout, Linear: nn.Linear}.get(type(module), type(module))
     # All parts share one code object of torch's; each kind, for training and for scoring, is one entry of its cache.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    layers: Any = model.bert.encoder.layer
-    for layer in layers:
+    bert: Any = model.bert
+    for layer in bert.encoder.layer:
         for part in (layer.attention.output, layer.intermediate, layer.output):
             part.compile(dynamic=True)
 

@@ -20,6 +20,7 @@ from hvd_bert.data.plan import BatchPlan
 from hvd_bert.engines.base import Engine, EngineOptions
 from hvd_bert.engines.strategies import make_engine
 from hvd_bert.meter import Meter
+from hvd_bert.model import compile_layers
 from hvd_bert.optim import make_optimizer, make_schedule
 from hvd_bert.world import World
 
@@ -72,6 +73,8 @@ class TrainState:
         )
         schedule = make_schedule(engine.optimizer, args, args.total_steps(plan.steps_per_epoch))
         seed_ranks(args.seed, 0, world)
+        if args.torch_compile:
+            compile_layers(engine.trained)
         meter = Meter(world, engine.tells_exposed_comm)
         engine.mark_gradients(lambda: meter.lap("compute"))
         return TrainState(engine, schedule, meter, plan, world, Best(config.checkpoint.metric_for_best_model))

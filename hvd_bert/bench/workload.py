@@ -15,7 +15,7 @@ from hvd_bert.data.dealing import crossover
 from hvd_bert.data.plan import BatchPlan
 from hvd_bert.errors import UserError
 from hvd_bert.inputs import Inputs, TrainingSet
-from hvd_bert.model import compile_layers, new_model
+from hvd_bert.model import new_model
 from hvd_bert.world import World
 
 if TYPE_CHECKING:
@@ -73,8 +73,6 @@ def random_inputs(model: str | None, num_windows: int, config: Config, world: Wo
         network = new_model(shape, config.model.dropout, args.seed, padded=data.pad_to is not None)
     except ValueError as error:
         raise UserError(f"--model {model}: {error}") from None
-    if args.torch_compile:
-        compile_layers(network)
     return Inputs(None, network, TrainingSet(source, table, plan), None)
 
 

@@ -59,6 +59,11 @@ class Engine:
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
         return model
 
+    @property
+    def trained(self) -> nn.Module:
+        """The model that `module` trains: `model`, or the copy of it that the ranks share out."""
+        return self.model
+
     def mark_gradients(self, mark: Callable[[], None]) -> None:
         """Have `mark` called when the last gradients are computed, if `backward` then waits for the other ranks."""
 

@@ -56,6 +56,11 @@ class DeepSpeedEngine(Engine):
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
         return copy.deepcopy(model) if self._partitioned else model
 
+    @property
+    def trained(self) -> nn.Module:
+        trained: nn.Module = self.module.module
+        return trained
+
     def backward(self, loss: Tensor) -> None:
         self.module.backward(loss * self.options.accumulation)  # of which it takes the mean
         self._passes += 1
@@ -76,7 +81,7 @@ class DeepSpeedEngine(Engine):
         return self.model
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.module.module.named_parameters())
+        return dict(self.trained.named_parameters())
 
     def _weights(self) -> dict[str, Tensor]:
         whole = self._utils.safe_get_full_fp32_param

@@ -47,6 +47,10 @@ class FSDPEngine(Engine):
         self._set_sync()
         return module
 
+    @property
+    def trained(self) -> nn.Module:
+        return self.module
+
     def _set_sync(self) -> None:
         self._sharded.set_requires_gradient_sync(self._passes == self.options.accumulation - 1)
 
