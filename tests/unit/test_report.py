@@ -159,6 +159,20 @@ def test_alone_with_its_baseline_it_is_an_error(tmp_path, capsys, what):
     assert "No two of these runs can be compared" in said and reason in said
 
 
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"steps": 50}, "steps: 50, the baseline's 40"),
+        ({"train_samples": 320}, "windows trained on: 320, the baseline's 640"),
+        ({"learning_rate": 1e-4}, "learning rate: 0.0001, the baseline's 5e-05"),
+    ],
+)
+def test_strong_scaling_is_of_the_same_steps_windows_and_rate(tmp_path, capsys, changed, reason):
+    make_run(tmp_path / "none")
+    make_run(tmp_path / "hvd", "horovod", 2, **changed)
+    assert reason in refused(tmp_path, capsys)
+
+
 def test_first_losses_without_dropout(tmp_path):
     make_run(tmp_path / "runs/none", loss=5.0)
     make_run(tmp_path / "runs/near", "horovod", 2, loss=5.004)  # 0.8e-3 off
