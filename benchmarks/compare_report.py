@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hvd_bert.errors import UserError
-from hvd_bert.output import cpu_name, version_of
+from hvd_bert.machine import cpu_name, version_of
 
 PACKAGES = ("torch", "horovod", "transformers", "accelerate", "lightning", "datasets", "numpy")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -79,7 +79,7 @@ def parse(argv: list[str] | None = None, show_help: bool = True) -> Config:
         raise UserError("--config needs a value: a preset's name or a YAML file.") from None
     if chosen.config is not None:
         from_file = load_yaml(chosen.config)
-        given = {flag.lstrip("-").split("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
+        given = names_of(flags)
         replaced = {name for flag in given for name in REPLACES.get(flag, ())} - given
         # With "=", or argparse would take a value such as -1e-05 for a flag.
         flags = [f"--{name}={value}" for name, value in from_file.items() if name not in replaced] + flags
@@ -108,6 +108,11 @@ def strategy_of(argv: list[str], parse: Callable[[list[str]], Config] = parse) -
         return str(chooser.parse_known_args(argv)[0].strategy)
     except argparse.ArgumentError:
         return STRATEGIES[0]
+
+
+def names_of(words: Sequence[str]) -> set[str]:
+    """The names of the flags among a command's words, as `hvd_bert.config` has them."""
+    return {word.lstrip("-").split("=")[0].replace("-", "_") for word in words if word.startswith("--")}
 
 
 def load_yaml(name: str) -> dict[str, Any]:

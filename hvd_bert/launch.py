@@ -125,6 +125,29 @@ def find_job(environ: Mapping[str, str]) -> dict[str, str] | None:
     return job if "id" in job else None
 
 
+@dataclass(frozen=True)
+class Allocation:
+    """The nodes of a Slurm job, and how many tasks with how many cores it asked for on each."""
+
+    nodes: int
+    tasks_per_node: int
+    cpus_per_task: int | None
+
+
+def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """What the Slurm job around this process, which is no task of a step, may start; None without a job."""
+    if "SLURM_JOB_ID" not in environ:
+        return None
+
+    def number(*names: str) -> int | None:
+        texts = (re.match(r"\d+", environ.get(f"SLURM_{name}", "")) for name in names)
+        return next((int(text[0]) for text in texts if text), None)
+
+    nodes = number("JOB_NUM_NODES", "NNODES") or 1
+    # TASKS_PER_NODE may be "2(x3)" or "2,1": the first node's counts.
+    return Allocation(nodes, number("NTASKS_PER_NODE", "TASKS_PER_NODE") or 1, number("CPUS_PER_TASK"))
+
+
 def share_cores(mine: frozenset[int], on_this_host: Sequence[frozenset[int]]) -> int:
     """Threads for a rank that may use the cores `mine`, which it shares with every rank whose set overlaps."""
     sharers = sum(1 for cores in on_this_host if cores & mine)

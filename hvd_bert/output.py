@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,6 +25,7 @@ from hvd_bert.config import Config
 from hvd_bert.data.plan import BatchPlan
 from hvd_bert.errors import EXIT_FAILURE, UserError
 from hvd_bert.evaluation import Evaluation
+from hvd_bert.machine import PACKAGES, cpu_name, version_of
 from hvd_bert.optim import warmup_steps
 from hvd_bert.resume import Found
 from hvd_bert.world import World, log
@@ -245,7 +245,6 @@ def effective_settings(config: Config, plan: BatchPlan, learning_rate: float, wo
 
 def facts(config: Config, world: World) -> dict[str, Any]:
     """What the run ran on: the ranks and their places, threads, precision, versions."""
-    packages = ("torch", "horovod", "transformers", "tokenizers", "datasets", "mpi4py", "deepspeed")
     return {
         "strategy": config.parallel.strategy,
         "devices_per_rank": world.devices,
@@ -261,32 +260,15 @@ def facts(config: Config, world: World) -> dict[str, Any]:
         "precision": config.train.precision,
         "seed": config.train.seed,
         "versions": {"python": platform.python_version(), "hvd_bert": __version__}
-        | {package: version_of(package) for package in packages}
+        | {package: version_of(package) for package in PACKAGES}
         | {"cuda": torch.version.cuda, "nccl": _nccl_version()},
     }
-
-
-def cpu_name() -> str:
-    """The processor's model, or else its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _nccl_version() -> str | None:
     if not torch.cuda.is_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))
-
-
-def version_of(package: str) -> str | None:
-    """The installed version of a package; None: it is not there."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def describe(folder: Path) -> str:

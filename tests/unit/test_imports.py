@@ -18,7 +18,7 @@ PACKAGE = Path(hvd_bert.__file__).parent
 
 # The way a question travels. A module imports only from modules above it; a new module takes its place here.
 ORDER = [
-    "__init__", "errors", "config", "command_line", "allocator", "launch", "world", "process_usage",
+    "__init__", "errors", "machine", "config", "command_line", "allocator", "launch", "world", "process_usage",
     "worlds.__init__", "worlds.rendezvous", "worlds.horovod", "worlds.distributed", "worlds.joining",
     "running", "gpu_usage",
     "data.__init__", "data.hub", "data.squad", "data.cache", "data.cutting", "data.windows",
@@ -28,11 +28,12 @@ ORDER = [
     "engines.dp", "engines.strategies",
     "answers", "squad_metric", "inputs", "evaluation", "telemetry", "meter", "state", "checkpoint", "resume", "output",
     "saving", "stopping", "train", "predict",
-    "flops", "bench.__init__", "bench.peak", "bench.workload", "bench.measure", "bench.__main__",
+    "flops", "bench.__init__", "bench.peak", "bench.workload", "bench.measure", "bench.speed",
     "doctor.__init__", "doctor.report", "doctor.probes", "doctor.ranks", "doctor.collective", "doctor.checks",
     "doctor.__main__",
     "report.__init__", "report.runs", "report.reading", "report.alike", "report.comparison", "report.projection",
     "report.plots", "report.page", "report.content", "report.__main__",
+    "bench.points", "bench.launching", "bench.record", "bench.one_run", "bench.sweep", "bench.__main__",
     "sample.__init__", "sample.dice", "sample.themes", "sample.vocabulary", "sample.names", "sample.passages",
     "sample.generate",
 ]  # fmt: skip

@@ -1,0 +1,182 @@
+"""Which launcher starts a training of so many ranks here, by which command, and what stands in its way."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvd_bert.bench.points import ONE_PROCESS, Point
+from hvd_bert.errors import UserError
+from hvd_bert.launch import Allocation, find_allocation
+
+LAUNCHERS = ("auto", "horovodrun", "mpirun", "srun", "torchrun", "none")
+TRAIN = (sys.executable, "-m", "hvd_bert.train")
+# What a strategy needs beside torch: package -> the line that installs it.
+NEEDED = {
+    "horovod": ("horovod", "bash env/setup.sh"),
+    "deepspeed": ("deepspeed", "bash env/setup.sh --deepspeed"),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the ranks can be: cores and GPUs of this host, the Slurm job around it."""
+
+    cores: int
+    gpus: int
+    allocation: Allocation | None
+
+    @classmethod
+    def here(cls, environ: Mapping[str, str]) -> Machine:
+        """What this process may use."""
+        return cls(len(os.sched_getaffinity(0)), _count_gpus(), find_allocation(environ))
+
+
+def _count_gpus() -> int:
+    """As the ranks will: torch's count, from a process of its own, since this one does without torch."""
+    program = "import torch; print(torch.cuda.device_count())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    last = done.stdout.strip().splitlines()[-1:]
+    if done.returncode or not last or not last[0].isdigit():
+        raise UserError(f"torch cannot be loaded: `bash env/setup.sh`. It said:\n{done.stderr.strip()}")
+    return int(last[0])
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """horovodrun's and mpirun's -H: HOST:SLOTS,..."""
+
+    text: str
+
+    @property
+    def slots(self) -> int:
+        """Of all hosts. Raises UserError for what is no list of hosts."""
+        total = 0
+        for entry in self.text.split(","):
+            host, _, count = entry.partition(":")
+            if not host or (count and not count.isdigit()) or count == "0":
+                raise UserError(f"-H {self.text}: '{entry}' is not HOST:SLOTS.")
+            total += int(count or 1)
+        return total
+
+
+@dataclass(frozen=True)
+class Launching:
+    """The user's choice of launcher, with further words for it, and what it can start on."""
+
+    choice: str
+    words: tuple[str, ...]
+    hosts: Hosts | None
+    machine: Machine
+
+    def check(self) -> None:
+        """Raise UserError for a choice that is none here."""
+        if self.hosts:
+            _ = self.hosts.slots
+            if self.choice not in ("auto", "horovodrun", "mpirun"):
+                raise UserError(f"-H: --launcher {self.choice} takes no hosts; horovodrun and mpirun do.")
+        if self.words and self.choice in ("auto", "none"):
+            raise UserError("--launcher_flag: name the launcher that it is for (--launcher).")
+        if self.choice == "srun" and self.machine.allocation is None:
+            raise UserError("--launcher srun: not in a Slurm job: sbatch scripts/scaling.slurm, or salloc first.")
+        if self.choice in ("horovodrun", "mpirun", "srun") and _program(self.choice) is None:
+            raise UserError(f"--launcher {self.choice}: there is no {self.choice} on PATH.")
+
+    def launcher(self, point: Point) -> str:
+        """The launcher of a point."""
+        several = "horovodrun" if point.strategy == "horovod" else "torchrun"
+        choice = self.choice
+        if choice == "auto" and (self.hosts or self.machine.allocation):
+            choice = several = "horovodrun" if self.hosts else "srun"
+        elsewhere = self.hosts is not None or choice == "srun"  # where a lone process must be, too
+        if point.strategy in ONE_PROCESS and not elsewhere:
+            return "none"
+        return several if choice == "auto" else choice
+
+    def command(self, point: Point, flags: Sequence[str]) -> list[str]:
+        """The words that start a point's training."""
+        number, by = point.processes, self.launcher(point)
+        hosts = ["-H", self.hosts.text] if self.hosts else []
+        train = [*TRAIN, *flags]
+        if by == "none":
+            return train
+        if by == "torchrun":  # standalone: on a port of its own, or two sweeps of one host would meet
+            own = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
+            return [*own, *self.words, *train[1:]]
+        program = _program(by) or by
+        if by == "srun":
+            return [program, *self._srun_words(number), *self.words, *train]
+        if by == "horovodrun":
+            return [program, "-np", str(number), *hosts, *self.words, *train]
+        # As many slots as ranks, or Open MPI refuses more than there are cores; without cores of its own for each.
+        place = hosts or ([] if self.machine.allocation else ["-H", f"localhost:{number}"])
+        return [program, "-np", str(number), *place, "--bind-to", "none", *self.words, *train]
+
+    def _srun_words(self, number: int) -> list[str]:
+        allocation = self.machine.allocation
+        assert allocation is not None
+        per_node = min(number, allocation.tasks_per_node)
+        nodes = -(-number // per_node)
+        words = ["--mpi=pmix", "--kill-on-bad-exit=1", f"--nodes={nodes}", f"--ntasks={number}"]
+        words.append(f"--ntasks-per-node={per_node}")
+        # Since Slurm 22.05 srun does not take the job's by itself.
+        return words + ([f"--cpus-per-task={allocation.cpus_per_task}"] if allocation.cpus_per_task else [])
+
+    def environment(self, point: Point, environ: Mapping[str, str]) -> dict[str, str]:
+        """The environment of a point's training: dp sees as many GPUs as the point says."""
+        if point.strategy != "dp":
+            return dict(environ)
+        visible = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.machine.gpus))))
+        return {**environ, "CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[: point.ranks])}
+
+    def obstacle(self, point: Point) -> str:
+        """Why a point cannot run here, with what to do about it; "" where nothing is known against it."""
+        package, line = NEEDED.get(point.strategy, ("", ""))
+        if package and importlib.util.find_spec(package) is None:
+            return f"{package} is not installed: `{line}`"
+        by, gpus, allocation = self.launcher(point), self.machine.gpus, self.machine.allocation
+        if point.strategy == "dp":
+            few = gpus < point.ranks
+            return f"dp drives {point.ranks} GPUs from one process, and {gpus} are visible here" if few else ""
+        if by == "none" and point.ranks > 1:
+            return "--launcher none starts one process: name a launcher"
+        if by == "srun" and allocation is not None:
+            return self._obstacle_in_job(point.ranks, allocation)
+        if self.hosts:
+            few = self.hosts.slots < point.ranks
+            return f"{point.ranks} ranks, but -H {self.hosts.text} has {self.hosts.slots} slots" if few else ""
+        if gpus and point.ranks > gpus:
+            return f"{point.ranks} ranks, but {gpus} GPU{'s' * (gpus > 1)}: each rank needs its own"
+        return ""
+
+    def _obstacle_in_job(self, ranks: int, allocation: Allocation) -> str:
+        tasks = allocation.nodes * allocation.tasks_per_node
+        if ranks > tasks:
+            return f"{ranks} ranks, but the Slurm job asked for {tasks} tasks: sbatch --nodes, --ntasks-per-node"
+        per_node, gpus = min(ranks, allocation.tasks_per_node), self.machine.gpus
+        if gpus and per_node > gpus:
+            return f"{per_node} ranks per node, but {gpus} GPUs there: sbatch --gres, --ntasks-per-node"
+        return ""
+
+    def warning(self, points: Sequence[Point], threads: int) -> str:
+        """What will make the figures say less than they seem to; "" for nothing."""
+        machine = self.machine
+        if machine.gpus or machine.allocation or self.hosts:
+            return ""
+        most = max(point.processes for point in points)
+        if most * threads <= machine.cores:
+            return ""
+        of_one = f" of {threads} threads" if threads > 1 else ""
+        return f"{most} ranks{of_one} share {machine.cores} cores: no speed-up can be expected beyond the cores."
+
+
+def _program(name: str) -> str | None:
+    """A launcher's path: this environment's own, else the one on PATH."""
+    own = Path(sys.executable).with_name(name)
+    return str(own) if own.is_file() else shutil.which(name)

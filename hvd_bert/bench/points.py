@@ -1,0 +1,179 @@
+"""The points of a sweep: which trainings, of what size, in which order, and the trainer's flags for each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvd_bert import command_line
+from hvd_bert.config import STRATEGIES, Config
+from hvd_bert.errors import UserError
+
+STRONG, WEAK = "strong", "weak"
+SCALINGS = {STRONG: (STRONG,), WEAK: (WEAK,), "both": (STRONG, WEAK)}
+ONE_PROCESS = ("none", "dp")
+PRESET = "sweep"
+# What names the questions to train on; without any of it the preset does.
+DATA_FLAGS = {"train_file", "dataset_name", "config"}
+# So that steps are all that is timed and, without dropout, every strategy has the same losses. The user's flags win.
+DEFAULTS = ("--dropout=0", "--save_steps=0", "--no_do_eval", "--eval_strategy=no", "--logging_steps=5")
+# Flags of the trainer that a sweep gives itself -> what to give instead.
+ITS_OWN = {
+    "strategy": "name them with --strategies",
+    "output_dir": "name the folder of all runs with --out",
+    "overwrite_output_dir": "name another --out",
+    "max_steps": "give --steps",
+    "num_train_epochs": "give --steps",
+    "resume_from_checkpoint": "a point that was interrupted is trained anew",
+    "elastic": "a point's ranks must stay what they are",
+    "do_train": "a sweep trains",
+    "no_do_train": "a sweep trains",
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One training. `ranks`: its processes or, under dp, the GPUs of its one process."""
+
+    strategy: str
+    ranks: int
+    scaling: str
+    repeat: int
+    global_batch: int
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.strategy}-{self.ranks}-{self.scaling}-{self.repeat}"
+
+    @property
+    def setting(self) -> tuple[str, int, str]:
+        """What its repeats have in common."""
+        return self.strategy, self.ranks, self.scaling
+
+    @property
+    def processes(self) -> int:
+        """How many of them train."""
+        return 1 if self.strategy in ONE_PROCESS else self.ranks
+
+    def __str__(self) -> str:
+        unit = "GPU" if self.strategy == "dp" else "rank"
+        return f"{self.strategy}, {self.ranks} {unit}{'s' * (self.ranks > 1)}, {self.scaling}, repeat {self.repeat}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a sweep varies, and what all its points have in common. `flags`: the trainer's, as the user gave them."""
+
+    strategies: tuple[str, ...]
+    ranks: tuple[int, ...]
+    scaling: str
+    repeats: int
+    steps: int
+    global_batch: int
+    threads: int | None
+    flags: tuple[str, ...]
+
+    @property
+    def names_data(self) -> bool:
+        """Whether the user's flags say what is trained on."""
+        return bool(command_line.names_of(self.flags) & DATA_FLAGS)
+
+    def points(self, config: Config) -> list[Point]:
+        """All points, in the order in which they run; `config`: what the flags come to.
+
+        Each repeat goes through all settings, every second one backwards, so that a machine that grows slower or
+        faster on the way does so for all of them alike. Raises UserError where a batch does not divide.
+        """
+        passes, rank_batch = config.train.gradient_accumulation_steps, config.train.per_device_train_batch_size
+        settings = []
+        for scaling in SCALINGS[self.scaling]:
+            for strategy in self.strategies:
+                for ranks in self._sizes(strategy):
+                    weak = scaling == WEAK
+                    global_batch = rank_batch * passes * ranks if weak else self.global_batch
+                    settings.append((strategy, ranks, scaling, global_batch))
+        if any(scaling == STRONG for _, _, scaling, _ in settings):
+            self._check_division([ranks for _, ranks, scaling, _ in settings if scaling == STRONG], passes)
+        return [
+            Point(strategy, ranks, scaling, repeat, global_batch)
+            for repeat in range(1, self.repeats + 1)
+            for strategy, ranks, scaling, global_batch in (settings if repeat % 2 else reversed(settings))
+        ]
+
+    def _sizes(self, strategy: str) -> Sequence[int]:
+        """A baseline is of one process; dp of several GPUs."""
+        if strategy == "none":
+            return [1]
+        sizes = [ranks for ranks in self.ranks if ranks > 1 or strategy != "dp"]
+        if not sizes:
+            raise UserError("--strategies dp: it is one process with several GPUs: give --ranks 2 or more as well.")
+        return sizes
+
+    def _check_division(self, ranks: Sequence[int], passes: int) -> None:
+        wrong = [number for number in sorted(set(ranks)) if self.global_batch % (number * passes)]
+        if wrong:
+            each = f" of {passes} passes a step" if passes > 1 else ""
+            fits = math.lcm(*(number * passes for number in ranks))
+            raise UserError(
+                f"--global_batch {self.global_batch} does not divide over {' or '.join(map(str, wrong))} ranks{each}:"
+                f" give a multiple of {fits}, other --ranks, or --scaling weak."
+            )
+
+    def trainer_flags(self, point: Point, passes: int, folder: Path) -> list[str]:
+        """The words after `python -m hvd_bert.train` for a point; `passes`: forward and backward passes of a step."""
+        own = [
+            f"--strategy={point.strategy}",
+            f"--max_steps={self.steps}",
+            f"--per_device_train_batch_size={point.global_batch // (point.ranks * passes)}",
+            f"--output_dir={folder}",
+            "--overwrite_output_dir",  # the folder has the log by then
+        ]
+        return [*self.common_flags(), *own]
+
+    def common_flags(self) -> list[str]:
+        """The trainer's flags that all points have."""
+        preset = [] if self.names_data else [f"--config={PRESET}"]
+        threads = [] if self.threads is None else [f"--num_threads={self.threads}"]
+        return [*preset, *DEFAULTS, *threads, *self.flags]
+
+
+def check_flags(plan: Plan) -> tuple[Config, dict[str, str]]:
+    """The settings that all points share, and the strategies that cannot take them -> why.
+
+    Raises UserError for what no strategy can take: a flag that is none, a file that is not there.
+    """
+    names = command_line.names_of(plan.flags)
+    for name in sorted(names & ITS_OWN.keys()):
+        raise UserError(f"--{name}: a sweep sets it for each run: {ITS_OWN[name]}.")
+    if "per_device_train_batch_size" in names and plan.scaling == STRONG:
+        raise UserError(
+            "--per_device_train_batch_size: with --scaling strong the batch of a rank is --global_batch over the ranks;"
+            " give --global_batch, or --scaling weak."
+        )
+    configs, refused = {}, {}
+    for strategy in plan.strategies:
+        try:
+            configs[strategy] = command_line.parse(
+                [*plan.common_flags(), f"--strategy={strategy}", f"--max_steps={plan.steps}"], show_help=False
+            )
+        except UserError as error:
+            refused[strategy] = str(error)
+    if not configs:
+        raise UserError(refused[plan.strategies[0]])
+    config = next(iter(configs.values()))
+    for name in ("train_file", "validation_file"):
+        path = getattr(config.data, name)
+        if path and not Path(path).is_file():
+            raise UserError(f"--{name} {path}: no such file.")
+    return config, refused
+
+
+def check_strategies(names: Sequence[str]) -> tuple[str, ...]:
+    """Raises UserError for one that is none."""
+    for name in names:
+        if name not in STRATEGIES:
+            raise UserError(f"--strategies {name}: no such strategy. There are: {', '.join(STRATEGIES)}.")
+    return tuple(dict.fromkeys(names))

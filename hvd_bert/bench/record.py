@@ -1,0 +1,109 @@
+"""sweep.json: the plan of a sweep, and what became of each of its points."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvd_bert.bench.points import Point
+from hvd_bert.errors import UserError
+
+FILE = "sweep.json"
+LOCK = ".lock"
+WAITING, DONE, FAILED, SKIPPED = "waiting", "done", "failed", "skipped"
+STATES = (DONE, SKIPPED, FAILED, WAITING)
+
+
+@dataclass
+class Result:
+    """What became of a point: its state, why it failed or was skipped, seconds from its start to its end, its speed."""
+
+    state: str = WAITING
+    reason: str = ""
+    seconds: float | None = None
+    windows_per_s: float | None = None
+    command: Sequence[str] = ()
+
+
+@dataclass
+class Record:
+    """The file, and what it holds. `same`: what must not change between two starts of a sweep in one folder."""
+
+    folder: Path
+    same: dict[str, Any]
+    now: dict[str, Any]
+    results: dict[Point, Result] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)  # of points of an earlier plan
+
+    def begin(self, points: Sequence[Point]) -> None:
+        """Take over what an earlier start left of `points`, or begin anew. Raises UserError where it was another sweep.
+
+        Strategies, ranks, repeats and kinds of scaling may be added; points that are not named now stay as they are.
+        """
+        path = self.folder / FILE
+        earlier: dict[str, Any] = {}
+        if path.exists():
+            try:
+                held = json.loads(path.read_text(encoding="utf-8"))
+                before, earlier = dict(held["same"]), {row["name"]: row for row in held["points"]}
+            except (OSError, ValueError, KeyError, TypeError):
+                raise UserError(f"{path} cannot be read as a sweep's record: name another --out.") from None
+            self._check(before)
+            self.same = before | self.same
+        elif self.folder.is_dir() and any(entry.name != LOCK for entry in self.folder.iterdir()):
+            raise UserError(f"--out {self.folder} is not empty, and holds no {FILE}: name another folder.")
+        for point in points:
+            row = earlier.pop(point.name, {})
+            self.results[point] = Result(seconds=row.get("seconds"), command=row.get("command", ()))
+        self.kept = earlier
+
+    def _check(self, before: Mapping[str, Any]) -> None:
+        differing = [
+            f"{name} was {_shown(before[name])} and is {_shown(value)}"
+            for name, value in self.same.items()
+            if name in before and before[name] != value
+        ]
+        if differing:
+            raise UserError(
+                f"--out {self.folder} holds a sweep of other runs: {'; '.join(differing)}. Give what it was begun with,"
+                " or name another --out."
+            )
+
+    def write(self) -> None:
+        """Write the file; a crash leaves the old one or the new one."""
+        rows = [
+            {
+                "name": point.name,
+                "strategy": point.strategy,
+                "ranks": point.ranks,
+                "scaling": point.scaling,
+                "repeat": point.repeat,
+                "global_batch": point.global_batch,
+                **vars(result),
+                "command": list(result.command),
+            }
+            for point, result in self.results.items()
+        ]
+        content = {"same": self.same, **self.now, "points": rows + list(self.kept.values())}
+        partial = self.folder / f"{FILE}.partial"
+        partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(partial, self.folder / FILE)
+
+    def of_state(self, state: str) -> dict[Point, Result]:
+        """The points in a state."""
+        return {point: result for point, result in self.results.items() if result.state == state}
+
+    def expected_s(self, point: Point) -> float | None:
+        """How long a point will take by its repeats or, where none has run, by all that ran; None: none did."""
+        ran = {other: result.seconds for other, result in self.results.items() if result.seconds is not None}
+        like = [seconds for other, seconds in ran.items() if other.setting == point.setting] or list(ran.values())
+        return sum(like) / len(like) if like else None
+
+
+def _shown(value: Any) -> str:
+    return shlex.join(value) if isinstance(value, list) else str(value)

@@ -1,0 +1,312 @@
+"""A sweep: every strategy at every number of ranks, several times, each training in fresh processes of its own.
+
+    python -m hvd_bert.bench sweep --strategies none,horovod,ddp,fsdp,deepspeed --ranks 1,2,4 --repeats 5
+    python -m hvd_bert.bench sweep --strategies none,horovod --ranks 1,2,4,8 -H a100-01:4,a100-02:4 --bf16 \\
+        --train_file train-v1.1.json --model_name_or_path bert-base-uncased --global_batch 64 --steps 100
+    sbatch scripts/scaling.slurm --strategies none,horovod,ddp --ranks 1,2,4
+
+Every point is a run of `python -m hvd_bert.train` in a folder of its own under --out, with all it says in log.txt;
+`python -m hvd_bert.report OUT` makes tables and pictures of them. The same command goes on where it was interrupted.
+Exit status: 0 every point is done or cannot run here, 1 some failed, 2 bad input, 75 stopped by a signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import platform
+import shlex
+import shutil
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from tqdm import tqdm
+
+from hvd_bert import __version__
+from hvd_bert.bench import points as planning
+from hvd_bert.bench.launching import LAUNCHERS, Hosts, Launching, Machine
+from hvd_bert.bench.one_run import Stopped, reason_of, signals, start_and_wait
+from hvd_bert.bench.points import Plan, Point
+from hvd_bert.bench.record import DONE, FAILED, LOCK, SKIPPED, STATES, WAITING, Record, Result
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, UserError
+from hvd_bert.machine import PACKAGES, cpu_name, version_of
+from hvd_bert.report import reading
+
+LOG = "log.txt"
+FAILURES = 2  # of one setting in a row, after which its other repeats are not tried
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}. `python -m hvd_bert.bench sweep --help` lists the flags.")
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command. Returns the exit status."""
+    try:
+        flags, rest = _parse(argv)
+        machine = Machine.here(os.environ)
+        launching = Launching(flags.launcher, tuple(flags.launcher_flag), Hosts(flags.H) if flags.H else None, machine)
+        launching.check()
+        threads = None if machine.gpus else _threads(os.environ)
+        plan = Plan(
+            planning.check_strategies(flags.strategies),
+            tuple(sorted(set(flags.ranks))),
+            *(flags.scaling, flags.repeats, flags.steps, flags.global_batch, threads, tuple(rest)),
+        )
+        return Sweep(plan, launching, flags.out, flags.timeout, argv).run(flags.report)
+    except UserError as error:
+        print(f"hvd_bert: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = _Parser(prog="python -m hvd_bert.bench sweep", allow_abbrev=False)
+    parser.description = (
+        "Trains with every strategy at every number of ranks, for a comparison of their speed. All other flags go to"
+        " python -m hvd_bert.train; without --train_file, --dataset_name or --config the preset `sweep` is trained: the"
+        " sample's text, and a BERT of 6 layers with new weights."
+    )
+    parser.add_argument("--strategies", metavar="NAME,...", type=_names, default=["none", "horovod"])
+    parser.add_argument("--ranks", metavar="N,...", type=_numbers, default=[1, 2], help="numbers of ranks (1,2)")
+    parser.add_argument("--repeats", metavar="N", type=int, default=3, help="runs of each (3)")
+    parser.add_argument("--steps", metavar="N", type=int, default=30, help="optimizer steps of a run (30)")
+    parser.add_argument(
+        "--scaling", choices=sorted(planning.SCALINGS), default="strong", help="strong: --global_batch is fixed;"
+        " weak: --per_device_train_batch_size is, and the batch grows with the ranks",
+    )  # fmt: skip
+    parser.add_argument("--global_batch", metavar="N", type=int, default=16, help="windows of a step (16)")
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/sweep"), help="(runs/sweep)")
+    parser.add_argument("--launcher", choices=LAUNCHERS, default="auto", help="auto: srun in a Slurm job, else"
+        " horovodrun for horovod and torchrun for the others, or with -H horovodrun for all")  # fmt: skip
+    parser.add_argument("-H", metavar="HOST:SLOTS,...", help="hosts for horovodrun or mpirun")
+    parser.add_argument(
+        "--launcher_flag", metavar="WORD", action="append", default=[], help="one more word for the launcher; may be"
+        " given several times: --launcher_flag=--network-interfaces --launcher_flag=ib0",
+    )  # fmt: skip
+    parser.add_argument("--timeout", metavar="S", type=float, default=3600.0, help="seconds a run may take (3600)")
+    parser.add_argument("--report", metavar="DIR", type=Path, help="make the report as well, in this folder")
+    flags, rest = parser.parse_known_args(argv)
+    for name in ("repeats", "steps", "global_batch", "timeout"):
+        least = 2 if name == "steps" else 1  # the first step is warm-up
+        if getattr(flags, name) < least:
+            raise UserError(f"--{name} {getattr(flags, name):g}: must be at least {least}.")
+    return flags, rest
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _numbers(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"'{text}': give numbers of ranks, 1,2,4 for example")
+    return [int(part) for part in parts]
+
+
+def _threads(environ: Mapping[str, str]) -> int:
+    """Of a rank on CPUs. One, so that one rank has no cores that the ranks of a larger world have to share."""
+    said = environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return int(said) if said.isdecimal() and int(said) > 0 else 1
+
+
+class Sweep:
+    """A plan, where it runs, and how far it is."""
+
+    def __init__(self, plan: Plan, launching: Launching, out: Path, timeout: float, argv: Sequence[str]) -> None:
+        """Checks everything that can be, before anything starts. Raises UserError."""
+        self.plan, self.launching, self.out, self.timeout = plan, launching, out, timeout
+        self.config, self.refused = planning.check_flags(plan)
+        self.points = plan.points(self.config)
+        self.record = Record(out, self._same(), self._now(argv))
+        self.failures: Counter[tuple[str, int, str]] = Counter()
+
+    def _same(self) -> dict[str, object]:
+        """What the figures depend on and all points share."""
+        plan, versions = self.plan, {package: version_of(package) for package in PACKAGES}
+        scalings = planning.SCALINGS[plan.scaling]
+        return {
+            "--steps": plan.steps,
+            **({"--global_batch": plan.global_batch} if planning.STRONG in scalings else {}),
+            "the trainer's flags": plan.common_flags(),
+            "--launcher": self.launching.choice if self.launching.choice != "auto" else self._auto(),
+            "--launcher_flag": list(self.launching.words),
+            "versions": {"python": platform.python_version(), "hvd_bert": __version__} | versions,
+        }
+
+    def _auto(self) -> str:
+        where = "a Slurm job" if self.launching.machine.allocation else "hosts" if self.launching.hosts else "one host"
+        return f"auto, {where}"
+
+    def _now(self, argv: Sequence[str]) -> dict[str, object]:
+        machine = self.launching.machine
+        return {
+            "command": ["python", "-m", "hvd_bert.bench", "sweep", *argv],
+            "host": socket.gethostname(),
+            "processor": cpu_name(),
+            "cores": machine.cores,
+            "gpus": machine.gpus,
+        }
+
+    def run(self, report: Path | None) -> int:
+        """All points, then the report. Returns the exit status."""
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            with _locked(self.out, wait=False), signals():
+                self.record.begin(self.points)
+                self._take_stock()
+                self.record.write()
+                self._announce()
+                self._run_all()
+        except Stopped as stopped:
+            waiting = len(self.record.of_state(WAITING))
+            print(f"Stopped by {stopped}, {waiting} points to go: the same command goes on.", flush=True)
+            return EXIT_STOPPED
+        except OSError as error:
+            raise UserError(f"--out {self.out} cannot be written: {error.strerror or error}.") from None
+        self._tell_end()
+        status = EXIT_FAILURE if self.record.of_state(FAILED) else EXIT_OK
+        if not self.record.of_state(DONE):
+            return status
+        if report is None:
+            print(f"Tables and pictures: python -m hvd_bert.report {self.out} --out {self.out / 'report'}")
+            return status
+        from hvd_bert.report.__main__ import main as make_report  # matplotlib, which only it needs
+
+        return make_report([str(self.out), "--out", str(report)]) or status
+
+    def _take_stock(self) -> None:
+        """What is done already, and what cannot run here."""
+        for point, result in self.record.results.items():
+            speed = _speed(self.out / point.name)
+            obstacle = self.refused.get(point.strategy) or self.launching.obstacle(point)
+            if speed is not None:
+                result.state, result.windows_per_s = DONE, speed
+            elif obstacle:
+                result.state, result.reason = SKIPPED, obstacle
+
+    def _announce(self) -> None:
+        plan, record = self.plan, self.record
+        waiting = record.of_state(WAITING)
+        counts = ", ".join(f"{len(record.of_state(state))} {state}" for state in STATES if record.of_state(state))
+        print(f"{len(self.points)} runs of {plan.steps} steps in {self.out}: {counts}")
+        if not plan.names_data:
+            print(
+                f"Trained: the preset `{planning.PRESET}` (the sample's text, a BERT of 6 layers with new weights),"
+                " since no --train_file, --dataset_name or --config is named"
+            )
+        print(f"The trainer's flags: {shlex.join(plan.common_flags())}")
+        warning = self.launching.warning(list(waiting), self.config.parallel.num_threads or 1) if waiting else ""
+        if warning:
+            print(f"warning: {warning}", file=sys.stderr)
+        self._tell_reasons(SKIPPED)
+
+    def _run_all(self) -> None:
+        for number, (point, result) in enumerate(self.record.results.items(), start=1):
+            if result.state != WAITING:
+                continue
+            if self.failures[point.setting] >= FAILURES:
+                result.state, result.reason = FAILED, f"not tried: {FAILURES} repeats before it failed"
+            else:
+                self._run(point, result)
+            self.record.write()
+            said = f"{result.windows_per_s:.1f} windows/s" if result.windows_per_s else f"failed: {result.reason}"
+            took = f", {result.seconds:.0f} s" if result.seconds else ""
+            print(f"[{number}/{len(self.points)}] {point}: {said}{took}  ETA {self._eta()}", flush=True)
+
+    def _eta(self) -> str:
+        expected = [self.record.expected_s(point) for point in self.record.of_state(WAITING)]
+        known = [seconds for seconds in expected if seconds is not None]
+        return str(tqdm.format_interval(sum(known))) if len(known) == len(expected) else "?"
+
+    def _run(self, point: Point, result: Result) -> None:
+        """Train a point in a new folder; fill in what became of it. Raises Stopped."""
+        folder = self.out / point.name
+        if folder.exists():
+            with _locked(folder, wait=True):
+                shutil.rmtree(folder)
+        folder.mkdir()
+        flags = self.plan.trainer_flags(point, self.config.train.gradient_accumulation_steps, folder)
+        result.command = self.launching.command(point, flags)
+        environ = self.launching.environment(point, os.environ)
+        if self.plan.threads is not None:
+            environ["OMP_NUM_THREADS"] = str(self.plan.threads)
+        start = time.monotonic()
+        with (folder / LOG).open("w", encoding="utf-8") as log:
+            print(f"$ {shlex.join(result.command)}", file=log, flush=True)
+            status = start_and_wait(result.command, environ, log, self.timeout)
+        if status == EXIT_STOPPED:
+            raise Stopped(f"a signal to {point}")
+        result.seconds = round(time.monotonic() - start, 1)
+        if status != EXIT_OK:
+            how = f"took longer than --timeout {self.timeout:g} s" if status is None else f"status {status}"
+            self._failed(point, result, f"{reason_of(folder / LOG)} ({how}; {folder / LOG})")
+            return
+        try:
+            result.state, result.windows_per_s = DONE, reading.read(folder).windows_per_s
+        except reading.Unusable as error:
+            self._failed(point, result, f"{error} ({folder})")
+            return
+        self.failures[point.setting] = 0
+        if point.repeat > 1:  # the report wants to know the model's parts once, and weights are large
+            (folder / "model.safetensors").unlink(missing_ok=True)
+
+    def _failed(self, point: Point, result: Result, reason: str) -> None:
+        result.state, result.reason = FAILED, reason
+        self.failures[point.setting] += 1
+        (self.out / point.name / reading.RESULTS).unlink(missing_ok=True)  # or it would count as done
+
+    def _tell_end(self) -> None:
+        counts = ", ".join(f"{len(self.record.of_state(state))} {state}" for state in (DONE, SKIPPED, FAILED))
+        print(f"In {self.out}: {counts}.")
+        self._tell_reasons(FAILED)
+
+    def _tell_reasons(self, state: str) -> None:
+        """Each reason once, with the points that it is of."""
+        held: dict[str, list[str]] = {}
+        for point, result in self.record.of_state(state).items():
+            held.setdefault(result.reason, []).append(point.name)
+        for reason, names in held.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            print(f"  {state}: {names[0]}{more}: {reason}")
+
+
+def _speed(folder: Path) -> float | None:
+    """Windows/s of a finished run as the report has them; None where there is none."""
+    try:
+        return reading.read(folder).windows_per_s
+    except reading.Unusable:
+        return None
+
+
+@contextmanager
+def _locked(folder: Path, wait: bool) -> Iterator[None]:
+    """Hold a folder's lock, which the kernel frees with its holder; a run's folder is locked by the run.
+
+    Raises UserError, or waits, if another process has it.
+    """
+    with (folder / LOCK).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            if not wait:
+                raise UserError(f"--out {folder} is in use by another sweep ({holder}): wait for its end.") from None
+            print(f"{folder} is still in use ({holder}): waiting for its end", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            print(f"{folder} has no file locks ({error.strerror}): start no second sweep in it.", file=sys.stderr)
+        if not wait:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+        yield

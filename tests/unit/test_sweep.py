@@ -1,0 +1,422 @@
+"""The sweep: its plan, its commands, what becomes of points that fail, cannot run or were done. No rank is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from made_runs import make_run
+
+from hvd_bert.bench import launching, sweep
+from hvd_bert.bench.launching import Hosts, Launching, Machine
+from hvd_bert.bench.one_run import Stopped, reason_of, signals, start_and_wait
+from hvd_bert.bench.points import Plan, Point, check_flags
+from hvd_bert.errors import UserError
+from hvd_bert.launch import Allocation, find_allocation
+
+TWO_CORES = Machine(cores=2, gpus=0, allocation=None)
+FOUR_GPUS = Machine(cores=64, gpus=4, allocation=None)
+
+
+def plan_of(
+    *flags: str, strategies: str = "none,horovod,ddp", ranks: tuple[int, ...] = (1, 2, 4), **more: object
+) -> Plan:
+    settings = {"scaling": "strong", "repeats": 3, "steps": 10, "global_batch": 16, "threads": 1} | more
+    return Plan(tuple(strategies.split(",")), ranks, flags=flags, **settings)  # type: ignore[arg-type]
+
+
+def points_of(plan: Plan) -> list[Point]:
+    return plan.points(check_flags(plan)[0])
+
+
+def by(choice: str, machine: Machine = TWO_CORES, hosts: str = "", *words: str) -> Launching:
+    return Launching(choice, words, Hosts(hosts) if hosts else None, machine)
+
+
+def point(strategy: str, ranks: int) -> Point:
+    return Point(strategy, ranks, "strong", 1, 16)
+
+
+# The plan
+
+
+def test_repeats_go_through_all_points_in_turns() -> None:
+    names = [each.name for each in points_of(plan_of(ranks=(1, 2)))]
+    first = ["none-1-strong-1", "horovod-1-strong-1", "horovod-2-strong-1", "ddp-1-strong-1", "ddp-2-strong-1"]
+    assert names[:5] == first
+    assert names[5:10] == [name[:-1] + "2" for name in reversed(first)]
+    assert names[10:] == [name[:-1] + "3" for name in first]
+
+
+def test_strong_and_weak_batches() -> None:
+    plan = plan_of("--per_device_train_batch_size=6", "--gradient_accumulation_steps=2", scaling="both", repeats=1)
+    batches = {each.name: (each.global_batch, plan.trainer_flags(each, 2, Path("out"))) for each in points_of(plan)}
+    assert {name: batch for name, (batch, _) in batches.items() if name.startswith("ddp")} == {
+        "ddp-1-strong-1": 16, "ddp-2-strong-1": 16, "ddp-4-strong-1": 16,
+        "ddp-1-weak-1": 12, "ddp-2-weak-1": 24, "ddp-4-weak-1": 48,
+    }  # fmt: skip
+    given = {name: [word for word in flags if "batch_size" in word][-1] for name, (_, flags) in batches.items()}
+    assert given["ddp-4-strong-1"] == "--per_device_train_batch_size=2"  # the last of two is what counts
+    assert given["ddp-4-weak-1"] == "--per_device_train_batch_size=6"
+
+
+def test_dp_and_the_baseline_are_one_process() -> None:
+    points = points_of(plan_of(strategies="none,dp", repeats=1))
+    assert [(each.name, each.processes) for each in points] == [
+        ("none-1-strong-1", 1), ("dp-2-strong-1", 1), ("dp-4-strong-1", 1)
+    ]  # fmt: skip
+    flags = plan_of().trainer_flags(points[-1], 1, Path("out"))
+    assert "--per_device_train_batch_size=4" in flags  # the trainer counts it per GPU
+    seen = by("auto", FOUR_GPUS).environment(points[1], {"CUDA_VISIBLE_DEVICES": "3,1,0,2"})
+    assert seen["CUDA_VISIBLE_DEVICES"] == "3,1"
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (plan_of(global_batch=18), "--global_batch 18 does not divide over 4 ranks: give a multiple of 4"),
+        (
+            plan_of("--gradient_accumulation_steps=3"),
+            "over 1 or 2 or 4 ranks of 3 passes a step: give a multiple of 12",
+        ),
+        (plan_of("--max_step=3"), "Unknown argument --max_step=3: did you mean --max_steps?"),
+        (plan_of("--strategy=ddp"), "--strategy: a sweep sets it for each run: name them with --strategies"),
+        (plan_of("--learning_rate=much"), "invalid float value: 'much'"),
+        (plan_of("--per_device_train_batch_size=4"), "the batch of a rank is --global_batch over the ranks"),
+        (plan_of("--train_file=nowhere.json"), "--train_file nowhere.json: no such file"),
+        (plan_of(strategies="dp", ranks=(1,)), "give --ranks 2 or more"),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_a_plan_that_will_not_do(plan: Plan, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        points_of(plan)
+    assert words in str(caught.value)
+
+
+def test_the_users_flags_win_and_name_the_data(tmp_path: Path) -> None:
+    config, refused = check_flags(plan_of("--dropout=0.2", "--logging_steps", "2"))
+    assert (config.model.dropout, config.train.logging_steps, config.checkpoint.save_steps) == (0.2, 2, 0)
+    assert config.data.train_file and config.data.train_file.endswith("sample/train-v1.1.json")
+    assert not refused and not config.train.do_eval
+    data = tmp_path / "mine.json"
+    data.write_text("{}")
+    mine = check_flags(plan_of(f"--train_file={data}"))[0]
+    assert (mine.data.train_file, mine.model.config_name) == (str(data), None)
+
+
+def test_a_flag_that_one_strategy_cannot_take_leaves_the_others() -> None:
+    _, refused = check_flags(plan_of("--fp16_allreduce"))
+    assert refused.keys() == {"none", "ddp"} and "Horovod's" in refused["ddp"]
+
+
+# The commands
+
+
+def words_of(launch: Launching, each: Point) -> list[str]:
+    """The command before the trainer's flags, programs by their names."""
+    return [Path(word).name for word in launch.command(each, ["--bf16"])]
+
+
+TRAINED = ["-m", "hvd_bert.train", "--bf16"]
+PYTHON = Path(sys.executable).name
+
+
+def test_commands_on_one_host() -> None:
+    auto = by("auto")
+    assert words_of(auto, point("none", 1)) == [PYTHON, *TRAINED]
+    assert words_of(auto, point("horovod", 2)) == ["horovodrun", "-np", "2", PYTHON, *TRAINED]
+    torchrun = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *TRAINED]
+    assert words_of(auto, point("fsdp", 2)) == torchrun
+    assert words_of(by("mpirun"), point("ddp", 4))[1:-4] == ["-np", "4", "-H", "localhost:4", "--bind-to", "none"]
+
+
+def test_commands_on_named_hosts() -> None:
+    launch = by("horovodrun", TWO_CORES, "a100-01:2,a100-02:2", "--gloo")
+    hosts = ["-H", "a100-01:2,a100-02:2", "--gloo"]
+    for strategy, ranks in (("none", 1), ("ddp", 4)):  # the baseline is on those hosts, too
+        assert words_of(launch, point(strategy, ranks)) == [
+            "horovodrun", "-np", str(ranks), *hosts, PYTHON, *TRAINED
+        ]  # fmt: skip
+    assert by("auto", TWO_CORES, "a100-01:2").launcher(point("fsdp", 2)) == "horovodrun"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        (1, ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1"]),
+        (2, ["--nodes=1", "--ntasks=2", "--ntasks-per-node=2"]),
+        (4, ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2"]),
+    ],
+)
+def test_commands_in_a_slurm_job(ranks: int, expected: list[str]) -> None:
+    launch = by("auto", Machine(cores=64, gpus=2, allocation=Allocation(2, 2, 32)))
+    start = ["srun", "--mpi=pmix", "--kill-on-bad-exit=1", *expected, "--cpus-per-task=32"]
+    for strategy in ("horovod", "ddp") if ranks > 1 else ("none", "horovod"):
+        assert words_of(launch, point(strategy, ranks)) == [*start, PYTHON, *TRAINED]
+        assert launch.obstacle(point(strategy, ranks)) == ""
+
+
+def test_allocation_of_a_job() -> None:
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "3(x2)"}
+    assert find_allocation(job) == Allocation(2, 3, None)
+    assert find_allocation(job | {"SLURM_NTASKS_PER_NODE": "2", "SLURM_CPUS_PER_TASK": "8"}) == Allocation(2, 2, 8)
+    assert find_allocation({"SLURM_NNODES": "2"}) is None
+
+
+@pytest.mark.parametrize(
+    ("launch", "words"),
+    [
+        (by("torchrun", TWO_CORES, "a:2"), "--launcher torchrun takes no hosts"),
+        (by("horovodrun", TWO_CORES, "a:two"), "'a:two' is not HOST:SLOTS"),
+        (by("auto", TWO_CORES, "", "--gloo"), "--launcher_flag: name the launcher"),
+        (by("srun"), "not in a Slurm job: sbatch scripts/scaling.slurm"),
+    ],
+)
+def test_a_launcher_that_will_not_do(launch: Launching, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        launch.check()
+
+
+@pytest.mark.parametrize(
+    ("launch", "each", "words"),
+    [
+        (by("auto"), point("horovod", 4), ""),  # slow, and with a warning
+        (by("auto", FOUR_GPUS), point("horovod", 8), "8 ranks, but 4 GPUs: each rank needs its own"),
+        (by("auto", FOUR_GPUS), point("dp", 4), ""),
+        (by("auto"), point("dp", 2), "dp drives 2 GPUs from one process, and 0 are visible here"),
+        (by("none"), point("ddp", 2), "--launcher none starts one process"),
+        (by("auto", TWO_CORES, "a:1,b"), point("horovod", 4), "4 ranks, but -H a:1,b has 2 slots"),
+        (by("auto", Machine(8, 0, Allocation(2, 2, 1))), point("ddp", 8), "the Slurm job asked for 4 tasks"),
+        (by("auto", Machine(8, 1, Allocation(2, 2, 1))), point("ddp", 4), "2 ranks per node, but 1 GPUs there"),
+    ],
+)
+def test_obstacles(launch: Launching, each: Point, words: str) -> None:
+    found = launch.obstacle(each)
+    assert words in found and bool(words) == bool(found)
+
+
+def test_more_ranks_than_cores_are_warned_of() -> None:
+    assert "4 ranks share 2 cores" in by("auto").warning([point("ddp", 4)], 1)
+    assert "2 ranks of 2 threads share 2 cores" in by("auto").warning([point("ddp", 2)], 2)
+    assert by("auto").warning([point("ddp", 2)], 1) == "" == by("auto", FOUR_GPUS).warning([point("ddp", 4)], 99)
+
+
+# The sweep
+
+
+class Pretended:
+    """In place of a launcher and its ranks; `ends`: what becomes of the runs whose names begin so."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.ends: dict[str, int | Exception | None] = {}
+
+    def __call__(self, command: list[str], environ: dict[str, str], log: object, timeout: float) -> int | None:
+        given = dict(word.lstrip("-").split("=", 1) for word in command if word.startswith("--") and "=" in word)
+        folder = Path(given["output_dir"])
+        self.started.append(folder.name)
+        end = next((end for name, end in self.ends.items() if folder.name.startswith(name)), 0)
+        if isinstance(end, Exception):
+            (folder / "train_config.yaml").write_text("half: true\n")
+            raise end
+        if end == 0:
+            log_text = (folder / "log.txt").read_text()
+            strategy, ranks = given["strategy"], int(folder.name.split("-")[1])
+            made = make_run(folder / "run", strategy, ranks, batch=int(given["per_device_train_batch_size"]) * ranks)
+            for file in made.iterdir():
+                file.rename(folder / file.name)
+            made.rmdir()
+            (folder / "model.safetensors").write_bytes(b"")
+            assert log_text.startswith("$ ")
+        else:
+            (folder / "log.txt").write_text("noise\n[1,0]<stderr>:hvd_bert: it will not do\nlauncher's words\n")
+        return end
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Pretended:
+    runs = Pretended()
+    monkeypatch.setattr(sweep, "start_and_wait", runs)
+    monkeypatch.setattr(Machine, "here", lambda environ: TWO_CORES)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return runs
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., int]:
+    """start(*flags) -> the exit status of a small sweep in tmp_path/out."""
+
+    def begin(*flags: str) -> int:
+        words = ["--strategies", "none,horovod", "--ranks", "1,2", "--repeats", "2", "--out", str(tmp_path / "out")]
+        return sweep.main([*words, *flags])
+
+    return begin
+
+
+def states(folder: Path) -> dict[str, str]:
+    return {row["name"]: row["state"] for row in json.loads((folder / "out" / "sweep.json").read_text())["points"]}
+
+
+ORDER = [f"{name}-1" for name in ("none-1-strong", "horovod-1-strong", "horovod-2-strong")]
+ORDER += [f"{name[:-2]}-2" for name in reversed(ORDER)]
+
+
+def test_every_point_is_run_and_recorded(pretended, start, tmp_path, capsys) -> None:
+    assert start() == 0
+    assert pretended.started == ORDER
+    record = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert set(states(tmp_path).values()) == {"done"} and len(record["points"]) == 6
+    last = record["points"][-1]
+    assert (last["name"], last["windows_per_s"]) == ("none-1-strong-2", pytest.approx(10))
+    assert last["command"][1:3] == ["-m", "hvd_bert.train"] and "--num_threads=1" in last["command"]
+    assert record["same"]["versions"]["torch"] and record["same"]["--steps"] == 30
+    kept = [name for name in ORDER if (tmp_path / "out" / name / "model.safetensors").exists()]
+    assert kept == [name for name in ORDER if name.endswith("-1")]  # weights of the first repeat are enough
+    said = capsys.readouterr().out
+    assert "[6/6] none, 1 rank, strong, repeat 2: 10.0 windows/s" in said and "preset `sweep`" in said
+    assert f"python -m hvd_bert.report {tmp_path / 'out'}" in said
+
+
+def test_an_interrupted_sweep_goes_on(pretended, start, tmp_path, capsys) -> None:
+    pretended.ends = {"horovod-2-strong-1": Stopped("SIGINT")}
+    assert start() == 75
+    assert "Stopped by SIGINT, 4 points to go: the same command goes on" in capsys.readouterr().out
+    half = tmp_path / "out" / "horovod-2-strong-1"
+    assert (half / "train_config.yaml").exists()
+    pretended.ends, pretended.started = {}, []
+    assert start() == 0
+    assert pretended.started == ORDER[2:]  # the half one anew, the two before it not
+    assert "half" not in (half / "train_config.yaml").read_text()
+    pretended.started = []
+    assert start() == 0 and pretended.started == []
+
+
+def test_a_failing_point_is_a_row_and_the_sweep_goes_on(pretended, start, tmp_path, capsys) -> None:
+    pretended.ends = {"horovod-2": 1, "none-1-strong-2": None}
+    assert start("--repeats", "3") == 1
+    assert [name for name in pretended.started if name.startswith("horovod-2")] == ORDER[2:4]  # not a third time
+    record = {row["name"]: row for row in json.loads((tmp_path / "out" / "sweep.json").read_text())["points"]}
+    failed = record["horovod-2-strong-1"]
+    assert failed["state"] == "failed" and failed["reason"].startswith("it will not do (status 1; ")
+    assert (tmp_path / "out" / "horovod-2-strong-1" / "log.txt").exists()
+    assert "took longer than --timeout 3600 s" in record["none-1-strong-2"]["reason"]
+    assert record["horovod-2-strong-3"]["reason"] == "not tried: 2 repeats before it failed"
+    assert "5 done, 0 skipped, 4 failed" in capsys.readouterr().out
+    pretended.ends, pretended.started = {}, []
+    assert start("--repeats", "3") == 0  # what was mended is run
+    assert sorted(pretended.started) == ["horovod-2-strong-1", "horovod-2-strong-2", "horovod-2-strong-3", ORDER[-1]]
+
+
+def test_results_that_cannot_be_read_are_no_results(pretended, start, tmp_path) -> None:
+    assert start("--repeats", "1") == 0
+    (tmp_path / "out" / "none-1-strong-1" / "metrics.jsonl").write_text("{")
+    pretended.started = []
+    assert start("--repeats", "1") == 0 and pretended.started == ["none-1-strong-1"]
+
+
+def test_what_cannot_run_here_is_a_row(pretended, start, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(launching.NEEDED, "deepspeed", ("no_such_package", "bash env/setup.sh --deepspeed"))
+    assert start("--strategies", "none,deepspeed,dp") == 0
+    assert pretended.started == ["none-1-strong-1", "none-1-strong-2"]
+    rows = json.loads((tmp_path / "out" / "sweep.json").read_text())["points"]
+    skipped = {(row["strategy"], row["reason"]) for row in rows if row["state"] == "skipped"}
+    assert {strategy for strategy, _ in skipped} == {"deepspeed", "dp"}
+    assert ("deepspeed", "no_such_package is not installed: `bash env/setup.sh --deepspeed`") in skipped
+    said = capsys.readouterr().out
+    assert said.count("no_such_package is not installed") == 1 and "deepspeed-1-strong-1 and 3 more" in said
+
+
+def test_a_sweep_can_grow_but_not_change(pretended, start, tmp_path, capsys) -> None:
+    assert start("--strategies", "none", "--repeats", "1") == 0
+    assert start("--scaling", "both") == 0
+    assert len(pretended.started) == len(set(pretended.started)) == 12  # the one that was there is not run again
+    assert start("--strategies", "ddp", "--repeats", "1") == 0
+    assert list(states(tmp_path).values()).count("done") == 14  # those that are not named now stay
+    for flags, words in (
+        (["--steps", "31"], "--steps was 30 and is 31"),
+        (["--learning_rate", "1e-3"], "--logging_steps=5 --num_threads=1 and is"),
+        (["--launcher", "mpirun"], "--launcher was auto, one host and is mpirun"),
+    ):
+        assert start(*flags) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_out_of_other_things_is_refused(pretended, start, tmp_path, capsys) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("mine")
+    assert start() == 2 and "is not empty, and holds no sweep.json" in capsys.readouterr().err
+    assert pretended.started == [] and (tmp_path / "out" / "thesis.tex").exists()
+
+
+def test_one_sweep_at_a_time(pretended, start, capsys) -> None:
+    seen = []
+    pretended.ends = {"none-1-strong-1": Stopped("")}
+    inner = pretended.__call__
+
+    def begin_another(*arguments: object) -> int | None:
+        seen.append(start())
+        return inner(*arguments)  # type: ignore[arg-type]
+
+    sweep.start_and_wait = begin_another  # pretended's fixture puts the real one back
+    assert start() == 75 and seen == [2]
+    assert f"in use by another sweep (process {os.getpid()} on " in capsys.readouterr().err
+
+
+def test_report_is_made_where_it_is_asked_for(pretended, start, tmp_path, monkeypatch) -> None:
+    from hvd_bert.report import plots
+
+    for name in ("scaling", "losses", "projected"):
+        monkeypatch.setattr(plots, name, lambda *_: b"")
+    assert start("--report", str(tmp_path / "report")) == 0
+    assert "horovod" in (tmp_path / "report" / "report.csv").read_text()
+
+
+# One run
+
+
+def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as log:
+        assert start_and_wait(["sh", "-c", "echo $$; exec sleep 600"], os.environ, log, timeout=0.5) is None
+    assert not Path(f"/proc/{(tmp_path / 'log').read_text().strip()}").exists()
+
+
+@pytest.mark.parametrize("name", ["INT", "TERM", "USR1"])
+def test_a_signal_ends_the_run_and_is_told(tmp_path: Path, name: str) -> None:
+    with (tmp_path / "log").open("w") as log, pytest.raises(Stopped, match=f"SIG{name}"), signals():
+        start_and_wait(["sh", "-c", f"echo $$; kill -{name} {os.getpid()}; exec sleep 600"], os.environ, log, 60)
+    assert not Path(f"/proc/{(tmp_path / 'log').read_text().strip()}").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_run_ends_with_a_sweep_that_is_killed(tmp_path: Path) -> None:
+    program = "import os, sys; from hvd_bert.bench.one_run import start_and_wait as s; "
+    program += "s(['sh', '-c', 'echo $$; exec sleep 600'], os.environ, sys.stdout, 600)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        child = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+        ready, _, _ = select.select([child], [], [], 30)
+    assert ready, "it still runs"
+    os.close(child)
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ("[1,0]<stderr>:hvd_bert: rank 0 on a: no such file.\nPrimary job terminated\n", "rank 0 on a: no such file."),
+        ("x\nrank 1 on a failed:\nTraceback\nKeyError: 3\n\nRuntimeError: horovodrun\n", "rank 1 on a: KeyError: 3"),
+        ("Traceback\nModuleNotFoundError: No module\nthe end", "ModuleNotFoundError: No module"),
+        ("$ python\nSegmentation fault\n\n", "Segmentation fault"),
+    ],
+)
+def test_reason_of_a_failure(tmp_path: Path, log: str, reason: str) -> None:
+    (tmp_path / "log.txt").write_text(log)
+    assert reason_of(tmp_path / "log.txt") == reason
