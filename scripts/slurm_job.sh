@@ -1,0 +1,82 @@
+# What hvd.slurm and scaling.slurm have in common. They define say and die, and set script, home, ranks and warned.
+# shellcheck shell=bash
+# shellcheck disable=SC2154,SC2034  # variables of theirs, and for them
+
+# The site's modules, then the environment's programs.  -> venv
+load_environment() {
+  local site=${HVD_BERT_SITE:-$home/env/site.sh}
+  if [ -f "$site" ]; then
+    say "site: $site"
+    set +eu # module commands are written for neither
+    # shellcheck source=/dev/null
+    . "$site"
+    set -eu
+  elif [ -n "${HVD_BERT_SITE:-}" ]; then
+    die "HVD_BERT_SITE: no such file: $site"
+  fi
+  venv=${HVD_BERT_VENV:-$home/.venv}
+  [ -x "$venv/bin/python" ] || die "no environment in $venv: run 'bash env/setup.sh' in $home once"
+  export PATH=$venv/bin:$PATH
+}
+
+set_threads_and_interface() {
+  # A rank's threads are the CPUs that it asked for, if the node has as many.
+  local threads
+  threads=$(($(env -u OMP_NUM_THREADS nproc) / ${SLURM_NTASKS_PER_NODE:-1}))
+  if [ -n "${SLURM_CPUS_PER_TASK:-}" ] && [ "$threads" -gt "$SLURM_CPUS_PER_TASK" ]; then threads=$SLURM_CPUS_PER_TASK; fi
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+  if [ -n "${HVD_BERT_INTERFACE:-}" ]; then
+    export NCCL_SOCKET_IFNAME=$HVD_BERT_INTERFACE OMPI_MCA_btl_tcp_if_include=$HVD_BERT_INTERFACE
+  fi
+}
+
+# pmix: srun starts the ranks itself. pmi2: likewise, for an MPI built with it. mpirun: Open MPI starts its own daemons.
+choose_launcher() {
+  launcher=${HVD_BERT_LAUNCHER:-}
+  case $launcher in pmix | pmi2 | mpirun) return ;; '') ;; *) die "HVD_BERT_LAUNCHER=$launcher: pmix, pmi2 or mpirun" ;; esac
+  local offered
+  offered=$(srun --mpi=list 2>&1) || true
+  launcher=pmix
+  if grep -qwE 'pmix(_v[0-9]+)?' <<<"$offered"; then return; fi
+  # Open MPI has a part "s2" where it was built with Slurm's PMI-2; MPICH and MVAPICH speak it by nature.
+  if grep -qw pmi2 <<<"$offered" && { ! command -v ompi_info >/dev/null || ompi_info --parsable | grep -q '^mca:pmix:s2:'; }; then
+    launcher=pmi2
+  elif command -v mpirun >/dev/null; then
+    launcher=mpirun
+  else
+    die "this Slurm has no PMIx (srun --mpi=list: $(tr -s '[:space:]' ' ' <<<"$offered")) and mpirun is not on PATH:" \
+      "load an MPI module in env/site.sh, or ask for Slurm's PMIx plugin"
+  fi
+  say "this Slurm has no PMIx: starting with $launcher"
+}
+
+# Whether tasks can be bound to cores: with TaskPlugin=task/none nothing can be, and srun says so on every run.
+binds() { scontrol show config | grep -qE '^TaskPlugin.*(affinity|cgroup)'; }
+
+# On each node, before the ranks: is the environment there (a shared file system), and the interface? GPUs for the log.
+check_nodes() {
+  # shellcheck disable=SC2016  # it is for the shell of each node
+  local look='
+  script=$3; say() { echo "$script: $(hostname): $1" >&2; }
+  [ -x "$1/bin/python" ] || { say "no $1/bin/python: the clone and its .venv must be on a file system that all nodes see"; exit 2; }
+  if [ -n "$2" ] && ! grep -qE "^ *$2:" /proc/net/dev; then
+    say "HVD_BERT_INTERFACE=$2: no such interface; there are: $(sed -n "s/^ *\([^ :]*\):.*/\1/p" /proc/net/dev | tr "\n" " ")"
+    exit 2
+  fi
+  if command -v nvidia-smi >/dev/null; then hostname; nvidia-smi; fi'
+  srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 --mpi=none \
+    bash -c "$look" bash "$venv" "${HVD_BERT_INTERFACE:-}" "$script"
+}
+
+# Runs a command to its end; the warning before the time limit reaches it as USR1.  -> status
+run_and_wait() {
+  # In the background, since bash looks at signals only between commands or in `wait`, which a signal ends.
+  "$@" &
+  ranks=$! interrupted=yes
+  [ "$warned" = no ] || kill -USR1 "$ranks" # it came before the ranks did
+  while [ "$interrupted" = yes ]; do
+    interrupted=no status=0
+    wait "$ranks" || status=$?
+  done
+  ranks=''
+}

@@ -1,0 +1,33 @@
+"""scripts/scaling.slurm: a sweep over two hosts in a Slurm job, with real ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import HOSTS, REPOSITORY, Cluster
+
+pytestmark = pytest.mark.cluster
+SCRIPT = REPOSITORY / "scripts" / "scaling.slurm"
+
+
+def test_sweep_over_two_hosts(cluster: Cluster, tmp_path: Path) -> None:
+    options = "--nodes=2 --ntasks-per-node=1 --gres=none --cpus-per-task=1"
+    flags = "--strategies none,horovod,ddp --ranks 2,3 --repeats 1 --steps 2 --global_batch 6 --out sweep"
+    data = "--config sample --max_train_samples 64"
+    job = cluster.submit(f"{options} {SCRIPT} {flags} {data}", tmp_path, {"HVD_BERT_CACHE": str(tmp_path / "cache")})
+    ended = cluster.ended(job, timeout=900).expect(0)
+    assert "attempt 1" in ended.out and "results in sweep\n" in ended.out, ended
+    points = {point["name"]: point for point in json.loads((tmp_path / "sweep" / "sweep.json").read_text())["points"]}
+    states = {name: (point["state"], point["reason"]) for name, point in points.items()}
+    too_many = ("skipped", "3 ranks, but the Slurm job asked for 2 tasks: sbatch --nodes, --ntasks-per-node")
+    assert states == {
+        "none-1-strong-1": ("done", ""),
+        "horovod-2-strong-1": ("done", ""), "horovod-3-strong-1": too_many,
+        "ddp-2-strong-1": ("done", ""), "ddp-3-strong-1": too_many,
+    }, ended  # fmt: skip
+    for name, hosts in (("none-1", HOSTS[:1]), ("horovod-2", HOSTS), ("ddp-2", HOSTS)):
+        results = json.loads((tmp_path / "sweep" / f"{name}-strong-1" / "train_results.json").read_text())
+        assert (results["hosts"], results["global_batch"], results["job"]["id"]) == (hosts, 6, job), ended
+        assert "--mpi=pmix" in points[f"{name}-strong-1"]["command"]
