@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What a job needs from this site. Copy to env/site.sh (git ignores it) and adapt; scripts/hvd.slurm reads it on the
-# first node before anything else, and the ranks inherit its environment.
+# What a job needs from this site. Copy to env/site.sh (git ignores it) and adapt; scripts/hvd.slurm and scaling.slurm
+# read it on the first node before anything else, and the ranks inherit its environment.
 
 # The modules that env/setup.sh was run with. The names differ from place to place: `module avail`.
 module purge

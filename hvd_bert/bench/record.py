@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,3 +111,28 @@ class Record:
 
 def _shown(value: Any) -> str:
     return shlex.join(value) if isinstance(value, list) else str(value)
+
+
+@contextmanager
+def locked(folder: Path, wait: bool) -> Iterator[None]:
+    """Hold a folder's lock, which the kernel frees with its holder; a run's folder is locked by the run.
+
+    Raises UserError, or waits, if another process has it.
+    """
+    with (folder / LOCK).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            if not wait:
+                raise UserError(f"--out {folder} is in use by another sweep ({holder}): wait for its end.") from None
+            print(f"{folder} is still in use ({holder}): waiting for its end", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            print(f"{folder} has no file locks ({error.strerror}): start no second sweep in it.", file=sys.stderr)
+        if not wait:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+        yield

@@ -13,7 +13,6 @@ Exit status: 0 every point is done or cannot run here, 1 some failed, 2 bad inpu
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import platform
 import shlex
@@ -22,8 +21,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,7 +32,7 @@ from hvd_bert.bench import points as planning
 from hvd_bert.bench.launching import LAUNCHERS, Hosts, Launching, Machine
 from hvd_bert.bench.one_run import Stopped, reason_of, signals, start_and_wait
 from hvd_bert.bench.points import Plan, Point
-from hvd_bert.bench.record import DONE, FAILED, LOCK, SKIPPED, STATES, WAITING, Record, Result
+from hvd_bert.bench.record import DONE, FAILED, SKIPPED, STATES, WAITING, Record, Result, locked
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, UserError
 from hvd_bert.machine import PACKAGES, cpu_name, version_of
 from hvd_bert.report import reading
@@ -51,20 +49,28 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str]) -> int:
     """The command. Returns the exit status."""
     try:
-        flags, rest = _parse(argv)
-        machine = Machine.here(os.environ)
-        launching = Launching(flags.launcher, tuple(flags.launcher_flag), Hosts(flags.H) if flags.H else None, machine)
-        launching.check()
-        threads = None if machine.gpus else _threads(os.environ)
-        plan = Plan(
-            planning.check_strategies(flags.strategies),
-            tuple(sorted(set(flags.ranks))),
-            *(flags.scaling, flags.repeats, flags.steps, flags.global_batch, threads, tuple(rest)),
-        )
-        return Sweep(plan, launching, flags.out, flags.timeout, argv).run(flags.report)
+        with signals():
+            return _sweep(argv)
+    except Stopped as stopped:
+        print(f"Stopped by {stopped}: the same command goes on.", flush=True)
+        return EXIT_STOPPED
     except UserError as error:
         print(f"hvd_bert: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
+
+
+def _sweep(argv: Sequence[str]) -> int:
+    flags, rest = _parse(argv)
+    machine = Machine.here(os.environ)
+    launching = Launching(flags.launcher, tuple(flags.launcher_flag), Hosts(flags.H) if flags.H else None, machine)
+    launching.check()
+    threads = None if machine.gpus else _threads(os.environ)
+    plan = Plan(
+        planning.check_strategies(flags.strategies),
+        tuple(sorted(set(flags.ranks))),
+        *(flags.scaling, flags.repeats, flags.steps, flags.global_batch, threads, tuple(rest)),
+    )
+    return Sweep(plan, launching, flags.out, flags.timeout, argv).run(flags.report)
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -160,16 +166,14 @@ class Sweep:
         """All points, then the report. Returns the exit status."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            with _locked(self.out, wait=False), signals():
+            with locked(self.out, wait=False):
                 self.record.begin(self.points)
                 self._take_stock()
                 self.record.write()
                 self._announce()
                 self._run_all()
         except Stopped as stopped:
-            waiting = len(self.record.of_state(WAITING))
-            print(f"Stopped by {stopped}, {waiting} points to go: the same command goes on.", flush=True)
-            return EXIT_STOPPED
+            raise Stopped(f"{stopped}, {len(self.record.of_state(WAITING))} points to go") from None
         except OSError as error:
             raise UserError(f"--out {self.out} cannot be written: {error.strerror or error}.") from None
         self._tell_end()
@@ -231,7 +235,7 @@ class Sweep:
         """Train a point in a new folder; fill in what became of it. Raises Stopped."""
         folder = self.out / point.name
         if folder.exists():
-            with _locked(folder, wait=True):
+            with locked(folder, wait=True):
                 shutil.rmtree(folder)
         folder.mkdir()
         flags = self.plan.trainer_flags(point, self.config.train.gradient_accumulation_steps, folder)
@@ -246,6 +250,8 @@ class Sweep:
         if status == EXIT_STOPPED:
             raise Stopped(f"a signal to {point}")
         result.seconds = round(time.monotonic() - start, 1)
+        if status == EXIT_BAD_INPUT and point.strategy == "none" and not self.record.of_state(DONE):
+            raise UserError(reason_of(folder / LOG))  # of what all points have in common
         if status != EXIT_OK:
             how = f"took longer than --timeout {self.timeout:g} s" if status is None else f"status {status}"
             self._failed(point, result, f"{reason_of(folder / LOG)} ({how}; {folder / LOG})")
@@ -285,28 +291,3 @@ def _speed(folder: Path) -> float | None:
         return reading.read(folder).windows_per_s
     except reading.Unusable:
         return None
-
-
-@contextmanager
-def _locked(folder: Path, wait: bool) -> Iterator[None]:
-    """Hold a folder's lock, which the kernel frees with its holder; a run's folder is locked by the run.
-
-    Raises UserError, or waits, if another process has it.
-    """
-    with (folder / LOCK).open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            if not wait:
-                raise UserError(f"--out {folder} is in use by another sweep ({holder}): wait for its end.") from None
-            print(f"{folder} is still in use ({holder}): waiting for its end", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            print(f"{folder} has no file locks ({error.strerror}): start no second sweep in it.", file=sys.stderr)
-        if not wait:
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
-        yield

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from harness import HOSTS, REPOSITORY, Cluster
+from test_preemption import Pretended, start_again
 
 pytestmark = pytest.mark.cluster
 SCRIPT = REPOSITORY / "scripts" / "scaling.slurm"
@@ -31,3 +32,27 @@ def test_sweep_over_two_hosts(cluster: Cluster, tmp_path: Path) -> None:
         results = json.loads((tmp_path / "sweep" / f"{name}-strong-1" / "train_results.json").read_text())
         assert (results["hosts"], results["global_batch"], results["job"]["id"]) == (hosts, 6, job), ended
         assert "--mpi=pmix" in points[f"{name}-strong-1"]["command"]
+
+
+# Finishes one point in all, warns the job script as Slurm would, and stops by the signal that this passes on.
+STOPPED = r"""
+printf 'asked:%s\n' "$(printf ' <%s>' "$@")"
+mkdir -p out
+echo '"state": "done"' >out/sweep.json
+trap 'exit 75' USR1
+kill -USR1 "$PPID"
+while :; do sleep 0.1; done
+"""
+
+
+def test_time_limit_requeues_as_long_as_points_are_finished(
+    cluster: Cluster, tmp_path: Path, pretended: Pretended
+) -> None:
+    job = cluster.submit(f"{SCRIPT} --ranks 1,4 --out out", tmp_path, pretended(STOPPED))
+    start_again(cluster, job, tmp_path)
+    ended = cluster.ended(job).expect(75)
+    asked = "asked: <-m> <hvd_bert.bench> <sweep> <--launcher> <srun> <--ranks> <1,4> <--out> <out>"
+    first, second = ended.out.split("attempt 2", 1)
+    assert asked in first and asked in second, ended
+    assert "scaling.slurm: requeueing: the next attempt goes on from out/" in first, ended
+    assert "not requeued: no point was finished since the attempt began" in second, ended

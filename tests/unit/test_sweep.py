@@ -315,6 +315,12 @@ def test_a_failing_point_is_a_row_and_the_sweep_goes_on(pretended, start, tmp_pa
     assert sorted(pretended.started) == ["horovod-2-strong-1", "horovod-2-strong-2", "horovod-2-strong-3", ORDER[-1]]
 
 
+def test_bad_input_of_the_baseline_is_that_of_all_points(pretended, start, capsys) -> None:
+    pretended.ends = {"": 2}
+    assert start() == 2
+    assert pretended.started == ORDER[:1] and capsys.readouterr().err == "hvd_bert: it will not do\n"
+
+
 def test_results_that_cannot_be_read_are_no_results(pretended, start, tmp_path) -> None:
     assert start("--repeats", "1") == 0
     (tmp_path / "out" / "none-1-strong-1" / "metrics.jsonl").write_text("{")
