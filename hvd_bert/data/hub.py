@@ -12,13 +12,21 @@ from hvd_bert.errors import UserError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# The hub moved SQuAD under its author's name, and a local cache may know it by either.
-_ALIASES = {"squad": "rajpurkar/squad", "squad_v2": "rajpurkar/squad_v2"}
+# The hub moved these under their authors' names, and a local cache may know them by either.
+_ALIASES = {"squad": "rajpurkar/squad", "squad_v2": "rajpurkar/squad_v2", "mnist": "ylecun/mnist"}
 _REACH_TIMEOUT_S = 10.0
+_WAYS_OUT = (
+    "Two ways out: give local files with --train_file and --validation_file, or train on the sample that ships, with"
+    " --config sample."
+)
 
 
 def load(
-    dataset_name: str, split: str, dataset_config_name: str | None = None, cache_dir: str | None = None
+    dataset_name: str,
+    split: str,
+    dataset_config_name: str | None = None,
+    cache_dir: str | None = None,
+    ways_out: str = _WAYS_OUT,
 ) -> Dataset:
     """One split of a dataset. Raises `UserError`, with the ways out, if it cannot be had.
 
@@ -44,9 +52,7 @@ def load(
     said = " ".join(str(reason).split())
     raise UserError(
         f"--dataset_name {dataset_name}: split {split!r} could be had neither from the Hugging Face hub's "
-        f"cache on this machine nor from the hub ({type(reason).__name__}: {said[:300]}). Two ways out: "
-        "give local files with --train_file and --validation_file, or train on the sample that ships, "
-        "with --config sample."
+        f"cache on this machine nor from the hub ({type(reason).__name__}: {said[:300]}). {ways_out}"
     ) from reason
 
 

@@ -36,7 +36,7 @@ class WindowParallel(nn.DataParallel[nn.Module]):
         ]
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
-        if outputs[0].start_logits.shape[0] != 1:
+        if isinstance(outputs[0], Tensor) or outputs[0].start_logits.shape[0] != 1:
             return super().gather(outputs, output_device)
         return join_windows(outputs, output_device)
 

@@ -14,7 +14,7 @@ from hvd_bert.command_line import parse, strategy_of
 from hvd_bert.config import STRATEGIES
 from hvd_bert.engines import strategies
 from hvd_bert.engines.base import Engine, EngineOptions
-from hvd_bert.engines.dp import join_windows, split_windows
+from hvd_bert.engines.dp import WindowParallel, join_windows, split_windows
 from hvd_bert.engines.strategies import ENGINES, engine_class, make_engine
 from hvd_bert.errors import UserError
 from hvd_bert.launch import WorldsOfOne
@@ -155,3 +155,11 @@ def test_interface_is_the_one_towards_another_host(monkeypatch):
     environ["GLOO_SOCKET_IFNAME"] = "eth7"  # what the user chose stands
     rendezvous.choose_interface(fake, 0, 2, "GLOO_SOCKET_IFNAME")
     assert environ == {"GLOO_SOCKET_IFNAME": "eth7"}
+
+
+def test_dp_leaves_what_other_models_give_to_torch(monkeypatch):
+    given: list[object] = []
+    monkeypatch.setattr(nn.DataParallel, "gather", lambda self, outputs, device: given.append((outputs, device)))
+    logits = [torch.zeros(1, 10), torch.zeros(1, 10)]
+    WindowParallel.gather(WindowParallel.__new__(WindowParallel), logits, 0)
+    assert given == [(logits, 0)]
