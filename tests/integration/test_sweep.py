@@ -1,0 +1,69 @@
+"""`python -m hvd_bert.bench sweep` with real launches: interrupted, gone on with, reported."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from launch import TIMEOUT_S, launcher, run
+
+pytestmark = pytest.mark.integration
+
+# Presses Ctrl-C as soon as the first point is done.
+INTERRUPTED = """
+import signal, subprocess, sys
+with subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE, text=True) as sweep:
+    for line in sweep.stdout:
+        print(line, end="", flush=True)
+        if line.startswith("[1/"):
+            sweep.send_signal(signal.SIGINT)
+sys.exit(sweep.returncode)
+"""
+
+
+def states(folder: Path) -> dict[str, str]:
+    return {row["name"]: row["state"] for row in json.loads((folder / "sweep.json").read_text())["points"]}
+
+
+def test_interrupted_gone_on_with_and_reported(tmp_path: Path) -> None:
+    """The baseline alone, Horovod under horovodrun, DDP under torchrun, and what cannot run here."""
+    launcher(2, "gloo")  # skips where it is not there
+    words = [sys.executable, "-m", "hvd_bert.bench", "sweep", "--strategies", "none,horovod,ddp,dp", "--ranks", "2"]
+    words += ["--repeats", "1", "--steps", "2", "--global_batch", "4", "--max_train_samples", "33"]
+    env = {"CUDA_VISIBLE_DEVICES": ""}
+    outcome = run([sys.executable, "-c", INTERRUPTED, *words], tmp_path, env=env, timeout=2 * TIMEOUT_S).expect(75)
+    assert "Stopped by SIGINT, 2 points to go" in outcome.output, outcome
+    out = tmp_path / "runs" / "sweep"
+    done = {"none-1-strong-1": "done", "dp-2-strong-1": "skipped"}
+    assert states(out) == {"horovod-2-strong-1": "waiting", "ddp-2-strong-1": "waiting"} | done
+    first = (out / "none-1-strong-1" / "train_results.json").stat().st_mtime_ns
+
+    outcome = run([*words, "--report", "report"], tmp_path, env=env, timeout=3 * TIMEOUT_S).expect(0)
+    assert states(out) == {"horovod-2-strong-1": "done", "ddp-2-strong-1": "done"} | done, outcome
+    assert (out / "none-1-strong-1" / "train_results.json").stat().st_mtime_ns == first
+    assert "dp drives 2 GPUs from one process, and 0 are visible here" in outcome.output
+    with (tmp_path / "report" / "report.csv").open(newline="") as file:
+        rows = {(row["strategy"], row["ranks"]): row for row in csv.DictReader(file)}
+    assert rows.keys() == {("none", "1"), ("horovod", "2"), ("ddp", "2")}
+    # Of the same work and losses, or there would be none.
+    assert all(float(row["speedup"]) > 0 for row in rows.values()), outcome
+
+
+def test_a_wrong_flag_is_said_once(tmp_path: Path) -> None:
+    words = [
+        sys.executable,
+        "-m",
+        "hvd_bert.bench",
+        "sweep",
+        "--strategies",
+        "none,horovod",
+        "--learning_rates",
+        "1e-5",
+    ]
+    outcome = run(words, tmp_path).expect(2)
+    said = [line for line in outcome.output.splitlines() if line.startswith("hvd_bert: ")]
+    assert said == ["hvd_bert: Unknown argument --learning_rates: did you mean --learning_rate?"], outcome
+    assert list(tmp_path.iterdir()) == []
