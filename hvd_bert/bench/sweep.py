@@ -201,7 +201,7 @@ class Sweep:
         plan, record = self.plan, self.record
         waiting = record.of_state(WAITING)
         counts = ", ".join(f"{len(record.of_state(state))} {state}" for state in STATES if record.of_state(state))
-        print(f"{len(self.points)} runs of {plan.steps} steps in {self.out}: {counts}")
+        print(f"{len(self.points)} run{'s' * (len(self.points) > 1)} of {plan.steps} steps in {self.out}: {counts}")
         if not plan.names_data:
             print(
                 f"Trained: the preset `{planning.PRESET}` (the sample's text, a BERT of 6 layers with new weights),"
