@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
+import select
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TextIO
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 TO_END_S = 40  # longer than torchrun gives ranks that do not answer, which is longer than others do
-_PR_SET_PDEATHSIG = 1  # of prctl(2)
+_GUARD = "import os, signal, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), signal.SIGTERM)"
 
 
 class Stopped(Exception):
@@ -41,39 +42,50 @@ def signals() -> Iterator[None]:
 def start_and_wait(command: Sequence[str], environ: Mapping[str, str], log: TextIO, timeout: float) -> int | None:
     """Run a command to its end, or end it and all it started: after `timeout` s (returns None), or at a signal."""
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until there is a process to end
-
-    def begin() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-        # Have the kernel send SIGTERM to this new process when its parent ends, even if that is killed.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
+    living, held = os.pipe()  # `held` is closed by the last process of the group that ends
     try:
         process = subprocess.Popen(
-            command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, pass_fds=[held],
             start_new_session=True,  # a Ctrl-C is for this process, which ends the launcher, which ends its ranks
-            preexec_fn=begin,
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, unblocked),
         )  # fmt: skip
-        try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-            return process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            _end(process)
+        os.close(held)
+        with _guarded(process.pid):
+            try:
+                signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+                return process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                return None
+            finally:
+                if process.poll() is None:
+                    _end(process, living)
     finally:
+        os.close(living)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a launcher that still runs: in good order first, so that it ends its ranks, also those on other hosts."""
-    if process.poll() is not None:
-        return
+@contextmanager
+def _guarded(group: int) -> Iterator[None]:
+    """Should this process end inside, even killed, a process beside it sees the end of its input, and ends `group`."""
+    words = [sys.executable, "-I", "-S", "-c", _GUARD, str(group)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) as guard:
+        try:
+            yield
+        finally:
+            guard.kill()
+
+
+def _end(process: subprocess.Popen[bytes], living: int) -> None:
+    """End a launcher that still runs: in good order first, so that it ends its ranks, also those on other hosts.
+
+    With its group: horovodrun becomes a shell that has mpirun for a child, and does not pass signals on.
+    """
     before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     try:
-        process.terminate()
-        process.wait(TO_END_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGTERM)
+        ended, _, _ = select.select([living], [], [], TO_END_S)
+        if not ended:
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     finally:
         for number, handler in before.items():
