@@ -127,7 +127,7 @@ read_inputs() {
 }
 
 # What is to be there: base, and the extras that were asked for.
-kinds() { printf '%s\n' base "${extras[@]}"; }
+kinds() { printf '%s\n' base ${extras[@]+"${extras[@]}"}; } # an empty array is unset before bash 4.4
 
 # $1: one of kinds
 fingerprint() {
@@ -278,7 +278,7 @@ install_requirements() {
   printf 'torch==%s\n' "$(version_of torch)" >"$venv/hvd_bert.constraints.txt"
   local files=(-r "$venv/hvd_bert.requirements.txt")
   local extra
-  for extra in "${extras[@]}"; do files+=(-r "$root/env/requirements-$extra.txt"); done
+  for extra in ${extras[@]+"${extras[@]}"}; do files+=(-r "$root/env/requirements-$extra.txt"); done
   pip install --progress-bar off -c "$venv/hvd_bert.constraints.txt" "${files[@]}"
   ! has_mpi || match_mpi4py
   pip install --no-deps --no-build-isolation --config-settings editable_mode=compat -e "$root"
@@ -339,7 +339,7 @@ set_up() {
   save_settings
   say "[4/5] Horovod for torch $(version_of torch)"
   build_horovod
-  say "[5/5] requirements.txt${extras[*]/#/, env/requirements-} and this package"
+  say "[5/5] requirements.txt$(kinds | sed -n '2,$s/.*/, env\/requirements-&.txt/p' | tr -d '\n') and this package"
   logged install_requirements
   save_settings
   local kind

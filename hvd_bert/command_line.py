@@ -52,7 +52,7 @@ class _Parser(HfArgumentParser):
 
 def _parser() -> _Parser:
     parser = _Parser(SECTIONS, prog="python -m hvd_bert.train", allow_abbrev=False)
-    parser.description = "Fine-tune BERT on SQuAD over many ranks with Horovod."
+    parser.description = "Fine-tune BERT on SQuAD over many ranks, with Horovod or another strategy."
     presets = ", ".join(sorted(path.stem for path in PRESETS.glob("*.yaml")))
     parser.add_argument(
         "--config", metavar="NAME|FILE.yaml", help=f"A preset ({presets}) or a YAML file of these flags."

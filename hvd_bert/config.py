@@ -267,10 +267,10 @@ class ParallelArguments:
 
     def __post_init__(self) -> None:
         _require(self.zero_stage in (1, 2, 3), f"--zero_stage {self.zero_stage}: must be 1, 2 or 3.")
+        owners = {"fp16_allreduce": "horovod", "gradient_predivide_factor": "horovod", "zero_stage": "deepspeed"}
         for f in fields(self):
-            horovods = f.name in ("fp16_allreduce", "gradient_predivide_factor")
-            given = horovods and self.strategy != "horovod" and getattr(self, f.name) != f.default
-            _require(not given, f"--{f.name} is Horovod's: not with --strategy {self.strategy}.")
+            others = owners.get(f.name, self.strategy) != self.strategy and getattr(self, f.name) != f.default
+            _require(not others, f"--{f.name} is of --strategy {owners.get(f.name)}: not with {self.strategy}.")
         factor = self.gradient_predivide_factor
         _require(
             math.isfinite(factor) and factor > 0,

@@ -1,7 +1,8 @@
 """What the launcher and the scheduler say: which world this process is to join, on which device, with which cores.
 
 Decisions only, made from what is handed in (the environment, counts, every rank's place), so that each can be tested
-without a cluster. No other module of the package names a launcher's variables, but for `world` and the doctor.
+without a cluster. Few other modules of the package name a launcher's variables: `worlds`, the doctor, and DeepSpeed's
+engine.
 """
 
 from __future__ import annotations
@@ -88,13 +89,13 @@ def check_pmi(launcher: Launcher, environ: Mapping[str, str], mpi: str) -> None:
 def slurm_address(environ: Mapping[str, str]) -> tuple[str, int]:
     """Host and port at which the tasks of a Slurm step can meet: its first node, and a port by the job and the step.
 
-    Raises UserError where Slurm's variables do not say. Two steps of one node share a port once in 20,000 times.
+    Raises UserError where Slurm's variables do not say. Steps of one job, and of the jobs after it, have other ports.
     """
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     first = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
     if first is None:
         raise UserError("Slurm does not say on which nodes this job step runs (SLURM_STEP_NODELIST): start with srun.")
-    number = int(environ.get("SLURM_JOB_ID", "0")) * 7 + int(environ.get("SLURM_STEP_ID", "0"))
+    number = int(environ.get("SLURM_JOB_ID", "0")) * 1009 + int(environ.get("SLURM_STEP_ID", "0"))
     return first[1] + (first[2] or ""), 10_000 + number % 20_000
 
 

@@ -149,6 +149,7 @@ def engine_options(config: Config, accumulation: int) -> EngineOptions:
         accumulation=accumulation,
         max_grad_norm=train.max_grad_norm,
         fp16=train.fp16,
+        bf16=train.bf16,
         deterministic=train.deterministic,
         fp16_allreduce=parallel.fp16_allreduce,
         gradient_predivide_factor=parallel.gradient_predivide_factor,

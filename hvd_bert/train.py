@@ -22,6 +22,7 @@ from hvd_bert.allocator import keep_memory
 from hvd_bert.config import Config
 from hvd_bert.data.batches import Collator
 from hvd_bert.data.prefetch import Prefetcher
+from hvd_bert.engines.strategies import engine_class
 from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.evaluation import Evaluator
 from hvd_bert.gpu_usage import GpuUsage
@@ -42,6 +43,7 @@ def main(world: World) -> None:
     with world.together():
         config = command_line.parse(show_help=world.rank == 0)
         resume.check_elastic(config, world)
+        engine_class(config.parallel.strategy)  # whether it is installed
         output.unlock()  # what this process held in an earlier world
     set_up(config, world)
     log.info("%s", "\n".join(world.describe()))
@@ -139,7 +141,7 @@ class Training:
                 self._after_step(learning_rate, grad_norm, stops)
             if self.stop_requests.ask()():  # since the last step: while the model was scored, say
                 checkpoints.stop(self.stop_requests.reason())
-            state.engine.whole_model()
+            state.engine.whole_model()  # from here on inputs.model is what was trained
             checkpoints.end()
         skipped = {"skipped_steps": state.engine.skipped_steps}
         return state.meter.results() | checkpoints.totals | skipped | effective

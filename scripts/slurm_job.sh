@@ -27,6 +27,7 @@ set_threads_and_interface() {
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
   if [ -n "${HVD_BERT_INTERFACE:-}" ]; then
     export NCCL_SOCKET_IFNAME=$HVD_BERT_INTERFACE OMPI_MCA_btl_tcp_if_include=$HVD_BERT_INTERFACE
+    export GLOO_SOCKET_IFNAME=$HVD_BERT_INTERFACE
   fi
 }
 

@@ -109,7 +109,7 @@ def _inputs(flags: argparse.Namespace, config: Config, world: World) -> Inputs:
     if not flags.random:
         return load_inputs(config, world)
     args = config.train
-    step = args.per_device_train_batch_size * args.gradient_accumulation_steps * world.size
+    step = args.per_device_train_batch_size * args.gradient_accumulation_steps * world.size * world.devices
     return random_inputs(flags.model, flags.windows or step * args.max_steps, config, world)
 
 

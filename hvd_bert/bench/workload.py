@@ -61,7 +61,7 @@ def random_inputs(model: str | None, num_windows: int, config: Config, world: Wo
     lengths = lengths_like_squad(num_windows, min(data.max_seq_length, shape.max_position_embeddings), args.seed)
     plan = BatchPlan.of_rank_batch(
         lengths,
-        args.per_device_train_batch_size,
+        args.per_device_train_batch_size * world.devices,
         args.gradient_accumulation_steps,
         world.size,
         args.seed,

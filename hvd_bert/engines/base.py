@@ -20,14 +20,15 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 @dataclass(frozen=True)
 class EngineOptions:
     """`accumulation`: backward passes before a step; they are summed (and not averaged), so the losses must already be
-    shares of the step's loss. `max_grad_norm`: 0 never clips. `fp16`: scale the losses for fp16's range.
-    `deterministic`: sums in the same order in each run. `fp16_allreduce`, `gradient_predivide_factor`: Horovod's.
-    `zero_stage`: DeepSpeed's.
+    shares of the step's loss. `max_grad_norm`: 0 never clips. `fp16`: scale the losses for fp16's range. `bf16`: the
+    forward pass is autocast. `deterministic`: sums in the same order in each run. `fp16_allreduce`,
+    `gradient_predivide_factor`: Horovod's. `zero_stage`: DeepSpeed's.
     """
 
     accumulation: int = 1
     max_grad_norm: float = 0.0
     fp16: bool = False
+    bf16: bool = False
     deterministic: bool = False
     fp16_allreduce: bool = False
     gradient_predivide_factor: float = 1.0

@@ -10,6 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,6 +18,10 @@ from torch import Tensor, nn
 
 from hvd_bert.engines.base import Engine, EngineOptions, MakeOptimizer
 from hvd_bert.world import World
+
+# It is imported where an engine is made, since its import takes seconds and looks for accelerators.
+if find_spec("deepspeed") is None:
+    raise ImportError("No module named 'deepspeed'")
 
 
 class DeepSpeedEngine(Engine):
@@ -31,11 +36,18 @@ class DeepSpeedEngine(Engine):
         # What torch says of DeepSpeed's calls is not for our users.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         import deepspeed
-        from deepspeed import utils
+        from deepspeed import ops, utils
 
         self._utils: Any = utils
         self._partitioned = options.zero_stage == 3
+        self._applied = True
         world.broadcast_tensors(model.state_dict())
+        # Its own allreduce for the ranks of one host would be compiled now; a rank killed meanwhile leaves a lock that
+        # all later ones wait for.
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # Which device a rank has, and that the launcher said so, it takes from here.
+        os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
+        os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
         deepspeed.init_distributed(dist_backend="nccl" if world.device.type == "cuda" else "gloo")
         super().__init__(model, make_optimizer, options, world)
         self.module, *_ = deepspeed.initialize(
@@ -47,6 +59,8 @@ class DeepSpeedEngine(Engine):
                 "gradient_clipping": options.max_grad_norm,
                 "zero_optimization": {"stage": options.zero_stage},
                 "zero_allow_untested_optimizer": True,  # torch's AdamW, as under the other strategies
+                # It turns off the autocast around it, unless it knows of it; no module's gradients are sent as bf16.
+                "torch_autocast": {"enabled": options.bf16, "dtype": "bfloat16", "lower_precision_safe_modules": []},
             },
         )
         self._zero: Any = self.module.optimizer
@@ -70,10 +84,12 @@ class DeepSpeedEngine(Engine):
     def clip(self) -> Tensor:
         self._passes = 0
         self.module.step()
+        self._applied = self.module.was_step_applied()
         return torch.as_tensor(self.module.get_global_grad_norm())
 
     def step(self) -> bool:
-        return True
+        self.skipped_steps += not self._applied
+        return self._applied
 
     def whole_model(self) -> nn.Module:
         if self._partitioned:

@@ -23,8 +23,11 @@ class DPEngine(Engine):
 class WindowParallel(nn.DataParallel[nn.Module]):
     """Splits windows laid end to end between windows; padded windows, and other models' batches, as torch does."""
 
+    _end_to_end = False
+
     def scatter(self, inputs: Any, kwargs: dict[str, Any] | None, device_ids: Any) -> Any:
-        if not kwargs or not kwargs.get("window_lengths"):
+        self._end_to_end = bool(kwargs and kwargs.get("window_lengths"))
+        if not kwargs or not self._end_to_end:
             return super().scatter(inputs, kwargs, device_ids)
         parts = split_windows(kwargs, len(device_ids))
         return [() for _ in parts], [
@@ -36,9 +39,7 @@ class WindowParallel(nn.DataParallel[nn.Module]):
         ]
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
-        if isinstance(outputs[0], Tensor) or outputs[0].start_logits.shape[0] != 1:
-            return super().gather(outputs, output_device)
-        return join_windows(outputs, output_device)
+        return join_windows(outputs, output_device) if self._end_to_end else super().gather(outputs, output_device)
 
 
 def split_windows(tokens: dict[str, Any], parts: int) -> list[dict[str, Any]]:

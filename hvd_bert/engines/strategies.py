@@ -27,9 +27,8 @@ def engine_class(strategy: str) -> type[Engine]:
     try:
         found: type[Engine] = getattr(import_module(module), name)
     except ImportError as error:
-        raise UserError(
-            f"--strategy {strategy} cannot be loaded ({error}): `bash env/setup.sh --{strategy}`."
-        ) from None
+        mend = "install it by `bash env/setup.sh --deepspeed`" if strategy == "deepspeed" else "take a newer torch"
+        raise UserError(f"--strategy {strategy} cannot be loaded ({error}): {mend}, or choose another.") from None
     return found
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import distributed
 
-from hvd_bert.launch import find_launcher, slurm_address
+from hvd_bert.launch import find_launcher, is_elastic, slurm_address
 from hvd_bert.world import World, log_on_rank_zero
 from hvd_bert.worlds import rendezvous
 from hvd_bert.worlds.horovod import HorovodWorld
+
+# Ranks wait for one that writes a checkpoint or scores the rest of its questions. Who is gone Gloo notices at once.
+TIMEOUT = timedelta(hours=2)
 
 
 class DistributedWorld(World):
@@ -36,10 +40,10 @@ class DistributedWorld(World):
         rank, size, comm = launcher.rank or 0, launcher.size or 1, None
         if launcher.name == "torchrun":
             store = rendezvous.torchrun_store()
-        elif launcher.name == "srun":
-            store = rendezvous.store_at(*slurm_address(os.environ), rank, size)
         elif size == 1:
             store = distributed.HashStore()  # type: ignore[attr-defined]  # it is there, but for type checkers
+        elif launcher.name == "srun":
+            store = rendezvous.store_at(*slurm_address(os.environ), rank, size)
         else:
             # horovodrun and mpirun tell a rank where to meet the others, each in words of its own, which Horovod knows.
             meeting = HorovodWorld.join()
@@ -49,9 +53,11 @@ class DistributedWorld(World):
             meeting.close()
         rendezvous.choose_interface(store, rank, size, "GLOO_SOCKET_IFNAME")
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         log_on_rank_zero(rank)
-        return DistributedWorld(rank, size, comm)
+        world = DistributedWorld(rank, size, comm)
+        world.elastic = is_elastic(os.environ)  # to be refused: only Horovod is
+        return world
 
     def allgather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size

@@ -65,9 +65,9 @@ class HorovodWorld(World):
         if launcher.size in (None, 1):
             # Alone: no need to start MPI, which on some clusters cannot be started outside a job.
             os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
-        elif launcher.name == "torchrun":
-            rendezvous.serve_horovod()
         try:
+            if launcher.name == "torchrun" and launcher.size != 1:
+                rendezvous.serve_horovod()
             import horovod.torch as hvd
 
             by_mpi = hvd.mpi_built() and os.environ.get("HOROVOD_CONTROLLER", "mpi") == "mpi"

@@ -7,7 +7,7 @@ import os
 import torch
 
 from hvd_bert.errors import UserError
-from hvd_bert.launch import WorldsOfOne, find_launcher
+from hvd_bert.launch import WorldsOfOne, find_launcher, is_elastic
 from hvd_bert.world import World, log_on_rank_zero
 from hvd_bert.worlds.horovod import HorovodWorld
 
@@ -34,6 +34,7 @@ def _alone(strategy: str) -> World:
             " launcher, or choose another strategy."
         )
     world = World()
+    world.elastic = is_elastic(os.environ)  # to be refused: only Horovod is
     log_on_rank_zero(world.rank)
     if strategy == "dp":
         world.devices = torch.cuda.device_count()

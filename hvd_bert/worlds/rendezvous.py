@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import psutil
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there, but for type checkers
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # there, but for type checkers
 from torch.distributed.rendezvous import rendezvous
 
 from hvd_bert.errors import UserError
@@ -17,9 +17,9 @@ TIMEOUT_S = 300  # for a rank that starts late; afterwards the group's own timeo
 
 
 def torchrun_store() -> Any:
-    """The key-value store of torchrun's agent, which every process of the launch sees."""
+    """The key-value store of torchrun's agent, which every process of the launch sees; a restart finds it empty."""
     store, _, _ = next(iter(rendezvous("env://")))
-    return store
+    return PrefixStore(f"hvd_bert/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def store_at(host: str, port: int, rank: int, size: int) -> Any:
@@ -29,7 +29,7 @@ def store_at(host: str, port: int, rank: int, size: int) -> Any:
     except RuntimeError as error:
         raise UserError(
             f"rank {rank} cannot meet the others at {host}:{port} ({str(error).splitlines()[0]}): all hosts must know"
-            " that host's name, and let each other connect."
+            " that host's name and let each other connect, and nobody else may listen at the port."
         ) from None
 
 

@@ -1,4 +1,7 @@
-"""An entry in which rank 1 fails while the others wait for it in a collective: `python failing_rank.py FOLDER KIND`."""
+"""An entry in which rank 1 fails while the others wait for it in a collective.
+
+    python failing_rank.py FOLDER KIND [STRATEGY]
+"""
 
 from __future__ import annotations
 
@@ -24,4 +27,4 @@ def entry(world: World) -> None:
 
 
 if __name__ == "__main__":
-    run_as_rank(entry)
+    run_as_rank(entry, *sys.argv[3:])

@@ -40,7 +40,7 @@ def test_two_ranks_of_any_strategy_leave_what_one_process_leaves(tmp_path, basel
     results = json.loads((out / "train_results.json").read_text())
     assert (results["strategy"], results["world_size"], results["global_batch"]) == (strategy, 2, GLOBAL_BATCH)
     assert [process["rank"] for process in results["processes"]] == [0, 1]
-    assert all(0 < process["user_s"] < process["real_s"] * 64 for process in results["processes"])
+    assert all(process["user_s"] > 0 and 0 < process["real_s"] < 600 for process in results["processes"])
     assert results["work"] == json.loads((baseline / "train_results.json").read_text())["work"]
 
 
@@ -63,11 +63,11 @@ def test_checkpoint_of_one_strategy_is_gone_on_with_under_another(tmp_path, base
     ("flags", "words"),
     [
         (["--strategy", "dp"], "drives several GPUs from one process, and 0 are visible"),
-        (["--strategy", "ddp", "--fp16_allreduce"], "--fp16_allreduce is Horovod's: not with --strategy ddp"),
+        (["--strategy", "ddp", "--fp16_allreduce"], "--fp16_allreduce is of --strategy horovod: not with ddp"),
     ],
 )
 def test_strategy_that_cannot_be_is_said_once(tmp_path, flags, words):
-    outcome = run([*TRAIN, "--config", "sample", *flags], tmp_path).expect(2)
+    outcome = run([*TRAIN, "--config", "sample", *flags], tmp_path, env={"CUDA_VISIBLE_DEVICES": ""}).expect(2)
     assert outcome.output.count(words) == 1
     assert list(tmp_path.iterdir()) == []
 

@@ -76,4 +76,4 @@ def run_checks(world: World) -> None:
 
 if __name__ == "__main__":
     sys.modules["ranks"] = sys.modules["__main__"]  # the checks import this module by its name
-    run_as_rank(run_checks, sys.argv[3])
+    run_as_rank(run_checks, sys.argv[3].partition(":")[0])

@@ -44,7 +44,8 @@ def sample(*flags: str | float | Path) -> list[str]:
     """The command line of a small run on the sample, one window per question, plus `flags`."""
     tiny = Path(sys.argv[1]) / "tiny"
     fixed = ["--config", "sample", "--config_name", tiny, "--tokenizer_name", tiny, "--dropout", 0]
-    fixed += ["--strategy", sys.argv[3]]
+    strategy, _, stage = sys.argv[3].partition(":")  # as in "deepspeed:3"
+    fixed += ["--strategy", strategy, *(["--zero_stage", stage] if stage else [])]
     return [str(word) for word in (*fixed, "--max_train_samples", WINDOWS, "--weight_decay", 0.01, *flags)]
 
 
@@ -317,7 +318,7 @@ def no_step_counts_before_the_last_save_is_on_disk(ranks: Ranks) -> None:
     """The write of a checkpoint runs beside the next step, and is over before that step changes a weight."""
     order: list[str] = []
     waited_for = threading.Event()
-    kind = engine_class(sys.argv[3])
+    kind = engine_class(sys.argv[3].partition(":")[0])
     write, step = checkpoint.write, kind.step
     await_write, finish = Checkpoints.await_write, Checkpoints.finish
 

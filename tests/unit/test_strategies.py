@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,6 @@ from torch import nn
 from hvd_bert.attention import offsets_of
 from hvd_bert.command_line import parse, strategy_of
 from hvd_bert.config import STRATEGIES
-from hvd_bert.engines import strategies
 from hvd_bert.engines.base import Engine, EngineOptions
 from hvd_bert.engines.dp import WindowParallel, join_windows, split_windows
 from hvd_bert.engines.strategies import ENGINES, engine_class, make_engine
@@ -31,10 +31,8 @@ def test_engines_are_found(strategy):
 
 
 def test_strategy_that_is_not_installed_names_the_line_that_installs_it(monkeypatch):
-    def missing(name: str) -> None:
-        raise ImportError(f"No module named {name!r}")
-
-    monkeypatch.setattr(strategies, "import_module", missing)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "hvd_bert.engines.deepspeed", raising=False)
     with pytest.raises(UserError, match=r"`bash env/setup\.sh --deepspeed`"):
         engine_class("deepspeed")
 
@@ -42,9 +40,13 @@ def test_strategy_that_is_not_installed_names_the_line_that_installs_it(monkeypa
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--strategy", "ddp", "--fp16_allreduce"], "--fp16_allreduce is Horovod's"),
-        (["--strategy", "fsdp", "--gradient_predivide_factor", "2"], "--gradient_predivide_factor is Horovod's"),
+        (["--strategy", "ddp", "--fp16_allreduce"], "--fp16_allreduce is of --strategy horovod: not with ddp"),
+        (
+            ["--strategy", "fsdp", "--gradient_predivide_factor", "2"],
+            "--gradient_predivide_factor is of --strategy horovod",
+        ),
         (["--strategy", "deepspeed", "--zero_stage", "4"], "--zero_stage 4"),
+        (["--strategy", "fsdp", "--zero_stage", "3"], "--zero_stage is of --strategy deepspeed: not with fsdp"),
         (["--strategy", "deepspeed", "--fp16"], "--bf16"),
         (["--strategy", "nccl"], "invalid choice: 'nccl'"),
     ],
@@ -141,7 +143,7 @@ def test_engine_of_one_process_steps_with_the_clipped_gradient():
 
 def test_interface_to_this_host_is_the_loopback():
     assert rendezvous.interface_to("127.0.0.1") == "lo"
-    assert rendezvous.interface_to("no-such-host.invalid") is None
+    assert rendezvous.interface_to("256.0.0.1") is None
 
 
 def test_interface_is_the_one_towards_another_host(monkeypatch):
