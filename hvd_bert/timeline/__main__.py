@@ -1,0 +1,89 @@
+"""What a timeline of Horovod's says: phases, messages and bandwidth, exposed communication, slow ranks, advice.
+
+    HOROVOD_TIMELINE=timeline.json horovodrun -np 2 python -m hvd_bert.train ...
+    python -m hvd_bert.timeline timeline.json --html timeline.html
+
+One process, without torch or a launcher; of a killed run, too. Exit status: 0 done, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+from hvd_bert import allocator
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+from hvd_bert.report.page import Listing, Page, Picture, Text
+from hvd_bert.timeline import advice, analysis, content
+from hvd_bert.timeline.figures import Findings
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command. Returns the exit status."""
+    flags = _parser().parse_args(argv)
+    try:
+        findings = read(flags.file, flags.ranks)
+        if flags.html:
+            _write_page(findings, flags.html)
+    except UserError as error:
+        print(f"hvd_bert: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    if flags.json:
+        print(json.dumps(content.as_json(findings)))
+    else:
+        print(content.terminal(findings))
+        if flags.html:
+            print(f"\nThe page: {flags.html}")
+    return EXIT_OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m hvd_bert.timeline", description="What a Horovod timeline says.")
+    parser.add_argument("file", metavar="FILE", type=Path, help="what HOROVOD_TIMELINE=FILE left")
+    parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
+    parser.add_argument("--html", metavar="OUT", type=Path, help="write a page, too: one file")
+    parser.add_argument("--ranks", type=int, metavar="N", help="how many ranks there were, if the file names none")
+    return parser
+
+
+def read(path: Path, ranks: int | None = None) -> Findings:
+    """Analyse a file, with a progress bar where a terminal shows it. Raises UserError."""
+    if ranks is not None and ranks < 1:
+        raise UserError(f"--ranks {ranks}: must be at least 1.")
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder; name the timeline's file.")
+    allocator.keep_memory()  # arrays of a block are made of those of the block before
+    size = path.stat().st_size if path.is_file() else None
+    with tqdm(total=size, unit="B", unit_scale=True, disable=None, leave=False, desc=path.name) as bar:
+        findings = analysis.analyse(path, ranks, bar.update)
+    findings.advice = advice.advise(findings)
+    return findings
+
+
+def _write_page(findings: Findings, path: Path) -> None:
+    from hvd_bert.timeline import plots  # matplotlib takes a second
+
+    page = Page("")
+    whole = content.page(findings)
+    page.title = whole.title
+    steps = Listing(content.step_lines(findings))
+    for block in whole.blocks:
+        page.add(block)
+        if block == Text("Phases", 2):
+            page.add(Picture("phases.png", plots.phases(findings), "Share of each phase in the time"))
+        if block == steps and findings.curves is not None and findings.step is not None:
+            page.add(
+                Picture("steps.png", plots.steps(findings.curves), "Time, exposed communication and wait of each step")
+            )
+    try:
+        path.write_text(page.as_html(), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--html {path}: cannot be written: {error.strerror or error}.") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

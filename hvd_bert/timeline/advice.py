@@ -1,0 +1,132 @@
+"""Up to three lines of advice, each from a figure that is over its threshold (docs/profiling.md lists them)."""
+
+from __future__ import annotations
+
+from hvd_bert.timeline.figures import Findings, StepFigures
+
+MOST = 3
+WAIT_SHARE = 0.05  # of the step, waited for the last rank
+SAME_RANK = 0.6  # of the steps, in which one rank is the last
+ENOUGH_STEPS = 10  # that name ranks, for one of them to be named here
+EXPOSED_SHARE = 0.10  # of the step
+SMALL_MESSAGE = 1 << 20  # bytes: below that, latency counts more than bandwidth
+MANY_MESSAGES = 8  # a step
+COPY_SHARE = 0.25  # of the time of collectives, spent on copies to and from the fusion buffer
+COPY_OF_STEP = 0.02
+NO_CACHE = "HOROVOD_CACHE_CAPACITY=0"
+
+
+def advise(findings: Findings) -> list[str]:
+    """The lines, what costs most first; one that says so where nothing is over its threshold."""
+    step = findings.step
+    if step is None:
+        return [
+            "No training steps can be told in this file (no tensor was allreduced in 3 steps): record more of them."
+        ]
+    found = [*_waiting(findings, step), *_exposed(step), *_copies(findings, step)]
+    if found:
+        return [line for _, line in sorted(found, reverse=True)[:MOST]]
+    return [
+        f"Communication does not hold this run up: {_percent(step.exposed_most_share)} of a step is exposed, "
+        f"{_percent(step.wait_share)} is waiting for the last rank. More speed has to come from the computing."
+    ]
+
+
+def _waiting(findings: Findings, step: StepFigures) -> list[tuple[float, str]]:
+    rows = findings.rank_rows
+    of_steps = rows[0].of_steps if rows else 0
+    if of_steps >= ENOUGH_STEPS and 2 * of_steps >= step.steps:
+        worst = max(rows, key=lambda row: row.waited_s)
+        cost = worst.step_median_s * worst.steps / of_steps / step.step_s if worst.steps else 0.0
+        if worst.steps >= SAME_RANK * of_steps and cost >= WAIT_SHARE:
+            return [
+                (
+                    cost,
+                    f"Rank {worst.rank} holds the others up: it is the last in {worst.steps} of {of_steps} steps, by "
+                    f"{_ms(worst.step_median_s)} (median), {_percent(cost)} of a step. Look at its device, its data "
+                    "and what else runs on its host (python -m hvd_bert.doctor under the same launcher).",
+                )
+            ]
+        if step.wait_share >= WAIT_SHARE:
+            return [
+                (
+                    step.wait_share,
+                    f"Ranks wait {_ms(step.wait_s)} a step ({_percent(step.wait_share)}) for the last one, which "
+                    f"is not always the same (rank {worst.rank} in {worst.steps} of {of_steps} steps). Uneven work, or "
+                    "hosts that others use as well, look like this.",
+                )
+            ]
+        return []
+    if step.wait_share < WAIT_SHARE:
+        return []
+    return [
+        (
+            step.wait_share,
+            f"The first rank waits {_ms(step.wait_s)} a step ({_percent(step.wait_share)}) for the last. This file "
+            f"names ranks in {of_steps} of {step.steps} steps only: to see which it is, record with {NO_CACHE} (for "
+            "profiling alone).",
+        )
+    ]
+
+
+def _exposed(step: StepFigures) -> list[tuple[float, str]]:
+    if step.exposed_most_share < EXPOSED_SHARE:
+        return []
+    how_much = f"A step waits {_range(step)} for allreduces that the backward pass does not hide"
+    per_message = step.size / max(step.messages, 1)
+    if per_message < SMALL_MESSAGE and step.messages > MANY_MESSAGES:
+        mend = (
+            f"{step.messages:.0f} messages of {bytes_text(per_message)} each: latency. Fuse more: "
+            "HOROVOD_CYCLE_TIME=5, and see that HOROVOD_FUSION_THRESHOLD is not below its 128 MiB."
+        )
+    elif per_message < SMALL_MESSAGE:
+        mend = (
+            f"{bytes_text(step.size)} a step in {step.messages:.0f} messages, so latency or ranks without a free core, "
+            "not bandwidth: fewer, larger steps (a larger batch, --gradient_accumulation_steps), a core more per rank."
+        )
+    else:
+        mend = (
+            f"{bytes_text(step.size)} a step in {step.messages:.0f} messages: bandwidth. --fp16_allreduce halves the "
+            "bytes, --gradient_accumulation_steps sends them less often; see that the fastest network is used."
+        )
+    return [(step.exposed_most_share, f"{how_much}. {mend}")]
+
+
+def _copies(findings: Findings, step: StepFigures) -> list[tuple[float, str]]:
+    copies = sum(phase.total_s for phase in findings.phases if "FUSION_BUFFER" in phase.name and phase.kind == "copy")
+    sending = sum(phase.total_s for phase in findings.phases if phase.kind == "collective")
+    share = copies / findings.covered_s if findings.covered_s else 0.0
+    if not sending or copies < COPY_SHARE * sending or share < COPY_OF_STEP:
+        return []
+    return [
+        (
+            share,
+            f"Copies to and from the fusion buffer take {_percent(copies / sending)} of the time of the collectives, "
+            f"{_percent(share)} of all time, in messages of {bytes_text(findings.message_median)} (median): try a "
+            "smaller HOROVOD_FUSION_THRESHOLD (33554432), so that large tensors go without a copy.",
+        )
+    ]
+
+
+def _range(step: StepFigures) -> str:
+    least, most = step.exposed_least_s, step.exposed_most_s
+    if most - least < 0.05 * most:
+        return f"{_ms(most)} ({_percent(step.exposed_most_share)})"
+    return f"{_ms(least)} to {_ms(most)} ({_percent(step.exposed_least_share)} to {_percent(step.exposed_most_share)})"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.1 or share == 0 else f"{share:.1%}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def bytes_text(size: float) -> str:
+    """For people."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"

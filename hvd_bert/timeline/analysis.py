@@ -1,0 +1,265 @@
+"""A timeline's figures: phases, messages, tensors, steps, ranks. All that is kept is of bounded size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hvd_bert.errors import UserError
+from hvd_bert.timeline.figures import Findings, Phase, RankRow, SizeClass, SlowTensor, Spread, StepFigures
+from hvd_bert.timeline.reader import CYCLE, Reader
+from hvd_bert.timeline.rows import NONE, Batch, Messages
+from hvd_bert.timeline.spans import COLLECTIVE, NEGOTIATION, Spans, kind_of
+from hvd_bert.timeline.steps import FULL, Steps, StepTable
+from hvd_bert.timeline.words import Array, Names
+
+LATE_US = 2000  # twice Horovod's cycle: ranks that are less apart were seen in the same look
+SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)  # bytes: where classes of messages end
+SLOWEST = 10
+UNNAMED = "(without a name)"
+BIG = 1 << 20  # bytes: what messages must have for a bandwidth; smaller ones are mostly latency
+
+
+class _Phases:
+    """Times of each kind of span."""
+
+    def __init__(self) -> None:
+        self.spreads: dict[int, Spread] = {}
+        self.covered: dict[int, float] = {}
+        self.until: dict[int, int] = {}
+
+    def add(self, code: Array, start: Array, end: Array) -> None:
+        for one in np.unique(code).tolist():
+            rows = np.flatnonzero(code == one)
+            begin, over = start[rows], end[rows]
+            self.spreads.setdefault(one, Spread()).add(over - begin)
+            sort = np.argsort(begin, kind="stable")
+            begin, over = begin[sort], over[sort]
+            reached = np.maximum.accumulate(np.append(self.until.get(one, 0), over))
+            self.covered[one] = self.covered.get(one, 0) + int(
+                np.maximum(0, over - np.maximum(begin, reached[:-1])).sum()
+            )
+            self.until[one] = int(reached[-1])
+
+    def rows(self, names: Sequence[str], covered_us: int) -> list[Phase]:
+        kinds = {NEGOTIATION: "negotiation", COLLECTIVE: "collective"}
+        found = [
+            Phase(
+                names[code], kinds.get(kind_of(names[code]), _activity_kind(names[code])), spread.count,
+                self.covered[code] * 1e-6, self.covered[code] / max(1, covered_us), spread.quantile(0.5) * 1e-6,
+                spread.quantile(0.99) * 1e-6,
+            )
+            for code, spread in self.spreads.items()
+        ]  # fmt: skip
+        order = ["negotiation", "wait", "queue", "copy", "collective", "set-up"]
+        return sorted(found, key=lambda phase: (order.index(phase.kind), -phase.total_s))
+
+
+def _activity_kind(name: str) -> str:
+    if name.startswith("WAIT"):
+        return "wait"
+    if name == "QUEUE":
+        return "queue"
+    return "copy" if name.startswith(("MEMCPY", "COPY")) else "set-up"
+
+
+class _Tensors:
+    """Sums per tensor; all without a name of their own are one."""
+
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self.slots: dict[str, int] = {UNNAMED: 0}
+        self.slot_of = np.full(1024, NONE)
+        self.sums = np.zeros((4, 1024))  # count, negotiation, operation, size
+        self.longest = np.zeros(1024, np.int64)
+
+    def add(self, batch: Batch) -> None:
+        rows = batch.operations
+        if not len(rows.pid):
+            return
+        slots = self._slots(rows.pid)
+        told = rows.negotiation != NONE
+        waited = np.zeros(len(slots), np.int64)
+        waited[told] = (batch.negotiations.end - batch.negotiations.start)[rows.negotiation[told]]
+        took = rows.end - rows.start
+        width = self.sums.shape[1]
+        self.sums[0] += np.bincount(slots, minlength=width)
+        self.sums[1] += np.bincount(slots, waited, minlength=width)
+        self.sums[2] += np.bincount(slots, took, minlength=width)
+        self.sums[3][slots] = rows.size
+        np.maximum.at(self.longest, slots, waited + took)
+
+    def _slots(self, pid: Array) -> Array:
+        top = int(pid.max())
+        if top >= len(self.slot_of):
+            self.slot_of = np.append(self.slot_of, np.full(top, NONE))
+        for one in np.unique(pid[self.slot_of[pid] == NONE]).tolist():
+            name = self.names.tensors.get(one, f"(tensor {one})")
+            name = UNNAMED if ".noname" in name else name
+            if name == UNNAMED:
+                self.names.tensors.pop(one, None)
+            self.slot_of[one] = self.slots.setdefault(name, len(self.slots))
+        if len(self.slots) > self.sums.shape[1]:
+            self.sums = np.concatenate((self.sums, np.zeros((4, len(self.slots)))), axis=1)
+            self.longest = np.append(self.longest, np.zeros(len(self.slots), np.int64))
+        return self.slot_of[pid]
+
+    def slowest(self) -> list[SlowTensor]:
+        """By the mean, of tensors that were sent at least half as often as any: not what was sent at the start."""
+        count = np.maximum(self.sums[0], 1)
+        per = (self.sums[1] + self.sums[2]) / count
+        names = {slot: name for name, slot in self.slots.items()}
+        often = 2 * self.sums[0] >= self.sums[0][1:].max(initial=1)
+        order = [slot for slot in np.argsort(-per).tolist() if often[slot]][:SLOWEST]
+        return [
+            SlowTensor(
+                names[slot], int(self.sums[0][slot]), size if (size := int(self.sums[3][slot])) >= 0 and slot else None,
+                float(self.sums[1][slot] / count[slot]) * 1e-6, float(self.sums[2][slot] / count[slot]) * 1e-6,
+                int(self.longest[slot]) * 1e-6,
+            )
+            for slot in order
+        ]  # fmt: skip
+
+
+class _Sizes:
+    """Allreduces by the bytes that went in one message."""
+
+    def __init__(self) -> None:
+        self.times = [Spread() for _ in range(len(SIZES) + 1)]
+        self.tensors = np.zeros(len(SIZES) + 1, np.int64)
+        self.bytes = np.zeros(len(SIZES) + 1, np.int64)
+        self.spread = Spread()
+
+    def add(self, messages: Messages, allreduce: int) -> None:
+        rows = (messages.code == allreduce) & (messages.size >= 0) & (messages.collective != NONE)
+        rows = np.flatnonzero(rows & (messages.received >= messages.sent))
+        size, took = messages.size[rows], (messages.received - messages.sent)[rows]
+        which = np.searchsorted(SIZES, size, side="left")
+        self.spread.add(size)
+        for number, times in enumerate(self.times):
+            own = which == number
+            times.add(took[own])
+            self.tensors[number] += int(messages.tensors[rows][own].sum())
+            self.bytes[number] += int(size[own].sum())
+
+    def rows(self) -> list[SizeClass]:
+        limits = [*SIZES, None]
+        return [
+            SizeClass(
+                limits[number], times.count, int(self.tensors[number]), int(self.bytes[number]),
+                times.quantile(0.5) * 1e-6, int(self.bytes[number]) / max(1, times.total) * 1e6,
+            )
+            for number, times in enumerate(self.times)
+            if times.count
+        ]  # fmt: skip
+
+    def bytes_per_s(self) -> float:
+        """Of messages above 1 MiB, where those carry half of all bytes; else of all."""
+        big = SIZES.index(BIG) + 1
+        start = big if self.bytes[big:].sum() * 2 >= self.bytes.sum() else 0
+        took = sum(times.total for times in self.times[start:])
+        return float(self.bytes[start:].sum()) / took * 1e6 if took else math.nan
+
+
+class _Ranks:
+    """Who comes last."""
+
+    def __init__(self) -> None:
+        self.lags: dict[int, Spread] = {}
+        self.negotiations = self.named = 0
+
+    def add(self, batch: Batch) -> None:
+        rows = batch.negotiations
+        named = rows.ticks > 1
+        self.negotiations += len(named)
+        self.named += int(named.sum())
+        late = named & (rows.lag > LATE_US)
+        for rank in np.unique(rows.last_rank[late]).tolist():
+            self.lags.setdefault(rank, Spread()).add(rows.lag[late & (rows.last_rank == rank)])
+
+    def rows(self, ranks: set[int], steps: StepTable | None) -> list[RankRow]:
+        found = []
+        for rank in sorted(ranks):
+            lags = self.lags.get(rank, Spread())
+            lag, of_steps = np.zeros(0), 0
+            if steps is not None:
+                of_steps = int((steps.last_rank != NONE).sum())
+                lag = steps.lag[(steps.last_rank == rank) & (steps.lag > LATE_US)]
+            found.append(
+                RankRow(
+                    rank, lags.count, lags.count / max(1, self.named), lags.quantile(0.5) * 1e-6,
+                    lags.quantile(0.99) * 1e-6, len(lag), of_steps,
+                    float(np.median(lag)) * 1e-6 if len(lag) else math.nan, float(lag.sum()) * 1e-6,
+                )
+            )  # fmt: skip
+        return found
+
+
+def analyse(path: Path, ranks: int | None, progress: Callable[[int], object] = lambda count: None) -> Findings:
+    """Read a file. `ranks`: how many there were, where the file does not say. Raises UserError."""
+    reader = Reader(path)
+    spans, steps = Spans(reader.names.spans), Steps(reader.names.spans)
+    phases, tensors, sizes, by_rank = _Phases(), _Tensors(reader.names), _Sizes(), _Ranks()
+    for batch in spans.batches(reader.blocks(progress)):
+        phases.add(batch.negotiations.code, batch.negotiations.start, batch.negotiations.end)
+        phases.add(batch.activities.code, batch.activities.start, batch.activities.end)
+        tensors.add(batch)
+        if "ALLREDUCE" in reader.names.spans:
+            sizes.add(batch.messages, reader.names.spans.index("ALLREDUCE"))
+        by_rank.add(batch)
+        steps.add(batch)
+    _check(reader, path)
+    full = _full(steps.close())
+    covered_us = reader.last_ts - (reader.first_ts or 0)
+    if len(reader.names.ranks) > 1:
+        ranks = max(reader.names.ranks) + 1
+    speed = sizes.bytes_per_s()
+    return Findings(
+        path=str(path), size=path.stat().st_size, events=reader.events, cut_short=reader.cut_short,
+        unfinished=spans.unfinished, covered_s=covered_us * 1e-6, ranks=ranks, cycles=reader.cycles,
+        cycle_s=reader.cycle_s, negotiations=by_rank.negotiations, naming_ranks=by_rank.named,
+        phases=phases.rows(reader.names.spans, covered_us), sizes=sizes.rows(),
+        message_median=sizes.spread.quantile(0.5), bytes_per_s=speed,
+        wire_bytes_per_s=speed * 2 * (ranks - 1) / ranks if ranks else math.nan, tensors=tensors.slowest(),
+        step=_step_figures(full), rank_rows=by_rank.rows(reader.names.ranks, full), curves=full,
+    )  # fmt: skip
+
+
+def _check(reader: Reader, path: Path) -> None:
+    own = [name for name in reader.names.spans if name != CYCLE]
+    if not any(kind_of(name) == NEGOTIATION for name in own):
+        what = f"its events are {', '.join(own[:3])}" if own else "no tensor was sent while it was written"
+        raise UserError(f"{path}: there is nothing of Horovod's operations in it: {what}.")
+
+
+def _full(steps: StepTable | None) -> StepTable | None:
+    """Steps of the usual number of tensors, without the first, in which everything is set up."""
+    if steps is None or len(steps) < 3:
+        return None
+    usual = float(np.median(steps.tensors))
+    rows = np.flatnonzero(steps.tensors >= FULL * usual)
+    rows = rows[rows > 0]
+    return StepTable(*(column[rows] for column in vars(steps).values())) if len(rows) > 1 else None
+
+
+def _step_figures(steps: StepTable | None) -> StepFigures | None:
+    if steps is None:
+        return None
+    took = np.diff(steps.start)
+    step_us = float(np.median(took))
+    if step_us <= 0:
+        return None
+    middle = {name: float(np.median(column)) for name, column in vars(steps).items()}
+    busy = max(float(steps.busy.sum()), 1.0)
+    return StepFigures(
+        steps=len(steps), step_s=step_us * 1e-6, p99_s=float(np.quantile(took, 0.99)) * 1e-6,
+        busy_s=middle["busy"] * 1e-6,
+        exposed_least_s=middle["least"] * 1e-6, exposed_most_s=middle["most"] * 1e-6,
+        exposed_p99_s=float(np.quantile(steps.most, 0.99)) * 1e-6, hidden_share=1 - float(steps.most.sum()) / busy,
+        exposed_least_share=middle["least"] / step_us, exposed_most_share=middle["most"] / step_us,
+        wait_s=middle["wait"] * 1e-6, wait_p99_s=float(np.quantile(steps.wait, 0.99)) * 1e-6,
+        wait_share=middle["wait"] / step_us, messages=middle["messages"], size=middle["size"],
+    )  # fmt: skip

@@ -1,0 +1,72 @@
+"""The page's pictures: where the time goes, and how the steps went."""
+
+from __future__ import annotations
+
+import io
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hvd_bert.report.plots import COLOURS, STYLE
+from hvd_bert.timeline.figures import Findings
+from hvd_bert.timeline.rows import NONE
+from hvd_bert.timeline.steps import StepTable
+from hvd_bert.timeline.words import Array
+
+MOST_POINTS = 400  # along the axis; of more steps, means are drawn
+MOST_PHASES = 10
+COLOUR_OF = {
+    **{"negotiation": COLOURS[5], "wait": COLOURS[4], "queue": COLOURS[6]},
+    **{"copy": COLOURS[3], "collective": COLOURS[1], "set-up": "0.6"},
+}
+
+
+def phases(findings: Findings) -> bytes:
+    """A bar per phase."""
+    shown = sorted(findings.phases, key=lambda phase: phase.total_s)[-MOST_PHASES:]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9, 0.8 + 0.36 * len(shown)), layout="constrained")
+        axes = figure.subplots()
+        axes.grid(False, axis="y")
+        bars = axes.barh(
+            [phase.name for phase in shown], [100 * phase.share for phase in shown],
+            color=[COLOUR_OF[phase.kind] for phase in shown],
+        )  # fmt: skip
+        axes.bar_label(bars, [f" {100 * phase.share:.1f} %" for phase in shown], padding=2)
+        axes.margins(x=0.12)
+        axes.set_xlabel("% of the time that the file covers (phases overlap)")
+        return _png(figure)
+
+
+def steps(table: StepTable) -> bytes:
+    """Each step: its time, what of it is exposed, and the wait for the last rank."""
+    took = np.diff(table.start) * 1e-3
+    number = np.arange(1, len(took) + 1)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9, 3.2), layout="constrained")
+        axes = figure.subplots()
+        _curve(axes, number, took, "step", COLOURS[0])
+        _curve(axes, number, table.most[:-1] * 1e-3, "exposed communication (at most)", COLOURS[1])
+        named = table.last_rank[:-1] != NONE
+        waiting = np.where(named, table.lag[:-1], table.wait[:-1]) * 1e-3
+        _curve(axes, number, waiting, "waiting for the last rank", COLOURS[2])
+        axes.set_ylim(0, 1.15 * float(np.quantile(took, 0.98)))
+        axes.set_xlabel("step (the first is left out)")
+        axes.set_ylabel("ms")
+        figure.legend(loc="outside upper center", ncols=3)
+        return _png(figure)
+
+
+def _curve(axes: Axes, number: Array, values: Array, label: str, colour: str) -> None:
+    width = -(-len(values) // MOST_POINTS)
+    starts = np.arange(0, len(values), width)
+    means = np.add.reduceat(values, starts) / np.diff(starts, append=len(values))
+    axes.plot(number[starts], means, color=colour, label=label, linewidth=1.3)
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()

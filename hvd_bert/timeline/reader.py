@@ -1,0 +1,225 @@
+"""A timeline as Horovod 0.28 writes it -> arrays of events, a block of the file at a time.
+
+The format, from horovod/common/timeline.cc: a JSON array, which rank 0 writes for all. A tensor is a "process": two
+lines of metadata name its `pid`. Other events follow each other without line breaks, most of a file being one line:
+
+    {"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": 5780290, "pid": 47},{"ph": "X", "name": "1", "ts": ...}
+
+`ts` is in microseconds. `B` and `E` begin and end a span, `E` without its name; the last `E` of an operation has the
+tensor's dtype and shape. `X` is rank 1 that has become ready; `i` is the start of a cycle. After every event the file
+ends with "]", which the next event overwrites: a killed job's may lack it, and end in half an event.
+
+Blocks are taken apart by NumPy, all events of one at once, since a loop over them would be slower than `json`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from hvd_bert.errors import UserError
+from hvd_bert.timeline.words import END, MARK, Array, Names, SpanNames, digit_counts, numbers, word, words
+
+BLOCK = 2 << 20  # bytes: the arrays made of it stay in a core's cache
+LONGEST_EVENT = 1 << 20  # bytes; what is longer is no event
+LONGEST_METADATA = 4096  # bytes, of a tensor's two lines
+CYCLE = "CYCLE_START"
+_PAD = b"\0" * 96  # so that a look before the first event and behind the last one stays inside
+_EVENT = b'{"ph": "'
+_TENSOR = b'{"name": "process_name"'
+_METADATA = re.compile(rb'"process_name", "ph": "M", "pid": (\d+), "args": \{"name": "(.*?)"\}\}', re.DOTALL)
+_SHAPE = re.compile(rb', "args": \{"dtype": "(\w+)", "shape": "\[([\d, ]*)\]"')
+ITEM_BYTES = {"uint8": 1, "int8": 1, "bool": 1, "uint16": 2, "int16": 2, "float16": 2, "bfloat16": 2} | {
+    **{"int32": 4, "float32": 4, "uint32": 4, "int64": 8, "uint64": 8, "float64": 8}
+}
+
+
+@dataclass
+class Events:
+    """Events in the file's order, a column per property.
+
+    `phase`: BEGIN, END or TICK. `code`: of a BEGIN its number in `Names.spans`, of a TICK the rank. `ts`: microseconds.
+    `pid`: the tensor. `size`: of the END of an operation the tensor's bytes, else -1.
+    """
+
+    phase: Array
+    code: Array
+    ts: Array
+    pid: Array
+    size: Array
+
+    def __len__(self) -> int:
+        return len(self.phase)
+
+    def __getitem__(self, index: Array) -> Events:
+        return Events(*(column[index] for column in self.columns()))
+
+    def columns(self) -> tuple[Array, ...]:
+        """All of them."""
+        return self.phase, self.code, self.ts, self.pid, self.size
+
+    @staticmethod
+    def joined(first: Events, second: Events) -> Events:
+        """One after the other."""
+        pairs = zip(first.columns(), second.columns(), strict=True)
+        return Events(*(np.concatenate(pair) for pair in pairs))
+
+
+_TS, _TS_MASK = word(b'"ts": \0\0'), word(b"\xff" * 6 + b"\0\0")
+_IS_END = word(b'"ph": "E')
+_PID = word(b', "pid":')
+
+
+class Reader:
+    """Reads the file at `path`. `names` is whole once `blocks` is through."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.names = Names()
+        self.events = 0
+        self.cycles = 0
+        self.first_ts: int | None = None
+        self.last_ts = 0
+        self.cut_short = False  # no "]" at the end
+        self.last_cycle: int | None = None
+        self.cycle_gaps: list[Array] = []
+        self._spans = SpanNames(self.names)
+        self._named = np.zeros(1024, bool)  # by pid
+
+    def check_start(self) -> None:
+        """Raise UserError for a file that cannot be read or does not begin as a timeline does."""
+        try:
+            with self.path.open("rb") as file:
+                start = file.read(LONGEST_EVENT)
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be read: {error.strerror or error}.") from None
+        if not start.strip(b"[]\n\r \0"):
+            raise UserError(
+                f"{self.path}: no events in it. Horovod writes them when tensors are sent: did the run end before?"
+            )
+        if start[:2] == b"\x1f\x8b":
+            raise UserError(f"{self.path}: is compressed: gunzip it first.")
+        if b"traceEvents" in start or b'"schemaVersion"' in start:
+            raise UserError(f"{self.path}: is a trace of torch's profiler or of another tool, not Horovod's timeline.")
+        if not start.lstrip().startswith(b"[") or not (_EVENT in start or b'"process_name"' in start):
+            raise UserError(
+                f"{self.path}: is not a timeline as Horovod writes it (HOROVOD_TIMELINE=FILE, docs/profiling.md)."
+            )
+
+    def blocks(self, progress: Callable[[int], object] = lambda count: None) -> Iterator[Events]:
+        """The events. `progress` is told how many bytes were read. Raises UserError."""
+        self.check_start()
+        rest = b""
+        with self.path.open("rb", buffering=0) as file:
+            while chunk := file.read(BLOCK):
+                progress(len(chunk))
+                data = b"".join((_PAD, rest, chunk, _PAD))
+                end = _last_event(data)
+                if end > 0:
+                    rest = data[end : -len(_PAD)]
+                    yield self._events(data[:end] + _PAD)
+                else:
+                    rest = data[len(_PAD) : -len(_PAD)][-LONGEST_EVENT:]
+        self.cut_short = not rest.rstrip(b"\n\r \0").endswith(b"}]")
+        yield self._events(b"".join((_PAD, rest, _PAD)))
+
+    def _events(self, data: bytes) -> Events:
+        """Those of a block with padding at both ends; an event that is not whole is left out."""
+        raw = np.frombuffer(data, np.uint8)
+
+        at = np.flatnonzero(raw == ord("s"))  # of "ts": once an event, and seldom elsewhere
+        at = at[(words(data, at - 2, 1)[:, 0] & _TS_MASK) == _TS]
+        phase, code = self._phases(words(data, at - 21, 2), data, at - 5)
+        digits = digit_counts(data, at + 4, 16)
+        ends = at + 4 + digits
+        ts = numbers(data, ends, digits, 16)
+        pid_digits = digit_counts(data, ends + 9, 8)
+        pid_ends = ends + 9 + pid_digits
+        pid = numbers(data, pid_ends, pid_digits, 8)
+        after = raw[pid_ends]
+        has_pid = (words(data, ends, 1)[:, 0] == _PID) & (pid_digits > 0) & ((after == ord("}")) | (after == ord(",")))
+        self._count(phase, ts, digits > 0)
+        whole = np.flatnonzero(has_pid & (digits > 0) & (phase != 0) & (phase != MARK))
+        events = Events(
+            phase[whole].astype(np.uint8),
+            code[whole],
+            ts[whole].astype(np.int64),
+            pid[whole].astype(np.int32),
+            np.full(len(whole), -1, np.int64),
+        )
+        self._name_tensors(data, events.pid)
+        sized = np.flatnonzero((events.phase == END) & (after[whole] == ord(",")))
+        events.size[sized] = _sizes(data, events.pid[sized], pid_ends[whole[sized]])
+        self.events += len(events)
+        return events
+
+    def _phases(self, words: Array, data: bytes, ends: Array) -> tuple[Array, Array]:
+        phase = np.full(len(ends), END, np.int32)
+        code = np.zeros(len(ends), np.int32)
+        named = np.flatnonzero(words[:, 1] != _IS_END)
+        values = self._spans.look_up(words[named], data, ends[named])
+        phase[named], code[named] = values[:, 0], values[:, 1]
+        return phase, code
+
+    def _count(self, phase: Array, ts: Array, whole: Array) -> None:
+        """Cycles, and which time the file covers."""
+        times = ts[whole]
+        if not len(times):
+            return
+        self.first_ts = int(times.min()) if self.first_ts is None else min(self.first_ts, int(times.min()))
+        self.last_ts = max(self.last_ts, int(times.max()))
+        marks = ts[whole & (phase == MARK)].astype(np.int64)
+        if len(marks):
+            self.cycles += len(marks)
+            if len(self.cycle_gaps) < 64:
+                self.cycle_gaps.append(np.diff(marks))
+
+    def _name_tensors(self, data: bytes, pid: Array) -> None:
+        if not len(pid):
+            return
+        top = int(pid.max())
+        if top >= len(self._named):
+            grown = np.zeros(2 * top, bool)
+            grown[: len(self._named)] = self._named
+            self._named = grown
+        if self._named[pid].all():
+            return
+        for match in _METADATA.finditer(data):
+            self.names.tensors[int(match[1])] = match[2].decode("utf-8", "replace")
+        self._named[pid] = True
+
+    @property
+    def cycle_s(self) -> float:
+        """The usual time between cycles in seconds, if they are marked; else NaN."""
+        gaps = np.concatenate(self.cycle_gaps) if self.cycle_gaps else np.zeros(0)
+        return float(np.median(gaps)) * 1e-6 if len(gaps) else math.nan
+
+
+def _last_event(data: bytes) -> int:
+    """Where the last event begins, with the metadata that stands before it; -1: nowhere."""
+    end = data.rfind(_EVENT)
+    before = data.rfind(_TENSOR, max(0, end - LONGEST_METADATA), end) if end > 0 else -1
+    return before if before > 0 and data.find(_EVENT, before, end) < 0 else end
+
+
+def _sizes(data: bytes, pid: Array, at: Array) -> Array:
+    """Bytes of the tensors, from the dtype and shape of each one's first event in the block; -1: not told."""
+    _, first, which = np.unique(pid, return_index=True, return_inverse=True)
+    sizes = [_bytes_of(data[place : data.find(b"}", place)]) for place in at[first].tolist()]
+    return np.array(sizes, np.int64)[which]
+
+
+@lru_cache(4096)
+def _bytes_of(arguments: bytes) -> int:
+    """Of a tensor, from its dtype and shape; -1: not told."""
+    match = _SHAPE.match(arguments)
+    item = ITEM_BYTES.get(match[1].decode()) if match else None
+    if match is None or item is None:
+        return -1
+    return item * math.prod(int(part) for part in match[2].split(b",") if part.strip())

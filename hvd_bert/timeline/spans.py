@@ -1,0 +1,272 @@
+"""Events -> operations: which tensors went together in one message, when they were ready, sent and back.
+
+A tensor's life is NEGOTIATE_ALLREDUCE (from the first rank that is ready to the last, a tick for each), then ALLREDUCE
+with activities in it: MEMCPY_IN_FUSION_BUFFER, MPI_ALLREDUCE, ... (common.h). Tensors that share a buffer begin the
+collective's activity together: all their B, then all their E. Negotiations by the response cache have no ticks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvd_bert.timeline.reader import Events
+from hvd_bert.timeline.rows import NONE, Activities, Batch, Messages, Negotiations, Operations
+from hvd_bert.timeline.words import BEGIN, END, TICK, Array
+
+NEGOTIATE = "NEGOTIATE_"
+OPERATIONS = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "ADASUM")
+WAITS = ("WAIT_FOR_DATA", "WAIT_FOR_OTHER_TENSOR_DATA")  # of each tensor its own
+COLLECTIVES = ("ALLREDUCE", "ALLGATHER", "BCAST", "ALLTOALL", "REDUCESCATTER", "REDUCE")
+MOST_CARRIED = 1 << 19  # events: an operation that never ends keeps no more than that back
+ACTIVITY, NEGOTIATION, OPERATION, COLLECTIVE, OTHER = range(5)
+
+
+def kind_of(name: str) -> int:
+    """What a span of this name is; OTHER: none of a tensor's."""
+    if name.startswith(NEGOTIATE):
+        return NEGOTIATION
+    if name in OPERATIONS:
+        return OPERATION
+    if "_" in name and name.endswith(COLLECTIVES):
+        return COLLECTIVE
+    return ACTIVITY if name.replace("_", "").isalnum() and name.isupper() else OTHER
+
+
+@dataclass
+class _Pairs:
+    """Spans: places of their B and E among the events sorted by tensor; codes, and kinds."""
+
+    begin: Array
+    end: Array
+    code: Array
+    kind: Array
+
+    def of(self, *kinds: int) -> Array:
+        return np.flatnonzero(np.isin(self.kind, kinds))
+
+
+class Spans:
+    """Pairs events up. `names`: of spans by code, which grows while the file is read."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.kinds = np.zeros(0, np.int8)
+        self.kept: Events | None = None
+        self.unfinished = 0  # operations and negotiations without their end
+
+    def batches(self, blocks: Iterator[Events]) -> Iterator[Batch]:
+        """What the blocks come to, each as soon as it is whole."""
+        for block in blocks:
+            yield self._batch(block, last=False)
+        yield self._batch(None, last=True)
+
+    def _batch(self, block: Events | None, last: bool) -> Batch:
+        if len(self.kinds) < len(self.names):
+            self.kinds = np.array([kind_of(name) for name in self.names], np.int8)
+        parts = [part for part in (self.kept, block) if part is not None]
+        events = parts[0] if len(parts) == 1 else Events.joined(*parts) if parts else None
+        if events is None or not len(events):
+            empty = np.zeros(0, np.int64)
+            self.kept = None
+            return Batch(
+                Negotiations(*[empty] * 7), Operations(*[empty] * 7), Messages(*[empty] * 10), Activities(*[empty] * 3)
+            )
+        order = np.argsort(events.pid.astype(np.uint16) if events.pid.max() < 1 << 16 else events.pid, kind="stable")
+        work = _Work(events[order], order, self.kinds)
+        cut = work.cut(last)
+        self.kept = work.keep(cut, last)
+        if last:
+            self.unfinished += work.unfinished
+        return work.batch()
+
+
+class _Work:
+    """One batch. `events` are sorted by tensor, `order` has their places in the file."""
+
+    def __init__(self, events: Events, order: Array, kinds: Array) -> None:
+        self.events, self.order, self.kinds = events, order, kinds
+        lasting = np.flatnonzero(events.phase != TICK)
+        begins, ends = [], []
+        for _ in range(2):  # activities and negotiations, then what they stood in
+            phase, pid = events.phase[lasting], events.pid[lasting]
+            pair = np.flatnonzero((phase[:-1] == BEGIN) & (phase[1:] == END) & (pid[:-1] == pid[1:]))
+            begins.append(lasting[pair])
+            ends.append(lasting[pair + 1])
+            left = np.ones(len(lasting), bool)
+            left[pair] = left[pair + 1] = False
+            lasting = lasting[left]
+        begin, end = np.concatenate(begins), np.concatenate(ends)
+        sort = np.argsort(begin)
+        begin, end = begin[sort], end[sort]
+        code = events.code[begin]
+        self.pairs = _Pairs(begin, end, code, kinds[code])
+        opened = lasting[events.phase[lasting] == BEGIN]
+        self.open_operations = opened[kinds[events.code[opened]] == OPERATION]
+        self.open_negotiations = opened[kinds[events.code[opened]] == NEGOTIATION]
+        self.unfinished = len(self.open_operations) + len(self.open_negotiations)
+
+    def cut(self, last: bool) -> int:
+        """The last place in the file's order where no operation goes on."""
+        count = len(self.events)
+        if last:
+            return count
+        change = np.zeros(count, np.int32)
+        rows = self.pairs.of(OPERATION)
+        change[self.order[self.pairs.begin[rows]]] = 1
+        change[self.order[self.pairs.end[rows]]] = -1
+        stuck = change.copy()
+        stuck[self.order[self.open_operations]] = 1
+        quiet = np.flatnonzero(np.cumsum(stuck) == 0)
+        place = int(quiet[-1]) + 1 if len(quiet) else 0
+        if count - place > MOST_CARRIED:  # an operation that does not end: go on without it
+            quiet = np.flatnonzero(np.cumsum(change) == 0)
+            place = int(quiet[-1]) + 1 if len(quiet) else count
+        return place
+
+    def keep(self, cut: int, last: bool) -> Events | None:
+        """Take out what goes on beyond the cut, to be paired up with what comes. Returns it, in the file's order."""
+        pairs = self.pairs
+        over = self.order[pairs.end] < cut
+        whole = pairs.of(NEGOTIATION, OPERATION)
+        if not last and len(whole):  # a negotiation waits for what follows on its tensor
+            pid = self.events.pid[pairs.begin[whole]]
+            followed = np.zeros(len(whole), bool)
+            followed[:-1] = (pid[1:] == pid[:-1]) & (self.order[pairs.begin[whole[1:]]] < cut)
+            waiting = whole[~followed & (pairs.kind[whole] == NEGOTIATION)]
+            over[waiting] = False
+        kept = None
+        if not last:
+            keep = self.order >= cut
+            spans = np.flatnonzero(~over & (pairs.kind == NEGOTIATION))
+            depth = np.zeros(len(keep) + 1, np.int32)
+            depth[pairs.begin[spans]] += 1
+            depth[pairs.end[spans] + 1] -= 1
+            starts = self.open_negotiations
+            ends = np.searchsorted(self.events.pid, self.events.pid[starts], side="right")
+            depth[starts] += 1
+            np.subtract.at(depth, ends, 1)
+            keep |= np.cumsum(depth[:-1]) > 0
+            places = np.sort(self.order[keep])
+            back = np.empty(len(keep), np.int64)
+            back[self.order] = np.arange(len(keep))
+            kept = self.events[back[places]]
+        self.pairs = _Pairs(pairs.begin[over], pairs.end[over], pairs.code[over], pairs.kind[over])
+        return kept
+
+    def batch(self) -> Batch:
+        """Rows of what is left."""
+        pairs, ts = self.pairs, self.events.ts
+        negotiating = pairs.of(NEGOTIATION)
+        negotiations = self._negotiations(negotiating)
+        rows = pairs.of(OPERATION)
+        # What stands before an operation on the same tensor is its negotiation.
+        whole = pairs.of(NEGOTIATION, OPERATION)
+        before = np.full(len(pairs.begin), NONE)
+        number = np.full(len(pairs.begin), NONE)
+        number[negotiating] = np.arange(len(negotiating))
+        pid = self.events.pid[pairs.begin[whole]]
+        same = np.flatnonzero(pid[1:] == pid[:-1]) + 1
+        before[whole[same]] = number[whole[same - 1]]
+        inside = pairs.of(ACTIVITY, COLLECTIVE)
+        parent = np.searchsorted(pairs.begin[rows], pairs.begin[inside]) - 1
+        has = parent >= 0
+        has[has] = pairs.end[rows[parent[has]]] > pairs.end[inside[has]]
+        inside, parent = inside[has], parent[has]
+        message, collective = self._messages_of(rows, inside, parent)
+        operations = Operations(
+            pairs.code[rows], self.events.pid[pairs.begin[rows]], ts[pairs.begin[rows]], ts[pairs.end[rows]],
+            message, before[rows], self.events.size[pairs.end[rows]],
+        )  # fmt: skip
+        activities, of_message = self._activities(inside, message[parent])
+        messages = self._messages(operations, negotiations, collective)
+        sending = np.flatnonzero(self.kinds[activities.code] == COLLECTIVE)
+        np.minimum.at(messages.sent, of_message[sending], activities.start[sending])
+        np.maximum.at(messages.received, of_message[sending], activities.end[sending])
+        file_order = np.argsort(self.order[pairs.begin[rows]])
+        operations = Operations(*(column[file_order] for column in vars(operations).values()))
+        return Batch(negotiations, operations, messages, activities)
+
+    def _negotiations(self, rows: Array) -> Negotiations:
+        begin, end = self.pairs.begin[rows], self.pairs.end[rows]
+        ts, ticks = self.events.ts, end - begin - 1
+        told = ticks > 0
+        lag = np.where(told, ts[end - 1] - ts[np.minimum(begin + 1, len(ts) - 1)], 0)
+        last = np.where(told, self.events.code[end - 1], NONE)
+        return Negotiations(self.pairs.code[rows], self.events.pid[begin], ts[begin], ts[end], ticks, lag, last)
+
+    def _messages_of(self, rows: Array, inside: Array, parent: Array) -> tuple[Array, Array]:
+        """Of each operation the number of its message, and of each message its collective's code."""
+        count = len(self.events)
+        message, code = np.full(len(rows), NONE), np.full(len(rows), NONE)
+        sending = self.pairs.kind[inside] == COLLECTIVE
+        spans, owner = inside[sending], parent[sending]
+        first = np.flatnonzero(np.diff(owner, prepend=NONE) != 0)
+        spans, owner = spans[first], owner[first]
+        total = 0
+        for kind in np.unique(self.pairs.code[spans]).tolist():
+            own = self.pairs.code[spans] == kind
+            begin, end = self.order[self.pairs.begin[spans[own]]], self.order[self.pairs.end[spans[own]]]
+            mark = np.zeros(count, np.int8)
+            mark[begin], mark[end] = 1, 2
+            places = np.flatnonzero(mark)
+            begins = mark[places] == 1
+            fresh = begins.copy()
+            fresh[1:] &= ~begins[:-1]
+            of_place = np.zeros(count, np.int64)
+            of_place[places] = np.cumsum(fresh) - 1 + total
+            message[owner[own]], code[owner[own]] = of_place[begin], kind
+            total += int(fresh.sum())
+        alone = np.flatnonzero(message == NONE)
+        message[alone] = total + np.arange(len(alone))
+        total += len(alone)
+        # Number them in the order they began.
+        start = np.full(total, count)
+        np.minimum.at(start, message, self.order[self.pairs.begin[rows]])
+        rank = np.empty(total, np.int64)
+        rank[np.argsort(start)] = np.arange(total)
+        message = rank[message]
+        collective = np.full(total, NONE)
+        collective[message] = code
+        return message, collective
+
+    def _activities(self, inside: Array, message: Array) -> tuple[Activities, Array]:
+        """One row per message and activity, which its tensors have together; and the messages."""
+        code = self.pairs.code[inside].astype(np.int64)
+        key = message * (len(self.kinds) + 1) + code
+        sort = np.argsort(key, kind="stable")
+        key, rows = key[sort], inside[sort]
+        first = np.flatnonzero(np.diff(key, prepend=NONE) != 0)
+        begin, end = self.events.ts[self.pairs.begin[rows]], self.events.ts[self.pairs.end[rows]]
+        if not len(first):
+            return Activities(code, begin, end), message
+        # Writing 200 events takes a while: the work itself lies between the last B and the first E.
+        latest, earliest = np.maximum.reduceat(begin, first), np.minimum.reduceat(end, first)
+        return Activities(code[sort][first], latest, np.maximum(latest, earliest)), message[sort][first]
+
+    def _messages(self, rows: Operations, past: Negotiations, collective: Array) -> Messages:
+        sort = np.argsort(rows.message, kind="stable")
+        first = np.flatnonzero(np.diff(rows.message[sort], prepend=NONE) != 0)
+        if not len(first):
+            return Messages(*[np.zeros(0, np.int64)] * 10)
+        size, start, end = rows.size[sort], rows.start[sort], rows.end[sort]
+        before = rows.negotiation[sort]
+        told = before != NONE
+        seen = np.where(told, past.start[before], start) if len(past.start) else start
+        ready = np.where(told, past.end[before], start) if len(past.end) else start
+        least = np.minimum.reduceat(size, first)
+        starts, ends = np.minimum.reduceat(start, first), np.maximum.reduceat(end, first)
+        return Messages(
+            code=rows.code[sort][first],
+            collective=collective,
+            tensors=np.diff(first, append=len(sort)),
+            size=np.where(least < 0, NONE, np.add.reduceat(size, first)),
+            seen=np.maximum.reduceat(seen, first),
+            ready=np.maximum.reduceat(ready, first),
+            start=starts,
+            end=ends,
+            sent=np.where(collective == NONE, starts, ends),
+            received=starts.copy(),
+        )

@@ -1,0 +1,224 @@
+"""Messages -> training steps: when the last gradient was ready, what was sent before that and what after.
+
+A step begins with the first tensor that had been allreduced in the step before. What is sent after the step's last
+tensor was ready on all ranks is *exposed*: the backward pass is over, and the step waits for it. What is sent before is
+hidden behind the backward pass. Over MPI, Gloo and oneCCL one thread both negotiates and sends, so it sees a tensor
+that became ready while it was sending only afterwards: exposed communication is known between two bounds there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hvd_bert.timeline.rows import NONE, Batch, Messages
+from hvd_bert.timeline.words import Array
+
+REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
+ASYNCHRONOUS = "NCCL_"  # collectives that another thread waits for
+AT_ONCE_US = 5000  # a negotiation that follows a message this soon may have waited for the thread that sent it
+SMALL = 0.01  # of a step's bytes: a message after the gradients' that is smaller is a loss or a metric
+MOST_STEPS = 1 << 19  # that are kept; those after them are left out
+FULL = 0.5  # of the usual number of tensors: a step with fewer is evaluation, or something else
+
+
+@dataclass
+class StepTable:
+    """A row per step. Times in us. `start`: when its first tensors were ready; `busy`: of it messages were under way;
+    `least` and `most`: exposed; `wait`: of the first rank for the last, at the end; `lag` and `last_rank`: the most
+    that a tensor's ranks were apart, and the last of them (NONE where none is named)."""
+
+    start: Array
+    tensors: Array
+    messages: Array
+    size: Array
+    busy: Array
+    least: Array
+    most: Array
+    wait: Array
+    lag: Array
+    last_rank: Array
+
+    @classmethod
+    def of(cls, rows: Sequence[StepTable]) -> StepTable:
+        """One under the other."""
+        return cls(*(np.concatenate(columns) for columns in zip(*(vars(row).values() for row in rows), strict=True)))
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+
+@dataclass
+class _Sent:
+    """Messages of reductions with their step's number, and their tensors' lag."""
+
+    step: Array
+    messages: Messages
+    lag: Array
+    last_rank: Array
+
+    def only(self, rows: Array) -> _Sent:
+        picked = Messages(*(column[rows] for column in vars(self.messages).values()))
+        return _Sent(self.step[rows], picked, self.lag[rows], self.last_rank[rows])
+
+    def followed_by(self, other: _Sent) -> _Sent:
+        pairs = zip(vars(self.messages).values(), vars(other.messages).values(), strict=True)
+        return _Sent(
+            np.concatenate((self.step, other.step)),
+            Messages(*(np.concatenate(pair) for pair in pairs)),
+            np.concatenate((self.lag, other.lag)),
+            np.concatenate((self.last_rank, other.last_rank)),
+        )
+
+
+@dataclass
+class Steps:
+    """Takes batches, keeps steps."""
+
+    names: Sequence[str]
+    tables: list[StepTable] = field(default_factory=list)
+    count: int = 0
+    _step: int = 0  # the one that goes on
+    _began: int = 0  # its first operation
+    _operations: int = 0  # seen so far
+    _last_seen: Array = field(default_factory=lambda: np.full(1024, NONE))
+    _open: _Sent | None = None
+
+    def add(self, batch: Batch) -> None:
+        """Take a batch, and close the steps that are whole by it."""
+        reductions = [code for code, name in enumerate(self.names) if name in REDUCTIONS]
+        sent = self._sent(batch, reductions)
+        if sent is None:
+            return
+        if self._open is not None:
+            sent = self._open.followed_by(sent)
+        whole = sent.step < self._step
+        self._open = sent.only(np.flatnonzero(~whole))
+        self._close(sent.only(np.flatnonzero(whole)))
+
+    def close(self) -> StepTable | None:
+        """All steps; None if there was none."""
+        if self._open is not None:
+            self._close(self._open)
+        self._open = None
+        return StepTable.of(self.tables) if self.tables else None
+
+    def _sent(self, batch: Batch, reductions: Sequence[int]) -> _Sent | None:
+        rows = np.flatnonzero(np.isin(batch.operations.code, reductions))
+        if not len(rows):
+            return None
+        pid, message = batch.operations.pid[rows], batch.operations.message[rows]
+        first = self._step
+        starts = message[self._boundaries(pid)]
+        lag, last_rank = _lags(batch, rows, message)
+        picked = np.flatnonzero(np.isin(batch.messages.code, reductions))
+        step = first + np.searchsorted(starts, picked, side="right")
+        messages = Messages(*(column[picked] for column in vars(batch.messages).values()))
+        return _Sent(step, messages, lag[picked], last_rank[picked])
+
+    def _boundaries(self, pid: Array) -> Array:
+        """The operations that begin a step."""
+        if len(pid) and int(pid.max()) >= len(self._last_seen):
+            grown = np.full(2 * int(pid.max()), NONE)
+            grown[: len(self._last_seen)] = self._last_seen
+            self._last_seen = grown
+        number = self._operations + np.arange(len(pid))
+        sort = np.argsort(pid, kind="stable")
+        same = np.flatnonzero(pid[sort][1:] == pid[sort][:-1]) + 1
+        before = self._last_seen[pid]
+        before[sort[same]] = number[sort[same - 1]]
+        self._last_seen[pid] = number  # the last one of a tensor stays
+        latest = np.maximum.accumulate(before)
+        found = []
+        while (at := int(np.searchsorted(latest, self._began))) < len(pid):
+            found.append(at)
+            self._began = self._operations + at
+        self._operations += len(pid)
+        self._step += len(found)
+        return np.array(found, np.int64)
+
+    def _close(self, sent: _Sent) -> None:
+        if not len(sent.step):
+            return
+        lags = _by_step(sent)
+        for _ in range(3):
+            sent = _without_trailing(sent)
+        if self.count < MOST_STEPS:
+            self.tables.append(_table(sent, self._is_synchronous(sent.messages.collective), lags))
+        self.count += len(lags[0])
+
+    def _is_synchronous(self, collective: Array) -> Array:
+        waiting = np.array([not name.startswith(ASYNCHRONOUS) for name in self.names])
+        synchronous: Array = waiting[collective] & (collective != NONE)
+        return synchronous
+
+
+def _lags(batch: Batch, rows: Array, message: Array) -> tuple[Array, Array]:
+    """Of each message: the greatest lag of its tensors, and the last rank there (NONE: no rank is named)."""
+    lag = np.zeros(len(batch.messages.code), np.int64)
+    last_rank = np.full(len(lag), NONE)
+    told = batch.operations.negotiation[rows]
+    message, told = message[told != NONE], told[told != NONE]
+    named = batch.negotiations.ticks[told] > 1
+    message, told = message[named], told[named]
+    sort = np.lexsort((batch.negotiations.lag[told], message))
+    lag[message[sort]] = batch.negotiations.lag[told[sort]]  # the greatest comes last, and stays
+    last_rank[message[sort]] = batch.negotiations.last_rank[told[sort]]
+    return lag, last_rank
+
+
+def _by_step(sent: _Sent) -> tuple[Array, Array]:
+    sort = np.lexsort((sent.lag, sent.last_rank != NONE, sent.step))
+    last = np.flatnonzero(np.diff(sent.step[sort], append=-1) != 0)
+    return sent.lag[sort[last]], sent.last_rank[sort[last]]
+
+
+def _without_trailing(sent: _Sent) -> _Sent:
+    """Without a step's last message where it is small, and its tensors were ready only after all others were back."""
+    messages, last = sent.messages, np.diff(sent.step, append=-1) != 0
+    first = np.diff(sent.step, prepend=-1) != 0
+    total = np.add.reduceat(messages.size, np.flatnonzero(first))[np.cumsum(first) - 1]
+    back = np.maximum.accumulate(messages.end)
+    apart = np.zeros(len(last), bool)
+    apart[1:] = messages.seen[1:] >= back[:-1]
+    return sent.only(np.flatnonzero(~(last & ~first & apart & (messages.size >= 0) & (messages.size < SMALL * total))))
+
+
+def _table(sent: _Sent, synchronous: Array, lags: tuple[Array, Array]) -> StepTable:
+    messages = sent.messages
+    is_first = np.diff(sent.step, prepend=-1) != 0
+    first = np.flatnonzero(is_first)
+    row = np.cumsum(is_first) - 1
+    last = np.append(first[1:], len(row)) - 1
+    back = np.maximum.accumulate(messages.end)
+    start = messages.start.copy()
+    start[1:] = np.maximum(start[1:], back[:-1])  # what several messages have in common counts once
+    ready = np.maximum.reduceat(messages.ready, first)
+    seen = np.minimum(np.maximum.reduceat(messages.seen, first), ready)
+    # Messages that were negotiated together: the thread sent them one after the other, and saw nothing new meanwhile.
+    fresh = is_first.copy()
+    fresh[1:] |= messages.ready[1:] > messages.start[:-1]
+    list_start = np.maximum.accumulate(np.where(fresh, np.arange(len(row)), 0))
+    before = list_start[last] - 1
+    has = (before >= first) & synchronous[before] & (seen - messages.end[before] <= AT_ONCE_US)
+    earliest = np.where(has, messages.start[list_start[before]], seen)
+
+    def after(moment: Array) -> Array:
+        each = np.maximum(0, messages.end - np.maximum(start, moment[row]))
+        total: Array = np.add.reduceat(each, first)
+        return total
+
+    return StepTable(
+        start=np.minimum.reduceat(messages.seen, first),
+        tensors=np.add.reduceat(messages.tensors, first),
+        messages=last - first + 1,
+        size=np.add.reduceat(np.maximum(messages.size, 0), first),
+        busy=np.add.reduceat(np.maximum(0, messages.end - start), first),
+        least=after(ready),
+        most=after(np.minimum(earliest, ready)),
+        wait=ready - seen,
+        lag=lags[0],
+        last_rank=lags[1],
+    )

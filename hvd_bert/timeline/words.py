@@ -1,0 +1,125 @@
+"""Numbers and names in the bytes of a timeline, many at once, as words of 8 bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_bert.errors import UserError
+
+Array = NDArray[Any]
+BEGIN, END, TICK, MARK = ord("B"), ord("E"), ord("X"), ord("i")
+
+
+@dataclass
+class Names:
+    """What numbers stand for; grows while a file is read."""
+
+    spans: list[str] = field(default_factory=list)
+    tensors: dict[int, str] = field(default_factory=dict)
+    ranks: set[int] = field(default_factory=set)
+
+
+def word(text: bytes) -> Any:
+    """8 bytes as one number."""
+    return np.frombuffer(text, "<u8")[0]
+
+
+# Which bytes of 16, or of 8, hold a number of so many digits that ends there.
+_DIGITS_16 = np.stack([np.frombuffer(b"\0" * (16 - count) + b"\x0f" * count, "<u8") for count in range(17)])
+_DIGITS_8 = np.array([word(b"\0" * (8 - count) + b"\x0f" * count) for count in range(9)])
+
+
+def words(data: bytes, at: Array, count: int) -> Array:
+    """(n, count) words from each place on."""
+    width = 8 * count
+    everywhere: Array = np.ndarray((len(data) - width + 1,), f"V{width}", data, 0, (1,))
+    return everywhere[at].view("<u8").reshape(-1, count)
+
+
+def digit_counts(data: bytes, at: Array, most: int) -> Array:
+    """How many decimal digits stand at each place: fewer than `most`, which is 8 or 16, else 0."""
+    others = (words(data, at, most // 8).view(np.uint8).reshape(len(at), most) - np.uint8(ord("0"))) > 9
+    counts: Array = others.argmax(axis=1)
+    return counts
+
+
+def numbers(data: bytes, ends: Array, digits: Array, most: int) -> Array:
+    """The numbers of so many digits, at most `most`, which is 8 or 16, that end before the places `ends`."""
+    if most == 8:
+        return _parsed(words(data, ends - 8, 1)[:, 0] & _DIGITS_8[digits])
+    masked = words(data, ends - 16, 2) & _DIGITS_16[digits]
+    low = _parsed(masked[:, 1])
+    return low + _parsed(masked[:, 0]) * np.uint64(10**8) if digits.max(initial=0) > 8 else low
+
+
+def _parsed(digits: Array) -> Array:
+    """Numbers of 8 decimal digits each, from words of a digit's value a byte, the first the highest."""
+    pairs = (digits * np.uint64(10) + (digits >> np.uint64(8))) & np.uint64(0x00FF00FF00FF00FF)
+    fours = (pairs * np.uint64(100) + (pairs >> np.uint64(16))) & np.uint64(0x0000FFFF0000FFFF)
+    eights: Array = (fours * np.uint64(10000) + (fours >> np.uint64(32))) & np.uint64(0xFFFFFFFF)
+    return eights
+
+
+class SpanNames:
+    """Numbers of names, looked up by the 16 bytes that a name ends with (with what stands before a shorter one)."""
+
+    BITS = 12
+
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self.known: list[tuple[int, int, int, int]] = []  # two words, phase, code
+        self._choose(1)
+
+    def _choose(self, seed: int) -> None:
+        """Multipliers that give each known name a slot of its own."""
+        while True:
+            random = np.random.default_rng(seed)
+            self.factors = random.integers(0, 1 << 63, 2, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+            self.words = np.zeros((1 << self.BITS, 2), np.uint64)
+            self.values = np.zeros((1 << self.BITS, 2), np.int32)  # phase 0: unknown
+            slots = set()
+            for first, second, phase, code in self.known:
+                words = np.array([[first, second]], np.uint64)
+                (slot,) = self._slots(words).tolist()
+                slots.add(slot)
+                self.words[slot], self.values[slot] = words[0], (phase, code)
+            if len(slots) == len(self.known):
+                return
+            seed += 1
+
+    def _slots(self, words: Array) -> Array:
+        mixed = words[:, 0] * self.factors[0] + words[:, 1] * self.factors[1]
+        slots: Array = mixed >> np.uint64(64 - self.BITS)
+        return slots
+
+    def look_up(self, words: Array, data: bytes, ends: Array) -> Array:
+        """(n, 2): phase and code of each; phase 0 for what is none of Horovod's. `ends`: where the names end."""
+        while True:
+            slots = self._slots(words)
+            values: Array = self.values[slots]
+            strangers = np.flatnonzero((self.words[slots] != words).any(axis=1))
+            if not len(strangers):
+                return values
+            at = int(strangers[0])
+            if len(self.known) >= 1 << (self.BITS - 2):
+                raise UserError("it has more kinds of events than Horovod knows.")
+            self.known.append((int(words[at, 0]), int(words[at, 1]), *self._describe(data, int(ends[at]))))
+            self._choose(1)
+
+    def _describe(self, data: bytes, end: int) -> tuple[int, int]:
+        key = b'", "name": "'
+        start = data.rfind(key, max(0, end - 200), end)
+        name = data[start + len(key) : end].decode("utf-8", "replace")
+        phase = data[start - 1] if start > 0 else 0
+        if phase == TICK and name.isdigit():
+            self.names.ranks.add(int(name))
+            return TICK, int(name)
+        if phase in (BEGIN, MARK):
+            if name not in self.names.spans:
+                self.names.spans.append(name)
+            return phase, self.names.spans.index(name)
+        return 0, 0

@@ -1,0 +1,359 @@
+"""The analysis of timelines: what is read of a file, however it ends, and figures that are known beforehand."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_timelines import START, Timeline, training
+
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK
+from hvd_bert.timeline import __main__ as command
+from hvd_bert.timeline import advice, reader
+from hvd_bert.timeline.advice import advise
+from hvd_bert.timeline.figures import Findings, Spread
+from hvd_bert.timeline.reader import Reader
+from hvd_bert.timeline.words import BEGIN, TICK
+
+
+def found(made: Timeline, folder: Path, ranks: int | None = None) -> Findings:
+    return command.read(made.write(folder / "t.json"), ranks)
+
+
+def read_events(path: Path) -> tuple[list[tuple[Any, ...]], Reader]:
+    """(phase, name or rank, ts, pid) of every event."""
+    source = Reader(path)
+    rows = []
+    for block in source.blocks():
+        for phase, code, ts, pid in zip(block.phase, block.code, block.ts, block.pid, strict=True):
+            name = source.names.spans[code] if phase == BEGIN else str(code) if phase == TICK else ""
+            rows.append((chr(phase), name, int(ts), int(pid)))
+    return rows, source
+
+
+def expected_events(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [(e["ph"], e.get("name", ""), e["ts"], e["pid"]) for e in events if e["ph"] != "i"]
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+NAMES = st.sampled_from(
+    [
+        "NEGOTIATE_ALLREDUCE", "ALLREDUCE", "QUEUE", "MPI_ALLREDUCE", "MPI_ADASUM_ALLREDUCE", "INIT_NCCL", "ADASUM",
+        "MEMCPY_IN_FUSION_BUFFER", "MEMCPY_OUT_FUSION_BUFFER", "INIT_FUSION_BUFFER", "WAIT_FOR_OTHER_TENSOR_DATA",
+    ]
+)  # fmt: skip
+TIMES = st.one_of(st.integers(0, 99), st.integers(0, 10**15 - 1))
+EVENT = st.one_of(
+    st.tuples(st.just("B"), TIMES, st.integers(0, 30), NAMES),
+    st.tuples(st.just("E"), TIMES, st.integers(0, 30), st.just("")),
+    st.tuples(st.just("X"), TIMES, st.integers(0, 30), st.integers(0, 1200).map(str)),
+    st.tuples(st.just("i"), TIMES, st.none(), st.just("CYCLE_START")),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(EVENT, min_size=1, max_size=80), st.integers(64, 2000))
+def test_what_is_read_is_what_json_reads(tmp_path_factory, events, block):
+    made = Timeline()
+    for phase, ts, number, name in events:
+        if phase == "i":
+            made.event(phase, ts, name=name, s="g")
+        else:
+            made.event(phase, ts, f"layer.{number}", name, **({"dur": 0} if phase == "X" else {}))
+    path = made.write(tmp_path_factory.mktemp("made") / "t.json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "BLOCK", block)
+        rows, source = read_events(path)
+    assert [event for event in json.loads(path.read_text()) if "ts" in event] == made.events
+    assert rows == expected_events(made.events)
+    assert source.names.tensors == {pid: name for name, pid in made.pids.items()}
+    assert source.cycles == sum(event["ph"] == "i" for event in made.events)
+    assert not source.cut_short
+
+
+def test_files_cut_anywhere(tmp_path):
+    """Of a killed run's file all whole events are read: of any length at which it was cut."""
+    made = training(steps=2)
+    whole = made.text
+    path = tmp_path / "t.json"
+    complete = [match.end() for match in re.finditer(r'\{"ph"[^{}]*(\{[^{}]*\}[^{}]*)?\}', whole)]
+    expected = expected_events(made.events)
+    for length in range(whole.index('{"ph"') + 40, len(whole), 61):
+        path.write_text(whole[:length])
+        rows, source = read_events(path)
+        count = sum(end <= length for end in complete)
+        assert rows[:count] == expected[:count]
+        assert len(rows) - count in (0, 1)  # an event whose args are cut off has all that counts before them
+        assert rows == expected[: len(rows)]
+        assert source.cut_short
+
+
+def test_sizes_are_of_dtype_and_shape(tmp_path):
+    made = Timeline()
+    cases = [
+        ("float32", "[30522, 384]", 4 * 30522 * 384),
+        ("float16", "[7]", 14),
+        ("int64", "[]", 8),
+        ("odd", "[3]", -1),
+    ]
+    for number, (dtype, shape, _) in enumerate(cases):
+        made.event("B", 1, f"t{number}", "ALLREDUCE")
+        made.event("E", 2, f"t{number}", args={"dtype": dtype, "shape": shape})
+    (first, last) = Reader(made.write(tmp_path / "t.json")).blocks()
+    sizes = np.concatenate((first.size, last.size))
+    assert sizes[1::2].tolist() == [size for *_, size in cases]
+    assert (sizes[0::2] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "no events in it"),
+        ("[\n]", "no events in it"),
+        ('{"version": "1.1", "data": []}', "not a timeline as Horovod writes it"),
+        ("loss 0.3\nloss 0.2\n", "not a timeline as Horovod writes it"),
+        ('[{"ph":"B","name":"x","ts":1,"pid":2}]', "not a timeline as Horovod writes it"),
+        ('{"schemaVersion": 1, "traceEvents": [{"ph": "X"}]}', "torch's profiler"),
+        ('[{"ph": "B", "name": "forward", "ts": 1, "pid": 2}, {"ph": "E", "ts": 3, "pid": 2}]', "events are forward"),
+        (START + '{"ph": "i", "name": "CYCLE_START", "ts": 177, "s": "g"}]', "no tensor was sent"),
+        ("\x1f\x8b\x08compressed", "gunzip"),
+    ],
+)  # fmt: skip
+def test_what_is_no_timeline_is_refused_in_words(tmp_path, capsys, content, said):
+    path = tmp_path / "other.json"
+    path.write_bytes(content.encode("latin-1"))
+    assert command.main([str(path)]) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert error.startswith(f"hvd_bert: {path}: ")
+    assert said in error
+
+
+def test_files_that_are_not_there(tmp_path, capsys):
+    assert command.main([str(tmp_path / "none.json")]) == EXIT_BAD_INPUT
+    assert "cannot be read: No such file" in capsys.readouterr().err
+    assert command.main([str(tmp_path)]) == EXIT_BAD_INPUT
+    assert "is a folder" in capsys.readouterr().err
+    path = training(2).write(tmp_path / "t.json")
+    assert command.main([str(path), "--ranks", "0"]) == EXIT_BAD_INPUT
+    assert "--ranks 0" in capsys.readouterr().err
+    assert command.main([str(path), "--html", str(tmp_path / "no" / "such.html")]) == EXIT_BAD_INPUT
+    assert "--html" in capsys.readouterr().err
+
+
+# --- figures ------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 10**12), min_size=1, max_size=300), st.sampled_from([0.01, 0.5, 0.99, 1.0]))
+def test_quantiles_are_right_to_1_percent(values, part):
+    spread = Spread()
+    for each in np.array_split(np.array(values), 3):
+        spread.add(each)
+    exact = sorted(values)[max(0, math.ceil(part * len(values)) - 1)]
+    assert spread.quantile(part) == pytest.approx(exact, rel=0.011)
+    assert (spread.count, spread.total, spread.most) == (len(values), sum(values), max(values))
+
+
+@pytest.mark.parametrize("block", [300, 5000, 2 << 20])
+@pytest.mark.parametrize("library", ["MPI_ALLREDUCE", "NCCL_ALLREDUCE"])
+def test_phases_messages_and_steps(tmp_path, monkeypatch, block, library):
+    monkeypatch.setattr(reader, "BLOCK", block)
+    seen = found(training(steps=12, library=library), tmp_path)
+    assert seen.ranks == 2
+    assert seen.covered_s == pytest.approx(2.169)
+    phases = {phase.name: phase for phase in seen.phases}
+    reduce = phases[library]
+    assert (reduce.kind, reduce.count) == ("collective", 24)
+    assert reduce.total_s == pytest.approx(12 * (0.02 - 20e-6 + 0.01))
+    assert reduce.share == pytest.approx(reduce.total_s / 2.169)
+    assert reduce.p99_s == pytest.approx(0.01998, rel=0.011)
+    assert phases["MEMCPY_IN_FUSION_BUFFER"].total_s == pytest.approx(12 * 10e-6)
+    assert phases["NEGOTIATE_ALLREDUCE"].count == 36
+    assert phases[library.replace("ALLREDUCE", "BCAST")].count == 2
+    # a and b together, then c: 2 MiB in 19.98 ms, 1 MiB in 10 ms
+    assert [(row.up_to, row.messages, row.tensors) for row in seen.sizes] == [(1 << 20, 12, 12), (16 << 20, 12, 24)]
+    assert seen.bytes_per_s == pytest.approx(2 * 2**20 / 0.01998)
+    assert seen.wire_bytes_per_s == seen.bytes_per_s  # of 2 ranks
+    step = seen.step
+    assert step is not None
+    assert (step.steps, step.messages, step.size) == (11, 2, 3 * 2**20)
+    assert step.step_s == pytest.approx(0.1)
+    assert step.busy_s == pytest.approx(0.03)
+    assert step.exposed_least_s == step.exposed_most_s == pytest.approx(0.01)
+    assert step.hidden_share == pytest.approx(2 / 3)
+    assert step.wait_s == 0
+
+
+def test_what_one_thread_could_not_see_is_between_two_bounds(tmp_path):
+    """c becomes ready while a is sent: over MPI that is seen after it, over NCCL at once."""
+    exposed = {}
+    for library in ("MPI_ALLREDUCE", "NCCL_ALLREDUCE"):
+        made = Timeline()
+        for step in range(6):
+            start = 100_000 * step
+            made.negotiate("a", (start, start))
+            made.send(["a"], start, start + 40_000, library)
+            made.negotiate("c", (start + 40_100, start + 40_100))
+            made.send(["c"], start + 40_100, start + 45_100, library)
+        step_figures = found(made, tmp_path).step
+        assert step_figures is not None
+        exposed[library] = (step_figures.exposed_least_s, step_figures.exposed_most_s)
+    assert exposed["MPI_ALLREDUCE"] == pytest.approx((0.005, 0.045))
+    assert exposed["NCCL_ALLREDUCE"] == pytest.approx((0.005, 0.005))
+
+
+def test_a_loss_after_the_gradients_is_not_the_end_of_the_backward_pass(tmp_path):
+    made = Timeline()
+    for step in range(6):
+        start = 100_000 * step
+        made.negotiate("a", (start, start))
+        made.send(["a"], start, start + 30_000, "NCCL_ALLREDUCE")
+        made.negotiate("loss", (start + 50_000, start + 50_000))
+        made.send(["loss"], start + 50_000, start + 50_100, "NCCL_ALLREDUCE", shape=())
+    step_figures = found(made, tmp_path).step
+    assert step_figures is not None
+    assert step_figures.exposed_least_s == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_the_slow_rank_is_named(tmp_path, slow):
+    seen = found(training(steps=20, ranks=4, slow=slow, by=200_000), tmp_path)
+    rows = {row.rank: row for row in seen.rank_rows}
+    assert list(rows) == [0, 1, 2, 3]
+    assert rows[slow].last == 60
+    assert rows[slow].median_s == pytest.approx(0.2, rel=0.011)
+    assert (rows[slow].steps, rows[slow].of_steps) == (19, 19)
+    assert rows[slow].waited_s == pytest.approx(19 * 0.2)
+    assert all(row.last == row.steps == 0 for rank, row in rows.items() if rank != slow)
+    assert seen.advice[0].startswith(f"Rank {slow} holds the others up: it is the last in 19 of 19 steps, by 200 ms")
+
+
+def test_without_ticks_the_wait_is_known_but_not_the_rank(tmp_path):
+    seen = found(training(steps=20, by=50_000, cached=True), tmp_path)
+    assert seen.step is not None
+    assert seen.step.wait_s == pytest.approx(0.05)
+    assert seen.naming_ranks == 2  # the broadcasts
+    assert all(row.of_steps == 0 for row in seen.rank_rows)
+    assert "50 ms" in seen.advice[0] and "HOROVOD_CACHE_CAPACITY=0" in seen.advice[0]
+    assert not any(line.startswith("Rank ") for line in seen.advice)
+
+
+def test_few_steps_name_no_slow_rank(tmp_path):
+    seen = found(training(steps=advice.ENOUGH_STEPS, slow=1, by=200_000), tmp_path)
+    assert not any(line.startswith("Rank ") for line in seen.advice)
+    assert seen.rank_rows[1].steps == advice.ENOUGH_STEPS - 1
+
+
+def test_advice_follows_from_figures(tmp_path):
+    hidden = found(training(steps=12, step_us=400_000), tmp_path)
+    assert len(hidden.advice) == 1
+    assert hidden.advice[0].startswith("Communication does not hold this run up: 2.5%")
+    large = found(training(steps=12), tmp_path)  # 10 of 100 ms
+    assert [line[:22] for line in large.advice] == ["A step waits 10 ms (10"]
+    assert "bandwidth. --fp16_allreduce" in large.advice[0]
+    made = Timeline()
+    for step in range(12):
+        for number in range(12):
+            start = 100_000 * step + 3000 * number
+            made.negotiate(f"t{number}", (100_000 * step, 100_000 * step))
+            made.send([f"t{number}"], start, start + 3000, shape=(10,))
+    small = found(made, tmp_path)
+    assert len(small.advice) == 1
+    assert "12 messages of 40 bytes each: latency" in small.advice[0]
+    assert advise(found(training(steps=2), tmp_path))[0].startswith("No training steps can be told")
+
+
+def test_an_operation_without_end_is_told_and_left_out(tmp_path):
+    made = training(steps=12)
+    made.event("B", 9_000_000, "allreduce.a", "NEGOTIATE_ALLREDUCE")
+    made.event("X", 9_000_000, "allreduce.a", "0", dur=0)
+    path = made.write(tmp_path / "t.json", end="")
+    seen = command.read(path)
+    assert (seen.cut_short, seen.unfinished) == (True, 1)
+    assert seen.step is not None and seen.step.steps == 11
+
+
+def test_unnamed_tensors_count_as_one(tmp_path):
+    made = training(steps=4)
+    for number in range(3):
+        made.negotiate(f"allreduce.noname.{number}", (2_000_000, 2_000_000))
+        made.send([f"allreduce.noname.{number}"], 2_000_000, 2_000_010)
+    assert {row.name: row.count for row in found(made, tmp_path).tensors}["(without a name)"] == 3
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def test_json_and_text(tmp_path, capsys):
+    path = training(steps=12, slow=1, by=20_000).write(tmp_path / "t.json")
+    assert command.main([str(path), "--json"]) == EXIT_OK
+    record = json.loads(capsys.readouterr().out)
+    assert record["step"]["step_s"] == pytest.approx(0.12)
+    assert record["rank_rows"][0]["median_s"] is None  # never late
+    assert record["cycle_s"] is None
+    assert command.main([str(path)]) == EXIT_OK
+    text = capsys.readouterr().out
+    for words in ("NEGOTIATE_ALLREDUCE", "rank 1", "Bandwidth: ", "allreduce.c", "Advice:", "Rank 1 holds"):
+        assert words in text
+
+
+def test_the_command_needs_neither_torch_nor_horovod(tmp_path):
+    path = training(steps=4).write(tmp_path / "t.json")
+    program = (
+        "import sys\nfrom hvd_bert.timeline.__main__ import main\n"
+        f"assert main([{str(path)!r}, '--html', {str(tmp_path / 't.html')!r}]) == 0\n"
+        "assert not {'torch', 'horovod', 'mpi4py', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, stdout=subprocess.DEVNULL)
+
+
+def test_names_do_not_become_markup(tmp_path):
+    made = training(steps=4)
+    made.negotiate("<script>alert(1)</script>", (1, 2))
+    made.send(["<script>alert(1)</script>"], 2, 3_000_000)
+    path = made.write(tmp_path / "t.json")
+    assert command.main([str(path), "--html", str(tmp_path / "t.html")]) == EXIT_OK
+    page = (tmp_path / "t.html").read_text()
+    assert "<script" not in page
+    assert not re.findall(r"""(?:src|href)=["'](?!data:)""", page) and "url(" not in page
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+# Put into a copy of the page: an error of the page, or one of a resource, becomes part of the document.
+WATCH = (
+    "<script>window.onerror = e => document.documentElement.dataset.error = e;"
+    "addEventListener('error', e => document.documentElement.dataset.error = e.target.src || e.message, true);</script>"
+)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's package chromium")
+def test_the_page_in_a_browser(tmp_path):
+    path = training(steps=20, ranks=4, slow=2, by=200_000).write(tmp_path / "t.json")
+    page = tmp_path / "t.html"
+    assert command.main([str(path), "--html", str(page)]) == EXIT_OK
+    page.write_text(page.read_text().replace("<head>", "<head>" + WATCH))
+    assert CHROMIUM is not None
+    browser = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr",
+        f"--user-data-dir={tmp_path / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom", page.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(browser, capture_output=True, text=True, timeout=240, check=True)
+    assert "CONSOLE" not in done.stderr, done.stderr
+    assert "data-error" not in done.stdout
+    text = " ".join(re.sub(r"<style.*?</style>|<[^>]+>", " ", done.stdout, flags=re.DOTALL).split())
+    for words in ("Phases", "NEGOTIATE_ALLREDUCE", "MPI_ALLREDUCE", "Ranks", "rank 0", "rank 3", "Advice"):
+        assert words in text
+    assert "Rank 2 holds the others up" in text
+    assert done.stdout.count('<img src="data:image/png;base64,') == 2
