@@ -11,6 +11,7 @@ the same command goes on.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from contextlib import closing, nullcontext
 from typing import Any
@@ -94,6 +95,8 @@ def set_up(config: Config, world: World) -> None:
     set_precision(config.train)
     if world.device.type == "cpu":
         keep_memory()
+        # transformers looks into DeepSpeed where it is installed, and that would tell every rank's user of the CPU.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 class Training:
