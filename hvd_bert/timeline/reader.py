@@ -135,7 +135,7 @@ class Reader:
 
         at = np.flatnonzero(raw == ord("s"))  # of "ts": once an event, and seldom elsewhere
         at = at[(words(data, at - 2, 1)[:, 0] & _TS_MASK) == _TS]
-        phase, code = self._phases(words(data, at - 21, 2), data, at - 5)
+        phase, code = self._phases(data, at - 5)
         digits = digit_counts(data, at + 4, 16)
         ends = at + 4 + digits
         ts = numbers(data, ends, digits, 16)
@@ -159,12 +159,12 @@ class Reader:
         self.events += len(events)
         return events
 
-    def _phases(self, words: Array, data: bytes, ends: Array) -> tuple[Array, Array]:
+    def _phases(self, data: bytes, ends: Array) -> tuple[Array, Array]:
+        """Of events by what stands before the quotes at `ends`: END, or the phase and code that its name has."""
         phase = np.full(len(ends), END, np.int32)
         code = np.zeros(len(ends), np.int32)
-        named = np.flatnonzero(words[:, 1] != _IS_END)
-        values = self._spans.look_up(words[named], data, ends[named])
-        phase[named], code[named] = values[:, 0], values[:, 1]
+        named = np.flatnonzero(words(data, ends - 8, 1)[:, 0] != _IS_END)
+        phase[named], code[named] = self._spans.look_up(words(data, ends[named] - 16, 2), data, ends[named])
         return phase, code
 
     def _count(self, phase: Array, ts: Array, whole: Array) -> None:

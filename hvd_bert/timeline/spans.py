@@ -45,7 +45,9 @@ class _Pairs:
     kind: Array
 
     def of(self, *kinds: int) -> Array:
-        return np.flatnonzero(np.isin(self.kind, kinds))
+        table = np.zeros(OTHER + 1, bool)  # much faster than np.isin
+        table[list(kinds)] = True
+        return np.flatnonzero(table[self.kind])
 
 
 class Spans:

@@ -52,16 +52,17 @@ class StepTable:
 
 @dataclass
 class _Sent:
-    """Messages of reductions with their step's number, and their tensors' lag."""
+    """Messages of reductions with their step's number, and their tensors' lag; `named`: of how many it is known."""
 
     step: Array
     messages: Messages
     lag: Array
     last_rank: Array
+    named: Array
 
     def only(self, rows: Array) -> _Sent:
         picked = Messages(*(column[rows] for column in vars(self.messages).values()))
-        return _Sent(self.step[rows], picked, self.lag[rows], self.last_rank[rows])
+        return _Sent(self.step[rows], picked, self.lag[rows], self.last_rank[rows], self.named[rows])
 
     def followed_by(self, other: _Sent) -> _Sent:
         pairs = zip(vars(self.messages).values(), vars(other.messages).values(), strict=True)
@@ -70,6 +71,7 @@ class _Sent:
             Messages(*(np.concatenate(pair) for pair in pairs)),
             np.concatenate((self.lag, other.lag)),
             np.concatenate((self.last_rank, other.last_rank)),
+            np.concatenate((self.named, other.named)),
         )
 
 
@@ -112,11 +114,11 @@ class Steps:
         pid, message = batch.operations.pid[rows], batch.operations.message[rows]
         first = self._step
         starts = message[self._boundaries(pid)]
-        lag, last_rank = _lags(batch, rows, message)
+        lag, last_rank, named = _lags(batch, rows, message)
         picked = np.flatnonzero(np.isin(batch.messages.code, reductions))
         step = first + np.searchsorted(starts, picked, side="right")
         messages = Messages(*(column[picked] for column in vars(batch.messages).values()))
-        return _Sent(step, messages, lag[picked], last_rank[picked])
+        return _Sent(step, messages, lag[picked], last_rank[picked], named[picked])
 
     def _boundaries(self, pid: Array) -> Array:
         """The operations that begin a step."""
@@ -142,9 +144,9 @@ class Steps:
     def _close(self, sent: _Sent) -> None:
         if not len(sent.step):
             return
-        lags = _by_step(sent)
         for _ in range(3):
             sent = _without_trailing(sent)
+        lags = _by_step(sent)
         if self.count < MOST_STEPS:
             self.tables.append(_table(sent, self._is_synchronous(sent.messages.collective), lags))
         self.count += len(lags[0])
@@ -155,8 +157,8 @@ class Steps:
         return synchronous
 
 
-def _lags(batch: Batch, rows: Array, message: Array) -> tuple[Array, Array]:
-    """Of each message: the greatest lag of its tensors, and the last rank there (NONE: no rank is named)."""
+def _lags(batch: Batch, rows: Array, message: Array) -> tuple[Array, Array, Array]:
+    """Of each message: the greatest lag of its tensors, the last rank there (NONE: not told), how many name ranks."""
     lag = np.zeros(len(batch.messages.code), np.int64)
     last_rank = np.full(len(lag), NONE)
     told = batch.operations.negotiation[rows]
@@ -166,13 +168,16 @@ def _lags(batch: Batch, rows: Array, message: Array) -> tuple[Array, Array]:
     sort = np.lexsort((batch.negotiations.lag[told], message))
     lag[message[sort]] = batch.negotiations.lag[told[sort]]  # the greatest comes last, and stays
     last_rank[message[sort]] = batch.negotiations.last_rank[told[sort]]
-    return lag, last_rank
+    return lag, last_rank, np.bincount(message, minlength=len(lag))
 
 
 def _by_step(sent: _Sent) -> tuple[Array, Array]:
+    """The greatest lag of each step and the last rank there, where at least half of its tensors name ranks."""
     sort = np.lexsort((sent.lag, sent.last_rank != NONE, sent.step))
     last = np.flatnonzero(np.diff(sent.step[sort], append=-1) != 0)
-    return sent.lag[sort[last]], sent.last_rank[sort[last]]
+    first = np.flatnonzero(np.diff(sent.step, prepend=-1) != 0)
+    told = 2 * np.add.reduceat(sent.named, first) >= np.add.reduceat(sent.messages.tensors, first)
+    return np.where(told, sent.lag[sort[last]], 0), np.where(told, sent.last_rank[sort[last]], NONE)
 
 
 def _without_trailing(sent: _Sent) -> _Sent:

@@ -68,47 +68,48 @@ class SpanNames:
     """Numbers of names, looked up by the 16 bytes that a name ends with (with what stands before a shorter one)."""
 
     BITS = 12
+    SHIFT = np.uint64(64 - BITS)
 
     def __init__(self, names: Names) -> None:
         self.names = names
         self.known: list[tuple[int, int, int, int]] = []  # two words, phase, code
-        self._choose(1)
+        self._choose()
 
-    def _choose(self, seed: int) -> None:
+    def _choose(self) -> None:
         """Multipliers that give each known name a slot of its own."""
+        seed = 0
         while True:
+            seed += 1
             random = np.random.default_rng(seed)
             self.factors = random.integers(0, 1 << 63, 2, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-            self.words = np.zeros((1 << self.BITS, 2), np.uint64)
-            self.values = np.zeros((1 << self.BITS, 2), np.int32)  # phase 0: unknown
+            self.mixed = np.zeros(1 << self.BITS, np.uint64)
+            self.phase, self.code = np.zeros((2, 1 << self.BITS), np.int32)  # phase 0: none of Horovod's
             slots = set()
             for first, second, phase, code in self.known:
-                words = np.array([[first, second]], np.uint64)
-                (slot,) = self._slots(words).tolist()
+                mixed = self._mix(np.array([[first, second]], np.uint64))
+                (slot,) = (mixed >> self.SHIFT).tolist()
                 slots.add(slot)
-                self.words[slot], self.values[slot] = words[0], (phase, code)
+                self.mixed[slot], self.phase[slot], self.code[slot] = mixed[0], phase, code
             if len(slots) == len(self.known):
                 return
-            seed += 1
 
-    def _slots(self, words: Array) -> Array:
-        mixed = words[:, 0] * self.factors[0] + words[:, 1] * self.factors[1]
-        slots: Array = mixed >> np.uint64(64 - self.BITS)
-        return slots
+    def _mix(self, words: Array) -> Array:
+        mixed: Array = words[:, 0] * self.factors[0] + words[:, 1] * self.factors[1]
+        return mixed
 
-    def look_up(self, words: Array, data: bytes, ends: Array) -> Array:
-        """(n, 2): phase and code of each; phase 0 for what is none of Horovod's. `ends`: where the names end."""
+    def look_up(self, words: Array, data: bytes, ends: Array) -> tuple[Array, Array]:
+        """Phase and code of each; phase 0 for what is none of Horovod's. `ends`: where the names end."""
         while True:
-            slots = self._slots(words)
-            values: Array = self.values[slots]
-            strangers = np.flatnonzero((self.words[slots] != words).any(axis=1))
+            mixed = self._mix(words)
+            slots = mixed >> self.SHIFT
+            strangers = np.flatnonzero(self.mixed[slots] != mixed)
             if not len(strangers):
-                return values
+                return self.phase[slots], self.code[slots]
             at = int(strangers[0])
             if len(self.known) >= 1 << (self.BITS - 2):
                 raise UserError("it has more kinds of events than Horovod knows.")
             self.known.append((int(words[at, 0]), int(words[at, 1]), *self._describe(data, int(ends[at]))))
-            self._choose(1)
+            self._choose()
 
     def _describe(self, data: bytes, end: int) -> tuple[int, int]:
         key = b'", "name": "'

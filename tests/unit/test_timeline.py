@@ -250,6 +250,23 @@ def test_without_ticks_the_wait_is_known_but_not_the_rank(tmp_path):
     assert not any(line.startswith("Rank ") for line in seen.advice)
 
 
+def test_a_loss_that_names_ranks_does_not_speak_for_the_gradients(tmp_path):
+    """The response cache knows the gradients, but not a tensor without a name, which is new every time."""
+    made = Timeline()
+    for step in range(20):
+        start = 200_000 * step
+        made.negotiate("a", (start, start + 50_000))
+        made.negotiate("b", (start, start + 50_000))
+        made.negotiate("c", (start, start + 50_000))
+        made.negotiate(f"allreduce.noname.{step}", {0: start, 1: start + 50_000})
+        made.send(["a", "b", f"allreduce.noname.{step}"], start + 50_000, start + 60_000)
+        made.send(["c"], start + 60_000, start + 70_000)
+    seen = found(made, tmp_path)
+    assert seen.rank_rows[1].last == 20
+    assert seen.rank_rows[1].of_steps == 0
+    assert not any(line.startswith("Rank ") for line in seen.advice)
+
+
 def test_few_steps_name_no_slow_rank(tmp_path):
     seen = found(training(steps=advice.ENOUGH_STEPS, slow=1, by=200_000), tmp_path)
     assert not any(line.startswith("Rank ") for line in seen.advice)
