@@ -1,6 +1,6 @@
 """An entry in which rank 1 fails while the others wait for it in a collective.
 
-    python failing_rank.py FOLDER KIND [STRATEGY]
+python failing_rank.py FOLDER KIND [STRATEGY]
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ ORDER = [
     "report.plots", "report.page", "report.content", "report.__main__",
     "bench.points", "bench.launching", "bench.record", "bench.one_run", "bench.sweep", "bench.__main__",
     "timeline.__init__", "timeline.words", "timeline.rows", "timeline.reader", "timeline.spans", "timeline.steps",
-    "timeline.figures", "timeline.analysis", "timeline.advice", "timeline.content", "timeline.plots", "timeline.__main__",
+    "timeline.figures", "timeline.analysis", "timeline.advice", "timeline.content", "timeline.plots",
+    "timeline.__main__",
     "sample.__init__", "sample.dice", "sample.themes", "sample.vocabulary", "sample.names", "sample.passages",
     "sample.generate",
 ]  # fmt: skip
