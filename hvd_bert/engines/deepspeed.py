@@ -39,6 +39,7 @@ class DeepSpeedEngine(Engine):
         from deepspeed import ops, utils
 
         self._utils: Any = utils
+        self._gathered: Any = deepspeed.zero.GatheredParameters
         self._partitioned = options.zero_stage == 3
         self._applied = True
         world.broadcast_tensors(model.state_dict())
@@ -122,7 +123,7 @@ class DeepSpeedEngine(Engine):
         self._make_slots(next(value for name, value in tensors.items() if name.endswith("/step")))
         for name, parameter in self._named_parameters().items():
             value = weights[name].to(parameter.device)
-            if not self._partitioned:
+            with self._gathered(parameter, modifier_rank=0):  # stage 3: what is computed with; nothing in the others
                 parameter.data.copy_(value)
             self._utils.safe_set_full_fp32_param(parameter, value)
             for slot in self._slots():
