@@ -56,6 +56,8 @@ class Engine:
         self.optimizer: Any = make_optimizer(self.module)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=options.fp16)
         self.skipped_steps = 0
+        self._passes = 0
+        self._average_next(options.accumulation == 1)
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
         return model
@@ -71,6 +73,11 @@ class Engine:
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a share of this rank's step loss; the last of a step's passes starts the averaging."""
         self.scaler.scale(loss).backward()
+        self._passes = (self._passes + 1) % self.options.accumulation
+        self._average_next(self._passes == self.options.accumulation - 1)
+
+    def _average_next(self, averages: bool) -> None:
+        """Told before each pass: whether it is a step's last, whose backward pass averages the gradients."""
 
     def synchronize(self) -> None:
         """Wait for the mean gradients: unscaling and clipping are of the mean, not of one rank's part."""
@@ -114,7 +121,7 @@ class Engine:
         return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
 
     def _names(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self.model.named_parameters()}
+        return {id(parameter): name for name, parameter in self.trained.named_parameters()}
 
     def _weights(self) -> dict[str, Tensor]:
         return dict(self.model.state_dict())
@@ -136,8 +143,14 @@ class Engine:
             first = len(number_of)
             number_of |= {names[id(parameter)]: first + i for i, parameter in enumerate(group["params"])}
             numbered.append({**saved, "params": list(range(first, len(number_of)))})
-        state: dict[int, dict[str, Tensor]] = {}
-        for key, value in tensors.items():
-            name, slot = key.rsplit("/", 1)
-            state.setdefault(number_of[name], {})[slot] = value
+        state = {number_of[name]: slots for name, slots in slots_of(tensors).items()}
         self.optimizer.load_state_dict({"state": state, "param_groups": numbered})
+
+
+def slots_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The optimizer's tensors by "parameter/slot" -> parameter -> slot -> tensor."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        name, slot = key.rsplit("/", 1)
+        found.setdefault(name, {})[slot] = value
+    return found

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_bert.engines.base import Engine
@@ -25,7 +25,7 @@ class DDPEngine(Engine):
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
         buffers: dict[str, Any] = {_SYNC_BUFFERS: False}  # they are the same on all ranks and never change
-        module = DistributedDataParallel(
+        return DistributedDataParallel(
             model,
             device_ids=[world.device] if world.device.type == "cuda" else None,
             **buffers,
@@ -34,19 +34,10 @@ class DDPEngine(Engine):
             # order than one that was not; it does not where parameters may be unused.
             find_unused_parameters=self.options.deterministic,
         )
-        self._passes = 0
-        self._set_sync(module)
-        return module
 
-    def _set_sync(self, module: DistributedDataParallel) -> None:
-        # What its no_sync() sets; the next forward pass reads it.
-        module.require_backward_grad_sync = self._passes == self.options.accumulation - 1
+    def _average_next(self, averages: bool) -> None:
+        self.module.require_backward_grad_sync = averages  # what its no_sync() sets; the next forward pass reads it
 
     def mark_gradients(self, mark: Callable[[], None]) -> None:
         for parameter in list(self.model.parameters())[:5]:  # BERT's embeddings: first used, and so last to have theirs
             parameter.register_post_accumulate_grad_hook(lambda _: mark())
-
-    def backward(self, loss: Tensor) -> None:
-        super().backward(loss)
-        self._passes = (self._passes + 1) % self.options.accumulation
-        self._set_sync(self.module)

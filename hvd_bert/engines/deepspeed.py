@@ -65,7 +65,6 @@ class DeepSpeedEngine(Engine):
             },
         )
         self._zero: Any = self.module.optimizer
-        self._passes = 0
         self._make_slots(torch.zeros(()))
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:

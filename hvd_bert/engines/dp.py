@@ -32,10 +32,10 @@ class WindowParallel(nn.DataParallel[nn.Module]):
         parts = split_windows(kwargs, len(device_ids))
         return [() for _ in parts], [
             {
-                name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+                name: value.to(f"cuda:{device}", non_blocking=True) if isinstance(value, Tensor) else value
                 for name, value in part.items()
             }
-            for part, device in zip(parts, map(torch.device, map("cuda:{}".format, device_ids)), strict=False)
+            for part, device in zip(parts, device_ids, strict=False)  # a short batch leaves GPUs without a part
         ]
 
     def gather(self, outputs: Any, output_device: Any) -> Any:

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from hvd_bert.engines.base import Engine
+from hvd_bert.engines.base import Engine, slots_of
 from hvd_bert.world import World
 
 WHOLE_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -31,6 +31,7 @@ class FSDPEngine(Engine):
     So every rank holds the weights once more than FSDP itself would.
     """
 
+    module: Any
     tells_exposed_comm = False  # its waiting lies within forward and backward
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
@@ -41,23 +42,15 @@ class FSDPEngine(Engine):
             for layer in layers:
                 fully_shard(layer, mesh=mesh)
         fully_shard(module, mesh=mesh)
-        assert isinstance(module, FSDPModule)
-        self._sharded = module
-        self._passes = 0
-        self._set_sync()
         return module
 
     @property
     def trained(self) -> nn.Module:
-        return self.module
+        trained: nn.Module = self.module
+        return trained
 
-    def _set_sync(self) -> None:
-        self._sharded.set_requires_gradient_sync(self._passes == self.options.accumulation - 1)
-
-    def backward(self, loss: Tensor) -> None:
-        super().backward(loss)
-        self._passes = (self._passes + 1) % self.options.accumulation
-        self._set_sync()
+    def _average_next(self, averages: bool) -> None:
+        self.module.set_requires_gradient_sync(averages)
 
     def clip(self) -> Tensor:
         norm = super().clip()
@@ -79,14 +72,10 @@ class FSDPEngine(Engine):
 
     def _load(self, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> None:
         set_model_state_dict(self.module, dict(weights), options=WHOLE)
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        state: dict[str, Any] = {}
-        for key, value in tensors.items():
-            name, slot = key.rsplit("/", 1)
-            state.setdefault(name, {})[slot] = value
+        names = self._names()
         numbered = [
             {**saved, "params": [names[id(parameter)] for parameter in group["params"]]}
             for group, saved in zip(self.optimizer.param_groups, groups, strict=True)
         ]
-        saved_state: dict[str, Any] = {"state": state, "param_groups": numbered}
+        saved_state: dict[str, Any] = {"state": slots_of(tensors), "param_groups": numbered}
         set_optimizer_state_dict(self.module, self.optimizer, saved_state, options=WHOLE)

@@ -13,7 +13,7 @@ from hvd_bert.worlds.horovod import HorovodWorld
 
 
 def join(strategy: str = "horovod", generation: int = 0) -> World:
-    """Join the world that the launcher made, for a strategy of `engines.STRATEGIES`. Raises UserError where it cannot.
+    """Join the world that the launcher made, for a strategy of `config.STRATEGIES`. Raises UserError where it cannot.
 
     `generation`: how many worlds this process has been in before, under Horovod elastic.
     """
