@@ -92,16 +92,22 @@ def parse(argv: list[str] | None = None, show_help: bool = True) -> Config:
     return Config(*parts)
 
 
-def strategy_of(argv: list[str], parse: Callable[[list[str]], Config] = parse) -> str:
-    """The --strategy of a command line, by which a process joins its world before its other settings are looked at.
+def before_joining(argv: list[str], parse: Callable[[list[str]], Config] = parse) -> dict[str, Any]:
+    """What a process must know of its command line to join its world: `run_as_rank`'s arguments.
 
-    Where something is wrong with them, the flag alone counts: what is wrong is said once the world is there.
+    Where something is wrong with it, the flag --strategy alone counts: what is wrong is said once the world is there.
     """
     try:
         if not {"-h", "--help"} & set(argv):
-            return parse(argv).parallel.strategy
+            config = parse(argv)
+            records = config.parallel.strategy == "horovod" and bool(config.profiling.steps_to_record)
+            return {"strategy": config.parallel.strategy, "records_timeline": records}
     except UserError:
         pass
+    return {"strategy": _strategy_flag(argv)}
+
+
+def _strategy_flag(argv: list[str]) -> str:
     chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     chooser.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[0])
     try:

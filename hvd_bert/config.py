@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,37 @@ class ParallelArguments:
 
 
 @dataclass
+class ProfilingArguments:
+    # horovodrun on Python 3.11 stops at --timeline, wherever it stands, for it begins two flags of its own.
+    timeline: str | None = _arg(
+        None,
+        "Record Horovod's timeline of --timeline_steps into this file, on rank 0's host. After horovodrun:"
+        " --timeline_file, for it takes --timeline for its own.",
+        aliases=["--timeline_file", "--timeline-file"],
+    )
+    timeline_steps: str = _arg("11:20", "The first and the last step to record, both included.")
+    timeline_mark_cycles: bool = _arg(False, "Mark the cycles of Horovod's thread in the timeline.")
+    profile: bool = _arg(
+        False, "Record those steps with torch's profiler, too: output_dir/trace.json.gz has all ranks on one clock."
+    )
+
+    def __post_init__(self) -> None:
+        fits = re.fullmatch(r"[1-9]\d*:[1-9]\d*", self.timeline_steps) and self._steps()
+        _require(bool(fits), f"--timeline_steps {self.timeline_steps}: give the first and the last step, as in 11:20.")
+        unused = self.timeline_mark_cycles and not (self.timeline or self.profile)
+        _require(not unused, "--timeline_mark_cycles: give --timeline FILE, too.")
+
+    def _steps(self) -> range:
+        first, last = self.timeline_steps.split(":")
+        return range(int(first), int(last) + 1)
+
+    @property
+    def steps_to_record(self) -> range:
+        """Which steps (1, 2, ...) are to be recorded; empty without --timeline and --profile."""
+        return self._steps() if self.timeline or self.profile else range(0)
+
+
+@dataclass
 class Config:
     """Everything a run is made of; one dataclass per owner."""
 
@@ -291,8 +323,12 @@ class Config:
     train: TrainArguments
     checkpoint: CheckpointArguments
     parallel: ParallelArguments
+    profiling: ProfilingArguments
 
     def __post_init__(self) -> None:
+        without_horovod = self.profiling.timeline is not None and self.parallel.strategy != "horovod"
+        strategy = self.parallel.strategy
+        _require(not without_horovod, f"--timeline is Horovod's: not with --strategy {strategy}. Give --profile.")
         fp16_on_zero = self.parallel.strategy == "deepspeed" and self.train.fp16
         _require(not fp16_on_zero, "--fp16: not with --strategy deepspeed here; give --bf16.")
 
@@ -310,5 +346,12 @@ class Config:
         path.write_text(yaml.safe_dump(self.as_flat(), sort_keys=False), encoding="utf-8")
 
 
-SECTIONS: list[Any] = [ModelArguments, DataArguments, TrainArguments, CheckpointArguments, ParallelArguments]
+SECTIONS: list[Any] = [
+    ModelArguments,
+    DataArguments,
+    TrainArguments,
+    CheckpointArguments,
+    ParallelArguments,
+    ProfilingArguments,
+]
 FLAGS = {f.name for section in SECTIONS for f in fields(section)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -72,6 +72,7 @@ class Meter:
         """`tells_exposed_comm`: whether that phase can be told from "compute"; else it is part of it."""
         self.world = world
         self._untold = () if tells_exposed_comm else ("exposed_comm",)
+        self.on_lap: Callable[[str], None] | None = None  # a recording's
         self.last_step = 0
         self.train_s = self.loss_sum = 0.0
         self.windows = self.tokens = 0
@@ -88,6 +89,8 @@ class Meter:
     def lap(self, phase: str) -> None:
         """The step has come to the end of `phase`, one of PHASES."""
         self._watch.lap(phase)
+        if self.on_lap:
+            self.on_lap(phase)
 
     def add(self, loss: torch.Tensor, batch: Batch) -> None:
         """Count one forward pass; `loss`: this rank's share of its step's loss, as given to the engine."""

@@ -39,6 +39,8 @@ RUN_FILES = {
     "eval_null_odds.json": "v2.0: the odds that a question has no answer",
     "metrics.jsonl": "one line per logged step and evaluation",
     "gpu_usage.jsonl": "the same steps: how busy each GPU was",
+    "timeline.json": "Horovod's timeline of some steps (python -m hvd_bert.timeline)",
+    "trace.json.gz": "what every rank did in these steps, for ui.perfetto.dev",
     "tb": "the same for TensorBoard (tensorboard --logdir)",
     "checkpoint-*": "the model at a step, and all that training needs to go on from there",
     "latest": "the name of the newest of them",

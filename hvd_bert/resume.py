@@ -11,7 +11,7 @@ from torch import nn
 
 from hvd_bert import checkpoint
 from hvd_bert.checkpoint import Contents, Damaged
-from hvd_bert.config import SECTIONS, CheckpointArguments, Config, ParallelArguments
+from hvd_bert.config import SECTIONS, CheckpointArguments, Config, ParallelArguments, ProfilingArguments
 from hvd_bert.data.plan import BatchPlan
 from hvd_bert.errors import UserError
 from hvd_bert.inputs import Inputs
@@ -31,6 +31,7 @@ FREE = {
     *("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size"),
     *(vars(CheckpointArguments()).keys() - {"metric_for_best_model"}),
     *(vars(ParallelArguments()).keys() - {"fp16_allreduce", "gradient_predivide_factor"}),
+    *vars(ProfilingArguments()),
 }
 
 

@@ -19,6 +19,7 @@ import torch
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.launch import WorldsOfOne, find_launcher
 from hvd_bert.world import AgreedError, HostsChanged, World, log
+from hvd_bert.worlds.horovod import ready_for_timeline
 from hvd_bert.worlds.joining import join
 
 # Of Horovod's and Gloo's messages, where another rank has died. Others (shapes that differ, NCCL's) are shown with a
@@ -26,8 +27,13 @@ from hvd_bert.worlds.joining import join
 _PEER_IS_GONE = ("Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
-def run_as_rank(entry: Callable[[World], None], strategy: str = "horovod") -> NoReturn:
-    """Join the world, call `entry(world)`, leave with 0, or say once what is wrong and end every rank."""
+def run_as_rank(entry: Callable[[World], None], strategy: str = "horovod", records_timeline: bool = False) -> NoReturn:
+    """Join the world, call `entry(world)`, leave with 0, or say once what is wrong and end every rank.
+
+    `records_timeline`: whether Horovod is to record its timeline of some steps, which it must know from the start.
+    """
+    if records_timeline:
+        ready_for_timeline(os.environ)
     generation = 0
     while True:
         world = _join(strategy, generation)

@@ -30,6 +30,7 @@ from hvd_bert.gpu_usage import GpuUsage
 from hvd_bert.inputs import Inputs, load_inputs
 from hvd_bert.model import autocast, set_precision, window_losses
 from hvd_bert.process_usage import process_usage
+from hvd_bert.profiling.recording import Recording
 from hvd_bert.resume import Found
 from hvd_bert.running import run_as_rank
 from hvd_bert.saving import Checkpoints
@@ -122,6 +123,7 @@ class Training:
         collate = Collator(data.windows, world.device, config.data.pad_to)
         self.batches = Prefetcher(self.plan, collate, world.rank, self.state.step)
         self.checkpoints = Checkpoints(self.state, config, inputs)
+        self.recording = Recording(config, self.total_steps, self.state.meter, world)
         self.gpus = GpuUsage(world, args.folder)
         self.stop_requests = StopRequests(world)
 
@@ -136,11 +138,13 @@ class Training:
         state.engine.module.train()
         self.telemetry.begin(self.total_steps, state.step, self.plan.steps_per_epoch)
         watched = self.stop_requests.watched() if stoppable else nullcontext()
-        with closing(checkpoints), closing(self.gpus), closing(self.batches), watched:
+        with closing(checkpoints), closing(self.gpus), closing(self.batches), closing(self.recording), watched:
             if state.unscored and self.evaluator:  # a signal came before it
                 self._score()
             while state.step < self.total_steps and not checkpoints.patience_is_over:
+                self.recording.before(state.step + 1)
                 learning_rate, grad_norm, stops = self._step()
+                self.recording.after(state.step)
                 self._after_step(learning_rate, grad_norm, stops)
             if self.stop_requests.ask()():  # since the last step: while the model was scored, say
                 checkpoints.stop(self.stop_requests.reason())
@@ -221,4 +225,4 @@ def check_finite(step: int, loss: float) -> None:
 
 
 if __name__ == "__main__":
-    run_as_rank(main, command_line.strategy_of(sys.argv[1:]))
+    run_as_rank(main, **command_line.before_joining(sys.argv[1:]))

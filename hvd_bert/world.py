@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -136,6 +137,14 @@ class World:
         It travels beside the step's gradients (and never in one buffer with them: its type is another).
         """
         return lambda: mine
+
+    def start_timeline(self, path: Path, mark_cycles: bool) -> None:
+        """Rank 0 alone: have Horovod take down in a new file what tensors go through from now on."""
+        raise NotImplementedError("only Horovod has a timeline")
+
+    def stop_timeline(self) -> None:
+        """Rank 0 alone: close that file. Returns when all is written."""
+        raise NotImplementedError("only Horovod has a timeline")
 
     def check_same(self, values: Mapping[str, object]) -> None:
         """Raise AgreedError if a value differs between ranks: hosts that hold other files would train on other data."""

@@ -191,4 +191,4 @@ def _tell(record: dict[str, Any], path: Path | None) -> None:
 
 def start() -> NoReturn:
     """The command, on every rank."""
-    run_as_rank(main, command_line.strategy_of(sys.argv[1:], lambda argv: parse(argv, show_help=False)[1]))
+    run_as_rank(main, **command_line.before_joining(sys.argv[1:], lambda argv: parse(argv, show_help=False)[1]))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,13 @@ from hvd_bert.errors import UserError
 from hvd_bert.launch import Launcher, check_pmi, check_size, find_launcher, is_elastic
 from hvd_bert.world import World, log, log_on_rank_zero
 from hvd_bert.worlds import rendezvous
+
+
+def ready_for_timeline(environ: MutableMapping[str, str]) -> None:
+    """Have Horovod, when it begins, make ready for a timeline of some steps. What the user has set stays."""
+    environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
+    # Horovod's response cache leaves out of the timeline which rank was ready when (docs/profiling.md).
+    environ.setdefault("HOROVOD_CACHE_CAPACITY", "0")
 
 
 class HostNotices:
@@ -136,6 +144,12 @@ class HorovodWorld(World):
         ballot = torch.tensor([int(mine)], dtype=torch.int32)
         handle = self._hvd.allreduce_async(ballot, op=self._hvd.Sum, name="hvd_bert.vote")
         return lambda: bool(self._hvd.synchronize(handle).item())
+
+    def start_timeline(self, path: Path, mark_cycles: bool) -> None:
+        self._hvd.start_timeline(str(path), mark_cycles=mark_cycles)
+
+    def stop_timeline(self) -> None:
+        self._hvd.stop_timeline()
 
     def close(self) -> None:
         self.allgather(None)

@@ -61,4 +61,4 @@ if __name__ == "__main__":
     where = (int(sys.argv[1]), {int(rank) for rank in sys.argv[2].split(",")}, signal.Signals[sys.argv[3]], sys.argv[4])
     sys.argv[1:] = sys.argv[5:]
     with signal_at(*where, records=Path.cwd()):
-        run_as_rank(train.main, command_line.strategy_of(sys.argv[1:]))
+        run_as_rank(train.main, **command_line.before_joining(sys.argv[1:]))

@@ -11,7 +11,7 @@ from test_world import make_world
 from torch import nn
 
 from hvd_bert.attention import offsets_of
-from hvd_bert.command_line import parse, strategy_of
+from hvd_bert.command_line import before_joining, parse
 from hvd_bert.config import STRATEGIES
 from hvd_bert.engines.base import Engine, EngineOptions
 from hvd_bert.engines.dp import WindowParallel, join_windows, split_windows
@@ -69,13 +69,13 @@ def test_settings_that_do_not_go_together(flags, said):
     ],
 )
 def test_strategy_is_known_before_the_world_is_joined(argv, expected):
-    assert strategy_of(argv) == expected
+    assert before_joining(argv)["strategy"] == expected
 
 
 def test_strategy_of_a_file_is_known_too(tmp_path):
     (tmp_path / "mine.yaml").write_text("strategy: fsdp\n")
-    assert strategy_of(["--config", str(tmp_path / "mine.yaml")]) == "fsdp"
-    assert strategy_of(["--config", str(tmp_path / "mine.yaml"), "--strategy", "ddp"]) == "ddp"
+    assert before_joining(["--config", str(tmp_path / "mine.yaml")])["strategy"] == "fsdp"
+    assert before_joining(["--config", str(tmp_path / "mine.yaml"), "--strategy", "ddp"])["strategy"] == "ddp"
 
 
 @pytest.mark.parametrize("strategy", ["none", "dp"])

@@ -1,0 +1,176 @@
+"""One trace of all ranks for Perfetto and chrome://tracing: a process row per rank, times of rank 0's clock.
+
+In a rank's row: the phases of its steps, its threads and GPU streams as torch's profiler saw them, and when its
+gradients were ready for Horovod; in rank 0's also Horovod's messages. The format: Google, *Trace Event Format*, 2016.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvd_bert.timeline.reader import Events, Reader
+from hvd_bert.timeline.rows import NONE, Batch
+from hvd_bert.timeline.spans import Spans
+from hvd_bert.timeline.words import TICK
+
+Event = dict[str, Any]
+
+PHASES, NEGOTIATION, MESSAGES, READY = 1, 2, 3, 4  # rows; a rank's threads and streams come after them
+ROWS = {
+    PHASES: "phases of the step",
+    NEGOTIATION: "Horovod: waiting until all ranks are ready",
+    MESSAGES: "Horovod: messages",
+    READY: "Horovod: gradient ready",
+}
+_EPOCH = re.compile(rb'"start_time_since_epoch_in_micros":(-?\d+)')
+_KEPT = "Xsfi"  # spans, the arrows between them, instants
+
+
+@dataclass
+class RankTrace:
+    """What a rank recorded. `offset_ns`: its clock is ahead of rank 0's by; `laps`: ends of phases in ns since 1970,
+    the first being the start; `packed`: torch's trace, by `pack`."""
+
+    rank: int
+    host: str
+    offset_ns: int
+    laps: Sequence[tuple[str, int]]
+    packed: bytes
+
+
+def pack(text: bytes) -> bytes:
+    """For the way to rank 0."""
+    return gzip.compress(text, 1)
+
+
+def write_trace(path: Path, ranks: Sequence[RankTrace], timeline: Path | None) -> None:
+    """Write the trace, gzipped; `timeline`: Horovod's of the same steps. Raises OSError."""
+    start_us = min(trace.laps[0][1] - trace.offset_ns for trace in ranks) / 1000
+    partial = path.with_name(path.name + ".partial")
+    with gzip.open(partial, "wt", compresslevel=6, encoding="utf-8") as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        separator = ""
+        for event in _events(ranks, timeline):
+            if "ts" in event:
+                event["ts"] = round(event["ts"] - start_us, 3)
+            file.write(separator + json.dumps(event))
+            separator = ",\n"
+        file.write("\n]}\n")
+    os.replace(partial, path)
+
+
+def _events(ranks: Sequence[RankTrace], timeline: Path | None) -> Iterator[Event]:
+    """All events, `ts` in us since 1970 by rank 0's clock."""
+    for trace in ranks:
+        pid = _pid(trace.rank)
+        yield _metadata("process_name", pid, name=f"rank {trace.rank} on {trace.host}")
+        yield _metadata("process_sort_index", pid, sort_index=trace.rank)
+        for tid, name in ROWS.items():
+            if tid == PHASES or (timeline and (tid == READY or trace.rank == 0)):
+                yield _metadata("thread_name", pid, tid, name=name)
+                yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
+        yield from _phases(trace)
+        yield from _torch(trace)
+    if timeline:
+        yield from _horovod(timeline)
+
+
+def _pid(rank: int) -> int:
+    return rank + 1  # Perfetto takes 0 for the idle process
+
+
+def _metadata(kind: str, pid: int, tid: int = 0, **args: Any) -> Event:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
+
+
+def _span(name: str, category: str, pid: int, tid: int, start_us: float, end_us: float, **args: Any) -> Event:
+    return {
+        "ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": start_us, "dur": end_us - start_us,
+        "args": args,
+    }  # fmt: skip
+
+
+def _phases(trace: RankTrace) -> Iterator[Event]:
+    since = trace.laps[0][1]
+    for phase, now in trace.laps[1:]:
+        start, end = ((moment - trace.offset_ns) / 1000 for moment in (since, now))
+        yield _span(phase, "phase", _pid(trace.rank), PHASES, start, end)
+        since = now
+
+
+def _torch(trace: RankTrace) -> Iterator[Event]:
+    """torch's events. It has a process per device and threads in them: here they are rows of the rank's process."""
+    whole = json.loads(gzip.decompress(trace.packed))
+    shift_us = (whole.get("baseTimeNanoseconds", 0) - trace.offset_ns) / 1000
+    pid = _pid(trace.rank)
+    rows: dict[tuple[Any, Any], int] = {}
+    names: dict[tuple[Any, Any], str] = {}
+    for event in whole["traceEvents"]:
+        if event["ph"] == "M" and event["name"] == "thread_name":
+            names[event["pid"], event["tid"]] = event["args"]["name"]
+    for event in whole["traceEvents"]:
+        if event["ph"] not in _KEPT or not isinstance(event["pid"], int):  # the profiler's own marks have names there
+            continue
+        key = event["pid"], event["tid"]
+        if key not in rows:
+            rows[key] = tid = len(ROWS) + 1 + len(rows)
+            yield _metadata("thread_name", pid, tid, name=names.get(key, f"thread {event['tid']}"))
+            yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
+        if "id" in event:  # of an arrow: each rank counts its own
+            event["id"] += trace.rank << 40
+        yield event | {"pid": pid, "tid": rows[key], "ts": event["ts"] + shift_us}
+
+
+def _horovod(path: Path) -> Iterator[Event]:
+    """Horovod's messages and negotiations, and every rank's ticks where the timeline has them."""
+    with path.open("rb") as file:
+        epoch = _EPOCH.search(file.read(4096))
+    start_us = int(epoch[1]) if epoch else 0
+    reader = Reader(path)
+    spans = Spans(reader.names.spans)
+    ticks: list[Event] = []
+
+    def watched(blocks: Iterator[Events]) -> Iterator[Events]:
+        for block in blocks:
+            columns = (block.code, block.ts, block.pid)
+            seen = (column[block.phase == TICK].tolist() for column in columns)
+            for rank, ts, tensor in zip(*seen, strict=True):
+                ticks.append(_ready(rank, start_us + ts, reader.names.tensors.get(tensor, "")))
+            yield block
+
+    for batch in spans.batches(watched(reader.blocks())):
+        yield from ticks
+        ticks.clear()
+        yield from _messages(batch, reader.names.spans, reader.names.tensors, start_us)
+
+
+def _ready(rank: int, ts: float, tensor: str) -> Event:
+    return {
+        "ph": "i", "s": "t", "name": tensor, "cat": "horovod", "pid": _pid(rank), "tid": READY, "ts": ts
+    }  # fmt: skip
+
+
+def _messages(batch: Batch, spans: Sequence[str], tensors: dict[int, str], start_us: int) -> Iterator[Event]:
+    messages, activities, operations = batch.messages, batch.activities, batch.operations
+    for row in range(len(messages.code)):
+        members = [tensors.get(pid, "") for pid in operations.pid[operations.message == row].tolist()]
+        name, size = spans[messages.code[row]], int(messages.size[row])
+        seen, ready, start, end = (
+            start_us + int(column[row]) for column in (messages.seen, messages.ready, messages.start, messages.end)
+        )
+        args = {"tensors": members} | ({"bytes": size} if size != NONE else {})
+        yield _span(f"{name} of {len(members)}", "horovod", _pid(0), MESSAGES, start, end, **args)
+        wait = {"cat": "horovod", "id": f"{name} {start}", "pid": _pid(0), "tid": NEGOTIATION}
+        yield wait | {"ph": "b", "name": f"NEGOTIATE_{name} of {len(members)}", "ts": seen}
+        yield wait | {"ph": "e", "name": f"NEGOTIATE_{name} of {len(members)}", "ts": max(seen, ready)}
+    for code, start, end in zip(
+        *(column.tolist() for column in (activities.code, activities.start, activities.end)), strict=True
+    ):
+        yield _span(spans[code], "horovod", _pid(0), MESSAGES, start_us + start, start_us + end)

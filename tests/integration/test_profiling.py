@@ -1,0 +1,100 @@
+"""Some steps of real runs, recorded: Horovod's timeline of exactly these, and one trace of all ranks on one clock."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stopping_at
+from commands import TINY, read_lines, said, small_run
+from launch import TRAIN, launcher, run
+
+from hvd_bert.meter import PHASES
+from hvd_bert.timeline.__main__ import read
+
+pytestmark = pytest.mark.integration
+
+PARAMETERS = 16 * TINY["num_hidden_layers"] + 5 + 2  # a layer's, the embeddings', the span head's
+SLACK_US = 50.0  # Horovod's clock is read in whole us
+
+
+def timeline(path: Path) -> list[dict[str, Any]]:
+    """Its events: a file that was closed is JSON."""
+    events: list[dict[str, Any]] = json.loads(path.read_text())
+    return events
+
+
+def rounds(events: list[dict[str, Any]], what: str = "ALLREDUCE") -> Counter[int]:
+    """How many tensors were sent how often."""
+    return Counter(Counter(event["pid"] for event in events if event.get("name") == what).values())
+
+
+def trace(out: Path) -> list[dict[str, Any]]:
+    with gzip.open(out / "trace.json.gz", "rt") as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return events
+
+
+def phases_of(events: list[dict[str, Any]], pid: int) -> list[dict[str, Any]]:
+    return [event for event in events if event.get("cat") == "phase" and event["pid"] == pid]
+
+
+@pytest.mark.parametrize("by", ["mpi", "gloo"])
+def test_steps_3_to_5_are_recorded(tmp_path: Path, by: str) -> None:
+    out, path = tmp_path / "out", tmp_path / "timeline.json"
+    flags = ["--timeline_file", path, "--timeline_steps", "3:5", "--timeline_mark_cycles", "--profile"]
+    outcome = run([*launcher(2, by), *small_run(2, out, *flags)], tmp_path).expect(0)
+    assert said(outcome).count(f"Horovod's timeline of steps 3 to 5: {path}") == 1
+    assert len([row for row in read_lines(out / "metrics.jsonl") if "loss" in row]) == 6
+    assert rounds(timeline(path))[3] >= PARAMETERS  # the gradients, and the vote; an epoch's scoring sends others
+    assert read(path).cycles > 0
+    assert {event["name"] for event in timeline(path) if event["ph"] == "X"} == {"0", "1"}
+
+    events = trace(out)
+    assert {event["pid"] for event in events} == {1, 2}
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert [name.split(" on ")[0] for name in names.values()] == ["rank 0", "rank 1"]
+    for pid in (1, 2):
+        phases = phases_of(events, pid)
+        assert [row["name"] for row in phases].count("compute") == 3
+        assert set(PHASES) >= {row["name"] for row in phases}
+        start, end = phases[0]["ts"], phases[-1]["ts"] + phases[-1]["dur"]
+        own = [event for event in events if event["pid"] == pid and event["ph"] == "X"]
+        backward = [event for event in own if "autograd::engine" in event["name"]]
+        assert backward and all(start <= event["ts"] <= end for event in backward)
+        ready = [event for event in events if event["pid"] == pid and event["ph"] == "i" and event["cat"] == "horovod"]
+        assert len(ready) >= 3 * PARAMETERS
+    # One clock: a step's gradients are sent between the start of its forward pass and the end of the wait for them.
+    waits = [row["ts"] + row["dur"] for row in phases_of(events, 1) if row["name"] == "exposed_comm"]
+    computes = [row["ts"] for row in phases_of(events, 1) if row["name"] == "compute"]
+    messages = [event for event in events if event["name"].startswith(f"{by.upper()}_ALLREDUCE")]
+    inside = [
+        any(begin - SLACK_US <= row["ts"] and row["ts"] + row["dur"] <= end + SLACK_US for begin, end in steps)
+        for row in messages
+        for steps in [list(zip(computes, waits, strict=True))]
+    ]
+    assert sum(inside) >= 3
+
+
+def test_a_recording_that_is_interrupted_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    words = small_run(2, "out", "--timeline", path, "--timeline_steps", "2:6")[len(TRAIN) :]
+    stopping = [TRAIN[0], stopping_at.__file__, "4", "1", "SIGTERM", "start"]
+    stopped = run([*launcher(2, "mpirun"), *stopping, *words], tmp_path)
+    assert not stopped.hung and stopped.status != 0, stopped
+    assert said(stopped).count("The recording of steps 2:6 was cut short") == 1, stopped
+    assert max(rounds(timeline(path))) == 3  # steps 2, 3 and 4
+    assert read(path).step is not None
+
+
+def test_another_strategy_has_a_trace_without_horovod(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    flags = ["--strategy", "ddp", "--profile", "--timeline_steps", "2:2"]
+    run([*launcher(2, "torchrun"), *small_run(2, out, *flags)], tmp_path).expect(0)
+    events = trace(out)
+    assert [row["name"] for row in phases_of(events, 2)][:2] == ["data", "compute"]
+    assert not [event for event in events if event.get("cat") == "horovod"]

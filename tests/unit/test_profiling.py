@@ -1,0 +1,125 @@
+"""Recordings: which steps, whose clock, and what the trace of all ranks has in it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_timelines import Timeline
+
+from hvd_bert.command_line import before_joining, parse
+from hvd_bert.errors import UserError
+from hvd_bert.profiling.clocks import _offset
+from hvd_bert.profiling.trace import RankTrace, pack, write_trace
+from hvd_bert.worlds.horovod import ready_for_timeline
+
+BASE = ["--config", "sample"]
+START_US = 1795285774578916  # of made timelines
+
+
+@pytest.mark.parametrize("steps", ["3", "0:4", "5:4", "a:b", "3:", "-1:2", "1:2:3"])
+def test_steps_that_are_none_are_refused(steps):
+    with pytest.raises(UserError, match="give the first and the last step"):
+        parse([*BASE, f"--timeline_steps={steps}"])
+
+
+def test_what_fits_not_together_is_refused():
+    with pytest.raises(UserError, match="--timeline is Horovod's: not with --strategy ddp"):
+        parse([*BASE, "--timeline", "t.json", "--strategy", "ddp"])
+    with pytest.raises(UserError, match="give --timeline FILE"):
+        parse([*BASE, "--timeline_mark_cycles"])
+
+
+def test_which_steps_are_recorded():
+    assert parse([*BASE, "--timeline_steps", "3:5"]).profiling.steps_to_record == range(0)
+    assert list(parse([*BASE, "--timeline", "t", "--timeline_steps", "3:5"]).profiling.steps_to_record) == [3, 4, 5]
+    assert parse([*BASE, "--profile"]).profiling.steps_to_record == range(11, 21)
+
+
+@pytest.mark.parametrize(
+    ("flags", "records"),
+    [([], False), (["--timeline", "t"], True), (["--profile"], True), (["--profile", "--strategy", "ddp"], False)],
+)
+def test_horovod_is_told_before_it_begins(flags, records):
+    assert before_joining([*BASE, *flags]).get("records_timeline") == records
+
+
+def test_what_the_user_set_of_horovods_stays():
+    environ: dict[str, str] = {}
+    ready_for_timeline(environ)
+    assert environ == {"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_CACHE_CAPACITY": "0"}
+    mine = {"HOROVOD_TIMELINE": "mine.json", "HOROVOD_CACHE_CAPACITY": "64"}
+    ready_for_timeline(mine)
+    assert mine == {"HOROVOD_TIMELINE": "mine.json", "HOROVOD_CACHE_CAPACITY": "64"}
+
+
+@given(
+    ahead=st.integers(-(10**9), 10**9),
+    rounds=st.lists(st.tuples(*[st.integers(0, 10**6)] * 4), min_size=1, max_size=10),
+)
+def test_offset_is_right_to_half_of_the_fastest_round(ahead, rounds):
+    """Rounds: how long after the round's start either rank enters, and how long after the later one each leaves."""
+    first, mine, shortest, now = [], [], [], 0
+    for enters, enters_too, leaves, leaves_too in rounds:
+        all_in = now + max(enters, enters_too)
+        first.append((now + enters, all_in + leaves))
+        mine.append((now + enters_too + ahead, all_in + leaves_too + ahead))
+        shortest.append((all_in + leaves - now - enters_too) + (all_in + leaves_too - now - enters))
+        now = all_in + max(leaves, leaves_too)
+    assert abs(_offset(first, mine) - ahead) <= min(shortest) / 2 + 1
+
+
+def torch_trace(start_us: float) -> bytes:
+    """As torch's profiler exports it: a base, a thread with its name, a stream, an arrow, and marks of its own."""
+    op = {"ph": "X", "cat": "cpu_op", "pid": 77, "tid": 78, "dur": 5.0, "args": {}}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "thread_name", "pid": 77, "tid": 78, "args": {"name": "thread 78 (python)"}},
+        op | {"name": "aten::mm", "ts": start_us - 1e9},
+        op | {"name": "gemm", "cat": "kernel", "pid": 0, "tid": 7, "ts": start_us + 2 - 1e9},
+        {"ph": "s", "id": 3, "name": "ac2g", "cat": "ac2g", "pid": 77, "tid": 78, "ts": start_us - 1e9},
+        {"ph": "X", "cat": "Trace", "name": "PyTorch Profiler", "pid": "Spans", "tid": "PyTorch", "ts": 0, "dur": 9},
+    ]
+    return json.dumps({"baseTimeNanoseconds": 10**12, "traceEvents": events}).encode()
+
+
+def test_trace_of_two_hosts_is_on_one_clock(tmp_path):
+    ahead_us = 250_000.0  # of rank 1's clock
+    timeline = Timeline()
+    timeline.negotiate("grad", {0: 100, 1: 150})
+    timeline.send(["grad"], 160, 200)
+    path = tmp_path / "timeline.json"
+    path.write_text(timeline.text.rstrip(",") + "]")
+    ranks = []
+    for rank, ahead in ((0, 0.0), (1, ahead_us)):
+        begin = START_US + ahead
+        laps = [("", begin), ("data", begin + 10), ("compute", begin + 90)]
+        in_ns = [(phase, int(moment * 1000)) for phase, moment in laps]
+        ranks.append(RankTrace(rank, f"host{rank}", int(ahead * 1000), in_ns, pack(torch_trace(begin + 20))))
+    write_trace(tmp_path / "trace.json.gz", ranks, path)
+    with gzip.open(tmp_path / "trace.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+
+    def only(name: str, pid: int) -> dict[str, Any]:
+        (event,) = [event for event in events if event["name"] == name and event["pid"] == pid and event["ph"] != "M"]
+        return SimpleNamespace(**event)
+
+    for pid in (1, 2):
+        assert only("compute", pid).ts == pytest.approx(10, abs=1)
+        assert only("compute", pid).dur == pytest.approx(80, abs=1)
+        assert only("aten::mm", pid).ts == pytest.approx(20, abs=1)
+        assert only("gemm", pid).ts == pytest.approx(22, abs=1)
+        assert only("grad", pid).ts == pytest.approx({1: 100, 2: 150}[pid], abs=1)
+    assert only("ac2g", 1).id != only("ac2g", 2).id
+    rows = {event["args"]["name"] for event in events if event["name"] == "thread_name" and event["pid"] == 2}
+    assert {"thread 78 (python)", "thread 7", "phases of the step"} <= rows
+    message = only("ALLREDUCE of 1", 1)
+    assert (message.ts, message.dur) == (pytest.approx(160, abs=1), pytest.approx(40, abs=1))
+    assert message.args == {"tensors": ["grad"], "bytes": 4 * 256 * 1024}
+    assert not list(Path(tmp_path).glob("*.partial"))
+    assert "PyTorch Profiler" not in {event["name"] for event in events}
