@@ -59,6 +59,25 @@ def test_checkpoint_of_one_strategy_is_gone_on_with_under_another(tmp_path, base
     assert losses(out) == pytest.approx(losses(baseline), abs=1e-4)
 
 
+@pytest.mark.parametrize("flags", [("fsdp",), ("deepspeed", "--zero_stage", 1), ("deepspeed", "--zero_stage", 3)])
+def test_best_model_is_the_one_that_is_left(tmp_path, flags):
+    """A learning rate that spoils the model again: the last scoring is not the best one."""
+    out = tmp_path / "out"
+    best = ["--load_best_model_at_end", "--metric_for_best_model", "eval_loss", "--eval_steps", 1]
+    best += ["--learning_rate", 0.02, "--lr_scheduler_type", "constant", "--save_steps", 100]
+    run([*launcher(2, "mpi"), *small_run(2, out, "--strategy", *flags, *best)], tmp_path).expect(0)
+    *scored, left = [line["eval_loss"] for line in read_lines(out / "metrics.jsonl") if "eval_loss" in line]
+    assert scored[-1] > min(scored) + 0.01
+    assert left == pytest.approx(min(scored), abs=1e-5)
+
+
+def test_fp16_of_fsdp_is_that_of_horovod(tmp_path):
+    for strategy in ("fsdp", "horovod"):
+        flags = ["--strategy", strategy, "--fp16", "--no_do_eval"]
+        run([*launcher(2, "mpi"), *small_run(2, tmp_path / strategy, *flags)], tmp_path).expect(0)
+    assert losses(tmp_path / "fsdp") == pytest.approx(losses(tmp_path / "horovod"), abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
