@@ -264,11 +264,16 @@ class ParallelArguments:
         1.0,
         "Divide gradients by this before the allreduce and by world size / this after it; the mean stays the same.",
     )
+    num_groups: int = _arg(
+        0,
+        "Send gradients in this many groups, each when all that is in it is ready. 0: each gradient when it is ready.",
+    )
     num_threads: int | None = _arg(None, "CPU threads of a rank. Default: OMP_NUM_THREADS, or its share of the cores.")
 
     def __post_init__(self) -> None:
         _require(self.zero_stage in (1, 2, 3), f"--zero_stage {self.zero_stage}: must be 1, 2 or 3.")
-        owners = {"fp16_allreduce": "horovod", "gradient_predivide_factor": "horovod", "zero_stage": "deepspeed"}
+        of_horovod = ("fp16_allreduce", "gradient_predivide_factor", "num_groups")
+        owners = {"zero_stage": "deepspeed", **dict.fromkeys(of_horovod, "horovod")}
         for f in fields(self):
             others = owners.get(f.name, self.strategy) != self.strategy and getattr(self, f.name) != f.default
             _require(not others, f"--{f.name} is of --strategy {owners.get(f.name)}: not with {self.strategy}.")
@@ -276,6 +281,12 @@ class ParallelArguments:
         _require(
             math.isfinite(factor) and factor > 0,
             f"--gradient_predivide_factor {factor}: must be a positive number.",
+        )
+        _require(self.num_groups >= 0, f"--num_groups {self.num_groups}: must not be negative.")
+        # Horovod leaves the factor out where gradients are grouped: nothing would keep sums small on the wire.
+        _require(
+            self.num_groups == 0 or factor == 1.0,
+            f"--num_groups {self.num_groups}: Horovod groups no gradients with --gradient_predivide_factor.",
         )
         _require(
             self.num_threads is None or self.num_threads >= 1,
@@ -331,6 +342,8 @@ class Config:
         _require(not without_horovod, f"--timeline is Horovod's: not with --strategy {strategy}. Give --profile.")
         fp16_on_zero = self.parallel.strategy == "deepspeed" and self.train.fp16
         _require(not fp16_on_zero, "--fp16: not with --strategy deepspeed here; give --bf16.")
+        ordered = self.train.deterministic and self.parallel.num_groups > 1
+        _require(not ordered, "--num_groups: --deterministic sends all gradients as one group; leave one of them out.")
 
     def scores_after(self, step: int, steps_per_epoch: int, total_steps: int) -> bool:
         """Whether to score after optimizer step `step`; the last one counts where the best model is wanted."""

@@ -153,6 +153,7 @@ def engine_options(config: Config, accumulation: int) -> EngineOptions:
         deterministic=train.deterministic,
         fp16_allreduce=parallel.fp16_allreduce,
         gradient_predivide_factor=parallel.gradient_predivide_factor,
+        num_groups=parallel.num_groups,
         zero_stage=parallel.zero_stage,
     )
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
+import platform
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvd_bert import __version__
 from hvd_bert.bench.points import ONE_PROCESS, Point
 from hvd_bert.errors import UserError
 from hvd_bert.launch import Allocation, find_allocation
+from hvd_bert.machine import PACKAGES, cpu_name, version_of
 
 LAUNCHERS = ("auto", "horovodrun", "mpirun", "srun", "torchrun", "none")
 TRAIN = (sys.executable, "-m", "hvd_bert.train")
@@ -36,6 +41,10 @@ class Machine:
     def here(cls, environ: Mapping[str, str]) -> Machine:
         """What this process may use."""
         return cls(len(os.sched_getaffinity(0)), _count_gpus(), find_allocation(environ))
+
+    def record(self) -> dict[str, object]:
+        """This host, for a record of runs."""
+        return {"host": socket.gethostname(), "processor": cpu_name(), "cores": self.cores, "gpus": self.gpus}
 
 
 def _count_gpus() -> int:
@@ -88,6 +97,16 @@ class Launching:
         if self.choice in ("horovodrun", "mpirun", "srun") and _program(self.choice) is None:
             raise UserError(f"--launcher {self.choice}: there is no {self.choice} on PATH.")
 
+    def record(self) -> dict[str, object]:
+        """What runs that are compared must share of how they are started, and by which versions."""
+        where = "a Slurm job" if self.machine.allocation else "hosts" if self.hosts else "one host"
+        versions = {"python": platform.python_version(), "hvd_bert": __version__}
+        return {
+            "--launcher": f"auto, {where}" if self.choice == "auto" else self.choice,
+            "--launcher_flag": list(self.words),
+            "versions": versions | {package: version_of(package) for package in PACKAGES},
+        }
+
     def launcher(self, point: Point) -> str:
         """The launcher of a point."""
         several = "horovodrun" if point.strategy == "horovod" else "torchrun"
@@ -99,8 +118,8 @@ class Launching:
             return "none"
         return several if choice == "auto" else choice
 
-    def command(self, point: Point, flags: Sequence[str]) -> list[str]:
-        """The words that start a point's training."""
+    def command(self, point: Point, flags: Sequence[str], exported: Sequence[str] = ()) -> list[str]:
+        """The words that start a point's training; `exported`: variables that ranks on other hosts must have, too."""
         number, by = point.processes, self.launcher(point)
         hosts = ["-H", self.hosts.text] if self.hosts else []
         train = [*TRAIN, *flags]
@@ -111,12 +130,14 @@ class Launching:
             return [*own, *self.words, *train[1:]]
         program = _program(by) or by
         if by == "srun":
-            return [program, *self._srun_words(number), *self.words, *train]
-        if by == "horovodrun":
+            export = ["--export=ALL"] if exported else []  # whatever sbatch was told
+            return [program, *self._srun_words(number), *export, *self.words, *train]
+        if by == "horovodrun":  # exports all there are
             return [program, "-np", str(number), *hosts, *self.words, *train]
         # As many slots as ranks, or Open MPI refuses more than there are cores; without cores of its own for each.
         place = hosts or ([] if self.machine.allocation else ["-H", f"localhost:{number}"])
-        return [program, "-np", str(number), *place, "--bind-to", "none", *self.words, *train]
+        export = [word for name in exported for word in ("-x", name)]
+        return [program, "-np", str(number), *place, "--bind-to", "none", *export, *self.words, *train]
 
     def _srun_words(self, number: int) -> list[str]:
         allocation = self.machine.allocation
@@ -134,6 +155,14 @@ class Launching:
             return dict(environ)
         visible = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.machine.gpus))))
         return {**environ, "CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[: point.ranks])}
+
+    def threads(self, environ: Mapping[str, str]) -> int | None:
+        """Of a rank on CPUs; None with GPUs, where the trainer chooses.
+
+        One, so that one rank has no cores that the ranks of a larger world have to share; or what the user says.
+        """
+        said = environ.get("OMP_NUM_THREADS", "").split(",")[0]
+        return None if self.machine.gpus else int(said) if said.isdecimal() and int(said) > 0 else 1
 
     def obstacle(self, point: Point) -> str:
         """Why a point cannot run here, with what to do about it; "" where nothing is known against it."""
@@ -174,6 +203,24 @@ class Launching:
             return ""
         of_one = f" of {threads} threads" if threads > 1 else ""
         return f"{most} ranks{of_one} share {machine.cores} cores: no speed-up can be expected beyond the cores."
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that choose a launcher."""
+    parser.add_argument("--launcher", choices=LAUNCHERS, default="auto", help="auto: srun in a Slurm job, else"
+        " horovodrun for horovod and torchrun for the others, or with -H horovodrun for all")  # fmt: skip
+    parser.add_argument("-H", metavar="HOST:SLOTS,...", help="hosts for horovodrun or mpirun")
+    parser.add_argument(
+        "--launcher_flag", metavar="WORD", action="append", default=[], help="one more word for the launcher; may be"
+        " given several times: --launcher_flag=--network-interfaces --launcher_flag=ib0",
+    )  # fmt: skip
+
+
+def chosen(flags: argparse.Namespace, machine: Machine) -> Launching:
+    """What those flags say. Raises UserError."""
+    launching = Launching(flags.launcher, tuple(flags.launcher_flag), Hosts(flags.H) if flags.H else None, machine)
+    launching.check()
+    return launching
 
 
 def _program(name: str) -> str | None:

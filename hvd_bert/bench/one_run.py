@@ -1,21 +1,31 @@
-"""One run of a sweep: its launcher started, waited for and, at a signal or too late, ended with all its ranks."""
+"""One training: its launcher started, waited for and, at a signal or too late, ended with all its ranks; its speed."""
 
 from __future__ import annotations
 
 import os
 import re
 import select
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+from hvd_bert.bench.record import locked
+from hvd_bert.errors import EXIT_OK, EXIT_STOPPED
+from hvd_bert.report import reading
+from hvd_bert.report.runs import Run
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 TO_END_S = 40  # longer than torchrun gives ranks that do not answer, which is longer than others do
+LOG = "log.txt"
 _GUARD = "import os, signal, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), signal.SIGTERM)"
 
 
@@ -37,6 +47,43 @@ def signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What became of a training. `run`: what it left; None: it failed, and `reason` says why. `status`: its launcher's;
+    None: it took too long. `seconds`: from its start to its end."""
+
+    run: Run | None
+    reason: str
+    status: int | None
+    seconds: float
+
+
+def train(command: Sequence[str], environ: Mapping[str, str], folder: Path, timeout: float) -> Trained:
+    """Run a training whose --output_dir is `folder`, which is made anew, with all that is said in its log.
+
+    Raises Stopped. One that failed leaves no results there.
+    """
+    if folder.exists():
+        with locked(folder, wait=True):
+            shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    start = time.monotonic()
+    with (folder / LOG).open("w", encoding="utf-8") as log:
+        print(f"$ {shlex.join(command)}", file=log, flush=True)
+        status = start_and_wait(command, environ, log, timeout)
+    seconds = round(time.monotonic() - start, 1)
+    if status == EXIT_STOPPED:
+        raise Stopped(f"a signal to {folder}")
+    reason = "" if status == EXIT_OK else reason_of(folder / LOG)
+    if not reason:
+        try:
+            return Trained(reading.read(folder), "", status, seconds)
+        except reading.Unusable as error:
+            reason = str(error)
+    (folder / reading.RESULTS).unlink(missing_ok=True)  # or it would count as done
+    return Trained(None, reason, status, seconds)
 
 
 def start_and_wait(command: Sequence[str], environ: Mapping[str, str], log: TextIO, timeout: float) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,7 +79,7 @@ class Plan:
     @property
     def names_data(self) -> bool:
         """Whether the user's flags say what is trained on."""
-        return bool(command_line.names_of(self.flags) & DATA_FLAGS)
+        return names_data(self.flags)
 
     def points(self, config: Config) -> list[Point]:
         """All points, in the order in which they run; `config`: what the flags come to.
@@ -135,9 +135,7 @@ class Plan:
 
     def common_flags(self) -> list[str]:
         """The trainer's flags that all points have."""
-        preset = [] if self.names_data else [f"--config={PRESET}"]
-        threads = [] if self.threads is None else [f"--num_threads={self.threads}"]
-        return [*preset, *DEFAULTS, *threads, *self.flags]
+        return with_defaults(self.flags, self.threads)
 
 
 def check_flags(plan: Plan) -> tuple[Config, dict[str, str]]:
@@ -145,10 +143,8 @@ def check_flags(plan: Plan) -> tuple[Config, dict[str, str]]:
 
     Raises UserError for what no strategy can take: a flag that is none, a file that is not there.
     """
-    names = command_line.names_of(plan.flags)
-    for name in sorted(names & ITS_OWN.keys()):
-        raise UserError(f"--{name}: a sweep sets it for each run: {ITS_OWN[name]}.")
-    if "per_device_train_batch_size" in names and plan.scaling == STRONG:
+    check_own(plan.flags, ITS_OWN, "a sweep")
+    if "per_device_train_batch_size" in command_line.names_of(plan.flags) and plan.scaling == STRONG:
         raise UserError(
             "--per_device_train_batch_size: with --scaling strong the batch of a rank is --global_batch over the ranks;"
             " give --global_batch, or --scaling weak."
@@ -164,11 +160,33 @@ def check_flags(plan: Plan) -> tuple[Config, dict[str, str]]:
     if not configs:
         raise UserError(refused[plan.strategies[0]])
     config = next(iter(configs.values()))
+    check_files(config)
+    return config, refused
+
+
+def names_data(flags: Sequence[str]) -> bool:
+    """Whether the trainer's flags say what is trained on."""
+    return bool(command_line.names_of(flags) & DATA_FLAGS)
+
+
+def with_defaults(flags: Sequence[str], threads: int | None, defaults: Sequence[str] = DEFAULTS) -> list[str]:
+    """The trainer's flags as the user gave them, behind those that they win over; `threads`: of a rank."""
+    preset = [] if names_data(flags) else [f"--config={PRESET}"]
+    return [*preset, *defaults, *([] if threads is None else [f"--num_threads={threads}"]), *flags]
+
+
+def check_own(flags: Sequence[str], own: Mapping[str, str], who: str) -> None:
+    """Raise UserError for a flag of the trainer that `who` gives itself; `own`: those, and what to do instead."""
+    for name in sorted(command_line.names_of(flags) & own.keys()):
+        raise UserError(f"--{name}: {who} sets it for each run: {own[name]}.")
+
+
+def check_files(config: Config) -> None:
+    """Raise UserError for a file of questions that is not there."""
     for name in ("train_file", "validation_file"):
         path = getattr(config.data, name)
         if path and not Path(path).is_file():
             raise UserError(f"--{name} {path}: no such file.")
-    return config, refused
 
 
 def check_strategies(names: Sequence[str]) -> tuple[str, ...]:

@@ -49,34 +49,16 @@ class Record:
 
         Strategies, ranks, repeats and kinds of scaling may be added; points that are not named now stay as they are.
         """
-        path = self.folder / FILE
-        earlier: dict[str, Any] = {}
-        if path.exists():
-            try:
-                held = json.loads(path.read_text(encoding="utf-8"))
-                before, earlier = dict(held["same"]), {row["name"]: row for row in held["points"]}
-            except (OSError, ValueError, KeyError, TypeError):
-                raise UserError(f"{path} cannot be read as a sweep's record: name another --out.") from None
-            self._check(before)
-            self.same = before | self.same
-        elif self.folder.is_dir() and any(entry.name != LOCK for entry in self.folder.iterdir()):
-            raise UserError(f"--out {self.folder} is not empty, and holds no {FILE}: name another folder.")
+        held = take_up(self.folder, FILE, self.same, "sweep")
+        try:
+            earlier = {row["name"]: row for row in held["points"]} if held else {}
+        except (KeyError, TypeError):
+            raise unreadable(self.folder / FILE) from None
+        self.same = held.get("same", {}) | self.same
         for point in points:
             row = earlier.pop(point.name, {})
             self.results[point] = Result(seconds=row.get("seconds"), command=row.get("command", ()))
         self.kept = earlier
-
-    def _check(self, before: Mapping[str, Any]) -> None:
-        differing = [
-            f"{name} was {_shown(before[name])} and is {_shown(value)}"
-            for name, value in self.same.items()
-            if name in before and before[name] != value
-        ]
-        if differing:
-            raise UserError(
-                f"--out {self.folder} holds a sweep of other runs: {'; '.join(differing)}. Give what it was begun with,"
-                " or name another --out."
-            )
 
     def write(self) -> None:
         """Write the file; a crash leaves the old one or the new one."""
@@ -94,9 +76,7 @@ class Record:
             for point, result in self.results.items()
         ]
         content = {"same": self.same, **self.now, "points": rows + list(self.kept.values())}
-        partial = self.folder / f"{FILE}.partial"
-        partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(partial, self.folder / FILE)
+        replace(self.folder / FILE, content)
 
     def of_state(self, state: str) -> dict[Point, Result]:
         """The points in a state."""
@@ -107,6 +87,47 @@ class Record:
         ran = {other: result.seconds for other, result in self.results.items() if result.seconds is not None}
         like = [seconds for other, seconds in ran.items() if other.setting == point.setting] or list(ran.values())
         return sum(like) / len(like) if like else None
+
+
+def take_up(folder: Path, file: str, same: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """What an earlier start of `what` left in `folder`/`file`, {} where there was none.
+
+    `same`: what must be as it was then, by what to call it; the file has it under "same". Raises UserError where it is
+    not, and where the folder holds other things.
+    """
+    path = folder / file
+    if not path.exists():
+        if folder.is_dir() and any(entry.name != LOCK for entry in folder.iterdir()):
+            raise UserError(f"--out {folder} is not empty, and holds no {file}: name another folder.")
+        return {}
+    try:
+        held: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+        before = dict(held["same"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise unreadable(path) from None
+    differing = [
+        f"{name} was {_shown(before[name])} and is {_shown(value)}"
+        for name, value in same.items()
+        if name in before and before[name] != value
+    ]
+    if differing:
+        raise UserError(
+            f"--out {folder} holds a {what} of other runs: {'; '.join(differing)}. Give what it was begun with, or name"
+            " another --out."
+        )
+    return held
+
+
+def unreadable(path: Path) -> UserError:
+    """What to say of a record that is none."""
+    return UserError(f"{path} cannot be read as a record of runs: name another --out.")
+
+
+def replace(path: Path, content: Any) -> None:
+    """Write JSON; a crash leaves the old file or the new one."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
 
 
 def _shown(value: Any) -> str:
@@ -126,11 +147,11 @@ def locked(folder: Path, wait: bool) -> Iterator[None]:
             file.seek(0)
             holder = file.read().strip() or "another process"
             if not wait:
-                raise UserError(f"--out {folder} is in use by another sweep ({holder}): wait for its end.") from None
+                raise UserError(f"--out {folder} is in use by another command ({holder}): wait for its end.") from None
             print(f"{folder} is still in use ({holder}): waiting for its end", flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
-            print(f"{folder} has no file locks ({error.strerror}): start no second sweep in it.", file=sys.stderr)
+            print(f"{folder} has no file locks ({error.strerror}): start no second command in it.", file=sys.stderr)
         if not wait:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")

@@ -14,30 +14,24 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import shlex
-import shutil
-import socket
 import sys
-import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from tqdm import tqdm
 
-from hvd_bert import __version__
+from hvd_bert.bench import launching as launches
 from hvd_bert.bench import points as planning
-from hvd_bert.bench.launching import LAUNCHERS, Hosts, Launching, Machine
-from hvd_bert.bench.one_run import Stopped, reason_of, signals, start_and_wait
+from hvd_bert.bench.launching import Launching, Machine
+from hvd_bert.bench.one_run import LOG, Stopped, signals, train
 from hvd_bert.bench.points import Plan, Point
 from hvd_bert.bench.record import DONE, FAILED, SKIPPED, STATES, WAITING, Record, Result, locked
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, UserError
-from hvd_bert.machine import PACKAGES, cpu_name, version_of
 from hvd_bert.report import reading
 
-LOG = "log.txt"
 FAILURES = 2  # of one setting in a row, after which its other repeats are not tried
 
 
@@ -61,10 +55,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _sweep(argv: Sequence[str]) -> int:
     flags, rest = _parse(argv)
-    machine = Machine.here(os.environ)
-    launching = Launching(flags.launcher, tuple(flags.launcher_flag), Hosts(flags.H) if flags.H else None, machine)
-    launching.check()
-    threads = None if machine.gpus else _threads(os.environ)
+    launching = launches.chosen(flags, Machine.here(os.environ))
+    threads = launching.threads(os.environ)
     plan = Plan(
         planning.check_strategies(flags.strategies),
         tuple(sorted(set(flags.ranks))),
@@ -90,13 +82,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )  # fmt: skip
     parser.add_argument("--global_batch", metavar="N", type=int, default=16, help="windows of a step (16)")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/sweep"), help="(runs/sweep)")
-    parser.add_argument("--launcher", choices=LAUNCHERS, default="auto", help="auto: srun in a Slurm job, else"
-        " horovodrun for horovod and torchrun for the others, or with -H horovodrun for all")  # fmt: skip
-    parser.add_argument("-H", metavar="HOST:SLOTS,...", help="hosts for horovodrun or mpirun")
-    parser.add_argument(
-        "--launcher_flag", metavar="WORD", action="append", default=[], help="one more word for the launcher; may be"
-        " given several times: --launcher_flag=--network-interfaces --launcher_flag=ib0",
-    )  # fmt: skip
+    launches.add_flags(parser)
     parser.add_argument("--timeout", metavar="S", type=float, default=3600.0, help="seconds a run may take (3600)")
     parser.add_argument("--report", metavar="DIR", type=Path, help="make the report as well, in this folder")
     flags, rest = parser.parse_known_args(argv)
@@ -118,12 +104,6 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _threads(environ: Mapping[str, str]) -> int:
-    """Of a rank on CPUs. One, so that one rank has no cores that the ranks of a larger world have to share."""
-    said = environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    return int(said) if said.isdecimal() and int(said) > 0 else 1
-
-
 class Sweep:
     """A plan, where it runs, and how far it is."""
 
@@ -137,30 +117,16 @@ class Sweep:
 
     def _same(self) -> dict[str, object]:
         """What the figures depend on and all points share."""
-        plan, versions = self.plan, {package: version_of(package) for package in PACKAGES}
-        scalings = planning.SCALINGS[plan.scaling]
+        plan, scalings = self.plan, planning.SCALINGS[self.plan.scaling]
         return {
             "--steps": plan.steps,
             **({"--global_batch": plan.global_batch} if planning.STRONG in scalings else {}),
             "the trainer's flags": plan.common_flags(),
-            "--launcher": self.launching.choice if self.launching.choice != "auto" else self._auto(),
-            "--launcher_flag": list(self.launching.words),
-            "versions": {"python": platform.python_version(), "hvd_bert": __version__} | versions,
+            **self.launching.record(),
         }
-
-    def _auto(self) -> str:
-        where = "a Slurm job" if self.launching.machine.allocation else "hosts" if self.launching.hosts else "one host"
-        return f"auto, {where}"
 
     def _now(self, argv: Sequence[str]) -> dict[str, object]:
-        machine = self.launching.machine
-        return {
-            "command": ["python", "-m", "hvd_bert.bench", "sweep", *argv],
-            "host": socket.gethostname(),
-            "processor": cpu_name(),
-            "cores": machine.cores,
-            "gpus": machine.gpus,
-        }
+        return {"command": ["python", "-m", "hvd_bert.bench", "sweep", *argv], **self.launching.machine.record()}
 
     def run(self, report: Path | None) -> int:
         """All points, then the report. Returns the exit status."""
@@ -234,33 +200,21 @@ class Sweep:
     def _run(self, point: Point, result: Result) -> None:
         """Train a point in a new folder; fill in what became of it. Raises Stopped."""
         folder = self.out / point.name
-        if folder.exists():
-            with locked(folder, wait=True):
-                shutil.rmtree(folder)
-        folder.mkdir()
         flags = self.plan.trainer_flags(point, self.config.train.gradient_accumulation_steps, folder)
         result.command = self.launching.command(point, flags)
         environ = self.launching.environment(point, os.environ)
         if self.plan.threads is not None:
             environ["OMP_NUM_THREADS"] = str(self.plan.threads)
-        start = time.monotonic()
-        with (folder / LOG).open("w", encoding="utf-8") as log:
-            print(f"$ {shlex.join(result.command)}", file=log, flush=True)
-            status = start_and_wait(result.command, environ, log, self.timeout)
-        if status == EXIT_STOPPED:
-            raise Stopped(f"a signal to {point}")
-        result.seconds = round(time.monotonic() - start, 1)
-        if status == EXIT_BAD_INPUT and point.strategy == "none" and not self.record.of_state(DONE):
-            raise UserError(reason_of(folder / LOG))  # of what all points have in common
-        if status != EXIT_OK:
-            how = f"took longer than --timeout {self.timeout:g} s" if status is None else f"status {status}"
-            self._failed(point, result, f"{reason_of(folder / LOG)} ({how}; {folder / LOG})")
+        trained = train(result.command, environ, folder, self.timeout)
+        result.seconds = trained.seconds
+        if trained.status == EXIT_BAD_INPUT and point.strategy == "none" and not self.record.of_state(DONE):
+            raise UserError(trained.reason)  # of what all points have in common
+        if trained.run is None:
+            late = f"took longer than --timeout {self.timeout:g} s"
+            how = late if trained.status is None else f"status {trained.status}"
+            self._failed(point, result, f"{trained.reason} ({how}; {folder / LOG})")
             return
-        try:
-            result.state, result.windows_per_s = DONE, reading.read(folder).windows_per_s
-        except reading.Unusable as error:
-            self._failed(point, result, f"{error} ({folder})")
-            return
+        result.state, result.windows_per_s = DONE, trained.run.windows_per_s
         self.failures[point.setting] = 0
         if point.repeat > 1:  # the report wants to know the model's parts once, and weights are large
             (folder / "model.safetensors").unlink(missing_ok=True)
@@ -268,7 +222,6 @@ class Sweep:
     def _failed(self, point: Point, result: Result, reason: str) -> None:
         result.state, result.reason = FAILED, reason
         self.failures[point.setting] += 1
-        (self.out / point.name / reading.RESULTS).unlink(missing_ok=True)  # or it would count as done
 
     def _tell_end(self) -> None:
         counts = ", ".join(f"{len(self.record.of_state(state))} {state}" for state in (DONE, SKIPPED, FAILED))

@@ -22,7 +22,7 @@ class EngineOptions:
     """`accumulation`: backward passes before a step; they are summed (and not averaged), so the losses must already be
     shares of the step's loss. `max_grad_norm`: 0 never clips. `fp16`: scale the losses for fp16's range. `bf16`: the
     forward pass is autocast. `deterministic`: sums in the same order in each run. `fp16_allreduce`,
-    `gradient_predivide_factor`: Horovod's. `zero_stage`: DeepSpeed's.
+    `gradient_predivide_factor`, `num_groups` (0: none): Horovod's. `zero_stage`: DeepSpeed's.
     """
 
     accumulation: int = 1
@@ -32,6 +32,7 @@ class EngineOptions:
     deterministic: bool = False
     fp16_allreduce: bool = False
     gradient_predivide_factor: float = 1.0
+    num_groups: int = 0
     zero_stage: int = 2
 
 

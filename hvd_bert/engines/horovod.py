@@ -31,7 +31,7 @@ class HorovodEngine(Engine):
             gradient_predivide_factor=options.gradient_predivide_factor,
             # Which gradients share a buffer depends on when they are ready, and with three ranks or more the order of
             # a sum on its place in the buffer. One group is sent whole: always the same buffers, but no overlap.
-            groups=1 if options.deterministic else None,
+            groups=1 if options.deterministic else options.num_groups or None,
         )
         # The parameters only: broadcasting a fresh AdamW's state makes a hidden step that decays every weight.
         if world.size > 1:  # alone on a GPU this would need a Horovod with NCCL for nothing

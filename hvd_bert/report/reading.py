@@ -110,6 +110,7 @@ def read(folder: Path) -> Run:
     settings = _settings(folder)
     strategy = str(results.values.get("strategy") or "horovod")
     variant = {name: work[name] for name in OF_THE_STRATEGY if name in work}
+    variant |= {"--num_groups": str(settings.get("num_groups") or 0)} if strategy == "horovod" else {}
     variant |= {"--zero_stage": str(settings.get("zero_stage"))} if strategy == "deepspeed" else {}
     places = results.values.get("ranks") or [{}]
     parameters, late = _parameters(folder, work)

@@ -313,6 +313,14 @@ def gradient_predivide_factor_keeps_the_mean(ranks: Ranks) -> None:
     assert_close(training.averaged_gradients(0), training.plain_gradients(0))
 
 
+@check
+def groups_keep_the_mean(ranks: Ranks) -> None:
+    training = Training(ranks.world, "--num_groups", 5, "--max_grad_norm", 0)
+    training.wrap()
+    training.averaged_step(0)  # after it Horovod counts the gradients of each group anew
+    assert_close(training.averaged_gradients(1), training.plain_gradients(1))
+
+
 @check_every_strategy
 def no_step_counts_before_the_last_save_is_on_disk(ranks: Ranks) -> None:
     """The write of a checkpoint runs beside the next step, and is over before that step changes a weight."""

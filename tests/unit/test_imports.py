@@ -36,6 +36,7 @@ ORDER = [
     "report.__init__", "report.runs", "report.reading", "report.alike", "report.comparison", "report.projection",
     "report.plots", "report.page", "report.content", "report.__main__",
     "bench.points", "bench.launching", "bench.record", "bench.one_run", "bench.sweep", "bench.__main__",
+    "tune.__init__", "tune.knobs", "tune.search", "tune.runs", "tune.words", "tune.__main__",
     "timeline.steps", "timeline.figures", "timeline.analysis", "timeline.advice", "timeline.content", "timeline.plots",
     "timeline.__main__",
     "sample.__init__", "sample.dice", "sample.themes", "sample.vocabulary", "sample.names", "sample.passages",

@@ -41,6 +41,10 @@ def test_strategy_that_is_not_installed_names_the_line_that_installs_it(monkeypa
     ("flags", "said"),
     [
         (["--strategy", "ddp", "--fp16_allreduce"], "--fp16_allreduce is of --strategy horovod: not with ddp"),
+        (["--strategy", "dp", "--num_groups", "2"], "--num_groups is of --strategy horovod: not with dp"),
+        (["--num_groups", "-1"], "--num_groups -1: must not be negative"),
+        (["--num_groups", "2", "--gradient_predivide_factor", "2"], "groups no gradients with"),
+        (["--num_groups", "2", "--deterministic"], "--deterministic sends all gradients as one group"),
         (
             ["--strategy", "fsdp", "--gradient_predivide_factor", "2"],
             "--gradient_predivide_factor is of --strategy horovod",

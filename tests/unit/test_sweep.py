@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from made_runs import make_run
 
-from hvd_bert.bench import launching, sweep
+from hvd_bert.bench import launching, one_run, sweep
 from hvd_bert.bench.launching import Hosts, Launching, Machine
 from hvd_bert.bench.one_run import Stopped, reason_of, signals, start_and_wait
 from hvd_bert.bench.points import Plan, Point, check_flags
@@ -244,7 +244,7 @@ class Pretended:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Pretended:
     runs = Pretended()
-    monkeypatch.setattr(sweep, "start_and_wait", runs)
+    monkeypatch.setattr(one_run, "start_and_wait", runs)
     monkeypatch.setattr(Machine, "here", lambda environ: TWO_CORES)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return runs
@@ -371,9 +371,9 @@ def test_one_sweep_at_a_time(pretended, start, capsys) -> None:
         seen.append(start())
         return inner(*arguments)  # type: ignore[arg-type]
 
-    sweep.start_and_wait = begin_another  # pretended's fixture puts the real one back
+    one_run.start_and_wait = begin_another  # pretended's fixture puts the real one back
     assert start() == 75 and seen == [2]
-    assert f"in use by another sweep (process {os.getpid()} on " in capsys.readouterr().err
+    assert f"in use by another command (process {os.getpid()} on " in capsys.readouterr().err
 
 
 def test_report_is_made_where_it_is_asked_for(pretended, start, tmp_path, monkeypatch) -> None:

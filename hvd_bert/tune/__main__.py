@@ -1,0 +1,160 @@
+"""Which of Horovod's settings make training faster here, and by how much: short trainings, in pairs with the defaults.
+
+    python -m hvd_bert.tune --ranks 4 --bf16 --train_file train-v1.1.json --model_name_or_path bert-base-uncased
+    python -m hvd_bert.tune -H a100-01:2,a100-02:2 --launcher mpirun --minutes 60 --knobs cycle,fusion,fp16
+    salloc --nodes=2 --ntasks-per-node=2 --gres=gpu:a100:2 python -m hvd_bert.tune
+
+Prints the HOROVOD_... lines and flags to set, with the gain and its spread, or "Keep the defaults" (docs/tuning.md).
+The same command goes on where it was interrupted. Exit status: 0 an answer, 1 a run with the defaults failed, 2 bad
+input, 75 stopped by a signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from hvd_bert import command_line
+from hvd_bert.bench import launching as launches
+from hvd_bert.bench import points as planning
+from hvd_bert.bench.launching import Launching, Machine
+from hvd_bert.bench.one_run import Stopped, signals
+from hvd_bert.bench.points import Point
+from hvd_bert.bench.record import locked
+from hvd_bert.config import Config
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, UserError
+from hvd_bert.tune import knobs, words
+from hvd_bert.tune.runs import Failed, Runs
+from hvd_bert.tune.search import FASTER, Search
+
+# So that steps are all that is timed. The user's flags win.
+DEFAULTS = ("--save_steps=0", "--no_do_eval", "--eval_strategy=no", "--logging_steps=5")
+ITS_OWN = planning.ITS_OWN | {
+    "strategy": "Horovod is what is tuned",
+    "resume_from_checkpoint": "each is short, and new",
+    "elastic": "the ranks must stay what they are",
+    "do_train": "it trains",
+    "no_do_train": "it trains",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}. `python -m hvd_bert.tune --help` lists the flags.")
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command. Returns the exit status."""
+    try:
+        with signals():
+            return _tune(argv)
+    except Stopped as stopped:
+        print(f"Stopped by {stopped}: the same command goes on.", flush=True)
+        return EXIT_STOPPED
+    except UserError as error:
+        print(f"hvd_bert: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except Failed as error:
+        print(f"hvd_bert: {error}. The same command tries again.", file=sys.stderr)
+        return EXIT_FAILURE
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = _Parser(prog="python -m hvd_bert.tune", allow_abbrev=False)
+    parser.description = (
+        "Tries Horovod's settings by short trainings under the launcher, and says which to set. All other flags go to"
+        " python -m hvd_bert.train: give your own model, data and batch, since what is best depends on them; without"
+        " --train_file, --dataset_name or --config the preset `sweep` is trained."
+    )
+    parser.add_argument("--ranks", metavar="N", type=int, help="(the slots of -H, the Slurm job's tasks, the GPUs; 2)")
+    parser.add_argument(
+        "--knobs", metavar="NAME,...", type=lambda text: text.split(","), default=knobs.UNASKED, help="what is tried:"
+        f" {', '.join(knobs.NAMES)} (all but fp16, which rounds what is sent)",
+    )  # fmt: skip
+    parser.add_argument("--steps", metavar="N", type=int, default=50, help="optimizer steps of a run (50)")
+    parser.add_argument("--pairs", metavar="N", type=int, default=6, help="pairs of runs that decide at the end (6)")
+    parser.add_argument("--minutes", metavar="M", type=float, default=60, help="for all of it; what is not tried by"
+        " then is not (60)")  # fmt: skip
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/tune"), help="(runs/tune)")
+    launches.add_flags(parser)
+    parser.add_argument("--timeout", metavar="S", type=float, default=3600.0, help="seconds a run may take (3600)")
+    flags, rest = parser.parse_known_args(argv)
+    for name, least in (("ranks", 2), ("steps", 2), ("pairs", 1), ("minutes", 0), ("timeout", 1)):
+        value = getattr(flags, name)
+        if value is not None and not value >= least:
+            raise UserError(f"--{name} {value:g}: must be at least {least}.")
+    return flags, rest
+
+
+def _tune(argv: Sequence[str]) -> int:
+    flags, rest = _parse(argv)
+    wanted = knobs.chosen(flags.knobs)
+    knobs.check_surroundings(os.environ, flags.launcher_flag)
+    launching = launches.chosen(flags, Machine.here(os.environ))
+    point = Point("horovod", flags.ranks or _ranks(launching), planning.WEAK, 1, 0)
+    obstacle = launching.obstacle(point)
+    if obstacle:
+        raise UserError(f"{obstacle}.")
+    planning.check_own(rest, ITS_OWN, "tuning")
+    threads = launching.threads(os.environ)
+    common = [*planning.with_defaults(rest, threads, DEFAULTS), "--strategy=horovod", f"--max_steps={flags.steps}"]
+    config = command_line.parse(common, show_help=False)
+    planning.check_files(config)
+    values = {knob.name: knob.value(os.environ, config) for knob in knobs.KNOBS}
+    environ = dict(os.environ) | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+    users = {name: value for name, value in sorted(environ.items()) if name.startswith("HOROVOD_")}
+    same = {"--ranks": point.ranks, "-H": flags.H, "the trainer's flags": common, **launching.record()}
+    now = {"command": ["python", "-m", "hvd_bert.tune", *argv], **launching.machine.record()}
+    runs = Runs(
+        launching, point, common, environ, flags.out, flags.timeout, 60 * flags.minutes,
+        same | {"HOROVOD_... in the environment": users}, now,
+    )  # fmt: skip
+    try:
+        flags.out.mkdir(parents=True, exist_ok=True)
+        with locked(flags.out, wait=False):
+            runs.begin()
+            words.announce(runs, config, wanted, values, planning.names_data(rest))
+            return _search(runs, config, wanted, values, flags.pairs)
+    except OSError as error:
+        raise UserError(f"--out {flags.out} cannot be written: {error.strerror or error}.") from None
+
+
+def _ranks(launching: Launching) -> int:
+    """All that there is room for; 2 on a host without GPUs."""
+    allocation = launching.machine.allocation
+    if launching.hosts:
+        room = launching.hosts.slots
+    elif allocation and launching.choice in ("auto", "srun", "mpirun"):
+        room = allocation.nodes * allocation.tasks_per_node
+    else:
+        room = launching.machine.gpus or 2
+    if room < 2:
+        raise UserError(
+            "One rank sends nothing, so there is nothing to tune: give --ranks 2 or more, and room for them."
+        )
+    return room
+
+
+def _search(runs: Runs, config: Config, wanted: Sequence[knobs.Knob], values: dict[str, str], most_pairs: int) -> int:
+    search = Search(runs.measure, runs.affords, most_pairs, words.tell)
+    place = knobs.Place(config, runs.warm_up())
+    split = [place.candidates(knob, values[knob.name]) for knob in wanted]
+    words.plan(runs, [tried for tried, _ in split], [left for _, left in split], most_pairs)
+    noise = search.measure_noise()
+    words.head(noise)
+    best = search.run([tried for tried, _ in split])
+    compared = search.compare(best) if best else None
+    result: dict[str, object] = {"noise": noise, "set": [], "compared": vars(compared) if compared else None}
+    if compared and compared.verdict == FASTER:
+        result["set"] = list(best)
+    runs.write(result)
+    words.answer(runs, compared, noise, fp16="fp16" in [knob.name for knob in wanted])
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,151 @@
+"""The pairs of trainings that a tuning measures, and tune.json, by which the same command goes on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvd_bert.bench.launching import Launching
+from hvd_bert.bench.one_run import LOG, Trained, train
+from hvd_bert.bench.points import Point
+from hvd_bert.bench.record import replace, take_up, unreadable
+from hvd_bert.errors import EXIT_BAD_INPUT, UserError
+from hvd_bert.report import reading
+from hvd_bert.report.runs import Run
+from hvd_bert.tune import knobs
+from hvd_bert.tune.knobs import Setting
+from hvd_bert.tune.search import Pair
+
+FILE = "tune.json"
+WARM_UP = "warm-up"
+# A setting with which a run takes this many times as long as the longest without it is bad enough to be ended.
+TOO_LONG = 3
+TRIED, AGAINST = "tried", "against"
+
+
+class Failed(Exception):
+    """A run with settings that are known to work failed."""
+
+
+@dataclass
+class Runs:
+    """`flags`: the trainer's, of every run. `same`: what must not change between two starts in one folder; `now`: what
+    may. `budget_s`: for all that runs in the folder."""
+
+    launching: Launching
+    point: Point
+    flags: Sequence[str]
+    environ: Mapping[str, str]
+    out: Path
+    timeout: float
+    budget_s: float
+    same: dict[str, Any]
+    now: dict[str, Any]
+    warm_up_s: float | None = None
+    pairs: list[dict[str, Any]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Take over what an earlier start measured; what failed then is tried again. Raises UserError."""
+        held = take_up(self.out, FILE, self.same, "tuning")
+        if held:
+            try:
+                self.warm_up_s = held["warm_up_s"]
+                self.pairs = [row for row in held["pairs"] if row["ratio"] or row["too_long"]]
+                _ = self.spent_s
+            except (KeyError, TypeError, ValueError):
+                raise unreadable(self.out / FILE) from None
+        self.write()
+
+    def write(self, result: Mapping[str, Any] | None = None) -> None:
+        """Write tune.json; `result`: what it all came to."""
+        content = {"same": self.same, **self.now, "warm_up_s": self.warm_up_s, "pairs": self.pairs}
+        replace(self.out / FILE, content | {"result": result})
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds that everything in the folder took."""
+        return (self.warm_up_s or 0.0) + sum(sum(row["seconds"].values()) for row in self.pairs)
+
+    @property
+    def run_s(self) -> float:
+        """Seconds that a run will take."""
+        held = [row["seconds"][AGAINST] for row in self.pairs if AGAINST in row["seconds"]]
+        return sum(held) / len(held) if held else self.warm_up_s or 0.0
+
+    def affords(self, pairs: int) -> bool:
+        """Whether the budget has time for so many pairs more."""
+        return self.spent_s + 2 * pairs * self.run_s <= self.budget_s
+
+    def warm_up(self) -> Run:
+        """The first run: fills the caches, shows whether the user's settings work, and where. Its speed counts nowhere.
+
+        Raises UserError or Failed where they do not.
+        """
+        if self.warm_up_s is not None:
+            with contextlib.suppress(reading.Unusable):
+                return reading.read(self.out / WARM_UP)
+        trained = self._train((), self.out / WARM_UP, self.timeout)
+        if trained.run is None:
+            if trained.status == EXIT_BAD_INPUT:
+                raise UserError(trained.reason)
+            raise self._failure((), trained, self.out / WARM_UP)
+        self.warm_up_s = trained.seconds
+        self.write()
+        return trained.run
+
+    def measure(self, kind: str, tried: Setting, against: Setting, repeat: int) -> Pair:
+        """A pair, unless an earlier start has measured it; in every second one the tried setting runs first."""
+        key: dict[str, Any] = {"kind": kind, TRIED: list(tried), AGAINST: list(against), "repeat": repeat}
+        row = next((row for row in self.pairs if key.items() <= row.items()), None)
+        if row is None:
+            row = key | self._run(tried, against)
+            self.pairs.append(row)
+            self.write()
+        return Pair(row["ratio"], row["reason"])
+
+    def _run(self, tried: Setting, against: Setting) -> dict[str, Any]:
+        number = 1 + max((row["number"] for row in self.pairs), default=0)
+        order = [(AGAINST, against), (TRIED, tried)]
+        speeds: dict[str, float] = {}
+        seconds: dict[str, float] = {}
+        reason, too_long = "", False
+        for role, setting in order if number % 2 else reversed(order):
+            folder = self.out / f"pair-{number:03}" / role
+            ours = role == TRIED and tried != ()
+            timeout = min(self.timeout, TOO_LONG * self._longest(seconds)) if ours else self.timeout
+            trained = self._train(setting, folder, timeout)
+            seconds[role] = trained.seconds
+            if trained.run is not None:
+                speeds[role] = trained.run.windows_per_s
+            elif not ours:
+                raise self._failure(setting, trained, folder)
+            else:
+                too_long = trained.status is None
+                reason = f"it took longer than {timeout:.0f} s" if too_long else f"{trained.reason} ({folder / LOG})"
+                break
+        return {
+            "number": number,
+            "ratio": None if reason else speeds[TRIED] / speeds[AGAINST],
+            "windows_per_s": speeds,
+            "seconds": seconds,
+            "reason": reason,
+            "too_long": too_long,
+        }
+
+    def _longest(self, seconds: Mapping[str, float]) -> float:
+        before: list[float] = [row["seconds"].get(AGAINST, 0.0) for row in self.pairs]
+        return max(self.warm_up_s or 0.0, seconds.get(AGAINST, 0.0), *before)
+
+    def _train(self, setting: Setting, folder: Path, timeout: float) -> Trained:
+        environ = knobs.environment(setting, self.environ)
+        flags = [*self.flags, *knobs.flags(setting), f"--output_dir={folder}", "--overwrite_output_dir"]
+        trained = train(self.launching.command(self.point, flags, knobs.exported(environ)), environ, folder, timeout)
+        (folder / "model.safetensors").unlink(missing_ok=True)  # weights are large, and nobody asks for these
+        return trained
+
+    def _failure(self, setting: Setting, trained: Trained, folder: Path) -> Failed:
+        said = f"took longer than --timeout {self.timeout:g} s" if trained.status is None else trained.reason
+        return Failed(f"a run with {' '.join(setting) or 'the defaults'} failed: {said} ({folder / LOG})")

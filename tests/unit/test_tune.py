@@ -1,0 +1,317 @@
+"""Tuning: the search where the speeds are known, the knobs that matter, the command. No rank is started."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from made_runs import make_run
+
+from hvd_bert.bench import launching, one_run
+from hvd_bert.bench.launching import Hosts, Launching, Machine
+from hvd_bert.bench.one_run import Stopped
+from hvd_bert.bench.points import Point as Launched
+from hvd_bert.command_line import parse
+from hvd_bert.errors import UserError
+from hvd_bert.report import reading
+from hvd_bert.report.runs import Run
+from hvd_bert.tune import __main__ as tune
+from hvd_bert.tune import knobs
+from hvd_bert.tune.knobs import Place, Setting
+from hvd_bert.tune.search import FASTER, NO_TIME, NOT_FASTER, SLOWER, Pair, Point, Search
+
+CYCLE, GROUPS, CACHE = "HOROVOD_CYCLE_TIME=", "--num_groups=", "HOROVOD_CACHE_CAPACITY="
+TRIED = [[f"{CYCLE}0.3", f"{CYCLE}3", f"{CYCLE}10"], [f"{GROUPS}2", f"{GROUPS}8"], [f"{CACHE}0"]]
+
+
+# The search
+
+
+@dataclass
+class Modelled:
+    """A machine on which each word of a setting multiplies the speed by its effect, each run by a normal `jitter`, and
+    every run is 1 % slower than the one before it."""
+
+    effects: Mapping[str, float]
+    jitter: float = 0.0
+    seed: int = 0
+    time_for: int = 1000
+    measured: list[tuple[str, Setting, int]] = field(default_factory=list)
+    told: list[Point] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.random, self.now = random.Random(self.seed), 1.0
+
+    def speed(self, setting: Setting) -> float:
+        self.now *= 0.99
+        speed = self.now * self.random.gauss(1, self.jitter)
+        for word in setting:
+            speed *= self.effects.get(word, 1.0)
+        return speed
+
+    def measure(self, kind: str, tried: Setting, against: Setting, repeat: int) -> Pair:
+        self.measured.append((kind, tried, repeat))
+        if len(self.measured) % 2:  # in turns, as the real one
+            slow = self.speed(against)
+            return Pair(self.speed(tried) / slow)
+        return Pair(self.speed(tried) / self.speed(against))
+
+    def search(self, pairs: int = 6) -> Search:
+        return Search(self.measure, lambda n: len(self.measured) + n <= self.time_for, pairs, self.told.append)
+
+
+def test_the_fastest_settings_are_found_and_put_together() -> None:
+    machine = Modelled({f"{CYCLE}3": 1.08, f"{CYCLE}10": 1.04, f"{GROUPS}8": 1.06, f"{GROUPS}2": 0.9}, jitter=0.004)
+    search = machine.search()
+    assert 0.01 <= search.measure_noise() < 0.03  # the drift is part of it
+    best = search.run(TRIED)
+    assert best == (f"{CYCLE}3", f"{GROUPS}8")
+    compared = search.compare(best)
+    assert compared.verdict == FASTER and len(compared.ratios) == 6
+    assert compared.gain == pytest.approx(1.08 * 1.06 - 1, abs=0.01)
+    # Groups were tried from the best cycle on, and held against it.
+    assert {point.against for point in machine.told[3:]} == {(f"{CYCLE}3",), best}
+
+
+@pytest.mark.parametrize("jitter", [0.002, 0.02, 0.08])
+def test_where_nothing_matters_the_defaults_are_kept(jitter: float) -> None:
+    said_otherwise = 0
+    for seed in range(100):
+        search = Modelled({}, jitter, seed).search()
+        search.measure_noise()
+        best = search.run(TRIED)
+        said_otherwise += bool(best) and search.compare(best).verdict == FASTER
+    assert said_otherwise <= 2  # all six pairs by chance: 1 in 64, where anything was chosen
+
+
+def test_a_gain_within_the_noise_is_none() -> None:
+    machine = Modelled({f"{CYCLE}3": 1.02})
+    search = machine.search()
+    search.noise = 0.03
+    compared = search.compare((f"{CYCLE}3",))
+    assert min(compared.ratios) > 1 and compared.verdict == NOT_FASTER
+    search.noise = 0.015
+    assert search.compare((f"{CYCLE}3",)).verdict == FASTER
+
+
+def test_bad_points_end_early() -> None:
+    machine = Modelled({f"{CYCLE}10": 0.7, f"{CYCLE}0.3": 0.985})
+    search = machine.search()
+    search.noise = 0.04
+    assert search.run([[f"{CYCLE}10", f"{CYCLE}0.3"]]) == ()
+    assert [(point.verdict, len(point.ratios)) for point in machine.told] == [(SLOWER, 1), (NOT_FASTER, 2)]
+
+
+def test_what_there_is_no_time_for_is_not_tried() -> None:
+    machine = Modelled({f"{CYCLE}3": 1.5, f"{GROUPS}8": 1.5}, time_for=11)  # 6 pairs are kept for the end
+    search = machine.search()
+    assert search.run([[f"{CYCLE}3"], [f"{CYCLE}10"], [f"{GROUPS}8"]]) == (f"{CYCLE}3",)
+    assert [point.verdict for point in machine.told][-1] == NO_TIME
+    search.compare((f"{CYCLE}3",))
+    assert len(machine.measured) <= 11
+
+
+# The knobs
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """4 ranks on the CPUs of one host, 4 MB of gradients."""
+    return reading.read(make_run(tmp_path / "run", "horovod", 4))
+
+
+def tried_of(place: Place, environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    tried, left_out = [], {}
+    for knob in knobs.KNOBS:
+        words, left = place.candidates(knob, knob.value(environ, place.config))
+        tried, left_out = [*tried, *words], left_out | left
+    return tried, left_out
+
+
+def test_what_cannot_matter_is_left_out(run: Run) -> None:
+    tried, left_out = tried_of(Place(parse([]), replace(run, nodes=2, on_cpu=False, parameters=100_000_000)), {})
+    assert not left_out
+    assert tried[0] == "HOROVOD_HIERARCHICAL_ALLREDUCE=1" and "HOROVOD_FUSION_THRESHOLD=268435456" in tried
+    tried, left_out = tried_of(Place(parse(["--deterministic"]), replace(run, nodes=2)), {})
+    assert left_out["HOROVOD_HIERARCHICAL_ALLREDUCE=1"] == "the ranks are on CPUs, and Horovod has it for NCCL only"
+    assert left_out["HOROVOD_FUSION_THRESHOLD=33554432"] == "all gradients together are 4 MB"
+    assert left_out["--num_groups=8"] == "--deterministic sends all gradients as one group"
+    assert tried == [f"{CYCLE}0.3", f"{CYCLE}3", f"{CYCLE}10", f"{CACHE}0", "--fp16_allreduce=True"]
+    _, left_out = tried_of(Place(parse([]), run), {})
+    assert left_out["HOROVOD_HIERARCHICAL_ALLREDUCE=1"] == "all ranks are on one host"
+
+
+def test_the_users_values_are_the_defaults(run: Run) -> None:
+    place = Place(parse(["--num_groups", "8"]), run)
+    tried, _ = tried_of(place, {"HOROVOD_CYCLE_TIME": "3.0", "HOROVOD_CACHE_CAPACITY": "0"})
+    assert tried == [f"{CYCLE}1", f"{CYCLE}0.3", f"{CYCLE}10", f"{GROUPS}0", f"{GROUPS}2", f"{CACHE}1024",
+                     "--fp16_allreduce=True"]  # fmt: skip
+    with pytest.raises(UserError, match="HOROVOD_CYCLE_TIME=fast in the environment: must be a number"):
+        tried_of(place, {"HOROVOD_CYCLE_TIME": "fast"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "words", "said"),
+    [
+        ({"HOROVOD_AUTOTUNE": "1"}, [], "HOROVOD_AUTOTUNE=1 in the environment: unset it"),
+        ({"HOROVOD_TIMELINE": "/tmp/t.json"}, [], "every run would write one"),
+        ({}, ["--cycle-time-ms=3"], "would hold in every run"),
+        ({}, ["-x", "HOROVOD_CYCLE_TIME=3"], "--launcher_flag=HOROVOD_CYCLE_TIME=3: would hold"),
+    ],
+)
+def test_what_would_hold_in_every_run_is_refused(environ: dict[str, str], words: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        knobs.check_surroundings(environ, words)
+    knobs.check_surroundings({"HOROVOD_AUTOTUNE": "0", "HOROVOD_LOG_LEVEL": "info"}, ["--gloo"])
+
+
+def test_variables_reach_the_ranks_on_other_hosts() -> None:
+    hosts, each = Hosts("a:1,b:1"), Launched("horovod", 2, "weak", 1, 0)
+    environ = knobs.environment((f"{CYCLE}3", f"{GROUPS}8"), {"PATH": "/bin"})
+    assert environ == {"PATH": "/bin", "HOROVOD_CYCLE_TIME": "3"}
+    machine = Machine(cores=2, gpus=0, allocation=None)
+    command = Launching("mpirun", (), hosts, machine).command(each, [], knobs.exported(environ))
+    assert command[command.index("-x") + 1] == "HOROVOD_CYCLE_TIME"
+    command = Launching("mpirun", (), hosts, machine).command(each, [], knobs.exported({}))
+    assert "-x" not in command
+
+
+# The command
+
+
+class Pretended:
+    """In place of a launcher and its ranks: windows/s by the words of the setting; `ends`: what else becomes of one."""
+
+    def __init__(self) -> None:
+        self.speeds: dict[str, float] = {}
+        self.ends: dict[str, int | Exception | None] = {}
+        self.started: list[str] = []
+
+    def __call__(self, command: list[str], environ: dict[str, str], log: object, timeout: float) -> int | None:
+        given = dict(word.lstrip("-").split("=", 1) for word in command if word.startswith("--") and "=" in word)
+        words = [word for word in command if word.startswith("--num_groups=")]
+        words += [f"{name}={value}" for name, value in environ.items() if name in (CYCLE[:-1], CACHE[:-1])]
+        self.started.append(" ".join(words))
+        folder = Path(given["output_dir"])
+        end = next((end for word, end in self.ends.items() if word in self.started[-1]), 0)
+        if isinstance(end, Exception):
+            raise end
+        if end == 0:
+            speed = 10.0
+            for word, effect in self.speeds.items():
+                speed *= effect if word in words else 1
+            made = make_run(folder / "run", "horovod", 2, windows_per_s=speed)
+            for file in made.iterdir():
+                file.rename(folder / file.name)
+            (folder / "model.safetensors").write_bytes(b"weights")
+        else:
+            (folder / "log.txt").write_text("hvd_bert: it will not do\n")
+        return end
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Pretended:
+    runs = Pretended()
+    monkeypatch.setattr(one_run, "start_and_wait", runs)
+    monkeypatch.setattr(launching, "_program", lambda name: name)
+    monkeypatch.setattr(Machine, "here", lambda environ: Machine(cores=2, gpus=0, allocation=None))
+    for knob in knobs.KNOBS:
+        monkeypatch.delenv(knob.key, raising=False)
+    return runs
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., int]:
+    return lambda *flags: tune.main(["--out", str(tmp_path / "out"), "--knobs", "cycle,groups,cache", *flags])
+
+
+def record(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "out" / "tune.json").read_text())
+
+
+def test_what_to_set_is_said(pretended, start, tmp_path, capsys) -> None:
+    pretended.speeds = {f"{CYCLE}3": 1.1, f"{GROUPS}2": 1.05, f"{CACHE}0": 0.5}
+    assert start("--launcher", "mpirun") == 0
+    said, warned = capsys.readouterr()
+    assert "    export HOROVOD_CYCLE_TIME=3\n    python -m hvd_bert.train ... --num_groups=2\n" in said
+    assert "it gains +15.5 % (+15.5 % to +15.5 %, 6 pairs) over the defaults" in said and "once in 64 times" in said
+    assert "    mpirun -x HOROVOD_CYCLE_TIME ...\n" in said and "Not tried: --fp16_allreduce" in said
+    assert "tune with your own" in warned
+    assert pretended.started.count(f"{GROUPS}2 {CYCLE}3 {CACHE}0") == 1  # ended early
+    result = record(tmp_path)["result"]
+    assert result["set"] == [f"{CYCLE}3", f"{GROUPS}2"] and len(result["compared"]["ratios"]) == 6
+    assert not list((tmp_path / "out").rglob("model.safetensors"))
+
+
+def test_keep_the_defaults(pretended, start, tmp_path, capsys) -> None:
+    assert start() == 0
+    assert "Keep the defaults: nothing that was tried was faster" in capsys.readouterr().out
+    assert record(tmp_path)["result"] == {"noise": 0.01, "set": [], "compared": None}
+    # Slightly faster, but less than a percent.
+    pretended.speeds = {f"{CYCLE}3": 1.004}
+    assert start("--out", str(tmp_path / "other")) == 0
+    said = capsys.readouterr().out
+    assert f"Keep the defaults: {CYCLE}3 (the best found) gains +0.4 %" in said and "export" not in said
+
+
+def test_the_gain_is_over_what_the_user_has_set(pretended, start, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "3")
+    pretended.speeds = {f"{CYCLE}3": 0.5}
+    assert start("--knobs", "cycle") == 0
+    said = capsys.readouterr().out
+    assert "Set by you: HOROVOD_CYCLE_TIME=3: every gain is over that" in said
+    assert "export HOROVOD_CYCLE_TIME=1" in said and "+100.0 %" in said
+
+
+def test_an_interrupted_tuning_goes_on(pretended, start, tmp_path, capsys) -> None:
+    pretended.speeds = {f"{CYCLE}3": 1.1}
+    pretended.ends = {f"{GROUPS}8": Stopped("SIGINT")}
+    assert start() == 75
+    assert "Stopped by SIGINT: the same command goes on" in capsys.readouterr().out
+    measured = record(tmp_path)["pairs"]
+    pretended.started, pretended.ends = [], {}
+    assert start() == 0
+    assert f"{len(measured)} pairs of an earlier start" in capsys.readouterr().out
+    # Both runs of the pair that was interrupted are new, those before it are not run again.
+    assert set(pretended.started[:2]) == {f"{CYCLE}3", f"{GROUPS}8 {CYCLE}3"} and f"{CYCLE}10" not in pretended.started
+    assert record(tmp_path)["pairs"][: len(measured)] == measured
+    assert start("--minutes", "90") == 0 and start("--steps", "20") == 2
+    assert "holds a tuning of other runs: the trainer's flags was" in capsys.readouterr().err
+
+
+def test_a_setting_that_fails_is_a_row(pretended, start, tmp_path, capsys) -> None:
+    pretended.ends = {f"{GROUPS}8": 1, f"{CYCLE}10": None}
+    assert start() == 0
+    said = capsys.readouterr().out
+    assert "failed: it will not do (" in said and "failed: it took longer than" in said
+    pretended.ends, pretended.started = {}, []
+    assert start() == 0
+    assert f"{GROUPS}8" in pretended.started and f"{CYCLE}10" not in pretended.started  # too slow stays too slow
+
+
+def test_defaults_that_fail_end_it(pretended, start, capsys) -> None:
+    pretended.ends = {"": 1}
+    assert start() == 1
+    assert "a run with the defaults failed: it will not do (" in capsys.readouterr().err
+    pretended.ends = {"": 2}
+    assert start() == 2 and capsys.readouterr().err.endswith("hvd_bert: it will not do\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--ranks", "1"], "--ranks 1: must be at least 2"),
+        (["--knobs", "speed"], "--knobs speed: no such knob. There are: hierarchical, cycle"),
+        (["--strategy", "ddp"], "--strategy: tuning sets it for each run: Horovod is what is tuned"),
+        (["--num_group", "2"], "Unknown argument --num_group: did you mean --num_groups?"),
+        (["--launcher", "none"], "--launcher none starts one process: name a launcher"),
+        (["--train_file", "nowhere.json"], "--train_file nowhere.json: no such file"),
+    ],
+)
+def test_bad_input(pretended, start, capsys, flags: list[str], said: str) -> None:
+    assert start(*flags) == 2
+    assert said in capsys.readouterr().err and not pretended.started
