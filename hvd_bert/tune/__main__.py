@@ -140,7 +140,7 @@ def _ranks(launching: Launching) -> int:
 
 
 def _search(runs: Runs, config: Config, wanted: Sequence[knobs.Knob], values: dict[str, str], most_pairs: int) -> int:
-    search = Search(runs.measure, runs.affords, most_pairs, words.tell)
+    search = Search(runs.measure, most_pairs, words.tell)
     place = knobs.Place(config, runs.warm_up())
     split = [place.candidates(knob, values[knob.name]) for knob in wanted]
     words.plan(runs, [tried for tried, _ in split], [left for _, left in split], most_pairs)

@@ -75,7 +75,7 @@ class Runs:
         held = [row["seconds"][AGAINST] for row in self.pairs if AGAINST in row["seconds"]]
         return sum(held) / len(held) if held else self.warm_up_s or 0.0
 
-    def affords(self, pairs: int) -> bool:
+    def _affords(self, pairs: int) -> bool:
         """Whether the budget has time for so many pairs more."""
         return self.spent_s + 2 * pairs * self.run_s <= self.budget_s
 
@@ -96,11 +96,14 @@ class Runs:
         self.write()
         return trained.run
 
-    def measure(self, kind: str, tried: Setting, against: Setting, repeat: int) -> Pair:
-        """A pair, unless an earlier start has measured it; in every second one the tried setting runs first."""
+    def measure(self, kind: str, tried: Setting, against: Setting, repeat: int, then: int | None = None) -> Pair | None:
+        """See `search.Measure`; what an earlier start measured is known. In every second pair the tried setting runs
+        first."""
         key: dict[str, Any] = {"kind": kind, TRIED: list(tried), AGAINST: list(against), "repeat": repeat}
         row = next((row for row in self.pairs if key.items() <= row.items()), None)
         if row is None:
+            if then is not None and not self._affords(1 + then):
+                return None
             row = key | self._run(tried, against)
             self.pairs.append(row)
             self.write()

@@ -27,9 +27,14 @@ class Pair:
 
 
 class Measure(Protocol):
-    """Runs a pair. Each of a point's pairs has a `repeat` (1, 2, ...) of its own."""
+    """Runs a pair, or knows it. Each of a point's pairs has a `repeat` (1, 2, ...) of its own.
 
-    def __call__(self, kind: str, tried: Setting, against: Setting, repeat: int) -> Pair: ...
+    `then`: pairs that must have time after it, or it is not run (None); without it, it is run at any rate.
+    """
+
+    def __call__(
+        self, kind: str, tried: Setting, against: Setting, repeat: int, then: int | None = None
+    ) -> Pair | None: ...
 
 
 @dataclass
@@ -50,13 +55,12 @@ class Point:
 
 @dataclass
 class Search:
-    """One knob after the other, from the best so far. `affords(n)`: whether there is time for n pairs more.
+    """One knob after the other, from the best so far.
 
     `most_pairs`: of the comparison at the end. `tell`: hears of each point that is decided.
     """
 
     measure: Measure
-    affords: Callable[[int], bool]
     most_pairs: int
     tell: Callable[[Point], None]
     noise: float = LEAST_NOISE
@@ -64,7 +68,7 @@ class Search:
     def measure_noise(self) -> float:
         """How far a pair of the defaults with themselves is from 1: what is less is no difference."""
         pairs = [self.measure(NOISE, (), (), repeat + 1) for repeat in range(min(NOISE_PAIRS, self.most_pairs))]
-        apart = [max(pair.ratio, 1 / pair.ratio) - 1 for pair in pairs if pair.ratio]
+        apart = [max(pair.ratio, 1 / pair.ratio) - 1 for pair in pairs if pair and pair.ratio]
         self.noise = max(LEAST_NOISE, *apart)
         return self.noise
 
@@ -81,11 +85,10 @@ class Search:
     def _try(self, setting: Setting, against: Setting) -> Point:
         point = Point(setting, against)
         while not point.verdict:
-            if not self.affords(1 + self.most_pairs):  # the comparison at the end is kept time for
+            pair = self.measure(SEARCH, setting, against, len(point.ratios) + 1, then=self.most_pairs)
+            if pair is None:
                 point.verdict = NO_TIME
-                break
-            pair = self.measure(SEARCH, setting, against, len(point.ratios) + 1)
-            if pair.ratio is None:
+            elif pair.ratio is None:
                 point.verdict, point.reason = FAILED, pair.reason
             else:
                 point.ratios.append(pair.ratio)
@@ -110,8 +113,8 @@ class Search:
         point = Point(best, ())
         for repeat in range(self.most_pairs):
             pair = self.measure(FINAL, best, (), repeat + 1)
-            if pair.ratio is None:
-                point.verdict, point.reason = FAILED, pair.reason
+            if pair is None or pair.ratio is None:
+                point.verdict, point.reason = FAILED, pair.reason if pair else NO_TIME
                 return point
             point.ratios.append(pair.ratio)
         point.verdict = FASTER if min(point.ratios) > 1 and point.gain > self.noise else NOT_FASTER

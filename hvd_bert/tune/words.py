@@ -12,7 +12,7 @@ from hvd_bert.tune.knobs import KNOBS, Knob, Setting
 from hvd_bert.tune.runs import Runs
 from hvd_bert.tune.search import FAILED, FASTER, NOISE_PAIRS, SEARCH_PAIRS, Point
 
-WIDTH = 44
+WIDTH = 52
 
 
 def announce(runs: Runs, config: Config, wanted: Sequence[Knob], values: Mapping[str, str], own_data: bool) -> None:
@@ -94,8 +94,8 @@ def answer(runs: Runs, compared: Point | None, noise: float, fp16: bool) -> None
         print(f"Keep the defaults: with {' '.join(compared.setting)} a run failed: {compared.reason}")
     elif compared.verdict != FASTER:
         print(
-            f"Keep the defaults: {' '.join(compared.setting)} (the best found) gains {spread(compared.ratios)},"
-            f" which is within the noise ({100 * noise:.1f} %, and every pair must be faster)."
+            f"Keep the defaults: {' '.join(compared.setting)} (the best found) gains {spread(compared.ratios)}:"
+            f" within the noise. A gain counts if every pair is faster and the median is above {100 * noise:.1f} %."
         )
     else:
         by_chance = 2 ** len(compared.ratios)
