@@ -198,8 +198,13 @@ class _Ranks:
         return found
 
 
-def analyse(path: Path, ranks: int | None, progress: Callable[[int], object] = lambda count: None) -> Findings:
-    """Read a file. `ranks`: how many there were, where the file does not say. Raises UserError."""
+def analyse(
+    path: Path,
+    ranks: int | None,
+    hosts: int | None = None,
+    progress: Callable[[int], object] = lambda count: None,
+) -> Findings:
+    """Read a file. `ranks`: how many there were, where the file does not say; on `hosts`. Raises UserError."""
     reader = Reader(path)
     spans, steps = Spans(reader.names.spans), Steps(reader.names.spans)
     phases, tensors, sizes, by_rank = _Phases(), _Tensors(reader.names), _Sizes(), _Ranks()
@@ -216,16 +221,33 @@ def analyse(path: Path, ranks: int | None, progress: Callable[[int], object] = l
     covered_us = reader.last_ts - (reader.first_ts or 0)
     if len(reader.names.ranks) > 1:
         ranks = max(reader.names.ranks) + 1
+    if hosts and ranks and hosts > ranks:
+        raise UserError(f"--hosts {hosts}: the file is of {ranks} ranks.")
     speed = sizes.bytes_per_s()
     return Findings(
         path=str(path), size=path.stat().st_size, events=reader.events, cut_short=reader.cut_short,
-        unfinished=spans.unfinished, covered_s=covered_us * 1e-6, ranks=ranks, cycles=reader.cycles,
-        cycle_s=reader.cycle_s, negotiations=by_rank.negotiations, naming_ranks=by_rank.named,
+        unfinished=spans.unfinished, covered_s=covered_us * 1e-6, ranks=ranks, hosts=hosts,
+        cycles=reader.cycles, cycle_s=reader.cycle_s, negotiations=by_rank.negotiations, naming_ranks=by_rank.named,
         phases=phases.rows(reader.names.spans, covered_us), sizes=sizes.rows(),
         message_median=sizes.spread.quantile(0.5), bytes_per_s=speed,
-        wire_bytes_per_s=speed * 2 * (ranks - 1) / ranks if ranks else math.nan, tensors=tensors.slowest(),
+        wire_bytes_per_s=speed * _of_a_ring(ranks) if ranks else math.nan,
+        link_bytes_per_s=speed * _of_a_link(ranks, hosts, reader.names.spans), tensors=tensors.slowest(),
         step=_step_figures(full), rank_rows=by_rank.rows(reader.names.ranks, full), curves=full,
     )  # fmt: skip
+
+
+def _of_a_ring(ends: int) -> float:
+    return 2 * (ends - 1) / ends
+
+
+def _of_a_link(ranks: int | None, hosts: int | None, names: Sequence[str]) -> float:
+    """How often each byte of a message goes out of a host: of a ring over all ranks, or of MPI, which sums inside first.
+
+    docs/profiling.md says when that is so.
+    """
+    if ranks is None or hosts is None or hosts == 1:
+        return math.nan
+    return _of_a_ring(hosts if "MPI_ALLREDUCE" in names else ranks)
 
 
 def _check(reader: Reader, path: Path) -> None:

@@ -122,6 +122,11 @@ def bandwidth(findings: Findings) -> list[str]:
             f"On the wire of each rank {speed(findings.wire_bytes_per_s)}: a ring sends 2(n-1)/n of a message, "
             f"n = {findings.ranks}."
         )
+    if not math.isnan(findings.link_bytes_per_s):
+        lines.append(
+            f"On the link of each of the {findings.hosts} hosts {speed(findings.link_bytes_per_s)} in each direction, "
+            "ranks placed host by host."
+        )
     return lines
 
 

@@ -121,7 +121,11 @@ class StepFigures:
 
 @dataclass
 class Findings:
-    """All that is known of a file. `ranks`: how many there were, None if it cannot be told."""
+    """All that is known of a file. `ranks`: how many there were, None if it cannot be told; `hosts`: as given.
+
+    Of large messages per second: `bytes_per_s`: bytes; `wire_bytes_per_s`: what a ring has each rank send;
+    `link_bytes_per_s`: what a host sends to the others.
+    """
 
     path: str
     size: int
@@ -130,6 +134,7 @@ class Findings:
     unfinished: int
     covered_s: float
     ranks: int | None
+    hosts: int | None
     cycles: int
     cycle_s: float
     negotiations: int
@@ -139,6 +144,7 @@ class Findings:
     message_median: float
     bytes_per_s: float
     wire_bytes_per_s: float
+    link_bytes_per_s: float
     tensors: list[SlowTensor]
     step: StepFigures | None
     rank_rows: list[RankRow]
