@@ -24,7 +24,7 @@ def ranks_of(hosts: str) -> int:
 
 def horovodrun(hosts: str, controller: str, program: str) -> str:
     """The command, for a100-01: Gloo's is started on a host that takes part."""
-    interface = " --network-interfaces eth0" if controller == "gloo" else ""
+    interface = " --network-interfaces eth0" if controller == "gloo" and "," in hosts else ""
     return f"horovodrun -np {ranks_of(hosts)} -H {hosts} --{controller}{interface} python {program}"
 
 

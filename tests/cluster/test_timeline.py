@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from harness import SMALL, Cluster
-from recorded import FOUR_RANKS, ONE_HOST, recorded, six_layers
+from recorded import FOUR_RANKS, ONE_HOST, TWO_HOSTS, ranks_of, recorded, six_layers
 from shaping import shaped
 
 pytestmark = [
@@ -17,12 +17,13 @@ GBPS, LATENCY_MS = 1.0, 1.0
 SLOWED_S = 0.2
 
 
-@pytest.mark.parametrize("controller", ["mpi", "gloo"])
-def test_a_slow_link_is_found(cluster: Cluster, tmp_path: Path, controller: str) -> None:
+# Over MPI with a rank per host: with two, which share a core here, sums inside the hosts take a good part of the time.
+@pytest.mark.parametrize(("controller", "hosts"), [("mpi", TWO_HOSTS), ("gloo", FOUR_RANKS)])
+def test_a_slow_link_is_found(cluster: Cluster, tmp_path: Path, controller: str, hosts: str) -> None:
     loopback = recorded(cluster, tmp_path / "loopback", ONE_HOST, controller, six_layers(ONE_HOST, 6))
     with shaped(cluster, GBPS, LATENCY_MS):
-        slow = recorded(cluster, tmp_path / "slow", FOUR_RANKS, controller, six_layers(FOUR_RANKS, 8))
-    assert (loopback["ranks"], slow["ranks"]) == (2, 4)
+        slow = recorded(cluster, tmp_path / "slow", hosts, controller, six_layers(hosts, 10))
+    assert (loopback["ranks"], slow["ranks"]) == (2, ranks_of(hosts))
     assert slow["link_bytes_per_s"] * 8 == pytest.approx(GBPS * 1e9, rel=0.15)
     for bound in ("exposed_least_share", "exposed_most_share"):
         assert slow["step"][bound] > loopback["step"][bound]
