@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -77,9 +77,10 @@ def cluster_up() -> Iterator[Cluster]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians of the rounds, in seconds: of the step and what of it is exposed communication."""
+    """Medians of the rounds, in seconds: of the step, its forward and backward pass, its exposed communication."""
 
     step_s: Sequence[float]
+    compute_s: Sequence[float]
     exposed_s: Sequence[float]
 
 
@@ -104,7 +105,7 @@ def steps_by_shape(cluster: Cluster, hosts: str, folder: Path, rounds: int, step
     folder.mkdir()
     most = FIRST + rounds * len(SHAPES) * (steps + 4)  # some pass while the link changes
     command = horovodrun(hosts, "mpi", f"-m hvd_bert.train {six_layers(hosts, most)}")
-    found: dict[Shape, list[tuple[float, float]]] = {shape: [] for shape in SHAPES}
+    found: dict[Shape, list[list[float]]] = {shape: [] for shape in SHAPES}
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(cluster.on, "a100-01", command, folder, None, 900)
         until(folder, FIRST, running)
@@ -113,15 +114,15 @@ def steps_by_shape(cluster: Cluster, hosts: str, folder: Path, rounds: int, step
                 with shape.on(cluster):
                     start = len(rows_of(folder)) + 2  # the step that saw the change, and one to settle
                     rows = until(folder, start + steps, running)[start : start + steps]
-                step_s, exposed_s = (median(row[key] for row in rows) for key in ("step_s", "exposed_comm_s"))
-                found[shape].append((step_s, exposed_s))
-                print(hosts, shape, f"{step_s:.3f} s, exposed {exposed_s:.3f} s", file=sys.stderr)
+                figures = [median(row[f"{key}_s"] for row in rows) for key in ("step", "compute", "exposed_comm")]
+                found[shape].append(figures)
+                print(hosts, shape, *(f"{figure:.3f}" for figure in figures), file=sys.stderr)
         running.result().expect(0)
-    return {shape: Measured(*zip(*pairs, strict=True)) for shape, pairs in found.items()}
+    return {shape: Measured(*zip(*rounds, strict=True)) for shape, rounds in found.items()}
 
 
-def alone(cluster: Cluster, folder: Path, steps: int) -> tuple[Step, float]:
-    """The step of one rank, and how long it takes."""
+def alone(cluster: Cluster, folder: Path, steps: int) -> Step:
+    """The step of one rank."""
     folder.mkdir()
     command = f"python -m hvd_bert.train --strategy none {six_layers('a100-01:1', steps)}"
     cluster.on("a100-01", command, folder).expect(0)
@@ -130,7 +131,7 @@ def alone(cluster: Cluster, folder: Path, steps: int) -> tuple[Step, float]:
     steady = [row for _, row in run.steady]
     step_s, compute_s = median(row.step_s for row in steady), median(row.phases["compute"] for row in steady)
     print("one rank", f"{step_s:.3f} s, of it computing {compute_s:.3f} s", file=sys.stderr)
-    return Step(compute_s, step_s - compute_s, 4.0 * run.parameters, 4.0 * run.late_parameters), step_s
+    return Step(compute_s, step_s - compute_s, 4.0 * run.parameters, 4.0 * run.late_parameters)
 
 
 def doctor(cluster: Cluster, hosts: str, folder: Path) -> Link:
@@ -152,30 +153,42 @@ def steps_table(cluster: Cluster, folder: Path, rounds: int, steps: int) -> None
     for hosts in (TWO_HOSTS, FOUR_RANKS):
         found[hosts] = steps_by_shape(cluster, hosts, folder / f"ranks-{ranks_of(hosts)}", rounds, steps)
     ones.append(alone(cluster, folder / "alone-2", FIRST + 2 * steps))
-    one = ones[0][0]
-    one = replace(one, compute_s=median(step.compute_s for step, _ in ones), rest_s=median(s.rest_s for s, _ in ones))
+    one = replace(ones[0], compute_s=mean(s.compute_s for s in ones), rest_s=mean(s.rest_s for s in ones))
     links = {}
     for shape in SHAPES:
         with shape.on(cluster):
             links[shape] = doctor(cluster, TWO_HOSTS, folder)
-    inner = doctor(cluster, ONE_HOST, folder)
-    one_s, cores = one.compute_s + one.rest_s, len(os.sched_getaffinity(0))
-    print(f"One rank: {one_s * 1e3:.0f} ms, of it computing {one.compute_s * 1e3:.0f} ms. Gradients: "
-          f"{one.gradient_bytes / 1e6:.1f} MB. Inside a host: {told(inner)}. {cores} cores.\n")  # fmt: skip
-    print("| link | by doctor | ranks | step, ms | exposed, ms | efficiency | model: given link | by doctor's |")
-    print("| --- | --- | ---: | --- | ---: | ---: | --- | --- |")
-    for shape in SHAPES:
-        for hosts in (TWO_HOSTS, FOUR_RANKS):
-            ranks, measured = ranks_of(hosts), found[hosts][shape]
-            given = None if shape.gbps is None else link_of(shape.gbps, shape.latency_ms * 1e3)
-            cells = [
-                model(one, one_s, ranks, link, inner, cores, median(measured.step_s)) for link in (given, links[shape])
-            ]
-            print(
-                f"| {shape} | {told(links[shape])} | {ranks} | {spread(measured.step_s)} | "
-                f"{median(measured.exposed_s) * 1e3:.0f} | {one_s / ranks / median(measured.step_s):.1%} | "
-                f"{' | '.join(cells)} |"
-            )
+    inner, cores = doctor(cluster, ONE_HOST, folder), len(os.sched_getaffinity(0))
+    print(f"One rank: {(one.compute_s + one.rest_s) * 1e3:.0f} ms, of it computing {one.compute_s * 1e3:.0f} ms.")
+    print(f"Gradients: {one.gradient_bytes / 1e6:.1f} MB. Inside a host: {told(inner)}. {cores} cores.\n")
+    print("| ranks | link | by doctor | step, ms | computing | exposed | efficiency |", end=" ")
+    print("model, given link | link by doctor | given link, computing as measured |")
+    print("| ---: | --- | --- | --- | ---: | ---: | ---: | --- | --- | --- |")
+    for hosts in (TWO_HOSTS, FOUR_RANKS):
+        for row in steps_rows(one, ranks_of(hosts), found[hosts], links, inner, cores):
+            print(f"| {' | '.join(row)} |")
+
+
+def steps_rows(
+    one: Step, ranks: int, found: dict[Shape, Measured], links: dict[Shape, Link], inner: Link, cores: int
+) -> Iterator[list[str]]:
+    """The table's rows of so many ranks."""
+    crowd = max(1.0, ranks / cores)  # ranks that share a core compute so much longer
+    shared = replace(one, compute_s=one.compute_s * crowd, rest_s=one.rest_s * crowd)
+    own = own_step(one, ranks, found[Shape()])
+    one_s = one.compute_s + one.rest_s
+    for shape, measured in found.items():
+        step_s = median(measured.step_s)
+        given = links[shape] if shape.gbps is None else link_of(shape.gbps, shape.latency_ms * 1e3)
+        yield [
+            f"{ranks}", f"{shape}", told(links[shape]), spread(measured.step_s),
+            f"{median(measured.compute_s) * 1e3:.0f}", f"{median(measured.exposed_s) * 1e3:.0f}",
+            f"{one_s / ranks / step_s:.1%}",
+            *(
+                model(step, one_s, ranks, Network(link) if ranks == 2 else Network(link, inner, 2), step_s)
+                for step, link in ((shared, given), (shared, links[shape]), (own, given))
+            ),
+        ]  # fmt: skip
 
 
 def spread(seconds: Sequence[float]) -> str:
@@ -183,20 +196,19 @@ def spread(seconds: Sequence[float]) -> str:
     return f"{median(seconds) * 1e3:.0f} ({least * 1e3:.0f} to {most * 1e3:.0f})"
 
 
-def model(one: Step, one_s: float, ranks: int, link: Link | None, inner: Link, cores: int, step_s: float) -> str:
-    """What the model makes of it: the step, what of it is exposed, the efficiency and how many points that is off.
+def own_step(one: Step, ranks: int, measured: Measured) -> Step:
+    """As many ranks as computed with the link as it is: what they take from each other is in it."""
+    compute_s = median(measured.compute_s)
+    rest_s = median(measured.step_s) - compute_s - median(measured.exposed_s)
+    return replace(one, compute_s=ranks * compute_s, rest_s=rest_s)
 
-    Ranks that share a core compute so much longer. MPI sums inside a host first.
-    """
-    if link is None:
-        return ""
-    crowd = max(1.0, ranks / cores)
-    shared = replace(one, compute_s=one.compute_s * crowd, rest_s=one.rest_s * crowd)
-    network = Network(link) if ranks == 2 else Network(link, inner, devices_per_node=2)
-    made = project(shared, ranks, STRONG, network)
+
+def model(step: Step, one_s: float, ranks: int, network: Network, step_s: float) -> str:
+    """What the model makes of it: the step, what of it is exposed, the efficiency and how many points that is off."""
+    made = project(step, ranks, STRONG, network)
     efficiency, measured = one_s / ranks / made.step_s, one_s / ranks / step_s
     off = 100 * (efficiency - measured)
-    return f"{made.step_s * 1e3:.0f} ms, exposed {made.exposed_s * 1e3:.0f}: {efficiency:.1%} ({off:+.1f})"
+    return f"{made.step_s * 1e3:.0f} ms, {made.exposed_s * 1e3:.0f} exposed: {efficiency:.1%} ({off:+.1f})"
 
 
 # --- timelines ------------------------------------------------------------------------------------
@@ -204,8 +216,8 @@ def model(one: Step, one_s: float, ranks: int, link: Link | None, inner: Link, c
 
 def timelines_table(cluster: Cluster, folder: Path, steps: int) -> None:
     """Trainings with a timeline, over MPI and Gloo."""
-    print("| over | ranks | link | step, ms | exposed | gradients, MB/s | a host sends, Gb/s | advice |")
-    print("| --- | --- | --- | ---: | --- | ---: | ---: | --- |")
+    print("| over | ranks | link | step, ms | exposed | gradients, MB/s | fastest tenth | a host sends, Gb/s |")
+    print("| --- | --- | --- | ---: | --- | ---: | ---: | ---: |")
     cases = ((ONE_HOST, Shape()), (TWO_HOSTS, SLOW), (FOUR_RANKS, Shape()), (FOUR_RANKS, SLOW))
     for hosts, shape in cases:
         for controller in ("mpi", "gloo"):
@@ -220,7 +232,8 @@ def timelines_row(hosts: str, controller: str, shape: Shape, seen: dict[str, Any
     exposed = f"{step['exposed_least_share']:.0%} to {step['exposed_most_share']:.0%}"
     return (
         f"| {controller} | {hosts} | {shape} | {step['step_s'] * 1e3:.0f} | {exposed} | "
-        f"{seen['bytes_per_s'] / 1e6:.0f} | {'' if sent is None else f'{sent * 8e-9:.3f}'} | {seen['advice'][0]} |"
+        f"{seen['bytes_per_s'] / 1e6:.0f} | {seen['fast_bytes_per_s'] / 1e6:.0f} | "
+        f"{'' if sent is None else f'{sent * 8e-9:.2f}'} |"
     )
 
 
