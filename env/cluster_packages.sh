@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The system packages of the two-host test cluster (tests/cluster): Slurm, munge, PMIx, sshd, ip. As root on Debian or
+# The system packages of the two-host test cluster (tests/cluster): Slurm, munge, PMIx, sshd, ip and tc. As root on Debian or
 # Ubuntu it installs what is missing, and neither starts nor enables any service. Safe to repeat.
 # Exit status: 0 all there, 3 something is missing and cannot be installed here (it says what).
 set -euo pipefail
@@ -11,7 +11,7 @@ PATH=$PATH:/usr/sbin:/sbin
 
 missing() {
   local program
-  for program in munged slurmctld slurmd srun sbatch scontrol sshd ssh ssh-keygen ip pgrep unshare nsenter; do
+  for program in munged slurmctld slurmd srun sbatch scontrol sshd ssh ssh-keygen ip tc pgrep unshare nsenter; do
     command -v "$program" >/dev/null || printf '%s ' "$program"
   done
   # What Slurm's PMIx plugin loads.

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
     flags = _parser().parse_args(argv)
     try:
-        findings = read(flags.file, flags.ranks)
+        findings = read(flags.file, flags.ranks, flags.hosts)
         if flags.html:
             _write_page(findings, flags.html)
     except UserError as error:
@@ -47,19 +47,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
     parser.add_argument("--html", metavar="OUT", type=Path, help="write a page, too: one file")
     parser.add_argument("--ranks", type=int, metavar="N", help="how many ranks there were, if the file names none")
+    parser.add_argument("--hosts", type=int, metavar="N", help="how many hosts they were on: what each of them sent")
     return parser
 
 
-def read(path: Path, ranks: int | None = None) -> Findings:
+def read(path: Path, ranks: int | None = None, hosts: int | None = None) -> Findings:
     """Analyse a file, with a progress bar where a terminal shows it. Raises UserError."""
-    if ranks is not None and ranks < 1:
-        raise UserError(f"--ranks {ranks}: must be at least 1.")
+    for flag, number in (("--ranks", ranks), ("--hosts", hosts)):
+        if number is not None and number < 1:
+            raise UserError(f"{flag} {number}: must be at least 1.")
     if path.is_dir():
         raise UserError(f"{path}: is a folder; name the timeline's file.")
     allocator.keep_memory()  # arrays of a block are made of those of the block before
     size = path.stat().st_size if path.is_file() else None
     with tqdm(total=size, unit="B", unit_scale=True, disable=None, leave=False, desc=path.name) as bar:
-        findings = analysis.analyse(path, ranks, bar.update)
+        findings = analysis.analyse(path, ranks, hosts, bar.update)
     findings.advice = advice.advise(findings)
     return findings
 

@@ -21,6 +21,7 @@ SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)  # bytes: where classes of messa
 SLOWEST = 10
 UNNAMED = "(without a name)"
 BIG = 1 << 20  # bytes: what messages must have for a bandwidth; smaller ones are mostly latency
+FAST = 0.1  # of those: what computing beside it, or a rank that comes late, has not held up
 
 
 class _Phases:
@@ -132,6 +133,7 @@ class _Sizes:
         self.tensors = np.zeros(len(SIZES) + 1, np.int64)
         self.bytes = np.zeros(len(SIZES) + 1, np.int64)
         self.spread = Spread()
+        self.big_speeds = Spread()  # bytes per ms of each message above BIG
 
     def add(self, messages: Messages, allreduce: int) -> None:
         rows = (messages.code == allreduce) & (messages.size >= 0) & (messages.collective != NONE)
@@ -139,6 +141,8 @@ class _Sizes:
         size, took = messages.size[rows], (messages.received - messages.sent)[rows]
         which = np.searchsorted(SIZES, size, side="left")
         self.spread.add(size)
+        big = size > BIG
+        self.big_speeds.add(size[big] * 1000 // np.maximum(took[big], 1))
         for number, times in enumerate(self.times):
             own = which == number
             times.add(took[own])
@@ -162,6 +166,10 @@ class _Sizes:
         start = big if self.bytes[big:].sum() * 2 >= self.bytes.sum() else 0
         took = sum(times.total for times in self.times[start:])
         return float(self.bytes[start:].sum()) / took * 1e6 if took else math.nan
+
+    def fast_bytes_per_s(self) -> float:
+        """What the fastest tenth of the messages above 1 MiB reach; NaN without such."""
+        return self.big_speeds.quantile(1 - FAST) * 1000
 
 
 class _Ranks:
@@ -198,8 +206,13 @@ class _Ranks:
         return found
 
 
-def analyse(path: Path, ranks: int | None, progress: Callable[[int], object] = lambda count: None) -> Findings:
-    """Read a file. `ranks`: how many there were, where the file does not say. Raises UserError."""
+def analyse(
+    path: Path,
+    ranks: int | None,
+    hosts: int | None = None,
+    progress: Callable[[int], object] = lambda count: None,
+) -> Findings:
+    """Read a file. `ranks`: how many there were, where the file does not say; on `hosts`. Raises UserError."""
     reader = Reader(path)
     spans, steps = Spans(reader.names.spans), Steps(reader.names.spans)
     phases, tensors, sizes, by_rank = _Phases(), _Tensors(reader.names), _Sizes(), _Ranks()
@@ -216,16 +229,33 @@ def analyse(path: Path, ranks: int | None, progress: Callable[[int], object] = l
     covered_us = reader.last_ts - (reader.first_ts or 0)
     if len(reader.names.ranks) > 1:
         ranks = max(reader.names.ranks) + 1
-    speed = sizes.bytes_per_s()
+    if hosts and ranks and hosts > ranks:
+        raise UserError(f"--hosts {hosts}: the file is of {ranks} ranks.")
+    speed, fast = sizes.bytes_per_s(), sizes.fast_bytes_per_s()
     return Findings(
         path=str(path), size=path.stat().st_size, events=reader.events, cut_short=reader.cut_short,
-        unfinished=spans.unfinished, covered_s=covered_us * 1e-6, ranks=ranks, cycles=reader.cycles,
-        cycle_s=reader.cycle_s, negotiations=by_rank.negotiations, naming_ranks=by_rank.named,
+        unfinished=spans.unfinished, covered_s=covered_us * 1e-6, ranks=ranks, hosts=hosts,
+        cycles=reader.cycles, cycle_s=reader.cycle_s, negotiations=by_rank.negotiations, naming_ranks=by_rank.named,
         phases=phases.rows(reader.names.spans, covered_us), sizes=sizes.rows(),
         message_median=sizes.spread.quantile(0.5), bytes_per_s=speed,
-        wire_bytes_per_s=speed * 2 * (ranks - 1) / ranks if ranks else math.nan, tensors=tensors.slowest(),
+        wire_bytes_per_s=speed * _of_a_ring(ranks) if ranks else math.nan, fast_bytes_per_s=fast,
+        link_bytes_per_s=fast * _of_a_link(ranks, hosts, reader.names.spans), tensors=tensors.slowest(),
         step=_step_figures(full), rank_rows=by_rank.rows(reader.names.ranks, full), curves=full,
     )  # fmt: skip
+
+
+def _of_a_ring(ends: int) -> float:
+    return 2 * (ends - 1) / ends
+
+
+def _of_a_link(ranks: int | None, hosts: int | None, names: Sequence[str]) -> float:
+    """How often each byte of a message goes out of a host: a ring is over all ranks, MPI sums inside the hosts first.
+
+    docs/profiling.md says when that is so.
+    """
+    if ranks is None or hosts is None or hosts == 1:
+        return math.nan
+    return _of_a_ring(hosts if "MPI_ALLREDUCE" in names else ranks)
 
 
 def _check(reader: Reader, path: Path) -> None:

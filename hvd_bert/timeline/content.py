@@ -122,6 +122,11 @@ def bandwidth(findings: Findings) -> list[str]:
             f"On the wire of each rank {speed(findings.wire_bytes_per_s)}: a ring sends 2(n-1)/n of a message, "
             f"n = {findings.ranks}."
         )
+    if not math.isnan(findings.fast_bytes_per_s):
+        fast = f"The fastest tenth of those above {bytes_text(BIG)} reach {speed(findings.fast_bytes_per_s)}"
+        if not math.isnan(findings.link_bytes_per_s):
+            fast += f", {speed(findings.link_bytes_per_s)} on the link of each of the {findings.hosts} hosts"
+        lines.append(f"{fast}: what the network gives where no computing beside it holds the sending up.")
     return lines
 
 

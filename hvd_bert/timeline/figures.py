@@ -121,7 +121,11 @@ class StepFigures:
 
 @dataclass
 class Findings:
-    """All that is known of a file. `ranks`: how many there were, None if it cannot be told."""
+    """All that is known of a file. `ranks`: how many there were, None if it cannot be told; `hosts`: as given.
+
+    Of large messages: `bytes_per_s`; `wire_bytes_per_s`: what a ring has each rank send for that. Of the fastest tenth
+    of those above 1 MiB: `fast_bytes_per_s`; `link_bytes_per_s`: what each host sends to the others for that.
+    """
 
     path: str
     size: int
@@ -130,6 +134,7 @@ class Findings:
     unfinished: int
     covered_s: float
     ranks: int | None
+    hosts: int | None
     cycles: int
     cycle_s: float
     negotiations: int
@@ -139,6 +144,8 @@ class Findings:
     message_median: float
     bytes_per_s: float
     wire_bytes_per_s: float
+    fast_bytes_per_s: float
+    link_bytes_per_s: float
     tensors: list[SlowTensor]
     step: StepFigures | None
     rank_rows: list[RankRow]

@@ -148,6 +148,8 @@ def test_files_that_are_not_there(tmp_path, capsys):
     path = training(2).write(tmp_path / "t.json")
     assert command.main([str(path), "--ranks", "0"]) == EXIT_BAD_INPUT
     assert "--ranks 0" in capsys.readouterr().err
+    assert command.main([str(path), "--hosts", "3"]) == EXIT_BAD_INPUT
+    assert "--hosts 3: the file is of 2 ranks" in capsys.readouterr().err
     assert command.main([str(path), "--html", str(tmp_path / "no" / "such.html")]) == EXIT_BAD_INPUT
     assert "--html" in capsys.readouterr().err
 
@@ -300,6 +302,17 @@ def test_an_operation_without_end_is_told_and_left_out(tmp_path):
     seen = command.read(path)
     assert (seen.cut_short, seen.unfinished) == (True, 1)
     assert seen.step is not None and seen.step.steps == 11
+
+
+@pytest.mark.parametrize(("library", "leaves"), [("MPI_ALLREDUCE", 1.0), ("GLOO_ALLREDUCE", 1.5)])
+def test_what_a_host_sends(tmp_path, library, leaves):
+    """Four ranks on two hosts: MPI sums inside the hosts first, a ring does not."""
+    path = training(steps=6, ranks=4, library=library).write(tmp_path / "t.json")
+    seen = command.read(path, hosts=2)
+    assert seen.wire_bytes_per_s == pytest.approx(1.5 * seen.bytes_per_s)
+    assert seen.fast_bytes_per_s == pytest.approx(2 * 2**20 / 0.02, rel=0.011)  # of a and b; c alone is as fast
+    assert seen.link_bytes_per_s == pytest.approx(leaves * seen.fast_bytes_per_s)
+    assert math.isnan(command.read(path, hosts=1).link_bytes_per_s)
 
 
 def test_unnamed_tensors_count_as_one(tmp_path):

@@ -1,0 +1,52 @@
+"""Trainings on the test cluster of which Horovod writes a timeline, and what the analysis says of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from harness import FOLDER, Cluster, Environment
+from launch import REPOSITORY
+
+ONE_HOST, TWO_HOSTS, FOUR_RANKS = "a100-01:2", "a100-01:1,a100-02:1", "a100-01:2,a100-02:2"
+# Six layers with new weights, whose gradients are 44 MB; 16 windows a step, however many ranks there are.
+SIX_LAYERS = "--config sweep --dropout 0 --num_threads 1 --no_do_eval --save_steps 0 --logging_steps 1 --output_dir out"
+GLOBAL_BATCH = 16
+
+
+def ranks_of(hosts: str) -> int:
+    """Of what stands after horovodrun's -H."""
+    return sum(int(host.split(":")[1]) for host in hosts.split(","))
+
+
+def horovodrun(hosts: str, controller: str, program: str) -> str:
+    """The command, for a100-01: Gloo's is started on a host that takes part."""
+    interface = " --network-interfaces eth0" if controller == "gloo" and "," in hosts else ""
+    return f"horovodrun -np {ranks_of(hosts)} -H {hosts} --{controller}{interface} python {program}"
+
+
+def six_layers(hosts: str, steps: int) -> str:
+    """Flags of the trainer."""
+    return f"{SIX_LAYERS} --max_steps {steps} --per_device_train_batch_size {GLOBAL_BATCH // ranks_of(hosts)}"
+
+
+def recorded(
+    cluster: Cluster, folder: Path, hosts: str, controller: str, flags: str, slowed: Environment | None = None
+) -> dict[str, Any]:
+    """Train in `folder`, and analyse: the object that `python -m hvd_bert.timeline --json` prints.
+
+    `slowed`: the environment that slowed.py asks for.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    timeline = folder / "timeline.json"
+    program = f"{FOLDER / 'slowed.py'} -m hvd_bert.train" if slowed else "-m hvd_bert.train"
+    env = {"HOROVOD_TIMELINE": str(timeline), **(slowed or {})}
+    cluster.on("a100-01", f"{horovodrun(hosts, controller, program)} {flags}", folder, env).expect(0)
+    count = str(hosts.count(",") + 1)
+    command = [sys.executable, "-m", "hvd_bert.timeline", str(timeline), "--hosts", count, "--json"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True)
+    record: dict[str, Any] = json.loads(done.stdout)
+    return record

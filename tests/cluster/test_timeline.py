@@ -1,0 +1,45 @@
+"""What the analysis of a timeline says when the link is slow, or a rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import SMALL, Cluster
+from recorded import FOUR_RANKS, ONE_HOST, TWO_HOSTS, ranks_of, recorded, six_layers
+from shaping import shaped
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="the delay needs /dev/net/tun"),
+]
+GBPS, LATENCY_MS = 1.0, 1.0
+SLOWED_S = 0.2
+
+
+# Open MPI's thread asks for its core again and again; ranks that share two cores keep it from filling the link while
+# they compute. So over MPI a rank per host, and gradients in one message, which is sent when nothing computes.
+@pytest.mark.parametrize(
+    ("controller", "hosts", "more"), [("mpi", TWO_HOSTS, " --deterministic"), ("gloo", FOUR_RANKS, "")]
+)
+def test_a_slow_link_is_found(cluster: Cluster, tmp_path: Path, controller: str, hosts: str, more: str) -> None:
+    loopback = recorded(cluster, tmp_path / "loopback", ONE_HOST, controller, six_layers(ONE_HOST, 6) + more)
+    with shaped(cluster, GBPS, LATENCY_MS):
+        slow = recorded(cluster, tmp_path / "slow", hosts, controller, six_layers(hosts, 10) + more)
+    assert (loopback["ranks"], slow["ranks"]) == (2, ranks_of(hosts))
+    assert slow["link_bytes_per_s"] * 8 == pytest.approx(GBPS * 1e9, rel=0.15)
+    for bound in ("exposed_least_share", "exposed_most_share"):
+        assert slow["step"][bound] > loopback["step"][bound]
+    assert any("messages: bandwidth." in line for line in slow["advice"]), slow["advice"]
+
+
+@pytest.mark.parametrize(("controller", "rank"), [("mpi", 3), ("gloo", 0)])
+def test_a_slow_rank_is_named(cluster: Cluster, tmp_path: Path, controller: str, rank: int) -> None:
+    env = {"SLOWED_RANK": str(rank), "SLOWED_S": str(SLOWED_S), "HOROVOD_CACHE_CAPACITY": "0"}
+    flags = f"{SMALL} 14 --per_device_train_batch_size 4 --no_do_eval --output_dir out"
+    with shaped(cluster, GBPS, LATENCY_MS):
+        seen = recorded(cluster, tmp_path, FOUR_RANKS, controller, flags, env)
+    row = seen["rank_rows"][rank]
+    assert row["of_steps"] >= 10 and row["steps"] >= 0.9 * row["of_steps"]
+    assert row["median_s"] == pytest.approx(SLOWED_S, rel=0.15)
+    assert any(line.startswith(f"Rank {rank} holds the others up") for line in seen["advice"]), seen["advice"]
