@@ -117,8 +117,8 @@ class HorovodWorld(World):
 
     def _store_roll(self) -> stalls.StoreRoll:
         address = rendezvous.address_of(os.environ.get("HOROVOD_GLOO_IFACE")) or self.host
-        meeting = self.broadcast((address, rendezvous.free_port()))
-        return stalls.StoreRoll(rendezvous.store_at(*meeting, self.rank, self.size), self.rank, self.size)
+        host, port = self.broadcast((address, rendezvous.free_port()))
+        return stalls.StoreRoll(rendezvous.store_at(host, port, self.rank, self.size), self.rank, self.size)
 
     def _take_device(self) -> tuple[str, str | None]:
         device, device_id = super()._take_device()

@@ -133,7 +133,7 @@ class Watch:
                 said = number
                 self._tell(number)
             if waited > limit_s + self._turn_s:
-                self._end(number, waited, names())
+                self._end(number, limit_s, names())
 
     def _tell(self, number: int) -> None:
         try:
@@ -148,11 +148,7 @@ class Watch:
             missing = [0]
         ranks = _shortened([f"rank {rank} on {self._hosts[rank]}" for rank in missing])
         what = _shortened(names)
-        text = (
-            f"for {ranks} to come to {what}"
-            if missing
-            else f"for {what}, to which all ranks have come (network, NCCL?)"
-        )
+        text = f"for {ranks} to come to {what}" if missing else f"for {what}, to which all ranks have come (NCCL?)"
         print(
             f"rank {self._rank} on {self._hosts[self._rank]} has waited {waited_s:.0f} s {text}. Look there at the file"
             " systems and the GPU (dmesg, nvidia-smi); the same command goes on from the last checkpoint. Where a step"

@@ -37,7 +37,7 @@ def test_stalled_rank_ends_the_job_and_is_named(size: int, by: str, kind: str, t
     script = REPOSITORY / "scripts" / "first_failure.awk"
     command = ["awk", "-f", str(script)]
     first = subprocess.run(command, input=outcome.output, capture_output=True, text=True, check=True, timeout=60).stdout
-    waited = rf"rank 0 on {host} has waited \d s for rank 1 on {host} to come to {NAMES} and \d+ more\n"
+    waited = rf"rank 0 on {host} has waited {END_S} s for rank 1 on {host} to come to {NAMES} and \d+ more\n"
     assert re.fullmatch(waited, first), first
 
 
