@@ -93,7 +93,10 @@ class MpiRoll:
 
 
 class Watch:
-    """Ends every rank, from a thread, when this one has waited too long for others, and says for whom and what."""
+    """Ends every rank, from a thread, when this one has waited too long for others, and says for whom and what.
+
+    Ranks that wait say so after half the time; one that came later than that still counts as missing.
+    """
 
     def __init__(self, rank: int, hosts: Sequence[str], step_s: float, roll: Roll, abort: Callable[[int], Any]) -> None:
         """`hosts`: of each rank. `step_s`: what `inspect` returned. `abort(status)` ends every rank."""
@@ -115,6 +118,7 @@ class Watch:
             waited = time.monotonic() - begin
             # The inspector was first. A rank that died leaves the same words, but is noticed at once.
             if "Horovod has been shut down" in str(error) and 2 * waited > limit_s:
+                self._wait = None
                 time.sleep(self._turn_s)
                 self._end(self._number, waited, ["the tensors that Horovod names above"])
             raise
@@ -125,9 +129,10 @@ class Watch:
         said = 0
         while True:
             time.sleep(min(5.0, self.step_s / 10))
-            if self._wait is None:
+            wait = self._wait
+            if wait is None:
                 continue
-            number, begin, limit_s, names = self._wait
+            number, begin, limit_s, names = wait
             waited = time.monotonic() - begin
             if 2 * waited > limit_s and number > said:  # early, so that all who wait have said so when one asks
                 said = number
