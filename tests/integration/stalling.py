@@ -67,4 +67,4 @@ if __name__ == "__main__":
         Evaluator._score = held(Evaluator._score)  # type: ignore[method-assign]
     elif kind != "slow" and rank == 1:
         stalling(kind)
-    run_as_rank(train.main, command_line.strategy_of(sys.argv[1:]))
+    run_as_rank(train.main, **command_line.before_joining(sys.argv[1:]))
