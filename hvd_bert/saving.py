@@ -33,6 +33,7 @@ class Checkpoints:
         self.overwrites = config.train.overwrite_output_dir
         self._config, self._inputs = config, inputs
         self._writer = Writer()
+        self._writes = False  # on rank 0; known to all
         self._last_saved = -1  # not the step gone on from, which may be in another run's folder
         self._diverged = False
         self._new: dict[str, float] = {}
@@ -61,7 +62,7 @@ class Checkpoints:
             else:
                 keep = {checkpoint.name_of(self.state.best.step)} if self.args.load_best_model_at_end else set()
                 self._writer.start(lambda: self._write(tensors, rest, model_only, keep))
-        self._last_saved = self.state.step
+        self._last_saved, self._writes = self.state.step, True
         self.totals["checkpoints"] += 1
         self._count("checkpoint_pause_s", time.perf_counter() - start)
 
@@ -95,10 +96,13 @@ class Checkpoints:
 
         If the write failed that is said; training goes on, and the next may succeed.
         """
-        if not self._writer.busy:
+        if not self._writes:
             return
         start = time.perf_counter()
         error = self._writer.wait()
+        # The others wait here: at the gradients of the step after it a slow file system would look like a stall.
+        self.state.world.allgather(None)
+        self._writes = False
         self._count("checkpoint_pause_s", time.perf_counter() - start)
         if error is not None:
             log.warning("A checkpoint could not be written in %s: %s. Training goes on.", self.folder, error)
@@ -176,11 +180,6 @@ class Writer:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether there is a job that has not been waited for."""
-        return self._thread is not None
 
     def start(self, job: Callable[[], None]) -> None:
         """Start a job; the one before must have been waited for."""

@@ -9,8 +9,8 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -145,6 +145,13 @@ class World:
     def stop_timeline(self) -> None:
         """Rank 0 alone: close that file. Returns when all is written."""
         raise NotImplementedError("only Horovod has a timeline")
+
+    def waiting(self, names: Callable[[], Sequence[str]]) -> AbstractContextManager[None]:
+        """Around a wait for what all ranks do in a step: Horovod's worlds end the job if one does not come to it.
+
+        `names`: what has not come yet, for the message.
+        """
+        return nullcontext()
 
     def check_same(self, values: Mapping[str, object]) -> None:
         """Raise AgreedError if a value differs between ranks: hosts that hold other files would train on other data."""

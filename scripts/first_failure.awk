@@ -41,6 +41,12 @@ BEGIN { split(hosts, host, " ") }
 }
 /^(During handling of the above|The above exception was the)/ && raised_by == marked { raised = "" }
 
+# A rank that has waited too long for others, which it names.
+/^rank [0-9]+ on [^ ]+ has waited [0-9]+ s for/ && waited == "" {
+  waited = $0
+  sub(/\. Look there at.*/, "", waited)
+}
+
 # The launcher's word on a rank that could say nothing itself.
 /^srun: error: .*: tasks? [0-9]/ {
   split($0, part, ": ")
@@ -65,6 +71,7 @@ BEGIN { split(hosts, host, " ") }
 END {
   if (said != "") print said
   else if (raised != "") print raised
+  else if (waited != "") print waited
   else if (ends) {
     first = 1
     for (i = ends; i > 0; i--) if (!(end_rank[i] in lost)) first = i

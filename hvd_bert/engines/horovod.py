@@ -22,6 +22,7 @@ class HorovodEngine(Engine):
         import horovod.torch as hvd
 
         super().__init__(model, make_optimizer, options, world)
+        self._world = world
         # The optimizer has its final parameter groups: groups added after the wrapping would take class defaults.
         self.optimizer = hvd.DistributedOptimizer(
             self.optimizer,
@@ -34,15 +35,29 @@ class HorovodEngine(Engine):
             groups=1 if options.deterministic else options.num_groups or None,
         )
         # The parameters only: broadcasting a fresh AdamW's state makes a hidden step that decays every weight.
-        if world.size > 1:  # alone on a GPU this would need a Horovod with NCCL for nothing
-            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        world.broadcast_tensors(model.state_dict())  # alone on a GPU this needs no Horovod with NCCL
         # fp16 on the wire turns a gradient above 65504 into inf: such a step is skipped, on all ranks alike, since
         # all hold the same mean. Looking costs a device synchronisation per step, so only then.
         self._skip_overflow = options.fp16_allreduce and not options.fp16
         self._finite = True
 
     def synchronize(self) -> None:
-        self.optimizer.synchronize()
+        with self._world.waiting(self._not_averaged):
+            self.optimizer.synchronize()
+
+    def _not_averaged(self) -> list[str]:
+        """The names of the parameters whose mean gradients have not come yet."""
+        import horovod.torch as hvd
+
+        def has_come(handle: int) -> bool:
+            try:
+                return bool(hvd.poll(handle))
+            except (RuntimeError, ValueError):  # it was waited for, and is forgotten
+                return True
+
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        late = [key for key, (handle, _) in self.optimizer._handles.items() if not has_come(handle)]
+        return [names[id(p)] for key in late for p in (key if isinstance(key, tuple) else (key,))]
 
     def clip(self) -> Tensor:
         norm = super().clip()

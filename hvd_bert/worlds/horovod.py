@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from hvd_bert.errors import UserError
 from hvd_bert.launch import Launcher, check_pmi, check_size, find_launcher, is_elastic
 from hvd_bert.world import World, log, log_on_rank_zero
-from hvd_bert.worlds import rendezvous
+from hvd_bert.worlds import rendezvous, stalls
 
 
 def ready_for_timeline(environ: MutableMapping[str, str]) -> None:
@@ -50,7 +51,7 @@ NOTICES = HostNotices()
 class HorovodWorld(World):
     """Horovod's ranks. `node`: under MPI the communicator of this host's ranks (mpi4py), once all have their places."""
 
-    def __init__(self, hvd: Any, controller: str, comm: Any) -> None:
+    def __init__(self, hvd: Any, controller: str, comm: Any, stalled_after_s: float) -> None:
         self._hvd = hvd
         self._comm = comm
         self.controller = controller
@@ -61,6 +62,8 @@ class HorovodWorld(World):
         self.cross_rank = hvd.cross_rank()
         self.cross_size = hvd.cross_size()
         self.node: Any = None
+        self._stalled_after_s = stalled_after_s
+        self._watch: stalls.Watch | None = None
         super().__init__()
 
     @staticmethod
@@ -88,10 +91,12 @@ class HorovodWorld(World):
         elastic = is_elastic(os.environ)
         if elastic:
             NOTICES.watch()
+        stalled_after_s = stalls.inspect(os.environ, elastic)
         hvd.init()
         if not elastic:  # there the launcher's variables stay those of the first world
             check_size(launcher, hvd.size())
-        world = HorovodWorld(hvd, "none" if hvd.size() == 1 else "mpi" if by_mpi else "gloo", comm)
+        controller = "none" if hvd.size() == 1 else "mpi" if by_mpi else "gloo"
+        world = HorovodWorld(hvd, controller, comm, stalled_after_s)
         log_on_rank_zero(world.rank)
         world.elastic, world.generation = elastic, generation
         if launcher.size is None and int(os.environ.get("SLURM_NTASKS", "1")) > 1:
@@ -105,6 +110,15 @@ class HorovodWorld(World):
 
             self.node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
             self.host_ranks = tuple(self.node.allgather(self.rank))
+        if self.size > 1 and not self.elastic:
+            roll = stalls.MpiRoll(self._comm.Dup()) if self._comm is not None else self._store_roll()
+            hosts = [place.host for place in self.places]
+            self._watch = stalls.Watch(self.rank, hosts, self._stalled_after_s, roll, self.abort)
+
+    def _store_roll(self) -> stalls.StoreRoll:
+        address = rendezvous.address_of(os.environ.get("HOROVOD_GLOO_IFACE")) or self.host
+        host, port = self.broadcast((address, rendezvous.free_port()))
+        return stalls.StoreRoll(rendezvous.store_at(host, port, self.rank, self.size), self.rank, self.size)
 
     def _take_device(self) -> tuple[str, str | None]:
         device, device_id = super()._take_device()
@@ -118,32 +132,48 @@ class HorovodWorld(World):
     def allgather(self, value: Any) -> list[Any]:
         if self.size == 1:
             return [value]
-        if self._comm is not None:
-            return list(self._comm.allgather(value))
-        # Named, or Horovod 0.28 would name it by the value's type, and ranks with values of different types would
-        # wait for each other for ever.
-        return list(self._hvd.allgather_object(value, name="hvd_bert.allgather"))
+        with self._apart():
+            if self._comm is not None:
+                return list(self._comm.allgather(value))
+            # Named, or Horovod 0.28 would name it by the value's type, and ranks with values of different types would
+            # wait for each other for ever.
+            return list(self._hvd.allgather_object(value, name="hvd_bert.allgather"))
 
     def gather(self, value: Any) -> list[Any]:
         if self.size > 1 and self._comm is not None:
-            return list(self._comm.gather(value) or ())
+            with self._apart():
+                return list(self._comm.gather(value) or ())
         return super().gather(value)  # Horovod has no gather
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         if self.size == 1:
             return values
-        return torch.as_tensor(self._hvd.allreduce(values, op=self._hvd.Sum))
+        with self.waiting(lambda: ["a sum of measurements"]):
+            return torch.as_tensor(self._hvd.allreduce(values, op=self._hvd.Sum))
 
     def broadcast_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if self.size > 1:
-            self._hvd.broadcast_parameters(sorted(tensors.items()), root_rank=0)
+            with self.waiting(lambda: sorted(tensors)):
+                self._hvd.broadcast_parameters(sorted(tensors.items()), root_rank=0)
 
     def begin_vote(self, mine: bool) -> Callable[[], bool]:
         if self.size == 1:
             return lambda: mine
         ballot = torch.tensor([int(mine)], dtype=torch.int32)
         handle = self._hvd.allreduce_async(ballot, op=self._hvd.Sum, name="hvd_bert.vote")
-        return lambda: bool(self._hvd.synchronize(handle).item())
+
+        def count() -> bool:
+            with self.waiting(lambda: ["the vote on stopping"]):
+                return bool(self._hvd.synchronize(handle).item())
+
+        return count
+
+    def waiting(self, names: Callable[[], Sequence[str]]) -> AbstractContextManager[None]:
+        return self._watch.over(self._stalled_after_s, names) if self._watch else nullcontext()
+
+    def _apart(self) -> AbstractContextManager[None]:
+        """Around a wait for what ranks do apart, as tokenising: it may take long."""
+        return self._watch.over(stalls.LONGEST_S, lambda: ["the others"]) if self._watch else nullcontext()
 
     def start_timeline(self, path: Path, mark_cycles: bool) -> None:
         self._hvd.start_timeline(str(path), mark_cycles=mark_cycles)

@@ -40,6 +40,12 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+def address_of(interface: str | None) -> str | None:
+    """An IPv4 address of a network interface of this host; None where it has none."""
+    addresses = psutil.net_if_addrs().get(interface or "", [])
+    return next((str(address.address) for address in addresses if address.family == socket.AF_INET), None)
+
+
 def interface_to(host: str) -> str | None:
     """The network interface by which this host reaches `host`; None where that cannot be told."""
     try:

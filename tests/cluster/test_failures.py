@@ -15,11 +15,17 @@ pytestmark = pytest.mark.cluster
 
 RAISED = "rank 1 on a100-02 failed:"
 IMPORT = "ModuleNotFoundError: No module named 'hvd_bert.evaluation'"
+STALL_TIMES = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
+WAITED = "rank 0 on a100-01 has waited 4 s for rank 1 on a100-02 to come to "
 
 
 def seconds_since_failure(env: dict[str, str]) -> float:
     (failed,) = [line for line in Path(env["WATCHED_LOG"]).read_text().splitlines() if line.startswith("failed")]
     return time.time() - float(failed.split()[1])
+
+
+def faults(fault: str) -> dict[str, str]:
+    return {"WATCHED_FAULT": fault} | (STALL_TIMES if fault == "stall" else {})
 
 
 @pytest.mark.parametrize(
@@ -28,19 +34,23 @@ def seconds_since_failure(env: dict[str, str]) -> float:
         ("kill", "srun: error: a100-02: task 1: Killed", "rank 1 on a100-02: Killed"),
         ("raise", RAISED, "rank 1 on a100-02: RuntimeError: broken on purpose"),
         ("import", IMPORT, f"rank 1 on a100-02: {IMPORT}"),
+        ("stall", WAITED, WAITED),
     ],
-    ids=["kill", "raise", "import"],
+    ids=["kill", "raise", "import", "stall"],
 )
 def test_rank_that_fails_ends_the_job(
     cluster: Cluster, tmp_path: Path, watched: dict[str, str], fault: str, once: str, first: str
 ) -> None:
-    job = cluster.submit(f"--ntasks-per-node=1 {JOB_SCRIPT} {SMALL} 4", tmp_path, watched | {"WATCHED_FAULT": fault})
+    job = cluster.submit(f"--ntasks-per-node=1 {JOB_SCRIPT} {SMALL} 4", tmp_path, watched | faults(fault))
     ended = cluster.ended(job)
     assert seconds_since_failure(watched) < 30, ended
     assert (ended.state, ended.status != 0) == ("FAILED", True), ended
     assert ended.err.count(once) == 1, ended
     assert ended.err.count(" failed:") == (fault == "raise"), ended
-    assert ended.out.splitlines()[-1] == f"hvd.slurm: first failure: {first}", ended
+    last = ended.out.splitlines()[-1]
+    if fault == "stall":  # and the names of parameters
+        last = last[: last.rindex(" to come to ") + len(" to come to ")]
+    assert last == f"hvd.slurm: first failure: {first}", ended
 
 
 @pytest.mark.parametrize(
@@ -52,6 +62,8 @@ def test_rank_that_fails_ends_the_job(
         ("--gloo", "kill", "Process 1 exit with status code", "rank 1 on a100-02: exit code"),
         ("--gloo", "raise", RAISED, "rank 1 on a100-02: RuntimeError: broken on purpose"),
         ("--gloo", "import", IMPORT, f"rank 1 on a100-02: {IMPORT}"),
+        ("--mpi", "stall", WAITED, WAITED),
+        ("--gloo", "stall", WAITED, WAITED),
     ],
 )
 def test_rank_that_fails_ends_horovodrun(
@@ -59,7 +71,7 @@ def test_rank_that_fails_ends_horovodrun(
 ) -> None:
     hosts = f"-H a100-01:1,a100-02:1 {by} --interface eth0"
     command = f"bash {HOROVODRUN_SCRIPT} {hosts} -- {SMALL} 4 --output_dir out"
-    outcome = cluster.on("a100-01", command, tmp_path, watched | {"WATCHED_FAULT": fault})
+    outcome = cluster.on("a100-01", command, tmp_path, watched | faults(fault))
     assert seconds_since_failure(watched) < 30, outcome
     assert not outcome.hung and outcome.status != 0, outcome
     *text, last = said(outcome).splitlines()

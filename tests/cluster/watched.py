@@ -1,7 +1,8 @@
 """`python -m hvd_bert.train` that notes who tokenises, and in which one rank can fail: watched.py -m MODULE ...
 
 WATCHED_LOG: file for a line "HOST RANK tokenises" per table of windows that is built, and "failed TIME".
-WATCHED_FAULT: what rank 1 does in its second step: kill (SIGKILL), raise; or import: it lacks a package.
+WATCHED_FAULT: what rank 1 does in its second step: kill (SIGKILL), raise, stall (it reads
+  from a pipe that nobody writes to); or import: it lacks a package.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 
@@ -22,7 +24,10 @@ def note(text: str) -> None:
 
 def fail(fault: str) -> None:
     note(f"failed {time.time()}")
-    if fault == "kill":
+    if fault == "stall":
+        os.mkfifo(os.environ["WATCHED_LOG"] + ".pipe")
+        Path(os.environ["WATCHED_LOG"] + ".pipe").read_bytes()
+    elif fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     else:
         raise RuntimeError("broken on purpose")

@@ -19,7 +19,7 @@ PACKAGE = Path(hvd_bert.__file__).parent
 # The way a question travels. A module imports only from modules above it; a new module takes its place here.
 ORDER = [
     "__init__", "errors", "machine", "config", "command_line", "allocator", "launch", "world", "process_usage",
-    "worlds.__init__", "worlds.rendezvous", "worlds.horovod", "worlds.distributed", "worlds.joining",
+    "worlds.__init__", "worlds.rendezvous", "worlds.stalls", "worlds.horovod", "worlds.distributed", "worlds.joining",
     "running", "gpu_usage",
     "data.__init__", "data.hub", "data.squad", "data.cache", "data.cutting", "data.windows",
     "data.dealing", "data.plan", "data.batches", "data.prefetch",

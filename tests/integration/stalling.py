@@ -1,0 +1,70 @@
+"""A training in which ranks wait for one: `python stalling.py KIND TRAIN'S ARGUMENTS...`.
+
+KIND: "block": in its fourth step rank 1 reads from a pipe that nobody writes to; "stop": its process stops there. When
+that was, and the process, are left in the file `stalled`. "slow": rank 0 loads its model, writes its first checkpoint
+and scores for HELD_S each, as it may with a slow hub, disk or metric.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hvd_bert import checkpoint, command_line, inputs, train
+from hvd_bert.evaluation import Evaluator
+from hvd_bert.launch import find_launcher
+from hvd_bert.running import run_as_rank
+from hvd_bert.train import Training
+
+HELD_S = 6.0  # the inspector of the test warns within 4 s, the watch ends a step after 4
+STEP = 4  # by then Horovod has cached what the steps reduce
+
+
+def stall(kind: str) -> None:
+    Path("stalled").write_text(f"{time.time()} {os.getpid()}")
+    if kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    os.mkfifo("pipe")
+    Path("pipe").read_bytes()
+
+
+def stalling(kind: str) -> None:
+    step, steps = Training._step, []
+
+    def stalls(self: Training) -> Any:
+        steps.append(1)
+        if len(steps) == STEP:
+            stall(kind)
+        return step(self)
+
+    Training._step = stalls  # type: ignore[method-assign]
+
+
+def held(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which takes so long when it is first called."""
+    calls: list[int] = []
+
+    def holds(*arguments: Any, **options: Any) -> Any:
+        if not calls:
+            calls.append(1)
+            time.sleep(HELD_S)
+            print(f"held in {function.__name__}", flush=True)
+        return function(*arguments, **options)
+
+    return holds
+
+
+if __name__ == "__main__":
+    kind = sys.argv.pop(1)
+    rank = find_launcher(os.environ).rank
+    if kind == "slow" and rank == 0:
+        inputs.load_model, checkpoint.write = held(inputs.load_model), held(checkpoint.write)
+        Evaluator._score = held(Evaluator._score)  # type: ignore[method-assign]
+    elif kind != "slow" and rank == 1:
+        stalling(kind)
+    run_as_rank(train.main, **command_line.before_joining(sys.argv[1:]))
