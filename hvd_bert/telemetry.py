@@ -63,8 +63,7 @@ class Telemetry:
         self.jsonl.write(json.dumps({"step": self.step, **row}, allow_nan=False) + "\n")
         self.jsonl.flush()
         for name, value in values.items():
-            group = "eval" if name.startswith("eval_") else "train"
-            self.board.add_scalar(f"{group}/{name.removeprefix('eval_')}", value, self.step)
+            self.board.add_scalar(*_scalar(name, value), self.step)
 
     def _show_progress(self, metrics: dict[str, float]) -> None:
         shown = {
@@ -96,3 +95,13 @@ class Telemetry:
             self.bar.close()
             self.board.close()
             self.jsonl.close()
+
+
+def _scalar(name: str, value: float) -> tuple[str, float]:
+    """A metric's name and value on TensorBoard, which shows what has the same word before the slash together."""
+    if name.endswith("_share"):
+        return f"share/{name.removesuffix('_share')}", value
+    if name.endswith("_s") and not name.endswith("_per_s"):
+        return f"time_ms/{name.removesuffix('_s')}", 1000 * value
+    group = "eval" if name.startswith("eval_") else "train"
+    return f"{group}/{name.removeprefix('eval_')}", value
