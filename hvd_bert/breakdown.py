@@ -152,8 +152,8 @@ def _totals(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     useful = f"{tflops:.1f} TFLOP/s" if tflops >= 1 else f"{1000 * tflops:.1f} GFLOP/s"
     lines.append(
         f"{found['windows_per_s']:.1f} windows/s, {found['tokens_per_s']:,.0f} tokens/s,"
-        f" {found['tflops_per_s']:.3g} TFLOP/s useful{mfu}; padding {found['padding_share']:.1%}; the most tokens of a"
-        f" rank {found['imbalance']:.3f} times the mean."
+        f" {useful} useful{mfu}; padding {found['padding_share']:.1%};"
+        f" the most tokens of a rank {found['imbalance']:.3f} times the mean."
     )
     if not mfu and results["ranks"][0]["device"] != "cpu":
         lines.append(
@@ -164,8 +164,8 @@ def _totals(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
 
 def _largest(found: Mapping[str, Any]) -> list[str]:
     """What takes most of the step, of that which might be mended, if it takes much."""
-    phase = max(ADVICE, key=lambda name: found["phases"].get(name, {"share": 0.0})["share"])
-    share = found["phases"].get(phase, {"share": 0.0})["share"]
-    return (
-        [f"{NAMES[phase].capitalize()} takes {share:.0%} of the step: {ADVICE[phase]}"] if share >= LARGE_SHARE else []
-    )
+    shares = {phase: found["phases"][phase]["share"] for phase in ADVICE if phase in found["phases"]}
+    phase = max(shares, key=lambda name: shares[name])
+    if shares[phase] < LARGE_SHARE:
+        return []
+    return [f"{NAMES[phase].capitalize()} takes {shares[phase]:.0%} of the step: {ADVICE[phase]}"]
