@@ -127,7 +127,7 @@ class Training:
         resume.restore(self.state, found, args.seed)
         collate = Collator(data.windows, world.device, config.data.pad_to)
         self.batches = Prefetcher(self.plan, collate, world.rank, self.state.step)
-        peak = peak_flops(args, config.parallel.peak_tflops, world)
+        peak = peak_flops(args, config.profiling.peak_tflops, world)
         self.breakdown = Breakdown(self.state.meter, self.plan, inputs.model.config, peak, self.state.step)
         self.checkpoints = Checkpoints(self.state, config, inputs)
         self.recording = Recording(config, self.total_steps, self.state.meter, world)
