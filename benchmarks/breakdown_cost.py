@@ -6,7 +6,8 @@
 Trains on random windows of one length, so that each step is the same work, in blocks of --block steps. Every other
 block goes without laps and sums, and without the line of metrics at its end: its collective, its record on disk and for
 TensorBoard. In every second pair it comes first. Other flags are the trainer's. Prints the ratio of each pair's blocks
-(median and quartiles), and what each of these calls took by itself in some further blocks.
+(median and quartiles; by the clock, and in processor time), and what each of these calls took by itself in some further
+blocks: where the machine is busy, or its cores are few, that is the figure that says something.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from hvd_bert.train import Training, set_up  # noqa: E402
 from hvd_bert.world import World  # noqa: E402
 
 Method = Callable[..., Any]
+Seconds = tuple[float, float]  # by the clock, and of this process's processor time
 OF_A_STEP = [(Meter, "lap"), (Meter, "add"), (Breakdown, "count")]
 ALL = [*OF_A_STEP, (Breakdown, "read"), (Telemetry, "logged")]
 TIMED_BLOCKS = 3
@@ -82,20 +84,20 @@ def replaced(methods: list[tuple[type, str]], by: Callable[[str, Method], Method
             setattr(owner, name, method)
 
 
-def block(training: Training, steps: int, world: World, with_records: bool = True) -> float:
-    """Seconds of `steps` steps."""
+def block(training: Training, steps: int, world: World, with_records: bool = True) -> Seconds:
+    """Of `steps` steps."""
     world.allgather(None)
-    start = time.perf_counter()
+    start = time.perf_counter(), time.process_time()
     for _ in range(steps):
         outcome = training._step()
         if with_records:
             training._after_step(*outcome)
     if world.device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return time.perf_counter() - start[0], time.process_time() - start[1]
 
 
-def without(training: Training, steps: int, world: World) -> float:
+def without(training: Training, steps: int, world: World) -> Seconds:
     """The same without the records."""
     with training.state.meter.paused(), replaced(OF_A_STEP, lambda name, method: lambda *arguments: None):
         return block(training, steps, world, with_records=False)
@@ -116,7 +118,7 @@ def calls(training: Training, steps: int, world: World) -> dict[str, dict[str, f
         return call
 
     with replaced(ALL, timed):
-        whole = sum(block(training, steps, world) for _ in range(TIMED_BLOCKS))
+        whole = sum(block(training, steps, world)[0] for _ in range(TIMED_BLOCKS))
     return {
         name: {
             "per_step": len(each) / (TIMED_BLOCKS * steps),
@@ -125,6 +127,13 @@ def calls(training: Training, steps: int, world: World) -> dict[str, dict[str, f
         }
         for name, each in taken.items()
     }
+
+
+def ratio(pairs: list[tuple[Seconds, Seconds]], kind: int) -> dict[str, Any]:
+    """Of the blocks with to those without: the median of the pairs, their quartiles and their range."""
+    ratios = [recorded[kind] / plain[kind] for recorded, plain in pairs]
+    least, middle, most = statistics.quantiles(ratios, n=4)
+    return {"median": middle, "quartiles": [least, most], "range": [min(ratios), max(ratios)]}
 
 
 def main(world: World) -> None:
@@ -150,12 +159,11 @@ def main(world: World) -> None:
                     pairs.append((took[True], took[False]))
                 each = calls(training, flags.block, world)
     if world.rank == 0:
-        ratios = [recorded / plain for recorded, plain in pairs]
-        least, middle, most = statistics.quantiles(ratios, n=4)
         result = {
             "ranks": world.size,
-            "step_ms": 1000 * statistics.median(plain for _, plain in pairs) / flags.block,
-            "with_over_without": {"median": middle, "quartiles": [least, most], "range": [min(ratios), max(ratios)]},
+            "step_ms": 1000 * statistics.median(plain[0] for _, plain in pairs) / flags.block,
+            "with_over_without": ratio(pairs, 0),
+            "processor_time": ratio(pairs, 1),
             "calls": each,
             "calls_share_of_step": sum(call["share_of_step"] for call in each.values()),
         }
