@@ -102,7 +102,7 @@ class BatchPlan:
         return window_costs(self.lengths[ids], self.crossover)
 
 
-@lru_cache(maxsize=4)  # a step's batches are made while those before it are trained on and counted
+@lru_cache(maxsize=8)  # batches are made ahead of the steps that are counted
 def _shares(plan: BatchPlan, step: int) -> list[Ids]:
     """The windows of each rank, in the step's order."""
     windows = plan.step_windows(step)

@@ -16,7 +16,8 @@ from hvd_bert.bench.measure import Recorder
 from hvd_bert.bench.speed import parse
 from hvd_bert.bench.workload import random_inputs
 from hvd_bert.breakdown import Breakdown, describe_steps
-from hvd_bert.data.plan import BatchPlan
+from hvd_bert.data.plan import BatchPlan, _shares
+from hvd_bert.data.prefetch import AHEAD, Prefetcher
 from hvd_bert.flops import training_flops
 from hvd_bert.meter import PHASES, Look
 from hvd_bert.peaks import PEAKS, peak_flops, published_peak
@@ -95,6 +96,17 @@ def test_line_after_a_stop_is_that_of_a_run_never_stopped():
         whole.count(step)
     resumed.count(4)
     assert whole.read(5) == resumed.read(5)
+
+
+def test_counting_a_step_deals_nothing_out_anew():
+    of_two, steps = plan(), 8
+    batches = Prefetcher(of_two, lambda ids: ids, rank=0, first=0)
+    before = _shares.cache_info().misses
+    for step in range(steps):
+        list(batches.of_step(step))
+        of_two.imbalance(step)
+    batches.close()
+    assert _shares.cache_info().misses - before == steps + AHEAD
 
 
 def results(peak: float | None = None, device: str = "cpu") -> dict:
