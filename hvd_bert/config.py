@@ -308,12 +308,21 @@ class ProfilingArguments:
     profile: bool = _arg(
         False, "Record those steps with torch's profiler, too: output_dir/trace.json.gz has all ranks on one clock."
     )
+    peak_tflops: float | None = _arg(
+        None,
+        "What one device can do at most, in TFLOP/s of this training's precision, for the MFU. Default: the vendor's"
+        " figure for GPUs that are known, none for CPUs.",
+    )
 
     def __post_init__(self) -> None:
         fits = re.fullmatch(r"[1-9]\d*:[1-9]\d*", self.timeline_steps) and self._steps()
         _require(bool(fits), f"--timeline_steps {self.timeline_steps}: give the first and the last step, as in 11:20.")
         unused = self.timeline_mark_cycles and not (self.timeline or self.profile)
         _require(not unused, "--timeline_mark_cycles: give --timeline FILE, too.")
+        peak = self.peak_tflops
+        _require(
+            peak is None or (math.isfinite(peak) and peak > 0), f"--peak_tflops {peak}: must be a positive number."
+        )
 
     def _steps(self) -> range:
         first, last = self.timeline_steps.split(":")

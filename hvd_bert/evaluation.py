@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -38,10 +39,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Evaluation:
     """`metrics`: exact_match, f1, total, eval_loss, ... in percent, on every rank; `answers`: in the order of the
-    questions on rank 0, empty on the others."""
+    questions on rank 0, empty on the others; `seconds`: how long it took."""
 
     metrics: dict[str, float]
     answers: list[Answer]
+    seconds: float
 
 
 def span_options(data: DataArguments) -> SpanOptions:
@@ -87,7 +89,10 @@ def window_logits(
 
 
 class Evaluator:
-    """Scores a model on the questions of `inputs.dev`, by the options in `config.data`."""
+    """Scores a model on the questions of `inputs.dev`, by the options in `config.data`.
+
+    `totals`: how often it was done, and the seconds that it took.
+    """
 
     def __init__(self, inputs: Inputs, config: Config, world: World) -> None:
         assert inputs.dev is not None
@@ -98,6 +103,7 @@ class Evaluator:
         self.precision = config.train.precision
         self.pad_to = config.data.pad_to
         self.world = world
+        self.totals = {"evaluations": 0, "evaluation_s": 0.0}
         question = self.windows.select_columns(["question"]).with_format("numpy")[:]["question"]
         tokens = lengths(self.windows)
         costs = np.zeros(len(self.questions), dtype=np.int64)  # of all of a question's windows
@@ -109,6 +115,7 @@ class Evaluator:
 
     def __call__(self, model: nn.Module) -> Evaluation:
         """Answer and score. Called by all ranks; leaves the model in the mode it was in."""
+        start = time.perf_counter()
         was_training = model.training
         model.eval()
         rank, share = self.world.rank, self.shares[self.world.rank]
@@ -138,7 +145,11 @@ class Evaluator:
             answered = zip(np.concatenate(self.shares).tolist(), chain.from_iterable(by_rank), strict=True)
             merged = [answer for _, answer in sorted(answered, key=itemgetter(0))]
             metrics = self._score(merged) | {"eval_loss": total_loss / total_windows}
-        return Evaluation(self.world.broadcast(metrics), merged)
+        metrics = self.world.broadcast(metrics)
+        seconds = time.perf_counter() - start
+        self.totals["evaluations"] += 1
+        self.totals["evaluation_s"] += seconds
+        return Evaluation(metrics, merged, seconds)
 
     def _score(self, answers: list[Answer]) -> dict[str, float]:
         v2 = self.options.version_2_with_negative

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -12,7 +13,7 @@ from hvd_bert.data.batches import Batch
 from hvd_bert.world import World
 
 # What a step's time is split into, in the loop's order; docs/output.md says what each holds.
-PHASES = ("data", "compute", "exposed_comm", "optimizer", "other")
+PHASES = ("data", "compute", "exposed_comm", "optimizer", "checkpoint", "other")
 _TOTALS = ("last_step", "train_s", "loss_sum", "windows", "tokens")
 
 
@@ -62,23 +63,41 @@ class Stopwatch:
         return taken
 
 
+@dataclass(frozen=True)
+class Look:
+    """What was summed up between two looks, over all ranks: `seconds` by this rank's clock.
+
+    `phases`: seconds of each rank in each phase, [ranks, phases], in the last `watched` of the steps: all but those
+    made before a stop, in another process.
+    """
+
+    seconds: float
+    windows: int
+    tokens: int
+    positions: int
+    watched: int
+    phases: torch.Tensor
+
+
 class Meter:
     """Sums up the work, the loss and the time between two looks, without looking at the device in between.
 
-    Times leave evaluations out.
+    Times leave evaluations out. `phases`: the names of those that are told apart; `look`: the last one.
     """
+
+    look: Look
 
     def __init__(self, world: World, tells_exposed_comm: bool = True) -> None:
         """`tells_exposed_comm`: whether that phase can be told from "compute"; else it is part of it."""
         self.world = world
-        self._untold = () if tells_exposed_comm else ("exposed_comm",)
+        self.phases = tuple(phase for phase in PHASES if tells_exposed_comm or phase != "exposed_comm")
         self.on_lap: Callable[[str], None] | None = None  # a recording's
         self.last_step = 0
         self.train_s = self.loss_sum = 0.0
         self.windows = self.tokens = 0
         self._watch = Stopwatch(world.device)
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
-        self._windows = self._tokens = 0
+        self._windows = self._tokens = self._positions = 0
         self._start(0)
 
     def _start(self, step: int) -> None:
@@ -97,37 +116,44 @@ class Meter:
         self._loss += loss.detach()
         self._windows += batch.num_windows
         self._tokens += batch.num_tokens
+        self._positions += batch.num_positions
 
     def read(self, step: int) -> dict[str, float]:
         """Means since the last look, over all ranks. A collective.
 
-        `loss`, `windows_per_s`, `tokens_per_s`, `step_s`; seconds per step of each phase: `data_s`, ..., and where
-        there are more ranks than one the least and the most of a rank: `data_min_s`, `data_max_s`, ...
+        `loss`, `windows_per_s`, `tokens_per_s`, `padding_share`, `step_s`; of each phase the seconds per step and the
+        share of it: `data_s`, `data_share`, ..., and where there are more ranks than one the least and the most of a
+        rank: `data_min_s`, `data_max_s`, ...
         """
         self.lap("other")
         laps = self._watch.take()
-        mine = [float(self._loss), self._windows, self._tokens, *laps.values()]
+        if "exposed_comm" not in self.phases:
+            laps["compute"] += laps.pop("exposed_comm")
+        mine = [float(self._loss), self._windows, self._tokens, self._positions, *laps.values()]
         now = self._watch.now_s()
         seconds, self._since = now - self._since, now  # what comes below is of the next step
         self._loss.zero_()
-        self._windows = self._tokens = 0
+        self._windows = self._tokens = self._positions = 0
         table = torch.zeros(self.world.size, len(mine), dtype=torch.float64)
         table[self.world.rank] = torch.tensor(mine, dtype=torch.float64)
         table = self.world.sum(table)
-        loss, windows, tokens = table[:, :3].sum(0).tolist()
+        loss, *counts = table[:, :4].sum(0).tolist()
+        windows, tokens, positions = map(round, counts)
         loss /= self.world.size
-        steps, watched = step - self.last_step, step - self._watched_from
+        self.look = Look(seconds, windows, tokens, positions, step - self._watched_from, table[:, 4:])
+        steps = step - self.last_step
         self.last_step = self._watched_from = step
         self.train_s += seconds
         self.loss_sum += loss
-        self.windows += round(windows)
-        self.tokens += round(tokens)
+        self.windows += windows
+        self.tokens += tokens
         return {
             "loss": loss / steps,
             "windows_per_s": windows / seconds,
             "tokens_per_s": tokens / seconds,
+            "padding_share": 1 - tokens / positions,
             "step_s": seconds / steps,
-        } | _spread(laps, table[:, 3:] / watched, self._untold)
+        } | _spread(self.phases, self.look.phases / self.look.watched)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -141,8 +167,8 @@ class Meter:
         return totals | {"seconds": time.perf_counter() - self._since}
 
     def since_last_look(self) -> list[float]:
-        """This rank's sums since the last look: loss, windows, tokens. Waits for the device."""
-        return [float(self._loss), self._windows, self._tokens]
+        """This rank's sums since the last look: loss, windows, tokens, positions. Waits for the device."""
+        return [float(self._loss), self._windows, self._tokens, self._positions]
 
     def restore(self, state: dict[str, float], since_last_look: list[float], step: int) -> None:
         """Take over what `state` and `since_last_look` gave after `step`, in this or another process.
@@ -151,9 +177,10 @@ class Meter:
         """
         for name in _TOTALS:
             setattr(self, name, state[name])
-        loss, windows, tokens = since_last_look
+        loss, windows, tokens, *positions = since_last_look
         self._loss.fill_(loss)
         self._windows, self._tokens = int(windows), int(tokens)
+        self._positions = int(positions[0]) if positions else int(tokens)  # not in an older checkpoint
         self._start(step)
         self._since -= state["seconds"]
 
@@ -169,13 +196,13 @@ class Meter:
         }
 
 
-def _spread(phases: Iterable[str], seconds: torch.Tensor, left_out: Collection[str]) -> dict[str, float]:
-    """Mean, least and most of `seconds` [ranks, phases] under the phases' names."""
+def _spread(phases: Sequence[str], seconds: torch.Tensor) -> dict[str, float]:
+    """Under the phases' names the mean of `seconds` [ranks, phases], its share of all, its least and its most."""
     row: dict[str, float] = {}
+    whole = float(seconds.mean(0).sum())
     for phase, column in zip(phases, seconds.T, strict=True):
-        if phase in left_out:
-            continue
-        row[f"{phase}_s"] = float(column.mean())
+        mean = float(column.mean())
+        row[f"{phase}_s"], row[f"{phase}_share"] = mean, mean / whole
         if len(column) > 1:
             row[f"{phase}_min_s"], row[f"{phase}_max_s"] = float(column.min()), float(column.max())
     return row

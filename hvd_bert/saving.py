@@ -6,7 +6,8 @@ import math
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -53,18 +54,26 @@ class Checkpoints:
         if self.state.step == self._last_saved and not (whole and self.args.save_only_model):
             return
         self.await_write()
-        start = time.perf_counter()
-        tensors, rest = self.state.snapshot()
-        if self.state.world.rank == 0:
-            self._diverged = not all(math.isfinite(loss) for loss, *_ in rest["since_last_look"])
-            if self._diverged:
-                log.warning("No checkpoint is made at step %d: the loss is no number any more.", rest["step"])
-            else:
-                keep = {checkpoint.name_of(self.state.best.step)} if self.args.load_best_model_at_end else set()
-                self._writer.start(lambda: self._write(tensors, rest, model_only, keep))
+        with self._pause():
+            tensors, rest = self.state.snapshot()
+            if self.state.world.rank == 0:
+                self._diverged = not all(math.isfinite(loss) for loss, *_ in rest["since_last_look"])
+                if self._diverged:
+                    log.warning("No checkpoint is made at step %d: the loss is no number any more.", rest["step"])
+                else:
+                    keep = {checkpoint.name_of(self.state.best.step)} if self.args.load_best_model_at_end else set()
+                    self._writer.start(lambda: self._write(tensors, rest, model_only, keep))
         self._last_saved, self._writes = self.state.step, True
         self.totals["checkpoints"] += 1
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """What is done inside, training waits for."""
+        self.state.meter.lap("other")
+        start = time.perf_counter()
+        yield
         self._count("checkpoint_pause_s", time.perf_counter() - start)
+        self.state.meter.lap("checkpoint")
 
     @cached_property
     def _of_the_run(self) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -98,12 +107,11 @@ class Checkpoints:
         """
         if not self._writes:
             return
-        start = time.perf_counter()
-        error = self._writer.wait()
-        # The others wait here: at the gradients of the step after it a slow file system would look like a stall.
-        self.state.world.allgather(None)
+        with self._pause():
+            error = self._writer.wait()
+            # The others wait here: at the gradients of the step after it a slow file system would look like a stall.
+            self.state.world.allgather(None)
         self._writes = False
-        self._count("checkpoint_pause_s", time.perf_counter() - start)
         if error is not None:
             log.warning("A checkpoint could not be written in %s: %s. Training goes on.", self.folder, error)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hvd_bert import command_line, output, resume
 from hvd_bert.allocator import keep_memory
+from hvd_bert.breakdown import Breakdown, describe_steps
 from hvd_bert.config import Config
 from hvd_bert.data.batches import Collator
 from hvd_bert.data.prefetch import Prefetcher
@@ -29,6 +30,7 @@ from hvd_bert.evaluation import Evaluator
 from hvd_bert.gpu_usage import GpuUsage
 from hvd_bert.inputs import Inputs, load_inputs
 from hvd_bert.model import autocast, set_precision, window_losses
+from hvd_bert.peaks import peak_flops
 from hvd_bert.process_usage import process_usage
 from hvd_bert.profiling.recording import Recording
 from hvd_bert.resume import Found
@@ -77,7 +79,8 @@ def main(world: World) -> None:
                     output.save_model(folder, inputs.model, inputs.tokenizer)
         if evaluator:
             evaluation = evaluator(inputs.model)
-            telemetry.evaluated(evaluation.metrics)
+            telemetry.evaluated(evaluation.metrics | {"eval_s": evaluation.seconds})
+            results |= evaluator.totals
             with output.writing(folder, world) as writes:
                 if writes:
                     output.write_evaluation(folder, evaluation)
@@ -87,6 +90,8 @@ def main(world: World) -> None:
             if writes and inputs.train:  # last: by this file a run counts as finished
                 work = {"work": resume.identity(config, inputs)}
                 output.write_json(folder / "train_results.json", results | work)
+    if results.get("breakdown"):
+        log.info("%s", "\n".join(describe_steps(results)))
     log.info("%s", output.describe(folder))
 
 
@@ -122,6 +127,8 @@ class Training:
         resume.restore(self.state, found, args.seed)
         collate = Collator(data.windows, world.device, config.data.pad_to)
         self.batches = Prefetcher(self.plan, collate, world.rank, self.state.step)
+        peak = peak_flops(args, config.profiling.peak_tflops, world)
+        self.breakdown = Breakdown(self.state.meter, self.plan, inputs.model.config, peak, self.state.step)
         self.checkpoints = Checkpoints(self.state, config, inputs)
         self.recording = Recording(config, self.total_steps, self.state.meter, world)
         self.gpus = GpuUsage(world, args.folder)
@@ -151,7 +158,8 @@ class Training:
             state.engine.whole_model()  # from here on inputs.model is what was trained
             checkpoints.end()
         skipped = {"skipped_steps": state.engine.skipped_steps}
-        return state.meter.results() | checkpoints.totals | skipped | effective
+        sums = {"breakdown": self.breakdown.results()}
+        return state.meter.results() | sums | checkpoints.totals | skipped | effective
 
     def _step(self) -> tuple[float, Tensor, bool]:
         """One optimizer step. Returns its learning rate, the norm of its gradient, and whether to stop now."""
@@ -168,6 +176,7 @@ class Training:
             meter.lap(engine.backward_ends_in)
             meter.add(loss, batch)
         any_stop = self.stop_requests.ask()
+        self.breakdown.count(state.step)
         self.checkpoints.await_write()
         meter.lap("other")
         engine.synchronize()
@@ -188,7 +197,7 @@ class Training:
         scores = self.config.scores_after(state.step, per_epoch, total_steps)
         state.unscored = self.evaluator is not None and scores
         if state.unscored or self.config.train.logs_after(state.step, total_steps):
-            means = state.meter.read(state.step)
+            means = self.breakdown.read(state.step)
             check_finite(state.step, means["loss"])
             now = {
                 "epoch": state.step / per_epoch,
@@ -207,10 +216,10 @@ class Training:
     def _score(self) -> None:
         assert self.evaluator is not None
         with self.state.meter.paused():
-            metrics = self.evaluator(self.state.engine.whole_model()).metrics
-        self.telemetry.evaluated(metrics)
+            evaluation = self.evaluator(self.state.engine.whole_model())
+        self.telemetry.evaluated(evaluation.metrics | {"eval_s": evaluation.seconds})
         self.state.unscored = False
-        self.checkpoints.evaluated(metrics)
+        self.checkpoints.evaluated(evaluation.metrics)
 
 
 def check_finite(step: int, loss: float) -> None:

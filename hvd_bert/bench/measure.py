@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -63,8 +63,7 @@ def spread(sections: list[dict[str, float]]) -> dict[str, dict[str, float]]:
 
 def imbalance(plan: BatchPlan, steps: range) -> float:
     """The largest rank's tokens over the mean, averaged over `steps`."""
-    tokens = np.array([plan.rank_tokens(step) for step in steps])
-    return float((tokens.max(axis=1) / tokens.mean(axis=1)).mean())
+    return fmean(plan.imbalance(step) for step in steps)
 
 
 def padding_share(plan: BatchPlan, pad_to: int | None, steps: range) -> float:

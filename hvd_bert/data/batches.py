@@ -39,6 +39,11 @@ class Batch:
         return sum(self.lengths) if self.num_windows else 0
 
     @property
+    def num_positions(self) -> int:
+        """The same with the padding between them."""
+        return self.input_ids.numel() if self.num_windows else 0
+
+    @property
     def padded(self) -> bool:
         """Whether each window has a row of its own."""
         return self.where.dtype == torch.bool

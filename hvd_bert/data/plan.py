@@ -84,8 +84,15 @@ class BatchPlan:
         return [ids[places] for places in deal(self._costs(ids), self.accumulation)]
 
     def rank_tokens(self, step: int) -> Ids:
-        """Tokens that each rank takes in a step, [size]: their largest over their mean is the step's imbalance."""
+        """Tokens that each rank takes in a step, [size]."""
         return np.array([self.lengths[ids].sum(dtype=np.int64) for ids in _shares(self, step)])
+
+    def imbalance(self, step: int) -> float:
+        """The most tokens of a rank in a step over the mean of the ranks."""
+        if self.size == 1:
+            return 1.0
+        tokens = self.rank_tokens(step)
+        return float(tokens.max() * self.size / tokens.sum())
 
     def rank_costs(self, step: int) -> Ids:
         """The same with attention counted in: what is made even."""
@@ -95,7 +102,7 @@ class BatchPlan:
         return window_costs(self.lengths[ids], self.crossover)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=8)  # batches are made ahead of the steps that are counted
 def _shares(plan: BatchPlan, step: int) -> list[Ids]:
     """The windows of each rank, in the step's order."""
     windows = plan.step_windows(step)

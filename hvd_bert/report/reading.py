@@ -25,7 +25,7 @@ REPEATED = ("--seed",)
 IN_STEPS = ("--num_train_epochs", "--max_steps")
 OF_THE_STRATEGY = ("--fp16_allreduce", "--gradient_predivide_factor")
 LARGEST = 1e300
-PHASES = ("data", "compute", "exposed_comm", "optimizer", "other")
+PHASES = ("data", "compute", "exposed_comm", "optimizer", "checkpoint", "other")
 
 
 class Unusable(Exception):

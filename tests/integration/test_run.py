@@ -19,7 +19,9 @@ from hvd_bert.meter import PHASES
 pytestmark = pytest.mark.integration
 
 METRICS = {"step", "epoch", "loss", "learning_rate", "grad_norm", "windows_per_s", "tokens_per_s", "step_s"}
-METRICS |= {f"{phase}_s" for phase in PHASES}
+METRICS |= {"padding_share", "imbalance", "tflops_per_s"} | {
+    f"{phase}_{of}" for phase in PHASES for of in ("s", "share")
+}
 SPREADS = {f"{phase}_{end}_s" for phase in PHASES for end in ("min", "max")}
 SCORES = {"exact_match", "f1", "total", "eval_loss"}
 V2_SCORES = SCORES | {f"{kind}_{name}" for kind in ("HasAns", "NoAns") for name in ("exact", "f1", "total")}
@@ -86,6 +88,13 @@ def test_train_results(finished: Run) -> None:
     steps = [line for line in read_lines(finished.out / "metrics.jsonl") if "loss" in line]
     assert results["train_loss"] == pytest.approx(np.mean([line["loss"] for line in steps]))
     assert results["train_samples_per_second"] == pytest.approx(66 / results["train_runtime"])
+    found = results["breakdown"]
+    assert (found["taken_steps"], found["steps"], found["padding_share"]) == (6, 5, 0.0)  # the first is warm-up
+    for phase, figures in found["phases"].items():
+        assert figures["ms"] == pytest.approx(1000 * np.mean([line[f"{phase}_s"] for line in steps[1:]]))
+        assert 0 <= figures["min_ms"] <= figures["ms"] <= figures["max_ms"]
+    assert sum(figures["share"] for figures in found["phases"].values()) == pytest.approx(1)
+    assert results["evaluations"] == 1 and results["evaluation_s"] > 0
 
 
 def test_scores_and_predictions(finished: Run) -> None:
@@ -118,6 +127,7 @@ def test_tensorboard(finished: Run) -> None:
     events = EventAccumulator(str(finished.out / "tb")).Reload()
     tags = events.Tags()["scalars"]
     assert {"train/loss", "train/learning_rate", "train/grad_norm", "eval/f1", "eval/exact_match"} <= set(tags)
+    assert {"train/tflops_per_s", "train/imbalance", "time_ms/compute", "share/data", "share/padding"} <= set(tags)
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
 
 
@@ -129,7 +139,16 @@ def test_stored_settings_give_the_same_run(finished: Run) -> None:
 def test_no_line_is_said_twice(finished: Run) -> None:
     lines = [line for line in said(finished.outcome).splitlines() if line.strip() and not line.startswith("Tokenising")]
     assert [line for line, times in Counter(lines).items() if times > 1] == []
-    for words in ("step 1/6 ", "step 6/6 ", "windows/s", "ETA", "EM ", "F1 ", "eval_predictions.json"):
+    for words in (
+        "step 1/6 ",
+        "step 6/6 ",
+        "windows/s",
+        "ETA",
+        "EM ",
+        "F1 ",
+        "forward and backward",
+        "eval_predictions.json",
+    ):
         assert any(words in line for line in lines), f"{words!r} is not in:\n{finished.outcome.output}"
 
 

@@ -56,7 +56,14 @@ def checks_of(strategy: str) -> list[str]:
 
 def run_checks(world: World) -> None:
     """All of them, in order; one that fails on a rank does not keep the others from running."""
-    for module in ("world_checks", "training_checks", "strategy_checks", "evaluation_checks", "resume_checks"):
+    for module in (
+        "world_checks",
+        "training_checks",
+        "strategy_checks",
+        "evaluation_checks",
+        "resume_checks",
+        "breakdown_checks",
+    ):
         importlib.import_module(module)  # its checks register themselves
     folder, controller, strategy = Path(sys.argv[1]), *sys.argv[2:]
     results: dict[str, list[str | None]] = {}

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-TIMES = ("_per_s", "_s")
+TIMES = ("_per_s", "_s", "_share", "mfu")
+NO_TIMES = ("padding_share",)
 
 
 def newest(out: Path) -> Path:
@@ -20,7 +21,8 @@ def newest(out: Path) -> Path:
 def rows(out: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without times."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{key: value for key, value in line.items() if not key.endswith(TIMES)} for line in lines]
+    kept = [[key for key in line if key in NO_TIMES or not key.endswith(TIMES)] for line in lines]
+    return [{key: line[key] for key in keys} for line, keys in zip(lines, kept, strict=True)]
 
 
 def differences(one: Path, other: Path) -> list[str]:

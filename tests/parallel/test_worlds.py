@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import breakdown_checks  # noqa: F401  # registers its checks
 import evaluation_checks
 import numpy as np
 import official_squad
@@ -173,6 +174,7 @@ def test_whole_run_is_scored_as_by_one_rank(launch: Launch, alone: Launch) -> No
     scored, expected = ([line for line in one.metrics() if "eval_loss" in line] for one in (launch, alone))
     assert [line["step"] for line in scored] == [10, 20]
     for line, other in zip(scored, expected, strict=True):
+        assert line.pop("eval_s") > 0 and other.pop("eval_s") > 0
         assert line == pytest.approx(other, abs=1e-4)
     assert launch.read("run/eval_predictions.json").keys() == alone.read("run/eval_predictions.json").keys()
 

@@ -184,7 +184,13 @@ def test_refused_flags(flags, said, capsys):
         ),
         *(
             (name, ["0", "-1", "nan", "inf"])
-            for name in ("learning_rate", "adam_epsilon", "num_train_epochs", "gradient_predivide_factor")
+            for name in (
+                "learning_rate",
+                "adam_epsilon",
+                "num_train_epochs",
+                "gradient_predivide_factor",
+                "peak_tflops",
+            )
         ),
         *((name, ["-1", "nan", "inf"]) for name in ("weight_decay", "max_grad_norm")),
         *((name, ["-1"]) for name in ("doc_stride", "warmup_steps", "seed")),

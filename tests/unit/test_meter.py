@@ -35,7 +35,7 @@ def world_of(size: int) -> SimpleNamespace:
 
 
 def batch(num_windows: int, num_tokens: int) -> SimpleNamespace:
-    return SimpleNamespace(num_windows=num_windows, num_tokens=num_tokens)
+    return SimpleNamespace(num_windows=num_windows, num_tokens=num_tokens, num_positions=2 * num_tokens)
 
 
 def work_of(row: dict[str, float]) -> dict[str, float]:
@@ -58,13 +58,13 @@ def test_meter(clock, size, passes):
     steps(losses[:3])
     work = passes * size
     assert work_of(meter.read(3)) == pytest.approx(
-        {"loss": 4.0, "windows_per_s": 8 * work, "tokens_per_s": 200 * work, "step_s": 0.5}
+        {"loss": 4.0, "windows_per_s": 8 * work, "tokens_per_s": 200 * work, "padding_share": 0.5, "step_s": 0.5}
     )
     with meter.paused():
         clock.now += 1000.0  # an evaluation
     steps(losses[3:])
     assert work_of(meter.read(5)) == pytest.approx(
-        {"loss": 1.5, "windows_per_s": 8 * work, "tokens_per_s": 200 * work, "step_s": 0.5}
+        {"loss": 1.5, "windows_per_s": 8 * work, "tokens_per_s": 200 * work, "padding_share": 0.5, "step_s": 0.5}
     )
     assert meter.results() == pytest.approx(
         {
@@ -87,9 +87,9 @@ def test_meter_holds_no_graph(clock):
 
 
 def test_phases_of_two_ranks(clock):
-    other = torch.tensor([3.0, 4, 100, 0.5, 7.5, 0.0, 2.0, 0.0], dtype=torch.float64)
+    other = torch.tensor([3.0, 4, 100, 100, 0.5, 7.5, 0.0, 1.5, 0.5, 0.0], dtype=torch.float64)
     world = world_of(2)
-    world.sum = lambda table: table + torch.stack([torch.zeros(8, dtype=torch.float64), other])
+    world.sum = lambda table: table + torch.stack([torch.zeros(10, dtype=torch.float64), other])
     meter = Meter(world)
     for step in range(2):
         for phase, seconds in (
@@ -102,10 +102,11 @@ def test_phases_of_two_ranks(clock):
             clock.now += seconds * (step + 1)
             meter.lap(phase)
     row = meter.read(2)
-    assert [row[f"{phase}_s"] for phase in PHASES] == [0.3125, 4.125, 0.5625, 0.5, 0.75]
+    assert [row[f"{phase}_s"] for phase in PHASES] == [0.3125, 4.125, 0.5625, 0.375, 0.125, 0.75]
     assert (row["compute_min_s"], row["compute_max_s"]) == (3.75, 4.5)
-    assert (row["optimizer_min_s"], row["optimizer_max_s"]) == (0.0, 1.0)
+    assert (row["optimizer_min_s"], row["optimizer_max_s"]) == (0.0, 0.75)
     assert row["step_s"] == 7.5
+    assert [row[f"{phase}_share"] for phase in PHASES] == pytest.approx([0.05, 0.66, 0.09, 0.06, 0.02, 0.12])
     with meter.paused():
         clock.now += 50.0
     clock.now += 1.0
@@ -156,3 +157,22 @@ def test_phases_after_going_on_are_of_the_steps_since(clock):
         meter.lap("compute")
     row = meter.read(8)
     assert (row["step_s"], row["compute_s"]) == (2.0, 2.0)
+
+
+def test_communication_that_cannot_be_told_is_part_of_computing(clock):
+    meter = Meter(world_of(1), tells_exposed_comm=False)
+    meter.add(torch.tensor(1.0), batch(1, 1))
+    for phase in ("compute", "exposed_comm", "optimizer"):
+        clock.now += 1.0
+        meter.lap(phase)
+    row = meter.read(1)
+    assert (row["compute_s"], row["optimizer_s"], row["step_s"]) == (2.0, 1.0, 3.0)
+    assert not [name for name in row if name.startswith("exposed_comm")]
+
+
+def test_sums_of_a_checkpoint_from_before_padding_was_counted(clock):
+    meter = Meter(world_of(1))
+    state = {"last_step": 4, "train_s": 8.0, "loss_sum": 4.0, "windows": 4, "tokens": 4, "seconds": 4.0}
+    meter.restore(state, [2.0, 2, 70], 6)
+    clock.now += 1.0
+    assert meter.read(7)["padding_share"] == 0.0

@@ -144,7 +144,7 @@ def answer(number: int, odds: float | None) -> Answer:
 @pytest.mark.parametrize("v2", [False, True], ids=["v1.1", "v2.0"])
 def test_evaluation_files(tmp_path, v2):
     metrics = {"exact_match": 50.0, "f1": 60.0, "eval_loss": 1.5}
-    output.write_evaluation(tmp_path, Evaluation(metrics, [answer(n, n - 0.5 if v2 else None) for n in range(3)]))
+    output.write_evaluation(tmp_path, Evaluation(metrics, [answer(n, n - 0.5 if v2 else None) for n in range(3)], 1.5))
     found = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
     assert found.pop("eval_null_odds.json", None) == ({"q0": -0.5, "q1": 0.5, "q2": 1.5} if v2 else None)
     assert found == {

@@ -1,0 +1,174 @@
+"""What it costs that a run says where its time goes: steps with all of its records over the same steps without.
+
+    python benchmarks/breakdown_cost.py --model MODEL
+    horovodrun -np 2 python benchmarks/breakdown_cost.py --model MODEL
+
+Trains on random windows of one length, so that each step is the same work, in blocks of --block steps. Every other
+block goes without laps and sums, and without the line of metrics at its end: its collective, its record on disk and for
+TensorBoard. In every second pair it comes first. Other flags are the trainer's. Prints the ratio of each pair's blocks
+(median and quartiles; by the clock, and in processor time), and what each of these calls took by itself in some further
+blocks: where the machine is busy, or its cores are few, that is the figure that says something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from hvd_bert import command_line  # noqa: E402
+from hvd_bert.bench.workload import random_inputs, random_windows  # noqa: E402
+from hvd_bert.breakdown import Breakdown  # noqa: E402
+from hvd_bert.config import Config  # noqa: E402
+from hvd_bert.inputs import Inputs, TrainingSet  # noqa: E402
+from hvd_bert.meter import Meter  # noqa: E402
+from hvd_bert.running import run_as_rank  # noqa: E402
+from hvd_bert.telemetry import Telemetry  # noqa: E402
+from hvd_bert.train import Training, set_up  # noqa: E402
+from hvd_bert.world import World  # noqa: E402
+
+Method = Callable[..., Any]
+Seconds = tuple[float, float]  # by the clock, and of this process's processor time
+OF_A_STEP = [(Meter, "lap"), (Meter, "add"), (Breakdown, "count")]
+ALL = [*OF_A_STEP, (Breakdown, "read"), (Telemetry, "logged")]
+TIMED_BLOCKS = 3
+
+
+def parse() -> tuple[argparse.Namespace, Config]:
+    parser = argparse.ArgumentParser(description="What the breakdown of the steps costs.", allow_abbrev=False)
+    parser.add_argument("--model", help="a BERT's folder or config.json (default: BERT-base)")
+    parser.add_argument("--length", type=int, default=178, help="tokens of a window (default: SQuAD's mean)")
+    parser.add_argument("--block", type=int, default=10, help="steps of a block, and from line to line (default 10)")
+    parser.add_argument("--pairs", type=int, default=20, help="blocks with and without (default 20)")
+    flags, rest = parser.parse_known_args()
+    total = flags.block * (2 * flags.pairs + TIMED_BLOCKS + 1)
+    ours = ["--no_do_eval", "--eval_strategy=no", "--save_steps=0", f"--max_steps={total + 1}"]
+    return flags, command_line.parse([*rest, *ours, f"--logging_steps={flags.block}"])
+
+
+def even_inputs(flags: argparse.Namespace, config: Config, world: World) -> Inputs:
+    """Those of `python -m hvd_bert.bench`, with windows of one length and no smaller step at an epoch's end."""
+    inputs = random_inputs(flags.model, world.size, config, world)
+    assert inputs.train is not None
+    plan = inputs.train.plan
+    lengths = np.full(16 * plan.global_batch, flags.length, np.int32)
+    table = random_windows(lengths, inputs.model.config.vocab_size, config.train.seed)
+    plan = dataclasses.replace(plan, lengths=lengths)
+    return dataclasses.replace(inputs, train=TrainingSet(inputs.train.source, table, plan))
+
+
+@contextmanager
+def replaced(methods: list[tuple[type, str]], by: Callable[[str, Method], Method]) -> Iterator[None]:
+    """Inside, each of the methods is `by(its name, itself)`."""
+    before = [getattr(owner, name) for owner, name in methods]
+    for (owner, name), method in zip(methods, before, strict=True):
+        setattr(owner, name, by(f"{owner.__name__}.{name}", method))
+    try:
+        yield
+    finally:
+        for (owner, name), method in zip(methods, before, strict=True):
+            setattr(owner, name, method)
+
+
+def block(training: Training, steps: int, world: World, with_records: bool = True) -> Seconds:
+    """Of `steps` steps."""
+    world.allgather(None)
+    start = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        outcome = training._step()
+        if with_records:
+            training._after_step(*outcome)
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start[0], time.process_time() - start[1]
+
+
+def without(training: Training, steps: int, world: World) -> Seconds:
+    """The same without the records."""
+    with training.state.meter.paused(), replaced(OF_A_STEP, lambda name, method: lambda *arguments: None):
+        return block(training, steps, world, with_records=False)
+
+
+def calls(training: Training, steps: int, world: World) -> dict[str, dict[str, float]]:
+    """What each call took by itself: how many in a step, microseconds, share of the step."""
+    taken: dict[str, list[float]] = {}
+
+    def timed(name: str, method: Method) -> Method:
+        def call(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return method(*arguments)
+            finally:
+                taken.setdefault(name, []).append(time.perf_counter() - start)
+
+        return call
+
+    with replaced(ALL, timed):
+        whole = sum(block(training, steps, world)[0] for _ in range(TIMED_BLOCKS))
+    return {
+        name: {
+            "per_step": len(each) / (TIMED_BLOCKS * steps),
+            "median_us": 1e6 * statistics.median(each),
+            "share_of_step": sum(each) / whole,
+        }
+        for name, each in taken.items()
+    }
+
+
+def ratio(pairs: list[tuple[Seconds, Seconds]], kind: int) -> dict[str, Any]:
+    """Of the blocks with to those without: the median of the pairs, their quartiles and their range."""
+    ratios = [recorded[kind] / plain[kind] for recorded, plain in pairs]
+    least, middle, most = statistics.quantiles(ratios, n=4)
+    return {"median": middle, "quartiles": [least, most], "range": [min(ratios), max(ratios)]}
+
+
+def main(world: World) -> None:
+    with world.together():
+        flags, config = parse()
+    set_up(config, world)
+    inputs = even_inputs(flags, config, world)
+    inputs.model.to(device=world.device)  # type: ignore[call-arg]  # transformers hides the signature
+    with tempfile.TemporaryDirectory() as folder:
+        config.train.output_dir = folder
+        with closing(Telemetry(Path(folder), enabled=world.rank == 0)) as telemetry:
+            training = Training(inputs, None, None, telemetry, config, world)
+            telemetry.begin(config.train.max_steps, 0, training.plan.steps_per_epoch)
+            training.state.engine.module.train()
+            with closing(training.batches):
+                block(training, flags.block, world)  # warm-up
+                pairs = []
+                for number in range(flags.pairs):
+                    took = {}
+                    for recorded in (number % 2 == 0, number % 2 != 0):
+                        run = block if recorded else without
+                        took[recorded] = run(training, flags.block, world)
+                    pairs.append((took[True], took[False]))
+                each = calls(training, flags.block, world)
+    if world.rank == 0:
+        result = {
+            "ranks": world.size,
+            "step_ms": 1000 * statistics.median(plain[0] for _, plain in pairs) / flags.block,
+            "with_over_without": ratio(pairs, 0),
+            "processor_time": ratio(pairs, 1),
+            "calls": each,
+            "calls_share_of_step": sum(call["share_of_step"] for call in each.values()),
+        }
+        print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    run_as_rank(main, strategy=parse()[1].parallel.strategy)

@@ -1,0 +1,215 @@
+"""The sums of a training's lines, the table at its end, the MFU; that steps between two lines look at no device."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from test_world import make_world
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import BertConfig
+
+from hvd_bert.bench.measure import Recorder
+from hvd_bert.bench.speed import parse
+from hvd_bert.bench.workload import random_inputs
+from hvd_bert.breakdown import Breakdown, describe_steps
+from hvd_bert.data.plan import BatchPlan, _shares
+from hvd_bert.data.prefetch import AHEAD, Prefetcher
+from hvd_bert.flops import training_flops
+from hvd_bert.meter import PHASES, Look
+from hvd_bert.peaks import PEAKS, peak_flops, published_peak
+from hvd_bert.train import Training
+
+LENGTHS = np.array([10, 20, 30, 40, 50, 60, 70], dtype=np.int32)
+SHAPE = BertConfig(num_hidden_layers=1)
+
+
+class Meter:
+    """Gives the looks that it is given: phases in seconds of each of two ranks, [ranks, phases]."""
+
+    phases = PHASES
+
+    def __init__(self, last_step: int = 0, looks: tuple[list[list[float]], ...] = ()) -> None:
+        self.last_step = last_step
+        self.looks = iter(looks)
+
+    def read(self, step: int) -> dict[str, float]:
+        steps, self.last_step = step - self.last_step, step
+        phases = torch.tensor(next(self.looks), dtype=torch.float64)
+        self.look = Look(float(phases[0].sum()), 2 * steps, 80 * steps, 100 * steps, steps, phases)
+        return {"loss": 1.0}
+
+
+def plan(size: int = 2) -> BatchPlan:
+    return BatchPlan(LENGTHS, global_batch=2, accumulation=1, size=size, seed=0, crossover=4608)
+
+
+def tokens(step: int) -> np.ndarray:
+    return LENGTHS[plan().step_windows(step)]
+
+
+WARM_UP = [[9.0] * 6] * 2
+TWO_STEPS = [[0.5, 3.0, 0.25, 0.1, 0.1, 0.05], [0.25, 3.0, 0.5, 0.1, 0.1, 0.05]]
+ONE_STEP = [[0.25, 1.5, 0.1, 0.05, 0.0, 0.1], [0.25, 1.25, 0.35, 0.05, 0.0, 0.1]]
+
+
+def trained(peak: float | None = None) -> Breakdown:
+    breakdown = Breakdown(Meter(looks=(WARM_UP, TWO_STEPS, ONE_STEP)), plan(), SHAPE, peak, 0)
+    for step in range(4):
+        breakdown.count(step)
+        if step != 1:
+            breakdown.read(step + 1)
+    return breakdown
+
+
+def test_sums_leave_the_first_line_out():
+    found = trained(peak=1e12).results()
+    assert (found["taken_steps"], found["steps"]) == (4, 3)
+    assert found["step"] == pytest.approx({"ms": 2000.0, "min_ms": 2000.0, "max_ms": 2000.0, "share": 1.0})
+    exposed = {"ms": 200.0, "min_ms": 350 / 3, "max_ms": 850 / 3, "share": 0.1}
+    assert found["phases"]["exposed_comm"] == pytest.approx(exposed)
+    assert list(found["phases"]) == list(PHASES)
+    assert sum(figures["share"] for figures in found["phases"].values()) == pytest.approx(1)
+    flops = sum(training_flops(SHAPE, tokens(step)) for step in (1, 2, 3))
+    assert found["tflops_per_s"] == pytest.approx(flops / 6.0 / 1e12)
+    assert found["mfu"] == pytest.approx(flops / 6.0 / 1e12)
+    assert (found["windows_per_s"], found["tokens_per_s"], found["padding_share"]) == pytest.approx((1.0, 40.0, 0.2))
+    ratios = [tokens(step).max() / tokens(step).sum() * 2 for step in (1, 2, 3)]  # a window a rank, at most
+    assert found["imbalance"] == pytest.approx(np.mean(ratios))
+    assert "mfu" not in trained().results()
+
+
+def test_only_line_is_what_there_is():
+    breakdown = Breakdown(Meter(looks=(TWO_STEPS,)), plan(), SHAPE, None, 0)
+    assert breakdown.results() == {}
+    breakdown.read(2)
+    assert breakdown.results()["step"]["ms"] == pytest.approx(2000.0)
+
+
+def test_line_after_a_stop_is_that_of_a_run_never_stopped():
+    whole = Breakdown(Meter(2, looks=(TWO_STEPS,)), plan(), SHAPE, 1e12, 2)
+    resumed = Breakdown(Meter(2, looks=(TWO_STEPS,)), plan(), SHAPE, 1e12, 4)  # steps 2 and 3 before the stop
+    for step in (2, 3, 4):
+        whole.count(step)
+    resumed.count(4)
+    assert whole.read(5) == resumed.read(5)
+
+
+def test_counting_a_step_deals_nothing_out_anew():
+    of_two, steps = plan(), 8
+    batches = Prefetcher(of_two, lambda ids: ids, rank=0, first=0)
+    before = _shares.cache_info().misses
+    for step in range(steps):
+        list(batches.of_step(step))
+        of_two.imbalance(step)
+    batches.close()
+    assert _shares.cache_info().misses - before == steps + AHEAD
+
+
+def results(peak: float | None = None, device: str = "cpu") -> dict:
+    checkpoints = {"checkpoints": 2, "checkpoint_pause_s": 0.25, "checkpoint_write_s": 1.0}
+    place = {"world_size": 2, "ranks": [{"device": device}], "device_name": "GPU of tomorrow", "precision": "bf16"}
+    return {
+        "breakdown": trained(peak).results(),
+        "evaluations": 2,
+        "evaluation_s": 4.0,
+        **checkpoints,
+        **place,
+    }
+
+
+def test_table_at_the_end():
+    lines = describe_steps(results(peak=1e12))
+    words = [line.split() for line in lines]
+    assert words[1] == ["ms", "least", "most", "share"]
+    assert ["exposed", "communication", "200.0", "116.7", "283.3", "10.0%"] in words
+    assert ["step", "2000.0", "2000.0", "2000.0", "100.0%"] in words
+    assert ["evaluation,", "on", "top", "1000.0", "50.0%"] in words
+    assert "2 evaluation(s) in 4.0 s." in lines
+    assert "2 checkpoint(s): training waited 0.25 s, 1.00 s of writing ran beside it." in lines
+    assert any("MFU" in line and "padding 20.0%" in line for line in lines)
+    assert lines[-1].startswith("Waiting for data takes 10% of the step: ")
+
+
+def test_unknown_peak_is_said_of_gpus_only():
+    (line,) = [line for line in describe_steps(results(device="cuda:0")) if "MFU" in line]
+    assert "GPU of tomorrow in bf16" in line and "--peak_tflops" in line
+    assert not [line for line in describe_steps(results()) if "MFU" in line]
+
+
+def test_nothing_is_said_of_small_shares():
+    found = results()
+    for name in ("data", "exposed_comm"):
+        found["breakdown"]["phases"][name]["share"] = 0.09
+    assert "takes" not in describe_steps(found)[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tflops"),
+    [
+        ("NVIDIA A100-PCIE-40GB", "bf16", 312.0),
+        ("NVIDIA A100-SXM4-80GB", "tf32", 156.0),
+        ("Tesla V100-SXM2-32GB", "fp16", 125.0),
+        ("Tesla V100-SXM2-32GB", "tf32", 15.7),  # it has none, and takes plain fp32
+        ("Tesla V100-SXM2-32GB", "bf16", None),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "bf16", None),
+        ("NVIDIA GeForce 9400", "fp32", None),
+    ],
+)
+def test_published_peaks(name, precision, tflops):
+    assert published_peak(name, precision) == (None if tflops is None else pytest.approx(tflops * 1e12))
+
+
+def test_peaks_are_dense_ones():
+    """Where both are given, TF32 is half of bf16; a figure with sparsity would be twice as much."""
+    both = [figures for figures in PEAKS.values() if {"tf32", "bf16"} <= figures.keys()]
+    assert all(0.49 < figures["tf32"] / figures["bf16"] < 0.51 for figures in both)
+
+
+def test_peak_of_all_devices(monkeypatch):
+    world = SimpleNamespace(device=torch.device("cuda"), devices=2, allgather=lambda mine: [mine, mine])
+    args = SimpleNamespace(tf32=True, precision="fp32")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-PCIE-40GB")
+    assert peak_flops(args, None, world) == pytest.approx(4 * 156e12)
+    assert peak_flops(args, 2.5, world) == pytest.approx(4 * 2.5e12)
+    world.allgather = lambda mine: [mine, None]  # the other rank has another GPU
+    assert peak_flops(args, None, world) is None
+    world.device, world.allgather = torch.device("cpu"), lambda mine: [mine]
+    assert peak_flops(args, None, world) is None
+
+
+class Asked(TorchDispatchMode):
+    """Counts how often a tensor's value is asked for, which on a GPU waits until all of its work is done."""
+
+    times = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.times += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_value_is_asked_for_between_two_lines(tmp_path, monkeypatch):
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "vocab_size": 1100, **shape}))
+    _, config = parse(
+        ["--steps", "4", "--repeats", "2", "--gradient_accumulation_steps", "2", "--strategy", "none"], show_help=False
+    )
+    config.train.output_dir = str(tmp_path)
+    world = make_world()
+    training = Training(random_inputs(str(tmp_path), 64, config, world), None, None, Recorder(), config, world)
+    asked: list[int] = []
+    with Asked() as mode:
+        after_step = training._after_step
+
+        def note(*arguments):
+            after_step(*arguments)
+            asked.append(mode.times - sum(asked))
+
+        monkeypatch.setattr(training, "_after_step", note)
+        training.run(stoppable=False)
+    assert len(asked) == 12
+    assert [step for step, times in enumerate(asked, start=1) if times] == [1, 4, 8, 12]
