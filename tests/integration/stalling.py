@@ -1,8 +1,8 @@
 """A training in which ranks wait for one: `python stalling.py KIND TRAIN'S ARGUMENTS...`.
 
 KIND: "block": in its fourth step rank 1 reads from a pipe that nobody writes to; "stop": its process stops there. When
-that was, and the process, are left in the file `stalled`. "slow": rank 0 loads its model, writes its first checkpoint
-and scores for HELD_S each, as it may with a slow hub, disk or metric.
+that was, and the process, are left in the file `stalled`. "slow": rank 1 loads its model, rank 0 writes its
+first checkpoint and scores for HELD_S each, as they may with a slow hub, disk or metric.
 """
 
 from __future__ import annotations
@@ -62,9 +62,11 @@ def held(function: Callable[..., Any]) -> Callable[..., Any]:
 if __name__ == "__main__":
     kind = sys.argv.pop(1)
     rank = find_launcher(os.environ).rank
-    if kind == "slow" and rank == 0:
-        inputs.load_model, checkpoint.write = held(inputs.load_model), held(checkpoint.write)
+    if kind == "slow" and rank == 1:  # rank 0 has no turn to wait for, and would end the job first
+        inputs.load_model = held(inputs.load_model)
+    elif kind == "slow":
+        checkpoint.write = held(checkpoint.write)
         Evaluator._score = held(Evaluator._score)  # type: ignore[method-assign]
-    elif kind != "slow" and rank == 1:
+    elif rank == 1:
         stalling(kind)
     run_as_rank(train.main, **command_line.before_joining(sys.argv[1:]))
