@@ -24,7 +24,7 @@ NAMES = {
 LARGE_SHARE = 0.1
 ADVICE = {
     "data": "batches are made too slowly: look at a rank's cores (the job's CPUs per task) and the file system.",
-    "exposed_comm": "--timeline or --profile records some steps that say why (docs/profiling.md).",
+    "exposed_comm": "--timeline_file or --profile records some steps that say why (docs/profiling.md).",
     "checkpoint": "--save_steps says how often one is made.",
 }
 

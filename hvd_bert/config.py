@@ -303,7 +303,7 @@ class ProfilingArguments:
         " --timeline_file, for it takes --timeline for its own.",
         aliases=["--timeline_file", "--timeline-file"],
     )
-    timeline_steps: str = _arg("11:20", "The first and the last step to record, both included.")
+    timeline_steps: str = _arg("11:30", "The first and the last step to record, both included.")
     timeline_mark_cycles: bool = _arg(False, "Mark the cycles of Horovod's thread in the timeline.")
     profile: bool = _arg(
         False, "Record those steps with torch's profiler, too: output_dir/trace.json.gz has all ranks on one clock."
@@ -316,7 +316,7 @@ class ProfilingArguments:
 
     def __post_init__(self) -> None:
         fits = re.fullmatch(r"[1-9]\d*:[1-9]\d*", self.timeline_steps) and self._steps()
-        _require(bool(fits), f"--timeline_steps {self.timeline_steps}: give the first and the last step, as in 11:20.")
+        _require(bool(fits), f"--timeline_steps {self.timeline_steps}: give the first and the last step, as in 11:30.")
         unused = self.timeline_mark_cycles and not (self.timeline or self.profile)
         _require(not unused, "--timeline_mark_cycles: give --timeline FILE, too.")
         peak = self.peak_tflops

@@ -28,6 +28,9 @@ ITS_OWN = {
     "num_train_epochs": "give --steps",
     "resume_from_checkpoint": "a point that was interrupted is trained anew",
     "elastic": "a point's ranks must stay what they are",
+    "profile": "it would be timed as well",
+    "timeline": "it would be timed as well",
+    "timeline_file": "it would be timed as well",
     "do_train": "a sweep trains",
     "no_do_train": "a sweep trains",
 }

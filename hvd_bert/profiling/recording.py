@@ -6,13 +6,14 @@ Horovod writes a timeline of certain steps only where HOROVOD_TIMELINE=DYNAMIC w
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from hvd_bert import output
 from hvd_bert.config import Config
 from hvd_bert.errors import UserError
 from hvd_bert.meter import Meter
@@ -31,18 +32,19 @@ class Recording:
         """A collective. Raises AgreedError where the file cannot be written, or the run has no such steps."""
         self.config, self.meter, self.world = config.profiling, meter, world
         self.folder = config.train.folder
-        self.steps = self.config.steps_to_record
+        wanted = self.config.steps_to_record
+        self.steps = range(wanted.start, min(wanted.stop, total_steps + 1))
         self.file = self._file(config)
         self.running = False
         self.profiler: torch.profiler.profile | None = None
         self.offset_ns = 0
         self.laps: list[tuple[str, int]] = []
         with world.together():
-            if self.steps and total_steps < self.steps[0]:
-                wanted = f"--timeline_steps {self.config.timeline_steps}"
-                raise UserError(f"{wanted}: this run has {total_steps} steps. Name some of them.")
+            if wanted and not self.steps:
+                flag = f"--timeline_steps {self.config.timeline_steps}"
+                raise UserError(f"{flag}: this run has {total_steps} steps. Name some of them.")
             if self.file and world.size == 1:
-                raise UserError("--timeline: one rank alone sends no gradients. Start more, or give --profile alone.")
+                raise UserError("--timeline_file: one rank alone sends no gradients. Start more, or --profile alone.")
             if self.file and world.rank == 0:
                 _check_writable(self.file)
 
@@ -80,10 +82,10 @@ class Recording:
     def _stop(self) -> None:
         self.running = False
         self.meter.on_lap = None
-        if self.profiler:
-            self.profiler.stop()
         if self.file and self.world.rank == 0:
             self.world.stop_timeline()
+        if self.profiler:
+            self.profiler.stop()
 
     def _finish(self) -> None:
         self._stop()
@@ -94,23 +96,34 @@ class Recording:
                 "Horovod's timeline of %s: %s. What it says: python -m hvd_bert.timeline %s", steps, *[self.file] * 2
             )
         if self.profiler:
-            trace = self.folder / TRACE
-            traces = self.world.gather(self._my_trace())
-            with output.writing(self.folder, self.world) as writes:
-                if writes:
-                    write_trace(trace, traces, self.file)
-            log.info("What every rank did in %s: %s, for ui.perfetto.dev or chrome://tracing", steps, trace)
+            traces = [trace for trace in self.world.gather(self._my_trace()) if trace]
+            if self.world.rank == 0:
+                self._write_trace(traces, steps)
         self.profiler = None
 
-    def _my_trace(self) -> RankTrace:
+    def _my_trace(self) -> RankTrace | None:
+        """None where it could not be made: the training goes on without."""
         assert self.profiler is not None
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            self.profiler.export_chrome_trace(str(path))
-            return RankTrace(self.world.rank, self.world.host, self.offset_ns, self.laps, pack(path.read_bytes()))
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "trace.json"
+                self.profiler.export_chrome_trace(str(path))
+                return RankTrace(self.world.rank, self.world.host, self.offset_ns, self.laps, pack(path.read_bytes()))
+        except (OSError, RuntimeError) as error:
+            print(f"rank {self.world.rank}: no trace: {error}", file=sys.stderr)
+            return None
+
+    def _write_trace(self, traces: Sequence[RankTrace], steps: str) -> None:
+        path = self.folder / TRACE
+        try:
+            write_trace(path, traces, self.file)
+        except (OSError, ValueError, UserError) as error:
+            log.warning("The trace of %s could not be written: %s. Training goes on.", steps, error)
+        else:
+            log.info("What every rank did in %s: %s, for ui.perfetto.dev or chrome://tracing", steps, path)
 
     def close(self) -> None:
-        """The training ends, or is interrupted: close what is open, alone."""
+        """The training ends, or is interrupted: close what is open, alone. There is no trace of all ranks then."""
         if not self.running:
             return
         self._stop()
@@ -121,4 +134,4 @@ def _check_writable(path: Path) -> None:
     try:
         path.open("ab").close()
     except OSError as error:
-        raise UserError(f"--timeline {path}: cannot be written: {error.strerror or error}.") from None
+        raise UserError(f"--timeline_file {path}: cannot be written: {error.strerror or error}.") from None

@@ -22,12 +22,13 @@ from hvd_bert.timeline.words import TICK
 
 Event = dict[str, Any]
 
-PHASES, NEGOTIATION, MESSAGES, READY = 1, 2, 3, 4  # rows; a rank's threads and streams come after them
-ROWS = {
+# Rows of a rank. Its threads and streams come after them, then more rows of messages where they overlap.
+PHASES, NEGOTIATION, MESSAGES, READY, THREADS, MORE_MESSAGES = 1, 2, 3, 4, 5, 1000
+NAMES = {
     PHASES: "phases of the step",
     NEGOTIATION: "Horovod: waiting until all ranks are ready",
     MESSAGES: "Horovod: messages",
-    READY: "Horovod: gradient ready",
+    READY: "Horovod: tensor ready, as rank 0 hears of it",
 }
 _EPOCH = re.compile(rb'"start_time_since_epoch_in_micros":(-?\d+)')
 _KEPT = "Xsfi"  # spans, the arrows between them, instants
@@ -72,10 +73,9 @@ def _events(ranks: Sequence[RankTrace], timeline: Path | None) -> Iterator[Event
         pid = _pid(trace.rank)
         yield _metadata("process_name", pid, name=f"rank {trace.rank} on {trace.host}")
         yield _metadata("process_sort_index", pid, sort_index=trace.rank)
-        for tid, name in ROWS.items():
-            if tid == PHASES or (timeline and (tid == READY or trace.rank == 0)):
-                yield _metadata("thread_name", pid, tid, name=name)
-                yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
+        of_horovod = () if timeline is None else (READY,) if trace.rank > 0 else (NEGOTIATION, MESSAGES, READY)
+        for row in (PHASES, *of_horovod):
+            yield from _row(pid, row, NAMES[row])
         yield from _phases(trace)
         yield from _torch(trace)
     if timeline:
@@ -88,6 +88,11 @@ def _pid(rank: int) -> int:
 
 def _metadata(kind: str, pid: int, tid: int = 0, **args: Any) -> Event:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
+
+
+def _row(pid: int, tid: int, name: str) -> Iterator[Event]:
+    yield _metadata("thread_name", pid, tid, name=name)
+    yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
 
 
 def _span(name: str, category: str, pid: int, tid: int, start_us: float, end_us: float, **args: Any) -> Event:
@@ -120,11 +125,10 @@ def _torch(trace: RankTrace) -> Iterator[Event]:
             continue
         key = event["pid"], event["tid"]
         if key not in rows:
-            rows[key] = tid = len(ROWS) + 1 + len(rows)
-            yield _metadata("thread_name", pid, tid, name=names.get(key, f"thread {event['tid']}"))
-            yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
+            rows[key] = THREADS + len(rows)
+            yield from _row(pid, rows[key], names.get(key, f"thread {event['tid']}"))
         if "id" in event:  # of an arrow: each rank counts its own
-            event["id"] += trace.rank << 40
+            event["id"] = f"{trace.rank}.{event['id']}"
         yield event | {"pid": pid, "tid": rows[key], "ts": event["ts"] + shift_us}
 
 
@@ -145,10 +149,33 @@ def _horovod(path: Path) -> Iterator[Event]:
                 ticks.append(_ready(rank, start_us + ts, reader.names.tensors.get(tensor, "")))
             yield block
 
+    sent: list[Event] = []
     for batch in spans.batches(watched(reader.blocks())):
         yield from ticks
         ticks.clear()
-        yield from _messages(batch, reader.names.spans, reader.names.tensors, start_us)
+        for event in _messages(batch, reader.names.spans, reader.names.tensors, start_us):
+            if event["ph"] == "X":
+                sent.append(event)
+            else:
+                yield event
+    yield from _without_overlap(sent)
+
+
+def _without_overlap(spans: list[Event]) -> Iterator[Event]:
+    """Spans of one row may only follow each other or nest. NCCL's messages overlap: these get rows of their own."""
+    rows: list[list[float]] = []  # of each the ends of the spans that go on, the innermost last
+    for event in sorted(spans, key=lambda event: (event["ts"], -event["dur"])):
+        start, end = event["ts"], event["ts"] + event["dur"]
+        for ends in rows:
+            while ends and ends[-1] <= start:
+                ends.pop()
+        free = next((number for number, ends in enumerate(rows) if not ends or end <= ends[-1]), len(rows))
+        if free == len(rows):
+            rows.append([])
+            if free:
+                yield from _row(event["pid"], MORE_MESSAGES + free, NAMES[MESSAGES])
+        rows[free].append(end)
+        yield event | {"tid": MORE_MESSAGES + free if free else MESSAGES}
 
 
 def _ready(rank: int, ts: float, tensor: str) -> Event:

@@ -59,14 +59,15 @@ def _waiting(findings: Findings, step: StepFigures) -> list[tuple[float, str]]:
         return []
     if step.wait_share < WAIT_SHARE:
         return []
-    return [
-        (
-            step.wait_share,
-            f"The first rank waits {_ms(step.wait_s)} a step ({_percent(step.wait_share)}) for the last. This file "
-            f"names ranks in {of_steps} of {step.steps} steps only: to see which it is, record with {NO_CACHE} (for "
-            "profiling alone).",
+    if 2 * of_steps >= step.steps:
+        mend = f"Which it is, {step.steps} steps are too few to tell: record {ENOUGH_STEPS + 1} or more."
+    else:
+        mend = (
+            f"This file names ranks in {of_steps} of {step.steps} steps only: to see which it is, record with "
+            f"{NO_CACHE} (for profiling alone)."
         )
-    ]
+    waits = f"The first rank waits {_ms(step.wait_s)} a step ({_percent(step.wait_share)}) for the last."
+    return [(step.wait_share, f"{waits} {mend}")]
 
 
 def _exposed(step: StepFigures) -> list[tuple[float, str]]:

@@ -115,10 +115,15 @@ class HorovodWorld(World):
             hosts = [place.host for place in self.places]
             self._watch = stalls.Watch(self.rank, hosts, self._stalled_after_s, roll, self.abort)
 
-    def _store_roll(self) -> stalls.StoreRoll:
+    def _store_roll(self) -> stalls.Roll:
         address = rendezvous.address_of(os.environ.get("HOROVOD_GLOO_IFACE")) or self.host
         host, port = self.broadcast((address, rendezvous.free_port()))
-        return stalls.StoreRoll(rendezvous.store_at(host, port, self.rank, self.size), self.rank, self.size)
+        roll: stalls.Roll = stalls.NoRoll(self.rank, self.size)
+        try:
+            roll = stalls.StoreRoll(rendezvous.store_at(host, port, self.rank, self.size), self.rank, self.size)
+        except UserError as error:  # training goes without it
+            log.warning("A rank that stalls will not be named: %s", error)
+        return roll
 
     def _take_device(self) -> tuple[str, str | None]:
         device, device_id = super()._take_device()
@@ -173,7 +178,11 @@ class HorovodWorld(World):
 
     def _apart(self) -> AbstractContextManager[None]:
         """Around a wait for what ranks do apart, as tokenising: it may take long."""
-        return self._watch.over(stalls.LONGEST_S, lambda: ["the others"]) if self._watch else nullcontext()
+        return (
+            self._watch.over(max(stalls.LONGEST_S, self._stalled_after_s), lambda: ["the others"])
+            if self._watch
+            else nullcontext()
+        )
 
     def start_timeline(self, path: Path, mark_cycles: bool) -> None:
         self._hvd.start_timeline(str(path), mark_cycles=mark_cycles)

@@ -61,6 +61,19 @@ class Roll(Protocol):
         """The ranks that have not said so."""
 
 
+class NoRoll:
+    """Where ranks cannot tell each other: any of the others may be missing."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._others = [other for other in range(size) if other != rank]
+
+    def say(self, wait: int) -> None:
+        pass
+
+    def missing(self, wait: int) -> Sequence[int]:
+        return self._others
+
+
 class StoreRoll:
     """By a key-value store of torch's, which rank 0 keeps."""
 
@@ -95,7 +108,7 @@ class MpiRoll:
 class Watch:
     """Ends every rank, from a thread, when this one has waited too long for others, and says for whom and what.
 
-    Ranks that wait say so after half the time; one that came later than that still counts as missing.
+    Ranks that wait say so after a tenth of the time; one that came later than that may still be named as missing.
     """
 
     def __init__(self, rank: int, hosts: Sequence[str], step_s: float, roll: Roll, abort: Callable[[int], Any]) -> None:
@@ -126,19 +139,25 @@ class Watch:
             self._wait = None
 
     def _run(self) -> None:
-        said = 0
+        tick_s, last = min(5.0, self.step_s / 10), time.monotonic()
+        said = current = 0
+        waited = 0.0
         while True:
-            time.sleep(min(5.0, self.step_s / 10))
+            time.sleep(tick_s)
+            # A job that was suspended (scontrol suspend) did not wait meanwhile: a look counts for two ticks at most.
+            now = time.monotonic()
+            passed, last = min(now - last, 2 * tick_s), now
             wait = self._wait
             if wait is None:
                 continue
             number, begin, limit_s, names = wait
-            waited = time.monotonic() - begin
-            if 2 * waited > limit_s and number > said:  # early, so that all who wait have said so when one asks
+            waited = waited + passed if number == current else min(now - begin, passed)
+            current = number
+            if 10 * waited > limit_s and number > said:  # early, so that all who wait have said so when one asks
                 said = number
                 self._tell(number)
             if waited > limit_s + self._turn_s:
-                self._end(number, limit_s, names())
+                self._end(number, limit_s, _safely(names))
 
     def _tell(self, number: int) -> None:
         try:
@@ -162,6 +181,14 @@ class Watch:
             flush=True,
         )
         self._abort(EXIT_FAILURE)
+
+
+def _safely(names: Callable[[], Sequence[str]]) -> Sequence[str]:
+    """The step's thread may change what is looked at here."""
+    try:
+        return names()
+    except RuntimeError:
+        return ["its gradients"]
 
 
 def _shortened(names: Sequence[str], most: int = 3) -> str:

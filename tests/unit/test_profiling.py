@@ -16,7 +16,7 @@ from made_timelines import Timeline
 from hvd_bert.command_line import before_joining, parse
 from hvd_bert.errors import UserError
 from hvd_bert.profiling.clocks import _offset
-from hvd_bert.profiling.trace import RankTrace, pack, write_trace
+from hvd_bert.profiling.trace import RankTrace, _without_overlap, pack, write_trace
 from hvd_bert.worlds.horovod import ready_for_timeline
 
 BASE = ["--config", "sample"]
@@ -39,7 +39,7 @@ def test_what_fits_not_together_is_refused():
 def test_which_steps_are_recorded():
     assert parse([*BASE, "--timeline_steps", "3:5"]).profiling.steps_to_record == range(0)
     assert list(parse([*BASE, "--timeline", "t", "--timeline_steps", "3:5"]).profiling.steps_to_record) == [3, 4, 5]
-    assert parse([*BASE, "--profile"]).profiling.steps_to_record == range(11, 21)
+    assert parse([*BASE, "--profile"]).profiling.steps_to_record == range(11, 31)
 
 
 @pytest.mark.parametrize(
@@ -123,3 +123,21 @@ def test_trace_of_two_hosts_is_on_one_clock(tmp_path):
     assert message.args == {"tensors": ["grad"], "bytes": 4 * 256 * 1024}
     assert not list(Path(tmp_path).glob("*.partial"))
     assert "PyTorch Profiler" not in {event["name"] for event in events}
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 30)), max_size=30))
+def test_spans_of_a_row_nest_or_follow_each_other(spans):
+    events = [{"ph": "X", "pid": 1, "ts": start, "dur": length} for start, length in spans]
+    placed = [event for event in _without_overlap(events) if event["ph"] == "X"]
+    assert len(placed) == len(events)
+    for i, first in enumerate(placed):
+        for second in placed[i + 1 :]:
+            first_end, second_end = first["ts"] + first["dur"], second["ts"] + second["dur"]
+            apart = first_end <= second["ts"] or second_end <= first["ts"]
+            nested = second_end <= first_end or (first_end <= second_end and first["ts"] >= second["ts"])
+            assert first["tid"] != second["tid"] or apart or nested
+
+
+def test_messages_that_follow_each_other_share_a_row():
+    events = [{"ph": "X", "pid": 1, "ts": start, "dur": length} for start, length in ((0, 10), (2, 3), (10, 5))]
+    assert len({event["tid"] for event in _without_overlap(events)}) == 1

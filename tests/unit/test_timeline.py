@@ -273,6 +273,7 @@ def test_few_steps_name_no_slow_rank(tmp_path):
     seen = found(training(steps=advice.ENOUGH_STEPS, slow=1, by=200_000), tmp_path)
     assert not any(line.startswith("Rank ") for line in seen.advice)
     assert seen.rank_rows[1].steps == advice.ENOUGH_STEPS - 1
+    assert any(f"record {advice.ENOUGH_STEPS + 1} or more" in line for line in seen.advice)
 
 
 def test_advice_follows_from_figures(tmp_path):
