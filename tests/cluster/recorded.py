@@ -38,12 +38,14 @@ def recorded(
 ) -> dict[str, Any]:
     """Train in `folder`, and analyse: the object that `python -m hvd_bert.timeline --json` prints.
 
-    `slowed`: the environment that slowed.py asks for.
+    `slowed`: the environment that slowed.py asks for; then the trainer's own flags record, all steps but the first.
     """
     folder.mkdir(parents=True, exist_ok=True)
     timeline = folder / "timeline.json"
     program = f"{FOLDER / 'slowed.py'} -m hvd_bert.train" if slowed else "-m hvd_bert.train"
-    env = {"HOROVOD_TIMELINE": str(timeline), **(slowed or {})}
+    if slowed:
+        flags += f" --timeline_file {timeline} --timeline_steps 2:100000"
+    env = slowed or {"HOROVOD_TIMELINE": str(timeline)}
     cluster.on("a100-01", f"{horovodrun(hosts, controller, program)} {flags}", folder, env).expect(0)
     count = str(hosts.count(",") + 1)
     command = [sys.executable, "-m", "hvd_bert.timeline", str(timeline), "--hosts", count, "--json"]

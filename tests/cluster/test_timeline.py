@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Cluster
-from recorded import FOUR_RANKS, ONE_HOST, TWO_HOSTS, ranks_of, recorded, six_layers
+from harness import PLACES, SMALL, Cluster
+from recorded import FOUR_RANKS, ONE_HOST, TWO_HOSTS, horovodrun, ranks_of, recorded, six_layers
 from shaping import shaped
 
 pytestmark = [
@@ -35,7 +37,7 @@ def test_a_slow_link_is_found(cluster: Cluster, tmp_path: Path, controller: str,
 
 @pytest.mark.parametrize(("controller", "rank"), [("mpi", 3), ("gloo", 0)])
 def test_a_slow_rank_is_named(cluster: Cluster, tmp_path: Path, controller: str, rank: int) -> None:
-    env = {"SLOWED_RANK": str(rank), "SLOWED_S": str(SLOWED_S), "HOROVOD_CACHE_CAPACITY": "0"}
+    env = {"SLOWED_RANK": str(rank), "SLOWED_S": str(SLOWED_S)}
     flags = f"{SMALL} 14 --per_device_train_batch_size 4 --no_do_eval --output_dir out"
     with shaped(cluster, GBPS, LATENCY_MS):
         seen = recorded(cluster, tmp_path, FOUR_RANKS, controller, flags, env)
@@ -43,3 +45,18 @@ def test_a_slow_rank_is_named(cluster: Cluster, tmp_path: Path, controller: str,
     assert row["of_steps"] >= 10 and row["steps"] >= 0.9 * row["of_steps"]
     assert row["median_s"] == pytest.approx(SLOWED_S, rel=0.15)
     assert any(line.startswith(f"Rank {rank} holds the others up") for line in seen["advice"]), seen["advice"]
+
+
+def test_one_trace_has_the_ranks_of_both_hosts(cluster: Cluster, tmp_path: Path) -> None:
+    flags = f"{SMALL} 4 --per_device_train_batch_size 4 --no_do_eval --output_dir out --profile --timeline_steps 2:3"
+    command = horovodrun(FOUR_RANKS, "mpi", f"-m hvd_bert.train {flags}")
+    cluster.on("a100-01", command, tmp_path).expect(0)
+    with gzip.open(tmp_path / "out" / "trace.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    rows = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert rows == {rank + 1: f"rank {rank} on {host}" for rank, host, *_ in PLACES}
+    phases = {pid: [row for row in events if row.get("cat") == "phase" and row["pid"] == pid] for pid in rows}
+    # One machine, one clock: so the offsets that were measured must be small, and the steps side by side.
+    ends = [max(row["ts"] + row["dur"] for row in phases[pid] if row["name"] == "exposed_comm") for pid in rows]
+    assert max(ends) - min(ends) < 1e6
+    assert all(sum(row["name"] == "compute" for row in own) == 2 for own in phases.values())
