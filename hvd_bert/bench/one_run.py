@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TextIO
 
 from hvd_bert.bench.record import locked
-from hvd_bert.errors import EXIT_OK, EXIT_STOPPED
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_STOPPED, UserError
 from hvd_bert.report import reading
 from hvd_bert.report.runs import Run
 
@@ -47,6 +47,19 @@ def signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def exit_status(command: Callable[[], int]) -> int:
+    """Run a command made of trainings: 75 where a signal stops it (the same command goes on), 2 for bad input."""
+    try:
+        with signals():
+            return command()
+    except Stopped as stopped:
+        print(f"Stopped by {stopped}: the same command goes on.", flush=True)
+        return EXIT_STOPPED
+    except UserError as error:
+        print(f"hvd_bert: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
 
 
 @dataclass(frozen=True)

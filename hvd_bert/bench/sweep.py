@@ -19,38 +19,24 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from tqdm import tqdm
 
 from hvd_bert.bench import launching as launches
 from hvd_bert.bench import points as planning
 from hvd_bert.bench.launching import Launching, Machine
-from hvd_bert.bench.one_run import LOG, Stopped, signals, train
+from hvd_bert.bench.one_run import LOG, Stopped, exit_status, train
 from hvd_bert.bench.points import Plan, Point
 from hvd_bert.bench.record import DONE, FAILED, SKIPPED, STATES, WAITING, Record, Result, locked
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, UserError
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.report import reading
 
 FAILURES = 2  # of one setting in a row, after which its other repeats are not tried
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}. `python -m hvd_bert.bench sweep --help` lists the flags.")
-
-
 def main(argv: Sequence[str]) -> int:
     """The command. Returns the exit status."""
-    try:
-        with signals():
-            return _sweep(argv)
-    except Stopped as stopped:
-        print(f"Stopped by {stopped}: the same command goes on.", flush=True)
-        return EXIT_STOPPED
-    except UserError as error:
-        print(f"hvd_bert: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    return exit_status(lambda: _sweep(argv))
 
 
 def _sweep(argv: Sequence[str]) -> int:
@@ -66,7 +52,7 @@ def _sweep(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = _Parser(prog="python -m hvd_bert.bench sweep", allow_abbrev=False)
+    parser = launches.Parser(prog="python -m hvd_bert.bench sweep", allow_abbrev=False)
     parser.description = (
         "Trains with every strategy at every number of ranks, for a comparison of their speed. All other flags go to"
         " python -m hvd_bert.train; without --train_file, --dataset_name or --config the preset `sweep` is trained: the"

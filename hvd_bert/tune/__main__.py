@@ -16,17 +16,16 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from hvd_bert import command_line
 from hvd_bert.bench import launching as launches
 from hvd_bert.bench import points as planning
 from hvd_bert.bench.launching import Launching, Machine
-from hvd_bert.bench.one_run import Stopped, signals
+from hvd_bert.bench.one_run import exit_status
 from hvd_bert.bench.points import Point
 from hvd_bert.bench.record import locked
 from hvd_bert.config import Config
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, UserError
+from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.tune import knobs, words
 from hvd_bert.tune.runs import Failed, Runs
 from hvd_bert.tune.search import FASTER, Search
@@ -42,29 +41,17 @@ ITS_OWN = planning.ITS_OWN | {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}. `python -m hvd_bert.tune --help` lists the flags.")
-
-
 def main(argv: Sequence[str]) -> int:
     """The command. Returns the exit status."""
     try:
-        with signals():
-            return _tune(argv)
-    except Stopped as stopped:
-        print(f"Stopped by {stopped}: the same command goes on.", flush=True)
-        return EXIT_STOPPED
-    except UserError as error:
-        print(f"hvd_bert: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return exit_status(lambda: _tune(argv))
     except Failed as error:
         print(f"hvd_bert: {error}. The same command tries again.", file=sys.stderr)
         return EXIT_FAILURE
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = _Parser(prog="python -m hvd_bert.tune", allow_abbrev=False)
+    parser = launches.Parser(prog="python -m hvd_bert.tune", allow_abbrev=False)
     parser.description = (
         "Tries Horovod's settings by short trainings under the launcher, and says which to set. All other flags go to"
         " python -m hvd_bert.train: give your own model, data and batch, since what is best depends on them; without"
