@@ -21,6 +21,7 @@ from hvd_bert.data.prefetch import AHEAD, Prefetcher
 from hvd_bert.flops import training_flops
 from hvd_bert.meter import PHASES, Look
 from hvd_bert.peaks import PEAKS, peak_flops, published_peak
+from hvd_bert.report import reading
 from hvd_bert.train import Training
 
 LENGTHS = np.array([10, 20, 30, 40, 50, 60, 70], dtype=np.int32)
@@ -63,6 +64,11 @@ def trained(peak: float | None = None) -> Breakdown:
         if step != 1:
             breakdown.read(step + 1)
     return breakdown
+
+
+def test_report_reads_the_phases_that_the_meter_tells_apart():
+    """It does without torch, and so has its own list."""
+    assert reading.PHASES == PHASES
 
 
 def test_sums_leave_the_first_line_out():
