@@ -30,7 +30,7 @@ sys.path[:0] = [str(REPOSITORY / "tests" / name) for name in ("cluster", "parall
 from commands import report_of  # noqa: E402  (the cluster's tools lie with its tests)
 from harness import Cluster, script  # noqa: E402
 from launch import Outcome  # noqa: E402
-from recorded import FOUR_RANKS, ONE_HOST, TWO_HOSTS, horovodrun, ranks_of, recorded, six_layers  # noqa: E402
+from recorded import FOUR_RANKS, ONE_HOST, ONE_MESSAGE, TWO_HOSTS, horovodrun, ranks_of, recorded, six_layers  # noqa: E402
 from shaping import shaped  # noqa: E402
 
 from hvd_bert.report import reading  # noqa: E402
@@ -215,16 +215,20 @@ def model(step: Step, one_s: float, ranks: int, network: Network, step_s: float)
 
 
 def timelines_table(cluster: Cluster, folder: Path, steps: int) -> None:
-    """Trainings with a timeline, over MPI and Gloo."""
-    print("| over | ranks | link | step, ms | exposed | gradients, MB/s | fastest tenth | a host sends, Gb/s |")
+    """Trainings with a timeline, over MPI and Gloo; as they are, and with little computing and one message a step."""
+    print("| over | ranks | link | step, ms | exposed | gradients, MB/s | fastest twentieth | a host sends, Gb/s |")
     print("| --- | --- | --- | ---: | --- | ---: | ---: | ---: |")
-    cases = ((ONE_HOST, Shape()), (TWO_HOSTS, SLOW), (FOUR_RANKS, Shape()), (FOUR_RANKS, SLOW))
-    for hosts, shape in cases:
+    usual = [(ONE_HOST, Shape()), (TWO_HOSTS, SLOW), (FOUR_RANKS, Shape()), (FOUR_RANKS, SLOW)]
+    cases = [(*case, "", {}) for case in usual] + [(*case, ", one message", ONE_MESSAGE) for case in usual[::3]]
+    for hosts, shape, kind, setting in cases:
         for controller in ("mpi", "gloo"):
-            place = folder / f"{controller}-{hosts.replace(':', '')}-{shape.gbps}"
+            place = folder / f"{controller}-{hosts}-{shape.gbps}-{len(setting)}"
+            sums_first = controller == "mpi" and hosts == FOUR_RANKS
+            inside = folder / f"{controller}-{ONE_HOST}-None-{len(setting)}" if sums_first else None
+            flags = six_layers(hosts, FIRST + steps, **setting)
             with shape.on(cluster):
-                seen = recorded(cluster, place, hosts, controller, six_layers(hosts, FIRST + steps))
-            print(timelines_row(hosts, controller, shape, seen), flush=True)
+                seen = recorded(cluster, place, hosts, controller, flags, one_host=inside)
+            print(timelines_row(hosts, controller + kind, shape, seen), flush=True)
 
 
 def timelines_row(hosts: str, controller: str, shape: Shape, seen: dict[str, Any]) -> str:

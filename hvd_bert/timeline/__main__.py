@@ -27,6 +27,9 @@ def main(argv: list[str] | None = None) -> int:
     flags = _parser().parse_args(argv)
     try:
         findings = read(flags.file, flags.ranks, flags.hosts)
+        if flags.one_host:
+            each = flags.ranks // flags.hosts if flags.ranks and flags.hosts else None
+            analysis.take_off_inside(findings, read(flags.one_host, each))
         if flags.html:
             _write_page(findings, flags.html)
     except UserError as error:
@@ -48,6 +51,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--html", metavar="OUT", type=Path, help="write a page, too: one file")
     parser.add_argument("--ranks", type=int, metavar="N", help="how many ranks there were, if the file names none")
     parser.add_argument("--hosts", type=int, metavar="N", help="how many hosts they were on: what each of them sent")
+    parser.add_argument(
+        "--one_host", metavar="FILE", type=Path,
+        help="a timeline of one host with as many ranks: what MPI's sums inside a host take is not the network's",
+    )  # fmt: skip
     return parser
 
 

@@ -21,7 +21,7 @@ SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)  # bytes: where classes of messa
 SLOWEST = 10
 UNNAMED = "(without a name)"
 BIG = 1 << 20  # bytes: what messages must have for a bandwidth; smaller ones are mostly latency
-FAST = 0.1  # of those: what computing beside it, or a rank that comes late, has not held up
+FAST = 0.05  # of those: what computing beside it, or a rank that comes late, has not held up
 
 
 class _Phases:
@@ -168,7 +168,7 @@ class _Sizes:
         return float(self.bytes[start:].sum()) / took * 1e6 if took else math.nan
 
     def fast_bytes_per_s(self) -> float:
-        """What the fastest tenth of the messages above 1 MiB reach; NaN without such."""
+        """What the fastest twentieth of the messages above 1 MiB reach; NaN without such."""
         return self.big_speeds.quantile(1 - FAST) * 1000
 
 
@@ -256,6 +256,24 @@ def _of_a_link(ranks: int | None, hosts: int | None, names: Sequence[str]) -> fl
     if ranks is None or hosts is None or hosts == 1:
         return math.nan
     return _of_a_ring(hosts if "MPI_ALLREDUCE" in names else ranks)
+
+
+def take_off_inside(findings: Findings, inside: Findings) -> None:
+    """Of what MPI's messages take, leave the link what is not sums inside a host.
+
+    `inside`: of the same training on one host, with as many ranks as each host of `findings` has. Raises UserError.
+    """
+    if findings.hosts is None or findings.hosts == 1 or findings.ranks is None:
+        raise UserError("--one_host: give --hosts as well, of two hosts or more.")
+    if not any(phase.name == "MPI_ALLREDUCE" for phase in findings.phases):
+        raise UserError("--one_host: only MPI sums inside the hosts first; the ring of this file sends meanwhile.")
+    each = findings.ranks / findings.hosts
+    if inside.ranks != each:
+        raise UserError(f"--one_host {inside.path}: is of {inside.ranks} ranks; {findings.path} of {each:g} a host.")
+    if not inside.fast_bytes_per_s > findings.fast_bytes_per_s:
+        raise UserError(f"--one_host {inside.path}: its messages are no faster than those of {findings.path}.")
+    findings.inside_bytes_per_s = inside.fast_bytes_per_s
+    findings.link_bytes_per_s /= 1 - findings.fast_bytes_per_s / inside.fast_bytes_per_s
 
 
 def _check(reader: Reader, path: Path) -> None:

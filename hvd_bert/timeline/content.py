@@ -58,7 +58,7 @@ def facts(findings: Findings) -> list[str]:
             "The file has no end: the run was killed, or is still going on. All that is whole in it is counted."
         )
     if findings.unfinished:
-        lines.append(f"{findings.unfinished} spans have no end in it, and are left out.")
+        lines.append(f"Spans without an end in it, left out: {findings.unfinished}.")
     if findings.cycles:
         lines.append(f"{findings.cycles:,} cycles are marked, {seconds(findings.cycle_s)} apart (median).")
     if findings.naming_ranks < findings.negotiations:
@@ -123,9 +123,11 @@ def bandwidth(findings: Findings) -> list[str]:
             f"n = {findings.ranks}."
         )
     if not math.isnan(findings.fast_bytes_per_s):
-        fast = f"The fastest tenth of those above {bytes_text(BIG)} reach {speed(findings.fast_bytes_per_s)}"
+        fast = f"The fastest twentieth of those above {bytes_text(BIG)} reach {speed(findings.fast_bytes_per_s)}"
         if not math.isnan(findings.link_bytes_per_s):
             fast += f", {speed(findings.link_bytes_per_s)} on the link of each of the {findings.hosts} hosts"
+        if not math.isnan(findings.inside_bytes_per_s):
+            fast += f" (sums inside a host go at {speed(findings.inside_bytes_per_s)}; their time is taken off)"
         lines.append(f"{fast}: what the network gives where no computing beside it holds the sending up.")
     return lines
 

@@ -123,8 +123,9 @@ class StepFigures:
 class Findings:
     """All that is known of a file. `ranks`: how many there were, None if it cannot be told; `hosts`: as given.
 
-    Of large messages: `bytes_per_s`; `wire_bytes_per_s`: what a ring has each rank send for that. Of the fastest tenth
-    of those above 1 MiB: `fast_bytes_per_s`; `link_bytes_per_s`: what each host sends to the others for that.
+    Of large messages: `bytes_per_s`; `wire_bytes_per_s`: what a ring has each rank send for that. Of the fastest
+    twentieth of those above 1 MiB: `fast_bytes_per_s`; `link_bytes_per_s`: what each host sends to the others for that,
+    without the time that sums inside a host take where those are known: `inside_bytes_per_s`, of one host.
     """
 
     path: str
@@ -149,5 +150,6 @@ class Findings:
     tensors: list[SlowTensor]
     step: StepFigures | None
     rank_rows: list[RankRow]
+    inside_bytes_per_s: float = math.nan
     advice: list[str] = field(default_factory=list)
     curves: StepTable | None = None

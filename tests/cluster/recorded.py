@@ -12,9 +12,11 @@ from harness import FOLDER, Cluster, Environment
 from launch import REPOSITORY
 
 ONE_HOST, TWO_HOSTS, FOUR_RANKS = "a100-01:2", "a100-01:1,a100-02:1", "a100-01:2,a100-02:2"
-# Six layers with new weights, whose gradients are 44 MB; 16 windows a step, however many ranks there are.
+# Six layers with new weights, whose gradients are 44 MB.
 SIX_LAYERS = "--config sweep --dropout 0 --num_threads 1 --no_do_eval --save_steps 0 --logging_steps 1 --output_dir out"
-GLOBAL_BATCH = 16
+# Open MPI's threads ask again and again, and four share two cores with what the ranks compute: that, and not the link,
+# then sets the pace. So little is computed, and the gradients go in one message after it.
+ONE_MESSAGE = {"windows": 4, "more": " --deterministic"}
 
 
 def ranks_of(hosts: str) -> int:
@@ -28,17 +30,19 @@ def horovodrun(hosts: str, controller: str, program: str) -> str:
     return f"horovodrun -np {ranks_of(hosts)} -H {hosts} --{controller}{interface} python {program}"
 
 
-def six_layers(hosts: str, steps: int) -> str:
-    """Flags of the trainer."""
-    return f"{SIX_LAYERS} --max_steps {steps} --per_device_train_batch_size {GLOBAL_BATCH // ranks_of(hosts)}"
+def six_layers(hosts: str, steps: int, windows: int = 16, more: str = "") -> str:
+    """Flags of the trainer. `windows`: in a step, however many ranks there are."""
+    return f"{SIX_LAYERS} --max_steps {steps} --per_device_train_batch_size {windows // ranks_of(hosts)}{more}"
 
 
 def recorded(
-    cluster: Cluster, folder: Path, hosts: str, controller: str, flags: str, slowed: Environment | None = None
-) -> dict[str, Any]:
+    cluster: Cluster, folder: Path, hosts: str, controller: str, flags: str, slowed: Environment | None = None,
+    one_host: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Train in `folder`, and analyse: the object that `python -m hvd_bert.timeline --json` prints.
 
     `slowed`: the environment that slowed.py asks for; then the trainer's own flags record, all steps but the first.
+    `one_host`: the folder of the same on one host, whose sums are not the link's.
     """
     folder.mkdir(parents=True, exist_ok=True)
     timeline = folder / "timeline.json"
@@ -49,6 +53,7 @@ def recorded(
     cluster.on("a100-01", f"{horovodrun(hosts, controller, program)} {flags}", folder, env).expect(0)
     count = str(hosts.count(",") + 1)
     command = [sys.executable, "-m", "hvd_bert.timeline", str(timeline), "--hosts", count, "--json"]
+    command += ["--one_host", str(one_host / "timeline.json")] if one_host else []
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True)
     record: dict[str, Any] = json.loads(done.stdout)
     return record

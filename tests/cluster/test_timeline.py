@@ -5,10 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import PLACES, SMALL, Cluster
-from recorded import FOUR_RANKS, ONE_HOST, TWO_HOSTS, horovodrun, ranks_of, recorded, six_layers
+from recorded import FOUR_RANKS, ONE_HOST, ONE_MESSAGE, horovodrun, recorded, six_layers
 from shaping import shaped
 
 pytestmark = [
@@ -19,16 +20,17 @@ GBPS, LATENCY_MS = 1.0, 1.0
 SLOWED_S = 0.2
 
 
-# Open MPI's thread asks for its core again and again; ranks that share two cores keep it from filling the link while
-# they compute. So over MPI a rank per host, and gradients in one message, which is sent when nothing computes.
-@pytest.mark.parametrize(
-    ("controller", "hosts", "more"), [("mpi", TWO_HOSTS, " --deterministic"), ("gloo", FOUR_RANKS, "")]
-)
-def test_a_slow_link_is_found(cluster: Cluster, tmp_path: Path, controller: str, hosts: str, more: str) -> None:
-    loopback = recorded(cluster, tmp_path / "loopback", ONE_HOST, controller, six_layers(ONE_HOST, 6) + more)
+@pytest.mark.parametrize(("controller", "steps", "setting"), [("mpi", 26, ONE_MESSAGE), ("gloo", 10, {})])
+def test_a_slow_link_is_found(
+    cluster: Cluster, tmp_path: Path, controller: str, steps: int, setting: dict[str, Any]
+) -> None:
+    inside = tmp_path / "loopback"
+    loopback = recorded(cluster, inside, ONE_HOST, controller, six_layers(ONE_HOST, 6, **setting))
+    one_host = inside if controller == "mpi" else None
     with shaped(cluster, GBPS, LATENCY_MS):
-        slow = recorded(cluster, tmp_path / "slow", hosts, controller, six_layers(hosts, 10) + more)
-    assert (loopback["ranks"], slow["ranks"]) == (2, ranks_of(hosts))
+        flags = six_layers(FOUR_RANKS, steps, **setting)
+        slow = recorded(cluster, tmp_path / "slow", FOUR_RANKS, controller, flags, one_host=one_host)
+    assert (loopback["ranks"], slow["ranks"]) == (2, 4)
     assert slow["link_bytes_per_s"] * 8 == pytest.approx(GBPS * 1e9, rel=0.15)
     for bound in ("exposed_least_share", "exposed_most_share"):
         assert slow["step"][bound] > loopback["step"][bound]
