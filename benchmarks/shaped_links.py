@@ -162,7 +162,7 @@ def steps_table(cluster: Cluster, folder: Path, rounds: int, steps: int) -> None
     print(f"One rank: {(one.compute_s + one.rest_s) * 1e3:.0f} ms, of it computing {one.compute_s * 1e3:.0f} ms.")
     print(f"Gradients: {one.gradient_bytes / 1e6:.1f} MB. Inside a host: {told(inner)}. {cores} cores.\n")
     print("| ranks | link | by doctor | step, ms | computing | exposed | efficiency |", end=" ")
-    print("model, given link | link by doctor | given link, computing as measured |")
+    print("model, link as set | as by doctor | as set, computing as measured |")
     print("| ---: | --- | --- | --- | ---: | ---: | ---: | --- | --- | --- |")
     for hosts in (TWO_HOSTS, FOUR_RANKS):
         for row in steps_rows(one, ranks_of(hosts), found[hosts], links, inner, cores):
@@ -204,11 +204,11 @@ def own_step(one: Step, ranks: int, measured: Measured) -> Step:
 
 
 def model(step: Step, one_s: float, ranks: int, network: Network, step_s: float) -> str:
-    """What the model makes of it: the step, what of it is exposed, the efficiency and how many points that is off."""
+    """What the model makes of it: the step, and by how many points its efficiency is off."""
     made = project(step, ranks, STRONG, network)
     efficiency, measured = one_s / ranks / made.step_s, one_s / ranks / step_s
     off = 100 * (efficiency - measured)
-    return f"{made.step_s * 1e3:.0f} ms, {made.exposed_s * 1e3:.0f} exposed: {efficiency:.1%} ({off:+.1f})"
+    return f"{made.step_s * 1e3:.0f} ms ({off:+.1f})"
 
 
 # --- timelines ------------------------------------------------------------------------------------
