@@ -26,7 +26,13 @@ from hvd_bert.report.runs import Run
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 TO_END_S = 40  # longer than torchrun gives ranks that do not answer, which is longer than others do
 LOG = "log.txt"
-_GUARD = "import os, signal, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), signal.SIGTERM)"
+_GUARD = """
+import os, signal, sys
+group = sys.stdin.readline()
+sys.stdin.read()
+if group:
+    os.killpg(int(group), signal.SIGTERM)
+"""
 
 
 class Stopped(Exception):
@@ -104,13 +110,18 @@ def start_and_wait(command: Sequence[str], environ: Mapping[str, str], log: Text
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until there is a process to end
     living, held = os.pipe()  # `held` is closed by the last process of the group that ends
     try:
-        process = subprocess.Popen(
-            command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, pass_fds=[held],
-            start_new_session=True,  # a Ctrl-C is for this process, which ends the launcher, which ends its ranks
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, unblocked),
-        )  # fmt: skip
-        os.close(held)
-        with _guarded(process.pid):
+        with _guard() as told:
+
+            def before_it_begins() -> None:  # in the new process: from then on the guard knows of it
+                os.write(told, b"%d\n" % os.getpid())
+                signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+
+            process = subprocess.Popen(
+                command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, pass_fds=[held],
+                start_new_session=True,  # a Ctrl-C is for this process, which ends the launcher, which ends its ranks
+                preexec_fn=before_it_begins,
+            )  # fmt: skip
+            os.close(held)
             try:
                 signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
                 return process.wait(timeout)
@@ -125,12 +136,16 @@ def start_and_wait(command: Sequence[str], environ: Mapping[str, str], log: Text
 
 
 @contextmanager
-def _guarded(group: int) -> Iterator[None]:
-    """Should this process end inside, even killed, a process beside it sees the end of its input, and ends `group`."""
-    words = [sys.executable, "-I", "-S", "-c", _GUARD, str(group)]
+def _guard() -> Iterator[int]:
+    """Should this process end inside, even killed, a process beside it sees the end of its input, and ends a group.
+
+    Yields the file in which the group's number is to be written.
+    """
+    words = [sys.executable, "-I", "-S", "-c", _GUARD]
     with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) as guard:
+        assert guard.stdin
         try:
-            yield
+            yield guard.stdin.fileno()
         finally:
             guard.kill()
 
