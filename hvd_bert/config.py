@@ -131,7 +131,10 @@ class TrainArguments:
     per_device_train_batch_size: int = _arg(8, "Windows of one rank in one forward pass.")
     per_device_eval_batch_size: int = _arg(8, "Windows of one rank in one forward pass when scoring.")
     gradient_accumulation_steps: int = _arg(1, "Forward and backward passes of a rank before one optimizer step.")
-    learning_rate: float = _arg(5e-5, "Peak learning rate of AdamW, before --lr_scaling.")
+    learning_rate: float = _arg(5e-5, "Peak learning rate of AdamW for a global batch of --learning_rate_batch.")
+    learning_rate_batch: int | None = _arg(
+        None, "Windows per optimizer step that --learning_rate is meant for (default: what one device takes)."
+    )
     weight_decay: float = _arg(0.0, "AdamW's decay of weight matrices; biases and layer norms have none.")
     adam_beta1: float = _arg(0.9, "AdamW's beta1.")
     adam_beta2: float = _arg(0.999, "AdamW's beta2.")
@@ -143,8 +146,8 @@ class TrainArguments:
     warmup_ratio: float = _arg(0.0, "Share of the steps in which the learning rate rises from 0.")
     warmup_steps: float = _arg(0, "The same as a number of steps (below 1: a share); overrides warmup_ratio.")
     lr_scaling: str = _arg(
-        "none",
-        "Multiply the learning rate by the world size (linear), by its root (sqrt), or not (none).",
+        "linear",
+        "How the learning rate grows with the global batch: as it does (linear), as its root (sqrt), or not (none).",
         choices=["none", "sqrt", "linear"],
     )
     logging_steps: int = _arg(10, "Steps between two lines of metrics.jsonl.")
@@ -174,6 +177,8 @@ class TrainArguments:
         )
         for name in positive:
             _require(getattr(self, name) >= 1, f"--{name} {getattr(self, name)}: must be at least 1.")
+        if self.learning_rate_batch is not None:
+            _require(self.learning_rate_batch >= 1, f"--learning_rate_batch {self.learning_rate_batch}: at least 1.")
         if self.eval_steps is not None:
             _require(self.eval_steps >= 1, f"--eval_steps {self.eval_steps}: must be at least 1.")
             self.eval_strategy = "steps"

@@ -134,7 +134,9 @@ class Plan:
             f"--output_dir={folder}",
             "--overwrite_output_dir",  # the folder has the log by then
         ]
-        return [*self.common_flags(), *own]
+        # The batch is the same on all numbers of ranks, so the learning rate must be.
+        same_rate = [f"--learning_rate_batch={point.global_batch}"] if point.scaling == STRONG else []
+        return [*same_rate, *self.common_flags(), *own]
 
     def common_flags(self) -> list[str]:
         """The trainer's flags that all points have."""

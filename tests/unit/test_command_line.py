@@ -173,6 +173,7 @@ def test_refused_flags(flags, said, capsys):
                 "max_answer_length",
                 "max_train_samples",
                 "max_eval_samples",
+                "learning_rate_batch",
                 "preprocessing_num_workers",
                 "per_device_train_batch_size",
                 "per_device_eval_batch_size",

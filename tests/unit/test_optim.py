@@ -23,7 +23,7 @@ def bert() -> BertForQuestionAnswering:
 
 def rates(args: TrainArguments, total_steps: int) -> list[float]:
     """The learning rate of each step, and the one after the last."""
-    optimizer = make_optimizer(nn.Linear(2, 2), args, world_size=1)
+    optimizer = make_optimizer(nn.Linear(2, 2), args, devices=1)
     schedule = make_schedule(optimizer, args, total_steps)
     seen = []
     for _ in range(total_steps):
@@ -66,7 +66,7 @@ def test_decay_moves_matrices_only():
 
 def test_settings_reach_adamw():
     args = TrainArguments(learning_rate=2e-5, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6, lr_scaling="linear")
-    for group in make_optimizer(nn.Linear(2, 2), args, world_size=4).param_groups:
+    for group in make_optimizer(nn.Linear(2, 2), args, devices=4).param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (pytest.approx(8e-5), (0.8, 0.95), 1e-6)
 
 
@@ -75,6 +75,18 @@ def test_learning_rate_rule(rule, factor):
     args = TrainArguments(learning_rate=3e-5, lr_scaling=rule)
     assert scaled_learning_rate(args, 8) == pytest.approx(3e-5 * factor)
     assert scaled_learning_rate(args, 1) == 3e-5
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
+def test_learning_rate_of_a_given_batch(rule, factor):
+    """However the ranks share it: 8 ranks x 8 windows x 2 passes, and 32 x 4, are 4 times a batch of 32."""
+    for batch, passes, devices in ((8, 2, 8), (4, 1, 32)):
+        args = TrainArguments(
+            learning_rate=3e-5, lr_scaling=rule, learning_rate_batch=32,
+            per_device_train_batch_size=batch, gradient_accumulation_steps=passes,
+        )  # fmt: skip
+        assert scaled_learning_rate(args, devices) == pytest.approx(3e-5 * factor)
+        assert scaled_learning_rate(args, devices // 4) == 3e-5
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,8 @@ def test_strong_and_weak_batches() -> None:
     given = {name: [word for word in flags if "batch_size" in word][-1] for name, (_, flags) in batches.items()}
     assert given["ddp-4-strong-1"] == "--per_device_train_batch_size=2"  # the last of two is what counts
     assert given["ddp-4-weak-1"] == "--per_device_train_batch_size=6"
+    scaled = {name: "--learning_rate_batch=16" in flags for name, (_, flags) in batches.items()}
+    assert scaled == {name: "strong" in name for name in batches}  # the same batch, so the same learning rate
 
 
 def test_dp_and_the_baseline_are_one_process() -> None:

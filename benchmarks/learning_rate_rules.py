@@ -1,0 +1,132 @@
+"""EM and F1 on more ranks: by each rule for the learning rate where the batch grows, and where it stays the same.
+
+    python benchmarks/learning_rate_rules.py --model MODEL --train_file TRAIN --validation_file DEV --out DIR
+
+Trains each case with each seed, one after the other, and prints a table as Markdown: mean and standard deviation over
+the seeds. A training that is done is not made again, so it can be interrupted; --only_table trains nothing and prints
+what there is. A case of N ranks whose batch is its own is trained on N ranks; where the batch grows with the ranks, on
+--processes ranks, which take N/processes times as many windows: the sums are the same, the random numbers of
+dropout are not. (docs/results.md)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from hvd_bert.config import TrainArguments  # noqa: E402
+from hvd_bert.optim import scaled_learning_rate  # noqa: E402
+
+WORLDS = (1, 2, 4)
+RULES = ("none", "sqrt", "linear")
+PER_RANK, GLOBAL = 8, 16  # windows of a rank where they are fixed; of a step where those are
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row: `rule` None where the global batch is fixed, and so the learning rate."""
+
+    world: int
+    rule: str | None
+
+    @property
+    def global_batch(self) -> int:
+        return GLOBAL if self.rule is None else PER_RANK * self.world
+
+    @property
+    def name(self) -> str:
+        """Of its folders. Two ranks that take 8 each are trained once for both tables."""
+        return f"{self.world}x{self.global_batch // self.world}-{self.rule or 'none'}"
+
+    @property
+    def learning_rate(self) -> float:
+        rule = TrainArguments(
+            per_device_train_batch_size=PER_RANK, learning_rate=LEARNING_RATE, lr_scaling=self.rule or "none"
+        )
+        return scaled_learning_rate(rule, self.world)
+
+    def flags(self, processes: int) -> list[str]:
+        """The trainer's, on so many ranks."""
+        rule = ["--lr_scaling", self.rule or "none", "--learning_rate", str(LEARNING_RATE)]
+        rule += ["--learning_rate_batch", str(PER_RANK)]
+        return ["--per_device_train_batch_size", str(self.global_batch // processes), *rule]
+
+
+def cases() -> list[Case]:
+    growing = [Case(world, rule) for world in WORLDS for rule in RULES if world > 1 or rule == "none"]
+    return [*growing, *(Case(world, None) for world in WORLDS)]
+
+
+def train(case: Case, seed: int, folder: Path, args: argparse.Namespace) -> None:
+    """One training, with its output beside its folder."""
+    ranks = case.world if case.rule is None else args.processes
+    command = ["horovodrun", "-np", str(ranks), "-H", f"localhost:{ranks}", sys.executable, "-m", "hvd_bert.train"]
+    command += ["--model_name_or_path", args.model, "--train_file", args.train_file]
+    command += ["--validation_file", args.validation_file, "--warmup_ratio", "0.1", "--num_train_epochs", "2"]
+    command += ["--eval_strategy", "no", "--seed", str(seed), "--output_dir", str(folder), *case.flags(ranks)]
+    with folder.with_suffix(".txt").open("w", encoding="utf-8") as log:
+        print(folder.name, file=sys.stderr)
+        if subprocess.run(command, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT).returncode:
+            raise SystemExit(f"{folder.name} failed: {log.name}")
+
+
+def scores(folder: Path) -> tuple[float, float] | None:
+    """EM and F1 of a training that is done."""
+    if not (folder / "train_results.json").exists():
+        return None
+    found = json.loads((folder / "eval_results.json").read_text(encoding="utf-8"))
+    return found["exact_match"], found["f1"]
+
+
+def rows(out: Path, seeds: int) -> Iterator[list[str]]:
+    """Of the table; "-" where too few seeds are done."""
+    for case in cases():
+        found = [scores(out / f"{case.name}-{seed}") for seed in range(1, seeds + 1)]
+        done = [both for both in found if both]
+        rule = case.rule if case.rule else "the same batch"
+        figures = [spread(column) for column in zip(*done, strict=True)] if done else ["-", "-"]
+        each = ", ".join(f"{f1:.2f}" for _, f1 in done)
+        yield [
+            rule if case.world > 1 or not case.rule else "", f"{case.world}", f"{case.global_batch}",
+            f"{case.learning_rate:.2g}", *figures, each or "-",
+        ]  # fmt: skip
+
+
+def spread(values: tuple[float, ...]) -> str:
+    return f"{mean(values):.2f}, " + (f"{stdev(values):.2f}" if len(values) > 1 else "-")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="EM and F1 on more ranks, by each rule for the learning rate.")
+    for name in ("model", "train_file", "validation_file"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--out", type=Path, required=True, help="the trainings are left here")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=2, help="ranks where the batch grows (a divisor of 8)")
+    parser.add_argument("--only_table", action="store_true", help="train nothing")
+    args = parser.parse_args()
+    args.out = args.out.resolve()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for seed in range(1, args.seeds + 1):
+        for case in cases():
+            folder = args.out / f"{case.name}-{seed}"
+            if not args.only_table and scores(folder) is None:
+                train(case, seed, folder, args)
+    print("| rule | ranks | global batch | learning rate | EM, sd | F1, sd | F1 of each seed |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | --- |")
+    for row in rows(args.out, args.seeds):
+        print(f"| {' | '.join(row)} |")
+
+
+if __name__ == "__main__":
+    main()
