@@ -323,7 +323,7 @@ class ProfilingArguments:
         fits = re.fullmatch(r"[1-9]\d*:[1-9]\d*", self.timeline_steps) and self._steps()
         _require(bool(fits), f"--timeline_steps {self.timeline_steps}: give the first and the last step, as in 11:30.")
         unused = self.timeline_mark_cycles and not (self.timeline or self.profile)
-        _require(not unused, "--timeline_mark_cycles: give --timeline FILE, too.")
+        _require(not unused, "--timeline_mark_cycles: give --timeline_file FILE, too.")
         peak = self.peak_tflops
         _require(
             peak is None or (math.isfinite(peak) and peak > 0), f"--peak_tflops {peak}: must be a positive number."
@@ -335,7 +335,7 @@ class ProfilingArguments:
 
     @property
     def steps_to_record(self) -> range:
-        """Which steps (1, 2, ...) are to be recorded; empty without --timeline and --profile."""
+        """Which steps (1, 2, ...) are to be recorded; empty without --timeline_file and --profile."""
         return self._steps() if self.timeline or self.profile else range(0)
 
 
@@ -353,7 +353,7 @@ class Config:
     def __post_init__(self) -> None:
         without_horovod = self.profiling.timeline is not None and self.parallel.strategy != "horovod"
         strategy = self.parallel.strategy
-        _require(not without_horovod, f"--timeline is Horovod's: not with --strategy {strategy}. Give --profile.")
+        _require(not without_horovod, f"--timeline_file is Horovod's: not with --strategy {strategy}. Give --profile.")
         fp16_on_zero = self.parallel.strategy == "deepspeed" and self.train.fp16
         _require(not fp16_on_zero, "--fp16: not with --strategy deepspeed here; give --bf16.")
         ordered = self.train.deterministic and self.parallel.num_groups > 1
