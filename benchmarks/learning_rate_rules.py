@@ -2,11 +2,11 @@
 
     python benchmarks/learning_rate_rules.py --model MODEL --train_file TRAIN --validation_file DEV --out DIR
 
-Trains each case with each seed, one after the other, and prints a table as Markdown: mean and standard deviation over
-the seeds. A training that is done is not made again, so it can be interrupted; --only_table trains nothing and prints
-what there is. A case of N ranks whose batch is its own is trained on N ranks; where the batch grows with the ranks, on
---processes ranks, which take N/processes times as many windows: the sums are the same, the random numbers of
-dropout are not. (docs/results.md)
+Trains each row of the table with each seed, one after the other, and prints it as Markdown: mean and standard deviation
+over the seeds. A training that is done is not made again, so it can be interrupted; --only_table trains nothing and
+prints the rows that are complete. Rows of a fixed global batch are trained on as many ranks as they say; those where
+it grows, on 2 ranks, which take as many windows a step as the row's ranks would: the sums are the same, the random
+numbers of dropout are not. (docs/results.md)
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ WORLDS = (1, 2, 4)
 RULES = ("none", "sqrt", "linear")
 PER_RANK, GLOBAL = 8, 16  # windows of a rank where they are fixed; of a step where those are
 LEARNING_RATE = 1e-4
+PROCESSES = 2  # where the batch grows
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,16 @@ class Case:
         )
         return scaled_learning_rate(rule, self.world)
 
-    def flags(self, processes: int) -> list[str]:
-        """The trainer's, on so many ranks."""
+    @property
+    def processes(self) -> int:
+        """Ranks that it is trained on."""
+        return self.world if self.rule is None else PROCESSES
+
+    def flags(self) -> list[str]:
+        """The trainer's."""
         rule = ["--lr_scaling", self.rule or "none", "--learning_rate", str(LEARNING_RATE)]
-        rule += ["--learning_rate_batch", str(PER_RANK)]
-        return ["--per_device_train_batch_size", str(self.global_batch // processes), *rule]
+        rule += ["--lr_base_batch_size", str(PER_RANK)]
+        return ["--per_device_train_batch_size", str(self.global_batch // self.processes), *rule]
 
 
 def cases() -> list[Case]:
@@ -69,11 +75,11 @@ def cases() -> list[Case]:
 
 def train(case: Case, seed: int, folder: Path, args: argparse.Namespace) -> None:
     """One training, with its output beside its folder."""
-    ranks = case.world if case.rule is None else args.processes
-    command = ["horovodrun", "-np", str(ranks), "-H", f"localhost:{ranks}", sys.executable, "-m", "hvd_bert.train"]
+    launcher = ["horovodrun", "-np", str(case.processes), "-H", f"localhost:{case.processes}"]
+    command = [*launcher, sys.executable, "-m", "hvd_bert.train"]
     command += ["--model_name_or_path", args.model, "--train_file", args.train_file]
     command += ["--validation_file", args.validation_file, "--warmup_ratio", "0.1", "--num_train_epochs", "2"]
-    command += ["--eval_strategy", "no", "--seed", str(seed), "--output_dir", str(folder), *case.flags(ranks)]
+    command += ["--eval_strategy", "no", "--seed", str(seed), "--output_dir", str(folder), *case.flags()]
     with folder.with_suffix(".txt").open("w", encoding="utf-8") as log:
         print(folder.name, file=sys.stderr)
         if subprocess.run(command, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT).returncode:
@@ -89,21 +95,16 @@ def scores(folder: Path) -> tuple[float, float] | None:
 
 
 def rows(out: Path, seeds: int) -> Iterator[list[str]]:
-    """Of the table; "-" where too few seeds are done."""
+    """Of the table; "-" where seeds are missing."""
     for case in cases():
         found = [scores(out / f"{case.name}-{seed}") for seed in range(1, seeds + 1)]
         done = [both for both in found if both]
-        rule = case.rule if case.rule else "the same batch"
-        figures = [spread(column) for column in zip(*done, strict=True)] if done else ["-", "-"]
-        each = ", ".join(f"{f1:.2f}" for _, f1 in done)
-        yield [
-            rule if case.world > 1 or not case.rule else "", f"{case.world}", f"{case.global_batch}",
-            f"{case.learning_rate:.2g}", *figures, each or "-",
-        ]  # fmt: skip
-
-
-def spread(values: tuple[float, ...]) -> str:
-    return f"{mean(values):.2f}, " + (f"{stdev(values):.2f}" if len(values) > 1 else "-")
+        figures = ["-", "-", "-"]
+        if len(done) == seeds:
+            figures = [f"{mean(column):.2f}, {stdev(column):.2f}" for column in zip(*done, strict=True)]
+            figures.append(", ".join(f"{f1:.2f}" for _, f1 in done))
+        rule = "the same batch" if case.rule is None else case.rule if case.world > 1 else ""
+        yield [rule, f"{case.world}", f"{case.global_batch}", f"{case.learning_rate:.2g}", *figures]
 
 
 def main() -> None:
@@ -111,8 +112,7 @@ def main() -> None:
     for name in ("model", "train_file", "validation_file"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--out", type=Path, required=True, help="the trainings are left here")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--processes", type=int, default=2, help="ranks where the batch grows (a divisor of 8)")
+    parser.add_argument("--seeds", type=int, default=3, help="2 or more (3)")
     parser.add_argument("--only_table", action="store_true", help="train nothing")
     args = parser.parse_args()
     args.out = args.out.resolve()

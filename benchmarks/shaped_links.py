@@ -219,12 +219,13 @@ def timelines_table(cluster: Cluster, folder: Path, steps: int) -> None:
     print("| over | ranks | link | step, ms | exposed | gradients, MB/s | fastest twentieth | a host sends, Gb/s |")
     print("| --- | --- | --- | ---: | --- | ---: | ---: | ---: |")
     usual = [(ONE_HOST, Shape()), (TWO_HOSTS, SLOW), (FOUR_RANKS, Shape()), (FOUR_RANKS, SLOW)]
-    cases = [(*case, "", {}) for case in usual] + [(*case, ", one message", ONE_MESSAGE) for case in usual[::3]]
-    for hosts, shape, kind, setting in cases:
+    shown = [(*case, "", {}) for case in usual]
+    shown += [(*case, ", one message", ONE_MESSAGE) for case in ((ONE_HOST, Shape()), (FOUR_RANKS, SLOW))]
+    for hosts, shape, kind, setting in shown:
         for controller in ("mpi", "gloo"):
-            place = folder / f"{controller}-{hosts}-{shape.gbps}-{len(setting)}"
             sums_first = controller == "mpi" and hosts == FOUR_RANKS
-            inside = folder / f"{controller}-{ONE_HOST}-None-{len(setting)}" if sums_first else None
+            inside = folder / f"{controller}{kind}-{ONE_HOST}-None" if sums_first else None
+            place = folder / f"{controller}{kind}-{hosts}-{shape.gbps}"
             flags = six_layers(hosts, FIRST + steps, **setting)
             with shape.on(cluster):
                 seen = recorded(cluster, place, hosts, controller, flags, one_host=inside)

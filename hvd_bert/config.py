@@ -131,9 +131,9 @@ class TrainArguments:
     per_device_train_batch_size: int = _arg(8, "Windows of one rank in one forward pass.")
     per_device_eval_batch_size: int = _arg(8, "Windows of one rank in one forward pass when scoring.")
     gradient_accumulation_steps: int = _arg(1, "Forward and backward passes of a rank before one optimizer step.")
-    learning_rate: float = _arg(5e-5, "Peak learning rate of AdamW for a global batch of --learning_rate_batch.")
-    learning_rate_batch: int | None = _arg(
-        None, "Windows per optimizer step that --learning_rate is meant for (default: what one device takes)."
+    learning_rate: float = _arg(5e-5, "Peak learning rate of AdamW for a global batch of --lr_base_batch_size.")
+    lr_base_batch_size: int | None = _arg(
+        None, "Windows of an optimizer step that --learning_rate is meant for (default: what one device takes)."
     )
     weight_decay: float = _arg(0.0, "AdamW's decay of weight matrices; biases and layer norms have none.")
     adam_beta1: float = _arg(0.9, "AdamW's beta1.")
@@ -143,11 +143,13 @@ class TrainArguments:
     num_train_epochs: float = _arg(3.0, "Passes over the training windows.")
     max_steps: int = _arg(-1, "Optimizer steps in all; overrides num_train_epochs if positive.")
     lr_scheduler_type: str = _arg("linear", "Schedule of the learning rate.", choices=SCHEDULES)
-    warmup_ratio: float = _arg(0.0, "Share of the steps in which the learning rate rises from 0.")
+    # As BERT's own run_squad has it; run_qa has none, but does not scale the rate either.
+    warmup_ratio: float = _arg(0.1, "Share of the steps in which the learning rate rises from 0.")
     warmup_steps: float = _arg(0, "The same as a number of steps (below 1: a share); overrides warmup_ratio.")
     lr_scaling: str = _arg(
         "linear",
-        "How the learning rate grows with the global batch: as it does (linear), as its root (sqrt), or not (none).",
+        "How the learning rate grows with the global batch over --lr_base_batch_size, that is by default with the"
+        " number of devices: in proportion (linear), as the root (sqrt), or not (none).",
         choices=["none", "sqrt", "linear"],
     )
     logging_steps: int = _arg(10, "Steps between two lines of metrics.jsonl.")
@@ -177,10 +179,10 @@ class TrainArguments:
         )
         for name in positive:
             _require(getattr(self, name) >= 1, f"--{name} {getattr(self, name)}: must be at least 1.")
-        if self.learning_rate_batch is not None:
-            _require(self.learning_rate_batch >= 1, f"--learning_rate_batch {self.learning_rate_batch}: at least 1.")
+        for name in ("eval_steps", "lr_base_batch_size"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"--{name} {value}: must be at least 1.")
         if self.eval_steps is not None:
-            _require(self.eval_steps >= 1, f"--eval_steps {self.eval_steps}: must be at least 1.")
             self.eval_strategy = "steps"
         finite_positive = ("learning_rate", "adam_epsilon", "num_train_epochs")
         for name in finite_positive:

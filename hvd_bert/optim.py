@@ -20,7 +20,7 @@ def scaled_learning_rate(args: TrainArguments, devices: int) -> float:
     them keeps F1 is measured in docs/results.md.
     """
     of_one = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    ratio = devices * of_one / (args.learning_rate_batch or of_one)
+    ratio = devices * of_one / (args.lr_base_batch_size or of_one)
     return args.learning_rate * float(ratio ** {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[args.lr_scaling])
 
 

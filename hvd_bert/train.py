@@ -142,12 +142,6 @@ class Training:
         state, checkpoints, world = self.state, self.checkpoints, self.world
         effective = output.effective_settings(self.config, self.plan, state.schedule.base_lrs[0], world)
         log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))
-        if effective["learning_rate"] > self.config.train.learning_rate and not effective["warmup_steps"]:
-            log.warning(
-                "The learning rate is %g times --learning_rate, for the larger batch (--lr_scaling %s). Without warm-up"
-                " that may not converge: --warmup_ratio 0.1.",
-                effective["learning_rate"] / self.config.train.learning_rate, self.config.train.lr_scaling,
-            )  # fmt: skip
         state.engine.module.train()
         self.telemetry.begin(self.total_steps, state.step, self.plan.steps_per_epoch)
         watched = self.stop_requests.watched() if stoppable else nullcontext()

@@ -8,7 +8,7 @@ usage() {
   cat <<'END'
 usage: scripts/horovodrun.sh (-H HOST:SLOTS,... | --hostfile FILE) [option...] [-- trainer's arguments...]
 
-  scripts/horovodrun.sh -H a100-01:2,a100-02:2 -- --config squad_v1_paper --output_dir runs/paper
+  scripts/horovodrun.sh -H a100-01:2,a100-02:2 -- --config squad_v2 --output_dir runs/v2
 
   -H, --hosts LIST       hosts, each with the number of its GPUs: a100-01:2,a100-02:2
   --hostfile FILE        the same, a host per line: 'a100-01 slots=2' (also 'a100-01:2'; # begins a comment)

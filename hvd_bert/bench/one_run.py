@@ -137,9 +137,8 @@ def start_and_wait(command: Sequence[str], environ: Mapping[str, str], log: Text
 
 @contextmanager
 def _guard() -> Iterator[int]:
-    """Should this process end inside, even killed, a process beside it sees the end of its input, and ends a group.
-
-    Yields the file in which the group's number is to be written.
+    """Yields the file descriptor to write a process group's id to: should this process end inside, even killed, a
+    process beside it sees the end of its input, and sends that group SIGTERM.
     """
     words = [sys.executable, "-I", "-S", "-c", _GUARD]
     with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) as guard:

@@ -18,7 +18,10 @@ PRESET = "sweep"
 # What names the questions to train on; without any of it the preset does.
 DATA_FLAGS = {"train_file", "dataset_name", "config"}
 # So that steps are all that is timed and, without dropout, every strategy has the same losses. The user's flags win.
-DEFAULTS = ("--dropout=0", "--save_steps=0", "--no_do_eval", "--eval_strategy=no", "--logging_steps=5")
+DEFAULTS = (
+    *("--dropout=0", "--save_steps=0", "--no_do_eval", "--eval_strategy=no", "--logging_steps=5"),
+    "--lr_scaling=none",  # one learning rate, so that losses can be compared whatever the ranks
+)
 # Flags of the trainer that a sweep gives itself -> what to give instead.
 ITS_OWN = {
     "strategy": "name them with --strategies",
@@ -134,9 +137,7 @@ class Plan:
             f"--output_dir={folder}",
             "--overwrite_output_dir",  # the folder has the log by then
         ]
-        # The batch is the same on all numbers of ranks, so the learning rate must be.
-        same_rate = [f"--learning_rate_batch={point.global_batch}"] if point.scaling == STRONG else []
-        return [*same_rate, *self.common_flags(), *own]
+        return [*self.common_flags(), *own]
 
     def common_flags(self) -> list[str]:
         """The trainer's flags that all points have."""

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         findings = read(flags.file, flags.ranks, flags.hosts)
         if flags.one_host:
-            each = flags.ranks // flags.hosts if flags.ranks and flags.hosts else None
+            each = analysis.ranks_of_a_host(findings)
             analysis.take_off_inside(findings, read(flags.one_host, each))
         if flags.html:
             _write_page(findings, flags.html)
@@ -53,7 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hosts", type=int, metavar="N", help="how many hosts they were on: what each of them sent")
     parser.add_argument(
         "--one_host", metavar="FILE", type=Path,
-        help="a timeline of one host with as many ranks: what MPI's sums inside a host take is not the network's",
+        help="a timeline of the same training on one host, with as many ranks as each of --hosts has (MPI only):"
+        " what sums inside a host take is not the network's",
     )  # fmt: skip
     return parser
 

@@ -258,22 +258,35 @@ def _of_a_link(ranks: int | None, hosts: int | None, names: Sequence[str]) -> fl
     return _of_a_ring(hosts if "MPI_ALLREDUCE" in names else ranks)
 
 
+def ranks_of_a_host(findings: Findings) -> int:
+    """Of those that sum inside their host first. Raises UserError where that cannot be told, or is not so."""
+    if findings.hosts is None or findings.hosts == 1 or findings.ranks is None:
+        raise UserError("--one_host: give --hosts as well, of two hosts or more.")
+    if not _over_mpi(findings):
+        raise UserError("--one_host: only MPI sums inside the hosts first; the ring of this file sends meanwhile.")
+    return findings.ranks // findings.hosts
+
+
 def take_off_inside(findings: Findings, inside: Findings) -> None:
     """Of what MPI's messages take, leave the link what is not sums inside a host.
 
     `inside`: of the same training on one host, with as many ranks as each host of `findings` has. Raises UserError.
     """
-    if findings.hosts is None or findings.hosts == 1 or findings.ranks is None:
-        raise UserError("--one_host: give --hosts as well, of two hosts or more.")
-    if not any(phase.name == "MPI_ALLREDUCE" for phase in findings.phases):
-        raise UserError("--one_host: only MPI sums inside the hosts first; the ring of this file sends meanwhile.")
-    each = findings.ranks / findings.hosts
-    if inside.ranks != each:
-        raise UserError(f"--one_host {inside.path}: is of {inside.ranks} ranks; {findings.path} of {each:g} a host.")
-    if not inside.fast_bytes_per_s > findings.fast_bytes_per_s:
+    each = ranks_of_a_host(findings)
+    if inside.ranks != each or not _over_mpi(inside):
+        raise UserError(
+            f"--one_host {inside.path}: is not of {each} ranks over MPI, as on each host of {findings.path}."
+        )
+    if math.isnan(findings.fast_bytes_per_s + inside.fast_bytes_per_s):
+        raise UserError("--one_host: one of the files has no message above 1 MiB, by which a bandwidth can be told.")
+    if inside.fast_bytes_per_s <= findings.fast_bytes_per_s:
         raise UserError(f"--one_host {inside.path}: its messages are no faster than those of {findings.path}.")
     findings.inside_bytes_per_s = inside.fast_bytes_per_s
     findings.link_bytes_per_s /= 1 - findings.fast_bytes_per_s / inside.fast_bytes_per_s
+
+
+def _over_mpi(findings: Findings) -> bool:
+    return any(phase.name == "MPI_ALLREDUCE" for phase in findings.phases)
 
 
 def _check(reader: Reader, path: Path) -> None:

@@ -128,7 +128,7 @@ def bandwidth(findings: Findings) -> list[str]:
             fast += f", {speed(findings.link_bytes_per_s)} on the link of each of the {findings.hosts} hosts"
         if not math.isnan(findings.inside_bytes_per_s):
             fast += f" (sums inside a host go at {speed(findings.inside_bytes_per_s)}; their time is taken off)"
-        lines.append(f"{fast}: what the network gives where no computing beside it holds the sending up.")
+        lines.append(f"{fast}: what the network gives, unless computing beside it held up these as well.")
     return lines
 
 

@@ -82,7 +82,7 @@ def test_learning_rate_of_a_given_batch(rule, factor):
     """However the ranks share it: 8 ranks x 8 windows x 2 passes, and 32 x 4, are 4 times a batch of 32."""
     for batch, passes, devices in ((8, 2, 8), (4, 1, 32)):
         args = TrainArguments(
-            learning_rate=3e-5, lr_scaling=rule, learning_rate_batch=32,
+            learning_rate=3e-5, lr_scaling=rule, lr_base_batch_size=32,
             per_device_train_batch_size=batch, gradient_accumulation_steps=passes,
         )  # fmt: skip
         assert scaled_learning_rate(args, devices) == pytest.approx(3e-5 * factor)
@@ -92,8 +92,8 @@ def test_learning_rate_of_a_given_batch(rule, factor):
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
-        ({}, 0),
-        ({"warmup_ratio": 0.1}, 11),  # rounded up
+        ({}, 11),  # a tenth, rounded up
+        ({"warmup_ratio": 0.0}, 0),
         ({"warmup_steps": 7}, 7),
         ({"warmup_steps": 7, "warmup_ratio": 0.1}, 7),
     ],

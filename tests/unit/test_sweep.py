@@ -65,8 +65,7 @@ def test_strong_and_weak_batches() -> None:
     given = {name: [word for word in flags if "batch_size" in word][-1] for name, (_, flags) in batches.items()}
     assert given["ddp-4-strong-1"] == "--per_device_train_batch_size=2"  # the last of two is what counts
     assert given["ddp-4-weak-1"] == "--per_device_train_batch_size=6"
-    scaled = {name: "--learning_rate_batch=16" in flags for name, (_, flags) in batches.items()}
-    assert scaled == {name: "strong" in name for name in batches}  # the same batch, so the same learning rate
+    assert all("--lr_scaling=none" in flags for _, flags in batches.values())  # one learning rate, comparable losses
 
 
 def test_dp_and_the_baseline_are_one_process() -> None:
@@ -350,7 +349,7 @@ def test_a_sweep_can_grow_but_not_change(pretended, start, tmp_path, capsys) -> 
     assert list(states(tmp_path).values()).count("done") == 14  # those that are not named now stay
     for flags, words in (
         (["--steps", "31"], "--steps was 30 and is 31"),
-        (["--learning_rate", "1e-3"], "--logging_steps=5 --num_threads=1 and is"),
+        (["--learning_rate", "1e-3"], "--lr_scaling=none --num_threads=1 and is"),
         (["--launcher", "mpirun"], "--launcher was auto, one host and is mpirun"),
     ):
         assert start(*flags) == 2

@@ -319,12 +319,12 @@ def test_what_a_host_sends(tmp_path, library, leaves):
 def test_sums_inside_a_host_are_no_work_of_the_link(tmp_path, capsys):
     """Of a message's time on two hosts, 50 ms, those of one host took 10: the link had 40."""
 
-    def made(name: str, ranks: int, took_us: int, library: str = "MPI_ALLREDUCE") -> str:
+    def made(name: str, ranks: int, took_us: int, library: str = "MPI_ALLREDUCE", numbers: int = 1 << 20) -> str:
         timeline = Timeline()
         for number in range(4):
             start = 200_000 * number
             timeline.negotiate("a", dict.fromkeys(range(ranks), start))
-            timeline.send(["a"], start, start + took_us, shape=(1 << 20,), library=library)
+            timeline.send(["a"], start, start + took_us, shape=(numbers,), library=library)
         return str(timeline.write(tmp_path / name))
 
     two, one = made("two.json", 4, 50_000), made("one.json", 2, 10_000)
@@ -335,11 +335,14 @@ def test_sums_inside_a_host_are_no_work_of_the_link(tmp_path, capsys):
     assert command.main([two, "--hosts", "2", "--one_host", one]) == EXIT_OK
     assert "their time is taken off" in capsys.readouterr().out
     ring = made("ring.json", 4, 50_000, library="GLOO_ALLREDUCE")
+    ring_inside = made("one_ring.json", 2, 10_000, library="GLOO_ALLREDUCE")
     for words, said in (
         ([two, "--one_host", one], "give --hosts as well"),
         ([ring, "--hosts", "2", "--one_host", one], "only MPI sums inside the hosts first"),
-        ([two, "--hosts", "2", "--one_host", two], "is of 4 ranks"),
+        ([two, "--hosts", "2", "--one_host", two], "is not of 2 ranks over MPI"),
+        ([two, "--hosts", "2", "--one_host", ring_inside], "is not of 2 ranks over MPI"),
         ([two, "--hosts", "2", "--one_host", made("slow.json", 2, 60_000)], "no faster"),
+        ([two, "--hosts", "2", "--one_host", made("small.json", 2, 10, numbers=1000)], "no message above 1 MiB"),
     ):
         assert command.main(words) == EXIT_BAD_INPUT
         assert said in capsys.readouterr().err
