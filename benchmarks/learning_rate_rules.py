@@ -115,6 +115,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="2 or more (3)")
     parser.add_argument("--only_table", action="store_true", help="train nothing")
     args = parser.parse_args()
+    if args.seeds < 2:
+        parser.error("--seeds: give 2 or more, for a spread")
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     for seed in range(1, args.seeds + 1):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -255,14 +255,14 @@ def _of_a_link(ranks: int | None, hosts: int | None, names: Sequence[str]) -> fl
     """
     if ranks is None or hosts is None or hosts == 1:
         return math.nan
-    return _of_a_ring(hosts if "MPI_ALLREDUCE" in names else ranks)
+    return _of_a_ring(hosts if _over_mpi(names) else ranks)
 
 
 def ranks_of_a_host(findings: Findings) -> int:
-    """Of those that sum inside their host first. Raises UserError where that cannot be told, or is not so."""
+    """How many ranks each host has, that sum inside it first. Raises UserError if that cannot be told, or is not so."""
     if findings.hosts is None or findings.hosts == 1 or findings.ranks is None:
         raise UserError("--one_host: give --hosts as well, of two hosts or more.")
-    if not _over_mpi(findings):
+    if not _over_mpi(phase.name for phase in findings.phases):
         raise UserError("--one_host: only MPI sums inside the hosts first; the ring of this file sends meanwhile.")
     return findings.ranks // findings.hosts
 
@@ -273,7 +273,7 @@ def take_off_inside(findings: Findings, inside: Findings) -> None:
     `inside`: of the same training on one host, with as many ranks as each host of `findings` has. Raises UserError.
     """
     each = ranks_of_a_host(findings)
-    if inside.ranks != each or not _over_mpi(inside):
+    if inside.ranks != each or not _over_mpi(phase.name for phase in inside.phases):
         raise UserError(
             f"--one_host {inside.path}: is not of {each} ranks over MPI, as on each host of {findings.path}."
         )
@@ -285,8 +285,8 @@ def take_off_inside(findings: Findings, inside: Findings) -> None:
     findings.link_bytes_per_s /= 1 - findings.fast_bytes_per_s / inside.fast_bytes_per_s
 
 
-def _over_mpi(findings: Findings) -> bool:
-    return any(phase.name == "MPI_ALLREDUCE" for phase in findings.phases)
+def _over_mpi(names: Iterable[str]) -> bool:
+    return "MPI_ALLREDUCE" in names
 
 
 def _check(reader: Reader, path: Path) -> None:
