@@ -44,8 +44,7 @@ def run_as_rank(entry: Callable[[World], None], strategy: str = "horovod", recor
             log.info("The hosts change: joining the new world.")
         except AgreedError as error:
             _report(error, shown=world.rank == error.rank)
-            world.close()
-            sys.exit(error.status)
+            world.end(error.status)
         except UserError as error:
             world.abort(_report(UserError(f"rank {world.rank} on {world.host}: {error}"), shown=True))
         except KeyboardInterrupt:
@@ -65,8 +64,7 @@ def run_as_rank(entry: Callable[[World], None], strategy: str = "horovod", recor
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             print(f"{where}: {reason}: joining the world of those that are left.", file=sys.stderr, flush=True)
         else:
-            world.close()
-            sys.exit(EXIT_OK)
+            world.end(EXIT_OK)
         world.leave()
         generation += 1
 

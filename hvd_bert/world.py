@@ -192,6 +192,11 @@ class World:
     def leave(self) -> None:
         """Leave a world whose other ranks may be gone."""
 
+    def end(self, status: int) -> NoReturn:
+        """Leave the world in good order, once every rank has come this far, and end this process."""
+        self.close()
+        sys.exit(status)
+
     def abort(self, status: int) -> NoReturn:
         """End every rank now: one that failed alone must not leave the others waiting for it."""
         sys.stdout.flush()

@@ -1,0 +1,50 @@
+"""An entry that leaves work for its process's end.
+
+python ending.py FOLDER STRATEGY
+
+In FOLDER each rank appends to a file of its own: what ended its process, in order.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+from hvd_bert.running import run_as_rank
+from hvd_bert.world import World
+
+
+def say(path: Path, words: str) -> None:
+    with path.open("a") as file:
+        file.write(words + "\n")
+
+
+class Remains:
+    """What is there until Python takes itself apart."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("a")
+
+    def __del__(self) -> None:
+        self.file.write("taken apart\n")
+        self.file.close()
+
+
+def entry(world: World) -> None:
+    global remains
+    path = Path(sys.argv[1]) / f"rank{world.rank}"
+    remains = Remains(path)
+    atexit.register(partial(say, path, "atexit"))
+
+    def write() -> None:  # as a checkpoint's writer that is not done yet
+        threading.main_thread().join()
+        say(path, "thread")
+
+    threading.Thread(target=write).start()
+
+
+if __name__ == "__main__":
+    run_as_rank(entry, sys.argv[2])
