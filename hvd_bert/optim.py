@@ -12,6 +12,8 @@ from transformers import get_scheduler
 from hvd_bert.config import TrainArguments
 from hvd_bert.errors import UserError
 
+HIGH_RATE = 1e-4  # twice the highest of the BERT paper (Devlin et al. 2019, appendix A.3)
+
 
 def scaled_learning_rate(args: TrainArguments, devices: int) -> float:
     """Peak learning rate for the global batch of so many devices (GPUs, or processes on CPUs).
@@ -22,6 +24,18 @@ def scaled_learning_rate(args: TrainArguments, devices: int) -> float:
     of_one = args.per_device_train_batch_size * args.gradient_accumulation_steps
     ratio = devices * of_one / (args.lr_base_batch_size or of_one)
     return args.learning_rate * float(ratio ** {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[args.lr_scaling])
+
+
+def scaling_advice(args: TrainArguments, peak: float) -> str | None:
+    """What to look out for where `lr_scaling` has brought the peak learning rate above HIGH_RATE; None elsewhere."""
+    if peak <= max(args.learning_rate, HIGH_RATE):
+        return None
+    less = ", or give --lr_scaling sqrt" if args.lr_scaling == "linear" else ""
+    return (
+        f"The learning rate's peak is {peak:.2g}, {peak / args.learning_rate:.3g} times --learning_rate (--lr_scaling"
+        f" {args.lr_scaling}); the BERT paper's are 2e-05 to 5e-05. If the loss does not fall, lower"
+        f" --learning_rate{less}."
+    )
 
 
 def make_optimizer(model: nn.Module, args: TrainArguments, devices: int) -> torch.optim.AdamW:

@@ -30,6 +30,7 @@ from hvd_bert.evaluation import Evaluator
 from hvd_bert.gpu_usage import GpuUsage
 from hvd_bert.inputs import Inputs, load_inputs
 from hvd_bert.model import autocast, set_precision, window_losses
+from hvd_bert.optim import scaling_advice
 from hvd_bert.peaks import peak_flops
 from hvd_bert.process_usage import process_usage
 from hvd_bert.profiling.recording import Recording
@@ -142,6 +143,8 @@ class Training:
         state, checkpoints, world = self.state, self.checkpoints, self.world
         effective = output.effective_settings(self.config, self.plan, state.schedule.base_lrs[0], world)
         log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))
+        if advice := scaling_advice(self.config.train, effective["learning_rate"]):
+            log.warning(advice)
         state.engine.module.train()
         self.telemetry.begin(self.total_steps, state.step, self.plan.steps_per_epoch)
         watched = self.stop_requests.watched() if stoppable else nullcontext()

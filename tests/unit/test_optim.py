@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForQuestionAnswering
 
 from hvd_bert.config import SCHEDULES, TrainArguments
 from hvd_bert.errors import UserError
-from hvd_bert.optim import make_optimizer, make_schedule, scaled_learning_rate, warmup_steps
+from hvd_bert.optim import make_optimizer, make_schedule, scaled_learning_rate, scaling_advice, warmup_steps
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +75,18 @@ def test_learning_rate_rule(rule, factor):
     args = TrainArguments(learning_rate=3e-5, lr_scaling=rule)
     assert scaled_learning_rate(args, 8) == pytest.approx(3e-5 * factor)
     assert scaled_learning_rate(args, 1) == 3e-5
+
+
+def test_learning_rate_that_scaling_made_high_is_said():
+    args = TrainArguments(learning_rate=5e-5)
+    assert scaling_advice(args, scaled_learning_rate(args, 2)) is None
+    advice = scaling_advice(args, scaled_learning_rate(args, 4))
+    assert advice is not None and "peak is 0.0002, 4 times --learning_rate" in advice and "sqrt" in advice
+    by_root = TrainArguments(learning_rate=5e-5, lr_scaling="sqrt")
+    advice = scaling_advice(by_root, scaled_learning_rate(by_root, 8))
+    assert advice is not None and "0.00014, 2.83 times" in advice and "give" not in advice
+    high = TrainArguments(learning_rate=2e-3, lr_scaling="none")  # as the sample's tiny model takes it
+    assert scaling_advice(high, scaled_learning_rate(high, 8)) is None
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
