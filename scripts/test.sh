@@ -33,4 +33,8 @@ check mypy
 mapfile -t shell_scripts < <(git ls-files --cached --others --exclude-standard 2>/dev/null -- '*.sh' '*.slurm' .ci/run |
   grep . || find env scripts .ci -type f \( -name '*.sh' -o -name '*.slurm' -o -name run \))
 check shellcheck "${shell_scripts[@]}"
-check python -m pytest tests/unit tests/parallel tests/integration tests/cluster
+status=0
+# Two at a time, for most of the time goes into starting processes; a file's tests stay together, they share runs.
+check python -m pytest -n 2 --dist loadfile -m "not alone" tests/unit tests/integration || status=1
+check python -m pytest -m "alone or parallel or cluster" tests/parallel tests/integration tests/cluster || status=1
+exit $status

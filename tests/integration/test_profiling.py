@@ -16,7 +16,7 @@ from launch import TRAIN, launcher, run
 from hvd_bert.meter import PHASES
 from hvd_bert.timeline.__main__ import read
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 PARAMETERS = 16 * TINY["num_hidden_layers"] + 5 + 2  # a layer's, the embeddings', the span head's
 SLACK_US = 50.0  # Horovod's clock is read in whole us

@@ -13,7 +13,7 @@ import pytest
 from commands import said, small_run
 from launch import REPOSITORY, Outcome, launcher, run
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 WORKER = Path(__file__).with_name("stalling.py")
 WARN_S, END_S = 2, 4

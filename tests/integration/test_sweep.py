@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launch import TIMEOUT_S, launcher, run
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 # Presses Ctrl-C as soon as the first point is done.
 INTERRUPTED = """

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from launch import TIMEOUT_S, launcher, run
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 
 def test_two_ranks_are_tuned(tmp_path: Path) -> None:
