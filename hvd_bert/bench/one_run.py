@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -28,6 +28,8 @@ TO_END_S = 40  # longer than torchrun gives ranks that do not answer, which is l
 LOG = "log.txt"
 _GUARD = """
 import os, signal, sys
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_IGN)
 group = sys.stdin.readline()
 sys.stdin.read()
 if group:
@@ -107,23 +109,18 @@ def train(command: Sequence[str], environ: Mapping[str, str], folder: Path, time
 
 def start_and_wait(command: Sequence[str], environ: Mapping[str, str], log: TextIO, timeout: float) -> int | None:
     """Run a command to its end, or end it and all it started: after `timeout` s (returns None), or at a signal."""
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until there is a process to end
     living, held = os.pipe()  # `held` is closed by the last process of the group that ends
     try:
-        with _guard() as told:
-
-            def before_it_begins() -> None:  # in the new process: from then on the guard knows of it
-                os.write(told, b"%d\n" % os.getpid())
-                signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-
+        with ExitStack() as until_it_can_be_ended, _guard() as told:
+            until_it_can_be_ended.enter_context(_deferred())
             process = subprocess.Popen(
                 command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, pass_fds=[held],
                 start_new_session=True,  # a Ctrl-C is for this process, which ends the launcher, which ends its ranks
-                preexec_fn=before_it_begins,
+                preexec_fn=lambda: os.write(told, b"%d\n" % os.getpid()),  # the guard knows of it before it begins
             )  # fmt: skip
             os.close(held)
             try:
-                signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+                until_it_can_be_ended.close()
                 return process.wait(timeout)
             except subprocess.TimeoutExpired:
                 return None
@@ -132,7 +129,24 @@ def start_and_wait(command: Sequence[str], environ: Mapping[str, str], log: Text
                     _end(process, living)
     finally:
         os.close(living)
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+
+
+@contextmanager
+def _deferred() -> Iterator[None]:
+    """Signals that come inside are handled after it.
+
+    By handlers and not by a mask: what one thread blocks another may receive, and Python then calls the handler in the
+    main thread all the same.
+    """
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 @contextmanager

@@ -8,8 +8,11 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_runs import make_run
@@ -418,6 +421,32 @@ def test_a_signal_ends_the_run_and_is_told(tmp_path: Path, name: str) -> None:
         start_and_wait(command, os.environ, log, 60)
     assert ends((tmp_path / "log").read_text())
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_signal_between_a_run_and_its_start_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another thread could take the signal."""
+    started = []
+
+    def start(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process = begin(*words, **options)
+        if "preexec_fn" in options:
+            started.append(process)
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.read(received, 1)  # one of the threads has it
+        return process
+
+    begin = subprocess.Popen
+    received, told = os.pipe2(os.O_NONBLOCK)
+    os.set_blocking(received, True)
+    before = signal.set_wakeup_fd(told)
+    monkeypatch.setattr(one_run.subprocess, "Popen", start)
+    with ThreadPoolExecutor(1) as pool, (tmp_path / "log").open("w") as log:
+        pool.submit((done := threading.Event()).wait, 60)
+        with pytest.raises(Stopped, match="SIGTERM"), signals():
+            start_and_wait(["sleep", "600"], os.environ, log, 60)
+        done.set()
+    signal.set_wakeup_fd(before)
+    assert started[0].returncode == -signal.SIGTERM
 
 
 def test_a_run_ends_with_a_sweep_that_is_killed() -> None:
