@@ -28,13 +28,13 @@ def scaled_learning_rate(args: TrainArguments, devices: int) -> float:
 
 def scaling_advice(args: TrainArguments, peak: float) -> str | None:
     """What to look out for where `lr_scaling` has brought the peak learning rate above HIGH_RATE; None elsewhere."""
-    if peak <= max(args.learning_rate, HIGH_RATE):
+    if args.lr_scaling == "none" or peak <= max(args.learning_rate, HIGH_RATE):
         return None
-    less = ", or give --lr_scaling sqrt" if args.lr_scaling == "linear" else ""
+    or_sqrt = ", or give --lr_scaling sqrt" if args.lr_scaling == "linear" else ""
     return (
         f"The learning rate's peak is {peak:.2g}, {peak / args.learning_rate:.3g} times --learning_rate (--lr_scaling"
-        f" {args.lr_scaling}); the BERT paper's are 2e-05 to 5e-05. If the loss does not fall, lower"
-        f" --learning_rate{less}."
+        f" {args.lr_scaling}); the BERT paper's are 2e-05 to 5e-05, smaller models take more. If the loss does"
+        f" not fall, lower --learning_rate{or_sqrt}."
     )
 
 

@@ -30,6 +30,8 @@ _PEER_IS_GONE = ("Horovod has been shut down", "Connection closed by peer", "Con
 def run_as_rank(entry: Callable[[World], None], strategy: str = "horovod", records_timeline: bool = False) -> NoReturn:
     """Join the world, call `entry(world)`, leave with 0, or say once what is wrong and end every rank.
 
+    It does not return, nor need it raise SystemExit: `entry` leaves everything in order itself.
+
     `records_timeline`: whether Horovod is to record its timeline of some steps, which it must know from the start.
     """
     if records_timeline:

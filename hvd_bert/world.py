@@ -193,7 +193,10 @@ class World:
         """Leave a world whose other ranks may be gone."""
 
     def end(self, status: int) -> NoReturn:
-        """Leave the world in good order, once every rank has come this far, and end this process."""
+        """Leave the world in good order, once every rank has come this far, and end this process.
+
+        Whether `finally` and `with` around this call still run depends on the world.
+        """
         self.close()
         sys.exit(status)
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up and runs every check: ruff, mypy, shellcheck, then the tests in the tiers unit, parallel, integration, cluster.
+# Sets up and runs every check: ruff, mypy, shellcheck, then the tests in the tiers unit, integration, parallel, cluster.
 #   bash scripts/test.sh                       all of that
 #   bash scripts/test.sh tests/unit -k plan    only pytest, with these arguments
 # The tier cluster (docs/cluster.md) needs root and Debian's packages of Slurm, which this installs; it skips elsewhere.
@@ -34,7 +34,9 @@ mapfile -t shell_scripts < <(git ls-files --cached --others --exclude-standard 2
   grep . || find env scripts .ci -type f \( -name '*.sh' -o -name '*.slurm' -o -name run \))
 check shellcheck "${shell_scripts[@]}"
 status=0
+trap 'exit 130' INT
 # Two at a time, for most of the time goes into starting processes; a file's tests stay together, they share runs.
 check python -m pytest -n 2 --dist loadfile -m "not alone" tests/unit tests/integration || status=1
-check python -m pytest -m "alone or parallel or cluster" tests/parallel tests/integration tests/cluster || status=1
+check python -m pytest -m alone tests/unit tests/integration || status=1
+check python -m pytest tests/parallel tests/cluster || status=1
 exit $status

@@ -99,19 +99,23 @@ class DistributedWorld(World):
         distributed.destroy_process_group()
 
     def end(self, status: int) -> NoReturn:
-        """As multiprocessing ends its children: all that Python does at an exit, but for taking itself apart.
+        """Python's threads and exit functions end as they do at any exit, but Python does not take itself apart.
+
+        So nothing outside this call is left in order: no `finally`, no file that is still open.
 
         destroy_process_group leaves Gloo's threads alive where anything still holds the group (FSDP's mesh does). One
         that lets go of its last tensor while Python is taken apart aborts the process (pytorch#190489, #117762; seen
         here once, with 2.13): a run that had done all its work would end with status 134.
         """
         self.close()
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
-        atexit._run_exitfuncs()
-        if self._comm is not None:
-            from mpi4py import MPI
+        try:
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+            atexit._run_exitfuncs()
+            if self._comm is not None:
+                from mpi4py import MPI
 
-            MPI.Finalize()  # mpi4py itself would do so later than this
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+                MPI.Finalize()  # mpi4py's own comes after Python, and mpirun takes a rank without it for crashed
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)

@@ -1,6 +1,6 @@
 """An entry that leaves work for its process's end.
 
-python ending.py FOLDER STRATEGY
+python ending.py FOLDER STRATEGY [STATUS]
 
 In FOLDER each rank appends to a file of its own: what ended its process, in order.
 """
@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from hvd_bert.running import run_as_rank
-from hvd_bert.world import World
+from hvd_bert.world import AgreedError, World
 
 
 def say(path: Path, words: str) -> None:
@@ -44,6 +44,8 @@ def entry(world: World) -> None:
         say(path, "thread")
 
     threading.Thread(target=write).start()
+    if sys.argv[3:]:
+        raise AgreedError("all know it", status=int(sys.argv[3]))
 
 
 if __name__ == "__main__":
