@@ -121,13 +121,8 @@ def launcher(size: int, by: str) -> list[str]:
         assert size == 1
         return []
     if by == "torchrun":
-        return [
-            str(Path(sys.executable).with_name("torchrun")),
-            "--standalone",
-            "--nproc-per-node",
-            str(size),
-            "--no-python",
-        ]
+        torchrun = str(Path(sys.executable).with_name("torchrun"))
+        return [torchrun, "--standalone", f"--nproc-per-node={size}", "--no-python"]
     controller = "mpi" if by == "mpirun" else by
     if controller not in built():
         pytest.skip(f"this Horovod was built without {controller}")
