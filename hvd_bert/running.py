@@ -74,11 +74,12 @@ def run_as_rank(entry: Callable[[World], None], strategy: str = "horovod", recor
 def _join(strategy: str, generation: int) -> World:
     try:
         return join(strategy, generation)
-    except WorldsOfOne as error:
-        # All processes see it, and none can talk to another: the launcher's first process speaks, and alone fails, or
-        # the others' end could make the launcher kill it before it has spoken.
-        first = find_launcher(os.environ).rank in (None, 0)
-        sys.exit(_report(error, shown=first) if first else EXIT_OK)
+    except (WorldsOfOne, AgreedError) as error:
+        # All processes see it, and in worlds of one none can talk to another: one speaks, and alone fails, or the
+        # others' end could make the launcher kill it before it has spoken.
+        speaks = error.rank if isinstance(error, AgreedError) else 0
+        mine = find_launcher(os.environ).rank in (None, speaks)
+        sys.exit(_report(error, shown=True) if mine else EXIT_OK)
     except UserError as error:
         sys.exit(_report(error, shown=True))
 

@@ -51,8 +51,7 @@ class DistributedWorld(World):
             # horovodrun and mpirun tell a rank where to meet the others, each in words of its own, which Horovod knows.
             meeting = HorovodWorld.join()
             rank, size, comm = meeting.rank, meeting.size, meeting._comm
-            host, port = meeting.broadcast((meeting.host, rendezvous.free_port()))
-            store = rendezvous.store_at(host, port, rank, size)
+            store = rendezvous.store_of(meeting, meeting.host)
             meeting.close()
         rendezvous.choose_interface(store, rank, size, "GLOO_SOCKET_IFNAME")
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

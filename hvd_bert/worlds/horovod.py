@@ -12,7 +12,7 @@ import torch
 
 from hvd_bert.errors import UserError
 from hvd_bert.launch import Launcher, check_pmi, check_size, find_launcher, is_elastic
-from hvd_bert.world import World, log, log_on_rank_zero
+from hvd_bert.world import AgreedError, World, log, log_on_rank_zero
 from hvd_bert.worlds import rendezvous, stalls
 
 
@@ -117,13 +117,11 @@ class HorovodWorld(World):
 
     def _store_roll(self) -> stalls.Roll:
         address = rendezvous.address_of(os.environ.get("HOROVOD_GLOO_IFACE")) or self.host
-        host, port = self.broadcast((address, rendezvous.free_port()))
-        roll: stalls.Roll = stalls.NoRoll(self.rank, self.size)
         try:
-            roll = stalls.StoreRoll(rendezvous.store_at(host, port, self.rank, self.size), self.rank, self.size)
-        except UserError as error:  # training goes without it
+            return stalls.StoreRoll(rendezvous.store_of(self, address), self.rank, self.size)
+        except AgreedError as error:  # training goes without it
             log.warning("A rank that stalls will not be named: %s", error)
-        return roll
+            return stalls.NoRoll(self.rank, self.size)
 
     def _take_device(self) -> tuple[str, str | None]:
         device, device_id = super()._take_device()

@@ -12,6 +12,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.rendezvous import rendezvous
 
 from hvd_bert.errors import UserError
+from hvd_bert.world import World
 
 TIMEOUT_S = 300  # for a rank that starts late; afterwards the group's own timeout counts
 
@@ -23,21 +24,33 @@ def torchrun_store() -> Any:
 
 
 def store_at(host: str, port: int, rank: int, size: int) -> Any:
-    """A key-value store that rank 0 keeps at host:port. Raises UserError where it cannot be met there."""
+    """A key-value store that rank 0 keeps at host:port. Raises UserError where it cannot be met there, or some do not.
+
+    Port 0 is any free one, for rank 0: it waits for none of the others, who cannot know it yet.
+    """
+    patience, waits = timedelta(seconds=TIMEOUT_S), port != 0
     try:
-        return TCPStore(host, port, size, is_master=rank == 0, timeout=timedelta(seconds=TIMEOUT_S))
+        return TCPStore(host, port, size, is_master=rank == 0, timeout=patience, wait_for_workers=waits)
     except RuntimeError as error:
         raise UserError(
-            f"rank {rank} cannot meet the others at {host}:{port} ({str(error).splitlines()[0]}): all hosts must know"
-            " that host's name and let each other connect, and nobody else may listen at the port."
+            f"{socket.gethostname()} cannot meet the other ranks at {host}{f':{port}' if port else ''}"
+            f" ({str(error).splitlines()[0]}): all hosts must know that host's name and let each other connect, and"
+            " nobody else may listen at the port."
         ) from None
 
 
-def free_port() -> int:
-    """A port of this host that nobody listens at now."""
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return int(free.getsockname()[1])
+def store_of(world: World, address: str) -> Any:
+    """A key-value store of a world's ranks, which rank 0 keeps at its `address` and a port that is free there.
+
+    Raises AgreedError on all ranks where one of them cannot meet the others.
+    """
+    store = None
+    with world.together():
+        if world.rank == 0:
+            store = store_at(address, 0, 0, world.size)
+    address, port = world.broadcast((address, store and store.port))
+    with world.together():
+        return store or store_at(address, port, world.rank, world.size)
 
 
 def address_of(interface: str | None) -> str | None:

@@ -446,6 +446,8 @@ def test_a_signal_between_a_run_and_its_start_ends_it(tmp_path: Path, monkeypatc
             start_and_wait(["sleep", "600"], os.environ, log, 60)
         done.set()
     signal.set_wakeup_fd(before)
+    os.close(received)
+    os.close(told)
     assert started[0].returncode == -signal.SIGTERM
 
 

@@ -1,0 +1,34 @@
+"""Ranks that Horovod has brought together, and that do not find each other's key-value store."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from commands import said
+from launch import launcher, run
+
+from hvd_bert.errors import EXIT_BAD_INPUT
+
+pytestmark = pytest.mark.integration
+UNMET = Path(__file__).with_name("unmet.py")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_that_cannot_meet_the_others_is_named_once(tmp_path: Path, rank: int) -> None:
+    outcome = run([*launcher(2, "mpirun"), sys.executable, str(UNMET), str(rank), "ddp"], tmp_path)
+    outcome.expect(EXIT_BAD_INPUT)
+    assert said(outcome).count("hvd_bert: ") == 1, outcome
+    here = socket.gethostname()
+    assert f"hvd_bert: rank {rank} on its host: {here} cannot meet the other ranks at {here}" in said(outcome), outcome
+    assert "is in" not in outcome.output
+
+
+def test_horovod_trains_without_that_store(tmp_path: Path) -> None:
+    """It serves to name a rank that stalls."""
+    outcome = run([*launcher(2, "gloo"), sys.executable, str(UNMET), "1", "horovod"], tmp_path)
+    outcome.expect(0)
+    assert said(outcome).count("A rank that stalls will not be named: ") == 1, outcome
+    assert said(outcome).count("is in") == 2, outcome
