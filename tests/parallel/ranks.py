@@ -59,6 +59,7 @@ def run_checks(world: World) -> None:
     for module in (
         "world_checks",
         "training_checks",
+        "command_checks",
         "strategy_checks",
         "evaluation_checks",
         "resume_checks",

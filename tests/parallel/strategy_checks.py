@@ -57,7 +57,9 @@ def first_gradients_are_those_of_one_process(ranks: Ranks) -> None:
 
 @check_every_strategy
 def padded_gradients_are_those_of_one_process(ranks: Ranks) -> None:
-    first_step(ranks, "--padding", "max_length", "--max_seq_length", 64)
+    padded = ("--padding", "max_length", "--max_seq_length", 64)
+    first_step(ranks, *padded)
+    first_step(ranks, *padded, accumulation=4, clip=0.01)
 
 
 @check_every_strategy

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import breakdown_checks  # noqa: F401  # registers its checks
+import command_checks
 import evaluation_checks
 import numpy as np
 import official_squad
@@ -38,14 +39,18 @@ OTHERS = [
     (2, "torchrun", "horovod"),
     (1, "none", "none"),
     (1, "none", "ddp"),
+    (1, "none", "fsdp"),
     (2, "mpirun", "ddp"),
     (4, "torchrun", "ddp"),
     (2, "torchrun", "fsdp"),
     (4, "gloo", "fsdp"),
     (1, "none", "deepspeed"),
+    (2, "torchrun", "deepspeed"),
     (2, "gloo", "deepspeed:3"),
     (4, "torchrun", "deepspeed"),
 ]
+# The folders of runs that checks leave.
+RUNS = {"run": "whole_run_ends_well", "padded_run": "padded_and_clipped_run_in_passes_ends_well"}
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 
@@ -71,10 +76,14 @@ class Launch:
             pytest.fail(f"{name} was not made\n{self.outcome}", pytrace=False)
         return json.loads(path.read_text(encoding="utf-8"))
 
-    def metrics(self) -> list[dict[str, float]]:
-        """The lines of metrics.jsonl of the whole run."""
-        self.expect("whole_run_ends_well")
-        return [json.loads(line) for line in (self.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    def metrics(self, name: str = "run") -> list[dict[str, float]]:
+        """The lines of metrics.jsonl of one of RUNS."""
+        self.expect(RUNS[name])
+        return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+
+    def losses(self, name: str = "run") -> list[float]:
+        """Of each step."""
+        return [line["loss"] for line in self.metrics(name) if "loss" in line]
 
 
 def _start(folder: Path, size: int, by: str, strategy: str) -> Launch:
@@ -146,19 +155,21 @@ def test_check(launch: Launch, check: str) -> None:
 def test_losses_of_one_process_are_those_of_before(alone: Launch) -> None:
     """golden_losses.json: of the same 20 steps by one process when the strategies came (torch 2.13.0, a CPU)."""
     golden = json.loads(Path(__file__).with_name("golden_losses.json").read_text())
-    found = [line["loss"] for line in alone.metrics() if "loss" in line]
-    np.testing.assert_allclose(found, golden, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(alone.losses(), golden, rtol=0, atol=1e-4)
 
 
-def test_first_loss_is_that_of_one_rank(launch: Launch, alone: Launch) -> None:
-    assert launch.metrics()[0]["loss"] == pytest.approx(alone.metrics()[0]["loss"], rel=0, abs=1e-6)
-
-
-def test_losses_of_20_steps_are_those_of_one_rank(launch: Launch, alone: Launch) -> None:
-    found, expected = ([line["loss"] for line in one.metrics() if "loss" in line] for one in (launch, alone))
+@pytest.mark.parametrize("run", RUNS)
+def test_losses_of_20_steps_are_those_of_one_rank(launch: Launch, alone: Launch, run: str) -> None:
+    found, expected = launch.losses(run), alone.losses(run)
+    assert found[0] == pytest.approx(expected[0], rel=0, abs=1e-6)
     assert len(found) == len(expected) == 20
     assert min(expected[10:]) < expected[0], "nothing was learnt, so that nothing is shown"
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+def test_padded_run_is_clipped(alone: Launch) -> None:
+    norms = [line["grad_norm"] for line in alone.metrics("padded_run") if "loss" in line]
+    assert min(norms) > command_checks.CLIP, norms
 
 
 @of_horovod

@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ranks import Ranks, check, check_every_strategy
+from ranks import Ranks, check
 from torch import Tensor, nn
 
-from hvd_bert import checkpoint, command_line, train
+from hvd_bert import command_line
 from hvd_bert.config import Config
 from hvd_bert.data.batches import Collator
 from hvd_bert.data.plan import BatchPlan
 from hvd_bert.engines.base import Engine
-from hvd_bert.engines.strategies import engine_class, make_engine
+from hvd_bert.engines.strategies import make_engine
 from hvd_bert.inputs import Inputs, load_inputs
 from hvd_bert.model import autocast, window_losses
 from hvd_bert.optim import make_optimizer
-from hvd_bert.saving import Checkpoints
 from hvd_bert.state import engine_options
 from hvd_bert.world import World
 
@@ -319,57 +316,3 @@ def groups_keep_the_mean(ranks: Ranks) -> None:
     training.wrap()
     training.averaged_step(0)  # after it Horovod counts the gradients of each group anew
     assert_close(training.averaged_gradients(1), training.plain_gradients(1))
-
-
-@check_every_strategy
-def no_step_counts_before_the_last_save_is_on_disk(ranks: Ranks) -> None:
-    """The write of a checkpoint runs beside the next step, and is over before that step changes a weight."""
-    order: list[str] = []
-    waited_for = threading.Event()
-    kind = engine_class(sys.argv[3].partition(":")[0])
-    write, step = checkpoint.write, kind.step
-    await_write, finish = Checkpoints.await_write, Checkpoints.finish
-
-    def slow_write(*arguments: Any) -> Path:
-        assert waited_for.wait(60), "nobody waits for the write"
-        order.append("written")
-        return write(*arguments)
-
-    def telling_wait(self: Checkpoints) -> None:
-        waited_for.set()
-        await_write(self)
-        waited_for.clear()
-
-    def telling_step(self: Engine) -> bool:
-        order.append("step")
-        return step(self)
-
-    before = sys.argv
-    flags = ["--per_device_train_batch_size", GLOBAL_BATCH // ranks.world.size, "--max_steps", 3, "--save_steps", 1]
-    sys.argv = ["hvd_bert.train", *sample(*flags, "--no_do_eval", "--output_dir", ranks.folder / "saved")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "write", slow_write)
-        patch.setattr(Checkpoints, "await_write", telling_wait)
-        patch.setattr(Checkpoints, "finish", lambda self: (waited_for.set(), finish(self)))
-        patch.setattr(kind, "step", telling_step)
-        try:
-            train.main(ranks.world)
-        finally:
-            sys.argv = before
-    saved = ["step", "written"] if ranks.world.rank == 0 else ["step"]
-    assert order == saved * 3, order
-
-
-@check_every_strategy
-def whole_run_ends_well(ranks: Ranks) -> None:
-    """20 steps by the command's own main; test_worlds.py compares what the launches leave."""
-    out = ranks.folder / "run"
-    flags = ["--per_device_train_batch_size", GLOBAL_BATCH // ranks.world.size, "--max_steps", 20, "--logging_steps", 1]
-    evaluation = ["--max_eval_samples", 7, "--eval_strategy", "steps", "--eval_steps", 10]
-    before = sys.argv
-    sys.argv = ["hvd_bert.train", *sample(*flags, *evaluation, "--learning_rate", 1e-4, "--output_dir", out)]
-    try:
-        # sample() reads the folder from the real command line, so the words are made before this.
-        train.main(ranks.world)
-    finally:
-        sys.argv = before

@@ -1,0 +1,78 @@
+"""Whole runs by the command's own main; test_worlds.py compares what the launches leave."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import Ranks, check_every_strategy
+from training_checks import GLOBAL_BATCH, sample
+
+from hvd_bert import checkpoint, train
+from hvd_bert.engines.base import Engine
+from hvd_bert.engines.strategies import engine_class
+from hvd_bert.saving import Checkpoints
+
+
+def run_command(ranks: Ranks, name: str, *flags: str | float, passes: int = 1) -> None:
+    """Train into the folder `name`, with the global batch of all checks taken in so many passes."""
+    batch = ["--per_device_train_batch_size", GLOBAL_BATCH // ranks.world.size // passes]
+    batch += ["--gradient_accumulation_steps", passes]
+    before = sys.argv
+    # sample() reads the folder from the real command line, so the words are made before this.
+    sys.argv = ["hvd_bert.train", *sample(*batch, *flags, "--output_dir", ranks.folder / name)]
+    try:
+        train.main(ranks.world)
+    finally:
+        sys.argv = before
+
+
+@check_every_strategy
+def no_step_counts_before_the_last_save_is_on_disk(ranks: Ranks) -> None:
+    """The write of a checkpoint runs beside the next step, and is over before that step changes a weight."""
+    order: list[str] = []
+    waited_for = threading.Event()
+    kind = engine_class(sys.argv[3].partition(":")[0])
+    write, step = checkpoint.write, kind.step
+    await_write, finish = Checkpoints.await_write, Checkpoints.finish
+
+    def slow_write(*arguments: Any) -> Path:
+        assert waited_for.wait(60), "nobody waits for the write"
+        order.append("written")
+        return write(*arguments)
+
+    def telling_wait(self: Checkpoints) -> None:
+        waited_for.set()
+        await_write(self)
+        waited_for.clear()
+
+    def telling_step(self: Engine) -> bool:
+        order.append("step")
+        return step(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "write", slow_write)
+        patch.setattr(Checkpoints, "await_write", telling_wait)
+        patch.setattr(Checkpoints, "finish", lambda self: (waited_for.set(), finish(self)))
+        patch.setattr(kind, "step", telling_step)
+        run_command(ranks, "saved", "--max_steps", 3, "--save_steps", 1, "--no_do_eval")
+    saved = ["step", "written"] if ranks.world.rank == 0 else ["step"]
+    assert order == saved * 3, order
+
+
+CLIP = 0.5
+TWENTY_STEPS = ("--max_steps", 20, "--logging_steps", 1, "--learning_rate", 1e-4)
+
+
+@check_every_strategy
+def whole_run_ends_well(ranks: Ranks) -> None:
+    run_command(ranks, "run", *TWENTY_STEPS, "--max_eval_samples", 7, "--eval_strategy", "steps", "--eval_steps", 10)
+
+
+@check_every_strategy
+def padded_and_clipped_run_in_passes_ends_well(ranks: Ranks) -> None:
+    padded = ("--padding", "max_length", "--max_seq_length", 64, "--no_do_eval")
+    run_command(ranks, "padded_run", *TWENTY_STEPS, *padded, "--max_grad_norm", CLIP, passes=4)
