@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import stopping_at
-from commands import GLOBAL_BATCH, read_lines, said, small_run
-from launch import TRAIN, launcher, run
+from commands import GLOBAL_BATCH, questions_of, read_lines, said, small_run
+from launch import SAMPLE, TRAIN, launcher, run
 
 pytestmark = pytest.mark.integration
 
@@ -26,10 +27,17 @@ def baseline(tmp_path_factory) -> Path:
     return out
 
 
+def skip_without(strategy: str) -> None:
+    if strategy == "deepspeed" and find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed (env/setup.sh --deepspeed)")
+
+
 @pytest.mark.parametrize(
-    ("by", "strategy"), [("torchrun", "ddp"), ("mpi", "fsdp"), ("gloo", "ddp"), ("torchrun", "horovod")]
+    ("by", "strategy"),
+    [("torchrun", "ddp"), ("mpi", "fsdp"), ("gloo", "ddp"), ("torchrun", "horovod"), ("mpi", "deepspeed")],
 )
 def test_two_ranks_of_any_strategy_leave_what_one_process_leaves(tmp_path, baseline, by, strategy):
+    skip_without(strategy)
     out = tmp_path / "out"
     run([*launcher(2, by), *small_run(2, out, "--strategy", strategy)], tmp_path).expect(0)
     names = {path.name for path in baseline.iterdir()}
@@ -59,9 +67,39 @@ def test_checkpoint_of_one_strategy_is_gone_on_with_under_another(tmp_path, base
     assert losses(out) == pytest.approx(losses(baseline), abs=1e-4)
 
 
+@pytest.mark.parametrize("flags", [("fsdp",), ("deepspeed", "--zero_stage", 3)], ids=lambda flags: flags[0])
+def test_checkpoint_of_one_strategy_opens_under_others(tmp_path, baseline, flags):
+    """It answers questions, scores as it did, and its weights are what another strategy fine-tunes."""
+    skip_without(flags[0])
+    out = tmp_path / "out"
+    run([*launcher(2, "torchrun"), *small_run(2, out, "--strategy", *flags, "--save_steps", 6)], tmp_path).expect(0)
+    written = json.loads((out / "eval_results.json").read_text())
+    checkpoint = out / "checkpoint-6"
+    scored = []
+    for name, by, size, strategy in (("alone", "none", 1, "none"), ("two", "mpi", 2, "horovod")):
+        words = ["--model_name_or_path", checkpoint, "--no_do_train", "--strategy", strategy]
+        run([*launcher(size, by), *small_run(size, tmp_path / name, *words)], tmp_path).expect(0)
+        scored.append(json.loads((tmp_path / name / "eval_results.json").read_text()))
+    assert scored == [pytest.approx(written, abs=1e-4)] * 2
+
+    asked = [sys.executable, "-m", "hvd_bert.predict", checkpoint, "--questions_file", SAMPLE / "dev-v1.1.json"]
+    answers = run([*asked, "--num_questions", 1], tmp_path).expect(0)
+    question, answer = next(iter(json.loads((out / "eval_predictions.json").read_text()).items()))
+    assert question == questions_of("dev-v1.1.json", 1)[0] and f"A: {answer}  (probability" in answers.output
+
+    first = []
+    for name, by, size, strategy in (("ddp", "torchrun", 2, "ddp"), ("none", "none", 1, "none")):
+        words = ["--model_name_or_path", checkpoint, "--strategy", strategy, "--max_steps", 1, "--no_do_eval"]
+        run([*launcher(size, by), *small_run(size, tmp_path / name, *words)], tmp_path).expect(0)
+        first += losses(tmp_path / name)
+    assert first[0] == pytest.approx(first[1], abs=1e-6)
+    assert abs(first[0] - losses(baseline)[0]) > 1e-3, "it began anew"
+
+
 @pytest.mark.parametrize("flags", [("fsdp",), ("deepspeed", "--zero_stage", 1), ("deepspeed", "--zero_stage", 3)])
 def test_best_model_is_the_one_that_is_left(tmp_path, flags):
     """A learning rate that spoils the model again: the last scoring is not the best one."""
+    skip_without(flags[0])
     out = tmp_path / "out"
     best = ["--load_best_model_at_end", "--metric_for_best_model", "eval_loss", "--eval_steps", 1]
     best += ["--learning_rate", 0.02, "--lr_scheduler_type", "constant", "--save_steps", 100]
