@@ -10,6 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,11 +18,23 @@ import torch
 from torch import Tensor, nn
 
 from hvd_bert.engines.base import Engine, EngineOptions, MakeOptimizer
+from hvd_bert.errors import UserError
 from hvd_bert.world import World
 
 # It is imported where an engine is made, since its import takes seconds and looks for accelerators.
 if find_spec("deepspeed") is None:
     raise ImportError("No module named 'deepspeed'")
+
+
+def load_deepspeed() -> Any:
+    """The package. Raises UserError where it is installed and cannot be imported, as after another torch came."""
+    try:
+        return import_module("deepspeed")
+    except Exception as error:  # its look for compilers and accelerators raises what it likes
+        raise UserError(
+            f"--strategy deepspeed: DeepSpeed cannot be imported ({type(error).__name__}: {error}). Install it anew by"
+            " `bash env/setup.sh --deepspeed`, or choose another strategy."
+        ) from None
 
 
 class DeepSpeedEngine(Engine):
@@ -35,17 +48,16 @@ class DeepSpeedEngine(Engine):
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         # What torch says of DeepSpeed's calls is not for our users.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-        import deepspeed
-        from deepspeed import ops, utils
-
-        self._utils: Any = utils
+        with world.together():
+            deepspeed = load_deepspeed()
+        self._utils: Any = deepspeed.utils
         self._gathered: Any = deepspeed.zero.GatheredParameters
         self._partitioned = options.zero_stage == 3
         self._applied = True
         world.broadcast_tensors(model.state_dict())
         # Its own allreduce for the ranks of one host would be compiled now; a rank killed meanwhile leaves a lock that
         # all later ones wait for.
-        ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # Which device a rank has, and that the launcher said so, it takes from here.
         os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
         os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)

@@ -11,8 +11,11 @@ from harness import HOSTS, PLACES, SMALL, Cluster, losses, results
 pytestmark = pytest.mark.cluster
 STEPS = f"{SMALL} 4 --per_device_train_batch_size 4 --output_dir out"
 TORCHRUN = "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint a100-01:29400"
+FOUR = "salloc --nodes=2 --ntasks-per-node=2 srun"
 STARTED = {
-    "srun without PMI, ddp": "salloc --nodes=2 --ntasks-per-node=2 srun --mpi=none python -m {train} --strategy ddp",
+    "srun without PMI, ddp": f"{FOUR} --mpi=none python -m {{train}} --strategy ddp",
+    "srun without PMI, fsdp": f"{FOUR} --mpi=none python -m {{train}} --strategy fsdp",
+    "srun --mpi=pmix, deepspeed": f"{FOUR} --mpi=pmix python -m {{train}} --strategy deepspeed",
     "torchrun, horovod": f"salloc --nodes=2 --ntasks-per-node=1 srun --mpi=none {TORCHRUN} -m {{train}}",
     "torchrun, ddp": f"salloc --nodes=2 --ntasks-per-node=1 srun --mpi=none {TORCHRUN} -m {{train}} --strategy ddp",
     "horovodrun, fsdp": "horovodrun -np 4 -H a100-01:2,a100-02:2 python -m {train} --strategy fsdp",
@@ -30,6 +33,8 @@ def one_process(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> l
 
 @pytest.mark.parametrize("how", STARTED)
 def test_four_ranks_on_two_hosts(cluster: Cluster, tmp_path: Path, one_process: list[float], how: str) -> None:
+    if "deepspeed" in how:
+        pytest.importorskip("deepspeed")
     cluster.on("login", f"{STARTED[how].format(train='hvd_bert.train')} {STEPS}", tmp_path).expect(0)
     found = results(tmp_path / "out")
     controller = "gloo" if "horovod" in how.split(", ")[1] else "torch.distributed"

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 from launch import SAMPLE, TRAIN, Outcome
 
 # "[1,0]<stdout>:" of horovodrun --mpi, "[0]<stdout>:" of --gloo
 _PREFIX = re.compile(r"\[\d+(,\d+)?\]<std(out|err)>:")
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
 GLOBAL_BATCH = 16
+
+
+def skip_without(strategy: str) -> None:
+    """What trains by DeepSpeed is skipped where that is not installed."""
+    if strategy == "deepspeed" and find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed (env/setup.sh --deepspeed)")
 
 
 def small_run(size: int, out: Path | str, *flags: str | float | Path, preset: str = "sample") -> list[str]:

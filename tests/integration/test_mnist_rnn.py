@@ -9,13 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import said
+from commands import said, skip_without
 from launch import REPOSITORY, Outcome, launcher, run
 
 pytestmark = pytest.mark.integration
 
 PROGRAM = [sys.executable, str(REPOSITORY / "examples" / "mnist_rnn.py")]
-WAYS = [(2, "mpi", "horovod"), (4, "gloo", "horovod"), (2, "torchrun", "ddp"), (2, "torchrun", "fsdp")]
+WAYS = [
+    (2, "mpi", "horovod"),
+    (4, "gloo", "horovod"),
+    (2, "torchrun", "ddp"),
+    (2, "torchrun", "fsdp"),
+    (2, "mpi", "deepspeed"),
+]
 # One process reaches 0.983, 0.972, 0.978 with the seeds 0, 1, 2 (docs/examples.md).
 ACCURACY = 0.96
 
@@ -38,6 +44,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module", params=WAYS, ids=lambda way: "-".join(map(str, way)))
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    skip_without(request.param[2])
     return Run(tmp_path_factory.mktemp("ranks"), *request.param)
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import stopping_at
-from commands import GLOBAL_BATCH, questions_of, read_lines, said, small_run
+from commands import GLOBAL_BATCH, questions_of, read_lines, said, skip_without, small_run
 from launch import SAMPLE, TRAIN, launcher, run
 
 pytestmark = pytest.mark.integration
@@ -25,11 +24,6 @@ def baseline(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("baseline") / "out"
     run(small_run(1, out, "--strategy", "none"), out.parent).expect(0)
     return out
-
-
-def skip_without(strategy: str) -> None:
-    if strategy == "deepspeed" and find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed (env/setup.sh --deepspeed)")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from hvd_bert.engines.dp import WindowParallel, join_windows, split_windows
 from hvd_bert.engines.strategies import ENGINES, engine_class, make_engine
 from hvd_bert.errors import UserError
 from hvd_bert.launch import WorldsOfOne
+from hvd_bert.world import AgreedError
 from hvd_bert.worlds import joining, rendezvous
 
 
@@ -35,6 +36,13 @@ def test_strategy_that_is_not_installed_names_the_line_that_installs_it(monkeypa
     monkeypatch.delitem(sys.modules, "hvd_bert.engines.deepspeed", raising=False)
     with pytest.raises(UserError, match=r"`bash env/setup\.sh --deepspeed`"):
         engine_class("deepspeed")
+
+
+def test_deepspeed_that_cannot_be_imported_is_said_with_the_line_that_installs_it(monkeypatch):
+    engine = pytest.importorskip("hvd_bert.engines.deepspeed")
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(AgreedError, match=r"cannot be imported \(ModuleNotFound.*`bash env/setup\.sh --deepspeed`"):
+        engine.DeepSpeedEngine(nn.Linear(1, 1), torch.optim.AdamW, EngineOptions(), make_world())
 
 
 @pytest.mark.parametrize(
