@@ -3,6 +3,7 @@
     python -m hvd_bert.report runs/sweep --out report
     python -m hvd_bert.report runs/one runs/two --out report --gbps 25 200 --latency_us 20
 
+With a bandwidth one run suffices: there is nothing to compare, but its step is projected to more devices.
 RUNS are output folders of `python -m hvd_bert.train`, or folders above them. Exit status: 0 written, 2 bad input.
 """
 
@@ -22,7 +23,7 @@ from hvd_bert.report import comparison, content, plots, projection, reading
 from hvd_bert.report.alike import Group, Tolerance
 from hvd_bert.report.comparison import Table
 from hvd_bert.report.page import Listing, Page, Picture, Text
-from hvd_bert.report.projection import Fusion, Network
+from hvd_bert.report.projection import Fusion, Network, Projection
 from hvd_bert.report.runs import LeftOut, Run
 
 # horovodrun puts one before each piece of output that it reads: in the middle of a long line, too.
@@ -89,6 +90,9 @@ def _check(flags: argparse.Namespace) -> None:
         raise UserError(f"--backward_share {flags.backward_share:g}: give a share, 0 to 1.")
     if (flags.gpus_per_node > 1) != (flags.inner_gbps is not None):
         raise UserError("--gpus_per_node and --inner_gbps go together: how many GPUs a node has, and what joins them.")
+    for name in ("inner_gbps", "parameters", "backward_share"):
+        if getattr(flags, name) is not None and not flags.gbps and not flags.doctor:
+            raise UserError(f"--{name} is for the projection, which needs a bandwidth: give --gbps N or --doctor FILE.")
 
 
 def write(flags: argparse.Namespace) -> None:
@@ -102,46 +106,89 @@ def write(flags: argparse.Namespace) -> None:
     groups = comparison.grouped(kept)
     tolerance = Tolerance(flags.loss_tolerance, flags.final_loss_tolerance)
     tables = comparison.tables(groups, baseline, tolerance)
-    left_out += _without_table(groups, tables, flags.baseline)
+    projections = _projections(projection.baselines(tables, groups, baseline), networks, flags)
+    left_out += _without_table(groups, tables, projections, flags.baseline)
     compared = [line for table in tables for line in table.lines if line.speedup and line.group is not table.baseline]
     reasons = content.reasons(tables, left_out)
-    if not compared:
-        said = "\n".join(f"  {reason}" for reason in reasons)
-        raise UserError(f"No two of these runs can be compared, so there is no speed-up to report:\n{said}")
-    page = _page(tables, kept, reasons, tolerance)
-    projected = [row for table in tables for row in _project(page, table, networks, flags)]
+    if not compared and not any(held.series for held in projections):
+        raise UserError(_nothing(reasons, projections, flags))
+    page = _page(tables, kept, reasons)
+    for held in projections:
+        _project(page, held, held.measured(tables), networks, flags)
     page.add(Text("How the figures come about", 2), Listing(content.definitions(tolerance)))
-    csv_files = {"report.csv": content.table_rows(tables), "runs.csv": content.run_rows(kept, left_out)}
-    _write_files(flags.out, page, csv_files | ({"projection.csv": projected} if projected else {}))
-    _tell(tables, reasons, flags.out)
+    csv_files = {
+        "report.csv": content.table_rows(tables),
+        "runs.csv": content.run_rows(kept, left_out),
+        "projection.csv": content.projection_rows(projections),
+    }
+    _write_files(flags.out, page, csv_files)
+    _tell(tables, reasons, projections, flags.out)
 
 
-def _without_table(groups: Sequence[Group], tables: Sequence[Table], baseline: str | None) -> list[LeftOut]:
+def _nothing(reasons: Sequence[str], projections: Sequence[Projection], flags: argparse.Namespace) -> str:
+    """For runs of which there is no speed-up and no projection: why, and what would help."""
+    said = ["No two of these runs can be compared, so there is no speed-up to report:", *reasons]
+    said += [f"Projection of {held.baseline.name}. {held.title}: {held.ends}." for held in projections]
+    if (flags.gbps or flags.doctor) and not projections:
+        said.append(f"Projection: not possible: none of these runs is {flags.baseline or 'usable'}.")
+    if not (flags.gbps or flags.doctor):
+        said.append("One run suffices for a projection to more devices: give --gbps N or --doctor FILE.")
+    return "\n  ".join(said)
+
+
+def _projections(
+    baselines: Sequence[Group], networks: Sequence[tuple[str, Network]], flags: argparse.Namespace
+) -> list[Projection]:
+    """Strong and weak scaling from each of `baselines`; empty where no projection is asked for."""
+    if not networks:
+        return []
+    fusion = Fusion(flags.fusion_mb * 2**20, flags.cycle_ms / 1000)
+    return [
+        held
+        for baseline in baselines
+        for held in projection.both_kinds(
+            baseline, networks, fusion, flags.most_devices, flags.parameters, flags.backward_share
+        )
+    ]
+
+
+def _without_table(
+    groups: Sequence[Group], tables: Sequence[Table], projections: Sequence[Projection], baseline: str | None
+) -> list[LeftOut]:
     shown = {id(line.group) for table in tables for line in table.lines}
+    shown |= {id(held.baseline) for held in projections if held.series}
     why = "no other run has its global batch, or its batch per device on other devices"
     if baseline:
         why += f", together with {baseline}"
     return [LeftOut(run.name, why) for group in groups if id(group) not in shown for run in group.runs]
 
 
-def _page(tables: Sequence[Table], runs: Sequence[Run], reasons: Sequence[str], tolerance: Tolerance) -> Page:
+def _page(tables: Sequence[Table], runs: Sequence[Run], reasons: Sequence[str]) -> Page:
     page = Page("Speed-up report")
     hardware = f"{runs[0].device_name}; torch {runs[0].versions.get('torch', 'unknown')}"
-    page.add(Text(f"{len(runs)} runs on {hardware}."), Listing(content.summary(tables)))
+    nothing = "No two of these runs can be compared, so there is no speed-up but the projected one."
+    summary = content.summary(tables) or [nothing]
+    page.add(Text(f"{len(runs)} run{'s' * (len(runs) > 1)} on {hardware}."), Listing(summary))
     remarks = content.remarks(tables, runs)
     if remarks:
         page.add(Text("Before you believe it", 2), Listing(remarks))
     for table in tables:
         page.add(Text(table.title, 2), Text(f"Baseline: {table.baseline.name}."), content.speedups(table))
         if table.scales:
-            page.add(
-                Picture(f"{table.slug}.png", plots.scaling(table), f"{table.title}: speed-up, efficiency and more")
-            )
+            alt = f"{table.title}: speed-up, efficiency and more"
+            page.add(Picture(_free(page, table.slug), plots.scaling(table), alt))
         page.add(content.costs(table))
-        page.add(Picture(f"{table.slug}_loss.png", plots.losses(table), f"{table.title}: loss curves"))
+        page.add(Picture(_free(page, f"{table.slug}_loss"), plots.losses(table), f"{table.title}: loss curves"))
     if reasons:
         page.add(Text("Left out, and why", 2), Listing(reasons))
     return page
+
+
+def _free(page: Page, stem: str) -> str:
+    """A picture's file name that no other has: several tables may be of one batch, with other work or baselines."""
+    taken = {picture.name for picture in page.pictures}
+    names = [f"{stem}.png", *(f"{stem}_{number}.png" for number in range(2, len(taken) + 2))]
+    return next(name for name in names if name not in taken)
 
 
 def _networks(flags: argparse.Namespace) -> list[tuple[str, Network]]:
@@ -165,31 +212,33 @@ def _networks(flags: argparse.Namespace) -> list[tuple[str, Network]]:
 
 
 def _project(
-    page: Page, table: Table, networks: Sequence[tuple[str, Network]], flags: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """Add the projection of a table, if one is asked for. Returns its points, for CSV."""
-    if not networks or not table.scales:
-        return []
-    page.add(Text(f"Projection. {table.title}", 2))
-    step = projection.measured_step(table, flags.parameters, flags.backward_share)
-    if step is None:
-        page.add(Text(f"Not possible: {table.baseline.name} lacks its phases, or the model's size (--parameters)."))
-        return []
-    fusion = Fusion(flags.fusion_mb * 2**20, flags.cycle_ms / 1000)
-    series = projection.series(step, table, networks, fusion, flags.most_devices)
+    page: Page,
+    held: Projection,
+    table: Table | None,
+    networks: Sequence[tuple[str, Network]],
+    flags: argparse.Namespace,
+) -> None:
+    """Add a projection, beside the points of `table`, or why there is none."""
+    page.add(Text(f"Projection. {held.title}", 2))
+    if held.step is None:
+        page.add(Text(f"{held.ends[0].upper()}{held.ends[1:]}."))
+        return
     latencies = ", ".join(f"{name}: {network.outer.latency_s * 1e6:.3g} us a message" for name, network in networks)
     notes = [f"{latencies}; at most {flags.fusion_mb:g} MiB at once, a cycle of {flags.cycle_ms:g} ms."]
     if flags.inner_gbps:
         inside = f"{flags.inner_gbps:g} Gb/s and {flags.inner_latency_us:g} us inside"
         notes.append(f"Nodes of {flags.gpus_per_node} GPUs, {inside}; the bandwidths above are a whole node's.")
     notes.append("Left out: ranks that wait for slower ones, and what communication takes from computing.")
+    name = _free(page, f"{held.kind}_{held.size:g}_projected")
     page.add(
-        Text("On paper, by the model of docs/scaling.md: speed-up over one device (efficiency)."),
-        content.projection_grid(table, series),
-        Picture(f"{table.slug}_projected.png", plots.projected(table, series), f"Projected. {table.title}"),
-        Listing(content.projection_assumptions(step, table, notes)),
+        Text(
+            f"On paper, by the model of docs/scaling.md, from the step of {held.baseline.name}: speed-up over one"
+            f" device (efficiency). The projection {held.ends}."
+        ),
+        content.projection_grid(held),
+        Picture(name, plots.projected(held, table), f"Projected. {held.title}"),
+        Listing(content.projection_assumptions(held, held.step, table, notes)),
     )
-    return content.projection_rows(table, series)
 
 
 def _write_files(folder: Path, page: Page, csv_files: dict[str, list[dict[str, Any]]]) -> None:
@@ -200,7 +249,8 @@ def _write_files(folder: Path, page: Page, csv_files: dict[str, list[dict[str, A
         (folder / "report.md").write_text(page.as_markdown(), encoding="utf-8")
         (folder / "report.html").write_text(page.as_html(), encoding="utf-8")
         for name, rows in csv_files.items():
-            _write_csv(folder / name, rows)
+            if rows:
+                _write_csv(folder / name, rows)
     except OSError as error:
         raise UserError(f"--out {folder}: cannot be written: {error.strerror or error}.") from None
 
@@ -212,12 +262,14 @@ def _write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def _tell(tables: Sequence[Table], reasons: Sequence[str], folder: Path) -> None:
-    """For the terminal: the tables, what is left out, and where the rest is."""
+def _tell(tables: Sequence[Table], reasons: Sequence[str], projections: Sequence[Projection], folder: Path) -> None:
+    """For the terminal: the tables, what is left out, what is projected, and where the rest is."""
     for table in tables:
         print(f"{table.title} (baseline: {table.baseline.name})\n{content.speedups(table).for_terminal()}\n")
     if reasons:
         print("Left out, and why:\n" + "\n".join(f"  {reason}" for reason in reasons) + "\n")
+    for held in projections:
+        print(f"Projection of {held.baseline.name}. {held.title}: {held.ends}.")
     print(f"In {folder}: report.html, report.md, the pictures, and the figures as CSV.")
 
 

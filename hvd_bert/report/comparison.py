@@ -47,10 +47,8 @@ class Table:
     @property
     def title(self) -> str:
         """Which scaling, and what is fixed."""
-        if self.kind == WEAK:
-            return f"Weak scaling: {self.size:g} windows a step per device"
-        if self.scales:
-            return f"Strong scaling: global batch {self.size:g}"
+        if self.kind == WEAK or self.scales:
+            return title_of(self.kind, self.size)
         devices = self.baseline.one.devices
         return f"Side by side on {devices} device{'s' * (devices > 1)}: global batch {self.size:g}"
 
@@ -58,6 +56,13 @@ class Table:
     def slug(self) -> str:
         """For file names."""
         return f"{self.kind}_{self.size:g}"
+
+
+def title_of(kind: str, size: float) -> str:
+    """Of scaling with `size` windows fixed: those of the global batch (`kind` strong), or of a device (weak)."""
+    if kind == WEAK:
+        return f"Weak scaling: {size:g} window{'s' * (size != 1)} a step per device"
+    return f"Strong scaling: global batch {size:g}"
 
 
 def parse_baseline(text: str) -> tuple[str, int]:
@@ -149,14 +154,15 @@ def _tables_of(
     found = []
     for number, same in enumerate(several or [alone]):
         held = sorted([*same, *alone], key=_order) if several and number == 0 else same
-        base = _baseline(same, chosen) or _baseline(held, chosen)
+        base = baseline_of(same, chosen) or baseline_of(held, chosen)
         if base is not None and len(held) > 1:
             found.append(Table(kind, size, base, tuple(_line(base, group, held, kind, tolerance) for group in held)))
     return found
 
 
-def _baseline(groups: Sequence[Group], chosen: tuple[str, int] | None) -> Group | None:
-    """The one asked for; else strategy none; else the smallest world of Horovod; else the smallest."""
+def baseline_of(groups: Sequence[Group], chosen: tuple[str, int] | None) -> Group | None:
+    """The one asked for, None if it is not there; else strategy none; else the smallest world of Horovod; else the
+    smallest. `groups` in the order of `grouped`."""
     if chosen:
         return next((group for group in groups if (group.one.strategy, group.one.ranks) == chosen), None)
     for strategy in ("none", "horovod"):
@@ -189,7 +195,7 @@ def _reference(base: Group, group: Group, table: Sequence[Group], kind: str) -> 
     devices. Where there are none its repeats are held against each other."""
     peers = [peer for peer in table if peer.one.global_batch == group.one.global_batch]
     peers = [peer for peer in peers if not differences(base, peer, kind)]
-    reference = base if base in peers else _baseline(peers, None) or group
+    reference = base if base in peers else baseline_of(peers, None) or group
     if reference is not group:
         return reference, reference.name
     return group, "baseline" if group is base else "reference" if len(peers) > 1 else UNCHECKED

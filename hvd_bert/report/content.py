@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hvd_bert.report.alike import EARLY_STEPS, NATS, STRONG, Tolerance
 from hvd_bert.report.comparison import UNCHECKED, Line, Table
 from hvd_bert.report.page import DASH, Grid
-from hvd_bert.report.projection import Projected, Step
+from hvd_bert.report.projection import Projection, Step
 from hvd_bert.report.runs import LeftOut, Run
 
 GIB = 2**30
@@ -155,9 +155,9 @@ def definitions(tolerance: Tolerance) -> list[str]:
     ]
 
 
-def projection_grid(table: Table, series: Mapping[tuple[str, bool], Sequence[Projected]]) -> Grid:
+def projection_grid(projection: Projection) -> Grid:
     """Speed-up and efficiency for each number of devices."""
-    wire = {False: "fp32", True: "fp16"}
+    wire, series = {False: "fp32", True: "fp16"}, projection.series
     head = ["devices", *(f"{name}, {wire[fp16]}" for name, fp16 in series)]
     counts = [point.devices for point in max(series.values(), key=len)]
     rows = [
@@ -167,25 +167,32 @@ def projection_grid(table: Table, series: Mapping[tuple[str, bool], Sequence[Pro
     return Grid(head, rows, words=0)
 
 
-def projection_assumptions(step: Step, table: Table, notes: Sequence[str]) -> list[str]:
-    """What the projection starts from."""
+def projection_assumptions(projection: Projection, step: Step, table: Table | None, notes: Sequence[str]) -> list[str]:
+    """What the projection starts from: `step`, of one device; `table`: what was measured of the same scaling."""
     mb = step.gradient_bytes / 1e6
-    fixed = "global batch" if table.kind == STRONG else "batch per device"
-    return [
-        f"One device: {step.compute_s:.4g} s forward and backward, {step.rest_s:.4g} s whatever the batch"
-        f" (measured: {table.baseline.name}). The {fixed} is fixed.",
+    devices = projection.baseline.one.devices
+    said = [
+        f"One device with {'all' if projection.kind == STRONG else 'its'} {projection.size:g}"
+        f" window{'s' * (projection.size != 1)}: {step.compute_s:.4g} s forward and backward, {step.rest_s:.4g} s"
+        f" whatever the batch (measured: {projection.baseline.name})."
+        f" The {'global batch' if projection.kind == STRONG else 'batch per device'} is fixed.",
         f"{mb:.1f} MB of gradients in fp32, {step.late_bytes / 1e6:.1f} MB of them (embeddings) only at the end;"
         f" {step.backward_share:.0%} of the time is the backward pass, behind which the others may hide.",
-        *notes,
     ]
+    if devices > 1 and projection.kind == STRONG:
+        said.append(f"The time for computing is {devices} times that of the baseline's {devices} devices.")
+    if devices > 1 and table is not None:
+        said.append(f"Measured points are not drawn: their speed-ups are over {devices} devices, and these over one.")
+    return [*said, *notes]
 
 
-def projection_rows(table: Table, series: Mapping[tuple[str, bool], Sequence[Projected]]) -> list[dict[str, Any]]:
-    """For CSV: a row per number of devices, network and what is on the wire."""
+def projection_rows(projections: Iterable[Projection]) -> list[dict[str, Any]]:
+    """For CSV: a row per projection, number of devices, network and what is on the wire."""
     return [
         {
-            "scaling": table.kind,
-            "size": f"{table.size:g}",
+            "scaling": projection.kind,
+            "size": f"{projection.size:g}",
+            "baseline": projection.baseline.name,
             "network": name,
             "wire": "fp16" if fp16 else "fp32",
             "devices": point.devices,
@@ -194,7 +201,8 @@ def projection_rows(table: Table, series: Mapping[tuple[str, bool], Sequence[Pro
             "speedup": point.speedup,
             "efficiency": point.efficiency,
         }
-        for (name, fp16), points in series.items()
+        for projection in projections
+        for (name, fp16), points in projection.series.items()
         for point in points
     ]
 

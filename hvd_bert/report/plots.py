@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from hvd_bert.report.alike import WEAK
 from hvd_bert.report.comparison import Line, Table
-from hvd_bert.report.projection import Projected
+from hvd_bert.report.projection import Projection
 from hvd_bert.report.runs import Run
 
 matplotlib.use("Agg")
@@ -169,8 +169,9 @@ def _curve(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
     ]
 
 
-def projected(table: Table, series: Mapping[tuple[str, bool], Sequence[Projected]]) -> bytes:
-    """Speed-up and efficiency of a projection, beside the points that were measured."""
+def projected(projection: Projection, table: Table | None) -> bytes:
+    """Speed-up and efficiency of a projection, beside the points of `table`, which were measured (None: without)."""
+    series = projection.series
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10, 4.8), layout="constrained")
         left, right = figure.subplots(1, 2)
@@ -184,18 +185,20 @@ def projected(table: Table, series: Mapping[tuple[str, bool], Sequence[Projected
             xs = [point.devices for point in points]
             left.plot(xs, [point.speedup for point in points], **style)
             right.plot(xs, [point.efficiency for point in points], **style)
-        _measured(left, table, lambda line: line.speedup)
-        _measured(right, table, lambda line: line.efficiency)
+        if table is not None:
+            _measured(left, table, lambda line: line.speedup)
+            _measured(right, table, lambda line: line.efficiency)
         left.set_title("Speed-up", loc="left")
         right.set_title("Efficiency", loc="left")
         left.set_yscale("log", base=2)
         left.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        right.set_ylim(bottom=0)
+        right.set_ylim(0, max(1.05, right.get_ylim()[1]))  # room for a line that stays near 1
         for axes in (left, right):
             _devices_axis(axes, counts, linear=False)
             axes.set_xlabel("devices")
         handles, labels = left.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=2, title=f"Projected. {table.title}")
+        title = f"Projected. {projection.title}\n({projection.ends})"
+        figure.legend(handles, labels, loc="outside upper center", ncols=2, title=title)
         return _png(figure)
 
 

@@ -8,15 +8,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hvd_bert.errors import UserError
 from hvd_bert.flops import BACKWARD
-from hvd_bert.report.alike import STRONG
-from hvd_bert.report.comparison import Table
+from hvd_bert.report.alike import STRONG, WEAK, Group
+from hvd_bert.report.comparison import Table, baseline_of, title_of
 
 MOST_DEVICES = 1024
+
+
+class NoStep(Exception):
+    """Why the step of a group of runs cannot be projected."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,34 @@ class Projected:
         return self.speedup / self.devices
 
 
+@dataclass(frozen=True)
+class Projection:
+    """One kind of scaling from the step of `baseline`, with `size` windows fixed: of the global batch, or of a device.
+
+    `series`: for each network's name, and whether fp16 is on the wire, a step on 1, 2, 4, ... devices; `ends`: where it
+    does, and why. Without a projection `step` is None or `series` empty, and `ends` says why.
+    """
+
+    kind: str
+    size: float
+    baseline: Group
+    ends: str
+    step: Step | None = None
+    series: Mapping[tuple[str, bool], Sequence[Projected]] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """Which scaling, and what is fixed."""
+        return title_of(self.kind, self.size)
+
+    def measured(self, tables: Sequence[Table]) -> Table | None:
+        """The table of the same scaling from the same baseline, whose points may stand beside the projection's.
+
+        Speed-ups of the other kind are of other work per device: beside these they would be wrong.
+        """
+        return next((table for table in tables if table.kind == self.kind and table.baseline is self.baseline), None)
+
+
 def allreduce_s(num_bytes: float, devices: int, network: Network) -> float:
     """Seconds to sum `num_bytes` over `devices`: 2(N-1) messages of 1/N of them, one after another, around a ring.
 
@@ -131,16 +163,40 @@ def device_counts(most: int) -> list[int]:
     return [2**power for power in range(most.bit_length()) if 2**power <= most]
 
 
-def measured_step(table: Table, parameters: int | None, backward_share: float | None) -> Step | None:
-    """The step of one device, by the phases of a table's baseline; None where they or the model's size are unknown."""
-    group, run = table.baseline, table.baseline.one
+def end_of(kind: str, size: float, most: int) -> tuple[int, str]:
+    """The largest of `device_counts(most)` on which `size` windows can be projected, and why there are no more."""
+    counts = device_counts(most)
+    if kind == STRONG:
+        counts = [devices for devices in counts if devices <= size]
+    last = counts[-1]
+    said = f"ends at {last} device{'s' * (last > 1)}: "
+    if kind == STRONG and 2 * last > size:
+        windows = f"a global batch of {size:g} window{'s' * (size != 1)}"
+        return last, f"{said}{windows}, of which each of {2 * last} devices would need one"
+    return last, f"{said}--most_devices {most}"
+
+
+def measured_step(group: Group, kind: str, parameters: int | None, backward_share: float | None) -> Step:
+    """The step of one device, by the phases of a group: with all of its global batch (strong), or a device's (weak).
+
+    `parameters`: weights of the model, None: as recorded. Raises NoStep where the phases or these are unknown.
+    """
+    run = group.one
     step_s, compute = group.median(lambda run: run.step_s), group.median(lambda run: run.phase_s("compute"))
     exposed = group.median(lambda run: run.phase_s("exposed_comm"))
     size = parameters or run.parameters
-    if step_s is None or compute is None or exposed is None or size is None:
-        return None
+    if step_s is None or compute is None or exposed is None:
+        raise NoStep(
+            f"{group.name} lacks its phases: its metrics.jsonl does not tell exposed communication (exposed_comm_s)"
+            " from computing (compute_s), as under fsdp and deepspeed. Give another strategy's run, as --baseline where"
+            " there are several"
+        )
+    if size is None:
+        raise NoStep(f"{group.name} does not say how many weights its model has: give --parameters")
     late = run.late_parameters if parameters is None else 0
-    scale = run.devices if table.kind == STRONG else 1
+    # Weak scaling takes what a device did as it was measured. Strong scaling takes what all of them did on one device:
+    # the shares of the baseline's devices one after another.
+    scale = run.devices if kind == STRONG else 1
     step = Step(compute * scale, max(0.0, step_s - compute - exposed), 4.0 * size, 4.0 * late, run.passes * scale)
     return step if backward_share is None else replace(step, backward_share=backward_share)
 
@@ -177,19 +233,47 @@ def doctors_link(report: Mapping[str, Any], cycle_s: float) -> tuple[Link, str]:
     return link, f"measured by doctor, {ranks} ranks, {method}"
 
 
-def series(
-    step: Step, table: Table, networks: Sequence[tuple[str, Network]], fusion: Fusion, most: int
-) -> dict[tuple[str, bool], list[Projected]]:
-    """For each network's name, and whether fp16 is on the wire: a step on 1, 2, 4, ... devices.
+def baselines(tables: Sequence[Table], groups: Sequence[Group], chosen: tuple[str, int] | None) -> list[Group]:
+    """What to project: the baselines of the tables, each once; without tables the one that `groups` would have."""
+    found = {id(table.baseline): table.baseline for table in tables}
+    alone = None if found else baseline_of(groups, chosen)
+    return [alone] if alone else list(found.values())
 
-    A global batch that is fixed ends where a device would have less than one window.
+
+def both_kinds(
+    baseline: Group,
+    networks: Sequence[tuple[str, Network]],
+    fusion: Fusion,
+    most: int = MOST_DEVICES,
+    parameters: int | None = None,
+    backward_share: float | None = None,
+) -> list[Projection]:
+    """Strong and weak scaling on up to `most` devices from a baseline's step, whatever else was measured.
+
+    Strong scaling ends where a device would have less than one window.
     """
-    if table.kind == STRONG:
-        most = min(most, int(table.size))
+    made = []
+    for kind, size in ((STRONG, float(baseline.one.global_batch)), (WEAK, baseline.windows_per_device)):
+        try:
+            step = measured_step(baseline, kind, parameters, backward_share)
+        except NoStep as error:
+            made.append(Projection(kind, size, baseline, f"not possible: {error}"))
+            continue
+        last, ends = end_of(kind, size, most)
+        if last == 1:
+            made.append(Projection(kind, size, baseline, f"not possible: it {ends}"))
+        else:
+            made.append(Projection(kind, size, baseline, ends, step, series(step, kind, last, networks, fusion)))
+    return made
+
+
+def series(
+    step: Step, kind: str, last: int, networks: Sequence[tuple[str, Network]], fusion: Fusion
+) -> dict[tuple[str, bool], list[Projected]]:
+    """For each network's name, and whether fp16 is on the wire: a step on 1, 2, 4, ... devices up to `last`."""
     return {
         (name, fp16): [
-            project(in_fp16(step) if fp16 else step, devices, table.kind, network, fusion)
-            for devices in device_counts(most)
+            project(in_fp16(step) if fp16 else step, devices, kind, network, fusion) for devices in device_counts(last)
         ]
         for name, network in networks
         for fp16 in (False, True)

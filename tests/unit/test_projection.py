@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import make_run
+from PIL import Image
 
 from hvd_bert.errors import UserError
-from hvd_bert.report import comparison, projection, reading
+from hvd_bert.report import comparison, plots, projection, reading
 from hvd_bert.report.__main__ import main
 from hvd_bert.report.alike import STRONG, WEAK, Tolerance
 from hvd_bert.report.projection import Fusion, Link, Network, Step, allreduce_s, exposed_s, in_fp16, link_of, project
@@ -133,43 +134,95 @@ def test_communication_costs_at_least_nothing_and_at_most_its_whole_time(step, n
         assert found.speedup == pytest.approx(1)
 
 
-def table_of(tmp_path, batch_of):
-    for ranks in (1, 2):
-        make_run(tmp_path / f"{ranks}", "horovod", ranks, batch_of(ranks), 10 * ranks, exposed_comm_s=0.2 * (ranks - 1))
-    runs, _ = reading.read_all(reading.find([tmp_path]))
-    (table,) = comparison.tables(comparison.grouped(runs), None, Tolerance())
-    return table
+def group_of(folder, **flags):
+    """The one group of a run of `folder`."""
+    make_run(folder, **flags)
+    (group,) = comparison.grouped([reading.read(folder)])
+    return group
+
+
+def both(group, most=1024):
+    return projection.both_kinds(group, [("net", SLOW)], Fusion(), most)
+
+
+def devices_of(held):
+    return [point.devices for point in held.series["net", False]]
 
 
 def test_the_step_of_one_device_comes_from_the_phases(tmp_path):
-    table = table_of(tmp_path, lambda ranks: 16)
-    step = projection.measured_step(table, None, None)
-    # 16 windows at 10/s: 1.6 s, a tenth of them the optimizer's; a million weights, in four bytes each.
-    assert (step.compute_s, step.rest_s, step.gradient_bytes) == pytest.approx((1.44, 0.16, 4e6))
-    assert (step.passes, step.backward_share) == (1, pytest.approx(2 / 3))
-    assert projection.measured_step(table, 500, 0.5).gradient_bytes == 2000
+    group = group_of(tmp_path / "run", windows_per_s=10)
+    for kind in (STRONG, WEAK):
+        step = projection.measured_step(group, kind, None, None)
+        # 16 windows at 10/s: 1.6 s, a tenth of them the optimizer's; a million weights, in four bytes each.
+        assert (step.compute_s, step.rest_s, step.gradient_bytes) == pytest.approx((1.44, 0.16, 4e6))
+        assert (step.passes, step.backward_share) == (1, pytest.approx(2 / 3))
+    assert projection.measured_step(group, STRONG, 500, 0.5).gradient_bytes == 2000
 
 
-@pytest.mark.parametrize(("kind", "batch", "seconds"), [(STRONG, 16, 1.44 - 0.4), (WEAK, 16, 0.72 - 0.2)])
-def test_from_a_baseline_of_two_devices(tmp_path, kind, batch, seconds):
-    for ranks in (2, 4):
-        size = batch if kind == STRONG else batch * ranks // 2
-        make_run(tmp_path / f"{ranks}", "horovod", ranks, size, 10 * ranks, exposed_comm_s=0.2)
-    runs, _ = reading.read_all(reading.find([tmp_path]))
-    (table,) = comparison.tables(comparison.grouped(runs), None, Tolerance())
-    step = projection.measured_step(table, None, None)
-    assert step.compute_s == pytest.approx(seconds)  # of the whole batch of strong scaling: twice a rank's
+def test_both_kinds_from_a_baseline_of_two_devices(tmp_path):
+    # A step of 0.8 s: 0.08 the optimizer's, 0.2 exposed, and 0.52 computing of a device with its 8 windows.
+    group = group_of(tmp_path / "run", strategy="horovod", ranks=2, windows_per_s=20, exposed_comm_s=0.2)
+    strong, weak = both(group)
+    assert (strong.size, weak.size) == (16, 8)
+    assert (strong.step.compute_s, strong.step.passes) == (pytest.approx(1.04), 2)  # all 16 windows on one device
+    assert (weak.step.compute_s, weak.step.passes) == (pytest.approx(0.52), 1)
+    assert strong.step.rest_s == weak.step.rest_s == pytest.approx(0.08)
 
 
-def test_a_fixed_global_batch_ends_at_one_window_each(tmp_path):
-    table = table_of(tmp_path, lambda ranks: 16)
-    step = projection.measured_step(table, None, None)
-    found = projection.series(step, table, [("net", SLOW)], Fusion(), 1024)
-    assert [point.devices for point in found["net", False]] == [1, 2, 4, 8, 16]
-    assert found["net", True][1].step_s <= found["net", False][1].step_s
-    table = table_of(tmp_path / "weak", lambda ranks: 8 * ranks)
-    found = projection.series(step, table, [("net", SLOW)], Fusion(), 1024)
-    assert [point.devices for point in found["net", False]] == [2**power for power in range(11)]
+def test_weak_scaling_keeps_the_computing_of_the_one_device(tmp_path):
+    group = group_of(tmp_path / "run", windows_per_s=10)
+    strong, weak = both(group)
+    for held, computing in ((strong, 1.44 / 16), (weak, 1.44)):
+        point = held.series["net", False][4]
+        assert point.devices == 16
+        assert point.step_s == pytest.approx(computing + 0.16 + point.exposed_s)
+    # The same messages, and more to hide them behind.
+    assert strong.step.gradient_bytes == weak.step.gradient_bytes == 4e6
+    assert weak.series["net", False][4].exposed_s <= strong.series["net", False][4].exposed_s
+    assert weak.series["net", False][4].speedup == pytest.approx(16 * 1.6 / weak.series["net", False][4].step_s)
+
+
+def test_a_fixed_global_batch_ends_at_one_window_each_and_weak_scaling_does_not(tmp_path):
+    strong, weak = both(group_of(tmp_path / "run", batch=16))
+    assert devices_of(strong) == [1, 2, 4, 8, 16]
+    assert strong.ends == "ends at 16 devices: a global batch of 16 windows, of which each of 32 devices would need one"
+    assert devices_of(weak) == [2**power for power in range(11)]
+    assert weak.ends == "ends at 1024 devices: --most_devices 1024"
+    assert strong.series["net", True][1].step_s <= strong.series["net", False][1].step_s
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "most", "last", "why"),
+    [
+        (STRONG, 24, 1024, 16, "a global batch of 24 windows, of which each of 32 devices would need one"),
+        (STRONG, 100, 20, 16, "--most_devices 20"),
+        (STRONG, 32, 20, 16, "--most_devices 20"),
+        (STRONG, 4096, 1024, 1024, "--most_devices 1024"),
+        (STRONG, 1, 1024, 1, "a global batch of 1 window, of which each of 2 devices would need one"),
+        (WEAK, 1, 1024, 1024, "--most_devices 1024"),
+    ],
+)
+def test_where_a_series_ends_and_why(kind, size, most, last, why):
+    assert projection.end_of(kind, size, most) == (last, f"ends at {last} device{'s' * (last > 1)}: {why}")
+
+
+def test_one_window_cannot_be_shared(tmp_path):
+    strong, weak = both(group_of(tmp_path / "run", batch=1))
+    assert not strong.series and strong.ends.startswith("not possible: it ends at 1 device: a global batch of 1 window")
+    assert devices_of(weak)[-1] == 1024
+
+
+def test_measured_points_stand_beside_the_projection_of_their_kind(tmp_path):
+    for ranks in (1, 2):
+        make_run(tmp_path / f"strong-{ranks}", "horovod", ranks, 16, 10 * ranks)
+    make_run(tmp_path / "weak-2", "horovod", 2, 32, 19)
+    groups = comparison.grouped(reading.read_all(reading.find([tmp_path]))[0])
+    tables = comparison.tables(groups, None, Tolerance())
+    assert [(table.kind, table.size) for table in tables] == [(STRONG, 16), (WEAK, 16)]
+    assert projection.baselines(tables, groups, None) == [tables[0].baseline]  # of both
+    strong, weak = both(tables[0].baseline)
+    assert (strong.measured(tables), weak.measured(tables)) == (tables[0], tables[1])
+    assert (strong.measured(tables[1:]), weak.measured(tables[:1])) == (None, None)
 
 
 def doctors(*timings):
@@ -226,8 +279,97 @@ def test_on_the_page(tmp_path):
     assert (found[0]["network"], found[0]["wire"], found[1]["wire"]) == ("25 Gb/s", "fp32", "fp16")
 
 
-def test_a_baseline_without_phases_is_not_projected(tmp_path):
+def projected_rows(out, kind, wire="fp32"):
+    with (out / "projection.csv").open(newline="") as file:
+        return [row for row in csv.DictReader(file) if (row["scaling"], row["wire"]) == (kind, wire)]
+
+
+def test_one_run_suffices(tmp_path, capsys):
+    make_run(tmp_path / "run")
+    out = tmp_path / "out"
+    assert main([str(tmp_path / "run"), "--out", str(out), "--gbps", "25"]) == 0
+    text = (out / "report.md").read_text()
+    page = (out / "report.html").read_text()
+    ends = "ends at 16 devices: a global batch of 16 windows"
+    assert ends in page and ends in text and ends in capsys.readouterr().out
+    assert "## Projection. Strong scaling: global batch 16" in text
+    assert "## Projection. Weak scaling: 16 windows a step per device" in text
+    assert "1 run on " in text and "No two of these runs can be compared" in text and "Left out, and why" not in text
+    for kind, last in ((STRONG, 16), (WEAK, 1024)):
+        found = projected_rows(out, kind)[-1]
+        expected = project(Step(1.44, 0.16, 4e6), last, kind, Network(link_of(25, 20)))
+        assert (found["devices"], found["size"], found["baseline"]) == (str(last), "16", "none, 1 rank")
+        assert float(found["step_s"]) == pytest.approx(expected.step_s)
+        with Image.open(out / f"{kind}_16_projected.png") as image:
+            assert image.size[0] >= 1000 and len(set(image.convert("L").tobytes())) > 20
+    assert not (out / "report.csv").exists()
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The kinds that were drawn, each with the kind of the points that were drawn beside it."""
+    seen = {}
+
+    def projected(held, table):
+        seen[held.kind, held.baseline.name] = table and table.kind
+        return b""
+
+    monkeypatch.setattr(plots, "projected", projected)
+    for name in ("scaling", "losses"):
+        monkeypatch.setattr(plots, name, lambda *_: b"")
+    return seen
+
+
+def test_runs_of_one_world_size_are_projected(tmp_path, drawn):
+    make_run(tmp_path / "runs/none")
+    make_run(tmp_path / "runs/hvd", "horovod", windows_per_s=9.9)
+    assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--gbps", "25"]) == 0
+    assert drawn == {(STRONG, "none, 1 rank"): STRONG, (WEAK, "none, 1 rank"): None}
+    assert [row["devices"] for row in projected_rows(tmp_path / "out", STRONG)] == ["1", "2", "4", "8", "16"]
+    assert "## Projection. Strong scaling: global batch 16" in (tmp_path / "out/report.md").read_text()
+
+
+@pytest.mark.parametrize("kind", [STRONG, WEAK])
+def test_the_other_kind_is_projected_without_points(tmp_path, drawn, kind):
+    for ranks in (1, 2):
+        make_run(tmp_path / f"runs/{ranks}", "horovod", ranks, 16 if kind == STRONG else 16 * ranks, 10 * ranks)
+    assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--gbps", "25"]) == 0
+    name = "horovod, 1 rank"
+    assert drawn == {(STRONG, name): None, (WEAK, name): None} | {(kind, name): kind}
+
+
+def test_two_runs_that_cannot_be_compared_are_projected_from_one(tmp_path, drawn):
+    make_run(tmp_path / "runs/none")
+    make_run(tmp_path / "runs/hvd", "horovod", 2, 10)
+    command = [str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--gbps", "25"]
+    assert main(command) == 0
+    assert set(drawn) == {(STRONG, "none, 1 rank"), (WEAK, "none, 1 rank")}
+    assert "/runs/hvd: no other run has its global batch" in (tmp_path / "out/report.md").read_text()
+    drawn.clear()
+    assert main([*command, "--baseline", "horovod:2"]) == 0
+    assert set(drawn) == {(STRONG, "horovod, 2 ranks"), (WEAK, "horovod, 2 ranks")}
+
+
+def test_a_baseline_without_phases_is_not_projected(tmp_path, drawn, capsys):
     for ranks in (1, 2):
         make_run(tmp_path / f"runs/{ranks}", "fsdp", ranks, 16, 10 * ranks, exposed_comm_s=None)
     assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--gbps", "25"]) == 0
-    assert "Not possible: fsdp, 1 rank lacks its phases" in (tmp_path / "out/report.md").read_text()
+    text = (tmp_path / "out/report.md").read_text()
+    assert text.count("Not possible: fsdp, 1 rank lacks its phases") == 2 and not drawn
+    assert "not possible: fsdp, 1 rank lacks its phases" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "flags", "said"),
+    [
+        ({"exposed_comm_s": None}, [], "not possible: none, 1 rank lacks its phases"),
+        ({"work": {"the model": "?"}}, [], "not possible: none, 1 rank does not say how many weights its model has"),
+        ({}, ["--baseline", "horovod:2"], "Projection: not possible: none of these runs is horovod:2"),
+        ({}, ["--most_devices", "1"], "not possible: it ends at 1 device: --most_devices 1"),
+    ],
+)
+def test_one_run_that_cannot_be_projected_is_an_error_with_the_reason(tmp_path, capsys, changed, flags, said):
+    make_run(tmp_path / "run", **changed)
+    assert main([str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--gbps", "25", *flags]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -308,8 +308,12 @@ def test_two_experiments_in_one_folder_are_two_tables(tmp_path):
         work = {"the training data": data}
         make_run(tmp_path / f"runs/{data}-1", windows_per_s=10, work=work)
         make_run(tmp_path / f"runs/{data}-2", "horovod", 2, windows_per_s=18, work=work)
-    rows = report(tmp_path)
+    rows = report(tmp_path, "--gbps", "25")
     assert sorted(float(r["speedup"]) for r in rows) == pytest.approx([1.0, 1.0, 1.8, 1.8])
+    # None of the second's pictures takes the place of one of the first's.
+    names = [f"{name}{number}.png" for name in ("strong_16", "strong_16_loss") for number in ("", "_2")]
+    names += [f"{kind}_16_projected{number}.png" for kind in ("strong", "weak") for number in ("", "_2")]
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.png")) == sorted(names)
 
 
 def damage(folder: Path, file: str, text: str | None) -> None:
@@ -410,6 +414,7 @@ def test_one_run_alone_is_an_error(tmp_path, capsys):
     said = refused(tmp_path, capsys)
     assert "No two of these runs can be compared" in said
     assert "no other run has its global batch, or its batch per device on other devices" in said
+    assert "One run suffices for a projection to more devices: give --gbps N or --doctor FILE." in said
 
 
 def test_processes_memory_and_scores(tmp_path):
@@ -449,7 +454,7 @@ def test_html_is_one_file_that_asks_for_no_other(tmp_path):
     page = (tmp_path / "out/report.html").read_text()
     links = Links()
     links.feed(page)
-    assert links.tags.count("img") == 3
+    assert links.tags.count("img") == 4
     assert all(address.startswith("data:image/png;base64,") for address in links.addresses)
     assert "script" not in links.tags and "&lt;script&gt;alert(1)" in page
     assert "url(" not in page and "@import" not in page and "http" not in page
@@ -463,7 +468,7 @@ def test_pictures_are_beside_the_markdown(tmp_path, pictures):
     report(tmp_path, "--gbps", "25", "200")
     text = (tmp_path / "out/report.md").read_text()
     pictures = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
-    assert pictures == ["strong_32.png", "strong_32_loss.png", "strong_32_projected.png"]
+    assert pictures == ["strong_32.png", "strong_32_loss.png", "strong_32_projected.png", "weak_32_projected.png"]
     for name in pictures:
         assert f"]({name})" in text
         with Image.open(tmp_path / "out" / name) as image:
@@ -499,6 +504,8 @@ def test_an_efficiency_above_one_is_remarked_on(tmp_path):
         (["--backward_share", "2"], "give a share"),
         (["--loss_tolerance", "nan"], "--loss_tolerance nan"),
         (["--doctor", "nowhere.json"], "--doctor nowhere.json: cannot be read"),
+        (["--parameters", "9"], "--parameters is for the projection, which needs a bandwidth: give --gbps N or"),
+        (["--gpus_per_node", "8", "--inner_gbps", "600"], "--inner_gbps is for the projection, which needs a"),
     ],
 )
 def test_flags_that_make_no_sense(tmp_path, capsys, flags, said):
