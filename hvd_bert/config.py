@@ -30,6 +30,11 @@ SCHEDULES = [
 
 # How the ranks train together (hvd_bert.engines.strategies); none: one process.
 STRATEGIES = ["horovod", "ddp", "fsdp", "deepspeed", "dp", "none"]
+# Flags that belong to one strategy -> that strategy.
+OWNERS = {
+    "zero_stage": "deepspeed",
+    **dict.fromkeys(("fp16_allreduce", "gradient_predivide_factor", "num_groups"), "horovod"),
+}
 
 
 def _arg(default: Any, description: str, **extra: Any) -> Any:
@@ -279,11 +284,9 @@ class ParallelArguments:
 
     def __post_init__(self) -> None:
         _require(self.zero_stage in (1, 2, 3), f"--zero_stage {self.zero_stage}: must be 1, 2 or 3.")
-        of_horovod = ("fp16_allreduce", "gradient_predivide_factor", "num_groups")
-        owners = {"zero_stage": "deepspeed", **dict.fromkeys(of_horovod, "horovod")}
         for f in fields(self):
-            others = owners.get(f.name, self.strategy) != self.strategy and getattr(self, f.name) != f.default
-            _require(not others, f"--{f.name} is of --strategy {owners.get(f.name)}: not with {self.strategy}.")
+            others = OWNERS.get(f.name, self.strategy) != self.strategy and getattr(self, f.name) != f.default
+            _require(not others, f"--{f.name} is of --strategy {OWNERS.get(f.name)}: not with {self.strategy}.")
         factor = self.gradient_predivide_factor
         _require(
             math.isfinite(factor) and factor > 0,

@@ -28,6 +28,12 @@ NEEDED = {
     "horovod": ("horovod", "bash env/setup.sh"),
     "deepspeed": ("deepspeed", "bash env/setup.sh --deepspeed"),
 }
+# Launchers that are programs of their own -> what to do where one is missing.
+PROGRAMS = {
+    "horovodrun": "`bash env/setup.sh`",
+    "mpirun": "`module load openmpi` or `apt-get install openmpi-bin libopenmpi-dev`, then `bash env/setup.sh`",
+    "srun": "add the folder of Slurm's commands to PATH",
+}
 
 
 @dataclass(frozen=True)
@@ -95,8 +101,9 @@ class Launching:
             raise UserError("--launcher_flag: name the launcher that it is for (--launcher).")
         if self.choice == "srun" and self.machine.allocation is None:
             raise UserError("--launcher srun: not in a Slurm job: sbatch scripts/scaling.slurm, or salloc first.")
-        if self.choice in ("horovodrun", "mpirun", "srun") and _program(self.choice) is None:
-            raise UserError(f"--launcher {self.choice}: there is no {self.choice} on PATH.")
+        missing = _missing(self.choice)
+        if missing:
+            raise UserError(f"--launcher {self.choice}: {missing}.")
 
     def record(self) -> dict[str, object]:
         """What runs that are compared must share of how they are started, and by which versions."""
@@ -171,6 +178,9 @@ class Launching:
         if package and importlib.util.find_spec(package) is None:
             return f"{package} is not installed: `{line}`"
         by, gpus, allocation = self.launcher(point), self.machine.gpus, self.machine.allocation
+        missing = _missing(by)
+        if missing:
+            return missing
         if point.strategy == "dp":
             few = gpus < point.ranks
             return f"dp drives {point.ranks} GPUs from one process, and {gpus} are visible here" if few else ""
@@ -229,6 +239,12 @@ def chosen(flags: argparse.Namespace, machine: Machine) -> Launching:
     launching = Launching(flags.launcher, tuple(flags.launcher_flag), Hosts(flags.H) if flags.H else None, machine)
     launching.check()
     return launching
+
+
+def _missing(launcher: str) -> str:
+    """That a launcher's program is not here, with what to do about it; "" where it is, or where there is none."""
+    absent = launcher in PROGRAMS and _program(launcher) is None
+    return f"there is no {launcher} on PATH: {PROGRAMS[launcher]}" if absent else ""
 
 
 def _program(name: str) -> str | None:

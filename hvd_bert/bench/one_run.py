@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from hvd_bert.bench.record import locked
+from hvd_bert.bench.record import locked, writing
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_STOPPED, UserError
 from hvd_bert.report import reading
 from hvd_bert.report.runs import Run
@@ -26,6 +26,7 @@ from hvd_bert.report.runs import Run
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 TO_END_S = 40  # longer than torchrun gives ranks that do not answer, which is longer than others do
 LOG = "log.txt"
+EXIT_NOT_STARTED = 127  # as a shell has it for a program that is not there
 _GUARD = """
 import os, signal, sys
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -84,15 +85,17 @@ class Trained:
 def train(command: Sequence[str], environ: Mapping[str, str], folder: Path, timeout: float) -> Trained:
     """Run a training whose --output_dir is `folder`, which is made anew, with all that is said in its log.
 
-    Raises Stopped. One that failed leaves no results there.
+    Raises Stopped, and UserError where the folder cannot be written. One that failed leaves no results there.
     """
-    if folder.exists():
-        with locked(folder, wait=True):
-            shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    start = time.monotonic()
-    with (folder / LOG).open("w", encoding="utf-8") as log:
-        print(f"$ {shlex.join(command)}", file=log, flush=True)
+    with ExitStack() as until_it_ended:
+        with writing(folder):
+            if folder.exists():
+                with locked(folder, wait=True):
+                    shutil.rmtree(folder)
+            folder.mkdir(parents=True)
+            log = until_it_ended.enter_context((folder / LOG).open("w", encoding="utf-8"))
+            print(f"$ {shlex.join(command)}", file=log, flush=True)
+        start = time.monotonic()
         status = start_and_wait(command, environ, log, timeout)
     seconds = round(time.monotonic() - start, 1)
     if status == EXIT_STOPPED:
@@ -103,22 +106,33 @@ def train(command: Sequence[str], environ: Mapping[str, str], folder: Path, time
             return Trained(reading.read(folder), "", status, seconds)
         except reading.Unusable as error:
             reason = str(error)
-    (folder / reading.RESULTS).unlink(missing_ok=True)  # or it would count as done
+    with writing(folder):
+        (folder / reading.RESULTS).unlink(missing_ok=True)  # or it would count as done
     return Trained(None, reason, status, seconds)
 
 
 def start_and_wait(command: Sequence[str], environ: Mapping[str, str], log: TextIO, timeout: float) -> int | None:
-    """Run a command to its end, or end it and all it started: after `timeout` s (returns None), or at a signal."""
+    """Run a command to its end, or end it and all it started: after `timeout` s (returns None), or at a signal.
+
+    Returns EXIT_NOT_STARTED where it cannot be started; the log says why.
+    """
     living, held = os.pipe()  # `held` is closed by the last process of the group that ends
     try:
         with ExitStack() as until_it_can_be_ended, _guard() as told:
             until_it_can_be_ended.enter_context(_deferred())
-            process = subprocess.Popen(
-                command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, pass_fds=[held],
-                start_new_session=True,  # a Ctrl-C is for this process, which ends the launcher, which ends its ranks
-                preexec_fn=lambda: os.write(told, b"%d\n" % os.getpid()),  # the guard knows of it before it begins
-            )  # fmt: skip
-            os.close(held)
+            try:
+                process = subprocess.Popen(
+                    command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                    pass_fds=[held],
+                    start_new_session=True,  # a Ctrl-C is for this process, which ends launcher and ranks
+                    preexec_fn=lambda: os.write(told, b"%d\n" % os.getpid()),  # the guard knows of it before it begins
+                )  # fmt: skip
+            except OSError as error:
+                why = error.strerror or error
+                print(f"hvd_bert: {command[0]} cannot be started: {why}", file=log, flush=True)
+                return EXIT_NOT_STARTED
+            finally:
+                os.close(held)
             try:
                 until_it_can_be_ended.close()
                 return process.wait(timeout)

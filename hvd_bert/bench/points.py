@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from hvd_bert import command_line
-from hvd_bert.config import STRATEGIES, Config
+from hvd_bert.config import OWNERS, STRATEGIES, Config, ParallelArguments
 from hvd_bert.errors import UserError
 
 STRONG, WEAK = "strong", "weak"
@@ -137,17 +140,73 @@ class Plan:
             f"--output_dir={folder}",
             "--overwrite_output_dir",  # the folder has the log by then
         ]
-        return [*self.common_flags(), *own]
+        return [*self.flags_of(point.strategy), *own]
+
+    def flags_of(self, strategy: str) -> list[str]:
+        """The trainer's flags that all points of a strategy have."""
+        held = self._divided
+        others = [f"--{name}={default}" for name, default in held.undone.items() if OWNERS[name] != strategy]
+        return [*self.common_flags(), *others, *held.owned.get(strategy, ())]
 
     def common_flags(self) -> list[str]:
         """The trainer's flags that all points have."""
-        return with_defaults(self.flags, self.threads)
+        return with_defaults(self._divided.common, self.threads)
+
+    def owned_flags(self) -> dict[str, list[str]]:
+        """Flags that belong to one strategy, by those that own some; also of strategies that are not swept."""
+        return self._divided.owned
+
+    @cached_property
+    def _divided(self) -> _Divided:
+        return _divide(self.flags)
+
+
+@dataclass(frozen=True)
+class _Divided:
+    """The user's flags by who may have them. `owned`: strategy -> its own; `undone`: flags of `owned` that the --config
+    file sets, so that the other strategies must be given their defaults."""
+
+    common: list[str]
+    owned: dict[str, list[str]]
+    undone: dict[str, Any]
+
+
+def _divide(flags: Sequence[str]) -> _Divided:
+    """Raises UserError for a --config that cannot be read. Values are not checked: the trainer's parser does that."""
+    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    chooser.add_argument("--config", nargs="?")
+    file = chooser.parse_known_args(flags)[0].config
+    from_file = command_line.load_yaml(file) if file else {}
+    defaults = {f.name: f.default for f in fields(ParallelArguments)}
+    # What a finished run left as train_config.yaml names all flags: only what is not the default is meant.
+    in_file = {name: from_file[name] for name in OWNERS if from_file.get(name, defaults[name]) != defaults[name]}
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in OWNERS:
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", default=argparse.SUPPRESS)
+    given, common = parser.parse_known_args(flags)
+    owned: dict[str, list[str]] = {}
+    for name, value in (in_file | vars(given)).items():
+        owned.setdefault(OWNERS[name], []).append(f"--{name}" if value is None else f"--{name}={value}")
+    return _Divided(common, owned, {name: defaults[name] for name in in_file})
+
+
+def _check_owned(plan: Plan) -> None:
+    """Raise UserError for a flag that belongs to one strategy where its value is wrong, or that one is not swept."""
+    for owner, flags in plan.owned_flags().items():
+        command_line.parse([*flags, f"--strategy={owner}"], show_help=False)
+        if owner in plan.strategies:
+            continue
+        try:
+            command_line.parse([*flags, f"--strategy={plan.strategies[0]}"], show_help=False)
+        except UserError as error:
+            raise UserError(f"{error} Add {owner} to --strategies, or leave the flag out.") from None
 
 
 def check_flags(plan: Plan) -> tuple[Config, dict[str, str]]:
     """The settings that all points share, and the strategies that cannot take them -> why.
 
-    Raises UserError for what no strategy can take: a flag that is none, a file that is not there.
+    Raises UserError for what no strategy can take: a flag that is none, or of a strategy that is not swept; a file that
+    is not there.
     """
     check_own(plan.flags, ITS_OWN, "a sweep")
     if "per_device_train_batch_size" in command_line.names_of(plan.flags) and plan.scaling == STRONG:
@@ -155,11 +214,12 @@ def check_flags(plan: Plan) -> tuple[Config, dict[str, str]]:
             "--per_device_train_batch_size: with --scaling strong the batch of a rank is --global_batch over the ranks;"
             " give --global_batch, or --scaling weak."
         )
+    _check_owned(plan)
     configs, refused = {}, {}
     for strategy in plan.strategies:
         try:
             configs[strategy] = command_line.parse(
-                [*plan.common_flags(), f"--strategy={strategy}", f"--max_steps={plan.steps}"], show_help=False
+                [*plan.flags_of(strategy), f"--strategy={strategy}", f"--max_steps={plan.steps}"], show_help=False
             )
         except UserError as error:
             refused[strategy] = str(error)

@@ -61,7 +61,7 @@ class Record:
         self.kept = earlier
 
     def write(self) -> None:
-        """Write the file; a crash leaves the old one or the new one."""
+        """Write the file; a crash leaves the old one or the new one. Raises UserError where it cannot be written."""
         rows = [
             {
                 "name": point.name,
@@ -76,7 +76,8 @@ class Record:
             for point, result in self.results.items()
         ]
         content = {"same": self.same, **self.now, "points": rows + list(self.kept.values())}
-        replace(self.folder / FILE, content)
+        with writing(self.folder):
+            replace(self.folder / FILE, content)
 
     def of_state(self, state: str) -> dict[Point, Result]:
         """The points in a state."""
@@ -131,7 +132,17 @@ def replace(path: Path, content: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    return shlex.join(value) if isinstance(value, list) else str(value)
+    return (shlex.join(value) or "(none)") if isinstance(value, list) else str(value)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raises UserError where files of an --out cannot be written inside. Nothing else belongs there: it would be
+    blamed on the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--out {folder} cannot be written: {error.strerror or error}.") from None
 
 
 @contextmanager

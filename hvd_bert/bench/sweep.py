@@ -18,6 +18,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from tqdm import tqdm
@@ -27,10 +28,12 @@ from hvd_bert.bench import points as planning
 from hvd_bert.bench.launching import Launching, Machine
 from hvd_bert.bench.one_run import LOG, Stopped, exit_status, train
 from hvd_bert.bench.points import Plan, Point
-from hvd_bert.bench.record import DONE, FAILED, SKIPPED, STATES, WAITING, Record, Result, locked
+from hvd_bert.bench.record import DONE, FAILED, SKIPPED, STATES, WAITING, Record, Result, locked, writing
+from hvd_bert.config import OWNERS
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.report import reading
 
+EXPORTED = ("OMP_NUM_THREADS",)  # to the ranks on other hosts, or they would have other threads than those here
 FAILURES = 2  # of one setting in a row, after which its other repeats are not tried
 
 
@@ -55,8 +58,9 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = launches.Parser(prog="python -m hvd_bert.bench sweep", allow_abbrev=False)
     parser.description = (
         "Trains with every strategy at every number of ranks, for a comparison of their speed. All other flags go to"
-        " python -m hvd_bert.train; without --train_file, --dataset_name or --config the preset `sweep` is trained: the"
-        " sample's text, and a BERT of 6 layers with new weights."
+        " python -m hvd_bert.train, those that belong to one strategy (--zero_stage) to that one only; without"
+        " --train_file, --dataset_name or --config the preset `sweep` is trained: the sample's text, and a BERT of 6"
+        " layers with new weights."
     )
     parser.add_argument("--strategies", metavar="NAME,...", type=_names, default=["none", "horovod"])
     parser.add_argument("--ranks", metavar="N,...", type=_numbers, default=[1, 2], help="numbers of ranks (1,2)")
@@ -104,10 +108,14 @@ class Sweep:
     def _same(self) -> dict[str, object]:
         """What the figures depend on and all points share."""
         plan, scalings = self.plan, planning.SCALINGS[self.plan.scaling]
+        owned = plan.owned_flags()
+        owners = [strategy for strategy in plan.strategies if strategy in OWNERS.values()]
         return {
             "--steps": plan.steps,
             **({"--global_batch": plan.global_batch} if planning.STRONG in scalings else {}),
             "the trainer's flags": plan.common_flags(),
+            # By strategy, so that one can be added later with flags of its own.
+            **{f"the trainer's flags for {strategy} only": owned.get(strategy, []) for strategy in owners},
             **self.launching.record(),
         }
 
@@ -117,17 +125,17 @@ class Sweep:
     def run(self, report: Path | None) -> int:
         """All points, then the report. Returns the exit status."""
         try:
-            self.out.mkdir(parents=True, exist_ok=True)
-            with locked(self.out, wait=False):
-                self.record.begin(self.points)
+            with ExitStack() as held:
+                with writing(self.out):
+                    self.out.mkdir(parents=True, exist_ok=True)
+                    held.enter_context(locked(self.out, wait=False))
+                    self.record.begin(self.points)
                 self._take_stock()
                 self.record.write()
                 self._announce()
                 self._run_all()
         except Stopped as stopped:
             raise Stopped(f"{stopped}, {len(self.record.of_state(WAITING))} points to go") from None
-        except OSError as error:
-            raise UserError(f"--out {self.out} cannot be written: {error.strerror or error}.") from None
         self._tell_end()
         status = EXIT_FAILURE if self.record.of_state(FAILED) else EXIT_OK
         if not self.record.of_state(DONE):
@@ -160,6 +168,9 @@ class Sweep:
                 " since no --train_file, --dataset_name or --config is named"
             )
         print(f"The trainer's flags: {shlex.join(plan.common_flags())}")
+        for strategy, flags in plan.owned_flags().items():
+            if strategy in plan.strategies:
+                print(f"  for {strategy} only: {shlex.join(flags)}")
         warning = self.launching.warning(list(waiting), self.config.parallel.num_threads or 1) if waiting else ""
         if warning:
             print(f"warning: {warning}", file=sys.stderr)
@@ -187,10 +198,11 @@ class Sweep:
         """Train a point in a new folder; fill in what became of it. Raises Stopped."""
         folder = self.out / point.name
         flags = self.plan.trainer_flags(point, self.config.train.gradient_accumulation_steps, folder)
-        result.command = self.launching.command(point, flags)
         environ = self.launching.environment(point, os.environ)
         if self.plan.threads is not None:
             environ["OMP_NUM_THREADS"] = str(self.plan.threads)
+        exported = [name for name in EXPORTED if name in environ]
+        result.command = self.launching.command(point, flags, exported)
         trained = train(result.command, environ, folder, self.timeout)
         result.seconds = trained.seconds
         if trained.status == EXIT_BAD_INPUT and point.strategy == "none" and not self.record.of_state(DONE):
@@ -203,7 +215,8 @@ class Sweep:
         result.state, result.windows_per_s = DONE, trained.run.windows_per_s
         self.failures[point.setting] = 0
         if point.repeat > 1:  # the report wants to know the model's parts once, and weights are large
-            (folder / "model.safetensors").unlink(missing_ok=True)
+            with writing(self.out):
+                (folder / "model.safetensors").unlink(missing_ok=True)
 
     def _failed(self, point: Point, result: Result, reason: str) -> None:
         result.state, result.reason = FAILED, reason

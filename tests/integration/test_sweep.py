@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from launch import TIMEOUT_S, launcher, run
 
 pytestmark = [pytest.mark.integration, pytest.mark.alone]
@@ -24,15 +26,19 @@ sys.exit(sweep.returncode)
 """
 
 
+TRAINED = ("none-1", "horovod-2", "ddp-2")
+
+
 def states(folder: Path) -> dict[str, str]:
     return {row["name"]: row["state"] for row in json.loads((folder / "sweep.json").read_text())["points"]}
 
 
 def test_interrupted_gone_on_with_and_reported(tmp_path: Path) -> None:
-    """The baseline alone, Horovod under horovodrun, DDP under torchrun, and what cannot run here."""
+    """The baseline alone, Horovod under horovodrun with a flag that only it has, DDP under torchrun, and what cannot
+    run here."""
     launcher(2, "gloo")  # skips where it is not there
     words = [sys.executable, "-m", "hvd_bert.bench", "sweep", "--strategies", "none,horovod,ddp,dp", "--ranks", "2"]
-    words += ["--repeats", "1", "--steps", "2", "--global_batch", "4", "--max_train_samples", "33"]
+    words += ["--repeats", "1", "--steps", "2", "--global_batch", "4", "--max_train_samples", "33", "--fp16_allreduce"]
     env = {"CUDA_VISIBLE_DEVICES": ""}
     outcome = run([sys.executable, "-c", INTERRUPTED, *words], tmp_path, env=env, timeout=2 * TIMEOUT_S).expect(75)
     assert "Stopped by SIGINT, 2 points to go" in outcome.output, outcome
@@ -48,6 +54,8 @@ def test_interrupted_gone_on_with_and_reported(tmp_path: Path) -> None:
     with (tmp_path / "report" / "report.csv").open(newline="") as file:
         rows = {(row["strategy"], row["ranks"]): row for row in csv.DictReader(file)}
     assert rows.keys() == {("none", "1"), ("horovod", "2"), ("ddp", "2")}
+    given = {name: yaml.safe_load((out / f"{name}-strong-1" / "train_config.yaml").read_text()) for name in TRAINED}
+    assert [settings["fp16_allreduce"] for settings in given.values()] == [False, True, False]
     # Of the same work and losses, or there would be none.
     assert all(float(row["speedup"]) > 0 for row in rows.values()), outcome
 
@@ -67,3 +75,16 @@ def test_a_wrong_flag_is_said_once(tmp_path: Path) -> None:
     said = [line for line in outcome.output.splitlines() if line.startswith("hvd_bert: ")]
     assert said == ["hvd_bert: Unknown argument --learning_rates: did you mean --learning_rate?"], outcome
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_launcher_that_is_missing_is_a_row(tmp_path: Path) -> None:
+    """This python from a folder of its own, with no launcher beside it and none on PATH."""
+    bare = tmp_path / "bin" / "python"
+    bare.parent.mkdir()
+    bare.symlink_to(os.path.realpath(sys.executable))
+    words = [str(bare), "-m", "hvd_bert.bench", "sweep", "--strategies", "none,ddp", "-H", "nohost:2", "--repeats", "1"]
+    env = {"PATH": str(bare.parent), "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+    outcome = run(words, tmp_path, env=env).expect(0)
+    assert set(states(tmp_path / "runs" / "sweep").values()) == {"skipped"}, outcome
+    assert "none-1-strong-1 and 2 more: there is no horovodrun on PATH: `bash env/setup.sh`" in outcome.output
+    assert "0 done, 3 skipped, 0 failed." in outcome.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -17,10 +18,12 @@ from typing import Any
 import pytest
 from made_runs import make_run
 
-from hvd_bert.bench import launching, one_run, sweep
+from hvd_bert.bench import launching, one_run, record, sweep
 from hvd_bert.bench.launching import Hosts, Launching, Machine
 from hvd_bert.bench.one_run import Stopped, reason_of, signals, start_and_wait
 from hvd_bert.bench.points import Plan, Point, check_flags
+from hvd_bert.command_line import parse
+from hvd_bert.config import OWNERS
 from hvd_bert.errors import UserError
 from hvd_bert.launch import Allocation, find_allocation
 
@@ -45,6 +48,14 @@ def by(choice: str, machine: Machine = TWO_CORES, hosts: str = "", *words: str) 
 
 def point(strategy: str, ranks: int) -> Point:
     return Point(strategy, ranks, "strong", 1, 16)
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The launchers that are there, whatever this machine has: all, unless a test takes one away."""
+    there = {"horovodrun", "mpirun", "srun"}
+    monkeypatch.setattr(launching, "_program", lambda name: f"/bin/{name}" if name in there else None)
+    return there
 
 
 # The plan
@@ -96,6 +107,12 @@ def test_dp_and_the_baseline_are_one_process() -> None:
         (plan_of("--per_device_train_batch_size=4"), "the batch of a rank is --global_batch over the ranks"),
         (plan_of("--train_file=nowhere.json"), "--train_file nowhere.json: no such file"),
         (plan_of(strategies="dp", ranks=(1,)), "give --ranks 2 or more"),
+        (
+            plan_of("--zero_stage", "3"),
+            "--zero_stage is of --strategy deepspeed: not with none. Add deepspeed to --strategies, or leave",
+        ),
+        (plan_of("--num_groups=-1"), "--num_groups -1: must not be negative"),  # though none could do without it
+        (plan_of("--zero_stage"), "expected one argument"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
@@ -117,8 +134,44 @@ def test_the_users_flags_win_and_name_the_data(tmp_path: Path) -> None:
 
 
 def test_a_flag_that_one_strategy_cannot_take_leaves_the_others() -> None:
-    _, refused = check_flags(plan_of("--fp16_allreduce"))
-    assert refused.keys() == {"none", "ddp"} and "--fp16_allreduce" in refused["ddp"]
+    _, refused = check_flags(plan_of("--fp16", strategies="none,deepspeed"))
+    assert refused.keys() == {"deepspeed"} and "--fp16" in refused["deepspeed"]
+
+
+def given_to(plan: Plan, strategy: str) -> dict[str, object]:
+    """The settings of a strategy's runs that belong to one strategy."""
+    settings = parse(plan.trainer_flags(point(strategy, 1), 1, Path("out"))).as_flat()
+    return {name: settings[name] for name in OWNERS if settings[name] != DEFAULT[name]}
+
+
+DEFAULT = parse([]).as_flat()
+
+
+def test_a_flag_of_one_strategy_is_given_to_that_one_only() -> None:
+    plan = plan_of(
+        *("--zero-stage", "1", "--bf16", "--zero_stage", "3", "--fp16_allreduce", "--learning_rate", "-1e-5"),
+        strategies="none,horovod,deepspeed,ddp",
+    )
+    assert plan.common_flags()[-3:] == ["--bf16", "--learning_rate", "-1e-5"]
+    assert plan.owned_flags() == {"deepspeed": ["--zero_stage=3"], "horovod": ["--fp16_allreduce"]}
+    plan = plan_of(
+        "--zero_stage=3", "--num_groups", "2", "--fp16_allreduce", "true", strategies="none,horovod,deepspeed"
+    )
+    assert check_flags(plan)[1] == {}
+    assert given_to(plan, "none") == {}
+    assert given_to(plan, "horovod") == {"num_groups": 2, "fp16_allreduce": True}
+    assert given_to(plan, "deepspeed") == {"zero_stage": 3}
+    assert not any("zero_stage" in word for word in plan.flags_of("none"))
+
+
+def test_a_flag_of_one_strategy_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("zero_stage: 3\nnum_groups: 0\nfp16_allreduce: true\n")
+    plan = plan_of("--config", str(file), "--fp16_allreduce=false", strategies="none,horovod,deepspeed")
+    assert check_flags(plan)[1] == {}
+    assert [given_to(plan, name) for name in plan.strategies] == [{}, {}, {"zero_stage": 3}]
+    with pytest.raises(UserError, match="--zero_stage is of --strategy deepspeed: not with ddp"):
+        check_flags(plan_of("--config", str(file), strategies="ddp,horovod"))
 
 
 # The commands
@@ -189,6 +242,13 @@ def test_a_launcher_that_will_not_do(launch: Launching, words: str) -> None:
         launch.check()
 
 
+def test_a_named_launcher_that_is_missing(installed: set[str]) -> None:
+    by("mpirun").check()
+    installed.remove("mpirun")
+    with pytest.raises(UserError, match="--launcher mpirun: there is no mpirun on PATH: `module load openmpi`"):
+        by("mpirun").check()
+
+
 @pytest.mark.parametrize(
     ("launch", "each", "words"),
     [
@@ -207,6 +267,20 @@ def test_obstacles(launch: Launching, each: Point, words: str) -> None:
     assert words in found and bool(words) == bool(found)
 
 
+def test_a_missing_launcher_is_in_the_way_of_what_it_would_start(
+    installed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching.importlib.util, "find_spec", lambda name: object())
+    installed.clear()
+    auto, hosts = by("auto"), by("auto", TWO_CORES, "a:2")
+    no_horovodrun = "there is no horovodrun on PATH: `bash env/setup.sh`"
+    assert auto.obstacle(point("horovod", 2)) == no_horovodrun
+    assert auto.obstacle(point("ddp", 2)) == "" == auto.obstacle(point("none", 1))
+    assert hosts.obstacle(point("ddp", 2)) == no_horovodrun == hosts.obstacle(point("none", 1))
+    in_job = by("auto", Machine(8, 0, Allocation(1, 2, 1)))
+    assert "there is no srun on PATH: " in in_job.obstacle(point("ddp", 2))
+
+
 def test_more_ranks_than_cores_are_warned_of() -> None:
     assert "4 ranks share 2 cores" in by("auto").warning([point("ddp", 4)], 1)
     assert "2 ranks of 2 threads share 2 cores" in by("auto").warning([point("ddp", 2)], 2)
@@ -221,12 +295,14 @@ class Pretended:
 
     def __init__(self) -> None:
         self.started: list[str] = []
+        self.environs: list[dict[str, str]] = []
         self.ends: dict[str, int | Exception | None] = {}
 
     def __call__(self, command: list[str], environ: dict[str, str], log: object, timeout: float) -> int | None:
         given = dict(word.lstrip("-").split("=", 1) for word in command if word.startswith("--") and "=" in word)
         folder = Path(given["output_dir"])
         self.started.append(folder.name)
+        self.environs.append(environ)
         end = next((end for name, end in self.ends.items() if folder.name.startswith(name)), 0)
         if isinstance(end, Exception):
             (folder / "train_config.yaml").write_text("half: true\n")
@@ -344,6 +420,57 @@ def test_what_cannot_run_here_is_a_row(pretended, start, tmp_path, capsys, monke
     assert said.count("no_such_package is not installed") == 1 and "deepspeed-1-strong-1 and 3 more" in said
 
 
+def test_a_launcher_that_is_missing_is_a_row(pretended, start, installed, tmp_path, capsys) -> None:
+    installed.clear()
+    assert start("--strategies", "none,ddp", "-H", "nohost:2", "--repeats", "1") == 0
+    assert pretended.started == [] and set(states(tmp_path).values()) == {"skipped"}
+    said = capsys.readouterr()
+    assert "none-1-strong-1 and 2 more: there is no horovodrun on PATH: `bash env/setup.sh`" in said.out
+    assert "0 done, 3 skipped, 0 failed" in said.out and said.err == ""
+
+
+@pytest.mark.parametrize("threads", [None, "3"])
+def test_ranks_on_other_hosts_have_the_threads_too(pretended, start, tmp_path, monkeypatch, threads) -> None:
+    if threads:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert start("--launcher", "mpirun", "-H", "a:1,b:1", "--repeats", "1") == 0
+    for row in json.loads((tmp_path / "out" / "sweep.json").read_text())["points"]:
+        command = row["command"]
+        assert command[command.index("-x") + 1] == "OMP_NUM_THREADS" and command.index("-x") < command.index("-m")
+    assert [environ["OMP_NUM_THREADS"] for environ in pretended.environs] == [threads or "1"] * 3
+
+
+def test_only_what_cannot_be_written_is_blamed_on_the_folder(pretended, start, tmp_path, capsys, monkeypatch) -> None:
+    def full(folder: Path, content: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    pretended.ends = {"": FileNotFoundError(errno.ENOENT, "of another kind")}
+    with pytest.raises(FileNotFoundError, match="of another kind"):
+        start()
+    monkeypatch.setattr(record, "replace", full)
+    assert start() == 2
+    assert f"--out {tmp_path / 'out'} cannot be written: No space left on device." in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert start("--out", str(tmp_path / "file")) == 2
+    assert f"--out {tmp_path / 'file'} cannot be written: File exists." in capsys.readouterr().err
+
+
+def test_a_flag_of_one_strategy_beside_a_baseline(pretended, start, tmp_path, capsys) -> None:
+    assert start("--strategies", "none,horovod", "--repeats", "1", "--fp16_allreduce") == 0
+    said = capsys.readouterr().out
+    assert said.count("for horovod only: --fp16_allreduce\n") == 1 and "0 skipped" in said
+    commands = {row["name"]: row["command"] for row in json.loads((tmp_path / "out/sweep.json").read_text())["points"]}
+    assert {name for name, words in commands.items() if "--fp16_allreduce" in words} == {
+        "horovod-1-strong-1", "horovod-2-strong-1"
+    }  # fmt: skip
+    # Another strategy may be added with a flag of its own; one that has run may not change.
+    assert start("--strategies", "ddp,horovod", "--repeats", "1") == 2
+    assert "for horovod only was --fp16_allreduce and is (none)" in capsys.readouterr().err
+    pretended.started = []
+    assert start("--strategies", "none,ddp", "--repeats", "1") == 0
+    assert pretended.started == ["ddp-1-strong-1", "ddp-2-strong-1"]
+
+
 def test_a_sweep_can_grow_but_not_change(pretended, start, tmp_path, capsys) -> None:
     assert start("--strategies", "none", "--repeats", "1") == 0
     assert start("--scaling", "both") == 0
@@ -411,6 +538,15 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as log:
         assert start_and_wait(["sh", "-c", LAUNCHER.format("")], os.environ, log, timeout=0.5) is None
     assert ends((tmp_path / "log").read_text())
+
+
+def test_a_launcher_that_cannot_be_started_is_a_failed_run(tmp_path: Path) -> None:
+    (tmp_path / "launcher").write_text("no program")  # and may not be run
+    for name, why in (("launcher", "Permission denied"), ("nowhere", "No such file or directory")):
+        program = tmp_path / name
+        trained = one_run.train([str(program)], os.environ, tmp_path / "run", 60)
+        assert (trained.run, trained.status) == (None, 127)
+        assert trained.reason == f"{program} cannot be started: {why}"
 
 
 @pytest.mark.parametrize("name", ["INT", "TERM", "USR1"])
