@@ -76,8 +76,7 @@ class Record:
             for point, result in self.results.items()
         ]
         content = {"same": self.same, **self.now, "points": rows + list(self.kept.values())}
-        with writing(self.folder):
-            replace(self.folder / FILE, content)
+        replace(self.folder / FILE, content)
 
     def of_state(self, state: str) -> dict[Point, Result]:
         """The points in a state."""
@@ -125,10 +124,11 @@ def unreadable(path: Path) -> UserError:
 
 
 def replace(path: Path, content: Any) -> None:
-    """Write JSON; a crash leaves the old file or the new one."""
+    """Write JSON; a crash leaves the old file or the new one. Raises UserError where it cannot be written."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    with writing(path.parent):
+        partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(partial, path)
 
 
 def _shown(value: Any) -> str:

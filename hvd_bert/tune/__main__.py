@@ -15,6 +15,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from hvd_bert import command_line
@@ -23,7 +24,7 @@ from hvd_bert.bench import points as planning
 from hvd_bert.bench.launching import Launching, Machine
 from hvd_bert.bench.one_run import exit_status
 from hvd_bert.bench.points import Point
-from hvd_bert.bench.record import locked
+from hvd_bert.bench.record import locked, writing
 from hvd_bert.config import Config
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.tune import knobs, words
@@ -100,14 +101,13 @@ def _tune(argv: Sequence[str]) -> int:
         launching, point, common, environ, flags.out, flags.timeout, 60 * flags.minutes,
         same | {"HOROVOD_... in the environment": users}, now,
     )  # fmt: skip
-    try:
-        flags.out.mkdir(parents=True, exist_ok=True)
-        with locked(flags.out, wait=False):
+    with ExitStack() as held:
+        with writing(flags.out):
+            flags.out.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(flags.out, wait=False))
             runs.begin()
-            words.announce(runs, config, wanted, values, planning.names_data(rest))
-            return _search(runs, config, wanted, values, flags.pairs)
-    except OSError as error:
-        raise UserError(f"--out {flags.out} cannot be written: {error.strerror or error}.") from None
+        words.announce(runs, config, wanted, values, planning.names_data(rest))
+        return _search(runs, config, wanted, values, flags.pairs)
 
 
 def _ranks(launching: Launching) -> int:
