@@ -441,13 +441,13 @@ def test_ranks_on_other_hosts_have_the_threads_too(pretended, start, tmp_path, m
 
 
 def test_only_what_cannot_be_written_is_blamed_on_the_folder(pretended, start, tmp_path, capsys, monkeypatch) -> None:
-    def full(folder: Path, content: object) -> None:
+    def full(partial: Path, path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     pretended.ends = {"": FileNotFoundError(errno.ENOENT, "of another kind")}
     with pytest.raises(FileNotFoundError, match="of another kind"):
         start()
-    monkeypatch.setattr(record, "replace", full)
+    monkeypatch.setattr(record.os, "replace", full)
     assert start() == 2
     assert f"--out {tmp_path / 'out'} cannot be written: No space left on device." in capsys.readouterr().err
     (tmp_path / "file").write_text("")
