@@ -4,7 +4,7 @@
 
 Trains each row of the table with each seed, one after the other, and prints it as Markdown: mean and standard deviation
 over the seeds. A training that is done is not made again, so it can be interrupted; --only_table trains nothing and
-prints the rows that are complete. Rows of a fixed global batch are trained on as many ranks as they say; those where
+prints what is complete. Rows of a fixed global batch are trained on as many ranks as they say; those where
 it grows, on 2 ranks, which take as many windows a step as the row's ranks would: the sums are the same, the random
 numbers of dropout are not. (docs/results.md)
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from hvd_bert.optim import scaled_learning_rate  # noqa: E402
 
 WORLDS = (1, 2, 4)
 RULES = ("none", "sqrt", "linear")
+LIMIT = 4.0  # of the trainer's default, which makes a difference on more ranks than so many
 PER_RANK, GLOBAL = 8, 16  # windows of a rank where they are fixed; of a step where those are
 LEARNING_RATE = 1e-4
 PROCESSES = 2  # where the batch grows
@@ -35,10 +37,11 @@ PROCESSES = 2  # where the batch grows
 
 @dataclass(frozen=True)
 class Case:
-    """A row: `rule` None where the global batch is fixed, and so the learning rate."""
+    """A row: `rule` None where the global batch is fixed, and so the learning rate; `limit`: --lr_scaling_limit."""
 
     world: int
     rule: str | None
+    limit: float = math.inf
 
     @property
     def global_batch(self) -> int:
@@ -47,12 +50,24 @@ class Case:
     @property
     def name(self) -> str:
         """Of its folders. Two ranks that take 8 each are trained once for both tables."""
-        return f"{self.world}x{self.global_batch // self.world}-{self.rule or 'none'}"
+        limited = f"-{self.limit:g}" if self.limit < math.inf else ""
+        return f"{self.world}x{self.global_batch // self.world}-{self.rule or 'none'}{limited}"
+
+    @property
+    def title(self) -> str:
+        """Of its row."""
+        if self.rule is None:
+            return "the same batch"
+        limited = f", at most {self.limit:g} times" if self.limit < math.inf else ""
+        return f"{self.rule}{limited}" if self.world > 1 else ""
 
     @property
     def learning_rate(self) -> float:
         rule = TrainArguments(
-            per_device_train_batch_size=PER_RANK, learning_rate=LEARNING_RATE, lr_scaling=self.rule or "none"
+            per_device_train_batch_size=PER_RANK,
+            learning_rate=LEARNING_RATE,
+            lr_scaling=self.rule or "none",
+            lr_scaling_limit=self.limit,
         )
         return scaled_learning_rate(rule, self.world)
 
@@ -64,12 +79,13 @@ class Case:
     def flags(self) -> list[str]:
         """The trainer's."""
         rule = ["--lr_scaling", self.rule or "none", "--learning_rate", str(LEARNING_RATE)]
-        rule += ["--lr_base_batch_size", str(PER_RANK)]
+        rule += ["--lr_base_batch_size", str(PER_RANK), "--lr_scaling_limit", str(self.limit)]
         return ["--per_device_train_batch_size", str(self.global_batch // self.processes), *rule]
 
 
 def cases() -> list[Case]:
     growing = [Case(world, rule) for world in WORLDS for rule in RULES if world > 1 or rule == "none"]
+    growing += [Case(8, "sqrt"), Case(8, "linear"), Case(8, "linear", LIMIT)]
     return [*growing, *(Case(world, None) for world in WORLDS)]
 
 
@@ -95,16 +111,15 @@ def scores(folder: Path) -> tuple[float, float] | None:
 
 
 def rows(out: Path, seeds: int) -> Iterator[list[str]]:
-    """Of the table; "-" where seeds are missing."""
+    """Of the table; "-" where seeds are missing, but for the last column, which has those that are there."""
     for case in cases():
         found = [scores(out / f"{case.name}-{seed}") for seed in range(1, seeds + 1)]
         done = [both for both in found if both]
-        figures = ["-", "-", "-"]
+        figures = ["-", "-"]
         if len(done) == seeds:
             figures = [f"{mean(column):.2f}, {stdev(column):.2f}" for column in zip(*done, strict=True)]
-            figures.append(", ".join(f"{f1:.2f}" for _, f1 in done))
-        rule = "the same batch" if case.rule is None else case.rule if case.world > 1 else ""
-        yield [rule, f"{case.world}", f"{case.global_batch}", f"{case.learning_rate:.2g}", *figures]
+        figures.append(", ".join(f"{f1:.2f}" for _, f1 in done) or "-")
+        yield [case.title, f"{case.world}", f"{case.global_batch}", f"{case.learning_rate:.2g}", *figures]
 
 
 def main() -> None:

@@ -157,6 +157,7 @@ class TrainArguments:
         " number of devices: in proportion (linear), as the root (sqrt), or not (none).",
         choices=["none", "sqrt", "linear"],
     )
+    lr_scaling_limit: float = _arg(4.0, "The most that lr_scaling multiplies the learning rate by.")
     logging_steps: int = _arg(10, "Steps between two lines of metrics.jsonl.")
     eval_strategy: str = _arg(
         "epoch",
@@ -189,6 +190,7 @@ class TrainArguments:
             _require(value is None or value >= 1, f"--{name} {value}: must be at least 1.")
         if self.eval_steps is not None:
             self.eval_strategy = "steps"
+        _require(self.lr_scaling_limit >= 1, f"--lr_scaling_limit {self.lr_scaling_limit:g}: must be at least 1.")
         finite_positive = ("learning_rate", "adam_epsilon", "num_train_epochs")
         for name in finite_positive:
             value = getattr(self, name)

@@ -18,24 +18,36 @@ HIGH_RATE = 1e-4  # twice the highest of the BERT paper (Devlin et al. 2019, app
 def scaled_learning_rate(args: TrainArguments, devices: int) -> float:
     """Peak learning rate for the global batch of so many devices (GPUs, or processes on CPUs).
 
-    Linear: Goyal et al. 2017 (arXiv:1706.02677); sqrt: You et al. 2019 (arXiv:1904.00962); none: as given. Which of
-    them keeps F1 is measured in docs/results.md.
+    Linear: Goyal et al. 2017 (arXiv:1706.02677); sqrt: You et al. 2019 (arXiv:1904.00962); none: as given. At most
+    `lr_scaling_limit` times what is given. Which of them keeps F1, and how far, is measured in docs/results.md.
     """
+    return args.learning_rate * min(_scaling(args, devices), args.lr_scaling_limit)
+
+
+def _scaling(args: TrainArguments, devices: int) -> float:
+    """What the rule of `lr_scaling` multiplies the learning rate by, without its limit."""
     of_one = args.per_device_train_batch_size * args.gradient_accumulation_steps
     ratio = devices * of_one / (args.lr_base_batch_size or of_one)
-    return args.learning_rate * float(ratio ** {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[args.lr_scaling])
+    return float(ratio ** {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[args.lr_scaling])
 
 
-def scaling_advice(args: TrainArguments, peak: float) -> str | None:
-    """What to look out for where `lr_scaling` has brought the peak learning rate above HIGH_RATE; None elsewhere."""
-    if args.lr_scaling == "none" or peak <= max(args.learning_rate, HIGH_RATE):
-        return None
-    or_sqrt = ", or give --lr_scaling sqrt" if args.lr_scaling == "linear" else ""
-    return (
-        f"The learning rate's peak is {peak:.2g}, {peak / args.learning_rate:.3g} times --learning_rate (--lr_scaling"
-        f" {args.lr_scaling}); the BERT paper's are 2e-05 to 5e-05, smaller models take more. If the loss does"
-        f" not fall, lower --learning_rate{or_sqrt}."
-    )
+def scaling_advice(args: TrainArguments, devices: int) -> list[str]:
+    """What to look out for where `lr_scaling` has met its limit, or brought the learning rate above HIGH_RATE."""
+    said, peak, wanted = [], scaled_learning_rate(args, devices), _scaling(args, devices)
+    times = f"{peak / args.learning_rate:.3g} times --learning_rate"
+    if wanted > args.lr_scaling_limit:
+        said.append(
+            f"The learning rate's peak is {times} (--lr_scaling_limit), and not the {wanted:.3g} times of --lr_scaling"
+            f" {args.lr_scaling}, which lost much F1 where it was tried (docs/results.md). So large a batch may lose"
+            " some all the same: fewer windows a step lose less."
+        )
+    if args.lr_scaling != "none" and peak > max(args.learning_rate, HIGH_RATE):
+        or_sqrt = ", or give --lr_scaling sqrt" if args.lr_scaling == "linear" else ""
+        said.append(
+            f"The learning rate's peak is {peak:.2g}, {times} (--lr_scaling {args.lr_scaling}); the BERT paper's are"
+            f" 2e-05 to 5e-05, smaller models take more. If the loss does not fall, lower --learning_rate{or_sqrt}."
+        )
+    return said
 
 
 def make_optimizer(model: nn.Module, args: TrainArguments, devices: int) -> torch.optim.AdamW:

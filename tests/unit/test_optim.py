@@ -72,21 +72,32 @@ def test_settings_reach_adamw():
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("sqrt", math.sqrt(8)), ("linear", 8.0)])
 def test_learning_rate_rule(rule, factor):
-    args = TrainArguments(learning_rate=3e-5, lr_scaling=rule)
+    args = TrainArguments(learning_rate=3e-5, lr_scaling=rule, lr_scaling_limit=math.inf)
     assert scaled_learning_rate(args, 8) == pytest.approx(3e-5 * factor)
     assert scaled_learning_rate(args, 1) == 3e-5
 
 
+@pytest.mark.parametrize(("devices", "factor"), [(1, 1), (2, 2), (4, 4), (8, 4), (1024, 4)])
+def test_learning_rate_grows_up_to_its_limit(devices, factor):
+    assert scaled_learning_rate(TrainArguments(learning_rate=3e-5), devices) == pytest.approx(3e-5 * factor)
+
+
 def test_learning_rate_that_scaling_made_high_is_said():
     args = TrainArguments(learning_rate=5e-5)
-    assert scaling_advice(args, scaled_learning_rate(args, 2)) is None
-    advice = scaling_advice(args, scaled_learning_rate(args, 4))
-    assert advice is not None and "peak is 0.0002, 4 times --learning_rate" in advice and "sqrt" in advice
+    assert scaling_advice(args, 2) == []
+    (advice,) = scaling_advice(args, 4)
+    assert "peak is 0.0002, 4 times --learning_rate" in advice and "sqrt" in advice
     by_root = TrainArguments(learning_rate=5e-5, lr_scaling="sqrt")
-    advice = scaling_advice(by_root, scaled_learning_rate(by_root, 8))
-    assert advice is not None and "0.00014, 2.83 times" in advice and "give" not in advice
+    (advice,) = scaling_advice(by_root, 8)
+    assert "0.00014, 2.83 times" in advice and "give" not in advice
     high = TrainArguments(learning_rate=2e-3, lr_scaling="none")  # as the sample's tiny model takes it
-    assert scaling_advice(high, scaled_learning_rate(high, 8)) is None
+    assert scaling_advice(high, 8) == []
+
+
+def test_learning_rate_that_met_its_limit_is_said():
+    (advice,) = scaling_advice(TrainArguments(learning_rate=1e-5), 8)
+    assert "4 times --learning_rate (--lr_scaling_limit), and not the 8 times of --lr_scaling linear" in advice
+    assert len(scaling_advice(TrainArguments(learning_rate=5e-5), 8)) == 2
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
