@@ -29,7 +29,7 @@ from hvd_bert.optim import scaled_learning_rate  # noqa: E402
 
 WORLDS = (1, 2, 4)
 RULES = ("none", "sqrt", "linear")
-LIMIT = 4.0  # of the trainer's default, which makes a difference on more ranks than so many
+LIMIT = 4.0  # --lr_scaling_limit's default: it matters above 4 ranks
 PER_RANK, GLOBAL = 8, 16  # windows of a rank where they are fixed; of a step where those are
 LEARNING_RATE = 1e-4
 PROCESSES = 2  # where the batch grows

@@ -154,7 +154,8 @@ class TrainArguments:
     lr_scaling: str = _arg(
         "linear",
         "How the learning rate grows with the global batch over --lr_base_batch_size, that is by default with the"
-        " number of devices: in proportion (linear), as the root (sqrt), or not (none).",
+        " number of devices: in proportion (linear), as the root (sqrt), or not (none)."
+        " --lr_scaling_limit ends it.",
         choices=["none", "sqrt", "linear"],
     )
     lr_scaling_limit: float = _arg(4.0, "The most that lr_scaling multiplies the learning rate by.")

@@ -9,6 +9,7 @@ told of new hosts, does not end: it joins the new world and calls `entry` again,
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -77,11 +78,21 @@ def _join(strategy: str, generation: int) -> World:
     except (WorldsOfOne, AgreedError) as error:
         # All processes see it, and in worlds of one none can talk to another: one speaks, and alone fails, or the
         # others' end could make the launcher kill it before it has spoken.
-        speaks = error.rank if isinstance(error, AgreedError) else 0
-        mine = find_launcher(os.environ).rank in (None, speaks)
+        mine = error.mine if isinstance(error, AgreedError) else find_launcher(os.environ).rank in (None, 0)
         sys.exit(_report(error, shown=True) if mine else EXIT_OK)
     except UserError as error:
         sys.exit(_report(error, shown=True))
+    except Exception as error:
+        print(_failure(error, f"a rank on {socket.gethostname()}"), file=sys.stderr, flush=True)
+        _abort_all()
+
+
+def _abort_all() -> NoReturn:
+    """End all ranks where there is no world yet: those that MPI has brought together would wait for this one."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.COMM_WORLD.Abort(EXIT_FAILURE)
+    os._exit(EXIT_FAILURE)  # the launcher sees the status and ends the others
 
 
 def _lost_another_rank(error: Exception) -> bool:

@@ -143,7 +143,7 @@ class Training:
         state, checkpoints, world = self.state, self.checkpoints, self.world
         effective = output.effective_settings(self.config, self.plan, state.schedule.base_lrs[0], world)
         log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))
-        for advice in scaling_advice(self.config.train, world.size * world.devices):
+        for advice in scaling_advice(self.config.train, world.size * world.devices, effective["learning_rate"]):
             log.warning(advice)
         state.engine.module.train()
         self.telemetry.begin(self.total_steps, state.step, self.plan.steps_per_epoch)

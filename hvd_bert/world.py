@@ -23,12 +23,16 @@ log = logging.getLogger("hvd_bert")
 
 
 class AgreedError(UserError):
-    """An error that every rank knows of, so that the world can be left in good order; `rank` is the one to say it."""
+    """An error that every rank knows of, so that the world can be left in good order; `rank` is the one to say it.
 
-    def __init__(self, message: str, rank: int = 0, status: int = EXIT_BAD_INPUT) -> None:
+    `mine`: whether that is this rank, where there is no world yet to compare with.
+    """
+
+    def __init__(self, message: str, rank: int = 0, status: int = EXIT_BAD_INPUT, mine: bool = False) -> None:
         super().__init__(message)
         self.rank = rank
         self.status = status
+        self.mine = mine
 
 
 class HostsChanged(Exception):
@@ -181,7 +185,7 @@ class World:
         if failed:
             first = failed[0]
             where = "" if len(failed) == self.size else f"rank {first} on {self._host_of(first)}: "
-            raise AgreedError(where + messages[first], first, status)
+            raise AgreedError(where + messages[first], first, status, mine=self.rank == first)
 
     def _host_of(self, rank: int) -> str:
         return self.places[rank].host if self.places else "its host"

@@ -251,6 +251,8 @@ def _write_files(folder: Path, page: Page, csv_files: dict[str, list[dict[str, A
         for name, rows in csv_files.items():
             if rows:
                 _write_csv(folder / name, rows)
+            else:  # an earlier report's would contradict the page
+                (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"--out {folder}: cannot be written: {error.strerror or error}.") from None
 

@@ -15,6 +15,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.world import World
 
 TIMEOUT_S = 300  # for a rank that starts late; afterwards the group's own timeout counts
+MET_TIMEOUT_S = 30  # where all ranks are there already; torch tries for two to three times as long
 
 
 def torchrun_store() -> Any:
@@ -23,19 +24,19 @@ def torchrun_store() -> Any:
     return PrefixStore(f"hvd_bert/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def store_at(host: str, port: int, rank: int, size: int) -> Any:
+def store_at(host: str, port: int, rank: int, size: int, patience_s: float = TIMEOUT_S) -> Any:
     """A key-value store that rank 0 keeps at host:port. Raises UserError where it cannot be met there, or some do not.
 
-    Port 0 is any free one, for rank 0: it waits for none of the others, who cannot know it yet.
+    Port 0 is any free one, for rank 0: it waits for none of the others, who cannot know it yet. `patience_s`: seconds.
     """
-    patience, waits = timedelta(seconds=TIMEOUT_S), port != 0
+    patience, waits = timedelta(seconds=patience_s), port != 0
     try:
         return TCPStore(host, port, size, is_master=rank == 0, timeout=patience, wait_for_workers=waits)
     except RuntimeError as error:
         raise UserError(
             f"{socket.gethostname()} cannot meet the other ranks at {host}{f':{port}' if port else ''}"
-            f" ({str(error).splitlines()[0]}): all hosts must know that host's name and let each other connect, and"
-            " nobody else may listen at the port."
+            f" ({str(error).splitlines()[0]}): all hosts must know that host's name and let each other connect"
+            f"{', and nobody else may listen at the port' if waits else ''}."
         ) from None
 
 
@@ -47,10 +48,10 @@ def store_of(world: World, address: str) -> Any:
     store = None
     with world.together():
         if world.rank == 0:
-            store = store_at(address, 0, 0, world.size)
+            store = store_at(address, 0, 0, world.size, MET_TIMEOUT_S)
     address, port = world.broadcast((address, store and store.port))
     with world.together():
-        return store or store_at(address, port, world.rank, world.size)
+        return store or store_at(address, port, world.rank, world.size, MET_TIMEOUT_S)
 
 
 def address_of(interface: str | None) -> str | None:

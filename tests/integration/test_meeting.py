@@ -10,7 +10,7 @@ import pytest
 from commands import said
 from launch import launcher, run
 
-from hvd_bert.errors import EXIT_BAD_INPUT
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE
 
 pytestmark = pytest.mark.integration
 UNMET = Path(__file__).with_name("unmet.py")
@@ -18,7 +18,7 @@ UNMET = Path(__file__).with_name("unmet.py")
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_that_cannot_meet_the_others_is_named_once(tmp_path: Path, rank: int) -> None:
-    outcome = run([*launcher(2, "mpirun"), sys.executable, str(UNMET), str(rank), "ddp"], tmp_path)
+    outcome = run([*launcher(2, "mpirun"), sys.executable, str(UNMET), str(rank), "ddp", "store"], tmp_path)
     outcome.expect(EXIT_BAD_INPUT)
     assert said(outcome).count("hvd_bert: ") == 1, outcome
     here = socket.gethostname()
@@ -26,9 +26,17 @@ def test_rank_that_cannot_meet_the_others_is_named_once(tmp_path: Path, rank: in
     assert "is in" not in outcome.output
 
 
+@pytest.mark.parametrize("by", ["mpirun", "gloo"])
+def test_rank_that_fails_while_the_group_is_made_ends_all(tmp_path: Path, by: str) -> None:
+    outcome = run([*launcher(2, by), sys.executable, str(UNMET), "1", "ddp", "group"], tmp_path)
+    assert not outcome.hung and outcome.status == EXIT_FAILURE, outcome
+    assert said(outcome).count("RuntimeError: connectFullMesh failed") == 1, outcome
+    assert "is in" not in outcome.output
+
+
 def test_horovod_trains_without_that_store(tmp_path: Path) -> None:
     """It serves to name a rank that stalls."""
-    outcome = run([*launcher(2, "gloo"), sys.executable, str(UNMET), "1", "horovod"], tmp_path)
+    outcome = run([*launcher(2, "gloo"), sys.executable, str(UNMET), "0", "horovod", "store"], tmp_path)
     outcome.expect(0)
     assert said(outcome).count("A rank that stalls will not be named: ") == 1, outcome
     assert said(outcome).count("is in") == 2, outcome

@@ -1,6 +1,6 @@
-"""Ranks that cannot meet: the host that keeps their store calls itself by a name that RANK does not know.
+"""Ranks of which RANK cannot meet the others, at the store that rank 0 keeps or in the group made with its help.
 
-python unmet.py RANK STRATEGY
+python unmet.py RANK STRATEGY store|group
 """
 
 from __future__ import annotations
@@ -9,15 +9,27 @@ import os
 import sys
 from typing import Any
 
+from torch import distributed
+
 from hvd_bert.launch import find_launcher
 from hvd_bert.running import run_as_rank
 from hvd_bert.world import World
 from hvd_bert.worlds import rendezvous
 
 
+def lost() -> bool:
+    return find_launcher(os.environ).rank == int(sys.argv[1])
+
+
 def connect(host: str, *args: Any, **options: Any) -> Any:
-    lost = find_launcher(os.environ).rank == int(sys.argv[1])
-    return connects("unknown.invalid" if lost else host, *args, **options)
+    """The host that keeps the store calls itself by a name that RANK does not know."""
+    return connects("unknown.invalid" if lost() else host, *args, **options)
+
+
+def begin(*args: Any, **options: Any) -> None:
+    if lost():
+        raise RuntimeError("connectFullMesh failed")
+    begins(*args, **options)
 
 
 def entry(world: World) -> None:
@@ -25,6 +37,9 @@ def entry(world: World) -> None:
 
 
 if __name__ == "__main__":
-    rendezvous.TIMEOUT_S = 5
-    connects, rendezvous.TCPStore = rendezvous.TCPStore, connect
+    rendezvous.MET_TIMEOUT_S = 5
+    if sys.argv[3] == "store":
+        connects, rendezvous.TCPStore = rendezvous.TCPStore, connect
+    else:
+        begins, distributed.init_process_group = distributed.init_process_group, begin
     run_as_rank(entry, sys.argv[2])

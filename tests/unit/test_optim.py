@@ -82,22 +82,32 @@ def test_learning_rate_grows_up_to_its_limit(devices, factor):
     assert scaled_learning_rate(TrainArguments(learning_rate=3e-5), devices) == pytest.approx(3e-5 * factor)
 
 
+def advice_of(args, devices):
+    return scaling_advice(args, devices, scaled_learning_rate(args, devices))
+
+
 def test_learning_rate_that_scaling_made_high_is_said():
     args = TrainArguments(learning_rate=5e-5)
-    assert scaling_advice(args, 2) == []
-    (advice,) = scaling_advice(args, 4)
+    assert advice_of(args, 2) == []
+    (advice,) = advice_of(args, 4)
     assert "peak is 0.0002, 4 times --learning_rate" in advice and "sqrt" in advice
     by_root = TrainArguments(learning_rate=5e-5, lr_scaling="sqrt")
-    (advice,) = scaling_advice(by_root, 8)
+    (advice,) = advice_of(by_root, 8)
     assert "0.00014, 2.83 times" in advice and "give" not in advice
     high = TrainArguments(learning_rate=2e-3, lr_scaling="none")  # as the sample's tiny model takes it
-    assert scaling_advice(high, 8) == []
+    assert advice_of(high, 8) == []
 
 
 def test_learning_rate_that_met_its_limit_is_said():
-    (advice,) = scaling_advice(TrainArguments(learning_rate=1e-5), 8)
+    (advice,) = advice_of(TrainArguments(learning_rate=1e-5), 8)
     assert "4 times --learning_rate (--lr_scaling_limit), and not the 8 times of --lr_scaling linear" in advice
-    assert len(scaling_advice(TrainArguments(learning_rate=5e-5), 8)) == 2
+    assert len(advice_of(TrainArguments(learning_rate=5e-5), 8)) == 2
+    by_root = TrainArguments(learning_rate=1e-5, lr_scaling="sqrt")
+    assert "not the 5 times of --lr_scaling sqrt" in advice_of(by_root, 25)[0]
+
+
+def test_run_that_goes_on_with_its_learning_rate_met_no_limit():
+    assert scaling_advice(TrainArguments(learning_rate=1e-5), 8, peak=2e-5) == []
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])

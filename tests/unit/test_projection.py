@@ -287,6 +287,8 @@ def projected_rows(out, kind, wire="fp32"):
 def test_one_run_suffices(tmp_path, capsys):
     make_run(tmp_path / "run")
     out = tmp_path / "out"
+    out.mkdir()
+    (out / "report.csv").write_text("an earlier report's")
     assert main([str(tmp_path / "run"), "--out", str(out), "--gbps", "25"]) == 0
     text = (out / "report.md").read_text()
     page = (out / "report.html").read_text()

@@ -60,14 +60,19 @@ def test_rank_that_fails_alone_ends_all(monkeypatch, capsys, error, status, said
     assert capsys.readouterr().err.startswith(said.format(host=world.host))
 
 
-@pytest.mark.parametrize("error", [WorldsOfOne("no world"), AgreedError("no world", rank=2)], ids=["of one", "agreed"])
-@pytest.mark.parametrize("rank", [None, 0, 2, 3])
-def test_no_world_to_join_is_said_by_one(monkeypatch, capsys, error, rank):
+@pytest.mark.parametrize(
+    ("error", "rank", "status"),
+    [
+        (WorldsOfOne("no world"), None, EXIT_BAD_INPUT),
+        (WorldsOfOne("no world"), 0, EXIT_BAD_INPUT),
+        (WorldsOfOne("no world"), 3, EXIT_OK),
+        (AgreedError("no world", rank=2, mine=True), 3, EXIT_BAD_INPUT),  # a world may number its ranks in another way
+        (AgreedError("no world", rank=2), 0, EXIT_OK),
+    ],
+)
+def test_no_world_to_join_is_said_by_one(monkeypatch, capsys, error, rank, status):
     def start(strategy, generation):
         raise error
-
-    speaker = error.rank if isinstance(error, AgreedError) else 0
-    status = EXIT_BAD_INPUT if rank in (None, speaker) else EXIT_OK
 
     for _, *names in launch._LAUNCHERS:
         for name in names:
