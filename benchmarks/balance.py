@@ -80,10 +80,10 @@ def main() -> None:
     config = AutoConfig.from_pretrained(args.model_name_or_path)
     options = windows.WindowOptions(max_seq_length=384, doc_stride=128, max_samples=None)
     table = windows.prepare(squad.open_file(args.train_file, False), tokenizer, options)
-    lengths, even = windows.lengths(table), crossover(config)
+    lengths, even = table.lengths, crossover(config)
     print(f"{len(lengths)} windows, {lengths.mean():.1f} tokens in the mean, {lengths.max()} at most; crossover {even}")
     if args.scoring:
-        scoring(table.with_format("numpy")["question"][:], lengths, even, args.ranks)
+        scoring(table.column("question"), lengths, even, args.ranks)
     else:
         training(lengths, even, args.ranks, args.batch)
 

@@ -38,7 +38,7 @@ from hvd_bert.inputs import Inputs, TrainingSet  # noqa: E402
 from hvd_bert.meter import Meter  # noqa: E402
 from hvd_bert.running import run_as_rank  # noqa: E402
 from hvd_bert.telemetry import Telemetry  # noqa: E402
-from hvd_bert.train import Training, set_up  # noqa: E402
+from hvd_bert.train.loop import Training, set_up  # noqa: E402
 from hvd_bert.world import World  # noqa: E402
 
 Method = Callable[..., Any]

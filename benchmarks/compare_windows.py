@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from hvd_bert.command_line import parse
-from hvd_bert.data import windows
 from hvd_bert.data.squad import Question
 from hvd_bert.errors import UserError
 from hvd_bert.inputs import Inputs, load_inputs
@@ -57,7 +56,7 @@ def prepare(args: argparse.Namespace) -> tuple[Work, Work]:
     preflight_file, preflight_length, preflight_batch = _preflight_data(args, inputs)
     if args.max_windows is not None and args.max_windows < inputs.train.plan.num_windows:
         # The questions that are there with all their windows: the trainer counts in questions.
-        max_samples = max(1, inputs.train.windows[args.max_windows]["question"])
+        max_samples = max(1, int(inputs.train.windows.column("question")[args.max_windows]))
         inputs = _load(args, args.train_file, length, rank_batch, "--max_train_samples", str(max_samples))
     timed = _lay_out(args.out / "timed", inputs, args.train_file, max_samples, length, rank_batch, args.seed)
     needed = args.ranks * rank_batch * (args.warmup + max(args.steps, args.padded_steps))
@@ -83,8 +82,8 @@ def _preflight_data(args: argparse.Namespace, inputs: Inputs) -> tuple[Path, int
     BertForQuestionAnswering, over the positions of a window, counts those of its padding.
     """
     assert inputs.train
-    table, lengths = inputs.train.windows, windows.lengths(inputs.train.windows)
-    numbers = np.asarray(table["question"])
+    table, lengths = inputs.train.windows, inputs.train.windows.lengths
+    numbers = table.column("question")
     single = np.bincount(numbers)[numbers] == 1
     length = int(np.bincount(lengths[single]).argmax()) if single.any() else 0
     chosen = numbers[single & (lengths == length)]
@@ -125,7 +124,7 @@ def _lay_out(
     assert inputs.train
     plan = inputs.train.plan
     order = np.concatenate([plan.step_windows(step) for step in range(plan.steps_per_epoch)])
-    rows = inputs.train.windows[order]
+    rows = inputs.train.windows.arrow.take(order).to_pydict()
     lengths = [len(tokens) for tokens in rows["input_ids"]]
     features = {
         "input_ids": rows["input_ids"],

@@ -27,9 +27,10 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "parallel")]
 
 import resuming  # noqa: E402  # what makes two runs the same
 
-from hvd_bert import checkpoint, resume, train  # noqa: E402
+from hvd_bert import checkpoint, resume  # noqa: E402
 from hvd_bert.data.prefetch import Prefetcher  # noqa: E402
 from hvd_bert.running import run_as_rank  # noqa: E402
+from hvd_bert.train.__main__ import main as train  # noqa: E402
 
 SAVE_STEPS = 4
 SLOWER_S = 0.02  # per file of a checkpoint
@@ -97,7 +98,7 @@ def _become_trainer(words: list[str], writing: int, slow: bool) -> None:
         checkpoint._fingerprint = slower  # type: ignore[assignment]
     sys.argv = ["hvd_bert.train", *words]
     try:
-        run_as_rank(train.main)
+        run_as_rank(train)
     except SystemExit as end:
         sys.stdout.flush()
         os._exit(int(end.code or 0))

@@ -23,10 +23,10 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "parallel")]
 
 from stopping_at import signal_at  # noqa: E402
 
-from hvd_bert import train  # noqa: E402
 from hvd_bert.data.prefetch import Prefetcher  # noqa: E402
 from hvd_bert.errors import EXIT_STOPPED  # noqa: E402
 from hvd_bert.running import run_as_rank  # noqa: E402
+from hvd_bert.train.__main__ import main as train  # noqa: E402
 
 STEPS = (10, 10_000)
 
@@ -49,7 +49,7 @@ def in_child(words: list[str], stop: int) -> float:
         sys.argv = ["hvd_bert.train", *words]
         try:
             with signal_at(stop, 0, signal.SIGTERM):
-                run_as_rank(train.main)
+                run_as_rank(train)
         except SystemExit as end:
             os._exit(int(end.code or 0))
     os.close(writing)

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArgumentParser
 
 from hvd_bert.config import FLAGS, PACKAGE, SECTIONS, STRATEGIES, Config
 from hvd_bert.errors import EXIT_OK, UserError
 
 PRESETS = PACKAGE / "configs"
 
+HELP = {"-h", "--help"}
 # run_qa's flags that have no counterpart here.
 ELSEWHERE = {
     "report_to": ": metrics.jsonl and TensorBoard are always written.",
@@ -67,7 +68,7 @@ def parse(argv: list[str] | None = None, show_help: bool = True) -> Config:
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = _parser()
-    if {"-h", "--help"} & set(argv):
+    if HELP & set(argv):
         if show_help:
             parser.print_help()
         sys.exit(EXIT_OK)
@@ -98,7 +99,7 @@ def before_joining(argv: list[str], parse: Callable[[list[str]], Config] = parse
     Where something is wrong with it, the flag --strategy alone counts: what is wrong is said once the world is there.
     """
     try:
-        if not {"-h", "--help"} & set(argv):
+        if not HELP & set(argv):
             config = parse(argv)
             records = config.parallel.strategy == "horovod" and bool(config.profiling.steps_to_record)
             return {"strategy": config.parallel.strategy, "records_timeline": records}

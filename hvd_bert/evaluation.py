@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,15 +24,12 @@ from hvd_bert.answers import Answer, SpanOptions, WindowLogits, answers_of
 from hvd_bert.config import Config, DataArguments
 from hvd_bert.data.batches import Collator
 from hvd_bert.data.dealing import crossover, deal, window_costs
-from hvd_bert.data.windows import lengths
+from hvd_bert.data.windows import WindowTable
 from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.inputs import Inputs
 from hvd_bert.model import autocast, span_logits, span_losses
 from hvd_bert.squad_metric import score
 from hvd_bert.world import World
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ def span_options(data: DataArguments) -> SpanOptions:
 @torch.no_grad()
 def window_logits(
     model: nn.Module,
-    windows: Dataset,
+    windows: WindowTable,
     ids: NDArray[np.int64],
     device: torch.device,
     batch_size: int,
@@ -68,7 +64,6 @@ def window_logits(
     `pad_to`: as `Collator` takes it.
     """
     collate = Collator(windows, device, pad_to)
-    spans = windows.select_columns(["question", "context_start", "char_starts", "char_ends"]).with_format("numpy")
     for first in tqdm(range(0, len(ids), batch_size), "Scoring", unit="batch", leave=False, disable=not show_progress):
         batch_ids = ids[first : first + batch_size]
         batch = collate(batch_ids)
@@ -76,13 +71,14 @@ def window_logits(
             starts, ends = span_logits(model, batch)
         losses.extend(span_losses(starts, ends, batch).tolist())
         start_rows, end_rows = starts.cpu().numpy(), ends.cpu().numpy()
-        rows = spans[batch_ids.tolist()]
+        questions, context_starts = (windows.numbers(name, batch_ids) for name in ("question", "context_start"))
+        char_starts, char_ends = (windows.lists(name, batch_ids) for name in ("char_starts", "char_ends"))
         for i, length in enumerate(batch.lengths):
             yield WindowLogits(
-                question=int(rows["question"][i]),
-                context_start=int(rows["context_start"][i]),
-                char_starts=rows["char_starts"][i],
-                char_ends=rows["char_ends"][i],
+                question=int(questions[i]),
+                context_start=int(context_starts[i]),
+                char_starts=char_starts[i],
+                char_ends=char_ends[i],
                 start_logits=start_rows[i, :length],
                 end_logits=end_rows[i, :length],
             )
@@ -104,8 +100,8 @@ class Evaluator:
         self.pad_to = config.data.pad_to
         self.world = world
         self.totals = {"evaluations": 0, "evaluation_s": 0.0}
-        question = self.windows.select_columns(["question"]).with_format("numpy")[:]["question"]
-        tokens = lengths(self.windows)
+        question = self.windows.column("question")
+        tokens = self.windows.lengths
         costs = np.zeros(len(self.questions), dtype=np.int64)  # of all of a question's windows
         np.add.at(costs, question, window_costs(tokens, crossover(inputs.model.config)))
         self.shares = deal(costs, world.size)  # the questions of each rank

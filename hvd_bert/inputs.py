@@ -9,19 +9,18 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from transformers import BertForQuestionAnswering
-
 from hvd_bert.config import Config, DataArguments
-from hvd_bert.data import squad, windows
+from hvd_bert.data import squad
 from hvd_bert.data.dealing import crossover
 from hvd_bert.data.plan import BatchPlan
 from hvd_bert.data.squad import Question, Source
+from hvd_bert.data.windows import WindowOptions, WindowTable, prepare
 from hvd_bert.errors import UserError
 from hvd_bert.model import load_model, load_tokenizer
 from hvd_bert.world import World, log
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from transformers import BertForQuestionAnswering
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class TrainingSet:
     """The table of training windows, and the plan of who takes which of them when."""
 
     source: Source
-    windows: Dataset
+    windows: WindowTable
     plan: BatchPlan
 
 
@@ -39,7 +38,7 @@ class QuestionSet:
 
     source: Source
     questions: list[Question]
-    windows: Dataset
+    windows: WindowTable
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Inputs:
         same: dict[str, object] = {"the tokenizer": self.tokenizer_digest}
         for name, part in (("training", self.train), ("validation", self.dev)):
             if part is not None:
-                cut = f"{len(part.windows)} windows of {windows.lengths(part.windows).sum()} tokens"
+                cut = f"{len(part.windows)} windows of {part.windows.lengths.sum()} tokens"
                 same[f"the {name} data {part.source.name}"] = f"{part.source.digest[:12]}, {cut}"
         return same
 
@@ -81,7 +80,7 @@ def _training_set(config: Config, tokenizer: Any, crossover: int, world: World) 
     table = _windows(source, tokenizer, config.data, config.data.max_train_samples, world)
     args = config.train
     plan = BatchPlan.of_rank_batch(
-        windows.lengths(table),
+        table.lengths,
         args.per_device_train_batch_size * world.devices,
         args.gradient_accumulation_steps,
         world.size,
@@ -115,9 +114,9 @@ def open_split(data: DataArguments, split: str, cache_dir: str | None) -> Source
     return squad.open_file(path, data.version_2_with_negative)
 
 
-def _windows(source: Source, tokenizer: Any, data: DataArguments, max_samples: int | None, world: World) -> Dataset:
-    options = windows.WindowOptions(data.max_seq_length, data.doc_stride, max_samples)
-    table = windows.prepare(
+def _windows(source: Source, tokenizer: Any, data: DataArguments, max_samples: int | None, world: World) -> WindowTable:
+    options = WindowOptions(data.max_seq_length, data.doc_stride, max_samples)
+    table = prepare(
         source,
         tokenizer,
         options,
@@ -126,6 +125,5 @@ def _windows(source: Source, tokenizer: Any, data: DataArguments, max_samples: i
         show_progress=world.cross_rank == 0,
         leader=world.local_rank == 0,
     )
-    counts = windows.counts(table)
-    log.info("%s: %d windows of %d questions", source.name, counts.windows, counts.questions)
+    log.info("%s: %d windows of %d questions", source.name, table.counts.windows, table.counts.questions)
     return table

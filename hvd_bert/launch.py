@@ -27,6 +27,11 @@ class Launcher:
     size: int | None
     rank: int | None
 
+    @property
+    def speaks_first(self) -> bool:
+        """Whether this process is rank 0, or was started alone: until the ranks have met, it prints for all."""
+        return self.rank in (None, 0)
+
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # only torchrun's processes have it
 # Most specific first: mpirun inside srun inherits Slurm's variables, never the other way round.

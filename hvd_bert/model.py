@@ -15,8 +15,10 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoTokenizer, BertForQuestionAnswering
-from transformers import logging as transformers_logging
+from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.auto.tokenization_auto import AutoTokenizer
+from transformers.models.bert.modeling_bert import BertForQuestionAnswering
+from transformers.utils import logging as transformers_logging
 
 from hvd_bert import attention, linear
 from hvd_bert.config import ModelArguments, TrainArguments

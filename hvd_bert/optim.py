@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import get_scheduler
+from transformers.optimization import get_scheduler
 
 from hvd_bert.config import TrainArguments
 from hvd_bert.errors import UserError

@@ -15,10 +15,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
-from transformers import PreTrainedModel
 
 from hvd_bert import __version__, checkpoint, resume
 from hvd_bert.config import Config
@@ -29,6 +28,9 @@ from hvd_bert.machine import PACKAGES, cpu_name, version_of
 from hvd_bert.optim import warmup_steps
 from hvd_bert.resume import Found
 from hvd_bert.world import World, log
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # All that a run writes; with --overwrite_output_dir these, and nothing else, make room for the new run's.
 RUN_FILES = {

@@ -78,7 +78,7 @@ def _join(strategy: str, generation: int) -> World:
     except (WorldsOfOne, AgreedError) as error:
         # All processes see it, and in worlds of one none can talk to another: one speaks, and alone fails, or the
         # others' end could make the launcher kill it before it has spoken.
-        mine = error.mine if isinstance(error, AgreedError) else find_launcher(os.environ).rank in (None, 0)
+        mine = error.mine if isinstance(error, AgreedError) else find_launcher(os.environ).speaks_first
         sys.exit(_report(error, shown=True) if mine else EXIT_OK)
     except UserError as error:
         sys.exit(_report(error, shown=True))

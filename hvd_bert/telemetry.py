@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.summary.writer.event_file_writer import EventFileWriter  # torch's SummaryWriter is slow to import
 from tqdm import tqdm
 
 # Without a terminal (a job's log file, a launcher's pipe) a progress line at most this often.
@@ -28,9 +29,9 @@ class Telemetry:
         if not enabled:
             return
         self.jsonl = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        purge = None if resumed_step is None else resumed_step + 1
-        self.board = SummaryWriter(str(folder / "tb"), purge_step=purge)
-        self.events: Any = self.board.file_writer
+        self.board: Any = EventFileWriter(str(folder / "tb"))
+        if resumed_step is not None:
+            self._add_event(resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
         self.bar = tqdm(disable=True)
 
     def begin(self, total_steps: int, step: int, steps_per_epoch: int) -> None:
@@ -68,7 +69,10 @@ class Telemetry:
         scalars = dict(_scalar(name, value) for name, value in values.items())
         # In one event: add_scalar makes one of each, and takes as much longer.
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()])
-        self.events.add_summary(summary, self.step)
+        self._add_event(self.step, summary=summary)
+
+    def _add_event(self, step: int, **content: Any) -> None:
+        self.board.add_event(Event(wall_time=time.time(), step=step, **content))
 
     def _show_progress(self, metrics: dict[str, float]) -> None:
         shown = {

@@ -10,13 +10,35 @@ Without a word: the ranks that the launcher starts, in one training (speed.py). 
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import TYPE_CHECKING
+
+from hvd_bert import command_line
+from hvd_bert.bench import flags
+from hvd_bert.launch import find_launcher
+from hvd_bert.startup import collector_paused
+
+if TYPE_CHECKING:
+    from hvd_bert.world import World
+
+
+def main(world: World) -> None:
+    """The whole measurement on one rank. Called by all ranks."""
+    with world.together():
+        own, config = flags.parse(sys.argv[1:], show_help=False)
+    with collector_paused():
+        from hvd_bert.bench import speed
+    speed.run(own, config, world)
+
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["sweep"]:
-        from hvd_bert.bench import sweep  # without torch and Horovod, which only the runs need
+        from hvd_bert.bench import sweep
 
         sys.exit(sweep.main(sys.argv[2:]))
-    from hvd_bert.bench import speed
-
-    speed.start()
+    if command_line.HELP & set(sys.argv):
+        flags.parse(sys.argv[1:], show_help=find_launcher(os.environ).speaks_first)
+    with collector_paused():
+        from hvd_bert.running import run_as_rank
+    run_as_rank(main, **command_line.before_joining(sys.argv[1:], lambda argv: flags.parse(argv, show_help=False)[1]))

@@ -12,24 +12,19 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from hvd_bert import command_line, output
+from hvd_bert import output
 from hvd_bert.bench import measure
 from hvd_bert.bench.peak import matmul_peak
 from hvd_bert.bench.workload import random_inputs
 from hvd_bert.config import Config
 from hvd_bert.data.batches import Collator
-from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
+from hvd_bert.errors import EXIT_FAILURE, UserError
 from hvd_bert.inputs import Inputs, load_inputs
 from hvd_bert.process_usage import memory_now, memory_peak, seconds_since_start
-from hvd_bert.running import run_as_rank
-from hvd_bert.train import Training, set_up
+from hvd_bert.train.loop import Training, set_up
 from hvd_bert.world import World, log
-
-# Flags of the trainer that name data, so that its own windows and weights are taken; and those that name weights only.
-DATA_FLAGS = {"train_file", "dataset_name", "config"}
-MODEL_FLAGS = {"model_name_or_path", "config_name", "tokenizer_name"}
 
 # name -> what it is, and how it is printed
 FIGURES = {
@@ -46,51 +41,8 @@ FIGURES = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:  # argparse would print on every rank
-        raise UserError(f"{message}. `python -m hvd_bert.bench --help` lists the flags.")
-
-
-def parse(argv: list[str], show_help: bool) -> tuple[argparse.Namespace, Config]:
-    """The benchmark's flags, and the trainer's. Raises UserError."""
-    parser = _Parser(prog="python -m hvd_bert.bench", add_help=False, allow_abbrev=False)
-    parser.description = (
-        "How fast training is here. All flags of python -m hvd_bert.train are taken as well. Strategies and numbers of"
-        " ranks beside each other: python -m hvd_bert.bench sweep --help."
-    )
-    parser.add_argument("--model", help="a BERT's folder or config.json; the weights are new (default: BERT-base)")
-    parser.add_argument("--steps", type=int, default=10, help="optimizer steps of a section (default 10)")
-    parser.add_argument("--repeats", type=int, default=3, help="sections that are timed (default 3)")
-    parser.add_argument("--windows", type=int, help="random windows to choose from (default: as many as are trained)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON as well")
-    if {"-h", "--help"} & set(argv):
-        if show_help:
-            parser.print_help()
-        sys.exit(EXIT_OK)
-    flags, rest = parser.parse_known_args(argv)
-    for name, least in (("steps", 2), ("repeats", 1), ("windows", 1)):
-        value = getattr(flags, name)
-        if value is not None and value < least:
-            raise UserError(f"--{name} {value}: must be at least {least}.")
-    given = command_line.names_of(rest)
-    flags.random = not given & DATA_FLAGS
-    if not flags.random and (flags.model or flags.windows):
-        raise UserError("--model and --windows are for random windows: leave them out where data is named.")
-    if flags.random and given & MODEL_FLAGS:
-        raise UserError(
-            f"--{min(given & MODEL_FLAGS)} needs --train_file or --dataset_name; for random windows: --model."
-        )
-    if "no_do_train" in given or "do_train" in given:
-        raise UserError("--do_train: the benchmark trains, and does nothing else.")
-    total = flags.steps * (flags.repeats + 1)
-    ours = ["--no_do_eval", "--eval_strategy=no", "--save_steps=0", f"--max_steps={total}"]
-    return flags, command_line.parse([*rest, *ours, f"--logging_steps={flags.steps}"])
-
-
-def main(world: World) -> None:
-    """Measure, print on rank 0."""
-    with world.together():
-        flags, config = parse(sys.argv[1:], show_help=world.rank == 0)
+def run(flags: argparse.Namespace, config: Config, world: World) -> None:
+    """Measure, print on rank 0. Called by all ranks."""
     set_up(config, world)
     log.info("%s", "\n".join(world.describe()))
     before = memory_now(world.device)
@@ -187,8 +139,3 @@ def _tell(record: dict[str, Any], path: Path | None) -> None:
             path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise UserError(f"--json {path}: cannot be written: {error}.") from None
-
-
-def start() -> NoReturn:
-    """The command, on every rank."""
-    run_as_rank(main, **command_line.before_joining(sys.argv[1:], lambda argv: parse(argv, show_help=False)[1]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,13 +13,11 @@ from hvd_bert.config import Config
 from hvd_bert.data import squad
 from hvd_bert.data.dealing import crossover
 from hvd_bert.data.plan import BatchPlan
+from hvd_bert.data.windows import WindowTable
 from hvd_bert.errors import UserError
 from hvd_bert.inputs import Inputs, TrainingSet
 from hvd_bert.model import new_model
 from hvd_bert.world import World
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 # Tokens of a window at each tenth of the windows, from the shortest to the longest: the 3,889 windows of the first 11
 # articles of SQuAD v1.1's training questions, bert-base-uncased's vocabulary, at most 384 tokens, stride 128.
@@ -34,21 +32,19 @@ def lengths_like_squad(count: int, longest: int, seed: int) -> NDArray[np.int32]
     return np.minimum(drawn.astype(np.int32), longest)
 
 
-def random_windows(lengths: NDArray[np.int32], vocabulary: int, seed: int) -> Dataset:
+def random_windows(lengths: NDArray[np.int32], vocabulary: int, seed: int) -> WindowTable:
     """A windows table (`hvd_bert.data.windows`) without text: what training reads of it."""
-    from datasets import Dataset
-
     dice = np.random.Generator(np.random.PCG64(seed))
     first = min(FIRST_TOKEN, vocabulary - 1)
     starts = dice.integers(1, lengths - 1)
-    return Dataset.from_dict(
+    return WindowTable.from_columns(
         {
             "input_ids": [dice.integers(first, vocabulary, length, dtype=np.int32) for length in lengths],
             "context_start": np.minimum(12, lengths // 2),
             "start_position": starts,
             "end_position": np.minimum(starts + 2, lengths - 1),
         }
-    ).with_format("numpy")
+    )
 
 
 def random_inputs(model: str | None, num_windows: int, config: Config, world: World) -> Inputs:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from datasets import Dataset
+from hvd_bert.data.windows import WindowTable
 
 
 @dataclass(frozen=True)
@@ -55,40 +54,42 @@ class Collator:
     `pad_to`: None: end to end; else windows are padded to as many tokens, or to the batch's longest if it has more.
     """
 
-    def __init__(self, windows: Dataset, device: torch.device, pad_to: int | None = None) -> None:
-        self.rows = windows.select_columns(["input_ids", "context_start", "start_position", "end_position"])
+    def __init__(self, windows: WindowTable, device: torch.device, pad_to: int | None = None) -> None:
+        self.windows = windows
         self.device = device
         self.pad_to = pad_to
 
     def __call__(self, ids: Sequence[int] | np.ndarray) -> Batch:
         """The windows `ids` as one batch; no ids at all give one window that does not count."""
-        rows = self.rows[[int(i) for i in ids] or [0]]
-        lengths = [len(tokens) for tokens in rows["input_ids"]]
+        rows = ids if len(ids) else [0]
+        input_ids = self.windows.lists("input_ids", rows)
+        context_start = self.windows.numbers("context_start", rows)
+        lengths = [len(tokens) for tokens in input_ids]
         where: NDArray[Any]
         if self.pad_to is None:
             where = np.cumsum([0, *lengths], dtype=np.int32)
-            tokens = np.concatenate(rows["input_ids"])[None]
+            tokens = np.concatenate(input_ids)[None]
             positions = np.concatenate([np.arange(length) for length in lengths])[None]
-            context_starts = np.repeat(rows["context_start"], lengths)
+            context_starts = np.repeat(context_start, lengths)
         else:
             columns = np.arange(max(self.pad_to, *lengths))
             where = columns < np.array(lengths)[:, None]
             tokens = np.zeros(where.shape, dtype=np.int64)
-            tokens[where] = np.concatenate(rows["input_ids"])
+            tokens[where] = np.concatenate(input_ids)
             positions = np.tile(columns, (len(lengths), 1))
-            context_starts = np.array(rows["context_start"])[:, None]
+            context_starts = context_start[:, None]
         return Batch(
             input_ids=self._to_device(tokens),
             token_type_ids=self._to_device(positions >= context_starts),
             position_ids=self._to_device(positions),
             lengths=lengths,
             where=self._send(where),
-            starts=self._to_device(rows["start_position"]),
-            ends=self._to_device(rows["end_position"]),
+            starts=self._to_device(self.windows.numbers("start_position", rows)),
+            ends=self._to_device(self.windows.numbers("end_position", rows)),
             num_windows=len(ids),
         )
 
-    def _to_device(self, values: Sequence[int] | np.ndarray) -> torch.Tensor:
+    def _to_device(self, values: np.ndarray) -> torch.Tensor:
         return self._send(np.asarray(values, dtype=np.int64))
 
     def _send(self, values: np.ndarray) -> torch.Tensor:

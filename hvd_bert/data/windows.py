@@ -22,15 +22,14 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import tokenizers
 from tqdm.auto import tqdm
 
@@ -41,16 +40,86 @@ from hvd_bert.data.squad import Source
 from hvd_bert.errors import UserError
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["WindowCounts", "WindowOptions", "check_lengths", "counts", "default_cache_dir", "lengths", "prepare"]
+__all__ = ["WindowCounts", "WindowOptions", "WindowTable", "check_lengths", "default_cache_dir", "prepare"]
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1  # part of the cache's key: raise it with every change of what is written or how it is cut
 _QUESTIONS_AT_ONCE = 1000
+_Int32s = npt.NDArray[np.int32]
 _DATA, _META = "windows.arrow", "windows.json"
+
+
+class WindowTable:
+    """Windows as Arrow record batches with the columns above, memory-mapped where they come from the cache.
+
+    `counts`: what became of the questions; `path`: the file, None in memory.
+    """
+
+    def __init__(
+        self, batches: Sequence[pa.RecordBatch], counts: WindowCounts | None = None, path: Path | None = None
+    ) -> None:
+        self._batches = list(batches)
+        self._ends = np.cumsum([len(batch) for batch in self._batches])
+        self._columns = {name: [_View(batch.column(name)) for batch in batches] for name in batches[0].schema.names}
+        self.counts = counts or WindowCounts()
+        self.path = path
+
+    @staticmethod
+    def from_columns(columns: dict[str, Any]) -> WindowTable:
+        """A table in memory from some of the columns."""
+        batches = pa.table(columns).cast(pa.schema([SCHEMA.field(name) for name in columns])).to_batches()
+        return WindowTable(batches)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def arrow(self) -> pa.Table:
+        """The same as Arrow's table; nothing is copied."""
+        return pa.Table.from_batches(self._batches)
+
+    @property
+    def lengths(self) -> _Int32s:
+        """Tokens of each window, int32 [windows]; no token is read, only where the windows begin."""
+        return np.concatenate([np.diff(view.offsets) for view in self._columns["input_ids"]])
+
+    def column(self, name: str) -> _Int32s:
+        """All values of a column of numbers, int32 [windows]."""
+        return np.concatenate([view.values for view in self._columns[name]])
+
+    def numbers(self, name: str, ids: Sequence[int] | npt.NDArray[np.int64]) -> _Int32s:
+        """A column of numbers for the windows `ids`, int32 [len(ids)]."""
+        return np.array([view.values[row] for view, row in self._places(name, ids)], dtype=np.int32)
+
+    def lists(self, name: str, ids: Sequence[int] | npt.NDArray[np.int64]) -> list[_Int32s]:
+        """A column of lists for the windows `ids`, int32 arrays; they are views of the file, nothing is copied."""
+        return [view.values[view.offsets[row] : view.offsets[row + 1]] for view, row in self._places(name, ids)]
+
+    def _places(self, name: str, ids: Sequence[int] | npt.NDArray[np.int64]) -> list[tuple[_View, int]]:
+        """Each window's record batch, as a view of one column, and its row there."""
+        numbers = np.searchsorted(self._ends, ids, side="right")
+        views = [self._columns[name][number] for number in numbers]
+        return [
+            (view, int(id_) - int(self._ends[n]) + view.rows) for view, n, id_ in zip(views, numbers, ids, strict=True)
+        ]
+
+
+class _View:
+    """A column of a record batch as numpy arrays on the same memory. Arrow's own to_numpy imports pandas: 0.2 s."""
+
+    def __init__(self, column: pa.Array) -> None:
+        self.rows = len(column)
+        lists = isinstance(column, pa.ListArray)
+        self.offsets = _view(column.offsets) if lists else np.empty(0, np.int32)
+        self.values = _view(column.values if lists else column)
+
+
+def _view(numbers: pa.Array) -> _Int32s:
+    whole = np.frombuffer(numbers.buffers()[1] or b"", dtype=np.int32)
+    return whole[numbers.offset : numbers.offset + len(numbers)]
 
 
 def check_lengths(options: WindowOptions, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -82,7 +151,7 @@ def prepare(
     leader: bool = True,
     num_workers: int | None = None,
     show_progress: bool = False,
-) -> Dataset:
+) -> WindowTable:
     """The windows of `source`, built now or found in `cache_dir` (default: `default_cache_dir()`).
 
     Every rank calls it, with no collective: the first to come builds and the others wait for its file
@@ -110,21 +179,10 @@ def prepare(
         _is_whole,
         overwrite=overwrite_cache and leader,
     )
-    dataset = _open(entry)
+    table = _open(entry)
     if leader:
-        _log_losses(source.name, counts(dataset))
-    return dataset
-
-
-def counts(dataset: Dataset) -> WindowCounts:
-    """What became of the questions of a table that `prepare` returned."""
-    return WindowCounts(**json.loads(dataset.info.description))
-
-
-def lengths(dataset: Dataset) -> npt.NDArray[np.int32]:
-    """Tokens of each window of the table; no token is read for it, only where the windows begin."""
-    tokens = dataset.select_columns(["input_ids"]).with_format("arrow")[:]["input_ids"]
-    return np.asarray(pc.list_value_length(tokens), dtype=np.int32)
+        _log_losses(source.name, table.counts)
+    return table
 
 
 def _log_losses(name: str, counted: WindowCounts) -> None:
@@ -184,12 +242,10 @@ def _is_whole(entry: Path) -> bool:
         return False
 
 
-def _open(entry: Path) -> Dataset:
-    import datasets
-
+def _open(entry: Path) -> WindowTable:
     meta = json.loads((entry / _META).read_text())
-    info = datasets.DatasetInfo(description=json.dumps(meta["counts"]))
-    return datasets.Dataset.from_file(str(entry / _DATA), info=info)
+    with pa.ipc.open_stream(pa.memory_map(str(entry / _DATA))) as stream:
+        return WindowTable(list(stream), WindowCounts(**meta["counts"]), entry / _DATA)
 
 
 @contextlib.contextmanager

@@ -13,22 +13,15 @@ import argparse
 import os
 import platform
 import sys
-import threading
 from pathlib import Path
 from typing import NoReturn
 
-from hvd_bert.doctor import checks, collective, probes
-from hvd_bert.doctor.probes import ProbeError
-from hvd_bert.doctor.ranks import own_rank, rank_lines, ranks_table
-from hvd_bert.doctor.report import FAILURE, Line, Report, isolated, merged
+from hvd_bert.doctor.report import Report
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.launch import Launcher, find_launcher
-from hvd_bert.world import AgreedError, World
-from hvd_bert.worlds.horovod import HorovodWorld
+from hvd_bert.launch import find_launcher
+from hvd_bert.startup import collector_paused
 
 MOST_REPEATS = 1000
-# Later than rank 0, which must have spoken before the launcher ends it for another rank's status.
-OTHERS_LATER_S = 30.0
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,153 +49,23 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return flags
 
 
-class Watch:
-    """Ends this process, with a failure line, if a step takes too long: ranks that never come are waited for."""
-
-    def __init__(self, report: Report, timeout: float) -> None:
-        self.report = report
-        self.timeout = timeout if report.shown else timeout + OTHERS_LATER_S
-        self.name = ""
-        self._timer: threading.Timer | None = None
-
-    def step(self, name: str, doing: str, mend: str) -> None:
-        """The next step starts, and the time counts anew."""
-        self.done()
-        self.name = name
-        self._timer = threading.Timer(self.timeout, self._expire, (Line(name, FAILURE, doing, mend),))
-        self._timer.daemon = True
-        self._timer.start()
-
-    def done(self) -> None:
-        """The step has ended."""
-        if self._timer:
-            self._timer.cancel()
-
-    def _expire(self, line: Line) -> None:
-        said = f"{line.found}: no end after {self.timeout:.0f} s"
-        self.report.add([Line(line.name, line.status, said, line.mend)])
-        self.report.close()
-        sys.stderr.flush()
-        os._exit(EXIT_BAD_INPUT)  # the main thread hangs in a library
-
-
-def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> int:
-    """The whole way of the doctor. Returns the exit status of this rank."""
-    alone = launcher.size is None
-    started = f"1 of {launcher.size} processes, started by {launcher.name}" if not alone else "no launcher"
-    report.data |= {"host": platform.node(), "launcher": launcher.name, "launched": launcher.size}
-    report.say(f"hvd_bert doctor on {platform.node()} ({started})\n")
-    if alone:  # first, so that a Horovod that crashes hides nothing
-        report.add(checks.host_lines(launcher.name, 1, flags.output_dir))
-    watch = Watch(report, flags.timeout)
-    watch.step(
-        "World",
-        "the ranks do not find each other",
-        "Look for a rank that failed above. On several hosts name the interface that all have (`horovodrun"
-        " --network-interfaces eth0`, `mpirun --mca btl_tcp_if_include eth0`), and let no firewall stand between them.",
-    )
-    try:
-        world = HorovodWorld.join()
-    except Exception as error:
-        watch.done()
-        return _no_world(error, flags, launcher, report)
-    try:
-        if not alone:
-            watch.step(
-                "Hosts", "a host does not finish its checks", "Run `python -m hvd_bert.doctor` alone on each host."
-            )
-            _examine_hosts(flags, launcher, world, report)
-        watch.step("World", "the ranks do not answer", "Run it again; then look at the network between the hosts.")
-        if _examine_ranks(world, report) and world.size > 1:
-            watch.step(
-                "Allreduce",
-                "the ranks do not finish their sums",
-                "Name the interface that all hosts have (HOROVOD_GLOO_IFACE, NCCL_SOCKET_IFNAME or MPI's own setting)."
-                " If the network is only slow: --size 10, or a longer --timeout.",
-            )
-            _measure(flags, world, report)
-    except Exception as error:  # of this rank alone: the others must not wait for it
-        watch.done()
-        said = f"rank {world.rank} on {world.host}: {type(error).__name__}: {error}"
-        report.add([Line(watch.name, FAILURE, said)])
-        report.close()
-        if not report.shown:
-            print(f"hvd_bert: {said}", file=sys.stderr, flush=True)
-        world.abort(EXIT_BAD_INPUT)
-    watch.done()
-    status = world.broadcast(report.close())  # rank 0's, which has every line
-    world.close()
-    return int(status)
-
-
-def _no_world(error: Exception, flags: argparse.Namespace, launcher: Launcher, report: Report) -> int:
-    said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    if not report.shown:
-        # Rank 0 says what all know, and must not be ended before it has; what may be wrong here only is said here.
-        if not isinstance(error, UserError) or isinstance(probes.horovod(), ProbeError):
-            print(f"hvd_bert: rank {launcher.rank} on {platform.node()}: {said}", file=sys.stderr, flush=True)
-        return EXIT_OK if isinstance(error, UserError) else EXIT_BAD_INPUT
-    if launcher.size is not None:
-        report.add(checks.host_lines(launcher.name, 1, flags.output_dir))
-    mend = (
-        "" if isinstance(error, UserError) else "Mend the failures above first; then env/setup.sh builds Horovod anew."
-    )
-    report.add([Line("World", FAILURE, said, mend)])
-    return report.close()
-
-
-def _examine_hosts(flags: argparse.Namespace, launcher: Launcher, world: World, report: Report) -> None:
-    """Add the checks of all hosts, each by its first rank."""
-    output_dir = flags.output_dir if world.rank == 0 else None
-    leads = world.local_rank == 0
-    found = checks.host_lines(launcher.name, world.local_size, output_dir) if leads else []
-    report.add(merged([(host, lines) for host, lines in world.allgather((world.host, found)) if lines]))
-
-
-def _examine_ranks(world: World, report: Report) -> bool:
-    """Add where the ranks sit and whether they fit together. False where devices are refused."""
-    try:
-        world.take_place()
-    except AgreedError as error:
-        report.add([Line("World", FAILURE, str(error))])
-        return False
-    ranks = world.allgather(own_rank(world, collective.mpi_library(world)))
-    report.data["ranks"] = [rank.as_dict() for rank in ranks]
-    if world.size > 1:
-        report.say(f"\n{ranks_table(ranks)}\n")
-    report.add(isolated("World", lambda: rank_lines(ranks, world.controller)))
-    return True
-
-
-def _measure(flags: argparse.Namespace, world: World, report: Report) -> None:
-    """Add the figures of the allreduce to the report."""
-    num_bytes = collective.BERT_BASE_BYTES
-    try:
-        with world.together():
-            if flags.size is not None:
-                num_bytes = int(flags.size * 1e6)
-            elif flags.model is not None:
-                num_bytes = collective.gradient_bytes(flags.model)
-        timings = collective.measure(world, num_bytes, flags.repeats)
-    except AgreedError as error:
-        report.add([Line("Allreduce", FAILURE, str(error))])
-        return
-    report.data["allreduce"] = [timing.as_dict() for timing in timings]
-    report.say(f"\n{collective.allreduce_table(timings)}\n")
-    report.add([collective.allreduce_line(timings)])
-
-
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
     launcher = find_launcher(os.environ)
-    first = launcher.rank in (None, 0)
+    first = launcher.speaks_first
     try:
         flags = _parse(argv)
     except UserError as error:
         if first:
             print(f"hvd_bert: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT if first else EXIT_OK
-    return diagnose(flags, launcher, Report(flags.json, shown=first))
+    report = Report(flags.json, shown=first)
+    started = f"1 of {launcher.size} processes, started by {launcher.name}" if launcher.size else "no launcher"
+    report.data |= {"host": platform.node(), "launcher": launcher.name, "launched": launcher.size}
+    report.say(f"hvd_bert doctor on {platform.node()} ({started})\n")
+    with collector_paused():
+        from hvd_bert.doctor.diagnosis import diagnose
+    return diagnose(flags, launcher, report)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hvd_bert import checkpoint, command_line, inputs, train
+from hvd_bert import checkpoint, command_line, inputs
 from hvd_bert.evaluation import Evaluator
 from hvd_bert.launch import find_launcher
 from hvd_bert.running import run_as_rank
-from hvd_bert.train import Training
+from hvd_bert.train.__main__ import main
+from hvd_bert.train.loop import Training
 
 HELD_S = 6.0  # the inspector of the test warns within 4 s, the watch ends a step after 4
 STEP = 4  # by then Horovod has cached what the steps reduce
@@ -69,4 +70,4 @@ if __name__ == "__main__":
         Evaluator._score = held(Evaluator._score)  # type: ignore[method-assign]
     elif rank == 1:
         stalling(kind)
-    run_as_rank(train.main, **command_line.before_joining(sys.argv[1:]))
+    run_as_rank(main, **command_line.before_joining(sys.argv[1:]))

@@ -11,10 +11,11 @@ import pytest
 from ranks import Ranks, check_every_strategy
 from training_checks import GLOBAL_BATCH, sample
 
-from hvd_bert import checkpoint, train
+from hvd_bert import checkpoint
 from hvd_bert.engines.base import Engine
 from hvd_bert.engines.strategies import engine_class
 from hvd_bert.saving import Checkpoints
+from hvd_bert.train.__main__ import main as train
 
 
 def run_command(ranks: Ranks, name: str, *flags: str | float, passes: int = 1) -> None:
@@ -25,7 +26,7 @@ def run_command(ranks: Ranks, name: str, *flags: str | float, passes: int = 1) -
     # sample() reads the folder from the real command line, so the words are made before this.
     sys.argv = ["hvd_bert.train", *sample(*batch, *flags, "--output_dir", ranks.folder / name)]
     try:
-        train.main(ranks.world)
+        train(ranks.world)
     finally:
         sys.argv = before
 

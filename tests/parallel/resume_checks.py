@@ -12,8 +12,8 @@ from ranks import Ranks, check_every_strategy
 from stopping_at import signal_at
 from training_checks import GLOBAL_BATCH, sample
 
-from hvd_bert import train
 from hvd_bert.errors import EXIT_STOPPED
+from hvd_bert.train.__main__ import main as train
 from hvd_bert.world import AgreedError, World
 
 STEPS = 8  # of 2 passes each, if the rank's batch allows; an epoch has 2 steps, the last of one window
@@ -33,7 +33,7 @@ def run(world: World, words: list[str]) -> int:
     """The command's own main; its exit status."""
     before, sys.argv = sys.argv, ["hvd_bert.train", *words]
     try:
-        train.main(world)
+        train(world)
     except AgreedError as error:
         if error.status != EXIT_STOPPED:
             raise

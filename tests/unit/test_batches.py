@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 
 from hvd_bert.data.batches import Collator
+from hvd_bert.data.windows import WindowTable
 
 CPU = torch.device("cpu")
 
@@ -37,8 +37,8 @@ def rows() -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def windows(rows) -> Dataset:
-    return Dataset.from_list(rows)
+def windows(rows) -> WindowTable:
+    return WindowTable.from_columns({name: [row[name] for row in rows] for name in rows[0]})
 
 
 @pytest.mark.parametrize("ids", [[0], [3, 1], [5, 5], list(range(12)), list(range(11, -1, -2))], ids=str)

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig
 
 from hvd_bert.bench import measure
+from hvd_bert.bench.flags import parse
 from hvd_bert.bench.peak import matmul_peak
-from hvd_bert.bench.speed import parse
 from hvd_bert.bench.workload import SQUAD_TENTHS, lengths_like_squad, random_inputs
 from hvd_bert.data.batches import Collator
 from hvd_bert.errors import UserError

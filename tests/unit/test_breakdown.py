@@ -12,8 +12,8 @@ from test_world import make_world
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig
 
+from hvd_bert.bench.flags import parse
 from hvd_bert.bench.measure import Recorder
-from hvd_bert.bench.speed import parse
 from hvd_bert.bench.workload import random_inputs
 from hvd_bert.breakdown import Breakdown, describe_steps
 from hvd_bert.data.plan import BatchPlan, _shares
@@ -22,7 +22,7 @@ from hvd_bert.flops import training_flops
 from hvd_bert.meter import PHASES, Look
 from hvd_bert.peaks import PEAKS, peak_flops, published_peak
 from hvd_bert.report import reading
-from hvd_bert.train import Training
+from hvd_bert.train.loop import Training
 
 LENGTHS = np.array([10, 20, 30, 40, 50, 60, 70], dtype=np.int32)
 SHAPE = BertConfig(num_hidden_layers=1)

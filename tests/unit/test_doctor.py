@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hvd_bert.doctor import __main__ as command
-from hvd_bert.doctor import checks, collective, probes, ranks
+from hvd_bert.doctor import checks, collective, diagnosis, probes, ranks
 from hvd_bert.doctor.checks import (
     cuda_line,
     driver_line,
@@ -459,14 +459,14 @@ def test_other_ranks_are_silent(capsys):
 
 @pytest.fixture
 def few_checks(monkeypatch):
-    monkeypatch.setattr(command.checks, "host_lines", lambda *_: [Line("Python", OK, "3.11")])
+    monkeypatch.setattr(diagnosis.checks, "host_lines", lambda *_: [Line("Python", OK, "3.11")])
 
 
 def refuse(monkeypatch, error: Exception) -> None:
     def join():
         raise error
 
-    monkeypatch.setattr(command.HorovodWorld, "join", staticmethod(join))
+    monkeypatch.setattr(diagnosis.HorovodWorld, "join", staticmethod(join))
 
 
 @pytest.mark.parametrize(
@@ -483,7 +483,7 @@ def test_no_world(monkeypatch, capsys, few_checks, launcher, error, status, out,
     refuse(monkeypatch, error)
     monkeypatch.setattr(probes, "horovod", lambda: BROKEN if "load" in str(error) else BUILD)
     report = Report(as_json=False, shown=launcher.rank in (None, 0))
-    assert command.diagnose(command._parse([]), launcher, report) == status
+    assert diagnosis.diagnose(command._parse([]), launcher, report) == status
     said = capsys.readouterr()
     assert out in said.out and said.err.startswith(err)
     assert bool(said.out) == bool(out)
@@ -524,10 +524,10 @@ class FakeWorld(SimpleNamespace):
 )
 def test_refused_place(monkeypatch, capsys, few_checks, error, said, ended):
     fake = FakeWorld(error)
-    monkeypatch.setattr(command.HorovodWorld, "join", staticmethod(lambda: fake))
+    monkeypatch.setattr(diagnosis.HorovodWorld, "join", staticmethod(lambda: fake))
     report = Report(as_json=False, shown=True)
     try:
-        status = command.diagnose(command._parse([]), Launcher("mpirun", 1, 0), report)
+        status = diagnosis.diagnose(command._parse([]), Launcher("mpirun", 1, 0), report)
     except SystemExit as left:
         status = left.code
     out = capsys.readouterr().out
@@ -540,9 +540,9 @@ def test_refused_place(monkeypatch, capsys, few_checks, error, said, ended):
 
 def test_ranks_that_never_come(monkeypatch, capsys):
     ended = []
-    monkeypatch.setattr(command.os, "_exit", ended.append)
+    monkeypatch.setattr(diagnosis.os, "_exit", ended.append)
     report = Report(as_json=False, shown=True)
-    watch = command.Watch(report, 0.01)
+    watch = diagnosis.Watch(report, 0.01)
     watch.step("World", "the ranks do not find each other", "name the interface")
     assert watch._timer is not None
     watch._timer.join(10)
@@ -550,7 +550,7 @@ def test_ranks_that_never_come(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "the ranks do not find each other: no end after 0 s" in out
     assert "-> name the interface" in out
-    assert command.Watch(Report(as_json=False, shown=False), 1.0).timeout > 1.0  # rank 0 speaks first
+    assert diagnosis.Watch(Report(as_json=False, shown=False), 1.0).timeout > 1.0  # rank 0 speaks first
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ PACKAGE = Path(hvd_bert.__file__).parent
 
 # The way a question travels. A module imports only from modules above it; a new module takes its place here.
 ORDER = [
-    "__init__", "errors", "machine", "config", "command_line", "allocator", "launch", "world", "process_usage",
+    "__init__", "errors", "machine", "startup", "config", "command_line", "allocator", "launch", "world",
+    "process_usage",
     "worlds.__init__", "worlds.rendezvous", "worlds.stalls", "worlds.horovod", "worlds.distributed", "worlds.joining",
     "running", "gpu_usage",
     "data.__init__", "data.hub", "data.squad", "data.cache", "data.cutting", "data.windows",
@@ -29,10 +30,12 @@ ORDER = [
     "answers", "squad_metric", "inputs", "evaluation", "telemetry", "meter", "flops", "peaks", "breakdown",
     "state", "checkpoint", "resume", "output", "saving", "stopping",
     "timeline.__init__", "timeline.words", "timeline.rows", "timeline.reader", "timeline.spans",
-    "profiling.__init__", "profiling.clocks", "profiling.trace", "profiling.recording", "train", "predict",
-    "bench.__init__", "bench.peak", "bench.workload", "bench.measure", "bench.speed",
+    "profiling.__init__", "profiling.clocks", "profiling.trace", "profiling.recording",
+    "predict.__init__", "predict.answering", "predict.__main__",
+    "train.__init__", "train.loop", "train.__main__",
+    "bench.__init__", "bench.flags", "bench.peak", "bench.workload", "bench.measure", "bench.speed",
     "doctor.__init__", "doctor.report", "doctor.probes", "doctor.ranks", "doctor.collective", "doctor.checks",
-    "doctor.__main__",
+    "doctor.diagnosis", "doctor.__main__",
     "report.__init__", "report.runs", "report.reading", "report.alike", "report.comparison", "report.projection",
     "report.plots", "report.page", "report.content", "report.__main__",
     "bench.points", "bench.launching", "bench.record", "bench.one_run", "bench.sweep", "bench.__main__",
@@ -125,7 +128,7 @@ def test_launcher_variables_are_read_at_home_only(module):
 
 
 def test_the_checks_above_see_what_is_there():
-    assert "data.batches" in own_modules("train")
+    assert "data.batches" in own_modules("train.loop")
     assert "data.windows" in own_modules("inputs")  # from hvd_bert.data import windows
     assert "__init__" in own_modules("output")  # from hvd_bert import __version__
     assert brings(ast.walk(tree("worlds.horovod")), "horovod")

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from transformers import (
     AutoModelForQuestionAnswering,
     BertConfig,
@@ -22,7 +21,7 @@ from hvd_bert import attention
 from hvd_bert.config import ModelArguments
 from hvd_bert.data import squad
 from hvd_bert.data.batches import Collator
-from hvd_bert.data.windows import WindowOptions, prepare
+from hvd_bert.data.windows import WindowOptions, WindowTable, prepare
 from hvd_bert.dropout import Dropout
 from hvd_bert.errors import UserError
 from hvd_bert.linear import Linear
@@ -205,7 +204,7 @@ def test_folder_without_tokenizer(tmp_path, bert):
 
 
 @pytest.fixture(scope="module")
-def windows(tokenizer) -> Dataset:
+def windows(tokenizer) -> WindowTable:
     """Eight windows, the first four of 12 tokens, the others of 18 to 24: more in all than there are positions."""
     random = np.random.default_rng(0)
     rows = []
@@ -220,7 +219,7 @@ def windows(tokenizer) -> Dataset:
                 "end_position": min(start + 2, length - 2) if start else 0,
             }
         )
-    return Dataset.from_list(rows)
+    return WindowTable.from_columns({name: [row[name] for row in rows] for name in rows[0]})
 
 
 @pytest.fixture(scope="module")
@@ -240,9 +239,9 @@ def plain(model, tmp_path_factory) -> BertForQuestionAnswering:
     return plain
 
 
-def padded(windows: Dataset, ids: list[int]) -> dict[str, torch.Tensor]:
+def padded(windows: WindowTable, ids: list[int]) -> dict[str, torch.Tensor]:
     """What transformers' own collators make of these windows, and some columns of padding more."""
-    rows = windows[ids]
+    rows = windows.arrow.take(ids).to_pydict()
     width = max(map(len, rows["input_ids"])) + 3
     grid = {name: torch.zeros(len(ids), width, dtype=torch.long) for name in ("ids", "types", "mask")}
     for i, (tokens, start) in enumerate(zip(rows["input_ids"], rows["context_start"], strict=True)):
@@ -273,7 +272,7 @@ def test_loss_and_gradients_are_transformers_own(model, plain, windows, ids):
     losses = window_losses(model, batch)
     assert losses.shape == (len(ids),)
     torch.testing.assert_close(span_losses(*span_logits(model, batch), batch), losses)
-    rows = windows[ids]
+    rows = windows.arrow.take(ids).to_pydict()
     inputs = {name: value[:, :-3] for name, value in padded(windows, ids).items()}  # of equal length: no padding
     positions = {f"{end}_positions": torch.tensor(rows[f"{end}_position"]) for end in ("start", "end")}
     own = plain(**inputs, **positions).loss

@@ -8,12 +8,11 @@ import json
 import logging
 import multiprocessing
 import os
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
-from datasets import Dataset
 
 from hvd_bert.data import cutting, squad, windows
 from hvd_bert.data.windows import WindowCounts, WindowOptions, check_lengths, prepare
@@ -29,8 +28,7 @@ def source(make_questions):
 
 
 def inode(dataset) -> int:
-    (file,) = dataset.cache_files
-    return os.stat(file["filename"]).st_ino
+    return os.stat(dataset.path).st_ino
 
 
 # --- the table -------------------------------------------------------------------------------------
@@ -38,19 +36,19 @@ def inode(dataset) -> int:
 
 def test_columns_and_types(source, tokenizer, tmp_path):
     dataset = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
-    assert dataset.data.table.schema.equals(cutting.SCHEMA)
-    assert dataset.column_names == cutting.SCHEMA.names
-    assert sorted(set(dataset["question"])) == list(range(10))
+    assert dataset.arrow.schema.equals(cutting.SCHEMA)
+    assert dataset.arrow.column_names == cutting.SCHEMA.names
+    assert sorted(set(dataset.column("question"))) == list(range(10))
 
 
 def test_table_is_memory_mapped_and_tells_its_counts(source, tokenizer, own_cache):
     dataset = prepare(source, tokenizer, SMALL)
-    assert Path(dataset.cache_files[0]["filename"]).parent.parent == own_cache
-    counted = windows.counts(dataset)
+    assert dataset.path.parent.parent == own_cache
+    counted = dataset.counts
     assert counted.questions == 10
     assert counted.answerable_questions == 8
     assert counted.windows == len(dataset)
-    assert windows.counts(dataset.select([0])) == counted
+    assert prepare(source, tokenizer, SMALL).counts == counted
 
 
 def test_what_is_cached_is_mapped_and_not_read(source, tokenizer, tmp_path):
@@ -59,7 +57,8 @@ def test_what_is_cached_is_mapped_and_not_read(source, tokenizer, tmp_path):
     before = pa.total_allocated_bytes()
     dataset = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
     assert pa.total_allocated_bytes() <= before
-    in_memory = Dataset.from_file(dataset.cache_files[0]["filename"], in_memory=True)
+    with pa.OSFile(str(dataset.path)) as file, pa.ipc.open_stream(file) as stream:
+        in_memory = stream.read_all()
     assert len(in_memory) == len(dataset)
     assert pa.total_allocated_bytes() > before  # were it read, it would show
 
@@ -67,10 +66,10 @@ def test_what_is_cached_is_mapped_and_not_read(source, tokenizer, tmp_path):
 def test_lengths_are_the_windows_tokens(source, tokenizer, own_cache, monkeypatch):
     monkeypatch.setattr(cutting, "_WINDOWS_AT_ONCE", 3)  # in several pieces
     dataset = prepare(source, tokenizer, SMALL)
-    expected = [len(tokens) for tokens in dataset["input_ids"]]
-    lengths = windows.lengths(dataset)
+    expected = [len(tokens) for tokens in dataset.arrow["input_ids"]]
+    lengths = dataset.lengths
     assert (lengths.dtype, lengths.tolist()) == (np.int32, expected)
-    assert windows.lengths(dataset.select([2, 0])).tolist() == [expected[2], expected[0]]
+    assert [len(tokens) for tokens in dataset.lists("input_ids", [2, 0])] == [expected[2], expected[0]]
 
 
 def test_batches_of_questions_join_without_a_seam(make_questions, tokenizer, tmp_path, monkeypatch):
@@ -79,16 +78,16 @@ def test_batches_of_questions_join_without_a_seam(make_questions, tokenizer, tmp
     monkeypatch.setattr(windows, "_QUESTIONS_AT_ONCE", 7)
     monkeypatch.setattr(cutting, "_WINDOWS_AT_ONCE", 3)
     parts = prepare(source, tokenizer, SMALL, cache_dir=tmp_path / "b")
-    assert whole[:] == parts[:]
-    assert windows.counts(whole) == windows.counts(parts)
+    assert whole.arrow == parts.arrow
+    assert whole.counts == parts.counts
 
 
 def test_max_samples_keeps_the_first_questions(source, tokenizer, tmp_path):
     every = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
     some = prepare(source, tokenizer, WindowOptions(32, 8, max_samples=3), cache_dir=tmp_path)
-    assert some[:] == every.filter(lambda question: question < 3, input_columns="question")[:]
+    assert some.arrow == every.arrow.filter(pc.field("question") < 3)
     more = prepare(source, tokenizer, WindowOptions(32, 8, max_samples=99), cache_dir=tmp_path)
-    assert more[:] == every[:]
+    assert more.arrow == every.arrow
 
 
 def test_losses_are_told_once_by_the_leader(make_questions, tokenizer, tmp_path, caplog):
@@ -168,7 +167,7 @@ def test_use_of_the_tokenizer_between_two_calls_does_not_change_the_key(source, 
 
 @pytest.mark.parametrize("harm", ["cut data", "no meta", "broken meta", "old meta"])
 def test_broken_table_is_built_again(source, tokenizer, tmp_path, harm):
-    expected = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)[:]
+    expected = prepare(source, tokenizer, SMALL, cache_dir=tmp_path).arrow.to_pydict()
     (data,) = tmp_path.glob("*/windows.arrow")
     meta = data.with_name("windows.json")
     if harm == "cut data":
@@ -179,7 +178,7 @@ def test_broken_table_is_built_again(source, tokenizer, tmp_path, harm):
         meta.write_text(meta.read_text()[:-5])
     else:
         meta.write_text(json.dumps({"bytes": data.stat().st_size, "counts": {"questions": 1, "unknown": 2}}))
-    assert prepare(source, tokenizer, SMALL, cache_dir=tmp_path)[:] == expected
+    assert prepare(source, tokenizer, SMALL, cache_dir=tmp_path).arrow.to_pydict() == expected
 
 
 def test_overwrite_builds_again_for_the_leader_only(source, tokenizer, tmp_path):
@@ -208,7 +207,7 @@ def rank(cache_dir, tokenizer, questions, barrier, results, number) -> None:
     found_inode = inode(found)
     barrier.wait()
     again = prepare(source, tokenizer, SMALL, cache_dir=cache_dir, overwrite_cache=True, leader=number == 0)
-    results.put((found_inode, found[:] == again[:]))
+    results.put((found_inode, found.arrow == again.arrow))
 
 
 def test_four_ranks_at_once_build_once_and_overwrite_once(make_questions, tokenizer, tmp_path):
@@ -251,7 +250,7 @@ def test_impossible_options_are_refused_before_any_work(source, tokenizer, tmp_p
 
 def test_smallest_possible_options_work(source, tokenizer, tmp_path):
     dataset = prepare(source, tokenizer, WindowOptions(13, 8), cache_dir=tmp_path)
-    assert {len(ids) for ids in dataset["input_ids"]} == {13}
+    assert {len(ids) for ids in dataset.arrow["input_ids"]} == {13}
 
 
 def test_number_of_workers_must_be_positive(source, tokenizer, tmp_path):
@@ -277,7 +276,7 @@ def test_real_windows_with_a_real_vocabulary(squad_dir, real_encoder, tmp_path, 
     tokenizer = AutoTokenizer.from_pretrained(real_encoder)
     source = squad.open_file(squad_dir / name, "v2" in name)
     dataset = prepare(source, tokenizer, options, cache_dir=tmp_path)
-    assert windows.counts(dataset) == expected
+    assert dataset.counts == expected
     questions = source.questions()
     encoded = tokenizer(
         [question.question.lstrip() for question in questions],
@@ -285,9 +284,9 @@ def test_real_windows_with_a_real_vocabulary(squad_dir, real_encoder, tmp_path, 
         truncation="only_second", max_length=options.max_seq_length, stride=options.doc_stride,
         return_overflowing_tokens=True,
     )  # fmt: skip
-    assert dataset["input_ids"][:] == encoded["input_ids"]
+    assert dataset.arrow["input_ids"].to_pylist() == encoded["input_ids"]
     exact = labelled = 0
-    for row in dataset:
+    for row in dataset.arrow.to_pylist():
         if row["end_position"]:
             question = questions[row["question"]]
             first = row["char_starts"][row["start_position"] - row["context_start"]]

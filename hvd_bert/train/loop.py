@@ -1,24 +1,15 @@
-"""Fine-tune BERT on SQuAD over every rank of the world: the page to read first.
-
-    python -m hvd_bert.train --config sample                                 one process
-    horovodrun -np 4 -H a100-01:2,a100-02:2 python -m hvd_bert.train         four ranks on two hosts
-    srun --mpi=pmix python -m hvd_bert.train                                 every task of a Slurm job
-
-Exit status: 0 done, 1 failure, 2 bad input (said once, before any training), 75 stopped by a signal: all is saved, and
-the same command goes on.
-"""
+"""A training run, from the settings to the output files: the page to read first (`__main__.py` is the command)."""
 
 from __future__ import annotations
 
 import math
 import os
-import sys
 from contextlib import closing, nullcontext
 from typing import Any
 
 from torch import Tensor
 
-from hvd_bert import command_line, output, resume
+from hvd_bert import output, resume
 from hvd_bert.allocator import keep_memory
 from hvd_bert.breakdown import Breakdown, describe_steps
 from hvd_bert.config import Config
@@ -35,7 +26,6 @@ from hvd_bert.peaks import peak_flops
 from hvd_bert.process_usage import process_usage
 from hvd_bert.profiling.recording import Recording
 from hvd_bert.resume import Found
-from hvd_bert.running import run_as_rank
 from hvd_bert.saving import Checkpoints
 from hvd_bert.state import TrainState
 from hvd_bert.stopping import StopRequests
@@ -43,10 +33,9 @@ from hvd_bert.telemetry import Telemetry
 from hvd_bert.world import AgreedError, World, log
 
 
-def main(world: World) -> None:
-    """The whole way of a run, from the command line to the files it leaves."""
+def run(config: Config, world: World) -> None:
+    """A whole run: load, restore, train, evaluate, write. Called by all ranks."""
     with world.together():
-        config = command_line.parse(show_help=world.rank == 0)
         resume.check_elastic(config, world)
         engine_class(config.parallel.strategy)  # whether it is installed
         output.unlock()  # what this process held in an earlier world
@@ -234,7 +223,3 @@ def check_finite(step: int, loss: float) -> None:
         " (--warmup_ratio 0.1), or clip (--max_grad_norm 1).",
         status=EXIT_FAILURE,
     )
-
-
-if __name__ == "__main__":
-    run_as_rank(main, **command_line.before_joining(sys.argv[1:]))

@@ -1,10 +1,4 @@
-"""Answer questions with a trained model.
-
-    python -m hvd_bert.predict MODEL --context "Ada was born in London." --question "Where was Ada born?"
-    python -m hvd_bert.predict MODEL --questions_file dev-v1.1.json --num_questions 3
-
-One process. Exit status: 0 answered, 2 bad input.
-"""
+"""Answers questions with a trained model, on one process."""
 
 from __future__ import annotations
 
@@ -51,9 +45,8 @@ def predict(
         return answers_of(questions, logits, options)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command. Returns the exit status."""
-    flags = _parser().parse_args(argv)
+def run(flags: argparse.Namespace) -> int:
+    """Answer, and print the answers. Returns the exit status."""
     try:
         _take_trained_settings(flags)
         questions = _questions(flags)
@@ -64,24 +57,6 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     print("\n\n".join(_shown(question, answer) for question, answer in zip(questions, answers, strict=True)))
     return EXIT_OK
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m hvd_bert.predict", description="Answer questions with a model.")
-    parser.add_argument("model", metavar="MODEL", help="the output_dir of a training, or a hub name")
-    parser.add_argument("--context", help="the passage to read")
-    parser.add_argument("--question", help="the question about it")
-    parser.add_argument("--questions_file", help="questions in SQuAD's JSON, in place of --context and --question")
-    parser.add_argument(
-        "--num_questions", type=int, default=3, help="how many of the file's, evenly spread (default 3)"
-    )
-    parser.add_argument(
-        "--max_seq_length", type=int, help="longest window in tokens (default: as trained, else up to 384)"
-    )
-    parser.add_argument(
-        "--version_2_with_negative", action="store_true", help="'no answer' may be the answer (default: as trained)"
-    )
-    return parser
 
 
 def _take_trained_settings(flags: argparse.Namespace) -> None:
@@ -116,7 +91,3 @@ def _shown(question: Question, answer: Answer) -> str:
     if question.answer_texts:
         lines.append(f"  expected: {question.answer_texts[0]}")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

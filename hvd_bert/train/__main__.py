@@ -1,0 +1,42 @@
+"""Fine-tune BERT on SQuAD over every rank of the world.
+
+    python -m hvd_bert.train --config sample                                 one process
+    horovodrun -np 4 -H a100-01:2,a100-02:2 python -m hvd_bert.train         four ranks on two hosts
+    srun --mpi=pmix python -m hvd_bert.train                                 every task of a Slurm job
+
+Exit status: 0 done, 1 failure, 2 bad input (reported once, before any training), 75 stopped by a signal: everything is
+saved, and the same command resumes.
+
+This file only reads the command line: --help and a mistyped flag need not wait for the imports of `loop.py`, which
+trains.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from hvd_bert import command_line
+from hvd_bert.launch import find_launcher
+from hvd_bert.startup import collector_paused
+
+if TYPE_CHECKING:
+    from hvd_bert.world import World
+
+
+def main(world: World) -> None:
+    """A whole run on one rank, from the command line to the output files. Called by all ranks."""
+    with world.together():
+        config = command_line.parse()
+    with collector_paused():
+        from hvd_bert.train import loop
+    loop.run(config, world)
+
+
+if __name__ == "__main__":
+    if command_line.HELP & set(sys.argv):
+        command_line.parse(show_help=find_launcher(os.environ).speaks_first)
+    with collector_paused():
+        from hvd_bert.running import run_as_rank
+    run_as_rank(main, **command_line.before_joining(sys.argv[1:]))
