@@ -21,11 +21,11 @@ sys.path.insert(0, str(REPOSITORY))
 
 from transformers import AutoConfig  # noqa: E402
 
-from hvd_bert.config import ModelArguments  # noqa: E402
+from hvd_bert.config.settings import ModelArguments  # noqa: E402
 from hvd_bert.data import squad, windows  # noqa: E402
-from hvd_bert.data.dealing import crossover, deal, window_costs  # noqa: E402
-from hvd_bert.data.plan import BatchPlan  # noqa: E402
-from hvd_bert.model import load_tokenizer  # noqa: E402
+from hvd_bert.data.balance import crossover, deal, window_costs  # noqa: E402
+from hvd_bert.data.batch_plan import BatchPlan  # noqa: E402
+from hvd_bert.model.bert import load_tokenizer  # noqa: E402
 
 
 def over_mean(totals: NDArray[np.int64]) -> float:

@@ -30,16 +30,16 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from hvd_bert import command_line  # noqa: E402
 from hvd_bert.bench.workload import random_inputs, random_windows  # noqa: E402
-from hvd_bert.breakdown import Breakdown  # noqa: E402
-from hvd_bert.config import Config  # noqa: E402
-from hvd_bert.inputs import Inputs, TrainingSet  # noqa: E402
-from hvd_bert.meter import Meter  # noqa: E402
-from hvd_bert.running import run_as_rank  # noqa: E402
-from hvd_bert.telemetry import Telemetry  # noqa: E402
+from hvd_bert.config import command_line  # noqa: E402
+from hvd_bert.config.settings import Config  # noqa: E402
+from hvd_bert.distributed.runner import run_as_rank  # noqa: E402
+from hvd_bert.distributed.world import World  # noqa: E402
 from hvd_bert.train.loop import Training, set_up  # noqa: E402
-from hvd_bert.world import World  # noqa: E402
+from hvd_bert.training.breakdown import Breakdown  # noqa: E402
+from hvd_bert.training.inputs import Inputs, TrainingSet  # noqa: E402
+from hvd_bert.training.meter import Meter  # noqa: E402
+from hvd_bert.training.metrics_log import Telemetry  # noqa: E402
 
 Method = Callable[..., Any]
 Seconds = tuple[float, float]  # by the clock, and of this process's processor time

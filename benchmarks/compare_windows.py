@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from hvd_bert.command_line import parse
+from hvd_bert.config.command_line import parse
 from hvd_bert.data.squad import Question
 from hvd_bert.errors import UserError
-from hvd_bert.inputs import Inputs, load_inputs
+from hvd_bert.training.inputs import Inputs, load_inputs
 
 LEARNING_RATE = 5e-5
 

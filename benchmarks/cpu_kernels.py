@@ -7,7 +7,7 @@ turn by turn:
 
 1. fp32 products of the model's shapes, for the output and both gradients: torch's (MKL on x86) and oneDNN's;
 2. attention's fp32 products in windows of some lengths: torch's and numpy's BLAS, as the environment has it;
-3. dropout p = 0.1 of as many elements as a batch's hidden states have: torch's and `hvd_bert.dropout`'s;
+3. dropout p = 0.1 of as many elements as a batch's hidden states have: torch's and `hvd_bert.model.cpu.dropout`'s;
 4. forward and backward of the model on real batches (`--batch` windows), with torch's ways and with each of ours.
 
 Prints Markdown tables of medians; `--profile` adds each kind of operation's share of a step, AdamW's included.
@@ -28,12 +28,13 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from hvd_bert import attention, dropout, linear
-from hvd_bert.allocator import keep_memory
-from hvd_bert.config import ModelArguments
+from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data import squad, windows
-from hvd_bert.data.batches import Batch, Collator
-from hvd_bert.model import load_model, load_tokenizer, window_losses
+from hvd_bert.data.collate import Batch, Collator
+from hvd_bert.model import attention
+from hvd_bert.model.bert import load_model, load_tokenizer, window_losses
+from hvd_bert.model.cpu import dropout, linear
+from hvd_bert.model.cpu.malloc import keep_memory
 
 CHOOSE = attention.choose
 AVAILABLE = linear.available()

@@ -27,9 +27,9 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "parallel")]
 
 import resuming  # noqa: E402  # what makes two runs the same
 
-from hvd_bert import checkpoint, resume  # noqa: E402
+from hvd_bert.checkpoint import files, resume  # noqa: E402
 from hvd_bert.data.prefetch import Prefetcher  # noqa: E402
-from hvd_bert.running import run_as_rank  # noqa: E402
+from hvd_bert.distributed.runner import run_as_rank  # noqa: E402
 from hvd_bert.train.__main__ import main as train  # noqa: E402
 
 SAVE_STEPS = 4
@@ -83,7 +83,7 @@ def _become_trainer(words: list[str], writing: int, slow: bool) -> None:
     """The child: tells of each step that it begins, writes its checkpoints slowly."""
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
-    of_step, fingerprint = Prefetcher.of_step, checkpoint._fingerprint
+    of_step, fingerprint = Prefetcher.of_step, files._fingerprint
 
     def telling(self: Prefetcher, step: int) -> object:
         os.write(writing, (step + 1).to_bytes(8, "little"))
@@ -95,7 +95,7 @@ def _become_trainer(words: list[str], writing: int, slow: bool) -> None:
 
     Prefetcher.of_step = telling  # type: ignore[method-assign, assignment]
     if slow:
-        checkpoint._fingerprint = slower  # type: ignore[assignment]
+        files._fingerprint = slower  # type: ignore[assignment]
     sys.argv = ["hvd_bert.train", *words]
     try:
         run_as_rank(train)
@@ -107,11 +107,11 @@ def _become_trainer(words: list[str], writing: int, slow: bool) -> None:
 def look(out: Path, last: int, before: int, tally: Tally) -> int:
     """Judge what a killed attempt left; returns the step that the next one will go on from."""
     tally.while_writing += any(out.glob(".partial-checkpoint-*"))
-    found = checkpoint.candidates(out)
+    found = files.candidates(out)
     for folder in found:
         try:
-            checkpoint.verify(folder)
-        except checkpoint.Damaged as error:
+            files.verify(folder)
+        except files.Damaged as error:
             tally.damaged.append(str(error))
     if not found:
         tally.without_checkpoint_yet += 1

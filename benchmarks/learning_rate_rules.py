@@ -24,8 +24,8 @@ from statistics import mean, stdev
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from hvd_bert.config import TrainArguments  # noqa: E402
-from hvd_bert.optim import scaled_learning_rate  # noqa: E402
+from hvd_bert.config.settings import TrainArguments  # noqa: E402
+from hvd_bert.training.optim import scaled_learning_rate  # noqa: E402
 
 WORLDS = (1, 2, 4)
 RULES = ("none", "sqrt", "linear")

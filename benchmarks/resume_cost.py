@@ -24,8 +24,8 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "parallel")]
 from stopping_at import signal_at  # noqa: E402
 
 from hvd_bert.data.prefetch import Prefetcher  # noqa: E402
+from hvd_bert.distributed.runner import run_as_rank  # noqa: E402
 from hvd_bert.errors import EXIT_STOPPED  # noqa: E402
-from hvd_bert.running import run_as_rank  # noqa: E402
 from hvd_bert.train.__main__ import main as train  # noqa: E402
 
 STEPS = (10, 10_000)

@@ -33,9 +33,9 @@ from launch import Outcome  # noqa: E402
 from recorded import FOUR_RANKS, ONE_HOST, ONE_MESSAGE, TWO_HOSTS, horovodrun, ranks_of, recorded, six_layers  # noqa: E402
 from shaping import shaped  # noqa: E402
 
-from hvd_bert.report import reading  # noqa: E402
 from hvd_bert.report.alike import STRONG  # noqa: E402
 from hvd_bert.report.projection import Link, Network, Step, doctors_link, link_of, project  # noqa: E402
+from hvd_bert.runs import reading  # noqa: E402
 
 FIRST = 3  # steps before anything is measured
 CYCLE_S = 1e-3

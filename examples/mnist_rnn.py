@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LinearLR
 
-from hvd_bert.config import STRATEGIES
-from hvd_bert.engines.base import EngineOptions
-from hvd_bert.engines.strategies import make_engine
+from hvd_bert.config.settings import STRATEGIES
+from hvd_bert.distributed.runner import run_as_rank
+from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
-from hvd_bert.process_usage import process_usage
-from hvd_bert.running import run_as_rank
-from hvd_bert.world import World, log
+from hvd_bert.monitoring.process_usage import process_usage
+from hvd_bert.strategies.base import EngineOptions
+from hvd_bert.strategies.table import make_engine
 
 
 def parse_args() -> argparse.Namespace:

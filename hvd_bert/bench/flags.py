@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from hvd_bert import command_line
-from hvd_bert.config import Config
+from hvd_bert.config import command_line
+from hvd_bert.config.settings import Config
 from hvd_bert.errors import EXIT_OK, UserError
 
 # Flags of the trainer that name data, so that its own windows and weights are taken; and those that name weights only.

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvd_bert.data.batches import Collator
-from hvd_bert.data.plan import BatchPlan
-from hvd_bert.flops import training_flops
-from hvd_bert.meter import PHASES
-from hvd_bert.model import autocast, window_losses
-from hvd_bert.process_usage import seconds_since_start
-from hvd_bert.telemetry import Telemetry
+from hvd_bert.data.batch_plan import BatchPlan
+from hvd_bert.data.collate import Collator
+from hvd_bert.model.bert import autocast, window_losses
+from hvd_bert.model.flops import training_flops
+from hvd_bert.monitoring.process_usage import seconds_since_start
+from hvd_bert.training.meter import PHASES
+from hvd_bert.training.metrics_log import Telemetry
 
 FP32_BYTES = 4
 STATES = 4  # weight, gradient and AdamW's two moments of each parameter

@@ -20,8 +20,8 @@ from typing import TextIO
 
 from hvd_bert.bench.record import locked, writing
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_STOPPED, UserError
-from hvd_bert.report import reading
-from hvd_bert.report.runs import Run
+from hvd_bert.runs import reading
+from hvd_bert.runs.run import Run
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 TO_END_S = 40  # longer than torchrun gives ranks that do not answer, which is longer than others do

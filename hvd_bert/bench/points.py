@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hvd_bert import command_line
-from hvd_bert.config import OWNERS, STRATEGIES, Config, ParallelArguments
+from hvd_bert.config import command_line
+from hvd_bert.config.settings import OWNERS, STRATEGIES, Config, ParallelArguments
 from hvd_bert.errors import UserError
 
 STRONG, WEAK = "strong", "weak"

@@ -14,17 +14,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hvd_bert import output
 from hvd_bert.bench import measure
 from hvd_bert.bench.peak import matmul_peak
 from hvd_bert.bench.workload import random_inputs
-from hvd_bert.config import Config
-from hvd_bert.data.batches import Collator
+from hvd_bert.checkpoint import run_folder
+from hvd_bert.config.settings import Config
+from hvd_bert.data.collate import Collator
+from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import EXIT_FAILURE, UserError
-from hvd_bert.inputs import Inputs, load_inputs
-from hvd_bert.process_usage import memory_now, memory_peak, seconds_since_start
+from hvd_bert.monitoring.process_usage import memory_now, memory_peak, seconds_since_start
 from hvd_bert.train.loop import Training, set_up
-from hvd_bert.world import World, log
+from hvd_bert.training.inputs import Inputs, load_inputs
 
 # name -> what it is, and how it is printed
 FIGURES = {
@@ -53,7 +53,12 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
     figures = _measure(inputs, flags, config, world, before)
     with world.together(EXIT_FAILURE):
         if world.rank == 0:
-            record = {"command": sys.argv[1:], "settings": config.as_flat(), **figures, **output.facts(config, world)}
+            record = {
+                "command": sys.argv[1:],
+                "settings": config.as_flat(),
+                **figures,
+                **run_folder.facts(config, world),
+            }
             _tell(record, flags.json)
 
 

@@ -29,9 +29,9 @@ from hvd_bert.bench.launching import Launching, Machine
 from hvd_bert.bench.one_run import LOG, Stopped, exit_status, train
 from hvd_bert.bench.points import Plan, Point
 from hvd_bert.bench.record import DONE, FAILED, SKIPPED, STATES, WAITING, Record, Result, locked, writing
-from hvd_bert.config import OWNERS
+from hvd_bert.config.settings import OWNERS
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
-from hvd_bert.report import reading
+from hvd_bert.runs import reading
 
 EXPORTED = ("OMP_NUM_THREADS",)  # to the ranks on other hosts, or they would have other threads than those here
 FAILURES = 2  # of one setting in a row, after which its other repeats are not tried

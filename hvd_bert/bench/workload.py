@@ -9,15 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoConfig, BertConfig
 
-from hvd_bert.config import Config
+from hvd_bert.config.settings import Config
 from hvd_bert.data import squad
-from hvd_bert.data.dealing import crossover
-from hvd_bert.data.plan import BatchPlan
+from hvd_bert.data.balance import crossover
+from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.data.windows import WindowTable
+from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
-from hvd_bert.inputs import Inputs, TrainingSet
-from hvd_bert.model import new_model
-from hvd_bert.world import World
+from hvd_bert.model.bert import new_model
+from hvd_bert.training.inputs import Inputs, TrainingSet
 
 # Tokens of a window at each tenth of the windows, from the shortest to the longest: the 3,889 windows of the first 11
 # articles of SQuAD v1.1's training questions, bert-base-uncased's vocabulary, at most 384 tokens, stride 128.

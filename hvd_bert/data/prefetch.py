@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from hvd_bert.data.batches import Batch, Collator
-from hvd_bert.data.plan import BatchPlan
+from hvd_bert.data.batch_plan import BatchPlan
+from hvd_bert.data.collate import Batch, Collator
 
 AHEAD = 2  # batches that wait while one is trained on
 

@@ -1,7 +1,7 @@
 """Questions -> windows of tokens, kept in memory-mapped Arrow.
 
 One table serves training and evaluation. Its columns, one row per window
-(`[CLS] question [SEP] piece of the context [SEP]`; how they are cut: cutting.py):
+(`[CLS] question [SEP] piece of the context [SEP]`; how they are cut: tokenization.py):
 
     question        int32        index into `source.questions()`
     input_ids       list<int32>  the window's tokens, not padded
@@ -35,8 +35,8 @@ from tqdm.auto import tqdm
 
 from hvd_bert.data import cache
 from hvd_bert.data.cache import default_cache_dir
-from hvd_bert.data.cutting import SCHEMA, Batch, Cutter, WindowCounts, WindowOptions
 from hvd_bert.data.squad import Source
+from hvd_bert.data.tokenization import SCHEMA, Batch, Cutter, WindowCounts, WindowOptions
 from hvd_bert.errors import UserError
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from hvd_bert.distributed.launch import find_launcher
 from hvd_bert.doctor.report import Report
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.launch import find_launcher
 from hvd_bert.startup import collector_paused
 
 MOST_REPEATS = 1000

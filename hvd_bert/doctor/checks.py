@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from hvd_bert.config import DEFAULT_DATASET, DEFAULT_MODEL
+from hvd_bert.config.settings import DEFAULT_DATASET, DEFAULT_MODEL
 from hvd_bert.data.cache import default_cache_dir
 from hvd_bert.doctor import probes
 from hvd_bert.doctor.probes import Gpus, HorovodBuild, MpiLibrary, ProbeError, Slurm, mpi_version
 from hvd_bert.doctor.report import FAILURE, OK, WARNING, Line, isolated
-from hvd_bert.gpu_usage import NvmlError
+from hvd_bert.monitoring.gpu_usage import NvmlError
 
 GIB = 2**30
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 6)

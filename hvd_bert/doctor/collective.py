@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvd_bert.distributed.world import World
 from hvd_bert.doctor.probes import mpi_version
 from hvd_bert.doctor.report import OK, WARNING, Line, table
 from hvd_bert.errors import UserError
-from hvd_bert.world import World
 
 # BertForQuestionAnswering of bert-base-uncased, which has no pooler, in fp32.
 BERT_BASE_BYTES = 4 * 108_893_186

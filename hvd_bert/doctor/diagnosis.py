@@ -8,14 +8,14 @@ import platform
 import sys
 import threading
 
+from hvd_bert.distributed.horovod_world import HorovodWorld
+from hvd_bert.distributed.launch import Launcher
+from hvd_bert.distributed.world import AgreedError, World
 from hvd_bert.doctor import checks, collective, probes
 from hvd_bert.doctor.probes import ProbeError
 from hvd_bert.doctor.ranks import own_rank, rank_lines, ranks_table
 from hvd_bert.doctor.report import FAILURE, Line, Report, isolated, merged
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.launch import Launcher
-from hvd_bert.world import AgreedError, World
-from hvd_bert.worlds.horovod import HorovodWorld
 
 # Later than rank 0, which must have spoken before the launcher ends it for another rank's status.
 OTHERS_LATER_S = 30.0

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from hvd_bert.errors import UserError
-from hvd_bert.gpu_usage import NvmlError, nvml
+from hvd_bert.monitoring.gpu_usage import NvmlError, nvml
 
 COMMAND_TIMEOUT_S = 20.0
 IMPORT_TIMEOUT_S = 90.0  # of torch and Horovod, from a cold network file system

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from hvd_bert import __version__
+from hvd_bert.distributed.launch import Place
+from hvd_bert.distributed.world import World
 from hvd_bert.doctor.report import FAILURE, OK, WARNING, WIDTH, Line, table
-from hvd_bert.launch import Place
-from hvd_bert.world import World
 
 PACKAGES = ("horovod", "transformers", "tokenizers", "datasets", "numpy", "mpi4py")
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hvd_bert.answers import Answer, SpanOptions, answers_of
-from hvd_bert.command_line import load_yaml
-from hvd_bert.config import ModelArguments
+from hvd_bert.config.command_line import load_yaml
+from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data import squad, windows
 from hvd_bert.data.squad import Question
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.evaluation import window_logits
-from hvd_bert.model import load_model, load_tokenizer
+from hvd_bert.evaluation.evaluator import window_logits
+from hvd_bert.evaluation.postprocess import Answer, SpanOptions, answers_of
+from hvd_bert.model.bert import load_model, load_tokenizer
 
 BATCH_SIZE = 8
 

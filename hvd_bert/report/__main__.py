@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.report import comparison, content, plots, projection, reading
+from hvd_bert.rendering.page import Listing, Page, Picture, Text
+from hvd_bert.report import comparison, content, plots, projection
 from hvd_bert.report.alike import Group, Tolerance
 from hvd_bert.report.comparison import Table
-from hvd_bert.report.page import Listing, Page, Picture, Text
 from hvd_bert.report.projection import Fusion, Network, Projection
-from hvd_bert.report.runs import LeftOut, Run
+from hvd_bert.runs import reading
+from hvd_bert.runs.run import LeftOut, Run
 
 # horovodrun puts one before each piece of output that it reads: in the middle of a long line, too.
 LAUNCHERS_MARK = re.compile(r"\[\d+(,\d+)?\]<std(out|err)>:")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from hvd_bert.report.runs import Run
+from hvd_bert.runs.run import Run
 
 STRONG, WEAK = "strong", "weak"
 EARLY_STEPS = 20

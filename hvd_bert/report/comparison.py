@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hvd_bert.errors import UserError
 from hvd_bert.report.alike import STRONG, WEAK, Group, Tolerance, differences, losses_differ
-from hvd_bert.report.runs import LeftOut, Run
+from hvd_bert.runs.run import LeftOut, Run
 
 STRATEGIES = ("none", "horovod", "ddp", "fsdp", "deepspeed", "dp")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from hvd_bert.rendering.page import DASH, Grid
 from hvd_bert.report.alike import EARLY_STEPS, NATS, STRONG, Tolerance
 from hvd_bert.report.comparison import UNCHECKED, Line, Table
-from hvd_bert.report.page import DASH, Grid
 from hvd_bert.report.projection import Projection, Step
-from hvd_bert.report.runs import LeftOut, Run
+from hvd_bert.runs.run import LeftOut, Run
 
 GIB = 2**30
 SPREAD = 0.1  # of repeats, over their median: more is remarked on

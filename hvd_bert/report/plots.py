@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from hvd_bert.report.alike import WEAK
 from hvd_bert.report.comparison import Line, Table
 from hvd_bert.report.projection import Projection
-from hvd_bert.report.runs import Run
+from hvd_bert.runs.run import Run
 
 matplotlib.use("Agg")
 

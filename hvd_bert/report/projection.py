@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hvd_bert.errors import UserError
-from hvd_bert.flops import BACKWARD
+from hvd_bert.model.flops import BACKWARD
 from hvd_bert.report.alike import STRONG, WEAK, Group
 from hvd_bert.report.comparison import Table, baseline_of, title_of
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from hvd_bert import allocator
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.report.page import Listing, Page, Picture, Text
+from hvd_bert.model.cpu import malloc
+from hvd_bert.rendering.page import Listing, Page, Picture, Text
 from hvd_bert.timeline import advice, analysis, content
 from hvd_bert.timeline.figures import Findings
 
@@ -66,7 +66,7 @@ def read(path: Path, ranks: int | None = None, hosts: int | None = None) -> Find
             raise UserError(f"{flag} {number}: must be at least 1.")
     if path.is_dir():
         raise UserError(f"{path}: is a folder; name the timeline's file.")
-    allocator.keep_memory()  # arrays of a block are made of those of the block before
+    malloc.keep_memory()  # arrays of a block are made of those of the block before
     size = path.stat().st_size if path.is_file() else None
     with tqdm(total=size, unit="B", unit_scale=True, disable=None, leave=False, desc=path.name) as bar:
         findings = analysis.analyse(path, ranks, hosts, bar.update)

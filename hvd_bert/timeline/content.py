@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hvd_bert.report.page import DASH, Grid, Listing, Page, Text
+from hvd_bert.rendering.page import DASH, Grid, Listing, Page, Text
 from hvd_bert.timeline.advice import NO_CACHE, bytes_text
 from hvd_bert.timeline.analysis import BIG
 from hvd_bert.timeline.figures import Findings

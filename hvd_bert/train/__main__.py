@@ -17,12 +17,12 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from hvd_bert import command_line
-from hvd_bert.launch import find_launcher
+from hvd_bert.config import command_line
+from hvd_bert.distributed.launch import find_launcher
 from hvd_bert.startup import collector_paused
 
 if TYPE_CHECKING:
-    from hvd_bert.world import World
+    from hvd_bert.distributed.world import World
 
 
 def main(world: World) -> None:
@@ -38,5 +38,5 @@ if __name__ == "__main__":
     if command_line.HELP & set(sys.argv):
         command_line.parse(show_help=find_launcher(os.environ).speaks_first)
     with collector_paused():
-        from hvd_bert.running import run_as_rank
+        from hvd_bert.distributed.runner import run_as_rank
     run_as_rank(main, **command_line.before_joining(sys.argv[1:]))

@@ -9,28 +9,28 @@ from typing import Any
 
 from torch import Tensor
 
-from hvd_bert import output, resume
-from hvd_bert.allocator import keep_memory
-from hvd_bert.breakdown import Breakdown, describe_steps
-from hvd_bert.config import Config
-from hvd_bert.data.batches import Collator
+from hvd_bert.checkpoint import resume, run_folder
+from hvd_bert.checkpoint.resume import Found
+from hvd_bert.checkpoint.saving import Checkpoints
+from hvd_bert.config.settings import Config
+from hvd_bert.data.collate import Collator
 from hvd_bert.data.prefetch import Prefetcher
-from hvd_bert.engines.strategies import engine_class
+from hvd_bert.distributed.signals import StopRequests
+from hvd_bert.distributed.world import AgreedError, World, log
 from hvd_bert.errors import EXIT_FAILURE
-from hvd_bert.evaluation import Evaluator
-from hvd_bert.gpu_usage import GpuUsage
-from hvd_bert.inputs import Inputs, load_inputs
-from hvd_bert.model import autocast, set_precision, window_losses
-from hvd_bert.optim import scaling_advice
-from hvd_bert.peaks import peak_flops
-from hvd_bert.process_usage import process_usage
-from hvd_bert.profiling.recording import Recording
-from hvd_bert.resume import Found
-from hvd_bert.saving import Checkpoints
-from hvd_bert.state import TrainState
-from hvd_bert.stopping import StopRequests
-from hvd_bert.telemetry import Telemetry
-from hvd_bert.world import AgreedError, World, log
+from hvd_bert.evaluation.evaluator import Evaluator
+from hvd_bert.model.bert import autocast, set_precision, window_losses
+from hvd_bert.model.cpu.malloc import keep_memory
+from hvd_bert.model.peaks import peak_flops
+from hvd_bert.monitoring.gpu_usage import GpuUsage
+from hvd_bert.monitoring.process_usage import process_usage
+from hvd_bert.monitoring.profiling.recording import Recording
+from hvd_bert.strategies.table import engine_class
+from hvd_bert.training.breakdown import Breakdown, describe_steps
+from hvd_bert.training.inputs import Inputs, load_inputs
+from hvd_bert.training.metrics_log import Telemetry
+from hvd_bert.training.optim import scaling_advice
+from hvd_bert.training.state import TrainState
 
 
 def run(config: Config, world: World) -> None:
@@ -38,13 +38,13 @@ def run(config: Config, world: World) -> None:
     with world.together():
         resume.check_elastic(config, world)
         engine_class(config.parallel.strategy)  # whether it is installed
-        output.unlock()  # what this process held in an earlier world
+        run_folder.unlock()  # what this process held in an earlier world
     set_up(config, world)
     log.info("%s", "\n".join(world.describe()))
     found = None
     with world.together():
         if world.rank == 0:
-            output.check(config)
+            run_folder.check(config)
             found = resume.find(config)
         inputs = load_inputs(config, world)
         resume.check_scoring(config, inputs)
@@ -54,7 +54,7 @@ def run(config: Config, world: World) -> None:
         if world.rank == 0:
             if found:
                 resume.check(found, config, inputs)
-            output.make_ready(config, found)
+            run_folder.make_ready(config, found)
     config.train.output_dir = world.broadcast(config.train.output_dir)
     folder = config.train.folder
     inputs.model.to(device=world.device)  # type: ignore[call-arg]  # transformers hides the signature
@@ -64,25 +64,25 @@ def run(config: Config, world: World) -> None:
         results: dict[str, Any] = {}
         if inputs.train:
             results = Training(inputs, found, evaluator, telemetry, config, world).run()
-            with output.writing(folder, world) as writes:
+            with run_folder.writing(folder, world) as writes:
                 if writes:
-                    output.save_model(folder, inputs.model, inputs.tokenizer)
+                    run_folder.save_model(folder, inputs.model, inputs.tokenizer)
         if evaluator:
             evaluation = evaluator(inputs.model)
             telemetry.evaluated(evaluation.metrics | {"eval_s": evaluation.seconds})
             results |= evaluator.totals
-            with output.writing(folder, world) as writes:
+            with run_folder.writing(folder, world) as writes:
                 if writes:
-                    output.write_evaluation(folder, evaluation)
+                    run_folder.write_evaluation(folder, evaluation)
         usage = {"rank": world.rank} | process_usage(world.device)
-        results |= output.facts(config, world) | {"processes": world.gather(usage)}
-        with output.writing(folder, world) as writes:
+        results |= run_folder.facts(config, world) | {"processes": world.gather(usage)}
+        with run_folder.writing(folder, world) as writes:
             if writes and inputs.train:  # last: by this file a run counts as finished
                 work = {"work": resume.identity(config, inputs)}
-                output.write_json(folder / "train_results.json", results | work)
+                run_folder.write_json(folder / "train_results.json", results | work)
     if results.get("breakdown"):
         log.info("%s", "\n".join(describe_steps(results)))
-    log.info("%s", output.describe(folder))
+    log.info("%s", run_folder.describe(folder))
 
 
 def set_up(config: Config, world: World) -> None:
@@ -130,7 +130,7 @@ class Training:
         `stoppable`: signals end it with a checkpoint, and an AgreedError; else they do what they do to any process.
         """
         state, checkpoints, world = self.state, self.checkpoints, self.world
-        effective = output.effective_settings(self.config, self.plan, state.schedule.base_lrs[0], world)
+        effective = run_folder.effective_settings(self.config, self.plan, state.schedule.base_lrs[0], world)
         log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))
         for advice in scaling_advice(self.config.train, world.size * world.devices, effective["learning_rate"]):
             log.warning(advice)

@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from hvd_bert import command_line
 from hvd_bert.bench import launching as launches
 from hvd_bert.bench import points as planning
 from hvd_bert.bench.launching import Launching, Machine
 from hvd_bert.bench.one_run import exit_status
 from hvd_bert.bench.points import Point
 from hvd_bert.bench.record import locked, writing
-from hvd_bert.config import Config
+from hvd_bert.config import command_line
+from hvd_bert.config.settings import Config
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.tune import knobs, words
 from hvd_bert.tune.runs import Failed, Runs

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hvd_bert.config import Config
+from hvd_bert.config.settings import Config
 from hvd_bert.errors import UserError
-from hvd_bert.report.runs import Run
+from hvd_bert.runs.run import Run
 
 # NAME=VALUE for the environment, --FLAG=VALUE for the trainer; () is the defaults.
 Setting = tuple[str, ...]

@@ -13,8 +13,8 @@ from hvd_bert.bench.one_run import LOG, Trained, train
 from hvd_bert.bench.points import Point
 from hvd_bert.bench.record import replace, take_up, unreadable
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
-from hvd_bert.report import reading
-from hvd_bert.report.runs import Run
+from hvd_bert.runs import reading
+from hvd_bert.runs.run import Run
 from hvd_bert.tune import knobs
 from hvd_bert.tune.knobs import Setting
 from hvd_bert.tune.search import Pair

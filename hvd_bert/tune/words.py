@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from hvd_bert.bench.points import PRESET
-from hvd_bert.config import Config
+from hvd_bert.config.settings import Config
 from hvd_bert.tune.knobs import KNOBS, Knob, Setting
 from hvd_bert.tune.runs import Runs
 from hvd_bert.tune.search import FAILED, FASTER, NOISE_PAIRS, SEARCH_PAIRS, Point

@@ -10,8 +10,8 @@ import runpy
 import sys
 import time
 
-from hvd_bert.engines.horovod import HorovodEngine
-from hvd_bert.launch import find_launcher
+from hvd_bert.distributed.launch import find_launcher
+from hvd_bert.strategies.horovod import HorovodEngine
 
 backward = HorovodEngine.backward
 

@@ -14,7 +14,7 @@ from launch import REPOSITORY, TRAIN, Outcome
 pytestmark = pytest.mark.cluster
 
 RAISED = "rank 1 on a100-02 failed:"
-IMPORT = "ModuleNotFoundError: No module named 'hvd_bert.evaluation'"
+IMPORT = "ModuleNotFoundError: No module named 'hvd_bert.evaluation.evaluator'"
 STALL_TIMES = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
 WAITED = "rank 0 on a100-01 has waited 4 s for rank 1 on a100-02 to come to "
 

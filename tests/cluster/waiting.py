@@ -11,7 +11,7 @@ import runpy
 import signal
 import sys
 
-from hvd_bert.engines.horovod import HorovodEngine
+from hvd_bert.strategies.horovod import HorovodEngine
 
 backward, steps = HorovodEngine.backward, []
 

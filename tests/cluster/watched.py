@@ -37,13 +37,13 @@ class Lacking:
     """An importer that says that a module is not there."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name == "hvd_bert.evaluation":
+        if name == "hvd_bert.evaluation.evaluator":
             note(f"failed {time.time()}")
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def watch() -> None:
-    from hvd_bert.launch import find_launcher
+    from hvd_bert.distributed.launch import find_launcher
 
     rank = find_launcher(os.environ).rank
     fault = os.environ.get("WATCHED_FAULT") if rank == 1 else None
@@ -51,7 +51,7 @@ def watch() -> None:
         sys.meta_path.insert(0, Lacking())
         return
     from hvd_bert.data import windows
-    from hvd_bert.engines.horovod import HorovodEngine
+    from hvd_bert.strategies.horovod import HorovodEngine
 
     write, step, steps = windows._write, HorovodEngine.step, []
 

@@ -13,8 +13,8 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from hvd_bert.running import run_as_rank
-from hvd_bert.world import AgreedError, World
+from hvd_bert.distributed.runner import run_as_rank
+from hvd_bert.distributed.world import AgreedError, World
 
 
 def say(path: Path, words: str) -> None:

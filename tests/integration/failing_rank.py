@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from hvd_bert.distributed.runner import run_as_rank
+from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
-from hvd_bert.running import run_as_rank
-from hvd_bert.world import World
 
 
 def entry(world: World) -> None:

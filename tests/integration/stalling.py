@@ -15,12 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hvd_bert import checkpoint, command_line, inputs
-from hvd_bert.evaluation import Evaluator
-from hvd_bert.launch import find_launcher
-from hvd_bert.running import run_as_rank
+from hvd_bert.checkpoint import files
+from hvd_bert.config import command_line
+from hvd_bert.distributed.launch import find_launcher
+from hvd_bert.distributed.runner import run_as_rank
+from hvd_bert.evaluation.evaluator import Evaluator
 from hvd_bert.train.__main__ import main
 from hvd_bert.train.loop import Training
+from hvd_bert.training import inputs
 
 HELD_S = 6.0  # the inspector of the test warns within 4 s, the watch ends a step after 4
 STEP = 4  # by then Horovod has cached what the steps reduce
@@ -66,7 +68,7 @@ if __name__ == "__main__":
     if kind == "slow" and rank == 1:  # rank 0 has no turn to wait for, and would end the job first
         inputs.load_model = held(inputs.load_model)
     elif kind == "slow":
-        checkpoint.write = held(checkpoint.write)
+        files.write = held(files.write)
         Evaluator._score = held(Evaluator._score)  # type: ignore[method-assign]
     elif rank == 1:
         stalling(kind)

@@ -13,8 +13,8 @@ import yaml
 from commands import GLOBAL_BATCH, questions_of, read_lines, said, small_run
 from launch import Outcome, launcher, run
 
-from hvd_bert import command_line
-from hvd_bert.meter import PHASES
+from hvd_bert.config import command_line
+from hvd_bert.training.meter import PHASES
 
 pytestmark = pytest.mark.integration
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import distributed
 
-from hvd_bert.launch import find_launcher
-from hvd_bert.running import run_as_rank
-from hvd_bert.world import World
-from hvd_bert.worlds import rendezvous
+from hvd_bert.distributed import rendezvous
+from hvd_bert.distributed.launch import find_launcher
+from hvd_bert.distributed.runner import run_as_rank
+from hvd_bert.distributed.world import World
 
 
 def lost() -> bool:

@@ -12,8 +12,8 @@ import pytest
 from ranks import Ranks, check_every_strategy
 from training_checks import GLOBAL_BATCH, sample
 
-from hvd_bert.meter import Meter, Stopwatch
 from hvd_bert.train.__main__ import main as train
+from hvd_bert.training.meter import Meter, Stopwatch
 
 STEPS = 7
 TOLERANCE = 0.02

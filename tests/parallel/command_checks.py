@@ -11,10 +11,10 @@ import pytest
 from ranks import Ranks, check_every_strategy
 from training_checks import GLOBAL_BATCH, sample
 
-from hvd_bert import checkpoint
-from hvd_bert.engines.base import Engine
-from hvd_bert.engines.strategies import engine_class
-from hvd_bert.saving import Checkpoints
+from hvd_bert.checkpoint import files
+from hvd_bert.checkpoint.saving import Checkpoints
+from hvd_bert.strategies.base import Engine
+from hvd_bert.strategies.table import engine_class
 from hvd_bert.train.__main__ import main as train
 
 
@@ -37,7 +37,7 @@ def no_step_counts_before_the_last_save_is_on_disk(ranks: Ranks) -> None:
     order: list[str] = []
     waited_for = threading.Event()
     kind = engine_class(sys.argv[3].partition(":")[0])
-    write, step = checkpoint.write, kind.step
+    write, step = files.write, kind.step
     await_write, finish = Checkpoints.await_write, Checkpoints.finish
 
     def slow_write(*arguments: Any) -> Path:
@@ -55,7 +55,7 @@ def no_step_counts_before_the_last_save_is_on_disk(ranks: Ranks) -> None:
         return step(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "write", slow_write)
+        patch.setattr(files, "write", slow_write)
         patch.setattr(Checkpoints, "await_write", telling_wait)
         patch.setattr(Checkpoints, "finish", lambda self: (waited_for.set(), finish(self)))
         patch.setattr(kind, "step", telling_step)

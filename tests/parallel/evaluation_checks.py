@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ranks import Ranks, check
 
-from hvd_bert import command_line
-from hvd_bert.evaluation import Evaluator
-from hvd_bert.inputs import load_inputs
+from hvd_bert.config import command_line
+from hvd_bert.evaluation.evaluator import Evaluator
+from hvd_bert.training.inputs import load_inputs
 
 # 1 and 3: fewer than 4 ranks; 10: not divisible by 4.
 NUM_QUESTIONS = (1, 3, 10)

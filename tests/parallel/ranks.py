@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_bert.running import run_as_rank
-from hvd_bert.world import World
+from hvd_bert.distributed.runner import run_as_rank
+from hvd_bert.distributed.world import World
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from ranks import Ranks, check_every_strategy
 from stopping_at import signal_at
 from training_checks import GLOBAL_BATCH, sample
 
+from hvd_bert.distributed.world import AgreedError, World
 from hvd_bert.errors import EXIT_STOPPED
 from hvd_bert.train.__main__ import main as train
-from hvd_bert.world import AgreedError, World
 
 STEPS = 8  # of 2 passes each, if the rank's batch allows; an epoch has 2 steps, the last of one window
 

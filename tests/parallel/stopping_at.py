@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hvd_bert.data.batches import Batch
+from hvd_bert.data.collate import Batch
 from hvd_bert.data.prefetch import Prefetcher
 
 
@@ -55,8 +55,8 @@ def signal_at(
 
 
 if __name__ == "__main__":
-    from hvd_bert import command_line
-    from hvd_bert.running import run_as_rank
+    from hvd_bert.config import command_line
+    from hvd_bert.distributed.runner import run_as_rank
     from hvd_bert.train.__main__ import main
 
     where = (int(sys.argv[1]), {int(rank) for rank in sys.argv[2].split(",")}, signal.Signals[sys.argv[3]], sys.argv[4])

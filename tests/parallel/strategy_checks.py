@@ -10,7 +10,7 @@ import torch
 from ranks import Ranks, check_every_strategy
 from training_checks import Gradients, Training, assert_close
 
-from hvd_bert.model import window_losses
+from hvd_bert.model.bert import window_losses
 
 
 def applied_gradients(training: Training, step: int) -> Gradients:

@@ -17,17 +17,17 @@ import torch
 from ranks import Ranks, check
 from torch import Tensor, nn
 
-from hvd_bert import command_line
-from hvd_bert.config import Config
-from hvd_bert.data.batches import Collator
-from hvd_bert.data.plan import BatchPlan
-from hvd_bert.engines.base import Engine
-from hvd_bert.engines.strategies import make_engine
-from hvd_bert.inputs import Inputs, load_inputs
-from hvd_bert.model import autocast, window_losses
-from hvd_bert.optim import make_optimizer
-from hvd_bert.state import engine_options
-from hvd_bert.world import World
+from hvd_bert.config import command_line
+from hvd_bert.config.settings import Config
+from hvd_bert.data.batch_plan import BatchPlan
+from hvd_bert.data.collate import Collator
+from hvd_bert.distributed.world import World
+from hvd_bert.model.bert import autocast, window_losses
+from hvd_bert.strategies.base import Engine
+from hvd_bert.strategies.table import make_engine
+from hvd_bert.training.inputs import Inputs, load_inputs
+from hvd_bert.training.optim import make_optimizer
+from hvd_bert.training.state import engine_options
 
 WINDOWS = 17
 GLOBAL_BATCH = 16  # so the second step of each epoch has one window, and all ranks but one have none
@@ -220,7 +220,7 @@ def weight_decay_of_the_groups_survives_the_wrapping(ranks: Ranks) -> None:
 
 @check
 def schedule_drives_the_wrapped_optimizer(ranks: Ranks) -> None:
-    from hvd_bert.optim import make_schedule
+    from hvd_bert.training.optim import make_schedule
 
     training = Training(ranks.world, "--learning_rate", 1e-3, "--warmup_ratio", 0, "--warmup_steps", 2)
     engine = training.wrap()

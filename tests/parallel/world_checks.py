@@ -8,8 +8,8 @@ import pytest
 import torch
 from ranks import Ranks, check, check_every_strategy
 
+from hvd_bert.distributed.world import AgreedError
 from hvd_bert.errors import UserError
-from hvd_bert.world import AgreedError
 
 
 @check_every_strategy

@@ -11,8 +11,8 @@ import sys
 import pytest
 import torch
 
-from hvd_bert import attention
-from hvd_bert.attention import (
+from hvd_bert.model import attention
+from hvd_bert.model.attention import (
     Windows,
     attend_within_windows,
     by_jagged,
@@ -23,7 +23,7 @@ from hvd_bert.attention import (
     has_flash,
     offsets_of,
 )
-from hvd_bert.dropout import keep_mask, kept_scale
+from hvd_bert.model.cpu.dropout import keep_mask, kept_scale
 
 CPU = torch.device("cpu")
 LENGTHS = [[9], [4, 5], [1, 3, 1, 4], [3, 3, 3]]
@@ -172,7 +172,7 @@ def test_varlen_attn_takes_the_arguments_given():
 def test_without_varlen_attn_the_module_is_imported():
     program = (
         "import sys; sys.modules['torch.nn.attention.varlen'] = None\n"
-        "from hvd_bert import attention; print(attention.varlen_attn)"
+        "from hvd_bert.model import attention; print(attention.varlen_attn)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout == "None\n"

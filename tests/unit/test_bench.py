@@ -15,10 +15,10 @@ from hvd_bert.bench import measure
 from hvd_bert.bench.flags import parse
 from hvd_bert.bench.peak import matmul_peak
 from hvd_bert.bench.workload import SQUAD_TENTHS, lengths_like_squad, random_inputs
-from hvd_bert.data.batches import Collator
+from hvd_bert.data.collate import Collator
 from hvd_bert.errors import UserError
-from hvd_bert.flops import training_flops
-from hvd_bert.model import window_losses
+from hvd_bert.model.bert import window_losses
+from hvd_bert.model.flops import training_flops
 
 TINY = {
     "hidden_size": 32,

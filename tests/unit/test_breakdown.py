@@ -15,14 +15,14 @@ from transformers import BertConfig
 from hvd_bert.bench.flags import parse
 from hvd_bert.bench.measure import Recorder
 from hvd_bert.bench.workload import random_inputs
-from hvd_bert.breakdown import Breakdown, describe_steps
-from hvd_bert.data.plan import BatchPlan, _shares
+from hvd_bert.data.batch_plan import BatchPlan, _shares
 from hvd_bert.data.prefetch import AHEAD, Prefetcher
-from hvd_bert.flops import training_flops
-from hvd_bert.meter import PHASES, Look
-from hvd_bert.peaks import PEAKS, peak_flops, published_peak
-from hvd_bert.report import reading
+from hvd_bert.model.flops import training_flops
+from hvd_bert.model.peaks import PEAKS, peak_flops, published_peak
+from hvd_bert.runs import reading
 from hvd_bert.train.loop import Training
+from hvd_bert.training.breakdown import Breakdown, describe_steps
+from hvd_bert.training.meter import PHASES, Look
 
 LENGTHS = np.array([10, 20, 30, 40, 50, 60, 70], dtype=np.int32)
 SHAPE = BertConfig(num_hidden_layers=1)

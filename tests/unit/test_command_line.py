@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hvd_bert.command_line import PRESETS as PRESET_FOLDER
-from hvd_bert.command_line import parse
-from hvd_bert.config import PACKAGE, SECTIONS
+from hvd_bert.config.command_line import PRESETS as PRESET_FOLDER
+from hvd_bert.config.command_line import parse
+from hvd_bert.config.settings import PACKAGE, SECTIONS
 from hvd_bert.errors import UserError
 
 PRESETS = sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))

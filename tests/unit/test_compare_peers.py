@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_bert.config import FLAGS
+from hvd_bert.config.settings import FLAGS
 from hvd_bert.errors import UserError
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

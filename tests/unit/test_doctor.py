@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hvd_bert.distributed.launch import Launcher, Place
+from hvd_bert.distributed.world import AgreedError
 from hvd_bert.doctor import __main__ as command
 from hvd_bert.doctor import checks, collective, diagnosis, probes, ranks
 from hvd_bert.doctor.checks import (
@@ -33,9 +35,7 @@ from hvd_bert.doctor.probes import Gpus, HorovodBuild, MpiLibrary, ProbeError, S
 from hvd_bert.doctor.ranks import Rank, rank_lines, ranks_table, spans
 from hvd_bert.doctor.report import FAILURE, OK, WARNING, Line, Report, isolated, merged
 from hvd_bert.errors import UserError
-from hvd_bert.gpu_usage import NvmlError
-from hvd_bert.launch import Launcher, Place
-from hvd_bert.world import AgreedError
+from hvd_bert.monitoring.gpu_usage import NvmlError
 
 NO_DRIVER = NvmlError("NVML Shared Library Not Found")
 TWO_GPUS = Gpus("570.86", "12.8", ("A100", "A100"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvd_bert.dropout import LEVELS, Dropout, keep_mask
+from hvd_bert.model.cpu.dropout import LEVELS, Dropout, keep_mask
 
 MANY = 400_000
 

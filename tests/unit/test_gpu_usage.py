@@ -9,9 +9,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from hvd_bert import gpu_usage as module
-from hvd_bert.gpu_usage import GIB, GpuUsage, NvmlError, Sample, Sampler, find_gpu, look, nvml, summarise
-from hvd_bert.launch import Place
+from hvd_bert.distributed.launch import Place
+from hvd_bert.monitoring import gpu_usage as module
+from hvd_bert.monitoring.gpu_usage import GIB, GpuUsage, NvmlError, Sample, Sampler, find_gpu, look, nvml, summarise
 
 
 class FakeNvml(ModuleType):

@@ -18,35 +18,36 @@ PACKAGE = Path(hvd_bert.__file__).parent
 
 # The way a question travels. A module imports only from modules above it; a new module takes its place here.
 ORDER = [
-    "__init__", "errors", "machine", "startup", "config", "command_line", "allocator", "launch", "world",
-    "process_usage",
-    "worlds.__init__", "worlds.rendezvous", "worlds.stalls", "worlds.horovod", "worlds.distributed", "worlds.joining",
-    "running", "gpu_usage",
-    "data.__init__", "data.hub", "data.squad", "data.cache", "data.cutting", "data.windows",
-    "data.dealing", "data.plan", "data.batches", "data.prefetch",
-    "dropout", "linear", "batched", "attention", "model", "optim",
-    "engines.__init__", "engines.base", "engines.horovod", "engines.ddp", "engines.fsdp", "engines.deepspeed",
-    "engines.dp", "engines.strategies",
-    "answers", "squad_metric", "inputs", "evaluation", "telemetry", "meter", "flops", "peaks", "breakdown",
-    "state", "checkpoint", "resume", "output", "saving", "stopping",
-    "timeline.__init__", "timeline.words", "timeline.rows", "timeline.reader", "timeline.spans",
-    "profiling.__init__", "profiling.clocks", "profiling.trace", "profiling.recording",
-    "predict.__init__", "predict.answering", "predict.__main__",
-    "train.__init__", "train.loop", "train.__main__",
-    "bench.__init__", "bench.flags", "bench.peak", "bench.workload", "bench.measure", "bench.speed",
-    "doctor.__init__", "doctor.report", "doctor.probes", "doctor.ranks", "doctor.collective", "doctor.checks",
-    "doctor.diagnosis", "doctor.__main__",
-    "report.__init__", "report.runs", "report.reading", "report.alike", "report.comparison", "report.projection",
-    "report.plots", "report.page", "report.content", "report.__main__",
-    "bench.points", "bench.launching", "bench.record", "bench.one_run", "bench.sweep", "bench.__main__",
-    "tune.__init__", "tune.knobs", "tune.search", "tune.runs", "tune.words", "tune.__main__",
-    "timeline.steps", "timeline.figures", "timeline.analysis", "timeline.advice", "timeline.content", "timeline.plots",
-    "timeline.__main__",
-    "sample.__init__", "sample.dice", "sample.themes", "sample.vocabulary", "sample.names", "sample.passages",
-    "sample.generate",
+    "__init__", "errors", "machine", "startup", "config.__init__", "config.settings", "config.command_line",
+    "model.__init__", "model.cpu.__init__", "model.cpu.malloc", "distributed.__init__", "distributed.launch",
+    "distributed.world", "monitoring.__init__", "monitoring.process_usage", "distributed.rendezvous",
+    "distributed.watchdog", "distributed.horovod_world", "distributed.torch_world", "distributed.joining",
+    "distributed.runner", "monitoring.gpu_usage", "data.__init__", "data.hub", "data.squad", "data.cache",
+    "data.tokenization", "data.windows", "data.balance", "data.batch_plan", "data.collate", "data.prefetch",
+    "model.cpu.dropout", "model.cpu.linear", "model.cpu.bmm", "model.attention", "model.bert", "training.__init__",
+    "training.optim", "strategies.__init__", "strategies.base", "strategies.horovod", "strategies.ddp",
+    "strategies.fsdp", "strategies.deepspeed", "strategies.dp", "strategies.table", "evaluation.__init__",
+    "evaluation.postprocess", "evaluation.squad_metric", "training.inputs", "evaluation.evaluator",
+    "training.metrics_log", "training.meter", "model.flops", "model.peaks", "training.breakdown", "training.state",
+    "checkpoint.__init__", "checkpoint.files", "checkpoint.resume", "checkpoint.run_folder", "checkpoint.saving",
+    "distributed.signals", "timeline.__init__", "timeline.words", "timeline.rows", "timeline.reader",
+    "timeline.spans", "monitoring.profiling.__init__", "monitoring.profiling.clocks", "monitoring.profiling.trace",
+    "monitoring.profiling.recording", "predict.__init__", "predict.answering", "predict.__main__", "train.__init__",
+    "train.loop", "train.__main__", "bench.__init__", "bench.flags", "bench.peak", "bench.workload", "bench.measure",
+    "bench.speed", "doctor.__init__", "doctor.report", "doctor.probes", "doctor.ranks", "doctor.collective",
+    "doctor.checks", "doctor.diagnosis", "doctor.__main__", "report.__init__", "runs.__init__", "runs.run",
+    "runs.reading", "report.alike", "report.comparison", "report.projection", "report.plots", "rendering.__init__",
+    "rendering.page", "report.content", "report.__main__", "bench.points", "bench.launching", "bench.record",
+    "bench.one_run", "bench.sweep", "bench.__main__", "tune.__init__", "tune.knobs", "tune.search", "tune.runs",
+    "tune.words", "tune.__main__", "timeline.steps", "timeline.figures", "timeline.analysis", "timeline.advice",
+    "timeline.content", "timeline.plots", "timeline.__main__", "sample.__init__", "sample.dice", "sample.themes",
+    "sample.vocabulary", "sample.names", "sample.passages", "sample.generate",
 ]  # fmt: skip
 
-HOROVOD_AT_HOME = ("worlds.", "running", "engines.horovod", "doctor.collective")
+HOROVOD_AT_HOME = (
+    "distributed.horovod_world", "distributed.torch_world", "distributed.rendezvous", "distributed.runner",
+    "strategies.horovod", "doctor.collective",
+)  # fmt: skip
 LAUNCHER_VARIABLE = re.compile(r"(HOROVOD|OMPI|PMI|PMIX|MV2|SLURM)_[A-Z0-9_]+")
 
 
@@ -118,7 +119,10 @@ def test_horovod_is_imported_at_home_only(module):
 
 
 # DeepSpeed reads some of them itself, and must be told otherwise.
-READERS = ("launch", "worlds.", "engines.deepspeed")
+READERS = (
+    "distributed.launch", "distributed.horovod_world", "distributed.rendezvous", "distributed.watchdog",
+    "strategies.deepspeed",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith(READERS)])
@@ -128,12 +132,12 @@ def test_launcher_variables_are_read_at_home_only(module):
 
 
 def test_the_checks_above_see_what_is_there():
-    assert "data.batches" in own_modules("train.loop")
-    assert "data.windows" in own_modules("inputs")  # from hvd_bert.data import windows
-    assert "__init__" in own_modules("output")  # from hvd_bert import __version__
-    assert brings(ast.walk(tree("worlds.horovod")), "horovod")
-    assert brings(ast.walk(tree("engines.horovod")), "horovod")
-    texts = [node.value for node in ast.walk(tree("launch")) if isinstance(node, ast.Constant)]
+    assert "data.collate" in own_modules("train.loop")
+    assert "data.windows" in own_modules("training.inputs")  # from hvd_bert.data import windows
+    assert "__init__" in own_modules("checkpoint.run_folder")  # from hvd_bert import __version__
+    assert brings(ast.walk(tree("distributed.horovod_world")), "horovod")
+    assert brings(ast.walk(tree("strategies.horovod")), "horovod")
+    texts = [node.value for node in ast.walk(tree("distributed.launch")) if isinstance(node, ast.Constant)]
     assert "SLURM_PROCID" in texts
     assert LAUNCHER_VARIABLE.fullmatch("SLURM_PROCID")
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_bert.errors import UserError
-from hvd_bert.launch import (
+from hvd_bert.distributed.launch import (
     Launcher,
     Place,
     check_devices,
@@ -18,6 +17,7 @@ from hvd_bert.launch import (
     share_cores,
     slurm_address,
 )
+from hvd_bert.errors import UserError
 
 # What the launchers leave in the environment of rank 3 of 4.
 HOROVODRUN = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_CONTROLLER": "gloo"}

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from hvd_bert import linear
-from hvd_bert.linear import Linear
+from hvd_bert.model.cpu import linear
+from hvd_bert.model.cpu.linear import Linear
 
 needs_it = pytest.mark.skipif(not linear.available(), reason="no oneDNN with AVX-512 here: torch's own product is used")
 
@@ -63,7 +63,7 @@ def test_views_that_are_not_contiguous():
 KEEPS_NO_KERNELS = """
 import torch
 from pathlib import Path
-from hvd_bert import linear
+from hvd_bert.model.cpu import linear
 
 def resident():  # MB
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6

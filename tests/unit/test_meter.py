@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hvd_bert import meter as module
-from hvd_bert.meter import PHASES, Meter
+from hvd_bert.training import meter as module
+from hvd_bert.training.meter import PHASES, Meter
 
 
 class Clock:

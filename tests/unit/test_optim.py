@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForQuestionAnswering
 
-from hvd_bert.config import SCHEDULES, TrainArguments
+from hvd_bert.config.settings import SCHEDULES, TrainArguments
 from hvd_bert.errors import UserError
-from hvd_bert.optim import make_optimizer, make_schedule, scaled_learning_rate, scaling_advice, warmup_steps
+from hvd_bert.training.optim import make_optimizer, make_schedule, scaled_learning_rate, scaling_advice, warmup_steps
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from hvd_bert.data.plan import BatchPlan
+from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.data.prefetch import AHEAD, Prefetcher
 
 

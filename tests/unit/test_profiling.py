@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_timelines import Timeline
 
-from hvd_bert.command_line import before_joining, parse
+from hvd_bert.config.command_line import before_joining, parse
+from hvd_bert.distributed.horovod_world import ready_for_timeline
 from hvd_bert.errors import UserError
-from hvd_bert.profiling.clocks import _offset
-from hvd_bert.profiling.trace import RankTrace, _without_overlap, pack, write_trace
-from hvd_bert.worlds.horovod import ready_for_timeline
+from hvd_bert.monitoring.profiling.clocks import _offset
+from hvd_bert.monitoring.profiling.trace import RankTrace, _without_overlap, pack, write_trace
 
 BASE = ["--config", "sample"]
 START_US = 1795285774578916  # of made timelines

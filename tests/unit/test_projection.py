@@ -12,10 +12,11 @@ from made_runs import make_run
 from PIL import Image
 
 from hvd_bert.errors import UserError
-from hvd_bert.report import comparison, plots, projection, reading
+from hvd_bert.report import comparison, plots, projection
 from hvd_bert.report.__main__ import main
 from hvd_bert.report.alike import STRONG, WEAK, Tolerance
 from hvd_bert.report.projection import Fusion, Link, Network, Step, allreduce_s, exposed_s, in_fp16, link_of, project
+from hvd_bert.runs import reading
 
 FAST = Network(Link(1e18, 0.0))
 SLOW = Network(Link(1e9, 1e-5))

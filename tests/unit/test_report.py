@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from made_runs import make_run
 from PIL import Image
 
-from hvd_bert.report import plots, reading
+from hvd_bert.report import plots
 from hvd_bert.report.__main__ import main
+from hvd_bert.runs import reading
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvd_bert import resume
-from hvd_bert.command_line import parse
+from hvd_bert.checkpoint import resume
+from hvd_bert.checkpoint.resume import FREE, Found
+from hvd_bert.config.command_line import parse
 from hvd_bert.errors import UserError
-from hvd_bert.resume import FREE, Found
 
 
 @pytest.fixture

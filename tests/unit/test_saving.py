@@ -13,14 +13,14 @@ import pytest
 import torch
 from test_world import make_world
 
-from hvd_bert import checkpoint, saving
-from hvd_bert.command_line import parse
-from hvd_bert.data.plan import BatchPlan
+from hvd_bert.checkpoint import files, saving
+from hvd_bert.checkpoint.saving import Checkpoints
+from hvd_bert.config.command_line import parse
+from hvd_bert.data.batch_plan import BatchPlan
+from hvd_bert.distributed.world import AgreedError, HostsChanged
 from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED
-from hvd_bert.meter import Meter
-from hvd_bert.saving import Checkpoints
-from hvd_bert.state import Best, TrainState
-from hvd_bert.world import AgreedError, HostsChanged
+from hvd_bert.training.meter import Meter
+from hvd_bert.training.state import Best, TrainState
 
 
 class Engine:
@@ -57,13 +57,13 @@ def state_of(folder) -> dict[str, Any]:
 def test_slow_write_holds_what_was_there(run, tmp_path, monkeypatch):
     checkpoints = run()
     state, go = checkpoints.state, threading.Event()
-    whole = checkpoint.write
+    whole = files.write
 
     def slow(*arguments):
         assert go.wait(30)
         return whole(*arguments)
 
-    monkeypatch.setattr(checkpoint, "write", slow)
+    monkeypatch.setattr(files, "write", slow)
     state.step = 4
     before = state.engine.weight.clone()
     checkpoints.save()
@@ -74,17 +74,15 @@ def test_slow_write_holds_what_was_there(run, tmp_path, monkeypatch):
     state.step = 5
     go.set()
     checkpoints.finish()
-    found = checkpoint.read(tmp_path / "checkpoint-4")
+    found = files.read(tmp_path / "checkpoint-4")
     assert torch.equal(found.tensors["model"]["weight"], before)
     assert not found.tensors["optimizer"]["weight/exp_avg"].any()
     assert (found.documents["state"]["step"], found.documents["state"]["best"]["value"]) == (4, None)
 
 
 def test_no_step_counts_before_the_write_of_the_last_save(run, monkeypatch):
-    checkpoints, go, whole, order = run(), threading.Event(), checkpoint.write, []
-    monkeypatch.setattr(
-        checkpoint, "write", lambda *arguments: (go.wait(30), whole(*arguments), order.append("written"))
-    )
+    checkpoints, go, whole, order = run(), threading.Event(), files.write, []
+    monkeypatch.setattr(files, "write", lambda *arguments: (go.wait(30), whole(*arguments), order.append("written")))
     checkpoints.state.step = 4
     checkpoints.save()
     waiting = threading.Thread(target=lambda: (checkpoints.await_write(), order.append("next step")))
@@ -98,7 +96,7 @@ def test_no_step_counts_before_the_write_of_the_last_save(run, monkeypatch):
 def test_failed_write_is_said_and_the_next_one_succeeds(run, tmp_path, monkeypatch, caplog):
     checkpoints = run()
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patch.setattr(files, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         checkpoints.state.step = 1
         checkpoints.save()
         with caplog.at_level(logging.WARNING, "hvd_bert"):
@@ -107,7 +105,7 @@ def test_failed_write_is_said_and_the_next_one_succeeds(run, tmp_path, monkeypat
     checkpoints.save()
     assert "could not be written" in caplog.text and "No space left on device" in caplog.text
     checkpoints.finish()
-    assert [path.name for path in checkpoint.candidates(tmp_path)] == ["checkpoint-2"]
+    assert [path.name for path in files.candidates(tmp_path)] == ["checkpoint-2"]
 
 
 def test_no_space_for_the_small_files_is_a_failed_write(run, monkeypatch, caplog):
@@ -123,7 +121,7 @@ def test_no_space_for_the_small_files_is_a_failed_write(run, monkeypatch, caplog
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("no memory")], ids=repr)
 def test_failed_last_write_is_no_stop(run, monkeypatch, error):
     checkpoints = run()
-    monkeypatch.setattr(checkpoint, "write", lambda *_: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(files, "write", lambda *_: (_ for _ in ()).throw(error))
     checkpoints.state.step = 1
     with pytest.raises(AgreedError, match=r"checkpoint of step 1 could not be written: .*no ") as failed:
         checkpoints.stop("SIGTERM to rank 0")
@@ -155,7 +153,7 @@ def test_diverged_state_replaces_no_good_one(run, tmp_path, caplog):
         checkpoints.stop("SIGTERM to rank 0")
     assert diverged.value.status == EXIT_FAILURE
     assert "No checkpoint is made at step 2: the loss is no number" in caplog.text
-    assert [path.name for path in checkpoint.candidates(tmp_path)] == ["checkpoint-1"]
+    assert [path.name for path in files.candidates(tmp_path)] == ["checkpoint-1"]
 
 
 @pytest.mark.parametrize(

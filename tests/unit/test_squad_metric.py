@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hvd_bert.data.squad import Question
 from hvd_bert.errors import UserError
-from hvd_bert.squad_metric import score
+from hvd_bert.evaluation.squad_metric import score
 
 GOLDEN = json.loads((Path(__file__).parent / "squad_metric_golden.json").read_text(encoding="utf-8"))
 V2_NAMES = {"exact": "exact_match", "final_exact": "best_exact", "final_exact_thresh": "best_exact_thresh",

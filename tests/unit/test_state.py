@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load, save
 from test_world import make_world
 
-from hvd_bert import state
-from hvd_bert.state import Best, seed_ranks
+from hvd_bert.training import state
+from hvd_bert.training.state import Best, seed_ranks
 
 
 def draw() -> list[float]:

@@ -10,16 +10,16 @@ import torch
 from test_world import make_world
 from torch import nn
 
-from hvd_bert.attention import offsets_of
-from hvd_bert.command_line import before_joining, parse
-from hvd_bert.config import STRATEGIES
-from hvd_bert.engines.base import Engine, EngineOptions
-from hvd_bert.engines.dp import WindowParallel, join_windows, split_windows
-from hvd_bert.engines.strategies import ENGINES, engine_class, make_engine
+from hvd_bert.config.command_line import before_joining, parse
+from hvd_bert.config.settings import STRATEGIES
+from hvd_bert.distributed import joining, rendezvous
+from hvd_bert.distributed.launch import WorldsOfOne
+from hvd_bert.distributed.world import AgreedError
 from hvd_bert.errors import UserError
-from hvd_bert.launch import WorldsOfOne
-from hvd_bert.world import AgreedError
-from hvd_bert.worlds import joining, rendezvous
+from hvd_bert.model.attention import offsets_of
+from hvd_bert.strategies.base import Engine, EngineOptions
+from hvd_bert.strategies.dp import WindowParallel, join_windows, split_windows
+from hvd_bert.strategies.table import ENGINES, engine_class, make_engine
 
 
 def test_every_strategy_of_the_flag_has_an_engine():
@@ -33,13 +33,13 @@ def test_engines_are_found(strategy):
 
 def test_strategy_that_is_not_installed_names_the_line_that_installs_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.delitem(sys.modules, "hvd_bert.engines.deepspeed", raising=False)
+    monkeypatch.delitem(sys.modules, "hvd_bert.strategies.deepspeed", raising=False)
     with pytest.raises(UserError, match=r"`bash env/setup\.sh --deepspeed`"):
         engine_class("deepspeed")
 
 
 def test_deepspeed_that_cannot_be_imported_is_said_with_the_line_that_installs_it(monkeypatch):
-    engine = pytest.importorskip("hvd_bert.engines.deepspeed")
+    engine = pytest.importorskip("hvd_bert.strategies.deepspeed")
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(AgreedError, match=r"cannot be imported \(ModuleNotFound.*`bash env/setup\.sh --deepspeed`"):
         engine.DeepSpeedEngine(nn.Linear(1, 1), torch.optim.AdamW, EngineOptions(), make_world())

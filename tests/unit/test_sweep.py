@@ -22,10 +22,10 @@ from hvd_bert.bench import launching, one_run, record, sweep
 from hvd_bert.bench.launching import Hosts, Launching, Machine
 from hvd_bert.bench.one_run import Stopped, reason_of, signals, start_and_wait
 from hvd_bert.bench.points import Plan, Point, check_flags
-from hvd_bert.command_line import parse
-from hvd_bert.config import OWNERS
+from hvd_bert.config.command_line import parse
+from hvd_bert.config.settings import OWNERS
+from hvd_bert.distributed.launch import Allocation, find_allocation
 from hvd_bert.errors import UserError
-from hvd_bert.launch import Allocation, find_allocation
 
 TWO_CORES = Machine(cores=2, gpus=0, allocation=None)
 FOUR_GPUS = Machine(cores=64, gpus=4, allocation=None)

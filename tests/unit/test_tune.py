@@ -15,10 +15,10 @@ from hvd_bert.bench import launching, one_run
 from hvd_bert.bench.launching import Hosts, Launching, Machine
 from hvd_bert.bench.one_run import Stopped
 from hvd_bert.bench.points import Point as Launched
-from hvd_bert.command_line import parse
+from hvd_bert.config.command_line import parse
 from hvd_bert.errors import UserError
-from hvd_bert.report import reading
-from hvd_bert.report.runs import Run
+from hvd_bert.runs import reading
+from hvd_bert.runs.run import Run
 from hvd_bert.tune import __main__ as tune
 from hvd_bert.tune import knobs
 from hvd_bert.tune.knobs import Place, Setting

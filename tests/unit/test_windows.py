@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from hvd_bert.data import cutting, squad, windows
+from hvd_bert.data import squad, tokenization, windows
 from hvd_bert.data.windows import WindowCounts, WindowOptions, check_lengths, prepare
 from hvd_bert.errors import UserError
 
@@ -36,8 +36,8 @@ def inode(dataset) -> int:
 
 def test_columns_and_types(source, tokenizer, tmp_path):
     dataset = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
-    assert dataset.arrow.schema.equals(cutting.SCHEMA)
-    assert dataset.arrow.column_names == cutting.SCHEMA.names
+    assert dataset.arrow.schema.equals(tokenization.SCHEMA)
+    assert dataset.arrow.column_names == tokenization.SCHEMA.names
     assert sorted(set(dataset.column("question"))) == list(range(10))
 
 
@@ -64,7 +64,7 @@ def test_what_is_cached_is_mapped_and_not_read(source, tokenizer, tmp_path):
 
 
 def test_lengths_are_the_windows_tokens(source, tokenizer, own_cache, monkeypatch):
-    monkeypatch.setattr(cutting, "_WINDOWS_AT_ONCE", 3)  # in several pieces
+    monkeypatch.setattr(tokenization, "_WINDOWS_AT_ONCE", 3)  # in several pieces
     dataset = prepare(source, tokenizer, SMALL)
     expected = [len(tokens) for tokens in dataset.arrow["input_ids"]]
     lengths = dataset.lengths
@@ -76,7 +76,7 @@ def test_batches_of_questions_join_without_a_seam(make_questions, tokenizer, tmp
     source = squad.from_questions("small", make_questions(25, unanswered_every=4))
     whole = prepare(source, tokenizer, SMALL, cache_dir=tmp_path / "a")
     monkeypatch.setattr(windows, "_QUESTIONS_AT_ONCE", 7)
-    monkeypatch.setattr(cutting, "_WINDOWS_AT_ONCE", 3)
+    monkeypatch.setattr(tokenization, "_WINDOWS_AT_ONCE", 3)
     parts = prepare(source, tokenizer, SMALL, cache_dir=tmp_path / "b")
     assert whole.arrow == parts.arrow
     assert whole.counts == parts.counts

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hvd_bert.distributed.launch import Place
+from hvd_bert.distributed.world import AgreedError, World
 from hvd_bert.errors import UserError
-from hvd_bert.launch import Place
-from hvd_bert.world import AgreedError, World
 
 
 def make_world(rank: int = 0, size: int = 1) -> World:

@@ -1,0 +1,1 @@
+"""Checkpoints and the output folder: write, verify, resume."""

@@ -1,0 +1,219 @@
+"""Checkpoints while training: when one is due, the copy that training waits for, the write that it does not."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+
+from hvd_bert.checkpoint import files as checkpoint_files
+from hvd_bert.checkpoint.files import Contents
+from hvd_bert.checkpoint.resume import identity, rank_batch
+from hvd_bert.config.settings import Config
+from hvd_bert.distributed.world import AgreedError, HostsChanged, log
+from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED, UserError
+from hvd_bert.training.inputs import Inputs
+from hvd_bert.training.state import TrainState
+
+
+class Checkpoints:
+    """Saves a TrainState. Every method is called by all ranks; rank 0 writes."""
+
+    def __init__(self, state: TrainState, config: Config, inputs: Inputs) -> None:
+        self.state = state
+        self.args = config.checkpoint
+        self.folder = config.train.folder
+        self.overwrites = config.train.overwrite_output_dir
+        self._config, self._inputs = config, inputs
+        self._writer = Writer()
+        self._writes = False  # on rank 0; known to all
+        self._last_saved = -1  # not the step gone on from, which may be in another run's folder
+        self._diverged = False
+        self._new: dict[str, float] = {}
+        self.totals = {"checkpoints": 0, "checkpoint_pause_s": 0.0, "checkpoint_write_s": 0.0}
+
+    def due(self, total_steps: int) -> bool:
+        """Whether to save after this step: every --save_steps, and at the end."""
+        step, every = self.state.step, self.args.save_steps
+        return every > 0 and (step % every == 0 or step == total_steps or self.patience_is_over)
+
+    def save(self, whole: bool = False) -> None:
+        """Save the state after this step: training waits for the copy; the write runs beside the next step.
+
+        `whole`: all that is needed to go on, whatever --save_only_model says.
+        """
+        model_only = self.args.save_only_model and not whole
+        if self.state.step == self._last_saved and not (whole and self.args.save_only_model):
+            return
+        self.await_write()
+        with self._pause():
+            tensors, rest = self.state.snapshot()
+            if self.state.world.rank == 0:
+                self._diverged = not all(math.isfinite(loss) for loss, *_ in rest["since_last_look"])
+                if self._diverged:
+                    log.warning("No checkpoint is made at step %d: the loss is no number any more.", rest["step"])
+                else:
+                    keep = (
+                        {checkpoint_files.name_of(self.state.best.step)} if self.args.load_best_model_at_end else set()
+                    )
+                    self._writer.start(lambda: self._write(tensors, rest, model_only, keep))
+        self._last_saved, self._writes = self.state.step, True
+        self.totals["checkpoints"] += 1
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """What is done inside, training waits for."""
+        self.state.meter.lap("other")
+        start = time.perf_counter()
+        yield
+        self._count("checkpoint_pause_s", time.perf_counter() - start)
+        self.state.meter.lap("checkpoint")
+
+    @cached_property
+    def _of_the_run(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """What all checkpoints of the run share: their part of state.json, and the model's small files."""
+        config, inputs = self._config, self._inputs
+        return {"identity": identity(config, inputs), "rank_batch": rank_batch(config)}, model_files(inputs)
+
+    def _contents(self, tensors: dict[str, Any], rest: dict[str, Any], model_only: bool) -> Contents:
+        same, files = self._of_the_run
+        if model_only:
+            return Contents({"model": tensors["model"]}, {"state": {"step": rest["step"], "model_only": True}}, files)
+        return Contents(tensors, {"state": rest | same}, files)
+
+    def _write(self, tensors: dict[str, Any], rest: dict[str, Any], model_only: bool, keep: set[str]) -> None:
+        start = time.perf_counter()
+        checkpoint_files.write(self.folder, rest["step"], self._contents(tensors, rest, model_only))
+        try:
+            checkpoint_files.prune(self.folder, self.args.save_total_limit, keep)
+        except OSError as error:
+            log.warning("An old checkpoint in %s could not be removed: %s.", self.folder, error)
+        self._count("checkpoint_write_s", time.perf_counter() - start)
+
+    def _count(self, name: str, seconds: float) -> None:
+        self._new[name] = self._new.get(name, 0.0) + seconds
+        self.totals[name] += seconds
+
+    def await_write(self) -> None:
+        """Wait for the write, if one runs. Called before a step counts: no kill loses more than --save_steps of them.
+
+        If the write failed that is said; training goes on, and the next may succeed.
+        """
+        if not self._writes:
+            return
+        with self._pause():
+            error = self._writer.wait()
+            # The others wait here: at the gradients of the step after it a slow file system would look like a stall.
+            self.state.world.allgather(None)
+        self._writes = False
+        if error is not None:
+            log.warning("A checkpoint could not be written in %s: %s. Training goes on.", self.folder, error)
+
+    def close(self) -> None:
+        """Under Horovod elastic: let the write that runs come to its end before another rank may begin one."""
+        if self.state.world.elastic:
+            self._writer.wait()
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds of the pause and of the write (which ran beside the training) of a save since the last call."""
+        new, self._new = self._new, {}
+        return new
+
+    def finish(self) -> None:
+        """Wait for the last write. Raises AgreedError on all ranks if it failed."""
+        with self.state.world.together(EXIT_FAILURE):
+            error = self._writer.wait()  # None on ranks that do not write
+            if self._diverged:
+                raise UserError(f"The loss is no number any more at step {self._last_saved}: training has diverged.")
+            if error is not None:
+                raise UserError(f"The checkpoint of step {self._last_saved} could not be written: {error}.")
+
+    def stop(self, reason: str | None) -> None:
+        """Save, and leave: raises AgreedError with EXIT_STOPPED, or HostsChanged without `reason` (a signal's name)."""
+        self.save(whole=True)
+        self.finish()
+        if reason is None:
+            raise HostsChanged
+        without = " without --overwrite_output_dir" if self.overwrites else ""
+        where = self.folder / checkpoint_files.name_of(self.state.step)
+        raise AgreedError(
+            f"Stopped after step {self.state.step} by {reason}, saved in {where}. To go on from there: the same"
+            f" command, with --output_dir {self.folder}{without}.",
+            status=EXIT_STOPPED,
+        )
+
+    def evaluated(self, metrics: dict[str, float]) -> None:
+        """Take note of a scoring; save if it is the best and the best is wanted."""
+        if self.state.best.update(self.state.step, metrics) and self.args.load_best_model_at_end:
+            self.save()
+
+    @property
+    def patience_is_over(self) -> bool:
+        """Whether --early_stopping_patience ends the training here."""
+        patience = self.args.early_stopping_patience
+        return patience is not None and self.state.best.since >= patience
+
+    def end(self) -> None:
+        """The training is over: wait for the last write; with --load_best_model_at_end take the best weights."""
+        best, world = self.state.best, self.state.world
+        if self.patience_is_over:
+            log.info("Ended early: no %s better than that of step %d.", best.metric, best.step)
+        self.finish()
+        if not self.args.load_best_model_at_end or best.step in (0, self.state.step):
+            return
+        folder, model, problem = self.folder / checkpoint_files.name_of(best.step), self._inputs.model, None
+        if world.rank == 0:
+            try:
+                checkpoint_files.verify(folder)
+                model.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
+            except (checkpoint_files.Damaged, OSError) as error:
+                problem = str(error)
+        problem = world.broadcast(problem)
+        if problem is not None:
+            log.warning("The best model, that of step %d, is not there; the last one is left: %s.", best.step, problem)
+            return
+        world.broadcast_tensors(model.state_dict())
+        log.info("The model is that of step %d (%s %.4g).", best.step, best.metric, best.value)
+
+
+class Writer:
+    """Runs one job at a time in the background."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Start a job; the one before must have been waited for."""
+        # Not a daemon: a process that ends finishes what it began to write.
+        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint writer")
+        self._thread.start()
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception as error:  # a full disk, most likely; whatever it is, nobody else would hear of it
+            self._error = error
+
+    def wait(self) -> Exception | None:
+        """Wait for the job; the error it ended with."""
+        if self._thread is not None:
+            self._thread.join()
+        self._thread, error, self._error = None, self._error, None
+        return error
+
+
+def model_files(inputs: Inputs) -> dict[str, bytes]:
+    """What makes a folder load as a model and its tokenizer, beside the weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        inputs.model.config.save_pretrained(folder)
+        inputs.tokenizer.save_pretrained(folder)
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}

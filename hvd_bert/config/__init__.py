@@ -1,0 +1,1 @@
+"""Settings: the dataclasses, the command line that fills them, the presets."""

@@ -1,0 +1,222 @@
+"""The world of Horovod's ranks: horovodrun, mpirun, srun --mpi=pmix, torchrun, or one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hvd_bert.distributed import rendezvous, watchdog
+from hvd_bert.distributed.launch import Launcher, check_pmi, check_size, find_launcher, is_elastic
+from hvd_bert.distributed.world import AgreedError, World, log, log_on_rank_zero
+from hvd_bert.errors import UserError
+
+
+def ready_for_timeline(environ: MutableMapping[str, str]) -> None:
+    """Have Horovod, when it begins, make ready for a timeline of some steps. What the user has set stays."""
+    environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
+    # Horovod's response cache leaves out of the timeline which rank was ready when (docs/profiling.md).
+    environ.setdefault("HOROVOD_CACHE_CAPACITY", "0")
+
+
+class HostNotices:
+    """Whether Horovod elastic has hosts to add or to remove. It tells rank 0, once, from a thread of its own."""
+
+    def __init__(self) -> None:
+        self.changed = False
+        self._watches = False
+
+    def watch(self) -> None:
+        """Listen for changes from now on; those of before are in the world that is joined next."""
+        from horovod.common.elastic import notification_manager
+
+        self.changed = False
+        if not self._watches:
+            notification_manager.init()
+            notification_manager.register_listener(self)
+            self._watches = True
+
+    def on_hosts_updated(self, time: float, kind: int) -> None:
+        """Horovod's call."""
+        self.changed = True
+
+
+NOTICES = HostNotices()
+
+
+class HorovodWorld(World):
+    """Horovod's ranks. `node`: under MPI the communicator of this host's ranks (mpi4py), once all have their places."""
+
+    def __init__(self, hvd: Any, controller: str, comm: Any, stalled_after_s: float) -> None:
+        self._hvd = hvd
+        self._comm = comm
+        self.controller = controller
+        self.rank = hvd.rank()
+        self.size = hvd.size()
+        self.local_rank = hvd.local_rank()
+        self.local_size = hvd.local_size()
+        self.cross_rank = hvd.cross_rank()
+        self.cross_size = hvd.cross_size()
+        self.node: Any = None
+        self._stalled_after_s = stalled_after_s
+        self._watch: watchdog.Watch | None = None
+        super().__init__()
+
+    @staticmethod
+    def join(generation: int = 0) -> HorovodWorld:
+        """Join the world that the launcher made. Raises UserError where it is not one world.
+
+        `generation`: how many worlds this process has been in before, under Horovod elastic.
+        """
+        launcher = find_launcher(os.environ)
+        if launcher.size in (None, 1):
+            # Alone: no need to start MPI, which on some clusters cannot be started outside a job.
+            os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
+        try:
+            if launcher.name == "torchrun" and launcher.size != 1:
+                rendezvous.serve_horovod()
+            import horovod.torch as hvd
+
+            by_mpi = hvd.mpi_built() and os.environ.get("HOROVOD_CONTROLLER", "mpi") == "mpi"
+            comm = _mpi_world(launcher) if by_mpi else None
+        except (ImportError, OSError, RuntimeError) as error:
+            raise UserError(
+                f"Horovod or MPI cannot be loaded ({error}): load the modules that were loaded at set-up, or run"
+                " `bash env/setup.sh` with those of now."
+            ) from None
+        elastic = is_elastic(os.environ)
+        if elastic:
+            NOTICES.watch()
+        stalled_after_s = watchdog.inspect(os.environ, elastic)
+        hvd.init()
+        if not elastic:  # there the launcher's variables stay those of the first world
+            check_size(launcher, hvd.size())
+        controller = "none" if hvd.size() == 1 else "mpi" if by_mpi else "gloo"
+        world = HorovodWorld(hvd, controller, comm, stalled_after_s)
+        log_on_rank_zero(world.rank)
+        world.elastic, world.generation = elastic, generation
+        if launcher.size is None and int(os.environ.get("SLURM_NTASKS", "1")) > 1:
+            log.warning("This job has %s tasks, but this is one process: start with srun.", os.environ["SLURM_NTASKS"])
+        return world
+
+    def take_place(self) -> None:
+        super().take_place()
+        if self._comm is not None:
+            from mpi4py import MPI
+
+            self.node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+            self.host_ranks = tuple(self.node.allgather(self.rank))
+        if self.size > 1 and not self.elastic:
+            roll = watchdog.MpiRoll(self._comm.Dup()) if self._comm is not None else self._store_roll()
+            hosts = [place.host for place in self.places]
+            self._watch = watchdog.Watch(self.rank, hosts, self._stalled_after_s, roll, self.abort)
+
+    def _store_roll(self) -> watchdog.Roll:
+        address = rendezvous.address_of(os.environ.get("HOROVOD_GLOO_IFACE")) or self.host
+        try:
+            return watchdog.StoreRoll(rendezvous.store_of(self, address), self.rank, self.size)
+        except AgreedError as error:  # training goes without it
+            log.warning("A rank that stalls will not be named: %s", error)
+            return watchdog.NoRoll(self.rank, self.size)
+
+    def _take_device(self) -> tuple[str, str | None]:
+        device, device_id = super()._take_device()
+        if device != "cpu" and self.size > 1 and not self._hvd.nccl_built():
+            raise UserError(
+                "Horovod was built without NCCL and cannot average gradients on GPUs: build it anew with"
+                " `bash env/setup.sh --with-nccl`, or hide the GPUs (CUDA_VISIBLE_DEVICES= ) to train on CPUs."
+            )
+        return device, device_id
+
+    def allgather(self, value: Any) -> list[Any]:
+        if self.size == 1:
+            return [value]
+        with self._apart():
+            if self._comm is not None:
+                return list(self._comm.allgather(value))
+            # Named, or Horovod 0.28 would name it by the value's type, and ranks with values of different types would
+            # wait for each other for ever.
+            return list(self._hvd.allgather_object(value, name="hvd_bert.allgather"))
+
+    def gather(self, value: Any) -> list[Any]:
+        if self.size > 1 and self._comm is not None:
+            with self._apart():
+                return list(self._comm.gather(value) or ())
+        return super().gather(value)  # Horovod has no gather
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        if self.size == 1:
+            return values
+        with self.waiting(lambda: ["a sum of measurements"]):
+            return torch.as_tensor(self._hvd.allreduce(values, op=self._hvd.Sum))
+
+    def broadcast_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if self.size > 1:
+            with self.waiting(lambda: sorted(tensors)):
+                self._hvd.broadcast_parameters(sorted(tensors.items()), root_rank=0)
+
+    def begin_vote(self, mine: bool) -> Callable[[], bool]:
+        if self.size == 1:
+            return lambda: mine
+        ballot = torch.tensor([int(mine)], dtype=torch.int32)
+        handle = self._hvd.allreduce_async(ballot, op=self._hvd.Sum, name="hvd_bert.vote")
+
+        def count() -> bool:
+            with self.waiting(lambda: ["the vote on stopping"]):
+                return bool(self._hvd.synchronize(handle).item())
+
+        return count
+
+    def waiting(self, names: Callable[[], Sequence[str]]) -> AbstractContextManager[None]:
+        return self._watch.over(self._stalled_after_s, names) if self._watch else nullcontext()
+
+    def _apart(self) -> AbstractContextManager[None]:
+        """Around a wait for what ranks do apart, as tokenising: it may take long."""
+        return (
+            self._watch.over(max(watchdog.LONGEST_S, self._stalled_after_s), lambda: ["the others"])
+            if self._watch
+            else nullcontext()
+        )
+
+    def start_timeline(self, path: Path, mark_cycles: bool) -> None:
+        self._hvd.start_timeline(str(path), mark_cycles=mark_cycles)
+
+    def stop_timeline(self) -> None:
+        self._hvd.stop_timeline()
+
+    def close(self) -> None:
+        self.allgather(None)
+        self._hvd.shutdown()
+
+    def leave(self) -> None:
+        self._hvd.shutdown()
+
+
+def _mpi_world(launcher: Launcher) -> Any:
+    """mpi4py's communicator of all ranks; initialises MPI, before Horovod does.
+
+    Who initialises MPI also finalises it. Horovod would do so as soon as the first rank leaves, under the feet of
+    ranks that still use it (segmentation faults, seen with 0.28.1); mpi4py does when its own process ends.
+    """
+    import mpi4py
+
+    mpi4py.rc(initialize=False, finalize=True)
+    from mpi4py import MPI
+
+    check_pmi(launcher, os.environ, MPI.Get_library_version())
+    if not torch.cuda.is_available():
+        # Open MPI waits by asking again and again. On CPUs Horovod's thread would so take the core from the training
+        # of its own rank: two ranks on two cores made 12.6 windows/s, and 18.1 since it lets others go first.
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        raise UserError(
+            "This MPI gives no THREAD_MULTIPLE, which Horovod's background thread needs: use an MPI built with it, or"
+            " `horovodrun --gloo`."
+        )
+    return MPI.COMM_WORLD.Dup()  # our messages must not meet Horovod's

@@ -1,0 +1,50 @@
+"""Stopping in good order: signals set a flag, and all ranks agree on it at the end of a step."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from hvd_bert.distributed.horovod_world import NOTICES
+from hvd_bert.distributed.world import World
+
+# From a scheduler that ends or preempts the job, from the keyboard, and from hvd.slurm before the time limit.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+HOSTS = "hosts"  # what Horovod elastic has to say
+
+
+class StopRequests:
+    """Whether this process was asked to stop, and whether any rank was."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._received: str | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Take the signals inside; a second SIGINT (Ctrl-C again) ends the process at once."""
+        before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._received == "SIGINT":
+            raise KeyboardInterrupt
+        self._received = signal.Signals(number).name
+
+    def ask(self) -> Callable[[], bool]:
+        """Ask all ranks, in the background: call the result, on all ranks, for whether any was asked to stop."""
+        return self._world.begin_vote(self._received is not None or NOTICES.changed)
+
+    def reason(self) -> str | None:
+        """The signals that came, and where; None: only the hosts change. A collective."""
+        received = self._world.allgather(self._received or (HOSTS if NOTICES.changed else None))
+        return (
+            ", ".join(f"{name} to rank {rank}" for rank, name in enumerate(received) if name not in (None, HOSTS))
+            or None
+        )

@@ -1,0 +1,120 @@
+"""The world of torch.distributed's ranks, for every strategy but Horovod's: torchrun, horovodrun, mpirun or srun."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+from torch import distributed
+
+from hvd_bert.distributed import rendezvous
+from hvd_bert.distributed.horovod_world import HorovodWorld
+from hvd_bert.distributed.launch import find_launcher, is_elastic, slurm_address
+from hvd_bert.distributed.world import World, log_on_rank_zero
+
+# Ranks wait for one that writes a checkpoint or scores the rest of its questions. Who is gone Gloo notices at once.
+TIMEOUT = timedelta(hours=2)
+
+
+class DistributedWorld(World):
+    """torch.distributed's ranks: Gloo between CPUs, NCCL between GPUs."""
+
+    controller = "torch.distributed"
+
+    def __init__(self, rank: int, size: int, comm: Any = None) -> None:
+        self.rank, self.size, self._comm = rank, size, comm
+        super().__init__()
+        hosts = self.allgather(self.host)
+        names = list(dict.fromkeys(hosts))
+        self.local_rank, self.local_size = hosts[:rank].count(self.host), Counter(hosts)[self.host]
+        self.cross_rank, self.cross_size = names.index(self.host), len(names)
+
+    @staticmethod
+    def join() -> DistributedWorld:
+        """Join the world that the launcher made. Raises UserError where it is not one world."""
+        launcher = find_launcher(os.environ)
+        rank, size, comm = launcher.rank or 0, launcher.size or 1, None
+        if launcher.name == "torchrun":
+            store = rendezvous.torchrun_store()
+        elif size == 1:
+            store = distributed.HashStore()  # type: ignore[attr-defined]  # it is there, but for type checkers
+        elif launcher.name == "srun":
+            store = rendezvous.store_at(*slurm_address(os.environ), rank, size)
+        else:
+            # horovodrun and mpirun tell a rank where to meet the others, each in words of its own, which Horovod knows.
+            meeting = HorovodWorld.join()
+            rank, size, comm = meeting.rank, meeting.size, meeting._comm
+            store = rendezvous.store_of(meeting, meeting.host)
+            meeting.close()
+        rendezvous.choose_interface(store, rank, size, "GLOO_SOCKET_IFNAME")
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        log_on_rank_zero(rank)
+        world = DistributedWorld(rank, size, comm)
+        world.elastic = is_elastic(os.environ)  # to be refused: only Horovod is
+        return world
+
+    def allgather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        distributed.all_gather_object(values, value)
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size if self.rank == 0 else []
+        distributed.gather_object(value, values or None)
+        return values
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        total = values.clone()
+        distributed.all_reduce(total)
+        return total
+
+    def broadcast_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for _, tensor in sorted(tensors.items()):
+            distributed.broadcast(tensor, src=0)
+
+    def begin_vote(self, mine: bool) -> Callable[[], bool]:
+        ballot = torch.tensor([int(mine)], dtype=torch.int32)
+        work = distributed.all_reduce(ballot, async_op=True)
+
+        def count() -> bool:
+            work.wait()
+            return bool(ballot.item())
+
+        return count
+
+    def close(self) -> None:
+        distributed.barrier()
+        self.leave()
+
+    def leave(self) -> None:
+        distributed.destroy_process_group()
+
+    def end(self, status: int) -> NoReturn:
+        """Python's threads and exit functions end as they do at any exit, but Python does not take itself apart.
+
+        So nothing outside this call is left in order: no `finally`, no file that is still open.
+
+        destroy_process_group leaves Gloo's threads alive where anything still holds the group (FSDP's mesh does). One
+        that lets go of its last tensor while Python is taken apart aborts the process (pytorch#190489, #117762; seen
+        here once, with 2.13): a run that had done all its work would end with status 134.
+        """
+        self.close()
+        try:
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+            atexit._run_exitfuncs()
+            if self._comm is not None:
+                from mpi4py import MPI
+
+                MPI.Finalize()  # mpi4py's own comes after Python, and mpirun takes a rank without it for crashed
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)

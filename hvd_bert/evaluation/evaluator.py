@@ -1,0 +1,155 @@
+"""Scoring: every rank answers its share of the questions, rank 0 puts them together and scores them.
+
+A question's windows stay on one rank, so each question is counted once whatever the world size, and no collective
+stands between the first batch and the last: ranks may have different numbers of batches, or none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from tqdm import tqdm
+
+from hvd_bert.config.settings import Config, DataArguments
+from hvd_bert.data.balance import crossover, deal, window_costs
+from hvd_bert.data.collate import Collator
+from hvd_bert.data.windows import WindowTable
+from hvd_bert.distributed.world import World
+from hvd_bert.errors import EXIT_FAILURE
+from hvd_bert.evaluation.postprocess import Answer, SpanOptions, WindowLogits, answers_of
+from hvd_bert.evaluation.squad_metric import score
+from hvd_bert.model.bert import autocast, span_logits, span_losses
+from hvd_bert.training.inputs import Inputs
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`metrics`: exact_match, f1, total, eval_loss, ... in percent, on every rank; `answers`: in the order of the
+    questions on rank 0, empty on the others; `seconds`: how long it took."""
+
+    metrics: dict[str, float]
+    answers: list[Answer]
+    seconds: float
+
+
+def span_options(data: DataArguments) -> SpanOptions:
+    """The part of the settings that says what counts as an answer."""
+    return SpanOptions(**{field.name: getattr(data, field.name) for field in dataclasses.fields(SpanOptions)})
+
+
+@torch.no_grad()
+def window_logits(
+    model: nn.Module,
+    windows: WindowTable,
+    ids: NDArray[np.int64],
+    device: torch.device,
+    batch_size: int,
+    precision: str,
+    losses: list[float],
+    pad_to: int | None = None,
+    show_progress: bool = False,
+) -> Iterator[WindowLogits]:
+    """What `model` says of the rows `ids` of `windows`, in that order; appends each window's loss to `losses`.
+
+    `pad_to`: as `Collator` takes it.
+    """
+    collate = Collator(windows, device, pad_to)
+    for first in tqdm(range(0, len(ids), batch_size), "Scoring", unit="batch", leave=False, disable=not show_progress):
+        batch_ids = ids[first : first + batch_size]
+        batch = collate(batch_ids)
+        with autocast(device, precision):
+            starts, ends = span_logits(model, batch)
+        losses.extend(span_losses(starts, ends, batch).tolist())
+        start_rows, end_rows = starts.cpu().numpy(), ends.cpu().numpy()
+        questions, context_starts = (windows.numbers(name, batch_ids) for name in ("question", "context_start"))
+        char_starts, char_ends = (windows.lists(name, batch_ids) for name in ("char_starts", "char_ends"))
+        for i, length in enumerate(batch.lengths):
+            yield WindowLogits(
+                question=int(questions[i]),
+                context_start=int(context_starts[i]),
+                char_starts=char_starts[i],
+                char_ends=char_ends[i],
+                start_logits=start_rows[i, :length],
+                end_logits=end_rows[i, :length],
+            )
+
+
+class Evaluator:
+    """Scores a model on the questions of `inputs.dev`, by the options in `config.data`.
+
+    `totals`: how often it was done, and the seconds that it took.
+    """
+
+    def __init__(self, inputs: Inputs, config: Config, world: World) -> None:
+        assert inputs.dev is not None
+        self.questions = inputs.dev.questions
+        self.windows = inputs.dev.windows
+        self.options = span_options(config.data)
+        self.batch_size = config.train.per_device_eval_batch_size
+        self.precision = config.train.precision
+        self.pad_to = config.data.pad_to
+        self.world = world
+        self.totals = {"evaluations": 0, "evaluation_s": 0.0}
+        question = self.windows.column("question")
+        tokens = self.windows.lengths
+        costs = np.zeros(len(self.questions), dtype=np.int64)  # of all of a question's windows
+        np.add.at(costs, question, window_costs(tokens, crossover(inputs.model.config)))
+        self.shares = deal(costs, world.size)  # the questions of each rank
+        mine = np.flatnonzero(np.isin(question, self.shares[world.rank]))
+        # Windows of like length share a batch, the longest first: memory runs out at once or not at all.
+        self.window_ids = mine[np.argsort(-tokens[mine], kind="stable")]
+
+    def __call__(self, model: nn.Module) -> Evaluation:
+        """Answer and score. Called by all ranks; leaves the model in the mode it was in."""
+        start = time.perf_counter()
+        was_training = model.training
+        model.eval()
+        rank, share = self.world.rank, self.shares[self.world.rank]
+        losses: list[float] = []
+        logits = window_logits(
+            model,
+            self.windows,
+            self.window_ids,
+            self.world.device,
+            self.batch_size,
+            self.precision,
+            losses,
+            self.pad_to,
+            show_progress=rank == 0 and sys.stderr.isatty(),
+        )
+        # `question` becomes the index in this rank's own list.
+        mine = (dataclasses.replace(window, question=int(np.searchsorted(share, window.question))) for window in logits)
+        with self.world.together(status=EXIT_FAILURE):  # of weights that are no numbers, say
+            answers = answers_of([self.questions[i] for i in share], mine, self.options)
+        model.train(was_training)
+        counts = torch.tensor([sum(losses), len(losses)], dtype=torch.float64)
+        total_loss, total_windows = self.world.sum(counts).tolist()
+        by_rank = self.world.gather(answers)
+        metrics: dict[str, float] = {}
+        merged: list[Answer] = []
+        if rank == 0:
+            answered = zip(np.concatenate(self.shares).tolist(), chain.from_iterable(by_rank), strict=True)
+            merged = [answer for _, answer in sorted(answered, key=itemgetter(0))]
+            metrics = self._score(merged) | {"eval_loss": total_loss / total_windows}
+        metrics = self.world.broadcast(metrics)
+        seconds = time.perf_counter() - start
+        self.totals["evaluations"] += 1
+        self.totals["evaluation_s"] += seconds
+        return Evaluation(metrics, merged, seconds)
+
+    def _score(self, answers: list[Answer]) -> dict[str, float]:
+        v2 = self.options.version_2_with_negative
+        # For v2.0's best thresholds the spans are needed also where "no answer" won at today's threshold.
+        texts = {answer.id: answer.best_span if v2 else answer.text for answer in answers}
+        odds = {answer.id: answer.null_odds for answer in answers if answer.null_odds is not None} if v2 else None
+        return score(self.questions, texts, odds, v2, self.options.null_score_diff_threshold)

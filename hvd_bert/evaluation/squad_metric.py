@@ -1,0 +1,161 @@
+"""Spans to numbers: exact match and F1 as the official SQuAD scripts compute them, for v1.1 and v2.0.
+
+Both scripts compare texts in lower case without ASCII punctuation, without the words a, an and the, and with
+single spaces, and take the best over a question's gold answers. They differ where nothing is left of a text:
+- v1.1 gives F1 0 to two texts without a word (their exact match is 1, so F1 can be below exact match);
+- v2.0 gives F1 1 if neither has a word, 0 if one has none; gold answers without a word are passed over, and
+  if none is left, as for a question without an answer, only a prediction without a word is right.
+
+Sources: evaluate-v1.1.py (Rajpurkar et al. 2016) and evaluate-v2.0.py (Rajpurkar et al. 2018). The tests
+compare with those scripts themselves.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from hvd_bert.data.squad import Question
+from hvd_bert.errors import UserError
+
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_PUNCTUATION = dict.fromkeys(map(ord, string.punctuation))
+
+
+def normalise(text: str) -> str:
+    """Lower case, no ASCII punctuation, no articles, single spaces: the form in which texts are compared."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def score(
+    questions: Sequence[Question],
+    predictions: Mapping[str, str],
+    null_odds: Mapping[str, float] | None = None,
+    version_2_with_negative: bool = False,
+    null_score_diff_threshold: float = 0.0,
+) -> dict[str, float]:
+    """The official scores in percent; `predictions` and `null_odds` map question ids to texts and to odds.
+
+    v1.1: exact_match, f1, total (the number of questions).
+
+    v2.0: the same three, where `exact_match` is what evaluate-v2.0.py calls `exact`, so that both versions
+    share the names of their main scores; HasAns_exact, HasAns_f1, HasAns_total, NoAns_exact, NoAns_f1 and
+    NoAns_total, left out if there is no such question. With `null_odds`, which stand where that script has
+    the probability of "no answer" (--na-prob-file), also best_exact, best_exact_thresh, best_f1 and
+    best_f1_thresh: the highest scores that any threshold on the odds would give, and those thresholds.
+    Questions whose odds are above `null_score_diff_threshold` (--na-prob-thresh) count as answered with "",
+    which changes nothing for the answers of `hvd_bert.evaluation.postprocess`: their texts are empty there already.
+
+    The best thresholds can only turn given texts into "", never find a text where "" was predicted. To have
+    them true on both sides of the threshold, predict `Answer.best_span` for every question: the other scores
+    are the same.
+
+    Raises UserError if a question has no prediction or no odds, if there are no questions, or if a v1.1
+    question has no gold answer. Entries for other ids are ignored. Equal odds are taken in the order of
+    `questions`.
+    """
+    if not questions:
+        raise UserError("there are no questions to score")
+    _demand_all(questions, predictions, "prediction")
+    if not version_2_with_negative:
+        return _score_v1(questions, predictions)
+    if null_odds is not None:
+        _demand_all(questions, null_odds, "null odds")
+    return _score_v2(questions, predictions, null_odds, null_score_diff_threshold)
+
+
+def _score_v1(questions: Sequence[Question], predictions: Mapping[str, str]) -> dict[str, float]:
+    exact = f1 = 0.0
+    for question in questions:
+        if not question.answer_texts:
+            raise UserError(
+                f"question {question.id} has no answer, which SQuAD v1.1 does not allow: "
+                "for data with unanswerable questions (v2.0) use --version_2_with_negative"
+            )
+        prediction = normalise(predictions[question.id])
+        golds = [normalise(text) for text in question.answer_texts]
+        exact += prediction in golds
+        f1 += max(_word_f1(gold, prediction) for gold in golds)
+    total = len(questions)
+    return {"exact_match": 100.0 * exact / total, "f1": 100.0 * f1 / total, "total": total}
+
+
+def _score_v2(
+    questions: Sequence[Question],
+    predictions: Mapping[str, str],
+    null_odds: Mapping[str, float] | None,
+    threshold: float,
+) -> dict[str, float]:
+    has_answer = [bool(q.answer_texts) for q in questions]
+    exact, f1 = zip(*(_scores_v2(q, predictions[q.id]) for q in questions), strict=True)
+    if null_odds is None:
+        return _means_v2(exact, f1, has_answer)
+
+    odds = [null_odds[q.id] for q in questions]
+    nulled = [
+        [float(not has) if odd > threshold else value for value, odd, has in zip(values, odds, has_answer, strict=True)]
+        for values in (exact, f1)
+    ]
+    result = _means_v2(nulled[0], nulled[1], has_answer)
+    empty = [not predictions[q.id] for q in questions]
+    for name, values in (("exact", exact), ("f1", f1)):
+        best, best_threshold = _best_threshold(values, odds, has_answer, empty)
+        result |= {f"best_{name}": best, f"best_{name}_thresh": best_threshold}
+    return result
+
+
+def _scores_v2(question: Question, prediction: str) -> tuple[float, float]:
+    """Exact match and F1 (0 to 1) of one prediction by v2.0's rules."""
+    prediction = normalise(prediction)
+    golds = [gold for gold in map(normalise, question.answer_texts) if gold] or [""]
+    f1 = float(prediction in golds) if not prediction else max(_word_f1(gold, prediction) for gold in golds)
+    return float(prediction in golds), f1
+
+
+def _word_f1(gold: str, prediction: str) -> float:
+    """Harmonic mean of precision and recall over the words of two normalised texts; 0 if they share none."""
+    gold_words, predicted_words = gold.split(), prediction.split()
+    num_same = sum((Counter(gold_words) & Counter(predicted_words)).values())
+    if not num_same:
+        return 0.0
+    precision, recall = num_same / len(predicted_words), num_same / len(gold_words)
+    return 2 * precision * recall / (precision + recall)
+
+
+def _means_v2(exact: Sequence[float], f1: Sequence[float], has_answer: Sequence[bool]) -> dict[str, float]:
+    total = len(has_answer)
+    result = {"exact_match": 100.0 * sum(exact) / total, "f1": 100.0 * sum(f1) / total, "total": total}
+    for prefix, wanted in (("HasAns", True), ("NoAns", False)):
+        members = [i for i, has in enumerate(has_answer) if has is wanted]
+        if members:
+            result[f"{prefix}_exact"] = 100.0 * sum(exact[i] for i in members) / len(members)
+            result[f"{prefix}_f1"] = 100.0 * sum(f1[i] for i in members) / len(members)
+            result[f"{prefix}_total"] = len(members)
+    return result
+
+
+def _best_threshold(
+    scores: Sequence[float], odds: Sequence[float], has_answer: Sequence[bool], empty: Sequence[bool]
+) -> tuple[float, float]:
+    """The highest mean score in percent over the thresholds, and its threshold.
+
+    As in the official script: at first every question counts as unanswered, at threshold 0.0; then one after
+    the other, by rising odds, gets its prediction. A text where there is no answer costs the point it had
+    for "".
+    """
+    current = best = float(has_answer.count(False))
+    best_threshold = 0.0
+    for i in sorted(range(len(odds)), key=odds.__getitem__):
+        current += scores[i] if has_answer[i] else (0.0 if empty[i] else -1.0)
+        if current > best:
+            best, best_threshold = current, odds[i]
+    return 100.0 * best / len(scores), best_threshold
+
+
+def _demand_all(questions: Sequence[Question], given: Mapping[str, object], what: str) -> None:
+    missing = [q.id for q in questions if q.id not in given]
+    if missing:
+        others = f" (and {len(missing) - 1} more questions)" if len(missing) > 1 else ""
+        raise UserError(f"no {what} for question {missing[0]}{others}: every question needs one")

@@ -1,0 +1,1 @@
+"""BERT for question answering: the network, its attention, the work it does."""

@@ -1,0 +1,197 @@
+"""Attention over windows laid end to end: each token sees its own window only, and nothing is padding.
+
+Padded to 384 tokens, more than half of SQuAD's window positions are padding that is computed and thrown away. Here a
+batch of windows is one row of N tokens; `window_lengths` and `window_offsets`, passed through the model's forward, say
+where one ends. `choose` names the kernels and which of them serves where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from hvd_bert.model.cpu.bmm import product
+from hvd_bert.model.cpu.dropout import keep_mask, kept_scale
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # an older torch
+    varlen_attn = None  # type: ignore[assignment]
+
+NAME = "windows_end_to_end"
+
+
+class Windows(NamedTuple):
+    """Where the windows of a row are: tokens of each, and int32 [B + 1] on the device: 0 and each window's end."""
+
+    lengths: list[int]
+    offsets: torch.Tensor
+
+
+def offsets_of(lengths: list[int], device: torch.device) -> torch.Tensor:
+    """The `offsets` of windows of these lengths."""
+    return torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+
+
+# (query, key, value, windows, dropout, scaling) -> output; tensors are [N, heads, head size].
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Windows, float, float], torch.Tensor]
+
+
+def attend_within_windows(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    window_lengths: list[int] | None = None,
+    window_offsets: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention in each window, for transformers' AttentionInterface.
+
+    `query`, `key`, `value`: [1, heads, N, head size]; `window_lengths`, `window_offsets`: as in `Windows` (lengths
+    None: one window; offsets None: made of the lengths). Returns [1, N, heads, head size] and no attention weights.
+    """
+    lengths = window_lengths or [query.shape[2]]
+    windows = Windows(lengths, offsets_of(lengths, query.device) if window_offsets is None else window_offsets)
+    drop = dropout if module.training else 0.0
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [0] would copy the gradients
+    size = query.shape[-1]
+    attend = choose(query.device.type, query.dtype, drop, size, has_flash(query.device))
+    return attend(q, k, v, windows, drop, size**-0.5 if scaling is None else scaling)[None], None
+
+
+def choose(device: str, dtype: torch.dtype, dropout: float, head_size: int, flash: bool) -> Kernel:
+    """The kernel for a device's type, the tensors' dtype and the dropout probability. `flash`: as `has_flash`.
+
+    varlen_attn takes half precision only, and knows no dropout; BERT trains with 0.1.
+    """
+    if device == "cuda":
+        fits = dtype in (torch.float16, torch.bfloat16) and head_size % 8 == 0 and head_size <= 256
+        return by_varlen if flash and fits and not dropout else by_jagged
+    if device == "cpu" and dtype == torch.float32 and dropout:
+        return by_probabilities
+    return by_window
+
+
+@cache
+def has_flash(device: torch.device) -> bool:
+    """Whether torch has `varlen_attn` as it is used here, and the GPU is one for it (Ampere, 8.0, and later)."""
+    if device.type != "cuda" or varlen_attn is None or "scale" not in signature(varlen_attn).parameters:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def by_varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
+) -> torch.Tensor:
+    """torch's flash attention over all windows at once: GPU, half precision, no dropout."""
+    assert dropout == 0.0
+    offsets, longest = windows.offsets, max(windows.lengths)  # the host knows it: no wait for the device
+    output = varlen_attn(query, key, value, offsets, offsets, longest, longest, scale=scaling)
+    assert isinstance(output, torch.Tensor)  # and no logarithms of sums with it, which are for the asking
+    return output
+
+
+def by_jagged(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
+) -> torch.Tensor:
+    """torch's attention over a jagged tensor: flash in half precision, memory-efficient in fp32, dropout in both."""
+    shortest, longest = min(windows.lengths), max(windows.lengths)
+    q, k, v = (
+        torch.nested.nested_tensor_from_jagged(
+            tensor.contiguous(), windows.offsets, min_seqlen=shortest, max_seqlen=longest
+        ).transpose(1, 2)
+        for tensor in (query, key, value)
+    )
+    output = scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling)
+    values: torch.Tensor = output.transpose(1, 2).values()
+    return values
+
+
+def by_window(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
+) -> torch.Tensor:
+    """One call of torch's attention for each window; on the CPU the fastest without dropout, and right anywhere."""
+    outputs = [
+        scaled_dot_product_attention(q[None], k[None], v[None], dropout_p=dropout, scale=scaling)[0].transpose(0, 1)
+        for q, k, v in _split(windows.lengths, query, key, value)
+    ]
+    return torch.cat(outputs)
+
+
+def by_probabilities(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
+) -> torch.Tensor:
+    """Attention with dropout on the CPU, fp32: torch's would draw slowly and keep the probabilities three times."""
+    output: torch.Tensor = _Attention.apply(query, key, value, windows.lengths, dropout, scaling)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _split(windows: list[int], *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The part of each window: [heads, T, head size], views."""
+    return zip(*(tensor.transpose(0, 1).split(windows, 1) for tensor in tensors), strict=True)
+
+
+class _Attention(torch.autograd.Function):
+    """dropout(softmax(scaling q k^T)) v in each window; tensors are [N, heads, head size].
+
+    One function for all windows, so that products are written where they belong and nothing is put together after.
+    Both scales, of the scores and of what dropout keeps, are taken over the tokens, which are fewer than the pairs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: list[int],
+        dropout: float,
+        scaling: float,
+    ) -> torch.Tensor:
+        query, key, value = query * scaling, key.detach(), value.detach()
+        output = torch.empty_like(value, memory_format=torch.contiguous_format)
+        kept = []
+        for q, k, v, out in _split(lengths, query, key, value, output):
+            probabilities = torch.softmax(_product(q, k.transpose(1, 2)), -1)
+            keep = keep_mask(probabilities.shape, dropout)
+            product(probabilities * keep, v, out)
+            kept += [probabilities, keep]
+        ctx.save_for_backward(query, key, value, *kept)
+        ctx.lengths, ctx.scale, ctx.scaling = lengths, kept_scale(dropout), scaling
+        return output.mul_(ctx.scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, *kept = ctx.saved_tensors
+        gradients = [torch.empty_like(key, memory_format=torch.contiguous_format) for _ in range(3)]
+        parts = _split(ctx.lengths, query, key, value, gradient * ctx.scale, *gradients)
+        for (q, k, v, g, of_q, of_k, of_v), probabilities, keep in zip(parts, kept[::2], kept[1::2], strict=True):
+            of_probabilities = _product(g, v.transpose(1, 2)).mul_(keep)
+            product((probabilities * keep).transpose(1, 2), g, of_v)
+            of_scores = torch._softmax_backward_data(of_probabilities, probabilities, -1, probabilities.dtype)
+            product(of_scores, k, of_q)
+            product(of_scores.transpose(1, 2), q, of_k)
+        gradients[0].mul_(ctx.scaling)
+        return *gradients, None, None, None
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return product(left, right, left.new_empty(*left.shape[:-1], right.shape[-1]))
+
+
+def register() -> None:
+    """Make it known to transformers under NAME; no mask is needed, since no row holds a stranger's token."""
+    AttentionInterface.register(NAME, attend_within_windows)
+    AttentionMaskInterface.register(NAME, lambda *_, **__: None)

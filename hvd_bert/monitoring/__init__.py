@@ -1,0 +1,1 @@
+"""What a run uses and where its time goes: GPUs, processes, profiles."""

@@ -1,0 +1,172 @@
+"""How busy the GPUs are while a run trains: utilisation, memory and power through NVML, the driver's own interface.
+
+Each rank looks at its own GPU once a second, from a thread that holds up no step. What was seen since the last look is
+gathered when metrics are logged. Without GPUs nothing is started and nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvd_bert.distributed.world import World, log
+
+PERIOD_S = 1.0
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One look at a GPU; None where it does not tell (a part of a GPU, made by MIG, has no utilisation)."""
+
+    util_percent: float | None
+    memory_gib: float | None
+    power_w: float | None
+
+
+class NvmlError(Exception):
+    """NVML cannot be used here; the message says why."""
+
+
+@contextmanager
+def nvml() -> Iterator[Any]:
+    """The module pynvml, started, until the end of the block. Raises NvmlError where there is none, or no driver."""
+    try:
+        import pynvml
+    except ImportError as error:
+        raise NvmlError(f"the Python package nvidia-ml-py is missing ({error})") from None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise NvmlError(str(error)) from None
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def find_gpu(module: Any, device_id: str) -> Any:
+    """NVML's handle of the GPU, or the part of one, whose UUID torch gives as `device_id`. Raises NvmlError."""
+    for name in (f"GPU-{device_id}", f"MIG-{device_id}", device_id):
+        try:
+            return module.nvmlDeviceGetHandleByUUID(name)
+        except module.NVMLError as error:
+            reason = str(error)
+    raise NvmlError(f"GPU {device_id}: {reason}")
+
+
+def look(module: Any, gpu: Any) -> Sample:
+    """What a GPU does now."""
+
+    def ask(question: Callable[[Any], Any]) -> Any:
+        try:
+            return question(gpu)
+        except module.NVMLError:
+            return None
+
+    rates = ask(module.nvmlDeviceGetUtilizationRates)
+    memory = ask(module.nvmlDeviceGetMemoryInfo)
+    milliwatts = ask(module.nvmlDeviceGetPowerUsage)
+    return Sample(
+        util_percent=None if rates is None else float(rates.gpu),
+        memory_gib=None if memory is None else memory.used / GIB,
+        power_w=None if milliwatts is None else milliwatts / 1000,
+    )
+
+
+def summarise(samples: list[Sample]) -> dict[str, float]:
+    """Mean utilisation and power, most memory; what no sample tells is left out."""
+    util = [sample.util_percent for sample in samples if sample.util_percent is not None]
+    memory = [sample.memory_gib for sample in samples if sample.memory_gib is not None]
+    power = [sample.power_w for sample in samples if sample.power_w is not None]
+    summary = {}
+    if util:
+        summary["gpu_util_percent"] = sum(util) / len(util)
+    if memory:
+        summary["gpu_memory_gib"] = max(memory)
+    if power:
+        summary["gpu_power_w"] = sum(power) / len(power)
+    return summary
+
+
+class Sampler:
+    """Looks at one GPU every PERIOD_S seconds, until closed."""
+
+    def __init__(self, device_id: str) -> None:
+        self._device_id = device_id
+        self._samples: list[Sample] = []
+        self._last: Sample | None = None
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gpu usage", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with nvml() as module:
+                gpu = find_gpu(module, self._device_id)
+                while True:
+                    sample = look(module, gpu)
+                    with self._lock:
+                        self._samples.append(sample)
+                        self._last = sample
+                    if self._end.wait(PERIOD_S):
+                        return
+        except NvmlError as error:
+            log.warning("The GPU usage is not recorded: %s", error)
+
+    def take(self) -> list[Sample]:
+        """The samples since the last call; if there were none, the last one that there was."""
+        with self._lock:
+            taken = self._samples or ([self._last] if self._last else [])
+            self._samples = []
+        return taken
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._end.set()
+        self._thread.join()
+
+
+class GpuUsage:
+    """GPU usage of all ranks: gpu_usage.jsonl in rank 0's folder, and rank 0's own GPU for the metrics."""
+
+    def __init__(self, world: World, folder: Path) -> None:
+        self.world = world
+        # The same on all ranks, as `read` gathers.
+        self.enabled = any(place.device_id is not None for place in world.places)
+        self._start = time.monotonic()
+        own = world.places[world.rank].device_id if self.enabled else None
+        self._sampler = Sampler(own) if own is not None else None
+        self._file = (
+            (folder / "gpu_usage.jsonl").open("a", encoding="utf-8") if self.enabled and not world.rank else None
+        )
+
+    def read(self, step: int) -> dict[str, float]:
+        """Usage since the last call: gpu_util_percent, gpu_memory_gib and gpu_power_w of rank 0's GPU. A collective.
+
+        Empty without GPUs; what NVML does not tell is left out.
+        """
+        if not self.enabled:
+            return {}
+        rows = self.world.allgather(summarise(self._sampler.take()) if self._sampler else {})
+        if self._file is not None:
+            now = {"step": step, "seconds": round(time.monotonic() - self._start, 1)}
+            for place, row in zip(self.world.places, rows, strict=True):
+                where = {"rank": place.rank, "host": place.host, "device": place.device}
+                self._file.write(json.dumps(now | where | row) + "\n")
+            self._file.flush()
+        return dict(rows[0])
+
+    def close(self) -> None:
+        """Stop looking; close the file."""
+        if self._sampler is not None:
+            self._sampler.close()
+        if self._file is not None:
+            self._file.close()

@@ -1,0 +1,137 @@
+"""Steps A to B of a training, recorded: Horovod's timeline by rank 0, torch's profiler by every rank.
+
+Horovod writes a timeline of certain steps only where HOROVOD_TIMELINE=DYNAMIC was set when it began
+(`hvd_bert.distributed.horovod_world`). A recording that does not come to its last step is closed as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from hvd_bert.config.settings import Config
+from hvd_bert.distributed.world import World, log
+from hvd_bert.errors import UserError
+from hvd_bert.monitoring.profiling.clocks import clock_offset_ns
+from hvd_bert.monitoring.profiling.trace import RankTrace, pack, write_trace
+from hvd_bert.training.meter import Meter
+
+TIMELINE = "timeline.json"
+TRACE = "trace.json.gz"
+
+
+class Recording:
+    """Told before and after each step; does nothing but at the first and the last of those to be recorded."""
+
+    def __init__(self, config: Config, total_steps: int, meter: Meter, world: World) -> None:
+        """A collective. Raises AgreedError where the file cannot be written, or the run has no such steps."""
+        self.config, self.meter, self.world = config.profiling, meter, world
+        self.folder = config.train.folder
+        wanted = self.config.steps_to_record
+        self.steps = range(wanted.start, min(wanted.stop, total_steps + 1))
+        self.file = self._file(config)
+        self.running = False
+        self.profiler: torch.profiler.profile | None = None
+        self.offset_ns = 0
+        self.laps: list[tuple[str, int]] = []
+        with world.together():
+            if wanted and not self.steps:
+                flag = f"--timeline_steps {self.config.timeline_steps}"
+                raise UserError(f"{flag}: this run has {total_steps} steps. Name some of them.")
+            if self.file and world.size == 1:
+                raise UserError("--timeline_file: one rank alone sends no gradients. Start more, or --profile alone.")
+            if self.file and world.rank == 0:
+                _check_writable(self.file)
+
+    def _file(self, config: Config) -> Path | None:
+        """Where Horovod's timeline goes; None without one."""
+        if self.config.timeline:
+            return Path(self.config.timeline)
+        is_horovods = config.parallel.strategy == "horovod" and self.world.size > 1
+        return self.folder / TIMELINE if self.config.profile and is_horovods else None
+
+    def before(self, step: int) -> None:
+        """Step `step` (1, 2, ...) is about to begin. A collective at the first one to be recorded."""
+        if not self.running and step in self.steps:
+            self._start(step)
+
+    def after(self, step: int) -> None:
+        """Step `step` is over. A collective at the last one to be recorded."""
+        if self.running and step == self.steps[-1]:
+            self._finish()
+
+    def _start(self, step: int) -> None:
+        self.running, self.steps = True, range(step, self.steps[-1] + 1)
+        if self.config.profile:
+            self.offset_ns = clock_offset_ns(self.world)
+            self.profiler = torch.profiler.profile()
+            self.profiler.start()
+        if self.file and self.world.rank == 0:
+            self.world.start_timeline(self.file, self.config.timeline_mark_cycles)
+        self.world.allgather(None)  # nobody sends a gradient before rank 0 takes it down
+        self.meter.lap("other")
+        if self.profiler:
+            self.laps.append(("", time.time_ns()))
+            self.meter.on_lap = lambda phase: self.laps.append((phase, time.time_ns()))
+
+    def _stop(self) -> None:
+        self.running = False
+        self.meter.on_lap = None
+        if self.file and self.world.rank == 0:
+            self.world.stop_timeline()
+        if self.profiler:
+            self.profiler.stop()
+
+    def _finish(self) -> None:
+        self._stop()
+        self.world.allgather(None)  # nobody goes on before rank 0 has closed the file
+        steps = f"steps {self.steps[0]} to {self.steps[-1]}"
+        if self.file:
+            log.info(
+                "Horovod's timeline of %s: %s. What it says: python -m hvd_bert.timeline %s", steps, *[self.file] * 2
+            )
+        if self.profiler:
+            traces = [trace for trace in self.world.gather(self._my_trace()) if trace]
+            if self.world.rank == 0:
+                self._write_trace(traces, steps)
+        self.profiler = None
+
+    def _my_trace(self) -> RankTrace | None:
+        """None where it could not be made: the training goes on without."""
+        assert self.profiler is not None
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "trace.json"
+                self.profiler.export_chrome_trace(str(path))
+                return RankTrace(self.world.rank, self.world.host, self.offset_ns, self.laps, pack(path.read_bytes()))
+        except (OSError, RuntimeError) as error:
+            print(f"rank {self.world.rank}: no trace: {error}", file=sys.stderr)
+            return None
+
+    def _write_trace(self, traces: Sequence[RankTrace], steps: str) -> None:
+        path = self.folder / TRACE
+        try:
+            write_trace(path, traces, self.file)
+        except (OSError, ValueError, UserError) as error:
+            log.warning("The trace of %s could not be written: %s. Training goes on.", steps, error)
+        else:
+            log.info("What every rank did in %s: %s, for ui.perfetto.dev or chrome://tracing", steps, path)
+
+    def close(self) -> None:
+        """The training ends, or is interrupted: close what is open, alone. There is no trace of all ranks then."""
+        if not self.running:
+            return
+        self._stop()
+        log.info("The recording of steps %s was cut short.", self.config.timeline_steps)
+
+
+def _check_writable(path: Path) -> None:
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise UserError(f"--timeline_file {path}: cannot be written: {error.strerror or error}.") from None

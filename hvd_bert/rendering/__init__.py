@@ -1,0 +1,1 @@
+"""HTML pages, text tables and the plot style that several commands share."""

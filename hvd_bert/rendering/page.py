@@ -1,0 +1,114 @@
+"""A report as blocks of text, tables and pictures, which become Markdown, one HTML page, and lines for a terminal."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+
+from jinja2 import Environment
+
+from hvd_bert.doctor.report import table
+
+DASH = "-"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph; `level` 1 or 2: a heading."""
+
+    text: str
+    level: int = 0
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Points."""
+
+    items: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table; the first `words` columns hold words, the others numbers."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: int = 1
+
+    def for_terminal(self) -> str:
+        """In columns, numbers to the right."""
+        cells = [self.head, *self.rows]
+        widths = [max(len(row[column]) for row in cells) for column in range(len(self.head))]
+        aligned = [
+            [cell if column < self.words else cell.rjust(widths[column]) for column, cell in enumerate(row)]
+            for row in cells
+        ]
+        return table(aligned)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG; `alt` says what it shows."""
+
+    name: str
+    png: bytes
+    alt: str
+
+    @property
+    def data_uri(self) -> str:
+        """For a page that needs no other file."""
+        return "data:image/png;base64," + base64.b64encode(self.png).decode("ascii")
+
+
+Block = Text | Listing | Grid | Picture
+
+
+@dataclass
+class Page:
+    """Blocks, in order."""
+
+    title: str
+    blocks: list[Block] = field(default_factory=list)
+
+    def add(self, *blocks: Block) -> None:
+        """Add blocks at the end."""
+        self.blocks += blocks
+
+    @property
+    def pictures(self) -> list[Picture]:
+        """All of them."""
+        return [block for block in self.blocks if isinstance(block, Picture)]
+
+    def as_markdown(self) -> str:
+        """The pictures are files beside it."""
+        return "\n\n".join([f"# {_escaped(self.title)}", *map(_markdown, self.blocks)]) + "\n"
+
+    def as_html(self) -> str:
+        """One file, which asks for no other."""
+        template = resources.files("hvd_bert.rendering").joinpath("page.html").read_text(encoding="utf-8")
+        environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        blocks = [(type(block).__name__, block) for block in self.blocks]
+        return environment.from_string(template).render(title=self.title, blocks=blocks)
+
+
+def _markdown(block: Block) -> str:
+    if isinstance(block, Text):
+        return ("#" * block.level + " " if block.level else "") + _escaped(block.text)
+    if isinstance(block, Listing):
+        return "\n".join(f"- {_escaped(item)}" for item in block.items)
+    if isinstance(block, Picture):
+        return f"![{_escaped(block.alt)}]({block.name})"
+    rule = ["---" if column < block.words else "---:" for column in range(len(block.head))]
+    rows = [block.head, rule, *block.rows]
+    return "\n".join("| " + " | ".join(_escaped(cell) for cell in row) + " |" for row in rows)
+
+
+def _escaped(text: str) -> str:
+    """What names of files and devices may hold, and Markdown would take for its own."""
+    escaped = html.escape(" ".join(text.split()), quote=False)
+    for mark in "\\`*_|[]":
+        escaped = escaped.replace(mark, "\\" + mark)
+    return escaped

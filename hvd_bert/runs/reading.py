@@ -1,0 +1,263 @@
+"""Runs read from the folders that training left, and checked: what is damaged is left out, with the reason."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors import SafetensorError, safe_open
+
+from hvd_bert.errors import UserError
+from hvd_bert.runs.run import LeftOut, Row, Run
+
+RESULTS, METRICS, SETTINGS, SCORES = "train_results.json", "metrics.jsonl", "train_config.yaml", "eval_results.json"
+SCORED_ONLY = "eval_config.yaml"
+SWEEP = "sweep.json"  # what `python -m hvd_bert.bench sweep` leaves above its runs
+# Of the record `work`: what repeats may differ in; what shows in the number of steps; what tells ways of sending the
+# same gradients from each other, and so belongs to the strategy.
+REPEATED = ("--seed",)
+IN_STEPS = ("--num_train_epochs", "--max_steps")
+OF_THE_STRATEGY = ("--fp16_allreduce", "--gradient_predivide_factor")
+LARGEST = 1e300
+PHASES = ("data", "compute", "exposed_comm", "optimizer", "checkpoint", "other")
+
+
+class Unusable(Exception):
+    """Why a run cannot be part of a report."""
+
+
+def find(paths: Sequence[Path]) -> list[Path]:
+    """The run folders among `paths` and below them, each once. Raises UserError where there are none."""
+    found: dict[Path, Path] = {}
+    for path in paths:
+        if not path.is_dir():
+            raise UserError(f"{path} is no folder: name output folders of `python -m hvd_bert.train`.")
+        below = sorted(_below(path))
+        if not below:
+            raise UserError(f"{path} holds no run: neither it nor a folder below it has a {RESULTS} or a {SETTINGS}.")
+        for folder in below:
+            found.setdefault(folder.resolve(), folder)
+    return list(found.values())
+
+
+def _below(path: Path) -> Iterable[Path]:
+    for folder, subfolders, files in os.walk(path):
+        if {RESULTS, SETTINGS, METRICS, SCORED_ONLY} & set(files):
+            subfolders.clear()  # checkpoints and the like are the run's own
+            yield Path(folder)
+
+
+def read_all(folders: Sequence[Path], unrun: Mapping[Path, LeftOut] | None = None) -> tuple[list[Run], list[LeftOut]]:
+    """The runs in `folders`, and those that cannot be used; `unrun`: those of which a sweep knows why."""
+    runs, left_out = [], list(dict.fromkeys((unrun or {}).values()))
+    for folder in folders:
+        if unrun and folder in unrun:
+            continue
+        try:
+            runs.append(read(folder))
+        except Unusable as error:
+            left_out.append(LeftOut(str(folder), str(error)))
+    return runs, left_out
+
+
+def unrun(paths: Sequence[Path]) -> dict[Path, LeftOut]:
+    """The runs that a sweep in or below `paths` skipped, or that failed in it: their folders, there or not, and why."""
+    found: dict[Path, LeftOut] = {}
+    for path in paths:
+        for folder, subfolders, files in os.walk(path):
+            if {RESULTS, SETTINGS, METRICS} & set(files):
+                subfolders.clear()
+            if SWEEP in files:
+                found |= _unrun_of(Path(folder))
+    return found
+
+
+def _unrun_of(folder: Path) -> dict[Path, LeftOut]:
+    try:
+        points = _Record(SWEEP, _load(folder / SWEEP)).sequence("points")
+    except Unusable as error:
+        return {folder / SWEEP: LeftOut(str(folder), str(error))}
+    missing = [point for point in points if isinstance(point, dict) and point.get("state") in ("skipped", "failed")]
+    together: dict[tuple[str, str], list[str]] = {}
+    for point in missing:
+        why = f"{point['state']}: {str(point.get('reason') or 'no reason is recorded').rstrip('.')}"
+        together.setdefault((str(point.get("strategy")), why), []).append(str(point.get("name")))
+    return {
+        folder / name: LeftOut(f"{strategy} ({', '.join(names)} of {folder})", why)
+        for (strategy, why), names in together.items()
+        for name in names
+    }
+
+
+def read(folder: Path) -> Run:
+    """The run in a folder. Raises Unusable."""
+    if not (folder / RESULTS).exists():
+        trained = (folder / SETTINGS).exists() or (folder / METRICS).exists()
+        raise Unusable(f"not finished: it has no {RESULTS}" if trained else "nothing was trained, only scored")
+    results = _Record(RESULTS, _load(folder / RESULTS))
+    work = results.mapping("work")
+    if not work:
+        raise Unusable(f"its {RESULTS} does not say what work was done (no `work`): it is of an older version")
+    ranks = results.count("world_size")
+    processes = _processes(results)
+    scores = _Record(SCORES, _load(folder / SCORES)) if (folder / SCORES).exists() else None
+    settings = _settings(folder)
+    strategy = str(results.values.get("strategy") or "horovod")
+    variant = {name: work[name] for name in OF_THE_STRATEGY if name in work}
+    variant |= {"--num_groups": str(settings.get("num_groups") or 0)} if strategy == "horovod" else {}
+    variant |= {"--zero_stage": str(settings.get("zero_stage"))} if strategy == "deepspeed" else {}
+    places = results.values.get("ranks") or [{}]
+    parameters, late = _parameters(folder, work)
+    return Run(
+        name=str(folder),
+        strategy=strategy,
+        variant=variant | {"controller": str(results.values.get("controller"))},
+        nodes=max(1, len(results.sequence("hosts"))),
+        ranks=ranks,
+        devices=ranks * (results.count("devices_per_rank") if "devices_per_rank" in results.values else 1),
+        global_batch=results.count("global_batch"),
+        steps=results.count("train_steps"),
+        windows=results.count("train_samples"),
+        learning_rate=results.number("learning_rate"),
+        seed=results.count("seed", least=0),
+        without_dropout=work.get("--dropout") in ("0", "0.0"),
+        work={name: value for name, value in work.items() if name not in (*REPEATED, *IN_STEPS, *OF_THE_STRATEGY)},
+        device_name=str(results.values.get("device_name")),
+        on_cpu=isinstance(places, list) and isinstance(places[0], dict) and places[0].get("device") == "cpu",
+        threads=results.count("threads_per_rank"),
+        versions=results.mapping("versions"),
+        rows=_rows(folder / METRICS),
+        runtime_s=results.number("train_runtime"),
+        real_s=_median(processes, "real_s"),
+        user_s=_median(processes, "user_s"),
+        system_s=_median(processes, "system_s"),
+        memory_bytes=max((p["memory_peak_bytes"] for p in processes if "memory_peak_bytes" in p), default=None),
+        exact_match=scores.number("exact_match") if scores else None,
+        f1=scores.number("f1") if scores else None,
+        passes=_passes(settings, results.count("global_batch") / ranks),
+        parameters=parameters,
+        late_parameters=late,
+    )
+
+
+class _Record:
+    """A JSON object of a run, whose values are what they should be or make the run unusable."""
+
+    def __init__(self, file: str, values: Any) -> None:
+        if not isinstance(values, dict):
+            raise Unusable(f"{file} is damaged: no JSON object")
+        self.file, self.values = file, values
+
+    def number(self, key: str) -> float:
+        """A finite number."""
+        value = self.values.get(key)
+        # Compared, since a whole number may be too large for a float.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -LARGEST < value < LARGEST:
+            raise Unusable(f"{self.file} is damaged: {key} is {str(value)[:50]}, not a number")
+        return float(value)
+
+    def count(self, key: str, least: int = 1) -> int:
+        """A whole number."""
+        value = self.number(key)
+        if value != int(value) or value < least:
+            raise Unusable(f"{self.file} is damaged: {key} is {value:g}")
+        return int(value)
+
+    def sequence(self, key: str) -> list[Any]:
+        """A list; empty where there is none."""
+        value = self.values.get(key)
+        return value if isinstance(value, list) else []
+
+    def mapping(self, key: str) -> dict[str, str]:
+        """An object's values as text; empty where there is none."""
+        value = self.values.get(key)
+        return {str(name): str(held) for name, held in value.items()} if isinstance(value, dict) else {}
+
+
+def _load(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Unusable(f"{path.name} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError):
+        raise Unusable(f"{path.name} is damaged: no JSON") from None
+
+
+def _rows(path: Path) -> tuple[Row, ...]:
+    """The lines of the steps: at least two, each of a later step than the one before. Raises Unusable."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise Unusable(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    rows: list[Row] = []
+    for number, line in enumerate(lines, start=1):
+        where = f"{path.name}, line {number},"
+        try:
+            record = _Record(where, json.loads(line))
+        except (ValueError, RecursionError):
+            raise Unusable(f"{where} is damaged: no JSON") from None
+        if any(key.startswith("eval_") for key in record.values):
+            continue
+        numbers = {key: record.number(key) for key in ("loss", "windows_per_s", "step_s")}
+        phases = {name: record.number(f"{name}_s") for name in PHASES if f"{name}_s" in record.values}
+        row = Row(step=record.count("step"), phases=phases, **numbers)
+        if rows and row.step <= rows[-1].step:
+            raise Unusable(f"{where} is damaged: step {row.step} comes after step {rows[-1].step}")
+        if row.step_s <= 0 or row.windows_per_s <= 0:
+            raise Unusable(f"{where} is damaged: a step took {row.step_s:g} s, at {row.windows_per_s:g} windows/s")
+        rows.append(row)
+    if len(rows) < 2:
+        raise Unusable(f"{path.name} has {len(rows)} line(s) of steps, and the first is warm-up: lower --logging_steps")
+    return tuple(rows)
+
+
+def _processes(results: _Record) -> list[dict[str, float]]:
+    """What each rank's process took, as far as it is recorded."""
+    processes = []
+    for held in results.sequence("processes"):
+        record = _Record(f"{RESULTS}, processes,", held)
+        keys = ("real_s", "user_s", "system_s", "memory_peak_bytes")
+        processes.append({key: record.number(key) for key in keys if record.values.get(key) is not None})
+    return processes
+
+
+def _median(processes: Sequence[Mapping[str, float]], key: str) -> float | None:
+    values = [process[key] for process in processes if key in process]
+    return statistics.median(values) if values else None
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """The run's flags; empty where their record is missing or damaged: nothing that is compared depends on them."""
+    try:
+        settings = yaml.safe_load((folder / SETTINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def _passes(settings: Mapping[str, Any], windows: float) -> int:
+    """Forward and backward passes of a rank that takes `windows` in a step."""
+    batch = settings.get("per_device_train_batch_size")
+    return math.ceil(windows / batch) if isinstance(batch, int) and batch > 0 else 1
+
+
+def _parameters(folder: Path, work: Mapping[str, str]) -> tuple[int | None, int]:
+    """How many weights the model has, and how many of them are of embeddings, whose gradients come last.
+
+    From the saved model; without one, as the record of the work says it.
+    """
+    try:
+        with safe_open(folder / "model.safetensors", framework="numpy") as file:
+            sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        return sum(sizes.values()), sum(size for name, size in sizes.items() if "embeddings." in name)
+    except (OSError, SafetensorError):
+        pass
+    words = work.get("the model", "").split()
+    before = words[words.index("parameters,") - 1] if "parameters," in words else ""
+    return (int(before.replace(",", "")), 0) if before.replace(",", "").isdigit() else (None, 0)

@@ -1,0 +1,156 @@
+"""DeepSpeed's ZeRO: the ranks share out the optimizer's state (stage 1), gradients (2), weights (3). An extra.
+
+Forward and backward are the other engines', in fp32 or torch's autocast: what differs is where things are kept.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvd_bert.distributed.world import World
+from hvd_bert.errors import UserError
+from hvd_bert.strategies.base import Engine, EngineOptions, MakeOptimizer
+
+# It is imported where an engine is made, since its import takes seconds and looks for accelerators.
+if find_spec("deepspeed") is None:
+    raise ImportError("No module named 'deepspeed'")
+
+
+def load_deepspeed() -> Any:
+    """The package. Raises UserError where it is installed and cannot be imported, as after another torch came."""
+    try:
+        return import_module("deepspeed")
+    except Exception as error:  # its look for compilers and accelerators raises what it likes
+        raise UserError(
+            f"--strategy deepspeed: DeepSpeed cannot be imported ({type(error).__name__}: {error}). Install it anew by"
+            " `bash env/setup.sh --deepspeed`, or choose another strategy."
+        ) from None
+
+
+class DeepSpeedEngine(Engine):
+    """ZeRO over the ranks. DeepSpeed clips and steps in one, so `clip` does both."""
+
+    module: Any
+    tells_exposed_comm = False  # its waiting lies within backward and step
+
+    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, options: EngineOptions, world: World) -> None:
+        os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # else it looks for one, and tells of it
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        # What torch says of DeepSpeed's calls is not for our users.
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+        with world.together():
+            deepspeed = load_deepspeed()
+        self._utils: Any = deepspeed.utils
+        self._gathered: Any = deepspeed.zero.GatheredParameters
+        self._partitioned = options.zero_stage == 3
+        self._applied = True
+        world.broadcast_tensors(model.state_dict())
+        # Its own allreduce for the ranks of one host would be compiled now; a rank killed meanwhile leaves a lock that
+        # all later ones wait for.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # Which device a rank has, and that the launcher said so, it takes from here.
+        os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
+        os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
+        deepspeed.init_distributed(dist_backend="nccl" if world.device.type == "cuda" else "gloo")
+        super().__init__(model, make_optimizer, options, world)
+        self.module, *_ = deepspeed.initialize(
+            model=self.module,
+            optimizer=self.optimizer,
+            config={
+                "train_micro_batch_size_per_gpu": 1,  # it counts passes, and leaves batches to the loop
+                "gradient_accumulation_steps": options.accumulation,
+                "gradient_clipping": options.max_grad_norm,
+                "zero_optimization": {"stage": options.zero_stage},
+                "zero_allow_untested_optimizer": True,  # torch's AdamW, as under the other strategies
+                # It turns off the autocast around it, unless it knows of it; no module's gradients are sent as bf16.
+                "torch_autocast": {"enabled": options.bf16, "dtype": "bfloat16", "lower_precision_safe_modules": []},
+            },
+        )
+        self._zero: Any = self.module.optimizer
+        self._make_slots(torch.zeros(()))
+
+    def _distribute(self, model: nn.Module, world: World) -> nn.Module:
+        return copy.deepcopy(model) if self._partitioned else model
+
+    @property
+    def trained(self) -> nn.Module:
+        trained: nn.Module = self.module.module
+        return trained
+
+    def backward(self, loss: Tensor) -> None:
+        self.module.backward(loss * self.options.accumulation)  # of which it takes the mean
+        self._passes += 1
+        if self._passes < self.options.accumulation:
+            self.module.step()  # which only counts
+
+    def clip(self) -> Tensor:
+        self._passes = 0
+        self.module.step()
+        self._applied = self.module.was_step_applied()
+        return torch.as_tensor(self.module.get_global_grad_norm())
+
+    def step(self) -> bool:
+        self.skipped_steps += not self._applied
+        return self._applied
+
+    def whole_model(self) -> nn.Module:
+        if self._partitioned:
+            self.model.load_state_dict(self._weights())
+        return self.model
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.trained.named_parameters())
+
+    def _weights(self) -> dict[str, Tensor]:
+        whole = self._utils.safe_get_full_fp32_param
+        return dict(self.model.state_dict()) | {name: whole(p) for name, p in self._named_parameters().items()}
+
+    def _slots(self) -> dict[str, Tensor]:
+        """AdamW's state of one of this rank's flat parts."""
+        slots: dict[str, Tensor] = next(iter(self.optimizer.state.values()))
+        return slots
+
+    def _optimizer_tensors(self) -> dict[str, Tensor]:
+        whole = self._utils.safe_get_full_optimizer_state
+        return {
+            f"{name}/{slot}": value.clone() if slot == "step" else whole(parameter, slot)
+            for name, parameter in self._named_parameters().items()
+            for slot, value in self._slots().items()
+        }
+
+    def _load(self, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> None:
+        for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update(saved)
+        self._make_slots(next(value for name, value in tensors.items() if name.endswith("/step")))
+        for name, parameter in self._named_parameters().items():
+            value = weights[name].to(parameter.device)
+            with self._gathered(parameter, modifier_rank=0):  # stage 3: what is computed with; nothing in the others
+                parameter.data.copy_(value)
+            self._utils.safe_set_full_fp32_param(parameter, value)
+            for slot in self._slots():
+                if slot != "step":
+                    whole = tensors[f"{name}/{slot}"].to(parameter.device)
+                    self._utils.safe_set_full_optimizer_state(parameter, whole, slot)
+
+    def _make_slots(self, step: Tensor) -> None:
+        """AdamW's state as after `step` steps, its moments to be filled.
+
+        Left to DeepSpeed 0.19, it would be found for the first parameter group only, and after the first step.
+        """
+        zero = self._zero
+        for part in zero.fp32_partitioned_groups_flat if self._partitioned else zero.single_partition_of_fp32_groups:
+            moments = {slot: torch.zeros_like(part) for slot in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[part] = {"step": step.to(part.device, torch.float32).clone(), **moments}
+        if not self._partitioned:
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()

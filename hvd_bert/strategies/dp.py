@@ -1,0 +1,69 @@
+"""torch's DataParallel: one process, several GPUs. Slower than a process per GPU, and here to show by how much."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hvd_bert.distributed.world import World
+from hvd_bert.model.attention import offsets_of
+from hvd_bert.strategies.base import Engine
+
+
+class DPEngine(Engine):
+    """Splits each batch over the GPUs of this process, and adds up their gradients on the first."""
+
+    def _distribute(self, model: nn.Module, world: World) -> nn.Module:
+        return WindowParallel(model, device_ids=list(range(world.devices)))
+
+
+class WindowParallel(nn.DataParallel[nn.Module]):
+    """Splits windows laid end to end between windows; padded windows, and other models' batches, as torch does."""
+
+    _end_to_end = False
+
+    def scatter(self, inputs: Any, kwargs: dict[str, Any] | None, device_ids: Any) -> Any:
+        self._end_to_end = bool(kwargs and kwargs.get("window_lengths"))
+        if not kwargs or not self._end_to_end:
+            return super().scatter(inputs, kwargs, device_ids)
+        parts = split_windows(kwargs, len(device_ids))
+        return [() for _ in parts], [
+            {
+                name: value.to(f"cuda:{device}", non_blocking=True) if isinstance(value, Tensor) else value
+                for name, value in part.items()
+            }
+            for part, device in zip(parts, device_ids, strict=False)  # a short batch leaves GPUs without a part
+        ]
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        return join_windows(outputs, output_device) if self._end_to_end else super().gather(outputs, output_device)
+
+
+def split_windows(tokens: dict[str, Any], parts: int) -> list[dict[str, Any]]:
+    """Windows laid end to end, as `bert.span_logits` hands them over -> as many batches of them, in order.
+
+    Each has nearly as many windows as the others; with fewer windows than `parts`, there are fewer batches.
+    """
+    lengths: list[int] = tokens["window_lengths"]
+    shares = [share.tolist() for share in np.array_split(lengths, min(parts, len(lengths)))]
+    rows = {
+        name: value.split([sum(share) for share in shares], dim=1)
+        for name, value in tokens.items()
+        if not name.startswith("window_")
+    }
+    return [
+        {name: row[i] for name, row in rows.items()}
+        | {"window_lengths": share, "window_offsets": offsets_of(share, tokens["window_offsets"].device)}
+        for i, share in enumerate(shares)
+    ]
+
+
+def join_windows(outputs: list[Any], device: Any) -> Any:
+    """The outputs of `split_windows`' batches as one, end to end on `device`."""
+    first = outputs[0]
+    for name in ("start_logits", "end_logits"):
+        first[name] = torch.cat([output[name].to(device) for output in outputs], dim=1)
+    return first

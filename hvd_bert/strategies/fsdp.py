@@ -1,0 +1,81 @@
+"""torch's FSDP2 (`fully_shard`): each rank keeps its part of weights, gradients and optimizer, of every layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from hvd_bert.distributed.world import World
+from hvd_bert.strategies.base import Engine, slots_of
+
+WHOLE_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
+WHOLE = StateDictOptions(full_state_dict=True)
+
+
+class FSDPEngine(Engine):
+    """Shards a copy of the model, layer by layer; the model given stays whole, for scoring and saving.
+
+    So every rank holds the weights once more than FSDP itself would.
+    """
+
+    module: Any
+    tells_exposed_comm = False  # its waiting lies within forward and backward
+
+    def _distribute(self, model: nn.Module, world: World) -> nn.Module:
+        world.broadcast_tensors(model.state_dict())
+        mesh = init_device_mesh(world.device.type, (world.size,))
+        module = copy.deepcopy(model)
+        for layers in [part for part in module.modules() if isinstance(part, nn.ModuleList)]:
+            for layer in layers:
+                fully_shard(layer, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+        return module
+
+    @property
+    def trained(self) -> nn.Module:
+        trained: nn.Module = self.module
+        return trained
+
+    def _average_next(self, averages: bool) -> None:
+        self.module.set_requires_gradient_sync(averages)
+
+    def clip(self) -> Tensor:
+        norm = super().clip()
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def whole_model(self) -> nn.Module:
+        self.model.load_state_dict(get_model_state_dict(self.module, options=WHOLE))
+        return self.model
+
+    def _weights(self) -> dict[str, Tensor]:
+        weights: dict[str, Any] = get_model_state_dict(self.module, options=WHOLE_ON_RANK_0)
+        return weights
+
+    def _optimizer_tensors(self) -> dict[str, Tensor]:
+        state: Any = get_optimizer_state_dict(self.module, self.optimizer, options=WHOLE_ON_RANK_0)
+        return {
+            f"{name}/{slot}": value for name, slots in state.get("state", {}).items() for slot, value in slots.items()
+        }
+
+    def _load(self, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> None:
+        set_model_state_dict(self.module, dict(weights), options=WHOLE)
+        names = self._names()
+        numbered = [
+            {**saved, "params": [names[id(parameter)] for parameter in group["params"]]}
+            for group, saved in zip(self.optimizer.param_groups, groups, strict=True)
+        ]
+        saved_state: dict[str, Any] = {"state": slots_of(tensors), "param_groups": numbered}
+        set_optimizer_state_dict(self.module, self.optimizer, saved_state, options=WHOLE)

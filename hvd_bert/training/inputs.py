@@ -1,0 +1,129 @@
+"""Everything that a run needs before its ranks talk: tokenizer, windows, batch plan, model.
+
+All of it is checked here, so that bad input ends the run before any training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hvd_bert.config.settings import Config, DataArguments
+from hvd_bert.data import squad
+from hvd_bert.data.balance import crossover
+from hvd_bert.data.batch_plan import BatchPlan
+from hvd_bert.data.squad import Question, Source
+from hvd_bert.data.windows import WindowOptions, WindowTable, prepare
+from hvd_bert.distributed.world import World, log
+from hvd_bert.errors import UserError
+from hvd_bert.model.bert import load_model, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import BertForQuestionAnswering
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """The table of training windows, and the plan of who takes which of them when."""
+
+    source: Source
+    windows: WindowTable
+    plan: BatchPlan
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """Questions to score, and the table of their windows."""
+
+    source: Source
+    questions: list[Question]
+    windows: WindowTable
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """`train` is None without training, `dev` without scoring."""
+
+    tokenizer: Any
+    model: BertForQuestionAnswering
+    train: TrainingSet | None
+    dev: QuestionSet | None
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """Of the vocabulary and the rules of the tokenizer."""
+        return hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:12]
+
+    def fingerprint(self) -> dict[str, object]:
+        """What must be the same on all ranks: the content of the data, how it is cut into windows, the vocabulary."""
+        same: dict[str, object] = {"the tokenizer": self.tokenizer_digest}
+        for name, part in (("training", self.train), ("validation", self.dev)):
+            if part is not None:
+                cut = f"{len(part.windows)} windows of {part.windows.lengths.sum()} tokens"
+                same[f"the {name} data {part.source.name}"] = f"{part.source.digest[:12]}, {cut}"
+        return same
+
+
+def load_inputs(config: Config, world: World) -> Inputs:
+    """Load and check everything. No collectives; the ranks of a host tokenise once. Raises UserError."""
+    tokenizer = load_tokenizer(config.model)
+    padded = config.data.pad_to is not None
+    model = load_model(config.model, tokenizer, config.data.max_seq_length, config.train.seed, padded)
+    train = _training_set(config, tokenizer, crossover(model.config), world) if config.train.do_train else None
+    dev = _question_set(config, tokenizer, world) if config.train.do_eval else None
+    return Inputs(tokenizer, model, train, dev)
+
+
+def _training_set(config: Config, tokenizer: Any, crossover: int, world: World) -> TrainingSet:
+    source = open_split(config.data, "train", config.model.cache_dir)
+    table = _windows(source, tokenizer, config.data, config.data.max_train_samples, world)
+    args = config.train
+    plan = BatchPlan.of_rank_batch(
+        table.lengths,
+        args.per_device_train_batch_size * world.devices,
+        args.gradient_accumulation_steps,
+        world.size,
+        args.seed,
+        crossover,
+    )
+    return TrainingSet(source, table, plan)
+
+
+def _question_set(config: Config, tokenizer: Any, world: World) -> QuestionSet | None:
+    data = config.data
+    if data.train_file and not data.validation_file:
+        log.info("No --validation_file is given: the model is not scored.")
+        return None
+    source = open_split(data, "validation", config.model.cache_dir)
+    table = _windows(source, tokenizer, data, data.max_eval_samples, world)
+    return QuestionSet(source, source.questions()[: data.max_eval_samples], table)
+
+
+def open_split(data: DataArguments, split: str, cache_dir: str | None) -> Source:
+    """The "train" or "validation" questions: a file, or a data set of the hub."""
+    if data.dataset_name:
+        return squad.open_hub(
+            data.dataset_name, split, data.version_2_with_negative, data.dataset_config_name, cache_dir
+        )
+    path = data.train_file if split == "train" else data.validation_file
+    if path is None:
+        raise UserError(
+            f"--{split}_file is missing: name a file of questions, or leave all files out for the hub's squad."
+        )
+    return squad.open_file(path, data.version_2_with_negative)
+
+
+def _windows(source: Source, tokenizer: Any, data: DataArguments, max_samples: int | None, world: World) -> WindowTable:
+    options = WindowOptions(data.max_seq_length, data.doc_stride, max_samples)
+    table = prepare(
+        source,
+        tokenizer,
+        options,
+        overwrite_cache=data.overwrite_cache,
+        num_workers=data.preprocessing_num_workers,
+        show_progress=world.cross_rank == 0,
+        leader=world.local_rank == 0,
+    )
+    log.info("%s: %d windows of %d questions", source.name, table.counts.windows, table.counts.questions)
+    return table

@@ -1,0 +1,208 @@
+"""What training costs, summed up between two looks: work, loss, and where the time of a step goes on each rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from hvd_bert.data.collate import Batch
+from hvd_bert.distributed.world import World
+
+# What a step's time is split into, in the loop's order; docs/output.md says what each holds.
+PHASES = ("data", "compute", "exposed_comm", "optimizer", "checkpoint", "other")
+_TOTALS = ("last_step", "train_s", "loss_sum", "windows", "tokens")
+
+
+class Stopwatch:
+    """Splits time into laps, by the device's clock: on a GPU that is the time its work takes, and nothing waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all laps; the first begins now."""
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._events: list[tuple[str, torch.cuda.Event]] = []
+        self._last: float | torch.cuda.Event = self._now()
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def lap(self, phase: str) -> None:
+        """The time since the lap before, or since the start, was `phase`."""
+        now = self._now()
+        if isinstance(now, float):
+            assert isinstance(self._last, float)
+            self._seconds[phase] += now - self._last
+            self._last = now
+        else:
+            self._events.append((phase, now))
+
+    def now_s(self) -> float:
+        """The host's clock, in seconds; on the CPU as of the last lap, so that the laps are all there is."""
+        return self._last if isinstance(self._last, float) else time.perf_counter()
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each phase since the start, or since they were last taken. Waits for the device."""
+        for phase, event in self._events:
+            assert not isinstance(self._last, float)
+            event.synchronize()
+            self._seconds[phase] += self._last.elapsed_time(event) / 1000
+            self._last = event
+        self._events.clear()
+        taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        return taken
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was summed up between two looks, over all ranks: `seconds` by this rank's clock.
+
+    `phases`: seconds of each rank in each phase, [ranks, phases], in the last `watched` of the steps: all but those
+    made before a stop, in another process.
+    """
+
+    seconds: float
+    windows: int
+    tokens: int
+    positions: int
+    watched: int
+    phases: torch.Tensor
+
+
+class Meter:
+    """Sums up the work, the loss and the time between two looks, without looking at the device in between.
+
+    Times leave evaluations out. `phases`: the names of those that are told apart; `look`: the last one.
+    """
+
+    look: Look
+
+    def __init__(self, world: World, tells_exposed_comm: bool = True) -> None:
+        """`tells_exposed_comm`: whether that phase can be told from "compute"; else it is part of it."""
+        self.world = world
+        self.phases = tuple(phase for phase in PHASES if tells_exposed_comm or phase != "exposed_comm")
+        self.on_lap: Callable[[str], None] | None = None  # a recording's
+        self.last_step = 0
+        self.train_s = self.loss_sum = 0.0
+        self.windows = self.tokens = 0
+        self._watch = Stopwatch(world.device)
+        self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
+        self._windows = self._tokens = self._positions = 0
+        self._start(0)
+
+    def _start(self, step: int) -> None:
+        self._watch.restart()
+        self._since = self._watch.now_s()
+        self._watched_from = step
+
+    def lap(self, phase: str) -> None:
+        """The step has come to the end of `phase`, one of PHASES."""
+        self._watch.lap(phase)
+        if self.on_lap:
+            self.on_lap(phase)
+
+    def add(self, loss: torch.Tensor, batch: Batch) -> None:
+        """Count one forward pass; `loss`: this rank's share of its step's loss, as given to the engine."""
+        self._loss += loss.detach()
+        self._windows += batch.num_windows
+        self._tokens += batch.num_tokens
+        self._positions += batch.num_positions
+
+    def read(self, step: int) -> dict[str, float]:
+        """Means since the last look, over all ranks. A collective.
+
+        `loss`, `windows_per_s`, `tokens_per_s`, `padding_share`, `step_s`; of each phase the seconds per step and the
+        share of it: `data_s`, `data_share`, ..., and where there are more ranks than one the least and the most of a
+        rank: `data_min_s`, `data_max_s`, ...
+        """
+        self.lap("other")
+        laps = self._watch.take()
+        if "exposed_comm" not in self.phases:
+            laps["compute"] += laps.pop("exposed_comm")
+        mine = [float(self._loss), self._windows, self._tokens, self._positions, *laps.values()]
+        now = self._watch.now_s()
+        seconds, self._since = now - self._since, now  # what comes below is of the next step
+        self._loss.zero_()
+        self._windows = self._tokens = self._positions = 0
+        table = torch.zeros(self.world.size, len(mine), dtype=torch.float64)
+        table[self.world.rank] = torch.tensor(mine, dtype=torch.float64)
+        table = self.world.sum(table)
+        loss, *counts = table[:, :4].sum(0).tolist()
+        windows, tokens, positions = map(round, counts)
+        loss /= self.world.size
+        self.look = Look(seconds, windows, tokens, positions, step - self._watched_from, table[:, 4:])
+        steps = step - self.last_step
+        self.last_step = self._watched_from = step
+        self.train_s += seconds
+        self.loss_sum += loss
+        self.windows += windows
+        self.tokens += tokens
+        return {
+            "loss": loss / steps,
+            "windows_per_s": windows / seconds,
+            "tokens_per_s": tokens / seconds,
+            "padding_share": 1 - tokens / positions,
+            "step_s": seconds / steps,
+        } | _spread(self.phases, self.look.phases / self.look.watched)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time spent inside does not count; call right after `read`."""
+        yield
+        self._start(self.last_step)
+
+    def state(self) -> dict[str, float]:
+        """The totals up to the last look, which are the same on all ranks, and the time since."""
+        totals = {name: getattr(self, name) for name in _TOTALS}
+        return totals | {"seconds": time.perf_counter() - self._since}
+
+    def since_last_look(self) -> list[float]:
+        """This rank's sums since the last look: loss, windows, tokens, positions. Waits for the device."""
+        return [float(self._loss), self._windows, self._tokens, self._positions]
+
+    def restore(self, state: dict[str, float], since_last_look: list[float], step: int) -> None:
+        """Take over what `state` and `since_last_look` gave after `step`, in this or another process.
+
+        The phases are those of the steps from here on.
+        """
+        for name in _TOTALS:
+            setattr(self, name, state[name])
+        loss, windows, tokens, *positions = since_last_look
+        self._loss.fill_(loss)
+        self._windows, self._tokens = int(windows), int(tokens)
+        self._positions = int(positions[0]) if positions else int(tokens)  # not in an older checkpoint
+        self._start(step)
+        self._since -= state["seconds"]
+
+    def results(self) -> dict[str, float]:
+        """The whole training, in run_qa's names: samples are windows, train_runtime (s) is without evaluations."""
+        return {
+            "train_runtime": self.train_s,
+            "train_samples": self.windows,
+            "train_samples_per_second": self.windows / self.train_s,
+            "train_steps_per_second": self.last_step / self.train_s,
+            "train_tokens_per_second": self.tokens / self.train_s,
+            "train_loss": self.loss_sum / self.last_step,
+        }
+
+
+def _spread(phases: Sequence[str], seconds: torch.Tensor) -> dict[str, float]:
+    """Under the phases' names the mean of `seconds` [ranks, phases], its share of all, its least and its most."""
+    row: dict[str, float] = {}
+    whole = float(seconds.mean(0).sum())
+    for phase, column in zip(phases, seconds.T, strict=True):
+        mean = float(column.mean())
+        row[f"{phase}_s"], row[f"{phase}_share"] = mean, mean / whole
+        if len(column) > 1:
+            row[f"{phase}_min_s"], row[f"{phase}_max_s"] = float(column.min()), float(column.max())
+    return row

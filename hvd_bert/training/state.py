@@ -1,0 +1,206 @@
+"""The training's state: all that the next step depends on, to be saved, and to go on from as if nothing had been.
+
+Whatever a rank holds alone (random numbers, the sums since the last log line) is gathered; the rest is the same on all
+ranks. The batch plan is a pure function of the step, so nothing is replayed, whatever the step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hvd_bert.config.settings import Config
+from hvd_bert.data.batch_plan import BatchPlan
+from hvd_bert.distributed.world import World
+from hvd_bert.model.bert import compile_layers
+from hvd_bert.strategies.base import Engine, EngineOptions
+from hvd_bert.strategies.table import make_engine
+from hvd_bert.training.meter import Meter
+from hvd_bert.training.optim import make_optimizer, make_schedule
+
+
+@dataclass
+class Best:
+    """The best score so far, at which step, and how many scorings since were no better."""
+
+    metric: str
+    value: float | None = None
+    step: int = 0
+    since: int = 0
+
+    def update(self, step: int, metrics: dict[str, float]) -> bool:
+        """Take note of a scoring; whether it is the best so far. A score that is no number never is."""
+        value = metrics[self.metric]
+        gain = value == value and (
+            self.value is None or (value < self.value if self.metric == "eval_loss" else value > self.value)
+        )
+        if gain:
+            self.value, self.step, self.since = value, step, 0
+        else:
+            self.since += 1
+        return gain
+
+
+@dataclass
+class TrainState:
+    """Everything that training changes."""
+
+    engine: Engine
+    schedule: Any
+    meter: Meter
+    plan: BatchPlan
+    world: World
+    best: Best
+    step: int = 0
+    unscored: bool = False  # the scoring that is due after this step has not been made
+
+    @staticmethod
+    def fresh(model: nn.Module, plan: BatchPlan, config: Config, world: World) -> TrainState:
+        """The state before the first step; the weights are rank 0's. A collective."""
+        args = config.train
+        engine = make_engine(
+            config.parallel.strategy,
+            model,
+            lambda module: make_optimizer(module, args, world.size * world.devices),
+            engine_options(config, plan.accumulation),
+            world,
+        )
+        schedule = make_schedule(engine.optimizer, args, args.total_steps(plan.steps_per_epoch))
+        seed_ranks(args.seed, 0, world)
+        if args.torch_compile:
+            compile_layers(engine.trained)
+        meter = Meter(world, engine.tells_exposed_comm)
+        engine.mark_gradients(lambda: meter.lap("compute"))
+        return TrainState(engine, schedule, meter, plan, world, Best(config.checkpoint.metric_for_best_model))
+
+    def snapshot(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """Copies on the CPU of tensors by file and name, and the rest for JSON; empty on ranks other than 0.
+
+        A collective. The copy is what training waits for; it may change the originals afterwards.
+        """
+        parts = self.world.gather((_random_numbers(self.world.device), self.meter.since_last_look()))
+        weights, optimizer, rest = self.engine.state()
+        if self.world.rank != 0:
+            return {}, {}
+        tensors = {
+            "model": _copies(weights),
+            "optimizer": _copies(optimizer),
+            "rng": {f"rank{rank}.{name}": value for rank, (rng, _) in enumerate(parts) for name, value in rng.items()},
+        }
+        schedule = {name: value for name, value in self.schedule.state_dict().items() if name != "lr_lambdas"}
+        return tensors, {
+            "step": self.step,
+            "epoch": self.step / self.plan.steps_per_epoch,
+            "world_size": self.world.size,
+            "global_batch": self.plan.global_batch,
+            "accumulation": self.plan.accumulation,
+            "engine": rest,
+            "schedule": schedule,
+            "meter": self.meter.state(),
+            "since_last_look": [sums for _, sums in parts],
+            "best": dict(vars(self.best)),  # a copy: the next scoring may come before this is written
+            "unscored": self.unscored,
+        }
+
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], rest: dict[str, Any], seed: int) -> None:
+        """Become what `snapshot` saw. A collective; only rank 0's arguments count, so only it need see the files.
+
+        With another world size the random numbers of dropout begin anew, by `seed` and step; all else goes on.
+        """
+        world = self.world
+        rest = world.broadcast(rest)
+        shapes = world.broadcast({f: {n: (t.shape, t.dtype) for n, t in group.items()} for f, group in tensors.items()})
+        if world.rank != 0:
+            tensors = {
+                f: {n: torch.empty(shape, dtype=kind) for n, (shape, kind) in group.items()}
+                for f, group in shapes.items()
+            }
+        for group in tensors.values():
+            world.broadcast_tensors(group)
+        self.engine.load_state(tensors["model"], tensors["optimizer"], rest["engine"])
+        self.schedule.load_state_dict({**self.schedule.state_dict(), **rest["schedule"]})
+        self.step = rest["step"]
+        self.best = Best(**rest["best"])
+        self.unscored = rest["unscored"]
+        seed_ranks(seed, self.step, world)  # for what the checkpoint has no numbers of
+        if rest["world_size"] == world.size:
+            mine = f"rank{world.rank}."
+            own = {name.removeprefix(mine): v for name, v in tensors["rng"].items() if name.startswith(mine)}
+            _set_random_numbers(own, world.device)
+            since = rest["since_last_look"][world.rank]
+        else:
+            # Sums over the old ranks; `Meter.read` divides the loss by the new number of them.
+            loss, *counts = (sum(column) for column in zip(*rest["since_last_look"], strict=True))
+            sums = [loss * world.size / rest["world_size"], *counts]
+            since = sums if world.rank == 0 else [0 for _ in sums]
+        self.meter.restore(rest["meter"], since, self.step)
+
+
+def engine_options(config: Config, accumulation: int) -> EngineOptions:
+    """What the settings say to an engine."""
+    train, parallel = config.train, config.parallel
+    return EngineOptions(
+        accumulation=accumulation,
+        max_grad_norm=train.max_grad_norm,
+        fp16=train.fp16,
+        bf16=train.bf16,
+        deterministic=train.deterministic,
+        fp16_allreduce=parallel.fp16_allreduce,
+        gradient_predivide_factor=parallel.gradient_predivide_factor,
+        num_groups=parallel.num_groups,
+        zero_stage=parallel.zero_stage,
+    )
+
+
+def seed_ranks(seed: int, step: int, world: World) -> None:
+    """Start each rank's random numbers: the ranks' dropout must differ; their weights were broadcast.
+
+    `step` is 0 at the start, and later where a checkpoint of another world size is gone on with.
+    """
+    number = step * 2**32 + seed + world.rank
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
+
+
+def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    # Non-blocking into pinned memory, one wait at the end: the device's queue is read as fast as the bus allows.
+    copies = {}
+    for name, tensor in tensors.items():
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        copies[name] = copy.copy_(tensor.detach(), non_blocking=True)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return copies
+
+
+def _random_numbers(device: torch.device) -> dict[str, Tensor]:
+    """This process's generators as integers (and one float): torch, CUDA, numpy, Python."""
+    _, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, words, next_gauss = random.getstate()
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(np.append(np.asarray(key, dtype=np.int64), [position, has_gauss])),
+        "python": torch.tensor([version, *words], dtype=torch.int64),
+        "gauss": torch.tensor([gauss, float("nan") if next_gauss is None else next_gauss], dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _set_random_numbers(state: dict[str, Tensor], device: torch.device) -> None:
+    *key, position, has_gauss = state["numpy"].tolist()
+    gauss, next_gauss = state["gauss"].tolist()
+    version, *words = state["python"].tolist()
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, has_gauss, gauss))
+    random.setstate((version, tuple(words), next_gauss if next_gauss == next_gauss else None))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,0 +1,167 @@
+"""The batch plan: every window once per epoch, the same steps whatever the world size."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_bert.data.batch_plan import BatchPlan
+from hvd_bert.errors import UserError
+
+MINILM, BERT_BASE = 2304, 4608  # where attention costs as much as all else
+quick = settings(max_examples=60, deadline=None)
+
+
+@st.composite
+def plans(draw):
+    size = draw(st.integers(1, 9))
+    return BatchPlan.of_rank_batch(
+        lengths=lengths(draw(st.integers(size, 200)), seed=draw(st.integers(0, 2**32))),
+        rank_batch=draw(st.integers(1, 8)),
+        accumulation=draw(st.integers(1, 4)),
+        size=size,
+        seed=draw(st.integers(0, 2**32)),
+        crossover=draw(st.sampled_from([1, MINILM, BERT_BASE, 10**9])),
+    )
+
+
+def lengths(num_windows: int, seed: int = 0) -> np.ndarray:
+    """Spread about as SQuAD's windows, whose mean is 179: from 40 tokens on, cut off at 384."""
+    drawn = np.random.default_rng(seed).gamma(5.0, 28.0, num_windows)
+    return np.minimum(40 + drawn, 384).astype(np.int32)
+
+
+def by_rank(plan: BatchPlan, step: int) -> list[list[np.ndarray]]:
+    return [plan.rank_windows(step, rank) for rank in range(plan.size)]
+
+
+def imbalance(totals: np.ndarray) -> float:
+    """The largest over the mean."""
+    return float(totals.max() / totals.mean())
+
+
+@quick
+@given(plans(), st.integers(0, 3))
+def test_each_window_once_per_epoch(plan, epoch):
+    steps = range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
+    taken = [ids for step in steps for passes in by_rank(plan, step) for ids in passes]
+    assert sorted(chain.from_iterable(ids.tolist() for ids in taken)) == list(range(plan.num_windows))
+
+
+@quick
+@given(plans(), st.integers(0, 50))
+def test_ranks_share_a_step_evenly(plan, step):
+    ranks = by_rank(plan, step)
+    assert {len(passes) for passes in ranks} == {plan.accumulation}  # or some would wait for ever
+    sizes = [sum(map(len, passes)) for passes in ranks]
+    assert max(sizes) - min(sizes) <= 1
+    each = [len(ids) for passes in ranks for ids in passes]
+    assert max(each) - min(each) <= 1
+    assert max(each) <= math.ceil(plan.global_batch / plan.size / plan.accumulation)
+    taken = [int(i) for passes in ranks for ids in passes for i in ids]
+    assert len(taken) == len(set(taken))
+    assert set(taken) == set(plan.step_windows(step).tolist())
+    assert taken  # no step without windows
+
+
+@quick
+@given(plans(), st.integers(0, 50))
+def test_every_step_but_an_epochs_last_is_full(plan, step):
+    last = step % plan.steps_per_epoch == plan.steps_per_epoch - 1
+    rest = plan.num_windows - (plan.steps_per_epoch - 1) * plan.global_batch
+    assert len(plan.step_windows(step)) == (rest if last else plan.global_batch)
+
+
+@pytest.mark.parametrize("num_windows", [8, 24, 101])
+@pytest.mark.parametrize("step", [0, 2, 7, 40])
+def test_step_does_not_depend_on_the_world(num_windows, step):
+    worlds = [(8, 1, 1), (4, 1, 2), (2, 2, 2), (2, 1, 4), (1, 2, 4), (1, 1, 8)]
+    plans = [BatchPlan.of_rank_batch(lengths(num_windows), *world, seed=3, crossover=MINILM) for world in worlds]
+    for plan in plans:
+        assert plan.global_batch == 8
+        np.testing.assert_array_equal(plan.step_windows(step), plans[0].step_windows(step))
+
+
+@quick
+@given(plans(), st.integers(0, 50))
+def test_plan_is_pure(plan, step):
+    again = replace(plan, lengths=plan.lengths.copy())
+    before = plan.step_windows(step).copy()
+    dealt = [ids.copy() for passes in by_rank(plan, step) for ids in passes]
+    for other in (0, step + plan.steps_per_epoch, step + 3 * plan.steps_per_epoch):
+        again.rank_windows(other, 0)  # what was asked for in between does not matter
+    np.testing.assert_array_equal(again.step_windows(step), before)
+    for one, other in zip([ids for passes in by_rank(again, step) for ids in passes], dealt, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("crossover", [MINILM, BERT_BASE])
+@pytest.mark.parametrize(("size", "batch"), [(2, 8), (4, 8), (8, 8), (3, 8), (4, 16), (128, 8)])
+def test_ranks_take_as_many_tokens(size, batch, crossover):
+    plan = BatchPlan.of_rank_batch(lengths(40 * size * batch), batch, 1, size, 0, crossover)
+    tokens = [imbalance(plan.rank_tokens(step)) for step in range(plan.steps_per_epoch)]
+    costs = [imbalance(plan.rank_costs(step)) for step in range(plan.steps_per_epoch)]
+    assert max(tokens) <= 1.02
+    assert max(costs) <= 1.02
+
+
+@quick
+@given(plans(), st.integers(0, 50))
+def test_tokens_and_costs_are_those_of_the_windows_taken(plan, step):
+    taken = [plan.lengths[np.concatenate(passes)].astype(np.int64) for passes in by_rank(plan, step)]
+    assert plan.rank_tokens(step).tolist() == [int(n.sum()) for n in taken]
+    assert plan.rank_costs(step).tolist() == [int((n * plan.crossover + n**2).sum()) for n in taken]
+
+
+@quick
+@given(plans(), st.integers(0, 50))
+def test_no_two_ranks_are_further_apart_than_one_window(plan, step):
+    costs, sizes = plan.rank_costs(step), [sum(map(len, passes)) for passes in by_rank(plan, step)]
+    tokens = plan.lengths[plan.step_windows(step)].astype(np.int64)
+    dearest = int((tokens * (plan.crossover + tokens)).max())
+    for size in set(sizes):  # a rank of one window less costs less
+        alike = costs[np.array(sizes) == size]
+        assert alike.max() - alike.min() <= dearest
+
+
+def test_passes_of_a_rank_are_alike():
+    plan = BatchPlan.of_rank_batch(lengths(2000), 8, 4, 4, seed=1, crossover=MINILM)
+    for step in range(plan.steps_per_epoch - 1):
+        assert imbalance(plan.rank_tokens(step)) <= 1.02
+        for passes in by_rank(plan, step):
+            assert imbalance(np.array([plan.lengths[ids].sum() for ids in passes])) <= 1.03
+
+
+def test_one_rank_takes_a_step_in_its_order():
+    plan = BatchPlan.of_rank_batch(lengths(30), 8, 1, 1, seed=0, crossover=MINILM)
+    for step in range(5):
+        np.testing.assert_array_equal(plan.rank_windows(step, 0)[0], plan.step_windows(step))
+
+
+def test_no_caller_can_change_the_order():
+    plan = BatchPlan(lengths(10), global_batch=4, accumulation=1, size=1, seed=0, crossover=MINILM)
+    with pytest.raises(ValueError, match="read-only"):
+        plan.step_windows(0)[0] = 1
+
+
+def test_epochs_and_seeds_differ():
+    orders = [
+        BatchPlan(lengths(50), 50, 1, 1, seed, MINILM).step_windows(epoch).tolist()
+        for seed in range(3)
+        for epoch in range(3)
+    ]  # one step per epoch
+    assert len({tuple(order) for order in orders}) == 9
+    assert list(range(50)) not in orders
+
+
+@pytest.mark.parametrize(("num_windows", "size"), [(0, 1), (3, 4), (1, 2)])
+def test_fewer_windows_than_ranks_are_refused(num_windows, size):
+    with pytest.raises(UserError, match=rf"{num_windows} windows, fewer than the {size} ranks"):
+        BatchPlan(lengths(num_windows), size, 1, size, 0, MINILM)
+    BatchPlan(lengths(size), size, 1, size, 0, MINILM)

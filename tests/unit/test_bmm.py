@@ -1,0 +1,89 @@
+"""Products of many small matrices: numpy's BLAS and torch's give the same; who serves when."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from hvd_bert.model.cpu import bmm
+
+
+@pytest.fixture(params=[True, False], ids=["numpy", "torch"])
+def calls(request, monkeypatch):
+    """Each way in turn; the products that numpy made."""
+    made = []
+    matmul = np.matmul
+    monkeypatch.setattr(np, "matmul", lambda *given, **named: made.append(1) or matmul(*given, **named))
+    monkeypatch.setattr(bmm, "available", lambda: request.param)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    yield made
+    assert bool(made) is request.param
+
+
+def test_strided_matrices_of_each_kind(calls):
+    torch.manual_seed(0)
+    rows, columns, square = torch.randn(7, 3, 4), torch.randn(9, 3, 4), torch.randn(3, 7, 9)  # tokens, heads, head size
+    q, k = rows.transpose(0, 1), columns.transpose(0, 1)
+    for left, right in ((q, k.transpose(1, 2)), (square, k), (square.transpose(1, 2), q)):
+        exact = left.double() @ right.double()
+        for out in (torch.empty(exact.shape), torch.empty(exact.transpose(0, 1).shape).transpose(0, 1)):
+            assert bmm.product(left, right, out) is out
+            torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_more_threads_are_torchs(monkeypatch):
+    monkeypatch.setattr(bmm, "available", lambda: True)
+    monkeypatch.setattr(np, "matmul", None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    out = torch.empty(1, 2, 2)
+    assert torch.equal(bmm.product(torch.ones(1, 2, 3), torch.ones(1, 3, 2), out), torch.full((1, 2, 2), 3.0))
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"OMP_NUM_THREADS": "1"}, "1"),
+        ({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "2"}, "2"),
+        ({"OMP_NUM_THREADS": "3,2"}, "3"),
+        ({"OMP_NUM_THREADS": "none"}, "cores"),
+        ({}, "cores"),
+    ],
+    ids=str,
+)
+def test_threads_as_openblas_reads_them(environ, expected, monkeypatch):
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
+    assert str(bmm.openblas_threads()) == expected.replace("cores", "5")
+
+
+@pytest.mark.parametrize(
+    ("library", "cpu", "threads", "expected"),
+    [
+        ("scipy-openblas", "AVX512", 1, True),
+        ("scipy-openblas", "AVX512", 2, False),
+        ("scipy-openblas", "AVX2", 1, False),
+        ("mkl-sdl", "AVX512", 1, False),
+    ],
+)
+def test_where_numpys_serves(library, cpu, threads, expected, monkeypatch):
+    monkeypatch.setattr(np, "show_config", lambda mode: {"Build Dependencies": {"blas": {"name": library}}})
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: cpu)
+    monkeypatch.setattr(bmm, "openblas_threads", lambda: threads)
+    bmm.available.cache_clear()
+    assert bmm.available() is expected
+    bmm.available.cache_clear()
+
+
+def test_the_numpy_at_hand_says_what_its_blas_is():
+    program = (
+        "from hvd_bert.model.cpu import bmm; assert bmm.available() in (True, False); print(bmm.openblas_threads())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert int(done.stdout) > 0

@@ -1,0 +1,158 @@
+"""Checkpoints on disk: whole or not there, every byte checked, the newest found, the oldest discarded."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hvd_bert.checkpoint import files
+from hvd_bert.checkpoint.files import Contents, Damaged
+
+
+def contents(step: int) -> Contents:
+    tensors = {"model": {"weight": torch.full((3, 2), float(step))}, "rng": {"rank0.torch": torch.arange(5)}}
+    return Contents(tensors, {"state": {"step": step, "learning_rate": 0.1}}, {"config.json": b"{}"})
+
+
+def steps(folder: Path) -> list[int]:
+    return [files.step_of(found) for found in files.candidates(folder)]
+
+
+def test_what_is_written_is_read(tmp_path):
+    folder = files.write(tmp_path, 7, contents(7))
+    assert folder == tmp_path / "checkpoint-7"
+    found = files.read(folder)
+    assert torch.equal(found.tensors["model"]["weight"], torch.full((3, 2), 7.0))
+    assert torch.equal(found.tensors["rng"]["rank0.torch"], torch.arange(5))
+    assert found.documents["state"] == {"step": 7, "learning_rate": 0.1}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-7", "latest"]
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # what the umask allows, others may read
+
+
+def test_the_newest_comes_first_whatever_is_pointed_to(tmp_path):
+    for step in (9, 100, 30):
+        files.write(tmp_path, step, contents(step))
+    assert (tmp_path / "latest").read_text() == "checkpoint-30\n"
+    (tmp_path / "latest").write_bytes(b"\xff")
+    assert steps(tmp_path) == [100, 30, 9]
+    assert files.candidates(tmp_path / "nowhere") == []
+
+
+def test_same_step_is_replaced(tmp_path):
+    files.write(tmp_path, 7, contents(1))
+    files.write(tmp_path, 7, contents(2))
+    assert files.read(tmp_path / "checkpoint-7").documents["state"]["step"] == 2
+
+
+FILES = ["model.safetensors", "rng.safetensors", "state.json", "config.json", "manifest.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("harm", ["truncated", "empty", "missing"])
+def test_damage_is_named(tmp_path, name, harm):
+    folder = files.write(tmp_path, 7, contents(7))
+    path = folder / name
+    if harm == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1] if harm == "truncated" else b"")
+    with pytest.raises(Damaged, match=str(path)):
+        files.read(folder)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from([name for name in FILES if name != "manifest.json"]), data=st.data())
+def test_one_flipped_bit_is_seen(tmp_path, name, data):
+    folder = files.write(tmp_path, 7, contents(7))
+    path = folder / name
+    content = bytearray(path.read_bytes())
+    position = data.draw(st.integers(0, 8 * len(content) - 1))
+    content[position // 8] ^= 1 << position % 8
+    path.write_bytes(content)
+    with pytest.raises(Damaged, match=str(path)):
+        files.read(folder)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_flipped_bit_in_the_manifest_never_gives_other_content(tmp_path, data):
+    folder = files.write(tmp_path, 7, contents(7))
+    path = folder / "manifest.json"
+    content = bytearray(path.read_bytes())
+    position = data.draw(st.integers(0, 8 * len(content) - 1))
+    content[position // 8] ^= 1 << position % 8
+    path.write_bytes(content)
+    try:
+        found = files.read(folder)  # a bit of its white space or of the step may not matter
+    except Damaged:
+        return
+    assert torch.equal(found.tensors["model"]["weight"], torch.full((3, 2), 7.0))
+    assert found.documents["state"] == {"step": 7, "learning_rate": 0.1}
+
+
+def test_later_format_is_refused(tmp_path):
+    folder = files.write(tmp_path, 7, contents(7))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"format": files.FORMAT + 1}))
+    with pytest.raises(Damaged, match="is of a later hvd_bert"):
+        files.read(folder)
+
+
+def test_manifest_that_names_files_elsewhere_is_refused(tmp_path):
+    folder = files.write(tmp_path, 7, contents(7))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["../../secret"] = {"bytes": 1, "sha256": ""}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(Damaged, match="outside its folder"):
+        files.verify(folder)
+
+
+@pytest.mark.parametrize("fails", ["save_file", "mkdir", "rename", "fsync"])
+def test_failed_write_leaves_what_was_there(tmp_path, monkeypatch, fails):
+    files.write(tmp_path, 7, contents(7))
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    owner = {"save_file": files.safetensors.torch, "fsync": files.os}.get(fails, Path)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, fails, full)
+        with pytest.raises(OSError, match="No space left"):
+            files.write(tmp_path, 8, contents(8))
+    assert steps(tmp_path) == [7]
+    assert files.read(tmp_path / "checkpoint-7").documents["state"]["step"] == 7
+    files.write(tmp_path, 8, contents(8))
+    assert steps(tmp_path) == [8, 7]
+
+
+def test_prune_keeps_the_newest_and_the_best(tmp_path):
+    for step in (1, 2, 3, 4, 5):
+        files.write(tmp_path, step, contents(step))
+    files.prune(tmp_path, 2, keep={"checkpoint-2"})
+    assert steps(tmp_path) == [5, 4, 2]
+
+
+def test_what_a_killed_writer_left_is_swept(tmp_path):
+    files.write(tmp_path, 7, contents(7))
+    left = tmp_path / ".partial-checkpoint-8"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    assert steps(tmp_path) == [7]
+    files.sweep(tmp_path)
+    assert not left.exists()
+    assert steps(tmp_path) == [7]
+
+
+def test_later_steps_are_set_aside(tmp_path):
+    for step in (1, 2, 3):
+        files.write(tmp_path, step, contents(step))
+    assert files.set_aside_after(tmp_path, 2) == ["checkpoint-3.aside"]
+    assert sorted(steps(tmp_path)) == [1, 2]
+    files.clear(tmp_path)
+    assert list(tmp_path.iterdir()) == []

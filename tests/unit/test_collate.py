@@ -1,0 +1,102 @@
+"""Windows to tensors, against a reference that takes one token at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hvd_bert.data.collate import Collator
+from hvd_bert.data.windows import WindowTable
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict]:
+    random = np.random.default_rng(0)
+    made = []
+    for number in range(12):
+        context_start = int(random.integers(3, 7))
+        length = context_start + int(random.integers(2, 12))
+        answered = number % 3 > 0
+        start = context_start if answered else 0
+        made.append(
+            {
+                "question": number // 2,
+                "input_ids": random.integers(0, 90, length).tolist(),
+                "context_start": context_start,
+                "context_end": length - 1,
+                "start_position": start,
+                "end_position": length - 2 if answered else 0,
+                "char_starts": list(range(length - context_start - 1)),
+                "char_ends": list(range(1, length - context_start)),
+            }
+        )
+    return made
+
+
+@pytest.fixture(scope="module")
+def windows(rows) -> WindowTable:
+    return WindowTable.from_columns({name: [row[name] for row in rows] for name in rows[0]})
+
+
+@pytest.mark.parametrize("ids", [[0], [3, 1], [5, 5], list(range(12)), list(range(11, -1, -2))], ids=str)
+@pytest.mark.parametrize("kind", [list, np.array])
+def test_batch(rows, windows, ids, kind):
+    tokens, types, positions, lengths = [], [], [], []
+    for row in (rows[i] for i in ids):
+        lengths.append(len(row["input_ids"]))
+        for position, token in enumerate(row["input_ids"]):
+            tokens.append(token)
+            types.append(int(position >= row["context_start"]))
+            positions.append(position)
+    batch = Collator(windows, CPU)(kind(ids))
+    assert batch.input_ids.tolist() == [tokens]
+    assert batch.token_type_ids.tolist() == [types]
+    assert batch.position_ids.tolist() == [positions]
+    assert batch.starts.tolist() == [rows[i]["start_position"] for i in ids]
+    assert batch.ends.tolist() == [rows[i]["end_position"] for i in ids]
+    assert batch.lengths == lengths
+    assert batch.num_windows == len(ids)
+    assert batch.num_tokens == len(tokens)
+    assert not batch.padded
+    assert batch.where.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    assert batch.where.dtype == torch.int32  # as attention kernels take it
+    others = [value for name, value in vars(batch).items() if torch.is_tensor(value) and name != "where"]
+    assert {value.dtype for value in others} == {torch.int64}
+
+
+@pytest.mark.parametrize("ids", [[0], [3, 1], [5, 5], list(range(12))], ids=str)
+@pytest.mark.parametrize("pad_to", [0, 10, 25])
+def test_padded_batch(rows, windows, ids, pad_to):
+    chosen = [rows[i] for i in ids]
+    longest = max(len(row["input_ids"]) for row in chosen)
+    width = max(longest, pad_to)
+    padded, packed = Collator(windows, CPU, pad_to)(ids), Collator(windows, CPU)(ids)
+    assert padded.padded
+    for i, row in enumerate(chosen):
+        length = len(row["input_ids"])
+        assert padded.input_ids[i].tolist() == row["input_ids"] + [0] * (width - length)
+        assert padded.token_type_ids[i, :length].tolist() == [int(p >= row["context_start"]) for p in range(length)]
+        assert padded.position_ids[i].tolist() == list(range(width))
+        assert padded.where[i].tolist() == [True] * length + [False] * (width - length)
+    for name in ("lengths", "num_windows", "num_tokens"):
+        assert getattr(padded, name) == getattr(packed, name)
+    assert torch.equal(padded.starts, packed.starts)
+    assert torch.equal(padded.ends, packed.ends)
+
+
+@pytest.mark.parametrize("pad_to", [None, 0])
+@pytest.mark.parametrize("empty", [[], np.array([], dtype=np.int64)], ids=["list", "array"])
+def test_rank_without_windows_gets_one_that_does_not_count(windows, empty, pad_to):
+    batch = Collator(windows, CPU, pad_to)(empty)
+    assert (batch.num_windows, batch.num_tokens) == (0, 0)
+    assert len(batch.lengths) == 1  # the forward pass needs something, or its allreduce is never called
+    assert batch.input_ids.shape == (1, batch.lengths[0])
+
+
+@pytest.mark.parametrize("pad_to", [None, 0])
+def test_batch_is_on_the_device(windows, pad_to):
+    batch = Collator(windows, torch.device("meta"), pad_to)([1, 2])
+    assert {value.device.type for value in vars(batch).values() if torch.is_tensor(value)} == {"meta"}

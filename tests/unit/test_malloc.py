@@ -1,0 +1,46 @@
+"""Memory is kept where nobody has said otherwise: the next step's tensors touch no new page."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hvd_bert.model.cpu.malloc import keep_memory
+
+
+@pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "LD_PRELOAD"])
+def test_settings_of_the_user_stand(name):
+    assert not keep_memory({"PATH": "/bin", name: "1"})
+
+
+COUNT = """
+import resource, sys, torch
+from hvd_bert.model.cpu.malloc import keep_memory
+
+kept = keep_memory({}) if sys.argv[1] == "kept" else None
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(12 << 20) for _ in range(2)]  # more than glibc keeps by itself, 32 MiB each at most
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+for _ in range(10):  # until the heap has a place for each
+    faults()
+print(kept, min(faults() for _ in range(5)))
+"""
+
+
+def new_pages(how: str) -> tuple[str, int]:
+    """Whether memory is kept, and page faults of 96 MiB of tensors, when as much has been freed before."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run([sys.executable, "-c", COUNT, how], env=environ, capture_output=True, text=True, check=True)
+    kept, faults = done.stdout.split()
+    return kept, int(faults)
+
+
+def test_freed_memory_is_used_again():
+    kept, faults = new_pages("kept")
+    if kept != "True":
+        pytest.skip("this C library has no mallopt")
+    assert faults == 0 < new_pages("plain")[1]

@@ -1,0 +1,138 @@
+"""metrics.jsonl, TensorBoard, progress lines, and the meter's arithmetic."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from hvd_bert.training import metrics_log as module
+from hvd_bert.training.metrics_log import Telemetry
+
+SCORES = {"exact_match": 50.0, "f1": 61.25, "total": 8.0, "eval_loss": 1.5}
+
+
+class Clock:
+    """The `time` module of one that turns it by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = time = monotonic
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def metrics(step: int) -> dict[str, float]:
+    return {
+        "epoch": step / 4,
+        "learning_rate": 1e-4,
+        "grad_norm": 0.5,
+        "loss": 4.0 / step,
+        "windows_per_s": 12.0,
+        "tokens_per_s": 900.0,
+        "step_s": 0.25,
+    }
+
+
+def run(folder: Path, clock: Clock, enabled: bool = True, seconds: float = 4.0) -> None:
+    """Eight steps of `seconds` each, scored in the middle and at the end."""
+    telemetry = Telemetry(folder, enabled)
+    telemetry.begin(8, step=0, steps_per_epoch=4)
+    for step in range(1, 9):
+        clock.now += seconds
+        telemetry.logged(step, metrics(step))
+        if step == 4:
+            telemetry.evaluated(SCORES)
+    telemetry.evaluated(SCORES)
+    telemetry.close()
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_rows(tmp_path, clock):
+    run(tmp_path, clock)
+    scored = {"eval_exact_match": 50.0, "eval_f1": 61.25, "eval_total": 8.0, "eval_loss": 1.5}
+    expected = [{"step": step, **metrics(step)} for step in range(1, 9)]
+    expected.insert(4, {"step": 4, "epoch": 1.0, **scored})
+    expected.append({"step": 8, "epoch": 2.0, **scored})
+    assert rows(tmp_path) == expected
+
+
+def test_rows_are_on_disk_at_once(tmp_path, clock):
+    telemetry = Telemetry(tmp_path, enabled=True)
+    telemetry.begin(8, step=0, steps_per_epoch=4)
+    telemetry.logged(1, metrics(1))
+    assert len(rows(tmp_path)) == 1
+    telemetry.close()
+
+
+def test_tensorboard_scalars(tmp_path, clock):
+    run(tmp_path, clock)
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    names = set(events.Tags()["scalars"])
+    assert {"train/loss", "train/learning_rate", "train/windows_per_s", "eval/f1", "eval/loss"} <= names
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [
+        (step, pytest.approx(4.0 / step)) for step in range(1, 9)
+    ]
+    assert [(e.step, e.value) for e in events.Scalars("eval/f1")] == [(4, 61.25), (8, 61.25)]
+
+
+def test_progress_without_a_terminal(tmp_path, clock, capsys):
+    run(tmp_path, clock)
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    lines = shown.out.splitlines()
+    # One at the first step, at the last, and else every ten seconds: here every third step of 4 s.
+    assert [line.split(":")[0].split()[1] for line in lines] == ["1/8", "4/8", "4/8", "7/8", "8/8", "8/8"]
+    assert lines[0] == "step 1/8 (12%)  loss 4.000  lr 1.00e-04  windows/s 12.0  ETA 00:28"
+    assert lines[2] == "step 4/8: EM 50.00  F1 61.25  loss 1.500  on 8 questions"
+    assert lines[4].endswith("ETA 00:00")
+    assert len(set(lines)) == len(lines)  # no line twice
+
+
+def test_fast_steps_do_not_flood_a_log(tmp_path, clock, capsys):
+    run(tmp_path, clock, seconds=0.01)
+    steps = [line for line in capsys.readouterr().out.splitlines() if "ETA" in line]
+    assert [line.split()[1] for line in steps] == ["1/8", "8/8"]
+
+
+def test_progress_on_a_terminal(tmp_path, clock, capsys, monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    run(tmp_path, clock)
+    out = capsys.readouterr().out
+    assert "ETA" not in out  # the bar tells it
+    assert out.count("EM 50.00") == 2
+    bar = terminal.getvalue().split("\r")[-1]
+    assert "8/8" in bar and "loss=0.500" in bar and "lr=1.00e-04" in bar
+
+
+def test_scores_without_training(tmp_path, capsys):
+    telemetry = Telemetry(tmp_path, enabled=True)
+    telemetry.evaluated(SCORES)
+    telemetry.close()
+    assert capsys.readouterr().out == "EM 50.00  F1 61.25  loss 1.500  on 8 questions\n"
+    assert rows(tmp_path)[0]["step"] == 0
+
+
+def test_other_ranks_are_silent(tmp_path, clock, capsys):
+    run(tmp_path, clock, enabled=False)
+    assert os.listdir(tmp_path) == []
+    assert capsys.readouterr() == ("", "")

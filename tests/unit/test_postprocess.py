@@ -1,0 +1,271 @@
+"""Span search against a slow and obvious reference, and the rules of run_qa one by one."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_bert.data.squad import Question
+from hvd_bert.errors import UserError
+from hvd_bert.evaluation.postprocess import Answer, SpanOptions, WindowLogits, answers_of
+
+NUM_QUESTION_TOKENS = 3  # [CLS] word [SEP], so the context starts at index 3
+V2 = {"version_2_with_negative": True}
+
+
+def question(num_words: int, id_: str = "q") -> Question:
+    """Context "w0 w1 w2 ...", one token per word."""
+    context = " ".join(f"w{i}" for i in range(num_words))
+    return Question(id=id_, title="", context=context, question="?", answer_texts=(), answer_starts=())
+
+
+def window(
+    q: Question, first: int, starts: list[float], ends: list[float], null: tuple[float, float] = (0.0, 0.0),
+    index: int = 0,
+) -> WindowLogits:  # fmt: skip
+    """The window over len(starts) words from word `first` on, with these logits on its context tokens.
+
+    The question's tokens and the final [SEP] get high logits: none of them may ever be part of a span.
+    """
+    words = q.context.split()
+    begins = [len(" ".join(words[:i])) + (i > 0) for i in range(first, first + len(starts))]
+    stops = [begin + len(words[first + i]) for i, begin in enumerate(begins)]
+    return WindowLogits(
+        question=index,
+        context_start=NUM_QUESTION_TOKENS,
+        char_starts=np.array(begins, dtype=np.int32),
+        char_ends=np.array(stops, dtype=np.int32),
+        start_logits=np.array([null[0], 99.0, 99.0, *starts, 99.0], dtype=np.float32),
+        end_logits=np.array([null[1], 99.0, 99.0, *ends, 99.0], dtype=np.float32),
+    )
+
+
+def reference(q: Question, windows: list[WindowLogits], options: SpanOptions) -> Answer:
+    """Every pair of every window in turn, sorted; then run_qa's last steps."""
+    spans: list[tuple[float, int, int, float, float]] = []
+    for w in windows:
+        for s in range(len(w.char_starts)):
+            for e in range(s, len(w.char_starts)):
+                if e - s + 1 <= options.max_answer_length:
+                    start = float(w.start_logits[w.context_start + s])
+                    end = float(w.end_logits[w.context_start + e])
+                    spans.append((-(start + end), int(w.char_starts[s]), int(w.char_ends[e]), -start, end))
+    spans.sort()
+    listed: list[dict[str, Any]] = [
+        {"text": q.context[a:b], "start_logit": -start, "end_logit": end, "score": -score}
+        for score, a, b, start, end in spans[: options.n_best_size]
+    ]
+    text, null_odds = (listed[0]["text"] if listed else ""), None
+    if options.version_2_with_negative:
+        nulls = [(float(w.start_logits[0]), float(w.end_logits[0])) for w in windows]
+        start, end = min(nulls, key=lambda pair: (sum(pair), pair))
+        null = {"text": "", "start_logit": start, "end_logit": end, "score": start + end}
+        null_odds = null["score"] - listed[0]["score"] if listed else None
+        if listed and null_odds > options.null_score_diff_threshold:
+            text = ""
+        both = sorted([*listed, null], key=lambda entry: -entry["score"])[: options.n_best_size]
+        if null not in both:
+            both.append(null)
+        if listed and both == [null]:
+            both.append(listed[0])
+        listed = both
+    elif not listed:
+        listed = [{"text": "", "start_logit": 0.0, "end_logit": 0.0, "score": 0.0}]
+    total = sum(math.exp(entry["score"]) for entry in listed)
+    nbest = [{**entry, "probability": math.exp(entry["score"]) / total} for entry in listed]
+    for entry in nbest:
+        del entry["score"]
+    return Answer(q.id, text, nbest, null_odds)
+
+
+def assert_same(got: Answer, expected: Answer) -> None:
+    assert (got.id, got.text) == (expected.id, expected.text)
+    if expected.null_odds is not None:
+        assert got.null_odds == expected.null_odds
+    for mine, theirs in zip(got.nbest, expected.nbest, strict=True):
+        assert mine == {**theirs, "probability": pytest.approx(theirs["probability"], rel=1e-9)}
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[Question], list[WindowLogits], SpanOptions]:
+    """Up to six questions with overlapping windows each; coarse logits, so that ties are common."""
+    grid = st.integers(-4, 4).map(lambda n: n / 2)
+    questions, windows = [], []
+    for index in range(draw(st.integers(1, 6))):
+        q = question(draw(st.integers(0, 9)), f"q{index}")
+        num_words = len(q.context.split())
+        size = draw(st.integers(1, 9))
+        for first in range(0, max(1, num_words), draw(st.integers(1, size))):
+            num = min(size, num_words - first)
+            starts, ends = (draw(st.lists(grid, min_size=num, max_size=num)) for _ in "se")
+            windows.append(window(q, first, starts, ends, draw(st.tuples(grid, grid)), index))
+        questions.append(q)
+    options = SpanOptions(
+        n_best_size=draw(st.sampled_from([1, 2, 3, 20])),
+        max_answer_length=draw(st.sampled_from([1, 2, 4, 30])),
+        version_2_with_negative=draw(st.booleans()),
+        null_score_diff_threshold=draw(st.sampled_from([-1.0, 0.0, 1.5])),
+    )
+    return questions, windows, options
+
+
+@settings(deadline=None)  # a loaded machine is not a failure
+@given(cases())
+def test_equals_the_reference(case: tuple[list[Question], list[WindowLogits], SpanOptions]) -> None:
+    questions, windows, options = case
+    got = answers_of(questions, windows, options)
+    assert len(got) == len(questions)
+    for index, (q, answer) in enumerate(zip(questions, got, strict=True)):
+        assert_same(answer, reference(q, [w for w in windows if w.question == index], options))
+
+
+@settings(deadline=None)  # a loaded machine is not a failure
+@given(cases(), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_sharding_and_order_change_nothing(
+    case: tuple[list[Question], list[WindowLogits], SpanOptions], num_shards: int, rng: random.Random
+) -> None:
+    questions, windows, options = case
+    whole = answers_of(questions, windows, options)
+    shuffled = rng.sample(windows, len(windows))
+    parts: dict[str, Answer] = {}
+    for shard in range(num_shards):
+        mine = range(shard, len(questions), num_shards)
+        own = [
+            WindowLogits(mine.index(w.question), w.context_start, w.char_starts, w.char_ends, w.start_logits,
+                         w.end_logits)
+            for w in shuffled if w.question in mine
+        ]  # fmt: skip
+        parts |= {answer.id: answer for answer in answers_of([questions[i] for i in mine], own, options)}
+    assert [parts[q.id] for q in questions] == whole
+
+
+def only(windows: list[WindowLogits], q: Question, **options: Any) -> Answer:
+    (answer,) = answers_of([q], windows, SpanOptions(**options))
+    return answer
+
+
+def test_ties_go_to_the_earliest_then_the_shortest() -> None:
+    q = question(3)
+    answer = only([window(q, 0, [0.0] * 3, [0.0] * 3)], q, n_best_size=4)
+    assert [entry["text"] for entry in answer.nbest] == ["w0", "w0 w1", "w0 w1 w2", "w1"]
+    assert [entry["probability"] for entry in answer.nbest] == pytest.approx([0.25] * 4)
+
+
+def test_longest_answer_is_counted_in_tokens() -> None:
+    q = question(6)
+    logits = [window(q, 0, [9, 0, 0, 3, 0, 0], [0, 0, 0, 0, 0, 9])]
+    assert only(logits, q, max_answer_length=6).text == "w0 w1 w2 w3 w4 w5"
+    assert only(logits, q, max_answer_length=5).text == "w3 w4 w5"
+
+
+def test_finds_a_span_whose_ends_are_not_among_the_n_best() -> None:
+    """The three best starts come after the three best ends: run_qa with n_best_size 3 finds no pair."""
+    q = question(8)
+    answer = only([window(q, 0, [0, 0, 0, 1, 0, 5, 6, 8], [7, 6, 5, 0, 1, 0, 0, 0])], q, n_best_size=3)
+    assert answer.text == "w7"
+    assert [entry["text"] for entry in answer.nbest] == ["w7", "w0", "w0 w1"]
+
+
+def test_one_span_seen_in_two_windows_stays_two_entries() -> None:
+    q = question(4)
+    answer = only([window(q, 0, [0, 0, 5], [0, 0, 5]), window(q, 2, [6, 0], [6, 0])], q, n_best_size=2)
+    assert [(e["text"], e["start_logit"]) for e in answer.nbest] == [("w2", 6.0), ("w2", 5.0)]
+    assert answer.nbest[0]["probability"] == pytest.approx(1 / (1 + math.exp(-2)))
+    assert answer.null_odds is None
+
+
+def test_text_is_cut_by_characters() -> None:
+    q = Question(id="q", title="", context="un-do  it", question="?", answer_texts=(), answer_starts=())
+    w = window(question(4), 0, [1, 9, 0, 0], [0, 0, 0, 9])
+    w = WindowLogits(0, 3, np.array([0, 2, 3, 7]), np.array([2, 3, 5, 9]), w.start_logits, w.end_logits)
+    assert only([w], q).text == "-do  it"
+
+
+def test_tokens_without_characters_are_no_answer() -> None:
+    q = question(2)
+    w = window(q, 0, [9, 0], [9, 0])
+    w = WindowLogits(0, 3, w.char_starts, np.array([0, 5]), w.start_logits, w.end_logits)
+    assert only([w], q).nbest == [{"text": "w1", "start_logit": 0.0, "end_logit": 0.0, "probability": 1.0}]
+
+
+def test_long_window_and_long_answer() -> None:
+    q = question(500)
+    starts, ends = [0.0] * 500, [0.0] * 500
+    starts[3] = ends[498] = 7.0
+    answer = only([window(q, 0, starts, ends)], q, max_answer_length=1000)
+    assert answer.text.split() == q.context.split()[3:499]
+
+
+class TestNull:
+    """SQuAD v2.0: "no answer" against the best span."""
+
+    def test_least_sure_window_decides(self) -> None:
+        q = question(3)
+        windows = [window(q, 0, [2, 0], [2, 0], null=(9, 9)), window(q, 1, [0, 0], [0, 0], null=(1, 2))]
+        answer = only(windows, q, **V2)
+        assert (answer.text, answer.null_odds) == ("w0", 3.0 - 4.0)
+
+    @pytest.mark.parametrize(("threshold", "text"), [(0.99, ""), (1.0, "w0"), (5.0, "w0")])
+    def test_threshold_must_be_exceeded(self, threshold: float, text: str) -> None:
+        q = question(2)
+        windows = [window(q, 0, [2, 0], [2, 0], null=(2, 3))]
+        answer = only(windows, q, null_score_diff_threshold=threshold, **V2)
+        assert (answer.text, answer.null_odds, answer.best_span) == (text, 1.0, "w0")
+        assert answer.nbest[0]["text"] == ""
+
+    def test_low_null_is_added_after_the_n_best(self) -> None:
+        q = question(3)
+        answer = only([window(q, 0, [5, 4, 3], [5, 4, 3], null=(-9, -9))], q, n_best_size=2, **V2)
+        assert [entry["text"] for entry in answer.nbest] == ["w0", "w0 w1", ""]
+
+    def test_high_null_takes_the_place_of_the_last(self) -> None:
+        q = question(3)
+        windows = [window(q, 0, [5, 4, 3], [5, 4, 3], null=(9, 9))]
+        assert [entry["text"] for entry in only(windows, q, n_best_size=2, **V2).nbest] == ["", "w0"]
+        single = only(windows, q, n_best_size=1, null_score_diff_threshold=99.0, **V2)
+        assert (single.text, [entry["text"] for entry in single.nbest]) == ("w0", ["", "w0"])
+
+    @pytest.mark.parametrize("threshold", [0.0, 1e30])
+    def test_no_span_at_all(self, threshold: float) -> None:
+        q = question(0)
+        for windows in ([], [window(q, 0, [], [], null=(-5, -6))]):
+            answer = only(windows, q, null_score_diff_threshold=threshold, **V2)
+            assert (answer.text, answer.best_span, len(answer.nbest)) == ("", "", 1)
+            assert answer.null_odds is not None and threshold < answer.null_odds < math.inf
+
+
+def test_v1_no_span_at_all() -> None:
+    q = question(0)
+    nothing = [{"text": "", "start_logit": 0.0, "end_logit": 0.0, "probability": 1.0}]
+    for windows in ([], [window(q, 0, [], [])]):
+        assert only(windows, q) == Answer("q", "", nothing, None)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_finite(bad: float) -> None:
+    q = question(2)
+    with pytest.raises(UserError, match="question q: the model's end logits are not finite"):
+        only([window(q, 0, [0, 0], [0, bad])], q)
+
+
+def test_windows_that_do_not_fit() -> None:
+    q = question(2)
+    w = window(q, 0, [0, 0], [0, 0])
+    with pytest.raises(ValueError, match="end logits of shape"):
+        only([WindowLogits(0, 3, w.char_starts, w.char_ends, w.start_logits, w.end_logits[:-1])], q)
+    with pytest.raises(ValueError, match="2 char_starts and 1 char_ends"):
+        only([WindowLogits(0, 3, w.char_starts, w.char_ends[:1], w.start_logits, w.end_logits)], q)
+    with pytest.raises(ValueError, match="question 1, but there are 1"):
+        only([window(q, 0, [0, 0], [0, 0], index=1)], q)
+
+
+@pytest.mark.parametrize("name", ["n_best_size", "max_answer_length"])
+def test_options_must_be_positive(name: str) -> None:
+    with pytest.raises(UserError, match=f"{name} is 0: it must be 1 or more"):
+        SpanOptions(**{name: 0})

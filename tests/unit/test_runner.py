@@ -1,0 +1,117 @@
+"""How a rank's process ends, whatever its entry does."""
+
+from __future__ import annotations
+
+import pytest
+from horovod.common.exceptions import HorovodInternalError
+from test_world import make_world
+
+from hvd_bert.distributed import launch
+from hvd_bert.distributed import runner as module
+from hvd_bert.distributed.launch import WorldsOfOne
+from hvd_bert.distributed.runner import run_as_rank
+from hvd_bert.distributed.world import AgreedError, HostsChanged, World
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
+
+
+def leave(monkeypatch: pytest.MonkeyPatch, world: World, entry) -> int | str | None:
+    monkeypatch.setattr(module, "join", lambda strategy, generation: world)
+    monkeypatch.setattr(world, "take_place", lambda: None)
+    monkeypatch.setattr(module.os, "_exit", lambda status: (_ for _ in ()).throw(SystemExit(f"aborted {status}")))
+    with pytest.raises(SystemExit) as left:
+        run_as_rank(entry)
+    return left.value.code
+
+
+def raising(error: BaseException):
+    def entry(world: World) -> None:
+        raise error
+
+    return entry
+
+
+@pytest.mark.parametrize(
+    ("entry", "status", "said"),
+    [
+        (lambda world: None, EXIT_OK, ""),
+        (raising(AgreedError("no such file")), EXIT_BAD_INPUT, "hvd_bert: no such file\n"),
+        (raising(AgreedError("diverged", status=EXIT_FAILURE)), EXIT_FAILURE, "hvd_bert: diverged\n"),
+        (raising(AgreedError("rank 1 says it", rank=1)), EXIT_BAD_INPUT, ""),
+    ],
+    ids=["done", "bad input", "failure", "another rank speaks"],
+)
+def test_ranks_that_agree_leave_in_order(monkeypatch, capsys, entry, status, said):
+    assert leave(monkeypatch, make_world(), entry) == status
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (UserError("only here"), EXIT_BAD_INPUT, "hvd_bert: rank 0 on {host}: only here\n"),
+        (KeyError("defect"), EXIT_FAILURE, "rank 0 on {host} failed:\nTraceback"),
+        (KeyboardInterrupt(), EXIT_FAILURE, ""),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_rank_that_fails_alone_ends_all(monkeypatch, capsys, error, status, said):
+    world = make_world()
+    assert leave(monkeypatch, world, raising(error)) == f"aborted {status}"
+    assert capsys.readouterr().err.startswith(said.format(host=world.host))
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "status"),
+    [
+        (WorldsOfOne("no world"), None, EXIT_BAD_INPUT),
+        (WorldsOfOne("no world"), 0, EXIT_BAD_INPUT),
+        (WorldsOfOne("no world"), 3, EXIT_OK),
+        (AgreedError("no world", rank=2, mine=True), 3, EXIT_BAD_INPUT),  # a world may number its ranks in another way
+        (AgreedError("no world", rank=2), 0, EXIT_OK),
+    ],
+)
+def test_no_world_to_join_is_said_by_one(monkeypatch, capsys, error, rank, status):
+    def start(strategy, generation):
+        raise error
+
+    for _, *names in launch._LAUNCHERS:
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+    if rank is not None:
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
+        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    monkeypatch.setattr(module, "join", start)
+    with pytest.raises(SystemExit) as left:
+        run_as_rank(lambda world: None)
+    assert left.value.code == status
+    assert capsys.readouterr().err == ("hvd_bert: no world\n" if status else "")
+
+
+@pytest.mark.parametrize("reason", [HostsChanged(), HorovodInternalError("Connection closed by peer")], ids=str)
+def test_elastic_rank_joins_the_next_world(monkeypatch, reason):
+    world = make_world()
+    world.elastic = True
+    left = []
+    monkeypatch.setattr(world, "leave", lambda: left.append(world))
+
+    def entry(world: World) -> None:
+        if not left:
+            raise reason
+
+    assert leave(monkeypatch, world, entry) == EXIT_OK
+    assert len(left) == 1
+
+
+def test_elastic_rank_with_a_defect_of_its_own_ends(monkeypatch, capsys):
+    world = make_world()
+    world.elastic = True
+    ended = leave(monkeypatch, world, raising(HorovodInternalError("Mismatched allreduce tensor shapes")))
+    assert ended == f"aborted {EXIT_FAILURE}"
+    assert "Mismatched allreduce tensor shapes" in capsys.readouterr().err
+
+
+def test_rank_that_lost_another_ends_unless_elastic(monkeypatch, capsys):
+    world = make_world()
+    ended = leave(monkeypatch, world, raising(HorovodInternalError("Connection closed by peer")))
+    assert ended == f"aborted {EXIT_FAILURE}"
+    assert capsys.readouterr().err == f"rank 0 on {world.host} lost another rank: Connection closed by peer\n"

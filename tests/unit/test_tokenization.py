@@ -1,0 +1,275 @@
+"""How windows are cut: against the tokenizer's own windows, and against what must hold of any window."""
+
+from __future__ import annotations
+
+import unicodedata
+from itertools import pairwise
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from hvd_bert.data.squad import Question
+from hvd_bert.data.tokenization import Batch, Cutter, WindowCounts, WindowOptions
+from hvd_bert.errors import UserError
+
+
+def cut(tokenizer, questions, length=384, stride=128):
+    """(rows of the table, counts)"""
+    batch = Batch(Cutter(tokenizer, WindowOptions(length, stride)), questions, 0)
+    return [row for part in batch.record_batches() for row in part.to_pylist()], batch.counts
+
+
+def ask(context, answer=None, question="what?", start=None) -> Question:
+    if answer is None:
+        return Question("id", "", context, question, (), ())
+    start = context.index(answer) if start is None else start
+    return Question("id", "", context, question, (answer,), (start,))
+
+
+def spans_of(row) -> list[tuple[int, int]]:
+    return list(zip(row["char_starts"], row["char_ends"], strict=True))
+
+
+def answer_of(question: Question, row) -> str:
+    """The text that a window's label stands for."""
+    start = row["char_starts"][row["start_position"] - row["context_start"]]
+    return question.context[start : row["char_ends"][row["end_position"] - row["context_start"]]]
+
+
+# --- any text --------------------------------------------------------------------------------------
+
+# ASCII, accents in one character and in two, CJK, Hangul (which falls apart in NFD), emoji beyond the
+# first plane, blanks of several kinds, a zero-width joiner and a control character.
+LETTERS = ["the", "red", "boxes", "I", "42", ".", ",", "-", "é", "e\u0301", "ñ", "\ufb01", "İ", "ß"]
+OTHERS = ["東", "京", "한", "글", "🙂", "👩\u200d🚀", "\x07"]
+BLANKS = [" ", " ", " ", "  ", "\n", "\t", "\u00a0", "\u3000"]
+PIECES = LETTERS + OTHERS + BLANKS
+texts = st.lists(st.sampled_from(PIECES), min_size=1, max_size=80).map("".join).filter(str.strip)
+
+
+@st.composite
+def cases(draw):
+    """(questions, length, stride), where each context occurs in up to three questions."""
+    questions = []
+    for context in draw(st.lists(texts, min_size=1, max_size=3)):
+        for _ in range(draw(st.integers(1, 3))):
+            text, start = None, None
+            if draw(st.booleans()):
+                start = draw(st.integers(0, len(context) - 1))
+                text = context[start : draw(st.integers(start + 1, len(context)))]
+                text = text if text.strip() else None
+            asked = draw(st.sampled_from(["what", "  the red?", "é 東?"]))
+            questions.append(ask(context, text, asked, start))
+    stride = draw(st.integers(0, 12))
+    return questions, draw(st.integers(stride + 12, stride + 40)), stride
+
+
+@given(cases())
+@settings(max_examples=150, deadline=None)
+def test_windows_are_those_of_the_tokenizer(tokenizer, case):
+    questions, length, stride = case
+    rows, counts = cut(tokenizer, questions, length, stride)
+    expected = tokenizer(
+        [question.question.lstrip() for question in questions],
+        [question.context for question in questions],
+        truncation="only_second", max_length=length, stride=stride,
+        return_overflowing_tokens=True, return_offsets_mapping=True, return_token_type_ids=True,
+    )  # fmt: skip
+    assert [row["input_ids"] for row in rows] == expected["input_ids"]
+    assert [row["question"] for row in rows] == expected["overflow_to_sample_mapping"]
+    for row, types, offsets in zip(rows, expected["token_type_ids"], expected["offset_mapping"], strict=True):
+        first, last = row["context_start"], row["context_end"]
+        assert types == [0] * first + [1] * (len(row["input_ids"]) - first)
+        assert last == len(row["input_ids"]) - 1
+        assert spans_of(row) == offsets[first:last]
+    assert counts.questions == len(questions)
+    assert counts.windows == len(rows)
+
+
+@given(cases())
+@settings(max_examples=150, deadline=None)
+def test_context_is_covered_and_neighbours_overlap_by_the_stride(tokenizer, case):
+    questions, length, stride = case
+    rows, _ = cut(tokenizer, questions, length, stride)
+    for index, question in enumerate(questions):
+        pieces = [spans_of(row) for row in rows if row["question"] == index]
+        for before, after in pairwise(pieces):
+            assert before[len(before) - stride :] == after[:stride]
+            assert len(after) > stride  # each window brings something new
+        covered = {place for piece in pieces for start, end in piece for place in range(start, end)}
+        for place, character in enumerate(question.context):
+            dropped = unicodedata.category(character)[0] == "C" or unicodedata.category(character) == "Mn"
+            assert place in covered or character.isspace() or dropped
+
+
+@given(cases())
+@settings(max_examples=300, deadline=None)
+def test_label_is_exact_wherever_the_whole_answer_is(tokenizer, case):
+    questions, length, stride = case
+    rows, counts = cut(tokenizer, questions, length, stride)
+    found, tokenless = set(), 0
+    for index, question in enumerate(questions):
+        encoding = tokenizer(question.context, add_special_tokens=False, return_offsets_mapping=True)
+        wanted = []  # the context's tokens that share a character with the answer
+        if question.answer_texts:
+            text, start = question.answer_texts[0], question.answer_starts[0]
+            end = start + len(text.rstrip())
+            start += len(text) - len(text.lstrip())
+            spans = enumerate(encoding["offset_mapping"])
+            wanted = [token for token, span in spans if span[0] < end and span[1] > start]
+            tokenless += not wanted
+        begin = 0  # of the window's piece, in tokens of the context
+        for row in (row for row in rows if row["question"] == index):
+            size = row["context_end"] - row["context_start"]
+            label = row["start_position"], row["end_position"]
+            if wanted and begin <= wanted[0] and wanted[-1] < begin + size:
+                shift = row["context_start"] - begin
+                assert label == (wanted[0] + shift, wanted[-1] + shift)
+                found.add(index)
+            else:
+                assert label == (0, 0)
+            begin += size - stride
+    answerable = sum(bool(question.answer_texts) for question in questions)
+    assert counts.answerable_questions == answerable
+    assert counts.tokenless_answers == tokenless
+    assert counts.cut_answers == answerable - tokenless - len(found)
+
+
+@given(st.integers(0, 30), st.integers(1, 8), st.integers(0, 8))
+@settings(max_examples=100, deadline=None)
+def test_an_answer_that_fits_the_overlap_is_never_lost(tokenizer, before, answer_length, after):
+    words = ["the"] * before + ["red"] * answer_length + ["the"] * after
+    context, answer = " ".join(words), " ".join(["red"] * answer_length)
+    question = ask(context, answer)
+    rows, counts = cut(tokenizer, [question], length=8 + 6, stride=8)
+    assert counts.cut_answers == 0
+    assert {answer_of(question, row) for row in rows if row["end_position"]} == {answer}
+
+
+# --- single cases ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("context", "answer", "label"),
+    [
+        ("the red box", "red", "red"),
+        ("the red box", " red ", "red"),
+        ("the boxes of 1940s", "40", "1940s"),  # a token counts whole: 1940s is known below
+        ("the boxes of 1940s", "box", "box"),
+        ("in 東京 it is", "京", "京"),
+        ("a 🙂 red 👩\u200d🚀 box", "red 👩", "red 👩\u200d🚀"),
+        ("cafe\u0301 is red", "cafe\u0301", "cafe"),  # the accent has no token
+        ("  red", "red", "red"),
+        ("red.", "red.", "red."),
+    ],
+)
+def test_label_by_hand(make_tokenizer, context, answer, label):
+    question = ask(context, answer)
+    (row,), _ = cut(make_tokenizer("the", "red", "box", "1940s", "of"), [question])
+    assert answer_of(question, row) == label
+
+
+def test_first_answer_decides(tokenizer):
+    context = "red, green and red"
+    question = Question("id", "", context, "what?", ("green", "red"), (5, 0))
+    (row,), _ = cut(tokenizer, [question])
+    assert answer_of(question, row) == "green"
+
+
+def test_second_occurrence_is_told_by_its_offset(tokenizer):
+    question = ask("red the red", "red", start=8)
+    (row,), _ = cut(tokenizer, [question])
+    assert row["char_starts"][row["start_position"] - row["context_start"]] == 8
+
+
+def test_impossible_question_points_at_cls(tokenizer):
+    (row,), counts = cut(tokenizer, [ask("the red box")])
+    assert (row["start_position"], row["end_position"]) == (0, 0)
+    assert counts == WindowCounts(questions=1, windows=1)
+
+
+def test_long_question_leaves_room_for_the_context_and_is_counted(tokenizer):
+    question = ask(" ".join(["the"] * 7), question=" ".join(["red"] * 50))
+    rows, counts = cut(tokenizer, [question, ask("the box")], length=20, stride=4)
+    assert counts.shortened_questions == 1
+    long_rows = [row for row in rows if row["question"] == 0]
+    assert all(len(row["input_ids"]) == 20 for row in long_rows)
+    assert [row["context_end"] - row["context_start"] for row in long_rows] == [5, 5, 5]
+    assert [row["char_starts"][0] for row in long_rows] == [0, 4, 8]
+
+
+def test_leading_blanks_of_a_question_are_no_tokens(tokenizer):
+    (row,), counts = cut(tokenizer, [ask("the box", question=" " * 25000 + "red?")])
+    tokens = tokenizer.convert_ids_to_tokens(row["input_ids"])
+    assert tokens == ["[CLS]", "red", "?", "[SEP]", "the", "box", "[SEP]"]
+    assert counts.shortened_questions == 0
+
+
+def test_texts_without_a_token_still_give_a_window(tokenizer):
+    (row,), counts = cut(tokenizer, [ask("\x07", "\x07", question=" ")])
+    assert row["input_ids"] == [2, 3, 3]
+    assert row["context_start"] == row["context_end"] == 2
+    assert counts.tokenless_answers == 1
+
+
+def test_question_index_goes_on_from_batch_to_batch(tokenizer):
+    batch = Batch(Cutter(tokenizer, WindowOptions()), [ask("the box"), ask("red")], first_index=1000)
+    (part,) = batch.record_batches()
+    assert part.column("question").to_pylist() == [1000, 1001]
+
+
+def test_counts_add_up():
+    total = WindowCounts(1, 2, 3, 4, 5, 6) + WindowCounts(10, 20, 30, 40, 50, 60)
+    assert total == WindowCounts(11, 22, 33, 44, 55, 66)
+
+
+# --- tokenizers that will not do -------------------------------------------------------------------
+
+
+def test_slow_tokenizer_is_refused(tokenizer, monkeypatch):
+    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    with pytest.raises(UserError, match=r"slow tokenizer.*--tokenizer_name"):
+        Cutter(tokenizer, WindowOptions())
+
+
+def test_left_padding_is_refused(make_tokenizer):
+    other = make_tokenizer()
+    other.padding_side = "left"
+    with pytest.raises(UserError, match="padding on the right"):
+        Cutter(other, WindowOptions())
+
+
+def test_roberta_layout_is_refused(tokenizer):
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.post_processor = processors.RobertaProcessing(("[SEP]", 3), ("[CLS]", 2))
+    other = PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="[CLS]", sep_token="[SEP]")
+    with pytest.raises(UserError, match=r"does not lay out its input as BERT does"):
+        Cutter(other, WindowOptions())
+
+
+def test_tokens_out_of_order_are_refused(tokenizer):
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.normalizer = normalizers.Sequence([normalizers.Lowercase()])
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    cutter = Cutter(tokenizer, WindowOptions())
+
+    class Backwards:
+        @staticmethod
+        def encode_batch(texts, add_special_tokens):
+            encodings = backend.encode_batch(texts, add_special_tokens=add_special_tokens)
+            return [Reversed(encoding) for encoding in encodings]
+
+    class Reversed:
+        def __init__(self, encoding):
+            self.ids, self.offsets = encoding.ids[::-1], encoding.offsets[::-1]
+
+        def __len__(self):
+            return len(self.ids)
+
+    cutter.backend = Backwards()
+    with pytest.raises(UserError, match="not in the order of the text"):
+        Batch(cutter, [ask("the red box")], 0)

@@ -1,0 +1,107 @@
+"""Stalls: after how long a wait for other ranks ends the job, and who is named."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is there, but for type checkers
+
+from hvd_bert.distributed import watchdog
+from hvd_bert.distributed.watchdog import DISABLED, ENDS_AFTER, WARNS_AFTER, StoreRoll, Watch
+from hvd_bert.errors import EXIT_FAILURE
+
+SHUT_DOWN = "Horovod has been shut down. This was caused by an exception on one of the ranks"
+
+
+@pytest.mark.parametrize(
+    ("given", "times"),
+    [
+        ({}, (120, 600)),
+        ({WARNS_AFTER: "900"}, (900, 4500)),  # an end before the warning Horovod would ignore
+        ({ENDS_AFTER: "60"}, (12, 60)),
+        ({ENDS_AFTER: "3"}, (1, 3)),
+        ({ENDS_AFTER: "7200"}, (120, 7200)),
+        ({ENDS_AFTER: "0"}, (120, math.inf)),
+        ({WARNS_AFTER: "100", ENDS_AFTER: "50"}, (100, math.inf)),
+        ({DISABLED: "1"}, (120, math.inf)),
+        ({WARNS_AFTER: " 30s"}, (30, 600)),  # as strtol reads it
+    ],
+    ids=str,
+)
+def test_times_are_the_users_or_fit_them(given, times):
+    environ, (warns, ends) = dict(given), times
+    assert watchdog.inspect(environ, elastic=False) == ends
+    assert given.items() <= environ.items()
+    assert int(environ[WARNS_AFTER].strip(" s")) == warns
+    assert ends in (math.inf, int(environ[ENDS_AFTER]))
+    assert watchdog.inspect(environ, elastic=False) == ends
+
+
+def test_under_elastic_a_stall_is_warned_of_only():
+    environ: dict[str, str] = {}
+    assert watchdog.inspect(environ, elastic=True) == math.inf
+    assert environ == {WARNS_AFTER: "600"}
+
+
+@pytest.fixture
+def end(monkeypatch, capsys) -> Callable[..., str]:
+    """end(rank, wait) -> what the watch of that rank of four says when it ends a wait; the roll is a store."""
+
+    def wait_for_end(rank: int, *present: int, store: Any = None, names: list[str]) -> str:
+        store, ended = store or HashStore(), threading.Event()
+        for other in present:
+            StoreRoll(store, other, 4).say(2)
+        statuses: list[int] = []
+        watch = Watch(
+            rank,
+            ["a100-01", "a100-01", "a100-02", "a100-02"],
+            0.1,
+            StoreRoll(store, rank, 4),
+            lambda status: (statuses.append(status), ended.set(), threading.Event().wait()),
+        )
+        with watch.over(0.1, lambda: pytest.fail("it is over")):
+            pass
+        assert not ended.wait(0.3), "a wait that is over ends nothing"
+        with watch.over(0.1, lambda: names):
+            assert ended.wait(60)
+        assert statuses == [EXIT_FAILURE]
+        return capsys.readouterr().err
+
+    return wait_for_end
+
+
+def test_ranks_that_did_not_come_are_named_and_what_they_did_not_send(end):
+    said = end(0, 2, names=["a.weight", "a.bias", "b.weight", "b.bias", "c.weight"])
+    assert said.startswith(
+        "rank 0 on a100-01 has waited 0 s for rank 1 on a100-01, rank 3 on a100-02 to come to"
+        " a.weight, a.bias, b.weight and 2 more. Look there"
+    )
+    assert said.count("\n") == 1
+
+
+def test_collective_that_hangs_though_all_have_come(end):
+    assert "has waited 0 s for a.weight, to which all ranks have come" in end(0, 1, 2, 3, names=["a.weight"])
+
+
+def test_rank_one_speaks_where_rank_zero_does_not(end, monkeypatch):
+    monkeypatch.setattr(watchdog, "TURN_S", 0.2)
+    assert "for rank 0 on a100-01, rank 3 on a100-02 to come to a.weight" in end(1, 2, names=["a.weight"])
+
+
+@pytest.mark.parametrize(("waited", "message", "ends"), [
+    (301, SHUT_DOWN, True), (299, SHUT_DOWN, False), (301, "other", False),
+])  # fmt: skip
+def test_inspector_that_comes_first_is_a_stall(monkeypatch, capsys, waited, message, ends):
+    statuses: list[int] = []
+    watch = Watch(0, ["one", "two"], 600, StoreRoll(HashStore(), 0, 2), statuses.append)
+    now = [0.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    with pytest.raises(RuntimeError), watch.over(600, list):
+        now[0] += waited
+        raise RuntimeError(message)
+    assert statuses == [EXIT_FAILURE] * ends
+    assert ("the tensors that Horovod names above" in capsys.readouterr().err) == ends
