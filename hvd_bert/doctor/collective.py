@@ -13,8 +13,9 @@ import torch
 
 from hvd_bert.distributed.world import World
 from hvd_bert.doctor.probes import mpi_version
-from hvd_bert.doctor.report import OK, WARNING, Line, table
+from hvd_bert.doctor.report import OK, WARNING, Line
 from hvd_bert.errors import UserError
+from hvd_bert.rendering.table import table
 
 # BertForQuestionAnswering of bert-base-uncased, which has no pooler, in fp32.
 BERT_BASE_BYTES = 4 * 108_893_186

@@ -16,7 +16,8 @@ import torch
 from hvd_bert import __version__
 from hvd_bert.distributed.launch import Place
 from hvd_bert.distributed.world import World
-from hvd_bert.doctor.report import FAILURE, OK, WARNING, WIDTH, Line, table
+from hvd_bert.doctor.report import FAILURE, OK, WARNING, WIDTH, Line
+from hvd_bert.rendering.table import table
 
 PACKAGES = ("horovod", "transformers", "tokenizers", "datasets", "numpy", "mpi4py")
 

@@ -66,14 +66,6 @@ def merged(by_host: Sequence[tuple[str, Sequence[Line]]]) -> list[Line]:
     ]
 
 
-def table(rows: Sequence[Sequence[object]]) -> str:
-    """Rows of cells, the first being the heads, in columns."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
-    return "\n".join("  " + line.rstrip() for line in lines)
-
-
 class Report:
     """Shows sections as they come or, with `as_json`, one object at the end; not `shown`: nothing (rank 0 speaks)."""
 

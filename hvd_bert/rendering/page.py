@@ -10,7 +10,7 @@ from importlib import resources
 
 from jinja2 import Environment
 
-from hvd_bert.doctor.report import table
+from hvd_bert.rendering.table import table
 
 DASH = "-"
 

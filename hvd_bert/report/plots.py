@@ -11,29 +11,16 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hvd_bert.rendering.style import COLOURS, STYLE
 from hvd_bert.report.alike import WEAK
 from hvd_bert.report.comparison import Line, Table
 from hvd_bert.report.projection import Projection
 from hvd_bert.runs.run import Run
 
-matplotlib.use("Agg")
-
-# Okabe and Ito's colours (2008), which people with any colour vision tell apart; markers differ as well.
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("s", "o", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", ":", "-.")
 GREYS = ("0.1", "0.55", "0.75")  # of a projection's networks: the colours are the strategies'
 LINEAR_UP_TO = 8  # times the fewest devices; more are shown on an axis of powers of two
-STYLE: Any = {
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "legend.frameon": False,
-    "savefig.dpi": 130,
-}
 MOST_POINTS = 60  # of a loss curve; more are averaged
 GIB = 2**30
 

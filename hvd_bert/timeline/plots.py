@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hvd_bert.report.plots import COLOURS, STYLE
+from hvd_bert.rendering.style import COLOURS, STYLE
 from hvd_bert.timeline.figures import Findings
 from hvd_bert.timeline.rows import NONE
 from hvd_bert.timeline.steps import StepTable

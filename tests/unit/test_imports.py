@@ -18,7 +18,8 @@ PACKAGE = Path(hvd_bert.__file__).parent
 
 # The way a question travels. A module imports only from modules above it; a new module takes its place here.
 ORDER = [
-    "__init__", "errors", "machine", "startup", "config.__init__", "config.settings", "config.command_line",
+    "__init__", "errors", "machine", "rendering.__init__", "rendering.table", "rendering.style", "rendering.page",
+    "startup", "config.__init__", "config.settings", "config.command_line",
     "model.__init__", "model.cpu.__init__", "model.cpu.malloc", "distributed.__init__", "distributed.launch",
     "distributed.world", "monitoring.__init__", "monitoring.process_usage", "distributed.rendezvous",
     "distributed.watchdog", "distributed.horovod_world", "distributed.torch_world", "distributed.joining",
@@ -36,8 +37,8 @@ ORDER = [
     "train.loop", "train.__main__", "bench.__init__", "bench.flags", "bench.peak", "bench.workload", "bench.measure",
     "bench.speed", "doctor.__init__", "doctor.report", "doctor.probes", "doctor.ranks", "doctor.collective",
     "doctor.checks", "doctor.diagnosis", "doctor.__main__", "report.__init__", "runs.__init__", "runs.run",
-    "runs.reading", "report.alike", "report.comparison", "report.projection", "report.plots", "rendering.__init__",
-    "rendering.page", "report.content", "report.__main__", "bench.points", "bench.launching", "bench.record",
+    "runs.reading", "report.alike", "report.comparison", "report.projection", "report.plots",
+    "report.content", "report.__main__", "bench.points", "bench.launching", "bench.record",
     "bench.one_run", "bench.sweep", "bench.__main__", "tune.__init__", "tune.knobs", "tune.search", "tune.runs",
     "tune.words", "tune.__main__", "timeline.steps", "timeline.figures", "timeline.analysis", "timeline.advice",
     "timeline.content", "timeline.plots", "timeline.__main__", "sample.__init__", "sample.dice", "sample.themes",
