@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up and runs every check: ruff, mypy, shellcheck, then the tests in the tiers unit, integration, parallel, cluster.
+# Sets up and runs every check: ruff, import-linter, mypy, shellcheck, then the tests in the tiers unit, integration,
+# parallel, cluster.
 #   bash scripts/test.sh                       all of that
 #   bash scripts/test.sh tests/unit -k plan    only pytest, with these arguments
 # The tier cluster (docs/cluster.md) needs root and Debian's packages of Slurm, which this installs; it skips elsewhere.
@@ -29,6 +30,7 @@ check() {
 }
 check ruff check .
 check ruff format --check .
+check lint-imports
 check mypy
 mapfile -t shell_scripts < <(git ls-files --cached --others --exclude-standard 2>/dev/null -- '*.sh' '*.slurm' .ci/run |
   grep . || find env scripts .ci -type f \( -name '*.sh' -o -name '*.slurm' -o -name run \))
