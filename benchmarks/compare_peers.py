@@ -6,7 +6,7 @@
 First a preflight: a few steps of each without dropout, on windows of one length and in the same order, must give the
 same losses, or nothing is compared. Then the variants take turns for --repeats rounds, each time in fresh processes on
 the CPUs of this host, with the model's own dropout; the steps before the timed ones are not timed. Prints a Markdown
-table and writes DIR/peers.json. docs/benchmarks.md says what each variant is.
+table and writes DIR/peers.json. docs/evidence/benchmarks.md says what each variant is.
 """
 
 from __future__ import annotations

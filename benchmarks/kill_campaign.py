@@ -4,7 +4,8 @@
 
 Each attempt goes on where the one before was killed. Some are killed while they start, most while they train, many
 while a checkpoint is being written (the writer is slowed, or that would be too rare to be tried). In the end the run is
-let through, and must equal one that was never killed, to the bit. Prints the figures of docs/reliability.md; status 1
+let through, and must equal one that was never killed, to the bit. Prints the figures of
+docs/evidence/benchmarks.md; status 1
 if anything was lost that should not be.
 """
 

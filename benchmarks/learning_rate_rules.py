@@ -6,7 +6,7 @@ Trains each row of the table with each seed, one after the other, and prints it 
 over the seeds. A training that is done is not made again, so it can be interrupted; --only_table trains nothing and
 prints what is complete. Rows of a fixed global batch are trained on as many ranks as they say; those where
 it grows, on 2 ranks, which take as many windows a step as the row's ranks would: the sums are the same, the random
-numbers of dropout are not. (docs/results.md)
+numbers of dropout are not. (docs/evidence/results.md)
 """
 
 from __future__ import annotations

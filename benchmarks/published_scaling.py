@@ -1,9 +1,9 @@
-"""The cost model of docs/scaling.md against published figures: NVIDIA's with Horovod, and a lab report's with DDP.
+"""The cost model of docs/evidence/scaling.md against published figures, of NVIDIA and of a lab report.
 
     python benchmarks/published_scaling.py
 
 Takes the step time on the fewest devices from each publication, and says what the model makes of it on more. Sources
-and assumptions: docs/scaling.md.
+and assumptions: docs/evidence/scaling.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Two hosts whose link is shaped: what a step takes beside docs/scaling.md's model, and what timelines say.
+"""Two hosts whose link is shaped: what a step takes beside docs/evidence/scaling.md's model, and what timelines say.
 
     python benchmarks/shaped_links.py                    both, as root, on a quiet machine: about 12 minutes
-    python benchmarks/shaped_links.py --only steps       docs/scaling.md (--only timelines: docs/profiling.md)
+    python benchmarks/shaped_links.py --only steps       docs/evidence/scaling.md (timelines: benchmarks.md)
 
 It brings up the cluster of tests/cluster (Debian, root), trains there on the CPU, and takes it down. Prints tables as
 Markdown. The link changes under one training after the other, all kinds in each round, so that each is measured in the

@@ -3,7 +3,8 @@
 # parallel, cluster.
 #   bash scripts/test.sh                       all of that
 #   bash scripts/test.sh tests/unit -k plan    only pytest, with these arguments
-# The tier cluster (docs/cluster.md) needs root and Debian's packages of Slurm, which this installs; it skips elsewhere.
+# The tier cluster (docs/guides/cluster.md) needs root and Debian's packages of Slurm, which this installs; it skips
+# elsewhere.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

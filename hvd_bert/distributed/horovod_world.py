@@ -19,7 +19,7 @@ from hvd_bert.errors import UserError
 def ready_for_timeline(environ: MutableMapping[str, str]) -> None:
     """Have Horovod, when it begins, make ready for a timeline of some steps. What the user has set stays."""
     environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
-    # Horovod's response cache leaves out of the timeline which rank was ready when (docs/profiling.md).
+    # Horovod's response cache leaves out of the timeline which rank was ready when (docs/guides/profiling.md).
     environ.setdefault("HOROVOD_CACHE_CAPACITY", "0")
 
 

@@ -176,7 +176,7 @@ class Watch:
         print(
             f"rank {self._rank} on {self._hosts[self._rank]} has waited {waited_s:.0f} s {text}. Look there at the file"
             " systems and the GPU (dmesg, nvidia-smi); the same command goes on from the last checkpoint. Where a step"
-            f" is rightly so slow, set {ENDS_AFTER} higher (docs/reliability.md).",
+            f" is rightly so slow, set {ENDS_AFTER} higher (docs/guides/resume-and-reliability.md).",
             file=sys.stderr,
             flush=True,
         )

@@ -85,7 +85,8 @@ class World:
         except (RuntimeError, AssertionError) as error:
             raise UserError(
                 f"{name} cannot be used ({error}). This torch is built for CUDA {torch.version.cuda}: if `nvidia-smi`"
-                " shows an older one, take a torch of that (docs/install.md), e.g. `bash env/setup.sh --torch 2.8.0`."
+                " shows an older one, take a torch of that (docs/start/install.md):"
+                " `bash env/setup.sh --torch 2.8.0`."
             ) from None
 
     def set_threads(self, num_threads: int | None) -> None:

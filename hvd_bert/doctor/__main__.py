@@ -4,7 +4,7 @@
     horovodrun -np 4 -H a100-01:2,a100-02:2 python -m hvd_bert.doctor        a run's hosts, ranks and network
     srun --mpi=pmix python -m hvd_bert.doctor                                the same in a Slurm job
 
-Exit status: 0 if a training would start, else 2 (docs/doctor.md).
+Exit status: 0 if a training would start, else 2 (docs/guides/preflight-check.md).
 """
 
 from __future__ import annotations

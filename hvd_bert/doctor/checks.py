@@ -86,14 +86,14 @@ def cuda_line(torch_cuda: str | None, visible: int, gpus: Gpus | NvmlError, hidd
     if hidden:
         return Line("CUDA", WARNING, found + "hidden from this run by CUDA_VISIBLE_DEVICES: it computes on the CPU")
     if torch_cuda is None:
-        mend = "For the GPUs install a torch for their driver (docs/install.md, 'Which torch')."
+        mend = "For the GPUs install a torch for their driver (docs/start/install.md, 'Which torch')."
         return Line("CUDA", WARNING, found + "but this torch was built for CPUs only, and computes there", mend)
     newest = gpus.cuda if isinstance(gpus, Gpus) else "?"
     return Line(
         "CUDA",
         FAILURE,
         f"{found}but torch, built for CUDA {torch_cuda}, cannot use them; the driver runs CUDA up to {newest}",
-        "Take a torch of the driver's CUDA or older (docs/install.md, 'Which torch'), or ask for GPUs (Slurm:"
+        "Take a torch of the driver's CUDA or older (docs/start/install.md, 'Which torch'), or ask for GPUs (Slurm:"
         " --gres=gpu:N).",
     )
 
@@ -131,7 +131,7 @@ def nccl_line(build: HorovodBuild | ProbeError, gpus: int, of_torch: str) -> Lin
         "NCCL",
         FAILURE,
         f"{gpus} GPU(s) are visible, but Horovod was built without NCCL and cannot send what is on a GPU",
-        "Load CUDA (module load cuda/...), then env/setup.sh --with-nccl (docs/install.md).",
+        "Load CUDA (module load cuda/...), then env/setup.sh --with-nccl (docs/start/install.md).",
     )
 
 

@@ -57,7 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--final_loss_tolerance", type=float, default=0.1, help="of the last quarter's mean loss, relative (0.1)"
     )
-    group = parser.add_argument_group("a projection to more devices (docs/scaling.md), with --gbps or --doctor")
+    group = parser.add_argument_group(
+        "a projection to more devices (docs/evidence/scaling.md), with --gbps or --doctor"
+    )
     group.add_argument("--gbps", type=float, nargs="+", metavar="N", help="bandwidths of the network, gigabits/s")
     group.add_argument("--latency_us", type=float, default=20.0, metavar="N", help="of one message, microseconds (20)")
     group.add_argument("--doctor", type=Path, metavar="FILE", help="what `python -m hvd_bert.doctor --json` measured")
@@ -233,7 +235,8 @@ def _project(
     name = _free(page, f"{held.kind}_{held.size:g}_projected")
     page.add(
         Text(
-            f"On paper, by the model of docs/scaling.md, from the step of {held.baseline.name}: speed-up over one"
+            f"On paper, by the model of docs/evidence/scaling.md, from the step of {held.baseline.name}: speed-up"
+            " over one"
             f" device (efficiency). The projection {held.ends}."
         ),
         content.projection_grid(held),

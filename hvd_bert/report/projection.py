@@ -1,6 +1,6 @@
 """What a step would take on more devices: a ring allreduce that the backward pass hides in part, on paper.
 
-`docs/scaling.md` has the formulas with their sources, and how far they are off.
+`docs/evidence/scaling.md` has the formulas with their sources, and how far they are off.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Up to three lines of advice, each from a figure that is over its threshold (docs/profiling.md lists them)."""
+"""Up to three lines of advice, each from a figure that is over its threshold (docs/guides/profiling.md lists them)."""
 
 from __future__ import annotations
 

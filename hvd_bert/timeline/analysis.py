@@ -251,7 +251,7 @@ def _of_a_ring(ends: int) -> float:
 def _of_a_link(ranks: int | None, hosts: int | None, names: Sequence[str]) -> float:
     """How often each byte of a message goes out of a host: a ring is over all ranks, MPI sums inside the hosts first.
 
-    docs/profiling.md says when that is so.
+    docs/guides/profiling.md says when that is so.
     """
     if ranks is None or hosts is None or hosts == 1:
         return math.nan

@@ -109,7 +109,8 @@ class Reader:
             raise UserError(f"{self.path}: is a trace of torch's profiler or of another tool, not Horovod's timeline.")
         if not start.lstrip().startswith(b"[") or not (_EVENT in start or b'"process_name"' in start):
             raise UserError(
-                f"{self.path}: is not a timeline as Horovod writes it (HOROVOD_TIMELINE=FILE, docs/profiling.md)."
+                f"{self.path}: is not a timeline as Horovod writes it (HOROVOD_TIMELINE=FILE,"
+                " docs/guides/profiling.md)."
             )
 
     def blocks(self, progress: Callable[[int], object] = lambda count: None) -> Iterator[Events]:

@@ -24,7 +24,7 @@ NAMES = {
 LARGE_SHARE = 0.1
 ADVICE = {
     "data": "batches are made too slowly: look at a rank's cores (the job's CPUs per task) and the file system.",
-    "exposed_comm": "--timeline_file or --profile records some steps that say why (docs/profiling.md).",
+    "exposed_comm": "--timeline_file or --profile records some steps that say why (docs/guides/profiling.md).",
     "checkpoint": "--save_steps says how often one is made.",
 }
 
@@ -87,7 +87,7 @@ class Breakdown:
         self._phases += look.phases
 
     def results(self) -> dict[str, Any]:
-        """For train_results.json (docs/output.md); empty if there was no line."""
+        """For train_results.json (docs/reference/output-files.md); empty if there was no line."""
         if not self._lines:
             return {}
         milliseconds = 1000 * self._phases / self._watched  # [ranks, phases]

@@ -12,7 +12,7 @@ import torch
 from hvd_bert.data.collate import Batch
 from hvd_bert.distributed.world import World
 
-# What a step's time is split into, in the loop's order; docs/output.md says what each holds.
+# What a step's time is split into, in the loop's order; docs/reference/output-files.md says what each holds.
 PHASES = ("data", "compute", "exposed_comm", "optimizer", "checkpoint", "other")
 _TOTALS = ("last_step", "train_s", "loss_sum", "windows", "tokens")
 

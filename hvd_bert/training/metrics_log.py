@@ -45,7 +45,7 @@ class Telemetry:
             self.bar = tqdm(total=total_steps, initial=step, unit="step", disable=not shown, dynamic_ncols=True)
 
     def logged(self, step: int, metrics: dict[str, float]) -> None:
-        """Record and show a step's metrics (keys: docs/output.md)."""
+        """Record and show a step's metrics (keys: docs/reference/output-files.md)."""
         self.step, self.epoch = step, metrics["epoch"]
         if self.enabled:
             self._record(metrics)

@@ -19,7 +19,7 @@ def scaled_learning_rate(args: TrainArguments, devices: int) -> float:
     """Peak learning rate for the global batch of so many devices (GPUs, or processes on CPUs).
 
     Linear: Goyal et al. 2017 (arXiv:1706.02677); sqrt: You et al. 2019 (arXiv:1904.00962); none: as given. At most
-    `lr_scaling_limit` times what is given. Which of them keeps F1, and how far, is measured in docs/results.md.
+    `lr_scaling_limit` times what is given. Their F1 is measured in docs/evidence/results.md.
     """
     return args.learning_rate * min(_scaling(args, devices), args.lr_scaling_limit)
 
@@ -41,7 +41,8 @@ def scaling_advice(args: TrainArguments, devices: int, peak: float) -> list[str]
     if wanted > args.lr_scaling_limit and math.isclose(peak, scaled_learning_rate(args, devices)):
         said.append(
             f"The learning rate's peak is {times} (--lr_scaling_limit), and not the {wanted:.3g} times of --lr_scaling"
-            f" {args.lr_scaling}: 8 times lost 10 points of F1 where it was tried, and 4 times 4 (docs/results.md)."
+            f" {args.lr_scaling}: 8 times lost 10 points of F1 where it was tried, and 4 times 4"
+            " (docs/evidence/results.md)."
             " With fewer windows a step less is lost."
         )
     if args.lr_scaling != "none" and peak > max(args.learning_rate, HIGH_RATE):

@@ -4,9 +4,9 @@
     python -m hvd_bert.tune -H a100-01:2,a100-02:2 --launcher mpirun --minutes 60 --knobs cycle,fusion,fp16
     salloc --nodes=2 --ntasks-per-node=2 --gres=gpu:a100:2 python -m hvd_bert.tune
 
-Prints the HOROVOD_... lines and flags to set, with the gain and its spread, or "Keep the defaults" (docs/tuning.md).
-The same command goes on where it was interrupted. Exit status: 0 an answer, 1 a run with the defaults failed, 2 bad
-input, 75 stopped by a signal.
+Prints the HOROVOD_... lines and flags to set, with the gain and its spread, or "Keep the defaults"
+(docs/guides/tuning.md). The same command goes on where it was interrupted. Exit status: 0 an answer, 1 a run with the
+defaults failed, 2 bad input, 75 stopped by a signal.
 """
 
 from __future__ import annotations

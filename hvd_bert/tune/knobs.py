@@ -57,7 +57,7 @@ NAMES = tuple(knob.name for knob in KNOBS)
 UNASKED = tuple(name for name in NAMES if name != "fp16")  # which changes the numbers that are sent
 # Variables that would change or slow every run -> why. With "=", as KNOBS.
 IN_THE_WAY = {
-    "HOROVOD_AUTOTUNE=": "it changes the same settings while a run is measured; to use it instead, see docs/tuning.md",
+    "HOROVOD_AUTOTUNE=": "it changes the same settings while a run is measured (docs/guides/tuning.md)",
     "HOROVOD_TIMELINE=": "every run would write one, and be slower for it",
 }
 # What horovodrun, by flags of its own, sets in place of the environment.

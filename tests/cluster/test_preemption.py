@@ -83,7 +83,7 @@ def test_attempt_that_gets_nowhere_is_not_requeued(cluster: Cluster, tmp_path: P
 
 
 def elastic(hosts: str, size: int, steps: int, stop: str) -> list[str]:
-    """horovodrun as docs/reliability.md has it; the trainer under tests/parallel/stopping_at.py."""
+    """horovodrun as docs/guides/resume-and-reliability.md has it; the trainer under tests/parallel/stopping_at.py."""
     stopping_at = REPOSITORY / "tests" / "parallel" / "stopping_at.py"
     words = ["horovodrun", "-np", str(size), "--min-np", "2", "--max-np", "4", "--network-interfaces", "eth0"]
     words += ["--host-discovery-script", hosts, "python", str(stopping_at), *stop.split(), *SMALL.split(), str(steps)]

@@ -22,7 +22,7 @@ WAYS = [
     (2, "torchrun", "fsdp"),
     (2, "mpi", "deepspeed"),
 ]
-# One process reaches 0.983, 0.972, 0.978 with the seeds 0, 1, 2 (docs/examples.md).
+# One process reaches 0.983, 0.972, 0.978 with the seeds 0, 1, 2 (docs/evidence/results.md).
 ACCURACY = 0.96
 
 
