@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from fork_server import start as fork_server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAMPLE = REPOSITORY / "hvd_bert" / "sample"
@@ -49,25 +50,52 @@ class Outcome:
         return self
 
 
+def _environ() -> dict[str, str]:
+    """What every command gets: this process's environment without a surrounding job's, one thread, no network."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
+    if os.geteuid() == 0:
+        environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return environ
+
+
+@functools.cache
+def programs() -> Path:
+    """The folder of `python`, `horovodrun` and `torchrun` by this session's fork server."""
+    return fork_server.programs(_environ())
+
+
+def served(word: str) -> str:
+    """A word of a command; in place of this environment's Python programs those of the fork server."""
+    path = Path(word)
+    ours = word == sys.executable or path.parent == Path(sys.executable).parent
+    return str(programs() / path.name) if ours and path.name in fork_server.NAMES else word
+
+
 def run(
     command: Iterable[str | Path],
     cwd: Path,
     *,
     env: Mapping[str, str | None] | None = None,
     timeout: float = TIMEOUT_S,
+    cold: bool = False,
 ) -> Outcome:
-    """Run a command to its end, or kill it and all that it started after `timeout` seconds. `env`: None removes."""
+    """Run a command to its end, or kill it and all that it started after `timeout` seconds. `env`: None removes.
+
+    `cold`: its Python processes start from nothing, and not by the fork server.
+    """
     words = [str(word) for word in command]
     token = uuid.uuid4().hex
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
-    environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY), _TOKEN: token}
-    if os.geteuid() == 0:
-        environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    environ = _environ()
+    if not cold:
+        environ["PATH"] = f"{programs()}:{environ['PATH']}"
+        words = [served(word) for word in words]
     for name, value in (env or {}).items():
         environ.pop(name, None)
         if value is not None:
             environ[name] = value
+    environ[_TOKEN] = token
     start = time.monotonic()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(

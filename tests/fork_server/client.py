@@ -1,0 +1,65 @@
+"""Stands for `python` in the tests' commands: server.py runs the command, and this process ends as the command ends.
+
+    python -m MODULE ARGUMENTS...   or   python SCRIPT ARGUMENTS...   or, by its own name, horovodrun and torchrun
+
+The command gets an interpreter of its own where no server runs on this host, where another option of Python is given,
+or where the environment changes what libraries do when they are imported. It imports little: every rank starts it.
+"""
+
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+
+FOLDER = os.path.dirname(os.path.abspath(sys.argv[0]))
+READ_AT_IMPORT = ("ATEN_", "CUDA_", "HF_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON")
+READ_AT_IMPORT += ("TORCH_", "TRANSFORMERS_")
+FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main() -> None:
+    with open(os.path.join(FOLDER, "server.json"), encoding="utf-8") as file:
+        served = json.load(file)
+    name, words, environ = os.path.basename(sys.argv[0]), sys.argv[1:], dict(os.environ)
+    if name != "python":
+        words = [os.path.join(os.path.dirname(served["python"]), name), *words]
+    read = {name for name in {**served["environ"], **environ} if name.startswith(READ_AT_IMPORT)}
+    alike = all(served["environ"].get(name) == environ.get(name) for name in read)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if not alike or not words or (words[0].startswith("-") and words[0] != "-m"):
+            raise OSError("not for the server")
+        connection.connect(os.path.join(FOLDER, socket.gethostname()))
+    except OSError:
+        os.execve(served["python"], [served["python"], *words], environ)
+    command = {"argv": words, "environ": environ, "cwd": os.getcwd(), "python": os.path.join(FOLDER, "python")}
+    sys.exit(follow(connection, json.dumps(command).encode()))
+
+
+def follow(connection: socket.socket, message: bytes) -> int:
+    """Have the command run and pass signals on to it. Returns its status, or dies of the signal that it died of."""
+    early: list[int] = []
+    for number in FORWARDED:
+        signal.signal(number, lambda number, _: early.append(number))
+    socket.send_fds(connection, [struct.pack("!I", len(message))], [0, 1, 2])
+    connection.sendall(message)
+    (pid,) = struct.unpack("!I", connection.recv(4))
+    for number in FORWARDED:
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    for number in early:
+        os.kill(pid, number)
+    ended = connection.recv(4)
+    if not ended:
+        sys.exit("the fork server is gone")
+    status = os.waitstatus_to_exitcode(struct.unpack("!I", ended)[0])
+    if status < 0:
+        if -status in FORWARDED:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
+
+
+if __name__ == "__main__":
+    main()

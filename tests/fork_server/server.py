@@ -1,0 +1,157 @@
+"""A process that has imported the libraries, and forks for every Python command of the tests that start many.
+
+    python server.py SOCKET        runs what client.py sends, until its standard input closes
+
+Imports are two thirds of a short training. A command that comes this way still has a process, streams, environment,
+arguments, working directory, signals and exit status of its own; only the modules in PRELOADED are there already.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import io
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import struct
+import sys
+import threading
+from typing import Any, NoReturn
+
+PRELOADED = [
+    "hvd_bert.train.loop", "hvd_bert.predict.answering",
+    "hvd_bert.distributed.runner", "hvd_bert.distributed.torch_world", "hvd_bert.strategies.horovod",
+    "hvd_bert.strategies.ddp", "hvd_bert.strategies.fsdp",
+    "hvd_bert.doctor.diagnosis", "hvd_bert.bench.speed", "hvd_bert.bench.sweep", "horovod.torch",
+    "horovod.runner.launch", "torch.distributed.run",
+]  # fmt: skip
+NUMBER = struct.Struct("!I")
+PR_SET_PDEATHSIG = 1
+
+
+def serve(path: str) -> dict[str, Any]:
+    """Fork for each command. Returns in the children only, with the command and its streams."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    listener.listen(64)
+    print("ready", flush=True)
+    ready = selectors.DefaultSelector()
+    ready.register(listener, selectors.EVENT_READ)
+    ready.register(0, selectors.EVENT_READ)
+    while True:
+        for key, _ in ready.select():
+            if key.fd == 0:
+                os.unlink(path)
+                os._exit(0)
+            elif key.fileobj is listener:
+                client, _ = listener.accept()
+                command = receive(client)
+                pid = os.fork()
+                if pid == 0:
+                    for other in [*ready.get_map().values()]:
+                        if other.fd != 0:
+                            os.close(other.fd)
+                    ready.close()
+                    client.close()
+                    return command
+                for stream in command["streams"]:
+                    os.close(stream)
+                client.send(NUMBER.pack(pid))
+                ready.register(client, selectors.EVENT_READ, (pid, client))
+                ready.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, client))
+            else:
+                pid, client = key.data
+                if key.fileobj is client:  # it was killed
+                    ready.unregister(client)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                    continue
+                ready.unregister(key.fd)
+                os.close(key.fd)
+                with contextlib.suppress(KeyError):
+                    ready.unregister(client)
+                with client, contextlib.suppress(OSError):
+                    client.send(NUMBER.pack(os.waitpid(pid, 0)[1]))
+
+
+def receive(client: socket.socket) -> dict[str, Any]:
+    """A command: its length with the three standard streams, then JSON."""
+    header, streams, _, _ = socket.recv_fds(client, NUMBER.size, 3)
+    with client.makefile("rb") as file:
+        command: dict[str, Any] = json.loads(file.read(NUMBER.unpack(header)[0]))
+    return command | {"streams": streams}
+
+
+def become(command: dict[str, Any]) -> None:
+    """Make this process the command's own."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    for number, stream in enumerate(command["streams"]):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(command["cwd"])
+    os.environ.clear()
+    os.environ.update(command["environ"])
+    through = "PYTHONUNBUFFERED" in os.environ
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), encoding="utf-8")  # type: ignore[misc]
+    for number, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
+        raw = io.FileIO(number, "w", closefd=False)
+        buffer = raw if through else io.BufferedWriter(raw)
+        text = io.TextIOWrapper(buffer, "utf-8", errors, line_buffering=number == 2, write_through=through)
+        setattr(sys, name, text)
+        setattr(sys, f"__{name}__", text)
+    sys.argv, sys.executable = command["argv"], command["python"]
+
+
+def execute() -> int:
+    """Run what sys.argv says, `-m MODULE ...` or `SCRIPT ...`, as Python's own main does. Returns the exit status."""
+    try:
+        if sys.argv[0] == "-m":
+            del sys.argv[0]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.realpath(sys.argv[0])))
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def leave(status: int) -> NoReturn:
+    """Do all that Python does at exit, but free its objects: that would first copy each from the server, 0.3 s."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
+    atexit._run_exitfuncs()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()  # mpi4py does it after Python's end
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    gc.disable()
+    for module in PRELOADED:
+        importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
+    del sys.path[0]  # this folder
+    become(serve(sys.argv[1]))
+    leave(execute())

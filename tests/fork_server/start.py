@@ -1,0 +1,44 @@
+"""Starts the fork server of a test session (server.py), and makes the folder of its `python` (client.py)."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+NAMES = ("python", "horovodrun", "torchrun")
+
+
+def programs(environ: Mapping[str, str]) -> Path:
+    """A folder with the programs NAMES. They run their commands by a server, which starts now, with `environ`."""
+    folder = Path(tempfile.mkdtemp(prefix="hvd_", dir="/tmp"))  # short: it is part of a socket's name
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    client = f"#!{sys.executable} -ISE\n" + (FOLDER / "client.py").read_text(encoding="utf-8")
+    for name in NAMES:
+        (folder / name).write_text(client, encoding="utf-8")
+        (folder / name).chmod(0o755)
+    (folder / "server.json").write_text(
+        json.dumps({"python": sys.executable, "environ": dict(environ)}), encoding="utf-8"
+    )
+    start(folder, environ)
+    return folder
+
+
+def start(folder: Path, environ: Mapping[str, str], enter: Sequence[str] = (), host: str | None = None) -> None:
+    """A server for the programs in `folder`, on this host or, by the command `enter`, on `host`. It ends with us."""
+    place = folder / (host or socket.gethostname())
+    command = [*enter, sys.executable, str(FOLDER / "server.py"), str(place)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(environ), text=True, start_new_session=True
+    )
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    atexit.register(process.wait)
+    atexit.register(process.stdin.close)
