@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import FOLDER, Cluster, script
+from launch import programs, served
 
 CANNOT_RUN_HERE = 3
 
@@ -27,7 +28,9 @@ def cluster() -> Iterator[Cluster]:
     if started.returncode == CANNOT_RUN_HERE:
         pytest.skip(started.stderr.strip())
     assert started.returncode == 0, started.stderr
-    yield Cluster(place)
+    cluster = Cluster(place)
+    cluster.serve_commands()
+    yield cluster
     script("down.sh", HVD_BERT_CLUSTER=str(place)).check_returncode()
     assert not place.exists()
 
@@ -47,12 +50,12 @@ def watched(tmp_path: Path) -> dict[str, str]:
     folder = tmp_path / "watched" / "bin"
     folder.mkdir(parents=True)
     python = folder / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FOLDER / "watched.py"}" "$@"\n')
+    python.write_text(f'#!/bin/sh\nexec "{served(sys.executable)}" "{FOLDER / "watched.py"}" "$@"\n')
     python.chmod(0o755)
-    (folder / "horovodrun").symlink_to(Path(sys.executable).with_name("horovodrun"))
+    (folder / "horovodrun").symlink_to(programs() / "horovodrun")
     return {
         "HVD_BERT_VENV": str(folder.parent),
-        "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{folder}:{programs()}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "WATCHED_LOG": str(tmp_path / "watched.log"),
     }
 

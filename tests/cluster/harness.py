@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import REPOSITORY, Outcome, run
+from fork_server import start as fork_server
+from launch import REPOSITORY, Outcome, environment, programs, run
 
 FOLDER = Path(__file__).resolve().parent
 JOB_SCRIPT = REPOSITORY / "scripts" / "hvd.slurm"
@@ -66,12 +67,20 @@ class Cluster:
         self.state = state
         self.local = state / "local"
 
+    def serve_commands(self) -> None:
+        """Fork the Python commands of each host from a process there (tests/fork_server)."""
+        for host in ("login", *HOSTS):
+            enter = ["bash", str(FOLDER / "on.sh"), host]
+            environ = environment() | {"HVD_BERT_CLUSTER": str(self.state)}
+            fork_server.start(programs(), environ, enter, host)
+
     def on(
         self, host: str, command: str | list[str], cwd: Path, env: Environment | None = None, timeout: float = TIMEOUT_S
     ) -> Outcome:
         """Run a command on a host, in the folder `cwd`; `python` and `horovodrun` are this environment's."""
         words = shlex.split(command) if isinstance(command, str) else command
-        environ = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HVD_BERT_CLUSTER": str(self.state)}
+        environ = {"HVD_BERT_VENV": str(programs().parent), "HVD_BERT_CLUSTER": str(self.state)}
+        environ |= {"PATH": f"{programs()}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
         environ |= env or {}
         return run(["bash", FOLDER / "on.sh", host, *words], cwd, env=environ, timeout=timeout)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import resuming
 from harness import FOLDER, HOSTS, JOB_SCRIPT, SMALL, Cluster
-from launch import REPOSITORY
+from launch import REPOSITORY, programs, served
 
 pytestmark = pytest.mark.cluster
 Pretended = Callable[[str], dict[str, str]]
@@ -33,10 +33,10 @@ def test_time_limit_saves_requeues_and_goes_on(cluster: Cluster, tmp_path: Path)
     """`sbatch` once is trained to the end, equal to the bit: the limit itself, and Slurm's signal before it."""
     python = tmp_path / "waiting" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FOLDER / "waiting.py"}" "$@"\n')
+    python.write_text(f'#!/bin/sh\nexec "{served(sys.executable)}" "{FOLDER / "waiting.py"}" "$@"\n')
     python.chmod(0o755)
     waiting = {"HVD_BERT_VENV": str(python.parents[1]), "WAITING_STEP": "8"}
-    waiting |= {"PATH": f"{python.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    waiting |= {"PATH": f"{python.parent}:{programs()}:{os.environ['PATH']}"}
     # Slurm looks at time limits twice a minute, and sends the signal up to half a minute early: here after 60 to 90 s,
     # when the trainer has long begun, also where the machine is slow.
     options = "--nodes=2 --ntasks-per-node=1 --time=3 --signal=B:USR1@90"

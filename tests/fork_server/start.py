@@ -17,9 +17,11 @@ NAMES = ("python", "horovodrun", "torchrun")
 
 
 def programs(environ: Mapping[str, str]) -> Path:
-    """A folder with the programs NAMES. They run their commands by a server, which starts now, with `environ`."""
-    folder = Path(tempfile.mkdtemp(prefix="hvd_", dir="/tmp"))  # short: it is part of a socket's name
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    """A folder bin/ with the programs NAMES. They run their commands by a server, which starts now, with `environ`."""
+    place = Path(tempfile.mkdtemp(prefix="hvd_", dir="/tmp"))  # short: it is part of a socket's name
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    folder = place / "bin"
+    folder.mkdir()
     client = f"#!{sys.executable} -ISE\n" + (FOLDER / "client.py").read_text(encoding="utf-8")
     for name in NAMES:
         (folder / name).write_text(client, encoding="utf-8")

@@ -50,7 +50,7 @@ class Outcome:
         return self
 
 
-def _environ() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """What every command gets: this process's environment without a surrounding job's, one thread, no network."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
@@ -63,7 +63,7 @@ def _environ() -> dict[str, str]:
 @functools.cache
 def programs() -> Path:
     """The folder of `python`, `horovodrun` and `torchrun` by this session's fork server."""
-    return fork_server.programs(_environ())
+    return fork_server.programs(environment())
 
 
 def served(word: str) -> str:
@@ -87,7 +87,7 @@ def run(
     """
     words = [str(word) for word in command]
     token = uuid.uuid4().hex
-    environ = _environ()
+    environ = environment()
     if not cold:
         environ["PATH"] = f"{programs()}:{environ['PATH']}"
         words = [served(word) for word in words]
