@@ -21,7 +21,7 @@ def test_rank_finishes_what_it_began(tmp_path: Path, by: str, strategy: str, tak
     """Beside threads of torch's Gloo, Python must not take itself apart: they abort the process (pytorch#190489)."""
     worker = Path(__file__).with_name("ending.py")
     words = [*launcher(2, by), sys.executable, worker, tmp_path, strategy, *([status] if status else [])]
-    outcome = run(map(str, words), tmp_path)
+    outcome = run(map(str, words), tmp_path, cold=True)
     if by == "mpirun":
         outcome.expect(status)  # torchrun's own status says only that a rank failed
     assert not outcome.hung and bool(outcome.status) == bool(status), outcome
