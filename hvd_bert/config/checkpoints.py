@@ -24,7 +24,7 @@ class CheckpointArguments:
     save_only_model: bool = flag(
         "checkpoints",
         False,
-        "Write checkpoints of a third of the size, without what is needed to resume.",
+        "Write checkpoints of a third of the size that cannot be resumed; a stop by a signal still saves everything.",
         may_change_on_resume=True,
     )
     resume_from_checkpoint: str | None = flag(

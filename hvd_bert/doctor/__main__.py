@@ -40,7 +40,11 @@ def make_parser() -> Parser:
         "--size", type=float, metavar="MB", help="Measure an allreduce of this many megabytes instead. (default: none)"
     )
     parser.add_argument(
-        "--repeats", metavar="N", type=int, default=5, help="Number of measurements. (default: %(default)s)"
+        "--repeats",
+        metavar="N",
+        type=int,
+        default=5,
+        help="Number of measurements of the allreduce. (default: %(default)s)",
     )
     parser.add_argument(
         "--output_dir",
@@ -54,7 +58,7 @@ def make_parser() -> Parser:
         type=float,
         default=180.0,
         metavar="S",
-        help="Maximum seconds per check of the ranks. (default: %(default)g)",
+        help="Maximum seconds per step of the check. (default: %(default)g)",
     )
     return parser
 

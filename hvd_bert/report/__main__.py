@@ -55,7 +55,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--baseline",
         metavar="STRATEGY:RANKS",
-        help="Runs that speed-ups are relative to. (default: none:1, else the fewest ranks of horovod)",
+        help="Runs that speed-ups are relative to."
+        " (default: none:1, else the smallest world of horovod, else the smallest)",
     )
     parser.add_argument(
         "--loss_tolerance", metavar="X", type=float, default=1e-3,
