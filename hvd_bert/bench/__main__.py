@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from hvd_bert.bench import flags
 from hvd_bert.config import command_line
+from hvd_bert.config.parser import HELP
 from hvd_bert.distributed.launch import find_launcher
 from hvd_bert.startup import collector_paused
 
@@ -37,7 +38,7 @@ if __name__ == "__main__":
         from hvd_bert.bench import sweep
 
         sys.exit(sweep.main(sys.argv[2:]))
-    if command_line.HELP & set(sys.argv):
+    if HELP & set(sys.argv):
         flags.parse(sys.argv[1:], show_help=find_launcher(os.environ).speaks_first)
     with collector_paused():
         from hvd_bert.distributed.runner import run_as_rank

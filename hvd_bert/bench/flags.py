@@ -5,35 +5,48 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
 
+from hvd_bert.bench.points import names_data
 from hvd_bert.config import command_line
-from hvd_bert.config.settings import Config
+from hvd_bert.config.parser import HELP, Parser
+from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import EXIT_OK, UserError
 
-# Flags of the trainer that name data, so that its own windows and weights are taken; and those that name weights only.
-DATA_FLAGS = {"train_file", "dataset_name", "config"}
-MODEL_FLAGS = {"model_name_or_path", "config_name", "tokenizer_name"}
+# Flags that name weights or a tokenizer, which random windows have no use for.
+MODEL_FLAGS = {name for name, flag in FLAGS.items() if flag.source == "model"}
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:  # argparse would print on every rank
-        raise UserError(f"{message}. `python -m hvd_bert.bench --help` lists the flags.")
+def make_parser() -> Parser:
+    """Of the benchmark's own flags."""
+    parser = Parser(prog="python -m hvd_bert.bench", allow_abbrev=False)
+    parser.description = (
+        "Measure the training speed. Takes all flags of python -m hvd_bert.train in addition. To compare strategies and"
+        " numbers of ranks: python -m hvd_bert.bench sweep --help."
+    )
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="Folder or config.json of a BERT, which gets new weights. (default: BERT-base)",
+    )
+    parser.add_argument(
+        "--steps", metavar="N", type=int, default=10, help="Optimizer steps per timed section. (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repeats", metavar="N", type=int, default=3, help="Number of timed sections. (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--windows", metavar="N", type=int, help="Number of random windows. (default: as many as the run trains on)"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="Also write the figures to this JSON file. (default: none)"
+    )
+    return parser
 
 
 def parse(argv: list[str], show_help: bool) -> tuple[argparse.Namespace, Config]:
     """The benchmark's flags, and the trainer's. Raises UserError."""
-    parser = _Parser(prog="python -m hvd_bert.bench", add_help=False, allow_abbrev=False)
-    parser.description = (
-        "How fast training is here. All flags of python -m hvd_bert.train are taken as well. Strategies and numbers of"
-        " ranks beside each other: python -m hvd_bert.bench sweep --help."
-    )
-    parser.add_argument("--model", help="a BERT's folder or config.json; the weights are new (default: BERT-base)")
-    parser.add_argument("--steps", type=int, default=10, help="optimizer steps of a section (default 10)")
-    parser.add_argument("--repeats", type=int, default=3, help="sections that are timed (default 3)")
-    parser.add_argument("--windows", type=int, help="random windows to choose from (default: as many as are trained)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON as well")
-    if command_line.HELP & set(argv):
+    parser = make_parser()
+    if HELP & set(argv):
         if show_help:
             parser.print_help()
         sys.exit(EXIT_OK)
@@ -43,7 +56,7 @@ def parse(argv: list[str], show_help: bool) -> tuple[argparse.Namespace, Config]
         if value is not None and value < least:
             raise UserError(f"--{name} {value}: must be at least {least}.")
     given = command_line.names_of(rest)
-    flags.random = not given & DATA_FLAGS
+    flags.random = not names_data(rest)
     if not flags.random and (flags.model or flags.windows):
         raise UserError("--model and --windows are for random windows: leave them out where data is named.")
     if flags.random and given & MODEL_FLAGS:

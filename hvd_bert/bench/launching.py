@@ -13,7 +13,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from hvd_bert import __version__
 from hvd_bert.bench.points import ONE_PROCESS, Point
@@ -216,22 +215,26 @@ class Launching:
         return f"{most} ranks{of_one} share {machine.cores} cores: no speed-up can be expected beyond the cores."
 
 
-class Parser(argparse.ArgumentParser):
-    """Of a command that hands what it does not know on to the trainer; `prog`: how it is called."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}. `{self.prog} --help` lists the flags.")
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that choose a launcher."""
-    parser.add_argument("--launcher", choices=LAUNCHERS, default="auto", help="auto: srun in a Slurm job, else"
-        " horovodrun for horovod and torchrun for the others, or with -H horovodrun for all")  # fmt: skip
-    parser.add_argument("-H", metavar="HOST:SLOTS,...", help="hosts for horovodrun or mpirun")
     parser.add_argument(
-        "--launcher_flag", metavar="WORD", action="append", default=[], help="one more word for the launcher; may be"
-        " given several times: --launcher_flag=--network-interfaces --launcher_flag=ib0",
-    )  # fmt: skip
+        "--launcher",
+        choices=LAUNCHERS,
+        default="auto",
+        help="Program that starts the ranks; auto: horovodrun with -H, srun in a Slurm job, else horovodrun for horovod"
+        " and torchrun for the others. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "-H", metavar="HOST:SLOTS,...", help="Hosts for horovodrun or mpirun. (default: this host, or the Slurm job's)"
+    )
+    parser.add_argument(
+        "--launcher_flag",
+        metavar="WORD",
+        action="append",
+        default=[],
+        help="One more word for the launcher; may be repeated: --launcher_flag=--network-interfaces"
+        " --launcher_flag=ib0. (default: none)",
+    )
 
 
 def chosen(flags: argparse.Namespace, machine: Machine) -> Launching:

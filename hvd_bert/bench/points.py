@@ -5,40 +5,31 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hvd_bert.config import command_line
-from hvd_bert.config.settings import OWNERS, STRATEGIES, Config, ParallelArguments
+from hvd_bert.config.settings import FLAGS, STRATEGIES, Config
 from hvd_bert.errors import UserError
 
 STRONG, WEAK = "strong", "weak"
 SCALINGS = {STRONG: (STRONG,), WEAK: (WEAK,), "both": (STRONG, WEAK)}
 ONE_PROCESS = ("none", "dp")
 PRESET = "sweep"
-# What names the questions to train on; without any of it the preset does.
-DATA_FLAGS = {"train_file", "dataset_name", "config"}
+# Flags that name the training data; without one of them the preset is trained.
+DATA_FLAGS = {"config"} | {name for name, flag in FLAGS.items() if flag.source == "training data"}
+# Flags that belong to one strategy -> that strategy.
+OWNERS = {name: flag.owner for name, flag in FLAGS.items() if flag.owner}
 # So that steps are all that is timed and, without dropout, every strategy has the same losses. The user's flags win.
 DEFAULTS = (
     *("--dropout=0", "--save_steps=0", "--no_do_eval", "--eval_strategy=no", "--logging_steps=5"),
     "--lr_scaling=none",  # one learning rate, so that losses can be compared whatever the ranks
 )
-# Flags of the trainer that a sweep gives itself -> what to give instead.
-ITS_OWN = {
-    "strategy": "name them with --strategies",
-    "output_dir": "name the folder of all runs with --out",
-    "overwrite_output_dir": "name another --out",
-    "max_steps": "give --steps",
-    "num_train_epochs": "give --steps",
-    "resume_from_checkpoint": "a point that was interrupted is trained anew",
-    "elastic": "a point's ranks must stay what they are",
-    "profile": "it would be timed as well",
-    "timeline": "it would be timed as well",
-    "timeline_file": "it would be timed as well",
-    "do_train": "a sweep trains",
-    "no_do_train": "a sweep trains",
+# Flags that a sweep sets for each run, in all their spellings -> what to do instead.
+SET_BY_SWEEP = {
+    each: flag.sweep_hint for name, flag in FLAGS.items() if flag.sweep_hint for each in flag.spellings(name)
 }
 
 
@@ -177,8 +168,8 @@ def _divide(flags: Sequence[str]) -> _Divided:
     chooser.add_argument("--config", nargs="?")
     file = chooser.parse_known_args(flags)[0].config
     from_file = command_line.load_yaml(file) if file else {}
-    defaults = {f.name: f.default for f in fields(ParallelArguments)}
-    # What a finished run left as train_config.yaml names all flags: only what is not the default is meant.
+    defaults = {name: FLAGS[name].default for name in OWNERS}
+    # A finished run's train_config.yaml names all flags: only those that differ from the default count.
     in_file = {name: from_file[name] for name in OWNERS if from_file.get(name, defaults[name]) != defaults[name]}
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in OWNERS:
@@ -208,7 +199,7 @@ def check_flags(plan: Plan) -> tuple[Config, dict[str, str]]:
     Raises UserError for what no strategy can take: a flag that is none, or of a strategy that is not swept; a file that
     is not there.
     """
-    check_own(plan.flags, ITS_OWN, "a sweep")
+    check_own(plan.flags, SET_BY_SWEEP, "a sweep")
     if "per_device_train_batch_size" in command_line.names_of(plan.flags) and plan.scaling == STRONG:
         raise UserError(
             "--per_device_train_batch_size: with --scaling strong the batch of a rank is --global_batch over the ranks;"

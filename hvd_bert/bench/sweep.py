@@ -29,7 +29,7 @@ from hvd_bert.bench.launching import Launching, Machine
 from hvd_bert.bench.one_run import LOG, Stopped, exit_status, train
 from hvd_bert.bench.points import Plan, Point
 from hvd_bert.bench.record import DONE, FAILED, SKIPPED, STATES, WAITING, Record, Result, locked, writing
-from hvd_bert.config.settings import OWNERS
+from hvd_bert.config.parser import Parser
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.runs import reading
 
@@ -54,28 +54,55 @@ def _sweep(argv: Sequence[str]) -> int:
     return Sweep(plan, launching, flags.out, flags.timeout, argv).run(flags.report)
 
 
-def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = launches.Parser(prog="python -m hvd_bert.bench sweep", allow_abbrev=False)
+def make_parser() -> Parser:
+    """Of the sweep's own flags."""
+    parser = Parser(prog="python -m hvd_bert.bench sweep", allow_abbrev=False)
     parser.description = (
-        "Trains with every strategy at every number of ranks, for a comparison of their speed. All other flags go to"
-        " python -m hvd_bert.train, those that belong to one strategy (--zero_stage) to that one only; without"
-        " --train_file, --dataset_name or --config the preset `sweep` is trained: the sample's text, and a BERT of 6"
-        " layers with new weights."
+        "Train with every strategy on every number of ranks, to compare their speed. All other flags go to python -m"
+        " hvd_bert.train, those of one strategy (--zero_stage) to that strategy only. Without --train_file,"
+        " --dataset_name or --config it trains the preset `sweep`: the sample's text and a BERT of 6 layers with new"
+        " weights."
     )
-    parser.add_argument("--strategies", metavar="NAME,...", type=_names, default=["none", "horovod"])
-    parser.add_argument("--ranks", metavar="N,...", type=_numbers, default=[1, 2], help="numbers of ranks (1,2)")
-    parser.add_argument("--repeats", metavar="N", type=int, default=3, help="runs of each (3)")
-    parser.add_argument("--steps", metavar="N", type=int, default=30, help="optimizer steps of a run (30)")
     parser.add_argument(
-        "--scaling", choices=sorted(planning.SCALINGS), default="strong", help="strong: --global_batch is fixed;"
-        " weak: --per_device_train_batch_size is, and the batch grows with the ranks",
+        "--strategies", metavar="NAME,...", type=_names, default=["none", "horovod"],
+        help="Strategies to compare. (default: none,horovod)",
     )  # fmt: skip
-    parser.add_argument("--global_batch", metavar="N", type=int, default=16, help="windows of a step (16)")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/sweep"), help="(runs/sweep)")
+    parser.add_argument(
+        "--ranks", metavar="N,...", type=_numbers, default=[1, 2], help="Numbers of ranks. (default: 1,2)"
+    )
+    parser.add_argument(
+        "--repeats", metavar="N", type=int, default=3, help="Runs per point. (default: %(default)s)"
+    )  # fmt: skip
+    parser.add_argument(
+        "--steps", metavar="N", type=int, default=30,
+        help="Optimizer steps per run; the first is warm-up. (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--scaling", choices=sorted(planning.SCALINGS), default="strong",
+        help="strong: the same --global_batch on all ranks; weak: the same --per_device_train_batch_size per rank."
+        " (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--global_batch", metavar="N", type=int, default=16,
+        help="Windows per step, for strong scaling. (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, default=Path("runs/sweep"),
+        help="Folder for all runs; the same folder resumes. (default: %(default)s)",
+    )  # fmt: skip
     launches.add_flags(parser)
-    parser.add_argument("--timeout", metavar="S", type=float, default=3600.0, help="seconds a run may take (3600)")
-    parser.add_argument("--report", metavar="DIR", type=Path, help="make the report as well, in this folder")
-    flags, rest = parser.parse_known_args(argv)
+    parser.add_argument(
+        "--timeout", metavar="S", type=float, default=3600.0,
+        help="Maximum seconds per run; a longer run is terminated. (default: %(default)g)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--report", metavar="DIR", type=Path, help="Also write the report to this folder. (default: none)"
+    )
+    return parser
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    flags, rest = make_parser().parse_known_args(argv)
     for name in ("repeats", "steps", "global_batch", "timeout"):
         least = 2 if name == "steps" else 1  # the first step is warm-up
         if getattr(flags, name) < least:
@@ -109,7 +136,7 @@ class Sweep:
         """What the figures depend on and all points share."""
         plan, scalings = self.plan, planning.SCALINGS[self.plan.scaling]
         owned = plan.owned_flags()
-        owners = [strategy for strategy in plan.strategies if strategy in OWNERS.values()]
+        owners = [strategy for strategy in plan.strategies if strategy in planning.OWNERS.values()]
         return {
             "--steps": plan.steps,
             **({"--global_batch": plan.global_batch} if planning.STRONG in scalings else {}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents, Damaged
-from hvd_bert.config.settings import SECTIONS, CheckpointArguments, Config, ParallelArguments, ProfilingArguments
+from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
@@ -19,20 +19,6 @@ from hvd_bert.training.inputs import Inputs
 from hvd_bert.training.state import TrainState
 
 LATEST = "latest"
-# Rank 0 alone looks at these; under Horovod elastic they may differ between those that stay and those that come.
-WHERE_TO_BEGIN = ("overwrite_output_dir", "resume_from_checkpoint")
-# Settings that may change on the way, since they do not change what is learned; what a checkpoint records in another
-# form (data, model, batch) is compared in that form. Any other setting must stay.
-FREE = {
-    *("model_name_or_path", "config_name", "tokenizer_name", "cache_dir", "model_revision"),
-    *("dataset_name", "dataset_config_name", "train_file", "validation_file", "max_eval_samples"),
-    *("n_best_size", "max_answer_length", "null_score_diff_threshold", "preprocessing_num_workers", "overwrite_cache"),
-    *("output_dir", "overwrite_output_dir", "do_eval", "logging_steps", "eval_strategy", "eval_steps"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size"),
-    *(vars(CheckpointArguments()).keys() - {"metric_for_best_model"}),
-    *(vars(ParallelArguments()).keys() - {"fp16_allreduce", "gradient_predivide_factor"}),
-    *vars(ProfilingArguments()),
-}
 
 
 @dataclass(frozen=True)
@@ -159,7 +145,7 @@ def _resumable(folder: Path) -> Contents:
 def identity(config: Config, inputs: Inputs) -> dict[str, Any]:
     """What must be the same for a run to go on: the model's shape, the data, what is learned from them and how."""
     assert inputs.train is not None
-    settings = {f"--{name}": value for name, value in config.as_flat().items() if name not in FREE}
+    settings = {f"--{name}": value for name, value in config.as_flat().items() if not FLAGS[name].may_change_on_resume}
     return settings | {
         "the model": _shape_of(inputs.model),
         "the tokenizer": inputs.tokenizer_digest,
@@ -185,8 +171,8 @@ def check(found: Found, config: Config, inputs: Inputs) -> None:
     The global batch must be what it was; or the flags that it came of, which give another on other numbers of ranks.
     """
     assert inputs.train is not None
-    # A checkpoint from before a flag was there was made as the flag's default has it.
-    defaults = {f"--{f.name}": f.default for section in SECTIONS for f in fields(section) if f.name not in FREE}
+    # A checkpoint that is older than a flag was made with what is now the flag's default.
+    defaults = {f"--{name}": flag.default for name, flag in FLAGS.items() if not flag.may_change_on_resume}
     now, saved, plan = identity(config, inputs), defaults | found.state["identity"], inputs.train.plan
     differing = [
         f"{name} was {saved.get(name)} and is {now.get(name)}"

@@ -1,8 +1,8 @@
 """The command line and YAML files, read into the settings of `hvd_bert.config.settings`.
 
-A flag that Hugging Face's run_qa example has keeps its name and meaning, so a command that worked there works here.
-`--config` takes a preset of this package (`--config sample`) or a YAML file of the same names; flags on the command
-line win over the file. Whatever is not a known name is an error.
+Flags of Hugging Face's run_qa example keep their names and meaning, so a run_qa command works here. `--config` takes a
+preset of this package (`--config sample`) or a YAML file of flags; the command line overrides the file. Unknown names
+are errors.
 """
 
 from __future__ import annotations
@@ -12,53 +12,77 @@ import difflib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from transformers.hf_argparser import HfArgumentParser
 
+from hvd_bert.config.flag import GROUPS, Flag
+from hvd_bert.config.parser import HELP, HelpFormatter, Parser
 from hvd_bert.config.settings import FLAGS, PACKAGE, SECTIONS, STRATEGIES, Config
 from hvd_bert.errors import EXIT_OK, UserError
 
 PRESETS = PACKAGE / "config" / "presets"
 
-HELP = {"-h", "--help"}
-# run_qa's flags that have no counterpart here.
-ELSEWHERE = {
+# run_qa's flags that have no field here -> what to do instead.
+RUN_QA_FLAGS_NOT_HERE = {
     "report_to": ": metrics.jsonl and TensorBoard are always written.",
-    "evaluation_strategy": ": its name is --eval_strategy.",
+    "evaluation_strategy": ": use --eval_strategy.",
     "do_predict": ": use `python -m hvd_bert.predict`.",
-    "test_file": ": name it as --validation_file.",
-    "save_strategy": ": give --save_steps N, or --save_steps 0 for none.",
-    "greater_is_better": ": it follows from --metric_for_best_model.",
-    "optim": ": it is AdamW.",
+    "test_file": ": use --validation_file.",
+    "save_strategy": ": use --save_steps N, or --save_steps 0 for none.",
+    "greater_is_better": ": --metric_for_best_model determines it.",
+    "optim": ": the optimizer is always AdamW.",
 }
-
-# A source of data or of a model named on the command line takes the place of the one a preset names; so do two flags
-# for one thing.
-REPLACES = {
-    "dataset_name": ("train_file", "validation_file"),
-    "train_file": ("dataset_name", "validation_file"),
-    "validation_file": ("dataset_name",),
-    "model_name_or_path": ("config_name", "tokenizer_name"),
-    "padding": ("pad_to_max_length",),
-    "pad_to_max_length": ("padding",),
-}
+EPILOG = (
+    "A switch such as --bf16 also takes a value (--bf16 False). Flags may be written with hyphens"
+    " (--max-seq-length). Flags on the command line override those of --config."
+)
 
 
-class _Parser(HfArgumentParser):
-    def error(self, message: str) -> NoReturn:  # argparse would print on every rank and exit
-        raise UserError(f"{message}. `python -m hvd_bert.train --help` lists the flags.")
+class _Parser(Parser, HfArgumentParser):
+    """Puts each flag into its group, with the default that a run uses."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, argparse._ArgumentGroup] = {}
+        super().__init__(
+            SECTIONS,
+            prog="python -m hvd_bert.train",
+            usage="%(prog)s [-h] [--config NAME|FILE.yaml] [--FLAG VALUE ...]",
+            description="Fine-tune BERT on SQuAD over many ranks, with Horovod or another strategy.",
+            epilog=EPILOG,
+            formatter_class=HelpFormatter,
+            allow_abbrev=False,
+        )
+        self.add_argument(
+            "--config",
+            metavar="NAME|FILE.yaml",
+            help=f"Preset ({', '.join(_presets())}) or YAML file of flags. (default: none)",
+        )
+
+    def add_argument(self, *names: str, flag: Flag | None = None, **options: Any) -> argparse.Action:
+        """As argparse's; `flag`: the properties of a field, which HfArgumentParser hands on with its metadata."""
+        if flag is None:
+            return super().add_argument(*names, **options)
+        if not self.groups:
+            self.groups = {group: self.add_argument_group(group) for group in GROUPS}
+        if options.get("action") == "store_false":  # --no_X
+            options["help"] = flag.negated_help
+        else:
+            options["help"] = f"{flag.help} (default: {flag.shown_default})"
+            placeholder = {int: "N", float: "X"}.get(options["type"])
+            if placeholder:
+                options.setdefault("metavar", placeholder)
+        return self.groups[flag.group].add_argument(*names, **options)
 
 
-def _parser() -> _Parser:
-    parser = _Parser(SECTIONS, prog="python -m hvd_bert.train", allow_abbrev=False)
-    parser.description = "Fine-tune BERT on SQuAD over many ranks, with Horovod or another strategy."
-    presets = ", ".join(sorted(path.stem for path in PRESETS.glob("*.yaml")))
-    parser.add_argument(
-        "--config", metavar="NAME|FILE.yaml", help=f"A preset ({presets}) or a YAML file of these flags."
-    )
-    return parser
+def make_parser() -> HfArgumentParser:
+    """Of all flags of the trainer."""
+    return _Parser()
+
+
+def _presets() -> list[str]:
+    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
 def parse(argv: list[str] | None = None, show_help: bool = True) -> Config:
@@ -67,7 +91,7 @@ def parse(argv: list[str] | None = None, show_help: bool = True) -> Config:
     Raises UserError for unknown flags or keys, values of the wrong type or out of range.
     """
     argv = sys.argv[1:] if argv is None else argv
-    parser = _parser()
+    parser = make_parser()
     if HELP & set(argv):
         if show_help:
             parser.print_help()
@@ -81,7 +105,7 @@ def parse(argv: list[str] | None = None, show_help: bool = True) -> Config:
     if chosen.config is not None:
         from_file = load_yaml(chosen.config)
         given = names_of(flags)
-        replaced = {name for flag in given for name in REPLACES.get(flag, ())} - given
+        replaced = {name for flag in given & FLAGS.keys() for name in FLAGS[flag].replaces} - given
         # With "=", or argparse would take a value such as -1e-05 for a flag.
         flags = [f"--{name}={value}" for name, value in from_file.items() if name not in replaced] + flags
     *parts, _, unknown = parser.parse_args_into_dataclasses(
@@ -89,7 +113,7 @@ def parse(argv: list[str] | None = None, show_help: bool = True) -> Config:
     )
     if unknown:
         name = unknown[0].lstrip("-").split("=")[0].replace("-", "_")
-        raise UserError(f"Unknown argument {unknown[0]}{ELSEWHERE.get(name) or _hint(name, '--')}")
+        raise UserError(f"Unknown argument {unknown[0]}{RUN_QA_FLAGS_NOT_HERE.get(name) or _hint(name, '--')}")
     return Config(*parts)
 
 
@@ -130,7 +154,7 @@ def load_yaml(name: str) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        presets = ", ".join(sorted(p.stem for p in PRESETS.glob("*.yaml")))
+        presets = ", ".join(_presets())
         raise UserError(f"--config {name}: no such file, and no preset of that name. Presets: {presets}.") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"--config {name}: cannot be read as YAML: {error}") from None

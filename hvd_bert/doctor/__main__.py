@@ -14,8 +14,8 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import NoReturn
 
+from hvd_bert.config.parser import HELP, Parser
 from hvd_bert.distributed.launch import find_launcher
 from hvd_bert.doctor.report import Report
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
@@ -24,22 +24,47 @@ from hvd_bert.startup import collector_paused
 MOST_REPEATS = 1000
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:  # argparse would print on every rank
-        raise UserError(f"{message}. `python -m hvd_bert.doctor --help` lists the flags.")
+def make_parser() -> Parser:
+    """Of the command's flags."""
+    parser = Parser(prog="python -m hvd_bert.doctor")
+    parser.description = "Check hosts, ranks and network before a training, and print how to fix each problem."
+    parser.add_argument(
+        "--json", action="store_true", help="Print one JSON object instead of text. (default: False)"
+    )  # fmt: skip
+    parser.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="Measure the allreduce of this BERT's gradients. (default: BERT-base)",
+    )
+    parser.add_argument(
+        "--size", type=float, metavar="MB", help="Measure an allreduce of this many megabytes instead. (default: none)"
+    )
+    parser.add_argument(
+        "--repeats",
+        metavar="N",
+        type=int,
+        default=5,
+        help="Number of measurements of the allreduce. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output_dir",
+        metavar="FOLDER",
+        type=Path,
+        default=Path("runs"),
+        help="Folder that a run would write to. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=180.0,
+        metavar="S",
+        help="Maximum seconds per step of the check. (default: %(default)g)",
+    )
+    return parser
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="python -m hvd_bert.doctor", description="What works here, before hours are spent.")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--model", help="a BERT's folder: measure the allreduce of its gradients (default: BERT-base)")
-    parser.add_argument("--size", type=float, metavar="MB", help="measure an allreduce of this many megabytes instead")
-    parser.add_argument("--repeats", type=int, default=5, help="how often it is measured (default 5)")
-    parser.add_argument("--output_dir", type=Path, default=Path("runs"), help="where a run would write (default: runs)")
-    parser.add_argument(
-        "--timeout", type=float, default=180.0, metavar="S", help="give up a step of this after S seconds"
-    )
-    flags = parser.parse_args(argv)
+    flags = make_parser().parse_args(argv)
     if flags.size is not None and not 0 < flags.size <= 1e5:
         raise UserError(f"--size {flags.size:g}: give megabytes, more than 0 and at most 100000.")
     if not 1 <= flags.repeats <= MOST_REPEATS:
@@ -53,6 +78,8 @@ def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
     launcher = find_launcher(os.environ)
     first = launcher.speaks_first
+    if HELP & set(sys.argv[1:] if argv is None else argv) and not first:
+        return EXIT_OK
     try:
         flags = _parse(argv)
     except UserError as error:

@@ -16,26 +16,40 @@ from hvd_bert.startup import collector_paused
 
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
-    flags = _parser().parse_args(argv)
+    flags = make_parser().parse_args(argv)
     with collector_paused():
         from hvd_bert.predict import answering
     return answering.run(flags)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m hvd_bert.predict", description="Answer questions with a model.")
-    parser.add_argument("model", metavar="MODEL", help="the output_dir of a training, or a hub name")
-    parser.add_argument("--context", help="the passage to read")
-    parser.add_argument("--question", help="the question about it")
-    parser.add_argument("--questions_file", help="questions in SQuAD's JSON, in place of --context and --question")
+def make_parser() -> argparse.ArgumentParser:
+    """Of the command's flags."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hvd_bert.predict", description="Answer questions about a passage with a trained model."
+    )
+    parser.add_argument("model", metavar="MODEL", help="Output folder of a training, or a hub name.")
+    parser.add_argument("--context", metavar="TEXT", help="Passage that holds the answer. (default: none)")
+    parser.add_argument("--question", metavar="TEXT", help="Question about the passage. (default: none)")
     parser.add_argument(
-        "--num_questions", type=int, default=3, help="how many of the file's, evenly spread (default 3)"
+        "--questions_file",
+        metavar="FILE",
+        help="Questions in SQuAD's JSON, instead of --context and --question. (default: none)",
     )
     parser.add_argument(
-        "--max_seq_length", type=int, help="longest window in tokens (default: as trained, else up to 384)"
+        "--num_questions",
+        metavar="N",
+        type=int,
+        default=3,
+        help="Number of the file's questions to answer, evenly spread. (default: %(default)s)",
     )
     parser.add_argument(
-        "--version_2_with_negative", action="store_true", help="'no answer' may be the answer (default: as trained)"
+        "--max_seq_length",
+        metavar="N",
+        type=int,
+        help="Maximum window length in tokens. (default: as trained, else at most 384)",
+    )
+    parser.add_argument(
+        "--version_2_with_negative", action="store_true", help="Allow 'no answer'. (default: as trained)"
     )
     return parser
 

@@ -33,7 +33,7 @@ LAUNCHERS_MARK = re.compile(r"\[\d+(,\d+)?\]<std(out|err)>:")
 
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
-    flags = _parser().parse_args(argv)
+    flags = make_parser().parse_args(argv)
     try:
         write(flags)
     except UserError as error:
@@ -42,38 +42,59 @@ def main(argv: list[str] | None = None) -> int:
     return EXIT_OK
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m hvd_bert.report", description="Speed-ups that can be believed.")
-    parser.add_argument("runs", metavar="RUNS", nargs="+", type=Path, help="output folders of trainings, or above them")
-    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the report is written")
+def make_parser() -> argparse.ArgumentParser:
+    """Of the report's flags."""
+    parser = argparse.ArgumentParser(prog="python -m hvd_bert.report")
+    parser.description = "Compare finished runs: speed-up, efficiency, losses and scores, as an HTML page and tables."
+    parser.add_argument(
+        "runs", metavar="RUNS", nargs="+", type=Path, help="Output folders of trainings, or folders above them."
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, required=True, help="Folder to write the report to. (required)"
+    )
     parser.add_argument(
         "--baseline",
         metavar="STRATEGY:RANKS",
-        help="what speed-ups are over (default: none, else the least of horovod)",
+        help="Runs that speed-ups are relative to."
+        " (default: none:1, else the smallest world of horovod, else the smallest)",
     )
     parser.add_argument(
-        "--loss_tolerance", type=float, default=1e-3, help="of the first losses, relative, without dropout (1e-3)"
-    )
+        "--loss_tolerance", metavar="X", type=float, default=1e-3,
+        help="Maximum relative difference of the first losses, without dropout. (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
-        "--final_loss_tolerance", type=float, default=0.1, help="of the last quarter's mean loss, relative (0.1)"
-    )
-    group = parser.add_argument_group(
-        "a projection to more devices (docs/evidence/scaling.md), with --gbps or --doctor"
-    )
-    group.add_argument("--gbps", type=float, nargs="+", metavar="N", help="bandwidths of the network, gigabits/s")
-    group.add_argument("--latency_us", type=float, default=20.0, metavar="N", help="of one message, microseconds (20)")
-    group.add_argument("--doctor", type=Path, metavar="FILE", help="what `python -m hvd_bert.doctor --json` measured")
-    group.add_argument("--gpus_per_node", type=int, default=1, metavar="N", help="GPUs that share the network (1)")
-    group.add_argument("--inner_gbps", type=float, metavar="N", help="bandwidth between the GPUs of a node")
-    group.add_argument("--inner_latency_us", type=float, default=5.0, metavar="N", help="likewise, microseconds (5)")
-    group.add_argument("--parameters", type=int, metavar="N", help="weights of the model (default: as saved)")
-    group.add_argument("--backward_share", type=float, metavar="X", help="the backward's of the computing (2/3)")
-    group.add_argument(
-        "--fusion_mb", type=float, default=128.0, metavar="N", help="HOROVOD_FUSION_THRESHOLD, MiB (128)"
-    )
-    group.add_argument("--cycle_ms", type=float, default=1.0, metavar="N", help="HOROVOD_CYCLE_TIME (1)")
-    group.add_argument("--most_devices", type=int, default=projection.MOST_DEVICES, metavar="N", help="(1024)")
+        "--final_loss_tolerance", metavar="X", type=float, default=0.1,
+        help="Maximum relative difference of the mean loss of the last quarter. (default: %(default)s)",
+    )  # fmt: skip
+    _add_projection(parser)
     return parser
+
+
+def _add_projection(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "projection", "Project to more devices (docs/evidence/scaling.md). Needs --gbps or --doctor."
+    )
+    add = group.add_argument
+    add("--gbps", type=float, nargs="+", metavar="N", help="Network bandwidths, in gigabits/s. (default: none)")
+    add("--latency_us", type=float, default=20.0, metavar="N",
+        help="Network latency of a message, in microseconds. (default: %(default)g)")  # fmt: skip
+    add("--doctor", type=Path, metavar="FILE",
+        help="Output of `python -m hvd_bert.doctor --json`, in place of --gbps. (default: none)")  # fmt: skip
+    add("--gpus_per_node", type=int, default=1, metavar="N",
+        help="GPUs that share a node's network. (default: %(default)s)")  # fmt: skip
+    add("--inner_gbps", type=float, metavar="N",
+        help="Bandwidth between a node's GPUs, in gigabits/s; --gpus_per_node needs it. (default: none)")  # fmt: skip
+    add("--inner_latency_us", type=float, default=5.0, metavar="N",
+        help="Latency between a node's GPUs, in microseconds. (default: %(default)g)")  # fmt: skip
+    add("--parameters", type=int, metavar="N", help="Number of weights of the model. (default: as the run recorded)")
+    add("--backward_share", type=float, metavar="X",
+        help="Share of the backward pass in the computation. (default: 2/3)")  # fmt: skip
+    add("--fusion_mb", type=float, default=128.0, metavar="N",
+        help="HOROVOD_FUSION_THRESHOLD, in MiB. (default: %(default)g)")  # fmt: skip
+    add("--cycle_ms", type=float, default=1.0, metavar="N",
+        help="HOROVOD_CYCLE_TIME, in ms. (default: %(default)g)")  # fmt: skip
+    add("--most_devices", type=int, default=projection.MOST_DEVICES, metavar="N",
+        help="Largest number of devices to project to. (default: %(default)s)")  # fmt: skip
 
 
 def _check(flags: argparse.Namespace) -> None:

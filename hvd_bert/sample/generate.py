@@ -91,11 +91,27 @@ def write(out: Path, seed: int = SEED) -> list[Path]:
     return [*paths, path]
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """Of the command's flags."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hvd_bert.sample.generate",
+        description="Write the sample's questions (SQuAD v1.1 and v2.0 JSON) and their vocabulary.",
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, required=True, help="Folder to write to; created if missing. (required)"
+    )
+    parser.add_argument(
+        "--seed",
+        metavar="N",
+        type=int,
+        default=SEED,
+        help="Seed of the random text; the default gives the files of this repository. (default: %(default)s)",
+    )
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Make the sample questions and their vocabulary.")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write to; made if missing")
-    parser.add_argument("--seed", type=int, default=SEED, help=f"default {SEED}, which gives the files that ship")
-    args = parser.parse_args(argv)
+    args = make_parser().parse_args(argv)
     for path in write(args.out, args.seed):
         print(f"{path}  {path.stat().st_size:,} bytes")
 

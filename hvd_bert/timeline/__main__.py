@@ -24,7 +24,7 @@ from hvd_bert.timeline.figures import Findings
 
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
-    flags = _parser().parse_args(argv)
+    flags = make_parser().parse_args(argv)
     try:
         findings = read(flags.file, flags.ranks, flags.hosts)
         if flags.one_host:
@@ -44,17 +44,29 @@ def main(argv: list[str] | None = None) -> int:
     return EXIT_OK
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m hvd_bert.timeline", description="What a Horovod timeline says.")
-    parser.add_argument("file", metavar="FILE", type=Path, help="what HOROVOD_TIMELINE=FILE left")
-    parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
-    parser.add_argument("--html", metavar="OUT", type=Path, help="write a page, too: one file")
-    parser.add_argument("--ranks", type=int, metavar="N", help="how many ranks there were, if the file names none")
-    parser.add_argument("--hosts", type=int, metavar="N", help="how many hosts they were on: what each of them sent")
+def make_parser() -> argparse.ArgumentParser:
+    """Of the command's flags."""
+    parser = argparse.ArgumentParser(prog="python -m hvd_bert.timeline")
+    parser.description = (
+        "Analyze a Horovod timeline: phases, bandwidth, exposed communication, stragglers, and what to change."
+    )
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="Timeline written by --timeline_file or HOROVOD_TIMELINE."
+    )
+    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of text. (default: False)")
+    parser.add_argument(
+        "--html", metavar="OUT", type=Path, help="Also write an HTML page to this file. (default: none)"
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="Number of ranks, if the file does not name them. (default: from FILE)"
+    )
+    parser.add_argument(
+        "--hosts", type=int, metavar="N", help="Number of hosts; adds what each host sends. (default: none)"
+    )
     parser.add_argument(
         "--one_host", metavar="FILE", type=Path,
-        help="a timeline of the same training on one host, with as many ranks as each of --hosts has (MPI only):"
-        " what sums inside a host take is not the network's",
+        help="Timeline of the same training on one host, with the ranks of one of the --hosts, whose sums inside the"
+        " host are subtracted; MPI only. (default: none)",
     )  # fmt: skip
     return parser
 

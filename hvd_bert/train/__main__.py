@@ -18,6 +18,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from hvd_bert.config import command_line
+from hvd_bert.config.parser import HELP
 from hvd_bert.distributed.launch import find_launcher
 from hvd_bert.startup import collector_paused
 
@@ -35,7 +36,7 @@ def main(world: World) -> None:
 
 
 if __name__ == "__main__":
-    if command_line.HELP & set(sys.argv):
+    if HELP & set(sys.argv):
         command_line.parse(show_help=find_launcher(os.environ).speaks_first)
     with collector_paused():
         from hvd_bert.distributed.runner import run_as_rank

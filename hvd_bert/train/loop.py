@@ -12,7 +12,7 @@ from torch import Tensor
 from hvd_bert.checkpoint import resume, run_folder
 from hvd_bert.checkpoint.resume import Found
 from hvd_bert.checkpoint.saving import Checkpoints
-from hvd_bert.config.settings import Config
+from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.data.collate import Collator
 from hvd_bert.data.prefetch import Prefetcher
 from hvd_bert.distributed.signals import StopRequests
@@ -48,7 +48,7 @@ def run(config: Config, world: World) -> None:
             found = resume.find(config)
         inputs = load_inputs(config, world)
         resume.check_scoring(config, inputs)
-    settings = {f"--{name}": value for name, value in config.as_flat().items() if name not in resume.WHERE_TO_BEGIN}
+    settings = {f"--{name}": value for name, value in config.as_flat().items() if not FLAGS[name].chooses_start}
     world.check_same(inputs.fingerprint() | settings)
     with world.together():
         if world.rank == 0:

@@ -25,7 +25,8 @@ from hvd_bert.bench.one_run import exit_status
 from hvd_bert.bench.points import Point
 from hvd_bert.bench.record import locked, writing
 from hvd_bert.config import command_line
-from hvd_bert.config.settings import Config
+from hvd_bert.config.parser import Parser
+from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.tune import knobs, words
 from hvd_bert.tune.runs import Failed, Runs
@@ -33,12 +34,9 @@ from hvd_bert.tune.search import FASTER, Search
 
 # So that steps are all that is timed. The user's flags win.
 DEFAULTS = ("--save_steps=0", "--no_do_eval", "--eval_strategy=no", "--logging_steps=5")
-ITS_OWN = planning.ITS_OWN | {
-    "strategy": "Horovod is what is tuned",
-    "resume_from_checkpoint": "each is short, and new",
-    "elastic": "the ranks must stay what they are",
-    "do_train": "it trains",
-    "no_do_train": "it trains",
+# Flags that tuning sets for each run, in all their spellings -> what to do instead.
+SET_BY_TUNE = planning.SET_BY_SWEEP | {
+    each: flag.tune_hint for name, flag in FLAGS.items() if flag.tune_hint for each in flag.spellings(name)
 }
 
 
@@ -51,26 +49,48 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_FAILURE
 
 
-def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = launches.Parser(prog="python -m hvd_bert.tune", allow_abbrev=False)
+def make_parser() -> Parser:
+    """Of tuning's own flags."""
+    parser = Parser(prog="python -m hvd_bert.tune", allow_abbrev=False)
     parser.description = (
-        "Tries Horovod's settings by short trainings under the launcher, and says which to set. All other flags go to"
-        " python -m hvd_bert.train: give your own model, data and batch, since what is best depends on them; without"
-        " --train_file, --dataset_name or --config the preset `sweep` is trained."
+        "Measure which of Horovod's settings make training faster, by short trainings, and print those to use. All"
+        " other flags go to python -m hvd_bert.train. Give your own model, data and batch: the best settings depend on"
+        " them. Without --train_file, --dataset_name or --config it trains the preset `sweep`."
     )
-    parser.add_argument("--ranks", metavar="N", type=int, help="(the slots of -H, the Slurm job's tasks, the GPUs; 2)")
     parser.add_argument(
-        "--knobs", metavar="NAME,...", type=lambda text: text.split(","), default=knobs.UNASKED, help="what is tried:"
-        f" {', '.join(knobs.NAMES)} (all but fp16, which rounds what is sent)",
+        "--ranks", metavar="N", type=int,
+        help="Number of ranks. (default: the slots of -H, the Slurm job's tasks, this host's GPUs, or 2)",
     )  # fmt: skip
-    parser.add_argument("--steps", metavar="N", type=int, default=50, help="optimizer steps of a run (50)")
-    parser.add_argument("--pairs", metavar="N", type=int, default=6, help="pairs of runs that decide at the end (6)")
-    parser.add_argument("--minutes", metavar="M", type=float, default=60, help="for all of it; what is not tried by"
-        " then is not (60)")  # fmt: skip
-    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/tune"), help="(runs/tune)")
+    parser.add_argument(
+        "--knobs", metavar="NAME,...", type=lambda text: text.split(","), default=knobs.UNASKED,
+        help=f"Settings to try: {', '.join(knobs.NAMES)}. (default: all except fp16, which rounds gradients)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--steps", metavar="N", type=int, default=50,
+        help="Optimizer steps per run; the first is warm-up. (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pairs", metavar="N", type=int, default=6,
+        help="Pairs of runs in the final comparison. (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--minutes", metavar="M", type=float, default=60,
+        help="Time for everything; settings not reached by then are skipped. (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, default=Path("runs/tune"),
+        help="Folder for all runs; the same folder resumes. (default: %(default)s)",
+    )  # fmt: skip
     launches.add_flags(parser)
-    parser.add_argument("--timeout", metavar="S", type=float, default=3600.0, help="seconds a run may take (3600)")
-    flags, rest = parser.parse_known_args(argv)
+    parser.add_argument(
+        "--timeout", metavar="S", type=float, default=3600.0,
+        help="Maximum seconds per run; a longer run is terminated. (default: %(default)g)",
+    )  # fmt: skip
+    return parser
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    flags, rest = make_parser().parse_known_args(argv)
     for name, least in (("ranks", 2), ("steps", 2), ("pairs", 1), ("minutes", 0), ("timeout", 1)):
         value = getattr(flags, name)
         if value is not None and not value >= least:
@@ -87,7 +107,7 @@ def _tune(argv: Sequence[str]) -> int:
     obstacle = launching.obstacle(point)
     if obstacle:
         raise UserError(f"{obstacle}.")
-    planning.check_own(rest, ITS_OWN, "tuning")
+    planning.check_own(rest, SET_BY_TUNE, "tuning")
     threads = launching.threads(os.environ)
     common = [*planning.with_defaults(rest, threads, DEFAULTS), "--strategy=horovod", f"--max_steps={flags.steps}"]
     config = command_line.parse(common, show_help=False)

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from hvd_bert.checkpoint import resume
-from hvd_bert.checkpoint.resume import FREE, Found
+from hvd_bert.checkpoint.resume import Found
 from hvd_bert.config.command_line import parse
+from hvd_bert.config.settings import FLAGS
 from hvd_bert.errors import UserError
 
 
@@ -18,7 +19,8 @@ def check(monkeypatch):
     """check(saved settings, flags): go on from a checkpoint of these settings with a run of these flags."""
 
     def settings(config, inputs=None):
-        return {f"--{name}": value for name, value in config.as_flat().items() if name not in FREE}
+        flat = config.as_flat()
+        return {f"--{name}": value for name, value in flat.items() if not FLAGS[name].may_change_on_resume}
 
     def run(saved: dict, *flags: str) -> None:
         monkeypatch.setattr(resume, "identity", settings)

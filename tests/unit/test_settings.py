@@ -1,10 +1,60 @@
-"""What the settings come to: the steps, and when they are scored and logged."""
+"""The settings: properties of the flags, the number of steps, and when they are evaluated and logged."""
 
 from __future__ import annotations
 
 import pytest
 
+from hvd_bert.bench.points import SET_BY_SWEEP
 from hvd_bert.config.command_line import parse
+from hvd_bert.config.settings import FLAGS, STRATEGIES
+from hvd_bert.tune.__main__ import SET_BY_TUNE
+
+# A resumed run must have the same values as its checkpoint.
+FIXED_ON_RESUME = {
+    *("dropout", "version_2_with_negative", "max_seq_length", "padding", "pad_to_max_length", "doc_stride"),
+    *("max_train_samples", "do_train", "learning_rate", "lr_base_batch_size", "weight_decay", "adam_beta1"),
+    *("adam_beta2", "adam_epsilon", "max_grad_norm", "num_train_epochs", "max_steps", "lr_scheduler_type"),
+    *("warmup_ratio", "warmup_steps", "lr_scaling", "lr_scaling_limit", "seed", "bf16", "fp16", "deterministic"),
+    *("torch_compile", "tf32", "metric_for_best_model", "fp16_allreduce", "gradient_predivide_factor"),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_properties_of_a_flag(name):
+    flag = FLAGS[name]
+    assert flag.help.endswith(".") and "\n" not in flag.help and len(flag.help) <= 120
+    assert flag.default is not None or flag.default_text, "--help must not show None"
+    assert bool(flag.negated_help) == (flag.default is True)
+    assert flag.owner in ("", *STRATEGIES)
+    assert set(flag.replaces) <= FLAGS.keys() - {name}
+
+
+def test_flags_that_may_change_on_resume():
+    assert {name for name, flag in FLAGS.items() if not flag.may_change_on_resume} == FIXED_ON_RESUME
+
+
+def test_flags_that_choose_where_a_run_starts():
+    assert [name for name, flag in FLAGS.items() if flag.chooses_start] == [
+        "overwrite_output_dir", "resume_from_checkpoint"
+    ]  # fmt: skip
+
+
+def test_flags_of_one_strategy():
+    owned = {name: flag.owner for name, flag in FLAGS.items() if flag.owner}
+    assert owned == {
+        "zero_stage": "deepspeed", "fp16_allreduce": "horovod", "gradient_predivide_factor": "horovod",
+        "num_groups": "horovod",
+    }  # fmt: skip
+
+
+def test_flags_that_a_sweep_or_tuning_sets():
+    assert SET_BY_SWEEP.keys() == SET_BY_TUNE.keys() == {
+        *("strategy", "output_dir", "overwrite_output_dir", "max_steps", "num_train_epochs", "resume_from_checkpoint"),
+        *("elastic", "profile", "timeline", "timeline_file", "do_train", "no_do_train"),
+    }  # fmt: skip
+    assert SET_BY_SWEEP["strategy"] == "name them with --strategies"
+    assert SET_BY_TUNE["strategy"] == "only Horovod is tuned"
+    assert SET_BY_TUNE["max_steps"] == SET_BY_SWEEP["max_steps"] == "give --steps"
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,8 @@ from made_runs import make_run
 from hvd_bert.bench import launching, one_run, record, sweep
 from hvd_bert.bench.launching import Hosts, Launching, Machine
 from hvd_bert.bench.one_run import Stopped, reason_of, signals, start_and_wait
-from hvd_bert.bench.points import Plan, Point, check_flags
+from hvd_bert.bench.points import OWNERS, Plan, Point, check_flags
 from hvd_bert.config.command_line import parse
-from hvd_bert.config.settings import OWNERS
 from hvd_bert.distributed.launch import Allocation, find_allocation
 from hvd_bert.errors import UserError
 

@@ -310,7 +310,7 @@ def test_defaults_that_fail_end_it(pretended, start, capsys) -> None:
     [
         (["--ranks", "1"], "--ranks 1: must be at least 2"),
         (["--knobs", "speed"], "--knobs speed: no such knob. There are: hierarchical, cycle"),
-        (["--strategy", "ddp"], "--strategy: tuning sets it for each run: Horovod is what is tuned"),
+        (["--strategy", "ddp"], "--strategy: tuning sets it for each run: only Horovod is tuned"),
         (["--num_group", "2"], "Unknown argument --num_group: did you mean --num_groups?"),
         (["--launcher", "none"], "--launcher none starts one process: name a launcher"),
         (["--train_file", "nowhere.json"], "--train_file nowhere.json: no such file"),

@@ -1,0 +1,120 @@
+"""Settings of the data: questions, windows, and how answers are chosen."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hvd_bert.config.flag import flag, require
+from hvd_bert.errors import UserError
+
+DEFAULT_DATASET = "squad"
+
+
+@dataclass
+class DataArguments:
+    dataset_name: str | None = flag(
+        "data",
+        None,
+        "Data set on the hub, for example squad or squad_v2.",
+        default_text=f"{DEFAULT_DATASET}; with --version_2_with_negative squad_v2; with a data file none",
+        metavar="NAME",
+        may_change_on_resume=True,
+        replaces=("train_file", "validation_file"),
+        source="training data",
+    )
+    dataset_config_name: str | None = flag(
+        "data",
+        None,
+        "Configuration of the data set on the hub.",
+        default_text="the data set's own",
+        metavar="NAME",
+        may_change_on_resume=True,
+    )
+    train_file: str | None = flag(
+        "data",
+        None,
+        "Training questions in SQuAD's JSON.",
+        default_text="none",
+        metavar="FILE",
+        may_change_on_resume=True,
+        replaces=("dataset_name", "validation_file"),
+        source="training data",
+    )
+    validation_file: str | None = flag(
+        "data",
+        None,
+        "Questions to evaluate on, in SQuAD's JSON.",
+        default_text="none",
+        metavar="FILE",
+        may_change_on_resume=True,
+        replaces=("dataset_name",),
+    )
+    version_2_with_negative: bool = flag(
+        "data",
+        False,
+        "Some questions have no answer, as in SQuAD 2.0.",
+        default_text="False; with --dataset_name squad_v2 True",
+    )
+    max_seq_length: int = flag("data", 384, "Maximum window length in tokens, question and special tokens included.")
+    padding: str = flag(
+        "data",
+        "none",
+        "Packed windows without padding (none), or padded to the batch's longest or to --max_seq_length.",
+        choices=("none", "longest", "max_length"),
+        replaces=("pad_to_max_length",),
+    )
+    pad_to_max_length: bool = flag("data", False, "run_qa's name for --padding max_length.", replaces=("padding",))
+    doc_stride: int = flag("data", 128, "Overlap of neighboring windows of a long passage, in tokens.")
+    n_best_size: int = flag(
+        "evaluation", 20, "Number of candidate answers to keep per question.", may_change_on_resume=True
+    )
+    max_answer_length: int = flag("evaluation", 30, "Maximum answer length in tokens.", may_change_on_resume=True)
+    null_score_diff_threshold: float = flag(
+        "evaluation",
+        0.0,
+        "SQuAD 2.0: predict 'no answer' if its score exceeds the best answer's by more than this.",
+        may_change_on_resume=True,
+    )
+    max_train_samples: int | None = flag("data", None, "Train on the first N questions only.", default_text="all")
+    max_eval_samples: int | None = flag(
+        "data", None, "Evaluate on the first N questions only.", default_text="all", may_change_on_resume=True
+    )
+    preprocessing_num_workers: int | None = flag(
+        "data",
+        None,
+        "Number of threads for tokenization.",
+        default_text="the number of cores of the rank",
+        may_change_on_resume=True,
+    )
+    overwrite_cache: bool = flag(
+        "data", False, "Tokenize again even if the windows are cached.", may_change_on_resume=True
+    )
+
+    def __post_init__(self) -> None:
+        padding = "max_length" if self.pad_to_max_length else self.padding
+        require(
+            self.padding in ("none", padding),
+            f"--padding {self.padding} and --pad_to_max_length are both given: choose one.",
+        )
+        self.padding, self.pad_to_max_length = padding, padding == "max_length"
+        files = [name for name in ("train_file", "validation_file") if getattr(self, name)]
+        if self.dataset_name and files:
+            raise UserError(f"--dataset_name and --{files[0]} are both given: choose one source of questions.")
+        if not self.dataset_name and not files:
+            self.dataset_name = "squad_v2" if self.version_2_with_negative else DEFAULT_DATASET
+        if self.dataset_name == "squad_v2":
+            self.version_2_with_negative = True
+        for name in ("max_seq_length", "n_best_size", "max_answer_length"):
+            require(getattr(self, name) >= 1, f"--{name} {getattr(self, name)}: must be at least 1.")
+        threshold = self.null_score_diff_threshold
+        require(not math.isnan(threshold), f"--null_score_diff_threshold {threshold}: must be a number.")
+        require(self.doc_stride >= 0, f"--doc_stride {self.doc_stride}: must not be negative.")
+        for name in ("max_train_samples", "max_eval_samples", "preprocessing_num_workers"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"--{name} {value}: must be at least 1.")
+
+    @property
+    def pad_to(self) -> int | None:
+        """Minimum length of a padded window in tokens, None without padding; as `Collator` takes it."""
+        return {"none": None, "longest": 0, "max_length": self.max_seq_length}[self.padding]

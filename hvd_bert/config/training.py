@@ -1,0 +1,195 @@
+"""Settings of the training loop, of evaluation during training, and of the output folder."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvd_bert.config.flag import flag, require
+
+# Those of transformers that need neither further arguments nor the loss at each step.
+SCHEDULES = [
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+]
+
+
+@dataclass
+class TrainArguments:
+    output_dir: str | None = flag(
+        "output",
+        None,
+        "Folder for all output files.",
+        default_text="a new folder runs/DATE-TIME",
+        metavar="FOLDER",
+        may_change_on_resume=True,
+        sweep_hint="name the folder of all runs with --out",
+    )
+    overwrite_output_dir: bool = flag(
+        "output",
+        False,
+        "Delete the earlier run's files in --output_dir and train from the start.",
+        may_change_on_resume=True,
+        chooses_start=True,
+        sweep_hint="name another --out",
+    )
+    do_train: bool = flag(
+        "training",
+        True,
+        "Train.",
+        negated_help="Do not train; only evaluate.",
+        sweep_hint="a sweep always trains",
+        tune_hint="tuning always trains",
+    )
+    do_eval: bool = flag(
+        "evaluation",
+        True,
+        "Evaluate on the validation questions, if there are any.",
+        negated_help="Do not evaluate.",
+        may_change_on_resume=True,
+    )
+    per_device_train_batch_size: int = flag(
+        "training",
+        8,
+        "Windows per rank in one forward pass (per GPU with --strategy dp).",
+        may_change_on_resume=True,
+    )
+    per_device_eval_batch_size: int = flag(
+        "evaluation", 8, "Windows per rank in one forward pass of an evaluation.", may_change_on_resume=True
+    )
+    gradient_accumulation_steps: int = flag(
+        "training", 1, "Micro-batches (forward and backward passes) per rank and step.", may_change_on_resume=True
+    )
+    learning_rate: float = flag(
+        "training", 5e-5, "Peak learning rate of AdamW for a step of --lr_base_batch_size windows; see --lr_scaling."
+    )
+    lr_base_batch_size: int | None = flag(
+        "training",
+        None,
+        "Windows per step that --learning_rate is meant for.",
+        default_text="the windows per step of one device",
+    )
+    weight_decay: float = flag("training", 0.0, "AdamW's weight decay; biases and layer norms have none.")
+    adam_beta1: float = flag("training", 0.9, "AdamW's beta1.")
+    adam_beta2: float = flag("training", 0.999, "AdamW's beta2.")
+    adam_epsilon: float = flag("training", 1e-8, "AdamW's epsilon.")
+    max_grad_norm: float = flag("training", 1.0, "Clip the averaged gradient to this norm; 0: do not clip.")
+    num_train_epochs: float = flag(
+        "training", 3.0, "Number of passes over the training windows.", sweep_hint="give --steps"
+    )
+    max_steps: int = flag(
+        "training",
+        -1,
+        "Total number of optimizer steps; overrides --num_train_epochs.",
+        default_text="as --num_train_epochs gives",
+        sweep_hint="give --steps",
+    )
+    lr_scheduler_type: str = flag(
+        "training", "linear", f"Learning-rate schedule: {', '.join(SCHEDULES)}.", choices=tuple(SCHEDULES),
+        metavar="NAME",
+    )  # fmt: skip
+    # As BERT's own run_squad has it; run_qa has none, but does not scale the rate either.
+    warmup_ratio: float = flag("training", 0.1, "Share of the steps in which the learning rate rises from 0.")
+    warmup_steps: float = flag(
+        "training",
+        0,
+        "Number of warm-up steps, or their share if below 1; overrides --warmup_ratio.",
+        default_text="as --warmup_ratio gives",
+    )
+    lr_scaling: str = flag(
+        "training",
+        "linear",
+        "How the learning rate grows with the global batch relative to --lr_base_batch_size.",
+        choices=("none", "sqrt", "linear"),
+    )
+    lr_scaling_limit: float = flag("training", 4.0, "Maximum factor by which --lr_scaling raises the learning rate.")
+    logging_steps: int = flag(
+        "output",
+        10,
+        "Steps between two lines of metrics.jsonl; the first and the last step are always logged.",
+        may_change_on_resume=True,
+    )
+    eval_strategy: str = flag(
+        "evaluation",
+        "epoch",
+        "When to evaluate during training; the final model is always evaluated, unless --no_do_eval is given.",
+        choices=("no", "steps", "epoch"),
+        may_change_on_resume=True,
+    )
+    eval_steps: int | None = flag(
+        "evaluation",
+        None,
+        "Steps between two evaluations; implies --eval_strategy steps.",
+        default_text="as --logging_steps",
+        may_change_on_resume=True,
+    )
+    seed: int = flag("training", 42, "Seed of new weights, batch order and dropout.")
+    bf16: bool = flag("training", False, "Forward pass in bfloat16 autocast; weights and gradients stay in fp32.")
+    fp16: bool = flag("training", False, "Forward pass in fp16 autocast with loss scaling.")
+    deterministic: bool = flag(
+        "training", False, "Make runs repeat bit for bit, also on GPUs and on 3 ranks or more; slower."
+    )
+    torch_compile: bool = flag("training", False, "Compile the model's layers with torch.compile; slower on CPUs.")
+    tf32: bool = flag(
+        "training", False, "Use TF32 for fp32 matrix products on A100 and later GPUs: faster, less exact."
+    )
+
+    def __post_init__(self) -> None:
+        positive = (
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+            "gradient_accumulation_steps",
+            "logging_steps",
+        )
+        for name in positive:
+            require(getattr(self, name) >= 1, f"--{name} {getattr(self, name)}: must be at least 1.")
+        for name in ("eval_steps", "lr_base_batch_size"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"--{name} {value}: must be at least 1.")
+        if self.eval_steps is not None:
+            self.eval_strategy = "steps"
+        require(self.lr_scaling_limit >= 1, f"--lr_scaling_limit {self.lr_scaling_limit:g}: must be at least 1.")
+        finite_positive = ("learning_rate", "adam_epsilon", "num_train_epochs")
+        for name in finite_positive:
+            value = getattr(self, name)
+            require(math.isfinite(value) and value > 0, f"--{name} {value}: must be a positive number.")
+        for name in ("weight_decay", "max_grad_norm", "warmup_steps", "seed"):
+            value = getattr(self, name)
+            require(math.isfinite(value) and value >= 0, f"--{name} {value}: must not be negative.")
+        for name in ("adam_beta1", "adam_beta2", "warmup_ratio"):
+            require(0 <= getattr(self, name) < 1, f"--{name} {getattr(self, name)}: must be in [0, 1).")
+        require(self.seed < 2**32, f"--seed {self.seed}: must be below 2^32.")
+        require(self.max_steps != 0, "--max_steps 0: give a positive number of steps, or leave it out.")
+        require(not (self.bf16 and self.fp16), "--bf16 and --fp16 are both given: choose one.")
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Optimizer steps of the whole training."""
+        return self.max_steps if self.max_steps > 0 else math.ceil(self.num_train_epochs * steps_per_epoch)
+
+    def evaluates_after(self, step: int, steps_per_epoch: int, total_steps: int) -> bool:
+        """Whether to evaluate after optimizer step `step` (1, 2, ...) before the last; the final model is anyway."""
+        every = {"no": total_steps, "epoch": steps_per_epoch, "steps": self.eval_steps or self.logging_steps}[
+            self.eval_strategy
+        ]
+        return step % every == 0 and step < total_steps
+
+    def logs_after(self, step: int, total_steps: int) -> bool:
+        """Whether metrics are logged after optimizer step `step`: the first and the last always are."""
+        return step % self.logging_steps == 0 or step in (1, total_steps)
+
+    @property
+    def folder(self) -> Path:
+        """output_dir as a path, once it is settled."""
+        assert self.output_dir is not None
+        return Path(self.output_dir)
+
+    @property
+    def precision(self) -> str:
+        """Of the forward pass: "fp32", "bf16" or "fp16"."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"

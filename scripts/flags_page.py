@@ -1,0 +1,116 @@
+#!/usr/bin/env python3
+"""Write docs/reference/flags.md, the flags of all commands, from the commands' own parsers.
+
+    python scripts/flags_page.py
+
+Run it after a change to a flag. `tests/unit/test_flags_page.py` checks that the page is current.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from hvd_bert.bench import flags as bench
+from hvd_bert.bench import sweep
+from hvd_bert.config import command_line
+from hvd_bert.config.parser import invocation
+from hvd_bert.config.settings import FLAGS
+from hvd_bert.doctor import __main__ as doctor
+from hvd_bert.predict import __main__ as predict
+from hvd_bert.report import __main__ as report
+from hvd_bert.sample import generate
+from hvd_bert.timeline import __main__ as timeline
+from hvd_bert.tune import __main__ as tune
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "flags.md"
+INTRODUCTION = """\
+<!-- Written by `python scripts/flags_page.py`. Edit the flags' descriptions in the code, then rerun the script. -->
+
+# Flags
+
+Each command also prints its flags with `--help`.
+
+## Training
+
+`python -m hvd_bert.train`
+
+Flags of Hugging Face's run_qa keep their names ([differences](../guides/migrating.md#from-run_qa)). `--config` takes a
+preset or a YAML file of flags; flags on the command line override it. A switch such as `--bf16` also takes a value:
+`--bf16 False`.
+
+The last column states whether a resumed run accepts another value than the checkpoint's. For the model, the data and
+the batch there are [conditions](../guides/resume-and-reliability.md#settings-that-may-change-on-resume).
+"""
+OTHERS = {
+    "Benchmark": bench,
+    "Sweep": sweep,
+    "Report": report,
+    "Timeline": timeline,
+    "Tuning": tune,
+    "Preflight check": doctor,
+    "Prediction": predict,
+    "Sample": generate,
+}
+HELP_TEXT = re.compile(r"(?P<description>.*?)(?: \((?:default: (?P<default>.*)|(?P<required>required))\))?", re.DOTALL)
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    blocks = [INTRODUCTION.rstrip(), *_tables(command_line.make_parser(), resume=True)]
+    for title, command in OTHERS.items():
+        parser = command.make_parser()
+        blocks += [f"## {title}", f"`{parser.prog}`", _prose(str(parser.description)), *_tables(parser)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _tables(parser: argparse.ArgumentParser, resume: bool = False) -> Iterator[str]:
+    """One table of the flags without a group, then a heading and a table per group."""
+    header = ["Flag", "Default", "Description", *(["May change on resume"] if resume else [])]
+    head = [_line(header), _line(["---"] * len(header))]
+    without_group: list[str] = []
+    for number, group in enumerate(parser._action_groups):
+        rows = [_row(action, resume) for action in group._group_actions if action.dest != "help"]
+        if number < 2:  # argparse's own: positional arguments, options
+            without_group += rows
+        if number == 1:
+            yield "\n".join([*head, *without_group])
+        if number > 1:
+            yield f"### {str(group.title).capitalize()}"
+            if group.description:
+                yield _prose(group.description)
+            yield "\n".join([*head, *rows])
+
+
+def _row(action: argparse.Action, resume: bool) -> str:
+    match = HELP_TEXT.fullmatch(str(action.help) % vars(action))
+    assert match
+    default = match["default"] or match["required"] or ("not set" if action.option_strings else "required")
+    if default in (str(action.default), f"{action.default:g}" if isinstance(action.default, float) else ""):
+        default = f"`{default}`"
+    cells = [f"`{invocation(action)}`", _as_code(default), _as_code(match["description"])]
+    if resume:
+        cells.append("yes" if action.dest == "config" or FLAGS[action.dest].may_change_on_resume else "no")
+    return _line(cells)
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", " or ") for cell in cells) + " |"
+
+
+def _prose(text: str) -> str:
+    return textwrap.fill(_as_code(text), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def _as_code(text: str) -> str:
+    """Flags and commands in the text as code."""
+    spans = r"`[^`]*`|python -m \w+(?:\.\w+)*(?: sweep)?(?: --help)?|--[a-z][a-z0-9_]*(?:=\S*[a-z0-9])?"
+    return re.sub(spans, lambda match: match[0] if match[0].startswith("`") else f"`{match[0]}`", text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(PAGE)
