@@ -5,25 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from hvd_bert.config import command_line
 from hvd_bert.config.settings import Config
 from hvd_bert.errors import EXIT_OK, UserError
+from hvd_bert.parsing import Parser
 
 # Flags of the trainer that name data, so that its own windows and weights are taken; and those that name weights only.
 DATA_FLAGS = {"train_file", "dataset_name", "config"}
 MODEL_FLAGS = {"model_name_or_path", "config_name", "tokenizer_name"}
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:  # argparse would print on every rank
-        raise UserError(f"{message}. `python -m hvd_bert.bench --help` lists the flags.")
-
-
 def parse(argv: list[str], show_help: bool) -> tuple[argparse.Namespace, Config]:
     """The benchmark's flags, and the trainer's. Raises UserError."""
-    parser = _Parser(prog="python -m hvd_bert.bench", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="python -m hvd_bert.bench", add_help=False, allow_abbrev=False)
     parser.description = (
         "How fast training is here. All flags of python -m hvd_bert.train are taken as well. Strategies and numbers of"
         " ranks beside each other: python -m hvd_bert.bench sweep --help."

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from hvd_bert import __version__
 from hvd_bert.bench.points import ONE_PROCESS, Point
@@ -214,13 +213,6 @@ class Launching:
             return ""
         of_one = f" of {threads} threads" if threads > 1 else ""
         return f"{most} ranks{of_one} share {machine.cores} cores: no speed-up can be expected beyond the cores."
-
-
-class Parser(argparse.ArgumentParser):
-    """Of a command that hands what it does not know on to the trainer; `prog`: how it is called."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}. `{self.prog} --help` lists the flags.")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -31,6 +31,7 @@ from hvd_bert.bench.points import Plan, Point
 from hvd_bert.bench.record import DONE, FAILED, SKIPPED, STATES, WAITING, Record, Result, locked, writing
 from hvd_bert.config.settings import OWNERS
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
+from hvd_bert.parsing import Parser
 from hvd_bert.runs import reading
 
 EXPORTED = ("OMP_NUM_THREADS",)  # to the ranks on other hosts, or they would have other threads than those here
@@ -55,7 +56,7 @@ def _sweep(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = launches.Parser(prog="python -m hvd_bert.bench sweep", allow_abbrev=False)
+    parser = Parser(prog="python -m hvd_bert.bench sweep", allow_abbrev=False)
     parser.description = (
         "Trains with every strategy at every number of ranks, for a comparison of their speed. All other flags go to"
         " python -m hvd_bert.train, those that belong to one strategy (--zero_stage) to that one only; without"

@@ -12,13 +12,14 @@ import difflib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from transformers.hf_argparser import HfArgumentParser
 
 from hvd_bert.config.settings import FLAGS, PACKAGE, SECTIONS, STRATEGIES, Config
 from hvd_bert.errors import EXIT_OK, UserError
+from hvd_bert.parsing import Parser
 
 PRESETS = PACKAGE / "config" / "presets"
 
@@ -46,9 +47,8 @@ REPLACES = {
 }
 
 
-class _Parser(HfArgumentParser):
-    def error(self, message: str) -> NoReturn:  # argparse would print on every rank and exit
-        raise UserError(f"{message}. `python -m hvd_bert.train --help` lists the flags.")
+class _Parser(Parser, HfArgumentParser):
+    pass
 
 
 def _parser() -> _Parser:

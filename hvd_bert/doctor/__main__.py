@@ -14,23 +14,18 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from hvd_bert.distributed.launch import find_launcher
 from hvd_bert.doctor.report import Report
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+from hvd_bert.parsing import Parser
 from hvd_bert.startup import collector_paused
 
 MOST_REPEATS = 1000
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:  # argparse would print on every rank
-        raise UserError(f"{message}. `python -m hvd_bert.doctor --help` lists the flags.")
-
-
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="python -m hvd_bert.doctor", description="What works here, before hours are spent.")
+    parser = Parser(prog="python -m hvd_bert.doctor", description="What works here, before hours are spent.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--model", help="a BERT's folder: measure the allreduce of its gradients (default: BERT-base)")
     parser.add_argument("--size", type=float, metavar="MB", help="measure an allreduce of this many megabytes instead")

@@ -27,6 +27,7 @@ from hvd_bert.bench.record import locked, writing
 from hvd_bert.config import command_line
 from hvd_bert.config.settings import Config
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
+from hvd_bert.parsing import Parser
 from hvd_bert.tune import knobs, words
 from hvd_bert.tune.runs import Failed, Runs
 from hvd_bert.tune.search import FASTER, Search
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = launches.Parser(prog="python -m hvd_bert.tune", allow_abbrev=False)
+    parser = Parser(prog="python -m hvd_bert.tune", allow_abbrev=False)
     parser.description = (
         "Tries Horovod's settings by short trainings under the launcher, and says which to set. All other flags go to"
         " python -m hvd_bert.train: give your own model, data and batch, since what is best depends on them; without"
