@@ -20,16 +20,15 @@ from pathlib import Path
 
 from hvd_bert.errors import UserError
 from hvd_bert.storage import locks
+from hvd_bert.storage.places import cache_root
 from hvd_bert.storage.writing import flush
 
 _LEFTOVER_AGE_S = 24 * 3600.0
 
 
 def default_cache_dir() -> Path:
-    """`$HVD_BERT_CACHE/windows`, else `$XDG_CACHE_HOME/hvd_bert/windows`, else the same under ~/.cache."""
-    own = os.environ.get("HVD_BERT_CACHE")
-    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_bert"
-    return base / "windows"
+    """The window cache in this user's cache folder."""
+    return cache_root() / "windows"
 
 
 def folder(

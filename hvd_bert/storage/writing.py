@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,6 +38,28 @@ def write_json(path: Path, value: Any) -> None:
     """Write indented JSON atomically."""
     with replacing(path) as partial:
         partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_once(path: Path, content: bytes) -> None:
+    """Write a file that processes of several hosts may write at once, all with the same content.
+
+    The first one stays: over NFS, replacing a file breaks those who are reading it. One of another size is replaced.
+    """
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{PARTIAL}")
+    try:
+        with partial.open("xb") as file:
+            file.write(content)
+        flush(partial)
+        try:
+            os.link(partial, path)
+        except FileExistsError:
+            if path.stat().st_size != len(content):
+                os.replace(partial, path)
+        except OSError:  # a file system without hard links
+            os.replace(partial, path)
+    finally:
+        with suppress(OSError):
+            partial.unlink()
 
 
 def flush(path: Path) -> None:
