@@ -1,6 +1,66 @@
-# What hvd.slurm and scaling.slurm have in common. They define say and die, and set script, home, ranks and warned.
+# What hvd.slurm and scaling.slurm have in common. They set script, home and without_slurm, and define `progress`: what a
+# job has done so far.
 # shellcheck shell=bash
 # shellcheck disable=SC2154,SC2034  # variables of theirs, and for them
+
+say() { printf '%s: %s\n' "$script" "$*"; }
+die() {
+  printf '%s: %s\n' "$script" "$*" >&2
+  exit 2
+}
+
+[ -n "${SLURM_JOB_ID:-}" ] || die "not in a Slurm job: sbatch scripts/$script (without Slurm: $without_slurm)"
+# The plain number of an array's last task would stand for all of them.
+job_id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
+warned=${warned:-no} ranks='' launcher='' status=0
+warn() {
+  warned=yes interrupted=yes
+  say "warning: the time limit is near (signal USR1): saving and stopping"
+  [ -z "$ranks" ] || kill -USR1 "$ranks" 2>/dev/null || true
+}
+trap warn USR1
+
+# What Slurm knows of this job.
+show() { scontrol show job "$job_id" 2>/dev/null | sed -n "s/^ *$1=//p"; }
+
+# The value of a flag among words; of several the last.
+value_of() {
+  local flag=$1 previous='' value='' word
+  shift
+  for word in "$@"; do
+    [ "$previous" != "$flag" ] || value=$word
+    case $word in "$flag"=*) value=${word#*=} ;; esac
+    previous=$word
+  done
+  printf '%s\n' "$value"
+}
+
+# Loads the environment and announces the job; $1: where its results are.  -> venv, attempt, began_with
+begin() {
+  load_environment
+  attempt=$((${SLURM_RESTART_COUNT:-0} + 1))
+  say "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, attempt $attempt, $home, results in $1"
+  began_with=$(progress)
+}
+
+# -> launcher
+prepare() {
+  set_threads_and_interface
+  choose_launcher
+  check_nodes
+}
+
+# Queues the job again, unless a later attempt made no progress, since the next would not either. $1: what to say then;
+# $2: what the next attempt does; $3: the flag with which the same command resumes.
+requeue() {
+  if [ "$attempt" -gt 1 ] && [ "$(progress)" = "$began_with" ]; then
+    say "not requeued: $1"
+  elif [[ $(show JobState) == RUNNING\ * ]]; then # not one that was cancelled
+    say "requeueing: the next attempt $2" # ends this script
+    scontrol requeue "$job_id" && return
+    say "requeueing is not allowed here: submit the same command again, with $3, to resume"
+  fi
+}
 
 # The site's modules, then the environment's programs.  -> venv
 load_environment() {

@@ -13,6 +13,7 @@ from typing import Any
 from hvd_bert.config import command_line
 from hvd_bert.config.settings import FLAGS, STRATEGIES, Config
 from hvd_bert.errors import UserError
+from hvd_bert.sample import files as sample
 
 STRONG, WEAK = "strong", "weak"
 SCALINGS = {STRONG: (STRONG,), WEAK: (WEAK,), "both": (STRONG, WEAK)}
@@ -242,7 +243,7 @@ def check_files(config: Config) -> None:
     """Raise UserError for a file of questions that is not there."""
     for name in ("train_file", "validation_file"):
         path = getattr(config.data, name)
-        if path and not Path(path).is_file():
+        if path and not sample.located(path).is_file():
             raise UserError(f"--{name} {path}: no such file.")
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shlex
-import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +13,8 @@ from typing import Any
 
 from hvd_bert.bench.points import Point
 from hvd_bert.errors import UserError
+from hvd_bert.storage import locks
+from hvd_bert.storage.writing import write_json
 
 FILE = "sweep.json"
 LOCK = ".lock"
@@ -125,10 +124,8 @@ def unreadable(path: Path) -> UserError:
 
 def replace(path: Path, content: Any) -> None:
     """Write JSON; a crash leaves the old file or the new one. Raises UserError where it cannot be written."""
-    partial = path.with_name(f"{path.name}.partial")
     with writing(path.parent):
-        partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_json(path, content)
 
 
 def _shown(value: Any) -> str:
@@ -147,24 +144,21 @@ def writing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path, wait: bool) -> Iterator[None]:
-    """Hold a folder's lock, which the kernel frees with its holder; a run's folder is locked by the run.
+    """Hold a folder's lock; a run's folder is locked by the run.
 
     Raises UserError, or waits, if another process has it.
     """
-    with (folder / LOCK).open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            if not wait:
-                raise UserError(f"--out {folder} is in use by another command ({holder}): wait for its end.") from None
-            print(f"{folder} is still in use ({holder}): waiting for its end", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            print(f"{folder} has no file locks ({error.strerror}): start no second command in it.", file=sys.stderr)
+    try:
+        lock = locks.take(folder / LOCK, wait=False)
+    except locks.InUse as error:
         if not wait:
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
+            raise UserError(
+                f"--out {folder} is in use by another command ({error.holder}): wait for its end."
+            ) from None
+        print(f"{folder} is still in use ({error.holder}): waiting for its end", flush=True)
+        lock = locks.take(folder / LOCK, wait=True)
+    with lock:
+        if lock.missing:
+            warning = f"{folder} has no file locks ({lock.missing}): do not start a command in it on another host."
+            print(warning, file=sys.stderr)
         yield

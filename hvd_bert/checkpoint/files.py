@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Collection, Mapping
@@ -26,7 +25,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from hvd_bert.data.cache import flush
+from hvd_bert.storage.writing import flush, replacing
 
 FORMAT = 1
 POINTER = "latest"
@@ -94,11 +93,8 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
 
 def point_to(folder: Path) -> None:
     """Name `folder` in `latest`, for people and scripts; `candidates` goes by the steps."""
-    new = folder.parent / f"{_PARTIAL}{POINTER}"
-    new.write_text(f"{folder.name}\n", encoding="utf-8")
-    flush(new)
-    os.replace(new, folder.parent / POINTER)
-    flush(folder.parent)
+    with replacing(folder.parent / POINTER, durable=True) as partial:
+        partial.write_text(f"{folder.name}\n", encoding="utf-8")
 
 
 def candidates(output_dir: Path) -> list[Path]:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import math
 import os
 import platform
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +26,8 @@ from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import EXIT_FAILURE, UserError
 from hvd_bert.evaluation.evaluator import Evaluation
 from hvd_bert.machine import PACKAGES, cpu_name, version_of
+from hvd_bert.storage import locks
+from hvd_bert.storage.writing import PARTIAL, replacing, write_json
 from hvd_bert.training.optim import warmup_steps
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ RUN_FILES = {
     "tokenizer_config.json": "the tokenizer's settings",
 }
 LOCK = ".lock"
-# Held by this process: the kernel frees a lock with the last of its file's descriptors, so a crash leaves none.
-_LOCKS: dict[Path, TextIO] = {}
+_HELD: dict[Path, locks.Lock] = {}  # by this process, until it ends
 
 
 def check(config: Config) -> None:
@@ -131,29 +130,22 @@ def _unwritable(folder: Path, error: OSError) -> UserError:
 
 
 def lock(folder: Path) -> None:
-    """Make the folder this process's own until it ends, however it ends. Raises UserError if another run has it."""
-    if folder.resolve() in _LOCKS:
+    """Lock the folder until this process ends, however it ends. Raises OSError, and UserError if another run has it."""
+    if folder.resolve() in _HELD:
         return
-    file = (folder / LOCK).open("a+", encoding="utf-8")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        holder = file.read().strip() or "an unknown process"
-        file.close()
-        raise UserError(f"--output_dir {folder} is in use by another run ({holder}): wait for its end.") from None
-    except OSError as error:
-        log.warning("%s has no file locks (%s): start no second run in it.", folder, error.strerror)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
-    _LOCKS[folder.resolve()] = file
+        held = locks.take(folder / LOCK, wait=False)
+    except locks.InUse as error:
+        raise UserError(f"--output_dir {folder} is in use by another run ({error.holder}): wait for its end.") from None
+    if held.missing:
+        log.warning("%s has no file locks (%s): do not start a run in it on another host.", folder, held.missing)
+    _HELD[folder.resolve()] = held
 
 
 def unlock() -> None:
     """Let other processes use the folders that were locked."""
-    while _LOCKS:
-        _LOCKS.popitem()[1].close()
+    while _HELD:
+        _HELD.popitem()[1].release()
 
 
 def forget_after(folder: Path, step: int) -> None:
@@ -165,9 +157,8 @@ def forget_after(folder: Path, step: int) -> None:
         if path.exists():
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
             kept = [line for line in lines if _step_of(line) <= step]
-            partial = folder / f"{name}.partial"
-            partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-            os.replace(partial, path)
+            with replacing(path) as partial:
+                partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
     files.sweep(folder)
     aside = files.set_aside_after(folder, step)
     if aside:
@@ -186,7 +177,7 @@ def clear(folder: Path, train: bool) -> None:
     if train:
         files.clear(folder)
     names = [name for name in RUN_FILES if train or name.startswith("eval_")]
-    for name in [*names, *(f"{name}.partial" for name in names)]:
+    for name in [*names, *(f"{name}{PARTIAL}" for name in names)]:
         path = folder / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -202,13 +193,6 @@ def writing(folder: Path, world: World) -> Iterator[bool]:
             yield world.rank == 0
         except OSError as error:
             raise _unwritable(folder, error) from None
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that a crash leaves the old file or the new one, never half of one."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation) -> None:

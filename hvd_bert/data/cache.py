@@ -10,30 +10,25 @@ builds its own copy and the first to rename wins.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import hashlib
 import os
 import shutil
 import socket
-import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from hvd_bert.errors import UserError
+from hvd_bert.storage import locks
+from hvd_bert.storage.places import cache_root
+from hvd_bert.storage.writing import flush
 
-# What file systems mounted without locks answer (some Lustre, some NFS).
-_NO_FLOCK = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 _LEFTOVER_AGE_S = 24 * 3600.0
 
 
 def default_cache_dir() -> Path:
-    """`$HVD_BERT_CACHE/windows`, else `$XDG_CACHE_HOME/hvd_bert/windows`, else the same under ~/.cache."""
-    own = os.environ.get("HVD_BERT_CACHE")
-    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_bert"
-    return base / "windows"
+    """The window cache in this user's cache folder."""
+    return cache_root() / "windows"
 
 
 def folder(
@@ -54,7 +49,7 @@ def folder(
         return entry
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with _locked(cache_dir / f"{key}.lock"):
+        with locks.take(cache_dir / f"{key}.lock", wait=True):
             if overwrite or not is_whole(entry):
                 _sweep(cache_dir, key)
                 _build(entry, build, is_whole)
@@ -101,41 +96,3 @@ def _sweep(cache_dir: Path, key: str) -> None:
         with contextlib.suppress(FileNotFoundError):  # another process sweeps too
             if dead or time.time() - left.stat().st_mtime > _LEFTOVER_AGE_S:
                 shutil.rmtree(left, ignore_errors=True)
-
-
-def flush(path: Path) -> None:
-    """Have a file or a folder on disk before what follows."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on `path`, which stays: removing a lock file would let two processes in."""
-    with open(path, "ab") as file, contextlib.ExitStack() as stack:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)  # waits in the kernel
-        except OSError as error:
-            if error.errno not in _NO_FLOCK:
-                raise
-            stack.enter_context(_locked_on_this_host(path))
-        yield
-
-
-@contextlib.contextmanager
-def _locked_on_this_host(path: Path) -> Iterator[None]:
-    """The same for the processes of this host alone, where `path`'s file system has no locks.
-
-    A lock that is a mere file would outlive a builder that is killed, and hold up every later run.
-    """
-    name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:24]
-    place = Path(tempfile.gettempdir()) / f"hvd_bert-{os.getuid()}-{name}.lock"
-    descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 from hvd_bert.data import hub
 from hvd_bert.errors import UserError
+from hvd_bert.sample import files as sample
 
 _PIECE_BYTES = 2**20
 _ROW_COLUMNS = ("id", "title", "context", "question", "answers")
@@ -68,10 +69,11 @@ class Source:
 def open_file(path: str | os.PathLike[str], version_2_with_negative: bool) -> Source:
     """A JSON file. Raises `UserError` if it cannot be read; what is in it is checked by `questions()`."""
     name = os.fspath(path)
-    digest = _digest(name)
+    place = os.fspath(sample.located(path))
+    digest = _digest(place)
 
     def load() -> list[Question]:
-        content = _read(name)
+        content = _read(place)
         if hashlib.sha256(content).hexdigest() != digest:
             raise UserError(f"{name}: the file changed while it was being read. Run the command again.")
         return _checked(name, _from_json(name, content), version_2_with_negative)

@@ -1,1 +1,1 @@
-"""The sample that ships: invented passages and questions in SQuAD's JSON, a vocabulary, a small BERT."""
+"""The sample: a generator of passages and questions in SQuAD's JSON, a vocabulary, a small BERT."""

@@ -12,6 +12,7 @@ The same seed gives the same bytes everywhere: only `random.Random.random()` is 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ SEED = 2
 # passages in each file: the four files stay under 6 MB
 SIZES = {"train": 4700, "dev": 200}
 PASSAGES_PER_ARTICLE = 5
+VOCABULARY = "vocab.txt"
+NAMES = ("train-v1.1.json", "train-v2.0.json", "dev-v1.1.json", "dev-v2.0.json", VOCABULARY)
 
 
 def _answers(passage: Passage, number: int, split: str) -> list[dict[str, Any]]:
@@ -76,19 +79,12 @@ def make_split(split: str, v2: bool, seed: int) -> dict[str, Any]:
     return {"version": version, "data": articles}
 
 
-def write(out: Path, seed: int = SEED) -> list[Path]:
-    """Write the four files and the vocabulary into `out`; returns their paths."""
-    out.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for split in ("train", "dev"):
-        for v2 in (False, True):
-            path = out / f"{split}-v{'2.0' if v2 else '1.1'}.json"
-            text = json.dumps(make_split(split, v2, seed), separators=(",", ":"))
-            path.write_text(text + "\n", encoding="utf-8", newline="\n")
-            paths.append(path)
-    path = out / "vocab.txt"
-    path.write_text("".join(f"{piece}\n" for piece in vocabulary()), encoding="utf-8", newline="\n")
-    return [*paths, path]
+def content(name: str, seed: int = SEED) -> bytes:
+    """The content of the file `name`, one of NAMES."""
+    if name == VOCABULARY:
+        return "".join(f"{piece}\n" for piece in vocabulary()).encode()
+    split, version = name.removesuffix(".json").split("-v")
+    return (json.dumps(make_split(split, version == "2.0", seed), separators=(",", ":")) + "\n").encode()
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -112,8 +108,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
-    for path in write(args.out, args.seed):
-        print(f"{path}  {path.stat().st_size:,} bytes")
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in NAMES:
+        made = content(name, args.seed)
+        (args.out / name).write_bytes(made)
+        print(f"{args.out / name}  {len(made):,} bytes  sha256 {hashlib.sha256(made).hexdigest()}")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from hvd_bert.model.peaks import peak_flops
 from hvd_bert.monitoring.gpu_usage import GpuUsage
 from hvd_bert.monitoring.process_usage import process_usage
 from hvd_bert.monitoring.profiling.recording import Recording
+from hvd_bert.storage.writing import write_json
 from hvd_bert.strategies.table import engine_class
 from hvd_bert.training.breakdown import Breakdown, describe_steps
 from hvd_bert.training.inputs import Inputs, load_inputs
@@ -79,7 +80,7 @@ def run(config: Config, world: World) -> None:
         with run_folder.writing(folder, world) as writes:
             if writes and inputs.train:  # last: by this file a run counts as finished
                 work = {"work": resume.identity(config, inputs)}
-                run_folder.write_json(folder / "train_results.json", results | work)
+                write_json(folder / "train_results.json", results | work)
     if results.get("breakdown"):
         log.info("%s", "\n".join(describe_steps(results)))
     log.info("%s", run_folder.describe(folder))

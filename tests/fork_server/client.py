@@ -3,7 +3,9 @@
     python -m MODULE ARGUMENTS...   or   python SCRIPT ARGUMENTS...   or, by its own name, horovodrun and torchrun
 
 The command gets an interpreter of its own where no server runs on this host, where another option of Python is given,
-where the environment changes what libraries do when they are imported, or has HVD_BERT_TEST_COLD. It imports little: every rank starts it.
+and where the environment has HVD_BERT_TEST_COLD or changes what libraries do when they are imported.
+
+It imports little itself, since it runs for every rank.
 """
 
 import json
@@ -13,7 +15,7 @@ import socket
 import struct
 import sys
 
-FOLDER = os.path.dirname(os.path.abspath(sys.argv[0]))
+FOLDER = os.path.dirname(os.path.realpath(sys.argv[0]))
 READ_AT_IMPORT = ("ATEN_", "HF_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON")
 READ_AT_IMPORT += ("TORCH_", "TRANSFORMERS_")
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)

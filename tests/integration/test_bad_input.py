@@ -11,6 +11,8 @@ import pytest
 from commands import said, small_run
 from launch import SAMPLE, TRAIN, launcher, run
 
+from hvd_bert.sample.files import generated
+
 pytestmark = pytest.mark.integration
 
 # folder -> flags that follow those of a good run, and what the message must say
@@ -164,7 +166,7 @@ def test_fewer_windows_than_ranks(by: str, status: int | None, tmp_path: Path) -
 
 @pytest.mark.parametrize(("by", "status"), LAUNCHERS, ids=["mpi", "gloo"])
 def test_file_that_one_rank_alone_misses(by: str, status: int | None, tmp_path: Path) -> None:
-    (tmp_path / "0.json").symlink_to(SAMPLE / "train-v1.1.json")
+    (tmp_path / "0.json").symlink_to(generated("train-v1.1.json"))
     script = 'exec "$@" --train_file "${OMPI_COMM_WORLD_RANK:-$HOROVOD_RANK}.json"'
     command = [*launcher(2, by), "bash", "-c", script, "bash", *small_run(2, "out")]
     check(command, tmp_path, [f"rank 1 on {os.uname().nodename}: ", "1.json: no such file"], status)

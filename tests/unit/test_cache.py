@@ -10,7 +10,6 @@ import signal
 import stat
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -55,7 +54,7 @@ def build_half_and_wait(cache_dir: Path, started) -> None:
 
 @pytest.mark.parametrize("flock", [True, False], ids=["flock", "no flock"])
 def test_four_processes_at_once_build_once(tmp_path, flock):
-    # Without flock in the cache's file system, the children take the other path: a lock in the host's own /tmp.
+    # Without flock in the cache's file system, the children lock a file in the host's own /tmp.
     target = come_together if flock else come_together_without_flock
     barrier = SPAWN.Barrier(4)
     children = [SPAWN.Process(target=target, args=(tmp_path, barrier, False)) for _ in range(4)]
@@ -71,10 +70,10 @@ def test_four_processes_at_once_build_once(tmp_path, flock):
 def come_together_without_flock(cache_dir: Path, barrier, overwrite: bool) -> None:
     flock = fcntl.flock
 
-    def refuse(file: Any, operation: int) -> None:
-        if not isinstance(file, int):  # the lock file in the cache
+    def refuse(descriptor: int, operation: int) -> None:
+        if cache_dir in Path(os.readlink(f"/proc/self/fd/{descriptor}")).parents:
             raise OSError(errno.ENOSYS, "Function not implemented")
-        flock(file, operation)
+        flock(descriptor, operation)
 
     fcntl.flock = refuse
     come_together(cache_dir, barrier, overwrite)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents, Damaged
+from hvd_bert.storage import writing
 
 
 def contents(step: int) -> Contents:
@@ -120,7 +121,7 @@ def test_failed_write_leaves_what_was_there(tmp_path, monkeypatch, fails):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    owner = {"save_file": files.safetensors.torch, "fsync": files.os}.get(fails, Path)
+    owner = {"save_file": files.safetensors.torch, "fsync": writing.os}.get(fails, Path)
     with monkeypatch.context() as patch:
         patch.setattr(owner, fails, full)
         with pytest.raises(OSError, match="No space left"):

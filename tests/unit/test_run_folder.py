@@ -104,39 +104,6 @@ def test_what_a_link_points_to_is_kept(tmp_path):
     assert (elsewhere / "events.1").exists()
 
 
-def test_write_json(tmp_path):
-    path = tmp_path / "x.json"
-    run_folder.write_json(path, {"b": 1, "a": "Müller"})
-    assert json.loads(path.read_text(encoding="utf-8")) == {"b": 1, "a": "Müller"}
-    assert "Müller" in path.read_text(encoding="utf-8")
-    assert os.listdir(tmp_path) == ["x.json"]
-
-
-@pytest.mark.parametrize("failing", ["encode", "write", "replace"])
-def test_write_json_leaves_the_old_file_or_the_new_one(tmp_path, monkeypatch, failing):
-    path = tmp_path / "x.json"
-    run_folder.write_json(path, "old")
-    value: object = "new"
-    whole = Path.write_text
-
-    def half(self, text, **options):
-        whole(self, text[: len(text) // 2], **options)
-        raise OSError("no space left")
-
-    def fail(*_):
-        raise OSError("killed")
-
-    if failing == "encode":
-        value = object()
-    elif failing == "write":
-        monkeypatch.setattr(Path, "write_text", half)
-    else:
-        monkeypatch.setattr(run_folder.os, "replace", fail)
-    with pytest.raises((OSError, TypeError)):
-        run_folder.write_json(path, value)
-    assert json.loads(path.read_text()) == "old"
-
-
 def answer(number: int, odds: float | None) -> Answer:
     return Answer(f"q{number}", f"text {number}", [{"text": f"text {number}", "probability": 1.0}], odds)
 

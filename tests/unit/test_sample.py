@@ -1,11 +1,15 @@
-"""The shipped sample: reproducible, valid SQuAD, dev truly unseen, and a vocabulary that fits."""
+"""The sample: reproducible, generated on first use, valid SQuAD, dev truly unseen, and a vocabulary that fits."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +17,94 @@ import pytest
 from transformers import AutoTokenizer, BertConfig
 
 import hvd_bert
-from hvd_bert.sample import generate
+from hvd_bert.data import squad
+from hvd_bert.errors import UserError
+from hvd_bert.sample import files, generate
+from hvd_bert.sample.files import FILES, Expected, generated
 from hvd_bert.sample.names import Names
 from hvd_bert.sample.themes import RELATIONS
+from hvd_bert.storage.writing import write_once
 
 SAMPLE = Path(hvd_bert.__file__).parent / "sample"
-FILES = ("train-v1.1.json", "dev-v1.1.json", "train-v2.0.json", "dev-v2.0.json")
 
 
 def _questions(name: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    for article in json.loads((SAMPLE / name).read_text(encoding="utf-8"))["data"]:
+    for article in json.loads(generated(name).read_text(encoding="utf-8"))["data"]:
         for paragraph in article["paragraphs"]:
             for row in paragraph["qas"]:
                 yield article["title"], paragraph["context"], row
 
 
-def test_shipped_files_are_what_the_generator_writes(tmp_path: Path) -> None:
+def test_the_generator_writes_what_is_expected(tmp_path: Path) -> None:
     generate.main(["--out", str(tmp_path)])
-    for name in (*FILES, "vocab.txt"):
-        assert (tmp_path / name).read_bytes() == (SAMPLE / name).read_bytes(), f"{name}: run the generator again"
+    assert {path.name for path in tmp_path.iterdir()} == {*FILES, "vocab.txt"}
+    assert (tmp_path / "vocab.txt").read_bytes() == (SAMPLE / "vocab.txt").read_bytes(), "run the generator again"
+    for name, expected in FILES.items():
+        content = (tmp_path / name).read_bytes()
+        assert expected == Expected(len(content), hashlib.sha256(content).hexdigest()), f"{name}: update files.py"
+        assert generated(name).read_bytes() == content
+
+
+@pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In place of the package's folder, as a fresh clone has it."""
+    (tmp_path / "package").mkdir()
+    monkeypatch.setattr(files, "FOLDER", tmp_path / "package")
+    return tmp_path / "package"
+
+
+def test_a_file_is_generated_once_and_only_where_it_belongs(empty_folder: Path, tmp_path: Path) -> None:
+    path = empty_folder / "dev-v1.1.json"
+    assert files.located(tmp_path / "dev-v1.1.json") == tmp_path / "dev-v1.1.json"
+    assert files.located(empty_folder / "other.json") == empty_folder / "other.json"
+    assert list(empty_folder.iterdir()) == []
+    assert files.located(path) == path and list(empty_folder.iterdir()) == [path]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, "content", None)  # would raise TypeError
+        assert files.located(str(path)) == path
+    path.write_text("of another version")
+    assert len(squad.open_file(path, False).questions()) > 300
+    assert list(empty_folder.iterdir()) == [path]
+
+
+def test_several_writers_at_once(empty_folder: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        paths = list(pool.map(generated, ["dev-v1.1.json"] * 4))
+    assert set(paths) == set(empty_folder.iterdir()) == {empty_folder / "dev-v1.1.json"}
+    assert hashlib.sha256(paths[0].read_bytes()).hexdigest() == FILES["dev-v1.1.json"].sha256
+
+
+def test_the_first_writer_stays_and_hard_links_are_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x"
+    write_once(path, b"one")
+    first = path.stat().st_ino
+    write_once(path, b"one")
+    assert path.stat().st_ino == first
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    write_once(path, b"other")
+    assert path.read_bytes() == b"other" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_package_that_cannot_be_written(empty_folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty_folder.rmdir()
+    empty_folder.touch()  # stops root, too
+    path = files.located(empty_folder / "dev-v1.1.json")
+    assert path.parent == own_cache.parent / "sample" and path.name.endswith("-dev-v1.1.json")
+    assert len(squad.open_file(empty_folder / "dev-v1.1.json", False).questions()) > 300
+    monkeypatch.setenv("HVD_BERT_CACHE", str(empty_folder))
+    with pytest.raises(UserError, match=r"cannot be written \(.*package: .*package/sample: .*HVD_BERT_CACHE"):
+        files.located(empty_folder / "dev-v1.1.json")
+
+
+def test_a_generator_that_was_changed_is_refused(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "content", lambda name: b"{}")
+    with pytest.raises(UserError, match=r"has the SHA-256 .* instead of .*: the generator"):
+        generated("dev-v1.1.json")
+    assert list(empty_folder.iterdir()) == []
 
 
 def test_another_seed_gives_other_questions() -> None:

@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 from made_runs import make_run
 
-from hvd_bert.bench import launching, one_run, record, sweep
+from hvd_bert.bench import launching, one_run, sweep
 from hvd_bert.bench.launching import Hosts, Launching, Machine
 from hvd_bert.bench.one_run import Stopped, reason_of, signals, start_and_wait
 from hvd_bert.bench.points import OWNERS, Plan, Point, check_flags
 from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.launch import Allocation, find_allocation
 from hvd_bert.errors import UserError
+from hvd_bert.storage import writing
 
 TWO_CORES = Machine(cores=2, gpus=0, allocation=None)
 FOUR_GPUS = Machine(cores=64, gpus=4, allocation=None)
@@ -446,7 +447,7 @@ def test_only_what_cannot_be_written_is_blamed_on_the_folder(pretended, start, t
     pretended.ends = {"": FileNotFoundError(errno.ENOENT, "of another kind")}
     with pytest.raises(FileNotFoundError, match="of another kind"):
         start()
-    monkeypatch.setattr(record.os, "replace", full)
+    monkeypatch.setattr(writing.os, "replace", full)
     assert start() == 2
     assert f"--out {tmp_path / 'out'} cannot be written: No space left on device." in capsys.readouterr().err
     (tmp_path / "file").write_text("")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvd_bert.storage.writing import replacing
 from hvd_bert.timeline.reader import Events, Reader
 from hvd_bert.timeline.rows import NONE, Batch
 from hvd_bert.timeline.spans import Spans
@@ -54,8 +54,7 @@ def pack(text: bytes) -> bytes:
 def write_trace(path: Path, ranks: Sequence[RankTrace], timeline: Path | None) -> None:
     """Write the trace, gzipped; `timeline`: Horovod's of the same steps. Raises OSError."""
     start_us = min(trace.laps[0][1] - trace.offset_ns for trace in ranks) / 1000
-    partial = path.with_name(path.name + ".partial")
-    with gzip.open(partial, "wt", compresslevel=6, encoding="utf-8") as file:
+    with replacing(path) as partial, gzip.open(partial, "wt", compresslevel=6, encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         separator = ""
         for event in _events(ranks, timeline):
@@ -64,7 +63,6 @@ def write_trace(path: Path, ranks: Sequence[RankTrace], timeline: Path | None) -
             file.write(separator + json.dumps(event))
             separator = ",\n"
         file.write("\n]}\n")
-    os.replace(partial, path)
 
 
 def _events(ranks: Sequence[RankTrace], timeline: Path | None) -> Iterator[Event]:

@@ -1,0 +1,98 @@
+"""File locks, by the library filelock: the kernel frees a lock when its holder ends, however it ends.
+
+The library opens lock files with O_NOFOLLOW and never truncates them, so a symbolic link under a lock's name is an
+error and its target stays as it is. Lock files remain: removing one would let two processes in.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import socket
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import filelock
+
+# What file systems mounted without locks answer (some Lustre, some NFS).
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
+
+
+class InUse(Exception):
+    """Another process holds the lock. `holder`: which, as far as the lock file says."""
+
+    def __init__(self, holder: str) -> None:
+        super().__init__(holder)
+        self.holder = holder
+
+
+@dataclass
+class Lock:
+    """A lock of this process. `missing`: why it excludes only the processes of this host; "": it excludes all."""
+
+    _held: filelock.BaseFileLock
+    missing: str = ""
+
+    def release(self) -> None:
+        """Let another process take it."""
+        self._held.release()
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def take(path: Path, *, wait: bool) -> Lock:
+    """Lock `path`, which is made if it is missing. Raises OSError, and InUse unless it is to `wait`.
+
+    Where the file system has no locks, a file in the host's temporary folder is locked instead.
+    """
+    try:
+        return Lock(_acquired(path, wait))
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(error.errno, f"{path} is a symbolic link; remove it") from None
+        if error.errno not in _NO_LOCKS:
+            raise
+        return Lock(_acquired(_on_this_host(path), wait, mode=0o600), error.strerror or str(error))
+
+
+def _acquired(path: Path, wait: bool, mode: int | None = None) -> filelock.BaseFileLock:
+    make = partial(
+        filelock.UnixFileLock,
+        path,
+        thread_local=False,  # one thread may release what another took
+        fallback_to_soft=False,  # a soft lock is a mere file: it outlives a holder that is killed
+        on_acquired=_sign,
+    )
+    lock = make() if mode is None else make(mode=mode)
+    try:
+        lock.acquire(blocking=wait)
+    except filelock.Timeout:
+        raise InUse(_holder(path)) from None
+    return lock
+
+
+def _sign(descriptor: int) -> None:
+    """Name this process in the lock file, for the messages of others."""
+    with suppress(OSError):  # a full disk must not prevent the lock
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
+def _holder(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip() or "an unknown process"
+    except OSError:
+        return "an unknown process"
+
+
+def _on_this_host(path: Path) -> Path:
+    name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:24]
+    return Path(tempfile.gettempdir()) / f"hvd_bert-{os.getuid()}-{name}.lock"

@@ -1,0 +1,134 @@
+"""Locks that free themselves, exclude others and say who holds them; files that are replaced as a whole."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from hvd_bert.storage import locks
+from hvd_bert.storage.writing import replacing, write_json
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def hold(path: Path, held) -> None:
+    with locks.take(path, wait=True):
+        held.set()
+        signal.pause()
+
+
+@pytest.fixture
+def holder(tmp_path):
+    held = SPAWN.Event()
+    child = SPAWN.Process(target=hold, args=(tmp_path / ".lock", held))
+    child.start()
+    assert held.wait(60)
+    yield child
+    child.kill()
+    child.join()
+
+
+def test_a_lock_names_its_holder_and_ends_with_it(tmp_path, holder):
+    with pytest.raises(locks.InUse) as refused:
+        locks.take(tmp_path / ".lock", wait=False)
+    assert refused.value.holder == f"process {holder.pid} on {socket.gethostname()}"
+    holder.kill()
+    locks.take(tmp_path / ".lock", wait=True).release()
+
+
+def test_waiting(tmp_path, holder):
+    killer = os.fork()
+    if killer == 0:
+        time.sleep(0.3)
+        os.kill(holder.pid, signal.SIGKILL)
+        os._exit(0)
+    with locks.take(tmp_path / ".lock", wait=True) as lock:
+        assert not lock.missing
+        assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+    os.waitpid(killer, 0)
+
+
+def test_a_forked_child_that_ends_does_not_free_the_lock(tmp_path):
+    with locks.take(tmp_path / ".lock", wait=False):
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        with (tmp_path / ".lock").open("a") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_the_target_of_a_symbolic_link_is_left_alone(tmp_path):
+    (tmp_path / "precious").write_text("text")
+    (tmp_path / ".lock").symlink_to("precious")
+    with pytest.raises(OSError, match=r"\.lock is a symbolic link; remove it"):
+        locks.take(tmp_path / ".lock", wait=False)
+    assert (tmp_path / "precious").read_text() == "text"
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    flock, temporary = fcntl.flock, tmp_path / "tmp"
+    temporary.mkdir()
+
+    def refuse(descriptor: int, operation: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).parent == tmp_path:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(locks.tempfile, "tempdir", str(temporary))
+    with locks.take(tmp_path / ".lock", wait=False) as lock:
+        assert lock.missing == "No locks available"
+        (instead,) = temporary.iterdir()
+        assert instead.stat().st_mode & 0o777 == 0o600
+        with pytest.raises(locks.InUse, match=f"process {os.getpid()} on "):
+            locks.take(tmp_path / ".lock", wait=False)
+    instead.unlink()
+    instead.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic link"):
+        locks.take(tmp_path / ".lock", wait=False)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_write_json(tmp_path):
+    path = tmp_path / "x.json"
+    write_json(path, {"b": 1, "a": "Müller"})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"b": 1, "a": "Müller"}
+    assert "Müller" in path.read_text(encoding="utf-8")
+    assert os.listdir(tmp_path) == ["x.json"]
+
+
+@pytest.mark.parametrize("durable", [False, True])
+@pytest.mark.parametrize("failing", ["encode", "write", "replace"])
+def test_a_failed_write_leaves_the_old_file_only(tmp_path, monkeypatch, failing, durable):
+    path = tmp_path / "x.json"
+    path.write_text("old")
+
+    def fail(*_):
+        raise OSError("killed")
+
+    if failing == "replace":
+        monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises((OSError, TypeError)), replacing(path, durable=durable) as partial:
+        partial.write_text("half of the ne")
+        if failing == "write":
+            raise OSError("no space left")
+        json.dumps(object() if failing == "encode" else "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["x.json"]
+
+
+def test_what_a_killed_writer_left_is_replaced(tmp_path):
+    (tmp_path / "x.partial").write_text("half")
+    with replacing(tmp_path / "x", durable=True) as partial:
+        partial.write_text("whole")
+    assert os.listdir(tmp_path) == ["x"] and (tmp_path / "x").read_text() == "whole"
