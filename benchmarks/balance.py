@@ -23,7 +23,7 @@ from transformers import AutoConfig  # noqa: E402
 
 from hvd_bert.config.settings import ModelArguments  # noqa: E402
 from hvd_bert.data import squad, windows  # noqa: E402
-from hvd_bert.data.balance import crossover, deal, window_costs  # noqa: E402
+from hvd_bert.data.balance import balanced_partition, crossover, window_costs  # noqa: E402
 from hvd_bert.data.batch_plan import BatchPlan  # noqa: E402
 from hvd_bert.model.bert import load_tokenizer  # noqa: E402
 
@@ -44,26 +44,26 @@ def training(lengths: NDArray[np.int32], even: int, sizes: list[int], batches: l
             plan = BatchPlan.of_rank_batch(lengths, batch, 1, size, seed=42, crossover=even)
             steps = range(len(lengths) // plan.global_batch)  # the full ones
             plan.step_windows(0)
-            dealing = []
+            partition_ms = []
             for step in steps:
                 start = time.perf_counter()
                 plan.rank_windows(step, 0)
-                dealing.append(1e3 * (time.perf_counter() - start))
+                partition_ms.append(1e3 * (time.perf_counter() - start))
             tokens = figures([over_mean(plan.rank_tokens(step)) for step in steps])
             costs = figures([over_mean(plan.rank_costs(step)) for step in steps])
             in_turn = [lengths[plan.step_windows(step)].reshape(batch, size).sum(axis=0) for step in steps]
             ratios = tokens, costs, figures([over_mean(totals) for totals in in_turn])
-            row = (size, batch, len(steps), *ratios, f"{np.median(dealing):.2f}")
+            row = (size, batch, len(steps), *ratios, f"{np.median(partition_ms):.2f}")
             print("| " + " | ".join(map(str, row)) + " |")
 
 
-def scoring(question: NDArray[np.int32], lengths: NDArray[np.int32], even: int, sizes: list[int]) -> None:
+def evaluation(question: NDArray[np.int32], lengths: NDArray[np.int32], even: int, sizes: list[int]) -> None:
     cost, tokens = np.zeros((2, question.max() + 1), dtype=np.int64)
     np.add.at(cost, question, window_costs(lengths, even))
     np.add.at(tokens, question, lengths)
     print("| ranks | tokens | in turn |\n|---|---|---|")
     for size in sizes:
-        shared = over_mean(np.array([tokens[share].sum() for share in deal(cost, size)]))
+        shared = over_mean(np.array([tokens[share].sum() for share in balanced_partition(cost, size)]))
         in_turn = over_mean(np.array([tokens[rank::size].sum() for rank in range(size)]))
         print(f"| {size} | {shared:.4f} | {in_turn:.4f} |")
 
@@ -83,7 +83,7 @@ def main() -> None:
     lengths, even = table.lengths, crossover(config)
     print(f"{len(lengths)} windows, {lengths.mean():.1f} tokens in the mean, {lengths.max()} at most; crossover {even}")
     if args.scoring:
-        scoring(table.column("question"), lengths, even, args.ranks)
+        evaluation(table.column("question"), lengths, even, args.ranks)
     else:
         training(lengths, even, args.ranks, args.batch)
 

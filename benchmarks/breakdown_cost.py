@@ -39,12 +39,12 @@ from hvd_bert.train.loop import Training, set_up  # noqa: E402
 from hvd_bert.training.breakdown import Breakdown  # noqa: E402
 from hvd_bert.training.inputs import Inputs, TrainingSet  # noqa: E402
 from hvd_bert.training.meter import Meter  # noqa: E402
-from hvd_bert.training.metrics_log import Telemetry  # noqa: E402
+from hvd_bert.training.metrics_log import MetricsLogger  # noqa: E402
 
 Method = Callable[..., Any]
 Seconds = tuple[float, float]  # by the clock, and of this process's processor time
 OF_A_STEP = [(Meter, "lap"), (Meter, "add"), (Breakdown, "count")]
-ALL = [*OF_A_STEP, (Breakdown, "read"), (Telemetry, "logged")]
+ALL = [*OF_A_STEP, (Breakdown, "read"), (MetricsLogger, "logged")]
 TIMED_BLOCKS = 3
 
 
@@ -132,22 +132,22 @@ def calls(training: Training, steps: int, world: World) -> dict[str, dict[str, f
 def ratio(pairs: list[tuple[Seconds, Seconds]], kind: int) -> dict[str, Any]:
     """Of the blocks with to those without: the median of the pairs, their quartiles and their range."""
     ratios = [recorded[kind] / plain[kind] for recorded, plain in pairs]
-    least, middle, most = statistics.quantiles(ratios, n=4)
-    return {"median": middle, "quartiles": [least, most], "range": [min(ratios), max(ratios)]}
+    minimum, middle, maximum = statistics.quantiles(ratios, n=4)
+    return {"median": middle, "quartiles": [minimum, maximum], "range": [min(ratios), max(ratios)]}
 
 
 def main(world: World) -> None:
-    with world.together():
+    with world.raise_on_all_ranks():
         flags, config = parse()
     set_up(config, world)
     inputs = even_inputs(flags, config, world)
     inputs.model.to(device=world.device)  # type: ignore[call-arg]  # transformers hides the signature
     with tempfile.TemporaryDirectory() as folder:
         config.train.output_dir = folder
-        with closing(Telemetry(Path(folder), enabled=world.rank == 0)) as telemetry:
-            training = Training(inputs, None, None, telemetry, config, world)
-            telemetry.begin(config.train.max_steps, 0, training.plan.steps_per_epoch)
-            training.state.engine.module.train()
+        with closing(MetricsLogger(Path(folder), enabled=world.rank == 0)) as metrics_logger:
+            training = Training(inputs, None, None, metrics_logger, config, world)
+            metrics_logger.begin(config.train.max_steps, 0, training.plan.steps_per_epoch)
+            training.state.strategy.module.train()
             with closing(training.batches):
                 block(training, flags.block, world)  # warm-up
                 pairs = []

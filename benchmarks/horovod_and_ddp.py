@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-LEAST_AGREEMENT = 1e-3  # of the losses, relative
+LOSS_TOLERANCE = 1e-3  # of the losses, relative
 SIDES = ("horovod", "ddp")
 
 
@@ -49,7 +49,7 @@ def main() -> None:
             order = SIDES if number % 2 == 0 else SIDES[::-1]
             found = {side: measure(side, args, Path(folder) / f"{side}.json") for side in order}
             losses = [found[side]["loss"] for side in SIDES]
-            if abs(losses[0] - losses[1]) > LEAST_AGREEMENT * abs(losses[1]):
+            if abs(losses[0] - losses[1]) > LOSS_TOLERANCE * abs(losses[1]):
                 raise SystemExit(f"The losses differ: {losses[0]} and {losses[1]}. Nothing is compared.")
             figures = {side: found[side]["figures"] for side in SIDES}
             rounds.append(

@@ -112,7 +112,7 @@ def look(out: Path, last: int, before: int, tally: Tally) -> int:
     for folder in found:
         try:
             files.verify(folder)
-        except files.Damaged as error:
+        except files.CorruptCheckpoint as error:
             tally.damaged.append(str(error))
     if not found:
         tally.without_checkpoint_yet += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hvd_bert.report.alike import STRONG, WEAK
+from hvd_bert.report.comparability import STRONG, WEAK
 from hvd_bert.report.projection import Link, Network, Step, in_fp16, link_of, project
 
 # Weights, and how many of them are embeddings: BertForQuestionAnswering of bert-base-uncased, and BertForPreTraining of
@@ -33,8 +33,8 @@ def show(name: str, measured: float, step: Step, devices: int, kind: str, networ
     """A line: the efficiency on `devices` over that on `base`, measured, with overlap, and with none."""
     cells = []
     for held in (step, replace(step, backward_share=0.0)):
-        least, most = (project(held, count, kind, network) for count in (base, devices))
-        efficiency = most.efficiency / least.efficiency
+        at_base, at_target = (project(held, count, kind, network) for count in (base, devices))
+        efficiency = at_target.efficiency / at_base.efficiency
         cells.append(f"{efficiency:7.1%} ({100 * (efficiency - measured):+5.1f})")
     print(f"{name:<58} {measured:7.1%}   " + "   ".join(cells))
 

@@ -33,7 +33,7 @@ from launch import Outcome  # noqa: E402
 from recorded import FOUR_RANKS, ONE_HOST, ONE_MESSAGE, TWO_HOSTS, horovodrun, ranks_of, recorded, six_layers  # noqa: E402
 from shaping import shaped  # noqa: E402
 
-from hvd_bert.report.alike import STRONG  # noqa: E402
+from hvd_bert.report.comparability import STRONG  # noqa: E402
 from hvd_bert.report.projection import Link, Network, Step, doctors_link, link_of, project  # noqa: E402
 from hvd_bert.runs import reading  # noqa: E402
 
@@ -103,8 +103,8 @@ def until(folder: Path, step: int, running: Future[Outcome]) -> list[dict[str, f
 def steps_by_shape(cluster: Cluster, hosts: str, folder: Path, rounds: int, steps: int) -> dict[Shape, Measured]:
     """One training, under which the link changes."""
     folder.mkdir()
-    most = FIRST + rounds * len(SHAPES) * (steps + 4)  # some pass while the link changes
-    command = horovodrun(hosts, "mpi", f"-m hvd_bert.train {six_layers(hosts, most)}")
+    maximum = FIRST + rounds * len(SHAPES) * (steps + 4)  # some pass while the link changes
+    command = horovodrun(hosts, "mpi", f"-m hvd_bert.train {six_layers(hosts, maximum)}")
     found: dict[Shape, list[list[float]]] = {shape: [] for shape in SHAPES}
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(cluster.on, "a100-01", command, folder, None, 900)
@@ -192,8 +192,8 @@ def steps_rows(
 
 
 def spread(seconds: Sequence[float]) -> str:
-    least, most = min(seconds), max(seconds)
-    return f"{median(seconds) * 1e3:.0f} ({least * 1e3:.0f} to {most * 1e3:.0f})"
+    minimum, maximum = min(seconds), max(seconds)
+    return f"{median(seconds) * 1e3:.0f} ({minimum * 1e3:.0f} to {maximum * 1e3:.0f})"
 
 
 def own_step(one: Step, ranks: int, measured: Measured) -> Step:

@@ -30,8 +30,8 @@ from hvd_bert.distributed.runner import run_as_rank
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
 from hvd_bert.monitoring.process_usage import process_usage
-from hvd_bert.strategies.base import EngineOptions
-from hvd_bert.strategies.table import make_engine
+from hvd_bert.strategies.base import StrategyOptions
+from hvd_bert.strategies.table import make_strategy
 
 
 def parse_args() -> argparse.Namespace:
@@ -67,7 +67,7 @@ class RowReader(nn.Module):
 
 def main(args: argparse.Namespace, world: World) -> None:
     """What every rank does."""
-    with world.together():  # ranks: what is wrong with the data is said once, and ends all of them
+    with world.raise_on_all_ranks():  # ranks: what is wrong with the data is said once, and ends all of them
         if min(args.epochs, args.global_batch, args.hidden_size) < 1:
             raise UserError("--epochs, --global_batch and --hidden_size are 1 or more.")
         train_images, test_images = load_images(args.data, args.dataset_name)
@@ -78,7 +78,7 @@ def main(args: argparse.Namespace, world: World) -> None:
     world.check_same({"the data": train_images.digest() + test_images.digest()})  # ranks
     log.info("%s", "\n".join(world.describe()))
     log.info("%d images to train on, %d to test on", len(train_images), len(test_images))
-    torch.manual_seed(args.seed + world.rank)  # the engine hands rank 0's weights to all
+    torch.manual_seed(args.seed + world.rank)  # the strategy hands rank 0's weights to all
     model = RowReader(train_images.pixels.shape[2], args.hidden_size, train_images.classes).to(world.device)
     trained, results = train(model, train_images, args, world)
     correct = count_correct(trained, test_images, world)
@@ -88,7 +88,7 @@ def main(args: argparse.Namespace, world: World) -> None:
         "test_images": len(test_images),
         "strategy": args.strategy,
         "world_size": world.size,
-        "devices": [place.device for place in world.places],
+        "devices": [info.device for info in world.rank_infos],
         "processes": world.gather(process_usage(world.device)),  # ranks
     }
     if world.rank == 0:  # ranks
@@ -98,9 +98,9 @@ def main(args: argparse.Namespace, world: World) -> None:
 def train(model: nn.Module, images: Images, args: argparse.Namespace, world: World) -> tuple[nn.Module, dict[str, Any]]:
     """Returns the trained model, and the loss of every step and epoch, the same on every rank."""
     make_optimizer = partial(adamw, learning_rate=args.learning_rate)
-    engine = make_engine(args.strategy, model, make_optimizer, EngineOptions(max_grad_norm=1.0), world)  # ranks
+    strategy = make_strategy(args.strategy, model, make_optimizer, StrategyOptions(max_grad_norm=1.0), world)  # ranks
     steps_per_epoch = math.ceil(len(images) / args.global_batch)
-    schedule = LinearLR(engine.optimizer, 1.0, 0.0, steps_per_epoch * args.epochs)
+    schedule = LinearLR(strategy.optimizer, 1.0, 0.0, steps_per_epoch * args.epochs)
     step_losses: list[float] = []
     epoch_losses = []
     start = time.perf_counter()
@@ -110,12 +110,12 @@ def train(model: nn.Module, images: Images, args: argparse.Namespace, world: Wor
         losses = []
         for step in steps:
             pixels, labels = images.take(step[world.rank :: world.size], world.device)  # ranks: its share of the step
-            # The mean over the step's images, once the engine has taken the mean over the ranks.
-            loss = cross_entropy(engine.module(pixels), labels, reduction="sum") * (world.size / len(step))  # ranks
-            engine.backward(loss)  # ranks
-            engine.synchronize()  # ranks
-            engine.clip()
-            engine.step()
+            # The mean over the step's images, once the strategy has taken the mean over the ranks.
+            loss = cross_entropy(strategy.module(pixels), labels, reduction="sum") * (world.size / len(step))  # ranks
+            strategy.backward(loss)  # ranks
+            strategy.synchronize()  # ranks
+            strategy.clip()
+            strategy.step()
             schedule.step()
             losses.append(loss.detach())
         means = (world.sum(torch.stack(losses)) / world.size).tolist()  # ranks
@@ -123,7 +123,7 @@ def train(model: nn.Module, images: Images, args: argparse.Namespace, world: Wor
         epoch_losses.append(float(np.average(means, weights=[len(step) for step in steps])))
         log.info("epoch %d/%d: loss %.6f", epoch + 1, args.epochs, epoch_losses[-1])
     seconds = time.perf_counter() - start
-    return engine.whole_model(), {"epoch_losses": epoch_losses, "step_losses": step_losses, "train_s": seconds}
+    return strategy.whole_model(), {"epoch_losses": epoch_losses, "step_losses": step_losses, "train_s": seconds}
 
 
 def adamw(module: nn.Module, learning_rate: float) -> torch.optim.Optimizer:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def main(world: World) -> None:
     """The whole measurement on one rank. Called by all ranks."""
-    with world.together():
+    with world.raise_on_all_ranks():
         own, config = flags.parse(sys.argv[1:], show_help=False)
     with collector_paused():
         from hvd_bert.bench import speed

@@ -51,10 +51,10 @@ def parse(argv: list[str], show_help: bool) -> tuple[argparse.Namespace, Config]
             parser.print_help()
         sys.exit(EXIT_OK)
     flags, rest = parser.parse_known_args(argv)
-    for name, least in (("steps", 2), ("repeats", 1), ("windows", 1)):
+    for name, minimum in (("steps", 2), ("repeats", 1), ("windows", 1)):
         value = getattr(flags, name)
-        if value is not None and value < least:
-            raise UserError(f"--{name} {value}: must be at least {least}.")
+        if value is not None and value < minimum:
+            raise UserError(f"--{name} {value}: must be at least {minimum}.")
     given = command_line.names_of(rest)
     flags.random = not names_data(rest)
     if not flags.random and (flags.model or flags.windows):

@@ -208,11 +208,11 @@ class Launching:
         machine = self.machine
         if machine.gpus or machine.allocation or self.hosts:
             return ""
-        most = max(point.processes for point in points)
-        if most * threads <= machine.cores:
+        maximum = max(point.processes for point in points)
+        if maximum * threads <= machine.cores:
             return ""
         of_one = f" of {threads} threads" if threads > 1 else ""
-        return f"{most} ranks{of_one} share {machine.cores} cores: no speed-up can be expected beyond the cores."
+        return f"{maximum} ranks{of_one} share {machine.cores} cores: no speed-up can be expected beyond the cores."
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -17,13 +17,13 @@ from hvd_bert.model.bert import autocast, window_losses
 from hvd_bert.model.flops import training_flops
 from hvd_bert.monitoring.process_usage import seconds_since_start
 from hvd_bert.training.meter import PHASES
-from hvd_bert.training.metrics_log import Telemetry
+from hvd_bert.training.metrics_log import MetricsLogger
 
 FP32_BYTES = 4
 STATES = 4  # weight, gradient and AdamW's two moments of each parameter
 
 
-class Recorder(Telemetry):
+class Recorder(MetricsLogger):
     """Keeps what a training tells, in place of files and a terminal."""
 
     def __init__(self) -> None:

@@ -46,12 +46,12 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
     set_up(config, world)
     log.info("%s", "\n".join(world.describe()))
     before = memory_now(world.device)
-    with world.together():
+    with world.raise_on_all_ranks():
         inputs = _inputs(flags, config, world)
     world.check_same({f"--{name}": value for name, value in config.as_flat().items()} | _fingerprint(inputs))
     inputs.model.to(device=world.device)  # type: ignore[call-arg]  # transformers hides the signature
     figures = _measure(inputs, flags, config, world, before)
-    with world.together(EXIT_FAILURE):
+    with world.raise_on_all_ranks(EXIT_FAILURE):
         if world.rank == 0:
             record = {
                 "command": sys.argv[1:],

@@ -104,9 +104,9 @@ def make_parser() -> Parser:
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     flags, rest = make_parser().parse_known_args(argv)
     for name in ("repeats", "steps", "global_batch", "timeout"):
-        least = 2 if name == "steps" else 1  # the first step is warm-up
-        if getattr(flags, name) < least:
-            raise UserError(f"--{name} {getattr(flags, name):g}: must be at least {least}.")
+        minimum = 2 if name == "steps" else 1  # the first step is warm-up
+        if getattr(flags, name) < minimum:
+            raise UserError(f"--{name} {getattr(flags, name):g}: must be at least {minimum}.")
     return flags, rest
 
 

@@ -34,7 +34,7 @@ _PARTIAL = ".partial-"
 _BLOCK = 1 << 20
 
 
-class Damaged(ValueError):
+class CorruptCheckpoint(ValueError):
     """A checkpoint that cannot be used; the message says which file, and what is wrong with it."""
 
 
@@ -105,17 +105,17 @@ def candidates(output_dir: Path) -> list[Path]:
 
 
 def verify(folder: Path) -> None:
-    """Raise Damaged unless every file is there with the size and the content that it was written with."""
+    """Raise CorruptCheckpoint unless every file is there with the size and the content that it was written with."""
     for name, expected in _manifest(folder).items():
         path = folder / name
         try:
             size = path.stat().st_size
             if size != expected["bytes"]:
-                raise Damaged(f"{path} has {size:,} bytes instead of {expected['bytes']:,}")
+                raise CorruptCheckpoint(f"{path} has {size:,} bytes instead of {expected['bytes']:,}")
             if _fingerprint(path) != expected:
-                raise Damaged(f"{path} is not what was written (its SHA-256 differs)")
+                raise CorruptCheckpoint(f"{path} is not what was written (its SHA-256 differs)")
         except OSError as error:
-            raise Damaged(f"{path}: {error.strerror or error}") from None
+            raise CorruptCheckpoint(f"{path}: {error.strerror or error}") from None
 
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
@@ -128,24 +128,24 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
             str(name): {"bytes": int(f["bytes"]), "sha256": str(f["sha256"])} for name, f in manifest["files"].items()
         }
     except OSError as error:
-        raise Damaged(f"{path}: {error.strerror or error}") from None
+        raise CorruptCheckpoint(f"{path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{path} is no list of files with their sizes ({error})") from None
+        raise CorruptCheckpoint(f"{path} is no list of files with their sizes ({error})") from None
     if version > FORMAT:
-        raise Damaged(f"{path}: format {version} is of a later hvd_bert; this one reads up to {FORMAT}")
+        raise CorruptCheckpoint(f"{path}: format {version} is of a later hvd_bert; this one reads up to {FORMAT}")
     if any(Path(name).name != name for name in named):
-        raise Damaged(f"{path} names files outside its folder")
+        raise CorruptCheckpoint(f"{path} names files outside its folder")
     return named
 
 
 def read(folder: Path) -> Contents:
-    """All tensors (on the CPU) and documents. Raises Damaged; verifies first."""
+    """All tensors (on the CPU) and documents. Raises CorruptCheckpoint; verifies first."""
     verify(folder)
     try:
         tensors = {path.stem: safetensors.torch.load_file(path) for path in folder.glob("*.safetensors")}
         documents = {"state": json.loads((folder / "state.json").read_text(encoding="utf-8"))}
     except (OSError, ValueError, SafetensorError) as error:
-        raise Damaged(f"{folder}: {error}") from None
+        raise CorruptCheckpoint(f"{folder}: {error}") from None
     return Contents(tensors, documents, {})
 
 
@@ -167,7 +167,7 @@ def prune(output_dir: Path, limit: int, keep: Collection[str] = ()) -> None:
             discard(folder)
 
 
-def sweep(output_dir: Path) -> None:
+def remove_leftovers(output_dir: Path) -> None:
     """Remove what a writer left that was killed. Only for who holds the run's lock."""
     for left in output_dir.glob(f"{_PARTIAL}*"):
         _remove(left)
@@ -180,7 +180,7 @@ def clear(output_dir: Path) -> None:
     for aside in output_dir.glob("checkpoint-*.aside"):
         _remove(aside)
     _remove(output_dir / POINTER)
-    sweep(output_dir)
+    remove_leftovers(output_dir)
 
 
 def set_aside_after(output_dir: Path, step: int) -> list[str]:

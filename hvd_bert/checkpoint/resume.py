@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hvd_bert.checkpoint import files
-from hvd_bert.checkpoint.files import Contents, Damaged
+from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World, log
@@ -22,7 +22,7 @@ LATEST = "latest"
 
 
 @dataclass(frozen=True)
-class Found:
+class ResumePoint:
     """The checkpoint to go on from."""
 
     folder: Path
@@ -39,7 +39,7 @@ class Found:
         return state
 
 
-def check_scoring(config: Config, inputs: Inputs) -> None:
+def check_evaluation(config: Config, inputs: Inputs) -> None:
     """Raise UserError if the best model is asked for, or an early end, and nothing is scored on the way."""
     args = config.checkpoint
     asked = args.load_best_model_at_end or args.early_stopping_patience
@@ -75,7 +75,7 @@ def unfinished(folder: Path) -> bool:
     return (folder / "train_config.yaml").is_file() and not (folder / "train_results.json").exists()
 
 
-def find(config: Config) -> Found | None:
+def find(config: Config) -> ResumePoint | None:
     """The checkpoint that --resume_from_checkpoint names, or the newest whole one of an unfinished run in output_dir.
 
     None: the run begins anew. Raises UserError where a checkpoint is asked for, or there, and none can be used.
@@ -85,39 +85,39 @@ def find(config: Config) -> Found | None:
         return None
     if named == LATEST and not config.train.output_dir:
         raise UserError("--resume_from_checkpoint latest: name the run's folder as well (--output_dir).")
-    goes_on = bool(config.train.output_dir) and not config.train.overwrite_output_dir and unfinished(folder)
+    resumes = bool(config.train.output_dir) and not config.train.overwrite_output_dir and unfinished(folder)
     if named and named != LATEST:
-        return _named(Path(named), folder if goes_on else None)
-    if not named and not goes_on:
+        return _named(Path(named), folder if resumes else None)
+    if not named and not resumes:
         return None
     try:
-        found, damage = _newest_whole(folder)
+        resume_point, damage = _newest_whole(folder)
     except OSError as error:
         raise UserError(f"--output_dir {folder} cannot be looked into: {error.strerror or error}.") from None
-    if found is None and damage:
+    if resume_point is None and damage:
         raise UserError(
             f"None of the checkpoints in {folder} can be used: {'; '.join(damage)}. Nothing was changed. To train anew"
             " and replace them, add --overwrite_output_dir."
         )
-    if found is None and named:
+    if resume_point is None and named:
         raise UserError(f"--resume_from_checkpoint latest: there is no checkpoint in {folder}.")
     for said in damage:
         log.warning("A damaged checkpoint is passed over: %s.", said)
-    return found
+    return resume_point
 
 
-def _named(folder: Path, output_dir: Path | None) -> Found:
+def _named(folder: Path, output_dir: Path | None) -> ResumePoint:
     """The checkpoint that the flag names; `output_dir`: an unfinished run, which the same command may have begun."""
     try:
-        found = Found(folder, _resumable(folder))
-    except Damaged as error:
+        resume_point = ResumePoint(folder, _resumable(folder))
+    except CorruptCheckpoint as error:
         raise UserError(f"--resume_from_checkpoint {folder} cannot be used: {error}.") from None
     if output_dir is None or folder.resolve().parent == output_dir.resolve():
-        return found
+        return resume_point
     own, damage = _newest_whole(output_dir)
     if own is None and not damage:
-        return found  # it was stopped before it had made one of its own
-    if own is None or own.step < found.step:
+        return resume_point  # it was stopped before it had made one of its own
+    if own is None or own.step < resume_point.step:
         raise UserError(
             f"--output_dir {output_dir} holds an unfinished run that is not ahead of {folder}: name another folder, or"
             " add --overwrite_output_dir to replace it."
@@ -125,12 +125,12 @@ def _named(folder: Path, output_dir: Path | None) -> Found:
     return own  # which went on from `folder`, and was stopped
 
 
-def _newest_whole(output_dir: Path) -> tuple[Found | None, list[str]]:
+def _newest_whole(output_dir: Path) -> tuple[ResumePoint | None, list[str]]:
     damage: list[str] = []
     for folder in files.candidates(output_dir):
         try:
-            return Found(folder, _resumable(folder)), damage
-        except Damaged as error:
+            return ResumePoint(folder, _resumable(folder)), damage
+        except CorruptCheckpoint as error:
             damage.append(str(error))
     return None, damage
 
@@ -138,7 +138,7 @@ def _newest_whole(output_dir: Path) -> tuple[Found | None, list[str]]:
 def _resumable(folder: Path) -> Contents:
     contents = files.read(folder)
     if contents.documents["state"].get("model_only"):
-        raise Damaged(f"{folder} holds the model only (--save_only_model), which is not enough to go on from")
+        raise CorruptCheckpoint(f"{folder} holds the model only (--save_only_model), which is not enough to go on from")
     return contents
 
 
@@ -165,7 +165,7 @@ def _shape_of(model: nn.Module) -> str:
     return f"{len(shapes)} tensors, {size:,} parameters, {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
 
 
-def check(found: Found, config: Config, inputs: Inputs) -> None:
+def check(resume_point: ResumePoint, config: Config, inputs: Inputs) -> None:
     """Raise UserError if the checkpoint is of another model, other data, another plan or other settings.
 
     The global batch must be what it was; or the flags that it came of, which give another on other numbers of ranks.
@@ -173,26 +173,26 @@ def check(found: Found, config: Config, inputs: Inputs) -> None:
     assert inputs.train is not None
     # A checkpoint that is older than a flag was made with what is now the flag's default.
     defaults = {f"--{name}": flag.default for name, flag in FLAGS.items() if not flag.may_change_on_resume}
-    now, saved, plan = identity(config, inputs), defaults | found.state["identity"], inputs.train.plan
+    now, saved, plan = identity(config, inputs), defaults | resume_point.state["identity"], inputs.train.plan
     differing = [
         f"{name} was {saved.get(name)} and is {now.get(name)}"
         for name in dict.fromkeys((*saved, *now))
         if saved.get(name) != now.get(name)
     ]
-    global_batch = found.state["global_batch"]
-    if global_batch != plan.global_batch and found.state["rank_batch"] != rank_batch(config):
+    global_batch = resume_point.state["global_batch"]
+    if global_batch != plan.global_batch and resume_point.state["rank_batch"] != rank_batch(config):
         differing.append(f"the global batch was {global_batch} and is {plan.global_batch}")
     if differing:
         raise UserError(
-            f"{found.folder} cannot be gone on from: {'; '.join(differing)}. Give the settings that it was made with,"
-            " name another --output_dir, or add --overwrite_output_dir to train anew."
+            f"{resume_point.folder} cannot be gone on from: {'; '.join(differing)}. Give the settings that it was made"
+            " with, name another --output_dir, or add --overwrite_output_dir to train anew."
         )
-    log.info("Going on from step %d: %s", found.step, found.folder)
+    log.info("Going on from step %d: %s", resume_point.step, resume_point.folder)
 
 
-def with_its_batch(plan: BatchPlan, found: Found | None, world: World) -> BatchPlan:
+def with_its_batch(plan: BatchPlan, resume_point: ResumePoint | None, world: World) -> BatchPlan:
     """The plan with the checkpoint's global batch, so that each step has the windows that it would have had."""
-    global_batch = world.broadcast(found.state["global_batch"] if found else plan.global_batch)
+    global_batch = world.broadcast(resume_point.state["global_batch"] if resume_point else plan.global_batch)
     if global_batch == plan.global_batch:
         return plan
     changed = plan.with_global_batch(global_batch)
@@ -202,10 +202,10 @@ def with_its_batch(plan: BatchPlan, found: Found | None, world: World) -> BatchP
     return changed
 
 
-def restore(state: TrainState, found: Found | None, seed: int) -> None:
+def restore(state: TrainState, resume_point: ResumePoint | None, seed: int) -> None:
     """Put `state` where the checkpoint was, if there is one. Called by all ranks; rank 0 has read it."""
-    if not state.world.broadcast(found is not None):
+    if not state.world.broadcast(resume_point is not None):
         return
-    tensors, rest = (found.contents.tensors, found.state) if found else ({}, {})
+    tensors, rest = (resume_point.contents.tensors, resume_point.state) if resume_point else ({}, {})
     state.restore(tensors, rest, seed)
     tensors.clear()  # gigabytes, for a large model

@@ -19,7 +19,7 @@ import torch
 
 from hvd_bert import __version__
 from hvd_bert.checkpoint import files, resume
-from hvd_bert.checkpoint.resume import Found
+from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World, log
@@ -78,8 +78,8 @@ def check(config: Config) -> None:
         raise UserError(
             f"--output_dir {folder} is the folder of the model that training starts from: name another one."
         )
-    goes_on = config.checkpoint.resume_from_checkpoint == resume.LATEST or resume.unfinished(folder)
-    if held and config.train.do_train and not config.train.overwrite_output_dir and not goes_on:
+    resumes = config.checkpoint.resume_from_checkpoint == resume.LATEST or resume.unfinished(folder)
+    if held and config.train.do_train and not config.train.overwrite_output_dir and not resumes:
         shown = ", ".join(held[:3]) + (", ..." if len(held) > 3 else "")
         raise UserError(
             f"--output_dir {folder} is not empty ({shown}): name another one, or add --overwrite_output_dir to replace"
@@ -92,11 +92,12 @@ def check(config: Config) -> None:
             raise _unwritable(folder, error) from None
 
 
-def make_ready(config: Config, found: Found | None) -> None:
+def make_ready(config: Config, resume_point: ResumePoint | None) -> None:
     """Make the folder (settling its name in `config`), remove what will be written anew, keep the settings.
 
     By default a new runs/<date>-<time>; of several jobs that start in the same second each gets its own.
-    `found`: the checkpoint that training goes on from; if it is this folder's, what the run left before it stays.
+    `resume_point`: the checkpoint that training goes on from; if it is this folder's, what the run left before it
+    stays.
     """
     try:
         if config.train.output_dir is None:
@@ -104,8 +105,8 @@ def make_ready(config: Config, found: Found | None) -> None:
         folder = config.train.folder
         folder.mkdir(parents=True, exist_ok=True)
         lock(folder)
-        if found and found.folder.resolve().parent == folder.resolve():
-            forget_after(folder, found.step)
+        if resume_point and resume_point.folder.resolve().parent == folder.resolve():
+            forget_after(folder, resume_point.step)
         else:
             clear(folder, config.train.do_train)
         config.save(folder / ("train_config.yaml" if config.train.do_train else "eval_config.yaml"))
@@ -159,7 +160,7 @@ def forget_after(folder: Path, step: int) -> None:
             kept = [line for line in lines if _step_of(line) <= step]
             with replacing(path) as partial:
                 partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    files.sweep(folder)
+    files.remove_leftovers(folder)
     aside = files.set_aside_after(folder, step)
     if aside:
         log.warning("Set aside, since training goes on from step %d: %s.", step, ", ".join(aside))
@@ -188,7 +189,7 @@ def clear(folder: Path, train: bool) -> None:
 @contextmanager
 def writing(folder: Path, world: World) -> Iterator[bool]:
     """Rank 0 (yields True there) writes what a run leaves; a full disk ends the run on all ranks, in one message."""
-    with world.together(EXIT_FAILURE):
+    with world.raise_on_all_ranks(EXIT_FAILURE):
         try:
             yield world.rank == 0
         except OSError as error:
@@ -241,8 +242,8 @@ def facts(config: Config, world: World) -> dict[str, Any]:
         "hosts": world.hosts,
         "job": world.job,
         "ranks": [
-            {"rank": place.rank, "host": place.host, "local_rank": place.local_rank, "device": place.device}
-            for place in world.places
+            {"rank": info.rank, "host": info.host, "local_rank": info.local_rank, "device": info.device}
+            for info in world.rank_infos
         ],
         "device_name": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu_name(),
         "threads_per_rank": torch.get_num_threads(),

@@ -18,7 +18,7 @@ from hvd_bert.checkpoint import files as checkpoint_files
 from hvd_bert.checkpoint.files import Contents
 from hvd_bert.checkpoint.resume import identity, rank_batch
 from hvd_bert.config.settings import Config
-from hvd_bert.distributed.world import AgreedError, HostsChanged, log
+from hvd_bert.distributed.world import CollectiveError, HostsChanged, log
 from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED, UserError
 from hvd_bert.training.inputs import Inputs
 from hvd_bert.training.state import TrainState
@@ -128,8 +128,8 @@ class Checkpoints:
         return new
 
     def finish(self) -> None:
-        """Wait for the last write. Raises AgreedError on all ranks if it failed."""
-        with self.state.world.together(EXIT_FAILURE):
+        """Wait for the last write. Raises CollectiveError on all ranks if it failed."""
+        with self.state.world.raise_on_all_ranks(EXIT_FAILURE):
             error = self._writer.wait()  # None on ranks that do not write
             if self._diverged:
                 raise UserError(f"The loss is no number any more at step {self._last_saved}: training has diverged.")
@@ -137,14 +137,15 @@ class Checkpoints:
                 raise UserError(f"The checkpoint of step {self._last_saved} could not be written: {error}.")
 
     def stop(self, reason: str | None) -> None:
-        """Save, and leave: raises AgreedError with EXIT_STOPPED, or HostsChanged without `reason` (a signal's name)."""
+        """Save, and leave: raises CollectiveError with EXIT_STOPPED, or HostsChanged without `reason` (a signal's
+        name)."""
         self.save(whole=True)
         self.finish()
         if reason is None:
             raise HostsChanged
         without = " without --overwrite_output_dir" if self.overwrites else ""
         where = self.folder / checkpoint_files.name_of(self.state.step)
-        raise AgreedError(
+        raise CollectiveError(
             f"Stopped after step {self.state.step} by {reason}, saved in {where}. To go on from there: the same"
             f" command, with --output_dir {self.folder}{without}.",
             status=EXIT_STOPPED,
@@ -174,7 +175,7 @@ class Checkpoints:
             try:
                 checkpoint_files.verify(folder)
                 model.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
-            except (checkpoint_files.Damaged, OSError) as error:
+            except (checkpoint_files.CorruptCheckpoint, OSError) as error:
                 problem = str(error)
         problem = world.broadcast(problem)
         if problem is not None:

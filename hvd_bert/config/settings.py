@@ -56,7 +56,7 @@ class Config:
         ordered = self.train.deterministic and self.parallel.num_groups > 1
         require(not ordered, "--num_groups: --deterministic sends all gradients as one group; leave one of them out.")
 
-    def scores_after(self, step: int, steps_per_epoch: int, total_steps: int) -> bool:
+    def evaluates_after_step(self, step: int, steps_per_epoch: int, total_steps: int) -> bool:
         """Whether to evaluate after optimizer step `step`; the last one counts if the best model is kept."""
         last = self.checkpoint.load_best_model_at_end and step == total_steps
         return last or self.train.evaluates_after(step, steps_per_epoch, total_steps)

@@ -179,7 +179,7 @@ class TrainArguments:
         ]
         return step % every == 0 and step < total_steps
 
-    def logs_after(self, step: int, total_steps: int) -> bool:
+    def logs_after_step(self, step: int, total_steps: int) -> bool:
         """Whether metrics are logged after optimizer step `step`: the first and the last always are."""
         return step % self.logging_steps == 0 or step in (1, total_steps)
 

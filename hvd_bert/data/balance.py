@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 Ints = NDArray[np.int64]
 
-_TRIED = 32  # of a part's things are tried for a swap: with more in each, the dealing alone is nearly even
+_CANDIDATES = 32  # of a part's things are tried for a swap: with more in each, the dealing alone is nearly even
 
 
 def crossover(model: Any) -> int:
@@ -31,7 +31,7 @@ def window_costs(lengths: ArrayLike, crossover: int) -> Ints:
     return tokens * (crossover + tokens)
 
 
-def deal(costs: Ints, parts: int) -> list[Ints]:
+def balanced_partition(costs: Ints, parts: int) -> list[Ints]:
     """Indices of `costs` dealt into `parts` lists, each sorted, of equal length and nearly equal cost.
 
     The lists' lengths differ by at most one, the first being the longer ones. Dealt in snake order from the dearest on;
@@ -42,23 +42,23 @@ def deal(costs: Ints, parts: int) -> list[Ints]:
     held = _snake(order, parts)  # [parts, the most that one holds], -1: nothing
     nothing = held < 0
     each = np.where(nothing, 0, costs[held])
-    half, stride = parts // 2, -(-held.shape[1] // _TRIED)
+    half, stride = parts // 2, -(-held.shape[1] // _CANDIDATES)
     while half and held.size:
         totals = each.sum(axis=1)
         ranking = np.argsort(-totals, kind="stable")
-        dear, cheap = ranking[:half], ranking[::-1][:half]
-        gap = totals[dear] - totals[cheap]
-        moved = each[dear, ::stride, None] - each[cheap, None, ::stride]
+        most_loaded, least_loaded = ranking[:half], ranking[::-1][:half]
+        gap = totals[most_loaded] - totals[least_loaded]
+        moved = each[most_loaded, ::stride, None] - each[least_loaded, None, ::stride]
         left = np.abs(gap[:, None, None] - 2 * moved)
         # A thing for nothing would change how many a part holds.
-        left[nothing[dear, ::stride, None] | nothing[cheap, None, ::stride]] = np.iinfo(np.int64).max
+        left[nothing[most_loaded, ::stride, None] | nothing[least_loaded, None, ::stride]] = np.iinfo(np.int64).max
         left = left.reshape(half, -1)
         best = left.argmin(axis=1)
         helps = np.flatnonzero(left[np.arange(half), best] < gap)
         if not len(helps):  # which comes: each swap makes the sum of the totals' squares less
             break
-        give, take = (stride * tried for tried in np.divmod(best[helps], -(-held.shape[1] // stride)))
-        ours, theirs = (dear[helps], give), (cheap[helps], take)
+        give, take = (stride * candidate for candidate in np.divmod(best[helps], -(-held.shape[1] // stride)))
+        ours, theirs = (most_loaded[helps], give), (least_loaded[helps], take)
         held[ours], held[theirs] = held[theirs], held[ours]
         each[ours], each[theirs] = each[theirs], each[ours]
     held.sort(axis=1)

@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_bert.data.balance import deal, window_costs
+from hvd_bert.data.balance import balanced_partition, window_costs
 from hvd_bert.errors import UserError
 
 Ids = NDArray[np.int64]
@@ -81,7 +81,7 @@ class BatchPlan:
         other once a step; then each rank's passes, since the largest needs the most memory.
         """
         ids = _shares(self, step)[rank]
-        return [ids[places] for places in deal(self._costs(ids), self.accumulation)]
+        return [ids[places] for places in balanced_partition(self._costs(ids), self.accumulation)]
 
     def rank_tokens(self, step: int) -> Ids:
         """Tokens that each rank takes in a step, [size]."""
@@ -106,7 +106,7 @@ class BatchPlan:
 def _shares(plan: BatchPlan, step: int) -> list[Ids]:
     """The windows of each rank, in the step's order."""
     windows = plan.step_windows(step)
-    return [windows[places] for places in deal(plan._costs(windows), plan.size)]
+    return [windows[places] for places in balanced_partition(plan._costs(windows), plan.size)]
 
 
 @lru_cache(maxsize=2)

@@ -51,7 +51,7 @@ def folder(
         cache_dir.mkdir(parents=True, exist_ok=True)
         with locks.take(cache_dir / f"{key}.lock", wait=True):
             if overwrite or not is_whole(entry):
-                _sweep(cache_dir, key)
+                _remove_leftovers(cache_dir, key)
                 _build(entry, build, is_whole)
     except OSError as error:
         raise UserError(
@@ -88,7 +88,7 @@ def _temporary(key: str) -> str:
     return f"tmp-{key}-{socket.gethostname()}-"
 
 
-def _sweep(cache_dir: Path, key: str) -> None:
+def _remove_leftovers(cache_dir: Path, key: str) -> None:
     """Removes what dead builders left. Call it with the key's lock held."""
     for left in (*cache_dir.glob("tmp-*"), *cache_dir.glob("old-*")):
         # This host's folders for this key are dead, since their builder would hold the lock.

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hvd_bert.data.windows import WindowTable
 
@@ -18,7 +16,8 @@ class Batch:
     """B windows of `lengths` tokens, N in all: in one row, or each in a row of its own, padded to T tokens.
 
     `input_ids`, `token_type_ids`, `position_ids`: int64 [1, N] or [B, T], positions starting anew in each window;
-    `where`: where the windows are: int32 [B + 1], 0 and each window's end in the row, or bool [B, T], false at padding;
+    `attention_mask`: bool [B, T], false at padding; None in one row;
+    `cu_seqlens`: int32 [B + 1], 0 and each window's end in the row; None if padded;
     `starts`, `ends`: int64 [B], the answer's first and last token counted from the window's start (0, 0: no answer in
     it); `num_windows`: how many count: B, or 0 for a rank that has none left (then B is 1, and its loss must count 0).
     """
@@ -27,7 +26,8 @@ class Batch:
     token_type_ids: torch.Tensor
     position_ids: torch.Tensor
     lengths: list[int]
-    where: torch.Tensor
+    attention_mask: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
     starts: torch.Tensor
     ends: torch.Tensor
     num_windows: int
@@ -45,7 +45,7 @@ class Batch:
     @property
     def padded(self) -> bool:
         """Whether each window has a row of its own."""
-        return self.where.dtype == torch.bool
+        return self.attention_mask is not None
 
 
 class Collator:
@@ -65,17 +65,19 @@ class Collator:
         input_ids = self.windows.lists("input_ids", rows)
         context_start = self.windows.numbers("context_start", rows)
         lengths = [len(tokens) for tokens in input_ids]
-        where: NDArray[Any]
+        attention_mask: torch.Tensor | None = None
+        cu_seqlens: torch.Tensor | None = None
         if self.pad_to is None:
-            where = np.cumsum([0, *lengths], dtype=np.int32)
+            cu_seqlens = self._send(np.cumsum([0, *lengths], dtype=np.int32))
             tokens = np.concatenate(input_ids)[None]
             positions = np.concatenate([np.arange(length) for length in lengths])[None]
             context_starts = np.repeat(context_start, lengths)
         else:
             columns = np.arange(max(self.pad_to, *lengths))
-            where = columns < np.array(lengths)[:, None]
-            tokens = np.zeros(where.shape, dtype=np.int64)
-            tokens[where] = np.concatenate(input_ids)
+            mask = columns < np.array(lengths)[:, None]
+            tokens = np.zeros(mask.shape, dtype=np.int64)
+            tokens[mask] = np.concatenate(input_ids)
+            attention_mask = self._send(mask)
             positions = np.tile(columns, (len(lengths), 1))
             context_starts = context_start[:, None]
         return Batch(
@@ -83,7 +85,8 @@ class Collator:
             token_type_ids=self._to_device(positions >= context_starts),
             position_ids=self._to_device(positions),
             lengths=lengths,
-            where=self._send(where),
+            attention_mask=attention_mask,
+            cu_seqlens=cu_seqlens,
             starts=self._to_device(self.windows.numbers("start_position", rows)),
             ends=self._to_device(self.windows.numbers("end_position", rows)),
             num_windows=len(ids),

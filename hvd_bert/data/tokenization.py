@@ -68,7 +68,7 @@ class WindowCounts:
         return WindowCounts(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
-class Cutter:
+class WindowTokenizer:
     """A tokenizer's backend without truncation and padding, checked to lay out pairs as BERT does."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: WindowOptions) -> None:
@@ -103,15 +103,15 @@ class Cutter:
 class Batch:
     """Some questions, their tokens and the borders of their windows."""
 
-    def __init__(self, cutter: Cutter, questions: Sequence[Question], first_index: int) -> None:
-        self.cutter = cutter
+    def __init__(self, window_tokenizer: WindowTokenizer, questions: Sequence[Question], first_index: int) -> None:
+        self.window_tokenizer = window_tokenizer
         self.first_index = first_index
-        options = cutter.options
+        options = window_tokenizer.options
         rows: dict[str, int] = {}  # neighbouring questions share their context
         context_of = np.array([rows.setdefault(question.context, len(rows)) for question in questions])
-        self.contexts = _Tokens(cutter.backend, list(rows))
+        self.contexts = _Tokens(window_tokenizer.backend, list(rows))
         # Leading blanks are taken off as in run_qa: some of SQuAD's questions have thousands.
-        self.questions = _Tokens(cutter.backend, [question.question.lstrip() for question in questions])
+        self.questions = _Tokens(window_tokenizer.backend, [question.question.lstrip() for question in questions])
 
         room = options.max_seq_length - 3
         lengths = np.minimum(self.questions.lengths, room - options.doc_stride - 1)
@@ -174,8 +174,8 @@ class Batch:
         begins = ends - context_end - 1
 
         in_contexts = _ranges(self.contexts.begins[self.context[part]] + self.start[part], piece_length)
-        input_ids = np.full(ends[-1], self.cutter.sep_id, dtype=np.int32)
-        input_ids[begins] = self.cutter.cls_id
+        input_ids = np.full(ends[-1], self.window_tokenizer.sep_id, dtype=np.int32)
+        input_ids[begins] = self.window_tokenizer.cls_id
         in_questions = _ranges(self.questions.begins[question], question_length)
         input_ids[_ranges(begins + 1, question_length)] = self.questions.ids[in_questions]
         input_ids[_ranges(begins + context_start, piece_length)] = self.contexts.ids[in_contexts]

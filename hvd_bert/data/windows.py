@@ -36,7 +36,7 @@ from tqdm.auto import tqdm
 from hvd_bert.data import cache
 from hvd_bert.data.cache import default_cache_dir
 from hvd_bert.data.squad import Source
-from hvd_bert.data.tokenization import SCHEMA, Batch, Cutter, WindowCounts, WindowOptions
+from hvd_bert.data.tokenization import SCHEMA, Batch, WindowCounts, WindowOptions, WindowTokenizer
 from hvd_bert.errors import UserError
 
 if TYPE_CHECKING:
@@ -166,15 +166,15 @@ def prepare(
     check_lengths(options, tokenizer)
     if num_workers is not None and num_workers < 1:
         raise UserError(f"--preprocessing_num_workers {num_workers}: must be at least 1.")
-    cutter = Cutter(tokenizer, options)
+    window_tokenizer = WindowTokenizer(tokenizer, options)
 
     def build(folder: Path) -> None:
         with _threads(num_workers or len(os.sched_getaffinity(0))):
-            _write(folder, source, cutter, show_progress)
+            _write(folder, source, window_tokenizer, show_progress)
 
     entry = cache.folder(
         Path(cache_dir) if cache_dir is not None else default_cache_dir(),
-        _key(source, cutter),
+        _key(source, window_tokenizer),
         build,
         _is_whole,
         overwrite=overwrite_cache and leader,
@@ -202,20 +202,20 @@ def _log_losses(name: str, counted: WindowCounts) -> None:
 # --- the table on disk ---------------------------------------------------------------------------
 
 
-def _key(source: Source, cutter: Cutter) -> str:
+def _key(source: Source, window_tokenizer: WindowTokenizer) -> str:
     parts = {
         "format": _FORMAT,
         "source": source.digest,
-        "tokenizer": cutter.backend.to_str(),
-        "special": [cutter.cls_id, cutter.sep_id, cutter.backend.encode_special_tokens],
+        "tokenizer": window_tokenizer.backend.to_str(),
+        "special": [window_tokenizer.cls_id, window_tokenizer.sep_id, window_tokenizer.backend.encode_special_tokens],
         "tokenizers": tokenizers.__version__,
-        "options": asdict(cutter.options),
+        "options": asdict(window_tokenizer.options),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _write(folder: Path, source: Source, cutter: Cutter, show_progress: bool) -> None:
-    questions = source.questions()[: cutter.options.max_samples]
+def _write(folder: Path, source: Source, window_tokenizer: WindowTokenizer, show_progress: bool) -> None:
+    questions = source.questions()[: window_tokenizer.options.max_samples]
     total = WindowCounts()
     title = f"Tokenising {source.name}"
     with (
@@ -225,7 +225,7 @@ def _write(folder: Path, source: Source, cutter: Cutter, show_progress: bool) ->
     ):
         for first in range(0, len(questions), _QUESTIONS_AT_ONCE):
             some = questions[first : first + _QUESTIONS_AT_ONCE]
-            batch = Batch(cutter, some, first)
+            batch = Batch(window_tokenizer, some, first)
             for table_batch in batch.record_batches():
                 writer.write_batch(table_batch)
             total += batch.counts

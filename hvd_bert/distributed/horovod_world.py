@@ -12,7 +12,7 @@ import torch
 
 from hvd_bert.distributed import rendezvous, watchdog
 from hvd_bert.distributed.launch import Launcher, check_pmi, check_size, find_launcher, is_elastic
-from hvd_bert.distributed.world import AgreedError, World, log, log_on_rank_zero
+from hvd_bert.distributed.world import CollectiveError, World, log, log_on_rank_zero
 from hvd_bert.errors import UserError
 
 
@@ -63,7 +63,7 @@ class HorovodWorld(World):
         self.cross_size = hvd.cross_size()
         self.node: Any = None
         self._stalled_after_s = stalled_after_s
-        self._watch: watchdog.Watch | None = None
+        self._watchdog: watchdog.Watchdog | None = None
         super().__init__()
 
     @staticmethod
@@ -103,25 +103,25 @@ class HorovodWorld(World):
             log.warning("This job has %s tasks, but this is one process: start with srun.", os.environ["SLURM_NTASKS"])
         return world
 
-    def take_place(self) -> None:
-        super().take_place()
+    def set_up_device(self) -> None:
+        super().set_up_device()
         if self._comm is not None:
             from mpi4py import MPI
 
             self.node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
             self.host_ranks = tuple(self.node.allgather(self.rank))
         if self.size > 1 and not self.elastic:
-            roll = watchdog.MpiRoll(self._comm.Dup()) if self._comm is not None else self._store_roll()
-            hosts = [place.host for place in self.places]
-            self._watch = watchdog.Watch(self.rank, hosts, self._stalled_after_s, roll, self.abort)
+            arrivals = watchdog.MpiArrivals(self._comm.Dup()) if self._comm is not None else self._store_arrivals()
+            hosts = [info.host for info in self.rank_infos]
+            self._watchdog = watchdog.Watchdog(self.rank, hosts, self._stalled_after_s, arrivals, self.abort)
 
-    def _store_roll(self) -> watchdog.Roll:
+    def _store_arrivals(self) -> watchdog.Arrivals:
         address = rendezvous.address_of(os.environ.get("HOROVOD_GLOO_IFACE")) or self.host
         try:
-            return watchdog.StoreRoll(rendezvous.store_of(self, address), self.rank, self.size)
-        except AgreedError as error:  # training goes without it
+            return watchdog.StoreArrivals(rendezvous.store_of(self, address), self.rank, self.size)
+        except CollectiveError as error:  # training goes without it
             log.warning("A rank that stalls will not be named: %s", error)
-            return watchdog.NoRoll(self.rank, self.size)
+            return watchdog.UnknownArrivals(self.rank, self.size)
 
     def _take_device(self) -> tuple[str, str | None]:
         device, device_id = super()._take_device()
@@ -159,11 +159,11 @@ class HorovodWorld(World):
             with self.waiting(lambda: sorted(tensors)):
                 self._hvd.broadcast_parameters(sorted(tensors.items()), root_rank=0)
 
-    def begin_vote(self, mine: bool) -> Callable[[], bool]:
+    def any_rank_async(self, mine: bool) -> Callable[[], bool]:
         if self.size == 1:
             return lambda: mine
-        ballot = torch.tensor([int(mine)], dtype=torch.int32)
-        handle = self._hvd.allreduce_async(ballot, op=self._hvd.Sum, name="hvd_bert.vote")
+        flag = torch.tensor([int(mine)], dtype=torch.int32)
+        handle = self._hvd.allreduce_async(flag, op=self._hvd.Sum, name="hvd_bert.vote")
 
         def count() -> bool:
             with self.waiting(lambda: ["the vote on stopping"]):
@@ -172,13 +172,13 @@ class HorovodWorld(World):
         return count
 
     def waiting(self, names: Callable[[], Sequence[str]]) -> AbstractContextManager[None]:
-        return self._watch.over(self._stalled_after_s, names) if self._watch else nullcontext()
+        return self._watchdog.over(self._stalled_after_s, names) if self._watchdog else nullcontext()
 
     def _apart(self) -> AbstractContextManager[None]:
         """Around a wait for what ranks do apart, as tokenising: it may take long."""
         return (
-            self._watch.over(max(watchdog.LONGEST_S, self._stalled_after_s), lambda: ["the others"])
-            if self._watch
+            self._watchdog.over(max(watchdog.LONGEST_S, self._stalled_after_s), lambda: ["the others"])
+            if self._watchdog
             else nullcontext()
         )
 

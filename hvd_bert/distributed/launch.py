@@ -2,7 +2,7 @@
 
 Decisions only, made from what is handed in (the environment, counts, every rank's place), so that each can be tested
 without a cluster. Few other modules of the package name a launcher's variables: `worlds`, the doctor, and DeepSpeed's
-engine.
+strategy.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def check_size(launcher: Launcher, horovod_size: int) -> None:
     if launcher.size is None or launcher.size == horovod_size:
         return
     if launcher.name == "srun":
-        mend = (
+        hint = (
             "Start with `srun --mpi=pmix` (`srun --mpi=list` shows what this Slurm has), or with mpirun or horovodrun."
         )
     else:
-        mend = "Use the launcher of the MPI that Horovod was built with, or build it anew with this one (env/setup.sh)."
+        hint = "Use the launcher of the MPI that Horovod was built with, or build it anew with this one (env/setup.sh)."
     raise WorldsOfOne(
         f"{launcher.name} started {launcher.size} processes, but Horovod sees a world of {horovod_size}: they cannot"
-        f" find each other, and each would train alone. {mend}"
+        f" find each other, and each would train alone. {hint}"
     )
 
 
@@ -170,7 +170,7 @@ def choose_threads(environ: Mapping[str, str], share: int) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Where one rank sits. `device_id`: the GPU's UUID, the same for every process that uses it; None on a CPU."""
 
     rank: int
@@ -181,15 +181,15 @@ class Place:
     cores: frozenset[int]
 
 
-def check_devices(places: Sequence[Place]) -> None:
+def check_devices(rank_infos: Sequence[RankInfo]) -> None:
     """Raise UserError if two ranks were given the same GPU, or only some of them have one."""
-    if len({place.device == "cpu" for place in places}) > 1:
-        without = dict.fromkeys(place.host for place in places if place.device == "cpu")
+    if len({info.device == "cpu" for info in rank_infos}) > 1:
+        without = dict.fromkeys(info.host for info in rank_infos if info.device == "cpu")
         raise UserError(
             f"Some ranks have a GPU, others on {', '.join(without)} have none: look there with `nvidia-smi`, leave that"
             " host out, or ask for a GPU per rank."
         )
-    taken = Counter((place.host, place.device_id) for place in places if place.device_id is not None)
+    taken = Counter((info.host, info.device_id) for info in rank_infos if info.device_id is not None)
     for (host, device_id), times in taken.items():
         if times > 1:
             raise UserError(

@@ -43,14 +43,14 @@ def store_at(host: str, port: int, rank: int, size: int, patience_s: float = TIM
 def store_of(world: World, address: str) -> Any:
     """A key-value store of a world's ranks, which rank 0 keeps at its `address` and a port that is free there.
 
-    Raises AgreedError on all ranks where one of them cannot meet the others.
+    Raises CollectiveError on all ranks where one of them cannot meet the others.
     """
     store = None
-    with world.together():
+    with world.raise_on_all_ranks():
         if world.rank == 0:
             store = store_at(address, 0, 0, world.size, MET_TIMEOUT_S)
     address, port = world.broadcast((address, store and store.port))
-    with world.together():
+    with world.raise_on_all_ranks():
         return store or store_at(address, port, world.rank, world.size, MET_TIMEOUT_S)
 
 

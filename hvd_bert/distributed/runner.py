@@ -1,6 +1,6 @@
 """How a rank's process starts and ends: `run_as_rank(entry)` is the way into every command.
 
-Exit status: 0 done, 1 failure, 2 bad input, and what an AgreedError says. What is wrong is said once.
+Exit status: 0 done, 1 failure, 2 bad input, and what a CollectiveError says. What is wrong is said once.
 
 Under `horovodrun --min-np ... --host-discovery-script ...` (Horovod elastic) a rank whose peers are lost, or that is
 told of new hosts, does not end: it joins the new world and calls `entry` again, which goes on from the last checkpoint.
@@ -20,7 +20,7 @@ import torch
 from hvd_bert.distributed.horovod_world import ready_for_timeline
 from hvd_bert.distributed.joining import join
 from hvd_bert.distributed.launch import WorldsOfOne, find_launcher
-from hvd_bert.distributed.world import AgreedError, HostsChanged, World, log
+from hvd_bert.distributed.world import CollectiveError, HostsChanged, World, log
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 
 # Of Horovod's and Gloo's messages, where another rank has died. Others (shapes that differ, NCCL's) are shown with a
@@ -41,11 +41,11 @@ def run_as_rank(entry: Callable[[World], None], strategy: str = "horovod", recor
     while True:
         world = _join(strategy, generation)
         try:
-            world.take_place()
+            world.set_up_device()
             entry(world)
         except HostsChanged:
             log.info("The hosts change: joining the new world.")
-        except AgreedError as error:
+        except CollectiveError as error:
             _report(error, shown=world.rank == error.rank)
             world.end(error.status)
         except UserError as error:
@@ -75,10 +75,10 @@ def run_as_rank(entry: Callable[[World], None], strategy: str = "horovod", recor
 def _join(strategy: str, generation: int) -> World:
     try:
         return join(strategy, generation)
-    except (WorldsOfOne, AgreedError) as error:
+    except (WorldsOfOne, CollectiveError) as error:
         # All processes see it, and in worlds of one none can talk to another: one speaks, and alone fails, or the
         # others' end could make the launcher kill it before it has spoken.
-        mine = error.mine if isinstance(error, AgreedError) else find_launcher(os.environ).speaks_first
+        mine = error.mine if isinstance(error, CollectiveError) else find_launcher(os.environ).speaks_first
         sys.exit(_report(error, shown=True) if mine else EXIT_OK)
     except UserError as error:
         sys.exit(_report(error, shown=True))

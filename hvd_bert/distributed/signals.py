@@ -39,7 +39,7 @@ class StopRequests:
 
     def ask(self) -> Callable[[], bool]:
         """Ask all ranks, in the background: call the result, on all ranks, for whether any was asked to stop."""
-        return self._world.begin_vote(self._received is not None or NOTICES.changed)
+        return self._world.any_rank_async(self._received is not None or NOTICES.changed)
 
     def reason(self) -> str | None:
         """The signals that came, and where; None: only the hosts change. A collective."""

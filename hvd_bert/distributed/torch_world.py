@@ -80,13 +80,13 @@ class DistributedWorld(World):
         for _, tensor in sorted(tensors.items()):
             distributed.broadcast(tensor, src=0)
 
-    def begin_vote(self, mine: bool) -> Callable[[], bool]:
-        ballot = torch.tensor([int(mine)], dtype=torch.int32)
-        work = distributed.all_reduce(ballot, async_op=True)
+    def any_rank_async(self, mine: bool) -> Callable[[], bool]:
+        flag = torch.tensor([int(mine)], dtype=torch.int32)
+        work = distributed.all_reduce(flag, async_op=True)
 
         def count() -> bool:
             work.wait()
-            return bool(ballot.item())
+            return bool(flag.item())
 
         return count
 

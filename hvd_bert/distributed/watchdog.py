@@ -4,7 +4,7 @@ Horovod's stall inspector (0.28.1) warns of a collective that some ranks have be
 Horovod down after HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, by default never. Under Gloo it sees nothing (its list of ranks
 is empty: `reserve` stands for `resize` in gloo_controller.cc). Under MPI it does not see a process that answers nothing
 at all, since its own thread waits for that, nor a collective that all have begun and that hangs. So it is on, and each
-rank has a `Watch` that keeps the same time, asks who else waits, and has the names for one message.
+rank has a `Watchdog` that keeps the same time, asks who else waits, and has the names for one message.
 """
 
 from __future__ import annotations
@@ -51,50 +51,50 @@ def _seconds(text: str) -> int:
     return int(number[1]) if number else 0
 
 
-class Roll(Protocol):
+class Arrivals(Protocol):
     """Who waits. The waits of a run have the same numbers on all ranks."""
 
-    def say(self, wait: int) -> None:
+    def announce(self, wait: int) -> None:
         """This rank is in that wait."""
 
     def missing(self, wait: int) -> Sequence[int]:
         """The ranks that have not said so."""
 
 
-class NoRoll:
+class UnknownArrivals:
     """Where ranks cannot tell each other: any of the others may be missing."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._others = [other for other in range(size) if other != rank]
 
-    def say(self, wait: int) -> None:
+    def announce(self, wait: int) -> None:
         pass
 
     def missing(self, wait: int) -> Sequence[int]:
         return self._others
 
 
-class StoreRoll:
+class StoreArrivals:
     """By a key-value store of torch's, which rank 0 keeps."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
 
-    def say(self, wait: int) -> None:
+    def announce(self, wait: int) -> None:
         self._store.set(f"wait {wait} {self._rank}", "")
 
     def missing(self, wait: int) -> Sequence[int]:
         return [rank for rank in range(self._size) if not self._store.check([f"wait {wait} {rank}"])]
 
 
-class MpiRoll:
+class MpiArrivals:
     """By messages to rank 0; that another rank comes to ask means that those before it have not."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
         self._waiting: set[tuple[int, int]] = set()
 
-    def say(self, wait: int) -> None:
+    def announce(self, wait: int) -> None:
         self._comm.isend((wait, self._comm.rank), dest=0, tag=_TAG)  # small: it is gone at once
 
     def missing(self, wait: int) -> Sequence[int]:
@@ -105,15 +105,17 @@ class MpiRoll:
         return [rank for rank in range(self._comm.size) if (wait, rank) not in self._waiting]
 
 
-class Watch:
+class Watchdog:
     """Ends every rank, from a thread, when this one has waited too long for others, and says for whom and what.
 
     Ranks that wait say so after a tenth of the time; one that came later than that may still be named as missing.
     """
 
-    def __init__(self, rank: int, hosts: Sequence[str], step_s: float, roll: Roll, abort: Callable[[int], Any]) -> None:
+    def __init__(
+        self, rank: int, hosts: Sequence[str], step_s: float, arrivals: Arrivals, abort: Callable[[int], Any]
+    ) -> None:
         """`hosts`: of each rank. `step_s`: what `inspect` returned. `abort(status)` ends every rank."""
-        self._rank, self._hosts, self.step_s, self._roll, self._abort = rank, hosts, step_s, roll, abort
+        self._rank, self._hosts, self.step_s, self._arrivals, self._abort = rank, hosts, step_s, arrivals, abort
         self._turn_s = TURN_S * min(rank, 10)
         self._number = 0
         self._wait: tuple[int, float, float, Callable[[], Sequence[str]]] | None = None  # number, begin, limit, names
@@ -161,13 +163,13 @@ class Watch:
 
     def _tell(self, number: int) -> None:
         try:
-            self._roll.say(number)
+            self._arrivals.announce(number)
         except RuntimeError as error:  # rank 0 is gone, and with it its store: others say it
             print(f"rank {self._rank} cannot reach rank 0: {error}", file=sys.stderr, flush=True)
 
     def _end(self, number: int, waited_s: float, names: Sequence[str]) -> None:
         try:
-            missing = self._roll.missing(number)
+            missing = self._arrivals.missing(number)
         except RuntimeError:
             missing = [0]
         ranks = _shortened([f"rank {rank} on {self._hosts[rank]}" for rank in missing])
@@ -191,6 +193,6 @@ def _safely(names: Callable[[], Sequence[str]]) -> Sequence[str]:
         return ["its gradients"]
 
 
-def _shortened(names: Sequence[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _shortened(names: Sequence[str], maximum: int = 3) -> str:
+    more = f" and {len(names) - maximum} more" if len(names) > maximum else ""
+    return ", ".join(names[:maximum]) + more

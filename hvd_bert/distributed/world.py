@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from hvd_bert.distributed.launch import Place, check_devices, choose_device, choose_threads, find_job, share_cores
+from hvd_bert.distributed.launch import RankInfo, check_devices, choose_device, choose_threads, find_job, share_cores
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 
 log = logging.getLogger("hvd_bert")
 
 
-class AgreedError(UserError):
+class CollectiveError(UserError):
     """An error that every rank knows of, so that the world can be left in good order; `rank` is the one to say it.
 
     `mine`: whether that is this rank, where there is no world yet to compare with.
@@ -45,8 +45,8 @@ class World:
     Attributes: `rank` in `size` ranks; `local_rank` in `local_size` on this host; `cross_rank` in `cross_size`: the
     number of this host among the hosts; `controller`: what the ranks talk through, "mpi", "gloo", "torch.distributed"
     or "none"; `device`; `devices`: how many GPUs this rank drives; `elastic`: whether ranks may be lost and come;
-    `generation`: of how many worlds this process was a rank before; `places`: one Place per rank; `host_ranks`: the
-    ranks on this host.
+    `generation`: of how many worlds this process was a rank before; `rank_infos`: one RankInfo per rank; `host_ranks`:
+    the ranks on this host.
     """
 
     controller = "none"
@@ -60,19 +60,19 @@ class World:
     def __init__(self) -> None:
         self.host = socket.gethostname()
         self.device = torch.device("cpu")
-        self.places: tuple[Place, ...] = ()
+        self.rank_infos: tuple[RankInfo, ...] = ()
         self.host_ranks: tuple[int, ...] = (self.rank,)
 
-    def take_place(self) -> None:
-        """Find out where every rank sits; take a device and threads. Raises AgreedError where devices are short."""
-        with self.together():
+    def set_up_device(self) -> None:
+        """Find out where every rank sits; take a device and threads. Raises CollectiveError where devices are short."""
+        with self.raise_on_all_ranks():
             name, device_id = self._take_device()
         self.device = torch.device(name)
         cores = frozenset(os.sched_getaffinity(0))
-        self.places = tuple(self.allgather(Place(self.rank, self.host, self.local_rank, name, device_id, cores)))
-        self.host_ranks = tuple(place.rank for place in self.places if place.host == self.host)
-        with self.together():
-            check_devices(self.places)
+        self.rank_infos = tuple(self.allgather(RankInfo(self.rank, self.host, self.local_rank, name, device_id, cores)))
+        self.host_ranks = tuple(info.rank for info in self.rank_infos if info.host == self.host)
+        with self.raise_on_all_ranks():
+            check_devices(self.rank_infos)
         self.set_threads(None)
 
     def _take_device(self) -> tuple[str, str | None]:
@@ -91,15 +91,15 @@ class World:
 
     def set_threads(self, num_threads: int | None) -> None:
         """CPU threads of this rank; None: OMP_NUM_THREADS, or else a fair share of the cores left to it."""
-        here = [self.places[rank].cores for rank in self.host_ranks]
+        here = [self.rank_infos[rank].cores for rank in self.host_ranks]
         torch.set_num_threads(
-            num_threads or choose_threads(os.environ, share_cores(self.places[self.rank].cores, here))
+            num_threads or choose_threads(os.environ, share_cores(self.rank_infos[self.rank].cores, here))
         )
 
     @property
     def hosts(self) -> list[str]:
         """The hosts in rank order, each once."""
-        return list(dict.fromkeys(place.host for place in self.places))
+        return list(dict.fromkeys(info.host for info in self.rank_infos))
 
     @property
     def job(self) -> dict[str, str] | None:
@@ -112,7 +112,7 @@ class World:
         if self.job:
             lines.append("Slurm job " + ", ".join(f"{key} {value}" for key, value in self.job.items()))
         for host in self.hosts if self.size > 1 else ():
-            ranks = [f"rank {place.rank} {place.device}" for place in self.places if place.host == host]
+            ranks = [f"rank {info.rank} {info.device}" for info in self.rank_infos if info.host == host]
             lines.append(f"{host}: {', '.join(ranks)}; {torch.get_num_threads()} thread(s) per rank")
         return lines
 
@@ -136,7 +136,7 @@ class World:
     def broadcast_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Rank 0's tensors, in place, into those of every rank; all have the same names, shapes and types."""
 
-    def begin_vote(self, mine: bool) -> Callable[[], bool]:
+    def any_rank_async(self, mine: bool) -> Callable[[], bool]:
         """Start to ask whether any rank says yes; the answer comes by calling the result. One vote at a time.
 
         It travels beside the step's gradients (and never in one buffer with them: its type is another).
@@ -159,19 +159,21 @@ class World:
         return nullcontext()
 
     def check_same(self, values: Mapping[str, object]) -> None:
-        """Raise AgreedError if a value differs between ranks: hosts that hold other files would train on other data."""
+        """Raise CollectiveError if a value differs between ranks: hosts that hold other files would train on other
+        data."""
         everyone = self.allgather(dict(values))
         for name, value in everyone[0].items():
-            for place, theirs in zip(self.places, everyone, strict=True):
+            for info, theirs in zip(self.rank_infos, everyone, strict=True):
                 if theirs[name] != value:
-                    raise AgreedError(
-                        f"{name} differs: {value} on {self.places[0].host} (rank 0), {theirs[name]} on {place.host}"
-                        f" (rank {place.rank}). Give all hosts the same files and settings."
+                    raise CollectiveError(
+                        f"{name} differs: {value} on {self.rank_infos[0].host} (rank 0), {theirs[name]} on {info.host}"
+                        f" (rank {info.rank}). Give all hosts the same files and settings."
                     )
 
     @contextmanager
-    def together(self, status: int = EXIT_BAD_INPUT) -> Iterator[None]:
-        """What is done inside succeeds on all ranks or fails on all: a UserError of one becomes an AgreedError of all.
+    def raise_on_all_ranks(self, status: int = EXIT_BAD_INPUT) -> Iterator[None]:
+        """What is done inside succeeds on all ranks or fails on all: a UserError of one becomes a CollectiveError of
+        all.
 
         `status`: the exit status of such a failure. No collective may stand inside: a rank that fails would leave the
         others waiting in it.
@@ -186,10 +188,10 @@ class World:
         if failed:
             first = failed[0]
             where = "" if len(failed) == self.size else f"rank {first} on {self._host_of(first)}: "
-            raise AgreedError(where + messages[first], first, status, mine=self.rank == first)
+            raise CollectiveError(where + messages[first], first, status, mine=self.rank == first)
 
     def _host_of(self, rank: int) -> str:
-        return self.places[rank].host if self.places else "its host"
+        return self.rank_infos[rank].host if self.rank_infos else "its host"
 
     def close(self) -> None:
         """Leave the world in good order, once every rank has come this far."""

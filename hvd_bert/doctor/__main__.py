@@ -21,7 +21,7 @@ from hvd_bert.doctor.report import Report
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.startup import collector_paused
 
-MOST_REPEATS = 1000
+MAX_REPEATS = 1000
 
 
 def make_parser() -> Parser:
@@ -67,8 +67,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     flags = make_parser().parse_args(argv)
     if flags.size is not None and not 0 < flags.size <= 1e5:
         raise UserError(f"--size {flags.size:g}: give megabytes, more than 0 and at most 100000.")
-    if not 1 <= flags.repeats <= MOST_REPEATS:
-        raise UserError(f"--repeats {flags.repeats}: give 1 to {MOST_REPEATS}.")
+    if not 1 <= flags.repeats <= MAX_REPEATS:
+        raise UserError(f"--repeats {flags.repeats}: give 1 to {MAX_REPEATS}.")
     if not flags.timeout > 0:
         raise UserError(f"--timeout {flags.timeout:g}: give a positive number of seconds.")
     return flags

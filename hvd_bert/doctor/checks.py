@@ -86,8 +86,8 @@ def cuda_line(torch_cuda: str | None, visible: int, gpus: Gpus | NvmlError, hidd
     if hidden:
         return Line("CUDA", WARNING, found + "hidden from this run by CUDA_VISIBLE_DEVICES: it computes on the CPU")
     if torch_cuda is None:
-        mend = "For the GPUs install a torch for their driver (docs/start/install.md, 'Which torch')."
-        return Line("CUDA", WARNING, found + "but this torch was built for CPUs only, and computes there", mend)
+        hint = "For the GPUs install a torch for their driver (docs/start/install.md, 'Which torch')."
+        return Line("CUDA", WARNING, found + "but this torch was built for CPUs only, and computes there", hint)
     newest = gpus.cuda if isinstance(gpus, Gpus) else "?"
     return Line(
         "CUDA",
@@ -121,8 +121,8 @@ def nccl_line(build: HorovodBuild | ProbeError, gpus: int, of_torch: str) -> Lin
         return Line("NCCL", WARNING, "unknown, as Horovod cannot be imported")
     files = [path for path in build.libraries if "/libnccl" in path]
     if build.nccl and len(files) > 1:
-        mend = "Build Horovod with torch's NCCL: " + BUILD_ANEW
-        return Line("NCCL", WARNING, f"two NCCLs in one process: {', '.join(files)}", mend)
+        hint = "Build Horovod with torch's NCCL: " + BUILD_ANEW
+        return Line("NCCL", WARNING, f"two NCCLs in one process: {', '.join(files)}", hint)
     if build.nccl:
         return Line("NCCL", OK, ", ".join(filter(None, [of_torch, *files])) or "linked into Horovod")
     if gpus == 0:
@@ -140,11 +140,11 @@ def mpi_line(
 ) -> Line:
     """Whether Horovod, mpi4py and mpirun are of one MPI. `mpirun`: its path and what it says of its version."""
     if isinstance(build, HorovodBuild) and not build.mpi:
-        mend = "" if mpirun is None else "For MPI: env/setup.sh --with-mpi."
-        return Line("MPI", OK, "Horovod was built without: start it with `horovodrun --gloo`", mend)
+        hint = "" if mpirun is None else "For MPI: env/setup.sh --with-mpi."
+        return Line("MPI", OK, "Horovod was built without: start it with `horovodrun --gloo`", hint)
     if isinstance(library, ProbeError):
-        mend = "Load the MPI module that was loaded at set-up; if that is not it, env/setup.sh installs mpi4py anew."
-        return Line("MPI", FAILURE, f"mpi4py cannot be used: {library}", mend)
+        hint = "Load the MPI module that was loaded at set-up; if that is not it, env/setup.sh installs mpi4py anew."
+        return Line("MPI", FAILURE, f"mpi4py cannot be used: {library}", hint)
     theirs, mine = (_mpi_files(found) for found in (build, library))
     if theirs and mine and theirs != mine:
         return Line(
@@ -156,8 +156,8 @@ def mpi_line(
     known = mpi_version(library.version)
     name = " ".join(known) if known else library.version[:60]
     if mpirun is None:
-        mend = "" if by_srun else "Load the MPI module, or start with `horovodrun --gloo` or `srun --mpi=pmix`."
-        return Line("MPI", OK if by_srun else WARNING, f"{name}; no mpirun in PATH", mend)
+        hint = "" if by_srun else "Load the MPI module, or start with `horovodrun --gloo` or `srun --mpi=pmix`."
+        return Line("MPI", OK if by_srun else WARNING, f"{name}; no mpirun in PATH", hint)
     path, said = mpirun
     other = mpi_version(said)
     if known and other and known != other:
@@ -182,8 +182,8 @@ def slurm_lines(slurm: Slurm | ProbeError | None, build: HorovodBuild | ProbeErr
             Line("PMIx", OK, "not needed without Slurm"),
         ]
     if isinstance(slurm, ProbeError):
-        mend = "Without a Slurm cluster this does not matter: start with horovodrun or mpirun. On one, ask who runs it."
-        return [Line("Slurm", WARNING, str(slurm), mend), Line("PMIx", WARNING, "unknown, as srun does not answer")]
+        hint = "Without a Slurm cluster this does not matter: start with horovodrun or mpirun. On one, ask who runs it."
+        return [Line("Slurm", WARNING, str(slurm), hint), Line("PMIx", WARNING, "unknown, as srun does not answer")]
     lines = [Line("Slurm", OK, f"{slurm.version}; srun --mpi= knows {', '.join(slurm.mpi_kinds) or 'no MPI'}")]
     pmix = [kind for kind in slurm.mpi_kinds if kind.startswith("pmix")]
     if isinstance(build, HorovodBuild) and not build.mpi:
@@ -193,11 +193,11 @@ def slurm_lines(slurm: Slurm | ProbeError | None, build: HorovodBuild | ProbeErr
     elif pmix:
         lines.append(Line("PMIx", OK, f"start with `srun --mpi={pmix[0]}`"))
     elif "pmi2" in slurm.mpi_kinds:
-        mend = "Try `srun --mpi=pmi2`, if the MPI was built with it; else mpirun or horovodrun inside the job."
-        lines.append(Line("PMIx", WARNING, "this Slurm has none", mend))
+        hint = "Try `srun --mpi=pmi2`, if the MPI was built with it; else mpirun or horovodrun inside the job."
+        lines.append(Line("PMIx", WARNING, "this Slurm has none", hint))
     else:
-        mend = "Start with mpirun or horovodrun inside the job: srun alone would make every task a world of one."
-        lines.append(Line("PMIx", WARNING, "this Slurm has neither PMIx nor PMI2", mend))
+        hint = "Start with mpirun or horovodrun inside the job: srun alone would make every task a world of one."
+        lines.append(Line("PMIx", WARNING, "this Slurm has neither PMIx nor PMI2", hint))
     return lines
 
 
@@ -220,7 +220,7 @@ def _output(folder: Path) -> list[Line]:
     ]
 
 
-def folder_line(name: str, folder: Path, mend: str, required: bool) -> Line:
+def folder_line(name: str, folder: Path, hint: str, required: bool) -> Line:
     """Whether a file can be made in `folder`, or where it would be made, and how much room there is."""
     bad = FAILURE if required else WARNING
     try:
@@ -228,13 +228,13 @@ def folder_line(name: str, folder: Path, mend: str, required: bool) -> Line:
         with tempfile.TemporaryFile(dir=existing):
             free = shutil.disk_usage(existing).free
     except OSError as error:
-        return Line(name, bad, f"{folder} cannot be written: {error.strerror or error}", mend)
+        return Line(name, bad, f"{folder} cannot be written: {error.strerror or error}", hint)
     found = f"{folder}, {free / GIB:.1f} GiB free"
     return (
-        Line(name, bad, found, mend)
+        Line(name, bad, found, hint)
         if free < DISK_NEEDED
         else (
-            Line(name, WARNING, found, f"{DISK_WANTED // GIB} GiB or more are better. {mend}")
+            Line(name, WARNING, found, f"{DISK_WANTED // GIB} GiB or more are better. {hint}")
             if free < DISK_WANTED
             else Line(name, OK, found)
         )
@@ -245,8 +245,8 @@ def memory_line(free: int, ranks_here: int) -> Line:
     found = f"{free / GIB:.1f} GiB free for {ranks_here} rank(s)"
     if free >= MEMORY_PER_RANK * ranks_here:
         return Line("Memory", OK, found)
-    mend = "BERT-base takes about 3 GiB per rank, more with large batches: ask for more (Slurm: --mem), or fewer ranks."
-    return Line("Memory", WARNING, found, mend)
+    hint = "BERT-base takes about 3 GiB per rank, more with large batches: ask for more (Slurm: --mem), or fewer ranks."
+    return Line("Memory", WARNING, found, hint)
 
 
 def missing_inputs() -> list[str]:

@@ -83,7 +83,7 @@ def measure(world: World, num_bytes: int, repeats: int) -> list[Timing]:
 
     device = world.device if hvd.nccl_built() else torch.device("cpu")
     count = max(1, num_bytes // 4)
-    with world.together():
+    with world.raise_on_all_ranks():
         try:
             buffers = {size: torch.ones(size, device=device) for size in (count, 1)}
             on_host = buffers if device.type == "cpu" else {size: torch.ones(size) for size in (count, 1)}
@@ -147,7 +147,7 @@ def _rounds(
                 own[case].append(seconds)
             elif not bool(torch.all(buffer == world.size * (world.size + 1) / 2)):
                 wrong = name
-    with world.together():
+    with world.raise_on_all_ranks():
         if wrong:
             raise UserError(f"the sum over the ranks is wrong ({wrong}): do not train here.")
     return own

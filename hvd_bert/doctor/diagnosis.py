@@ -10,7 +10,7 @@ import threading
 
 from hvd_bert.distributed.horovod_world import HorovodWorld
 from hvd_bert.distributed.launch import Launcher
-from hvd_bert.distributed.world import AgreedError, World
+from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.doctor import checks, collective, probes
 from hvd_bert.doctor.probes import ProbeError
 from hvd_bert.doctor.ranks import own_rank, rank_lines, ranks_table
@@ -21,7 +21,7 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 OTHERS_LATER_S = 30.0
 
 
-class Watch:
+class StepTimeout:
     """Ends this process, with a failure line, if a step takes too long: ranks that never come are waited for."""
 
     def __init__(self, report: Report, timeout: float) -> None:
@@ -30,11 +30,11 @@ class Watch:
         self.name = ""
         self._timer: threading.Timer | None = None
 
-    def step(self, name: str, doing: str, mend: str) -> None:
+    def step(self, name: str, doing: str, hint: str) -> None:
         """The next step starts, and the time counts anew."""
         self.done()
         self.name = name
-        self._timer = threading.Timer(self.timeout, self._expire, (Line(name, FAILURE, doing, mend),))
+        self._timer = threading.Timer(self.timeout, self._expire, (Line(name, FAILURE, doing, hint),))
         self._timer.daemon = True
         self._timer.start()
 
@@ -45,7 +45,7 @@ class Watch:
 
     def _expire(self, line: Line) -> None:
         said = f"{line.found}: no end after {self.timeout:.0f} s"
-        self.report.add([Line(line.name, line.status, said, line.mend)])
+        self.report.add([Line(line.name, line.status, said, line.hint)])
         self.report.close()
         sys.stderr.flush()
         os._exit(EXIT_BAD_INPUT)  # the main thread hangs in a library
@@ -56,8 +56,8 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
     alone = launcher.size is None
     if alone:  # first, so that a Horovod that crashes hides nothing
         report.add(checks.host_lines(launcher.name, 1, flags.output_dir))
-    watch = Watch(report, flags.timeout)
-    watch.step(
+    step_timeout = StepTimeout(report, flags.timeout)
+    step_timeout.step(
         "World",
         "the ranks do not find each other",
         "Look for a rank that failed above. On several hosts name the interface that all have (`horovodrun"
@@ -66,17 +66,19 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
     try:
         world = HorovodWorld.join()
     except Exception as error:
-        watch.done()
+        step_timeout.done()
         return _no_world(error, flags, launcher, report)
     try:
         if not alone:
-            watch.step(
+            step_timeout.step(
                 "Hosts", "a host does not finish its checks", "Run `python -m hvd_bert.doctor` alone on each host."
             )
             _examine_hosts(flags, launcher, world, report)
-        watch.step("World", "the ranks do not answer", "Run it again; then look at the network between the hosts.")
+        step_timeout.step(
+            "World", "the ranks do not answer", "Run it again; then look at the network between the hosts."
+        )
         if _examine_ranks(world, report) and world.size > 1:
-            watch.step(
+            step_timeout.step(
                 "Allreduce",
                 "the ranks do not finish their sums",
                 "Name the interface that all hosts have (HOROVOD_GLOO_IFACE, NCCL_SOCKET_IFNAME or MPI's own setting)."
@@ -84,14 +86,14 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
             )
             _measure(flags, world, report)
     except Exception as error:  # of this rank alone: the others must not wait for it
-        watch.done()
+        step_timeout.done()
         said = f"rank {world.rank} on {world.host}: {type(error).__name__}: {error}"
-        report.add([Line(watch.name, FAILURE, said)])
+        report.add([Line(step_timeout.name, FAILURE, said)])
         report.close()
         if not report.shown:
             print(f"hvd_bert: {said}", file=sys.stderr, flush=True)
         world.abort(EXIT_BAD_INPUT)
-    watch.done()
+    step_timeout.done()
     status = world.broadcast(report.close())  # rank 0's, which has every line
     world.close()
     return int(status)
@@ -106,10 +108,10 @@ def _no_world(error: Exception, flags: argparse.Namespace, launcher: Launcher, r
         return EXIT_OK if isinstance(error, UserError) else EXIT_BAD_INPUT
     if launcher.size is not None:
         report.add(checks.host_lines(launcher.name, 1, flags.output_dir))
-    mend = (
+    hint = (
         "" if isinstance(error, UserError) else "Mend the failures above first; then env/setup.sh builds Horovod anew."
     )
-    report.add([Line("World", FAILURE, said, mend)])
+    report.add([Line("World", FAILURE, said, hint)])
     return report.close()
 
 
@@ -124,8 +126,8 @@ def _examine_hosts(flags: argparse.Namespace, launcher: Launcher, world: World, 
 def _examine_ranks(world: World, report: Report) -> bool:
     """Add where the ranks sit and whether they fit together. False where devices are refused."""
     try:
-        world.take_place()
-    except AgreedError as error:
+        world.set_up_device()
+    except CollectiveError as error:
         report.add([Line("World", FAILURE, str(error))])
         return False
     ranks = world.allgather(own_rank(world, collective.mpi_library(world)))
@@ -140,13 +142,13 @@ def _measure(flags: argparse.Namespace, world: World, report: Report) -> None:
     """Add the figures of the allreduce to the report."""
     num_bytes = collective.BERT_BASE_BYTES
     try:
-        with world.together():
+        with world.raise_on_all_ranks():
             if flags.size is not None:
                 num_bytes = int(flags.size * 1e6)
             elif flags.model is not None:
                 num_bytes = collective.gradient_bytes(flags.model)
         timings = collective.measure(world, num_bytes, flags.repeats)
-    except AgreedError as error:
+    except CollectiveError as error:
         report.add([Line("Allreduce", FAILURE, str(error))])
         return
     report.data["allreduce"] = [timing.as_dict() for timing in timings]

@@ -195,12 +195,12 @@ def _cgroup_free(folder: Path) -> list[int]:
     left = []
     for group in (folder, *folder.parents):
         try:
-            most = (group / "memory.max").read_text(encoding="ascii").strip()
+            maximum = (group / "memory.max").read_text(encoding="ascii").strip()
             used = int((group / "memory.current").read_text(encoding="ascii"))
         except OSError:
             continue  # no limit here
-        if most != "max":
-            left.append(max(0, int(most) - used))
+        if maximum != "max":
+            left.append(max(0, int(maximum) - used))
     return left
 
 

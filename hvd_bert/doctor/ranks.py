@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hvd_bert import __version__
-from hvd_bert.distributed.launch import Place
+from hvd_bert.distributed.launch import RankInfo
 from hvd_bert.distributed.world import World
 from hvd_bert.doctor.report import FAILURE, OK, WARNING, WIDTH, Line
 from hvd_bert.rendering.table import table
@@ -26,20 +26,20 @@ PACKAGES = ("horovod", "transformers", "tokenizers", "datasets", "numpy", "mpi4p
 class Rank:
     """A rank's place, the versions of what it runs, and how many cores its host has in all."""
 
-    place: Place
+    info: RankInfo
     versions: dict[str, str] = field(default_factory=dict)
     host_cores: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         """For --json."""
-        place = self.place
+        info = self.info
         return {
-            "rank": place.rank,
-            "host": place.host,
-            "local_rank": place.local_rank,
-            "device": place.device,
-            "device_id": place.device_id,
-            "cores": sorted(place.cores),
+            "rank": info.rank,
+            "host": info.host,
+            "local_rank": info.local_rank,
+            "device": info.device,
+            "device_id": info.device_id,
+            "cores": sorted(info.cores),
             "versions": self.versions,
         }
 
@@ -77,8 +77,8 @@ def ranks_table(ranks: Sequence[Rank]) -> str:
     rows: list[Sequence[object]] = [("host", "rank", "local rank", "device", "cores", "versions")]
     for rank in ranks:
         own = ", ".join(f"{name} {value}" for name, value in rank.versions.items() if (name, value) not in common)
-        place = rank.place
-        rows.append((place.host, place.rank, place.local_rank, place.device, spans(place.cores), own or "as all"))
+        info = rank.info
+        rows.append((info.host, info.rank, info.local_rank, info.device, spans(info.cores), own or "as all"))
     same = ", ".join(f"{name} {value}" for name, value in ranks[0].versions.items() if (name, value) in common)
     said = textwrap.fill(f"all ranks: {same}", WIDTH, initial_indent="  ", subsequent_indent="    ")
     return f"{table(rows)}\n{said}"
@@ -86,11 +86,9 @@ def ranks_table(ranks: Sequence[Rank]) -> str:
 
 def rank_lines(ranks: Sequence[Rank], controller: str) -> list[Line]:
     """Whether the ranks fit together."""
-    hosts = list(dict.fromkeys(rank.place.host for rank in ranks))
+    hosts = list(dict.fromkeys(rank.info.host for rank in ranks))
     through = {"mpi": "MPI", "gloo": "Gloo"}.get(controller, "nothing (one rank)")
-    device = (
-        "computing on CPUs" if ranks[0].place.device == "cpu" else "each with a GPU"
-    )  # World has held them together
+    device = "computing on CPUs" if ranks[0].info.device == "cpu" else "each with a GPU"  # World has held them together
     lines = [Line("World", OK, f"{len(ranks)} rank(s) on {len(hosts)} host(s), {device}, which talk through {through}")]
     if len(ranks) > 1:
         lines.append(_versions_line(ranks))
@@ -104,7 +102,7 @@ def _versions_line(ranks: Sequence[Rank]) -> Line:
     for name in names:
         ranks_of: dict[str, list[int]] = {}
         for rank in ranks:
-            ranks_of.setdefault(rank.versions.get(name, "missing"), []).append(rank.place.rank)
+            ranks_of.setdefault(rank.versions.get(name, "missing"), []).append(rank.info.rank)
         if len(ranks_of) > 1:
             parts = (f"{value} on rank(s) {spans(which)}" for value, which in ranks_of.items())
             differing.append(f"{name} is {' and '.join(parts)}")
@@ -122,16 +120,16 @@ def _versions_line(ranks: Sequence[Rank]) -> Line:
 def _cores_lines(ranks: Sequence[Rank]) -> list[Line]:
     """A warning where ranks outnumber the cores that they share, or leave most of a host unused."""
     crowded = []
-    sharers = Counter((rank.place.host, rank.place.cores) for rank in ranks)
-    on_host = Counter(rank.place.host for rank in ranks)
-    bound = [rank for rank in ranks if len(rank.place.cores) == 1 and rank.host_cores >= 2 * on_host[rank.place.host]]
+    sharers = Counter((rank.info.host, rank.info.cores) for rank in ranks)
+    on_host = Counter(rank.info.host for rank in ranks)
+    bound = [rank for rank in ranks if len(rank.info.cores) == 1 and rank.host_cores >= 2 * on_host[rank.info.host]]
     if bound:
         return [
             Line(
                 "Cores",
                 WARNING,
-                f"rank(s) {spans([rank.place.rank for rank in bound])} may use one core only, of"
-                f" {bound[0].host_cores} on {bound[0].place.host}; Horovod's own thread alone needs a second",
+                f"rank(s) {spans([rank.info.rank for rank in bound])} may use one core only, of"
+                f" {bound[0].host_cores} on {bound[0].info.host}; Horovod's own thread alone needs a second",
                 "mpirun binds each of two ranks to a core: add `--bind-to none`. Slurm: --cpus-per-task=N.",
             )
         ]
@@ -152,4 +150,4 @@ def _cores_lines(ranks: Sequence[Rank]) -> list[Line]:
 
 def own_rank(world: World, mpi_library: str) -> Rank:
     """This process."""
-    return Rank(world.places[world.rank], versions(mpi_library), os.cpu_count() or 1)
+    return Rank(world.rank_infos[world.rank], versions(mpi_library), os.cpu_count() or 1)

@@ -18,7 +18,7 @@ _INDENT = " " * 22  # under the third column
 
 @dataclass(frozen=True)
 class Line:
-    """`status`: "ok", "warning" (a training starts, but look) or "failure" (none would start); `mend`: what to do.
+    """`status`: "ok", "warning" (a training starts, but look) or "failure" (none would start); `hint`: what to do.
 
     `hosts`: where it was found, if not on all hosts alike.
     """
@@ -26,13 +26,13 @@ class Line:
     name: str
     status: str
     found: str
-    mend: str = ""
+    hint: str = ""
     hosts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         where = f"on {', '.join(self.hosts)}: " if self.hosts else ""
         text = _filled(f"  {self.status:<8} {self.name:<10} ", where + self.found)
-        return f"{text}\n{_filled(_INDENT, '-> ' + self.mend)}" if self.mend else text
+        return f"{text}\n{_filled(_INDENT, '-> ' + self.hint)}" if self.hint else text
 
 
 def _filled(start: str, text: str) -> str:

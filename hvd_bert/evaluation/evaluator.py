@@ -21,7 +21,7 @@ from torch import nn
 from tqdm import tqdm
 
 from hvd_bert.config.settings import Config, DataArguments
-from hvd_bert.data.balance import crossover, deal, window_costs
+from hvd_bert.data.balance import balanced_partition, crossover, window_costs
 from hvd_bert.data.collate import Collator
 from hvd_bert.data.windows import WindowTable
 from hvd_bert.distributed.world import World
@@ -104,7 +104,7 @@ class Evaluator:
         tokens = self.windows.lengths
         costs = np.zeros(len(self.questions), dtype=np.int64)  # of all of a question's windows
         np.add.at(costs, question, window_costs(tokens, crossover(inputs.model.config)))
-        self.shares = deal(costs, world.size)  # the questions of each rank
+        self.shares = balanced_partition(costs, world.size)  # the questions of each rank
         mine = np.flatnonzero(np.isin(question, self.shares[world.rank]))
         # Windows of like length share a batch, the longest first: memory runs out at once or not at all.
         self.window_ids = mine[np.argsort(-tokens[mine], kind="stable")]
@@ -129,7 +129,7 @@ class Evaluator:
         )
         # `question` becomes the index in this rank's own list.
         mine = (dataclasses.replace(window, question=int(np.searchsorted(share, window.question))) for window in logits)
-        with self.world.together(status=EXIT_FAILURE):  # of weights that are no numbers, say
+        with self.world.raise_on_all_ranks(status=EXIT_FAILURE):  # of weights that are no numbers, say
             answers = answers_of([self.questions[i] for i in share], mine, self.options)
         model.train(was_training)
         counts = torch.tensor([sum(losses), len(losses)], dtype=torch.float64)

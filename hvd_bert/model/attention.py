@@ -1,7 +1,7 @@
 """Attention over windows laid end to end: each token sees its own window only, and nothing is padding.
 
 Padded to 384 tokens, more than half of SQuAD's window positions are padding that is computed and thrown away. Here a
-batch of windows is one row of N tokens; `window_lengths` and `window_offsets`, passed through the model's forward, say
+batch of windows is one row of N tokens; `window_lengths` and `cu_seqlens`, passed through the model's forward, say
 where one ends. `choose` names the kernels and which of them serves where.
 """
 
@@ -32,11 +32,11 @@ class Windows(NamedTuple):
     """Where the windows of a row are: tokens of each, and int32 [B + 1] on the device: 0 and each window's end."""
 
     lengths: list[int]
-    offsets: torch.Tensor
+    cu_seqlens: torch.Tensor
 
 
-def offsets_of(lengths: list[int], device: torch.device) -> torch.Tensor:
-    """The `offsets` of windows of these lengths."""
+def cu_seqlens_of(lengths: list[int], device: torch.device) -> torch.Tensor:
+    """The `cu_seqlens` of windows of these lengths."""
     return torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
 
 
@@ -53,16 +53,16 @@ def attend_within_windows(
     dropout: float = 0.0,
     scaling: float | None = None,
     window_lengths: list[int] | None = None,
-    window_offsets: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention in each window, for transformers' AttentionInterface.
 
-    `query`, `key`, `value`: [1, heads, N, head size]; `window_lengths`, `window_offsets`: as in `Windows` (lengths
-    None: one window; offsets None: made of the lengths). Returns [1, N, heads, head size] and no attention weights.
+    `query`, `key`, `value`: [1, heads, N, head size]; `window_lengths`, `cu_seqlens`: as in `Windows` (lengths
+    None: one window; cu_seqlens None: made of the lengths). Returns [1, N, heads, head size] and no attention weights.
     """
     lengths = window_lengths or [query.shape[2]]
-    windows = Windows(lengths, offsets_of(lengths, query.device) if window_offsets is None else window_offsets)
+    windows = Windows(lengths, cu_seqlens_of(lengths, query.device) if cu_seqlens is None else cu_seqlens)
     drop = dropout if module.training else 0.0
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [0] would copy the gradients
     size = query.shape[-1]
@@ -96,8 +96,8 @@ def by_varlen(
 ) -> torch.Tensor:
     """torch's flash attention over all windows at once: GPU, half precision, no dropout."""
     assert dropout == 0.0
-    offsets, longest = windows.offsets, max(windows.lengths)  # the host knows it: no wait for the device
-    output = varlen_attn(query, key, value, offsets, offsets, longest, longest, scale=scaling)
+    cu_seqlens, longest = windows.cu_seqlens, max(windows.lengths)  # the host knows it: no wait for the device
+    output = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scaling)
     assert isinstance(output, torch.Tensor)  # and no logarithms of sums with it, which are for the asking
     return output
 
@@ -109,7 +109,7 @@ def by_jagged(
     shortest, longest = min(windows.lengths), max(windows.lengths)
     q, k, v = (
         torch.nested.nested_tensor_from_jagged(
-            tensor.contiguous(), windows.offsets, min_seqlen=shortest, max_seqlen=longest
+            tensor.contiguous(), windows.cu_seqlens, min_seqlen=shortest, max_seqlen=longest
         ).transpose(1, 2)
         for tensor in (query, key, value)
     )

@@ -156,15 +156,15 @@ def span_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Ten
         "token_type_ids": batch.token_type_ids,
         "position_ids": batch.position_ids,
     }
-    if batch.padded:
-        output = model(**tokens, attention_mask=batch.where)
-        padding, longest = ~batch.where, max(batch.lengths)
+    if batch.attention_mask is not None:
+        output = model(**tokens, attention_mask=batch.attention_mask)
+        padding, longest = ~batch.attention_mask, max(batch.lengths)
         starts, ends = (
             logits.float().masked_fill(padding, float("-inf"))[:, :longest]
             for logits in (output.start_logits, output.end_logits)
         )
     else:
-        output = model(**tokens, window_lengths=batch.lengths, window_offsets=batch.where)
+        output = model(**tokens, window_lengths=batch.lengths, cu_seqlens=batch.cu_seqlens)
         starts, ends = (
             pad_sequence(logits[0].float().split(batch.lengths), batch_first=True, padding_value=float("-inf"))
             for logits in (output.start_logits, output.end_logits)

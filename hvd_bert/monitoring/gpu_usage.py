@@ -140,9 +140,9 @@ class GpuUsage:
     def __init__(self, world: World, folder: Path) -> None:
         self.world = world
         # The same on all ranks, as `read` gathers.
-        self.enabled = any(place.device_id is not None for place in world.places)
+        self.enabled = any(info.device_id is not None for info in world.rank_infos)
         self._start = time.monotonic()
-        own = world.places[world.rank].device_id if self.enabled else None
+        own = world.rank_infos[world.rank].device_id if self.enabled else None
         self._sampler = Sampler(own) if own is not None else None
         self._file = (
             (folder / "gpu_usage.jsonl").open("a", encoding="utf-8") if self.enabled and not world.rank else None
@@ -158,8 +158,8 @@ class GpuUsage:
         rows = self.world.allgather(summarise(self._sampler.take()) if self._sampler else {})
         if self._file is not None:
             now = {"step": step, "seconds": round(time.monotonic() - self._start, 1)}
-            for place, row in zip(self.world.places, rows, strict=True):
-                where = {"rank": place.rank, "host": place.host, "device": place.device}
+            for info, row in zip(self.world.rank_infos, rows, strict=True):
+                where = {"rank": info.rank, "host": info.host, "device": info.device}
                 self._file.write(json.dumps(now | where | row) + "\n")
             self._file.flush()
         return dict(rows[0])

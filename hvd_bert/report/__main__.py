@@ -21,7 +21,7 @@ from typing import Any
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.rendering.page import Listing, Page, Picture, Text
 from hvd_bert.report import comparison, content, plots, projection
-from hvd_bert.report.alike import Group, Tolerance
+from hvd_bert.report.comparability import Group, Tolerance
 from hvd_bert.report.comparison import Table
 from hvd_bert.report.projection import Fusion, Network, Projection
 from hvd_bert.runs import reading
@@ -93,7 +93,7 @@ def _add_projection(parser: argparse.ArgumentParser) -> None:
         help="HOROVOD_FUSION_THRESHOLD, in MiB. (default: %(default)g)")  # fmt: skip
     add("--cycle_ms", type=float, default=1.0, metavar="N",
         help="HOROVOD_CYCLE_TIME, in ms. (default: %(default)g)")  # fmt: skip
-    add("--most_devices", type=int, default=projection.MOST_DEVICES, metavar="N",
+    add("--most_devices", type=int, default=projection.MAX_DEVICES, metavar="N",
         help="Largest number of devices to project to. (default: %(default)s)")  # fmt: skip
 
 

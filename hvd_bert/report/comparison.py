@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvd_bert.errors import UserError
-from hvd_bert.report.alike import STRONG, WEAK, Group, Tolerance, differences, losses_differ
+from hvd_bert.report.comparability import STRONG, WEAK, Group, Tolerance, differences, losses_differ
 from hvd_bert.runs.run import LeftOut, Run
 
 STRATEGIES = ("none", "horovod", "ddp", "fsdp", "deepspeed", "dp")
@@ -23,8 +23,8 @@ class Line:
 
     group: Group
     speedup: float | None
-    least: float | None
-    most: float | None
+    speedup_min: float | None
+    speedup_max: float | None
     efficiency: float | None
     reason: str
     checked: str
@@ -75,12 +75,12 @@ def parse_baseline(text: str) -> tuple[str, int]:
 
 def same_hardware(runs: Sequence[Run]) -> tuple[list[Run], list[LeftOut]]:
     """The runs on the hardware that most of them ran on, and the others."""
-    most = Counter(run.device_name for run in runs).most_common(1)
-    kept = [run for run in runs if run.device_name == most[0][0]]
+    commonest = Counter(run.device_name for run in runs).most_common(1)
+    kept = [run for run in runs if run.device_name == commonest[0][0]]
     left = [
-        LeftOut(run.name, f"ran on {run.device_name}, and most on {most[0][0]}: report it by itself")
+        LeftOut(run.name, f"ran on {run.device_name}, and most on {commonest[0][0]}: report it by itself")
         for run in runs
-        if run.device_name != most[0][0]
+        if run.device_name != commonest[0][0]
     ]
     return kept, left
 
@@ -142,15 +142,15 @@ def _tables_of(
 
     Where no two did the same work there is one table of them all.
     """
-    alike: list[list[Group]] = []
+    comparable: list[list[Group]] = []
     for group in members:
-        home = next((held for held in alike if not differences(held[0], group, kind)), None)
+        home = next((held for held in comparable if not differences(held[0], group, kind)), None)
         if home is None:
-            alike.append([group])
+            comparable.append([group])
         else:
             home.append(group)
-    several = [held for held in alike if len(held) > 1]
-    alone = [held[0] for held in alike if len(held) == 1]
+    several = [held for held in comparable if len(held) > 1]
+    alone = [held[0] for held in comparable if len(held) == 1]
     found = []
     for number, same in enumerate(several or [alone]):
         held = sorted([*same, *alone], key=_order) if several and number == 0 else same
@@ -185,9 +185,9 @@ def _line(base: Group, group: Group, table: Sequence[Group], kind: str, toleranc
     if reason:
         return Line(group, None, None, None, None, reason, checked)
     speedup = group.windows_per_s / base.windows_per_s
-    least, most = (speed / base.windows_per_s for speed in group.spread())
+    minimum, maximum = (speed / base.windows_per_s for speed in group.spread())
     efficiency = speedup / (group.one.devices / base.one.devices)
-    return Line(group, speedup, least, most, efficiency, "", checked)
+    return Line(group, speedup, minimum, maximum, efficiency, "", checked)
 
 
 def _reference(base: Group, group: Group, table: Sequence[Group], kind: str) -> tuple[Group, str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hvd_bert.rendering.page import DASH, Grid
-from hvd_bert.report.alike import EARLY_STEPS, NATS, STRONG, Tolerance
+from hvd_bert.report.comparability import EARLY_STEPS, NATS, STRONG, Tolerance
 from hvd_bert.report.comparison import UNCHECKED, Line, Table
 from hvd_bert.report.projection import Projection, Step
 from hvd_bert.runs.run import LeftOut, Run
@@ -20,8 +20,8 @@ def number(value: float | None, form: str = ".3g") -> str:
     return DASH if value is None else format(value, form)
 
 
-def _range(least: float | None, most: float | None, form: str) -> str:
-    return DASH if least is None or most is None else f"{least:{form}} to {most:{form}}"
+def _range(minimum: float | None, maximum: float | None, form: str) -> str:
+    return DASH if minimum is None or maximum is None else f"{minimum:{form}} to {maximum:{form}}"
 
 
 def _seconds(value: float | None) -> str:
@@ -40,7 +40,11 @@ def speedups(table: Table) -> Grid:
         name = f"{group.label}, left out" if line.reason else group.label
         cells = [name, str(run.nodes), str(run.ranks), *devices, str(len(group.runs))]
         cells += [_seconds(group.median(lambda run: run.runtime_s)), number(group.windows_per_s, ".2f")]
-        cells += [_range(*group.spread(), ".2f"), number(line.speedup, ".2f"), _range(line.least, line.most, ".2f")]
+        cells += [
+            _range(*group.spread(), ".2f"),
+            number(line.speedup, ".2f"),
+            _range(line.speedup_min, line.speedup_max, ".2f"),
+        ]
         rows.append([*cells, number(line.efficiency, ".2f")])
     return Grid(head, rows)
 
@@ -72,12 +76,14 @@ def summary(tables: Sequence[Table]) -> list[str]:
     said = []
     for table in tables:
         held = [line for line in table.lines if line.speedup is not None and line.group is not table.baseline]
-        most = max((line.group.one.devices for line in held), default=0)
-        best = sorted((line for line in held if line.group.one.devices == most), key=lambda line: -(line.speedup or 0))
+        maximum = max((line.group.one.devices for line in held), default=0)
+        best = sorted(
+            (line for line in held if line.group.one.devices == maximum), key=lambda line: -(line.speedup or 0)
+        )
         parts = [f"{line.group.label} {line.speedup:.2f}" for line in best]
         if parts:
             over = f"times the windows/s of {table.baseline.name}"
-            said.append(f"{table.title}: on {most} device{'s' * (most > 1)} {', '.join(parts)} {over}.")
+            said.append(f"{table.title}: on {maximum} device{'s' * (maximum > 1)} {', '.join(parts)} {over}.")
     return said
 
 
@@ -130,8 +136,8 @@ def remarks(tables: Iterable[Table], runs: Sequence[Run]) -> list[str]:
 
 
 def _spread(line: Line) -> float:
-    least, most = line.group.spread()
-    return (most - least) / line.group.windows_per_s
+    minimum, maximum = line.group.spread()
+    return (maximum - minimum) / line.group.windows_per_s
 
 
 def definitions(tolerance: Tolerance) -> list[str]:
@@ -226,8 +232,8 @@ def table_rows(tables: Iterable[Table]) -> list[dict[str, Any]]:
             "windows_per_s_least": line.group.spread()[0],
             "windows_per_s_most": line.group.spread()[1],
             "speedup": line.speedup,
-            "speedup_least": line.least,
-            "speedup_most": line.most,
+            "speedup_least": line.speedup_min,
+            "speedup_most": line.speedup_max,
             "efficiency": line.efficiency,
             "reason": line.reason,
         }

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hvd_bert.rendering.style import COLOURS, STYLE
-from hvd_bert.report.alike import WEAK
+from hvd_bert.report.comparability import WEAK
 from hvd_bert.report.comparison import Line, Table
 from hvd_bert.report.projection import Projection
 from hvd_bert.runs.run import Run
@@ -21,7 +21,7 @@ MARKERS = ("s", "o", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", ":", "-.")
 GREYS = ("0.1", "0.55", "0.75")  # of a projection's networks: the colours are the strategies'
 LINEAR_UP_TO = 8  # times the fewest devices; more are shown on an axis of powers of two
-MOST_POINTS = 60  # of a loss curve; more are averaged
+MAX_POINTS = 60  # of a loss curve; more are averaged
 GIB = 2**30
 
 
@@ -43,7 +43,7 @@ def scaling(table: Table) -> bytes:
         base = table.baseline.one.devices
         counts = sorted({line.group.one.devices for line in table.lines})
         _ideal(axes[0, 0], counts, 1 / base)
-        _panel(axes[0, 0], table, "Speed-up", lambda line: _spread(line.speedup, line.least, line.most))
+        _panel(axes[0, 0], table, "Speed-up", lambda line: _spread(line.speedup, line.speedup_min, line.speedup_max))
         _ideal(axes[0, 1], counts, 0)
         _panel(axes[0, 1], table, "Efficiency", lambda line: _spread(line.efficiency, *_efficiencies(line)))
         _panel(axes[1, 0], table, "Throughput, windows/s", _throughput)
@@ -56,14 +56,14 @@ def scaling(table: Table) -> bytes:
 
 
 def _efficiencies(line: Line) -> tuple[float | None, float | None]:
-    if line.speedup is None or line.efficiency is None or line.least is None or line.most is None:
+    if line.speedup is None or line.efficiency is None or line.speedup_min is None or line.speedup_max is None:
         return None, None
     over = line.efficiency / line.speedup
-    return line.least * over, line.most * over
+    return line.speedup_min * over, line.speedup_max * over
 
 
-def _spread(value: float | None, least: float | None, most: float | None) -> tuple[float, float, float] | None:
-    return None if value is None or least is None or most is None else (value, least, most)
+def _spread(value: float | None, minimum: float | None, maximum: float | None) -> tuple[float, float, float] | None:
+    return None if value is None or minimum is None or maximum is None else (value, minimum, maximum)
 
 
 def _throughput(line: Line) -> tuple[float, float, float] | None:
@@ -100,9 +100,9 @@ def _panel(
             continue
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
         style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 6, "linewidth": 1.6, "capsize": 3}
-        xs, values, least, most = zip(*points, strict=True)
-        below = [value - low for value, low in zip(values, least, strict=True)]
-        above = [high - value for value, high in zip(values, most, strict=True)]
+        xs, values, minimum, maximum = zip(*points, strict=True)
+        below = [value - low for value, low in zip(values, minimum, strict=True)]
+        above = [high - value for value, high in zip(values, maximum, strict=True)]
         axes.errorbar(xs, values, yerr=[below, above], label=label, zorder=2, **style)
     axes.set_title(title, loc="left")
     axes.set_xlabel("ranks" if all(line.group.one.devices == line.group.one.ranks for line in table.lines) else "GPUs")
@@ -149,7 +149,7 @@ def _curve(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
     by_step = [{row.step: row.loss for row in run.rows} for run in runs]
     steps = sorted(set.intersection(*(set(rows) for rows in by_step)))
     points = [(float(step), statistics.median(rows[step] for rows in by_step)) for step in steps]
-    size = -(-len(points) // MOST_POINTS)
+    size = -(-len(points) // MAX_POINTS)
     bins = [points[start : start + size] for start in range(0, len(points), size)] if size else []
     return [statistics.fmean(step for step, _ in held) for held in bins], [
         statistics.fmean(loss for _, loss in held) for held in bins

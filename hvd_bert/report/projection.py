@@ -13,10 +13,10 @@ from typing import Any
 
 from hvd_bert.errors import UserError
 from hvd_bert.model.flops import BACKWARD
-from hvd_bert.report.alike import STRONG, WEAK, Group
+from hvd_bert.report.comparability import STRONG, WEAK, Group
 from hvd_bert.report.comparison import Table, baseline_of, title_of
 
-MOST_DEVICES = 1024
+MAX_DEVICES = 1024
 
 
 class NoStep(Exception):
@@ -158,14 +158,14 @@ def in_fp16(step: Step) -> Step:
     return replace(step, gradient_bytes=step.gradient_bytes / 2, late_bytes=step.late_bytes / 2)
 
 
-def device_counts(most: int) -> list[int]:
-    """1, 2, 4, ... up to `most`."""
-    return [2**power for power in range(most.bit_length()) if 2**power <= most]
+def device_counts(maximum: int) -> list[int]:
+    """1, 2, 4, ... up to `maximum`."""
+    return [2**power for power in range(maximum.bit_length()) if 2**power <= maximum]
 
 
-def end_of(kind: str, size: float, most: int) -> tuple[int, str]:
-    """The largest of `device_counts(most)` on which `size` windows can be projected, and why there are no more."""
-    counts = device_counts(most)
+def end_of(kind: str, size: float, maximum: int) -> tuple[int, str]:
+    """The largest of `device_counts(maximum)` on which `size` windows can be projected, and why there are no more."""
+    counts = device_counts(maximum)
     if kind == STRONG:
         counts = [devices for devices in counts if devices <= size]
     last = counts[-1]
@@ -173,7 +173,7 @@ def end_of(kind: str, size: float, most: int) -> tuple[int, str]:
     if kind == STRONG and 2 * last > size:
         windows = f"a global batch of {size:g} window{'s' * (size != 1)}"
         return last, f"{said}{windows}, of which each of {2 * last} devices would need one"
-    return last, f"{said}--most_devices {most}"
+    return last, f"{said}--most_devices {maximum}"
 
 
 def measured_step(group: Group, kind: str, parameters: int | None, backward_share: float | None) -> Step:
@@ -244,11 +244,11 @@ def both_kinds(
     baseline: Group,
     networks: Sequence[tuple[str, Network]],
     fusion: Fusion,
-    most: int = MOST_DEVICES,
+    maximum: int = MAX_DEVICES,
     parameters: int | None = None,
     backward_share: float | None = None,
 ) -> list[Projection]:
-    """Strong and weak scaling on up to `most` devices from a baseline's step, whatever else was measured.
+    """Strong and weak scaling on up to `maximum` devices from a baseline's step, whatever else was measured.
 
     Strong scaling ends where a device would have less than one window.
     """
@@ -259,7 +259,7 @@ def both_kinds(
         except NoStep as error:
             made.append(Projection(kind, size, baseline, f"not possible: {error}"))
             continue
-        last, ends = end_of(kind, size, most)
+        last, ends = end_of(kind, size, maximum)
         if last == 1:
             made.append(Projection(kind, size, baseline, f"not possible: it {ends}"))
         else:

@@ -17,7 +17,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.runs.run import LeftOut, Row, Run
 
 RESULTS, METRICS, SETTINGS, SCORES = "train_results.json", "metrics.jsonl", "train_config.yaml", "eval_results.json"
-SCORED_ONLY = "eval_config.yaml"
+EVALUATED_ONLY = "eval_config.yaml"
 SWEEP = "sweep.json"  # what `python -m hvd_bert.bench sweep` leaves above its runs
 # Of the record `work`: what repeats may differ in; what shows in the number of steps; what tells ways of sending the
 # same gradients from each other, and so belongs to the strategy.
@@ -48,7 +48,7 @@ def find(paths: Sequence[Path]) -> list[Path]:
 
 def _below(path: Path) -> Iterable[Path]:
     for folder, subfolders, files in os.walk(path):
-        if {RESULTS, SETTINGS, METRICS, SCORED_ONLY} & set(files):
+        if {RESULTS, SETTINGS, METRICS, EVALUATED_ONLY} & set(files):
             subfolders.clear()  # checkpoints and the like are the run's own
             yield Path(folder)
 
@@ -125,7 +125,7 @@ def read(folder: Path) -> Run:
         steps=results.count("train_steps"),
         windows=results.count("train_samples"),
         learning_rate=results.number("learning_rate"),
-        seed=results.count("seed", least=0),
+        seed=results.count("seed", minimum=0),
         without_dropout=work.get("--dropout") in ("0", "0.0"),
         work={name: value for name, value in work.items() if name not in (*REPEATED, *IN_STEPS, *OF_THE_STRATEGY)},
         device_name=str(results.values.get("device_name")),
@@ -162,10 +162,10 @@ class _Record:
             raise Unusable(f"{self.file} is damaged: {key} is {str(value)[:50]}, not a number")
         return float(value)
 
-    def count(self, key: str, least: int = 1) -> int:
+    def count(self, key: str, minimum: int = 1) -> int:
         """A whole number."""
         value = self.number(key)
-        if value != int(value) or value < least:
+        if value != int(value) or value < minimum:
             raise Unusable(f"{self.file} is damaged: {key} is {value:g}")
         return int(value)
 

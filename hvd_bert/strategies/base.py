@@ -1,4 +1,4 @@
-"""What an engine is: how a model is trained by the ranks of a world. The base is one process (--strategy none).
+"""What a strategy is: how a model is trained by the ranks of a world. The base is one process (--strategy none).
 
 One optimizer step of the loop is `backward` x accumulation, `synchronize`, `clip`, `step`.
 """
@@ -18,7 +18,7 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class EngineOptions:
+class StrategyOptions:
     """`accumulation`: backward passes before a step; they are summed (and not averaged), so the losses must already be
     shares of the step's loss. `max_grad_norm`: 0 never clips. `fp16`: scale the losses for fp16's range. `bf16`: the
     forward pass is autocast. `deterministic`: sums in the same order in each run. `fp16_allreduce`,
@@ -36,7 +36,7 @@ class EngineOptions:
     zero_stage: int = 2
 
 
-class Engine:
+class Strategy:
     """Trains `model` with the mean of all ranks' gradients.
 
     Attributes: `module`: what the loop calls for the forward pass; `optimizer`: whose learning rate the schedule sets;
@@ -49,7 +49,7 @@ class Engine:
     # Whether the time that the step waits for other ranks can be told from its computing.
     tells_exposed_comm = True
 
-    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, options: EngineOptions, world: World) -> None:
+    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, options: StrategyOptions, world: World) -> None:
         """A collective: the weights are rank 0's afterwards. `make_optimizer` is called with `module`."""
         self.model = model
         self.options = options

@@ -10,14 +10,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_bert.distributed.world import World
-from hvd_bert.strategies.base import Engine
+from hvd_bert.strategies.base import Strategy
 
 # What newer versions of torch call it, with a warning for the older name.
 _NEWER = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if _NEWER else "broadcast_buffers"
 
 
-class DDPEngine(Engine):
+class DDPStrategy(Strategy):
     """Wraps the model: its backward pass averages buckets of gradients, and ends when all have arrived."""
 
     backward_ends_in = "exposed_comm"

@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO: the ranks share out the optimizer's state (stage 1), gradients (2), weights (3). An extra.
 
-Forward and backward are the other engines', in fp32 or torch's autocast: what differs is where things are kept.
+Forward and backward are the other strategies', in fp32 or torch's autocast: what differs is where things are kept.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
-from hvd_bert.strategies.base import Engine, EngineOptions, MakeOptimizer
+from hvd_bert.strategies.base import MakeOptimizer, Strategy, StrategyOptions
 
-# It is imported where an engine is made, since its import takes seconds and looks for accelerators.
+# It is imported where a strategy is made, since its import takes seconds and looks for accelerators.
 if find_spec("deepspeed") is None:
     raise ImportError("No module named 'deepspeed'")
 
@@ -37,18 +37,18 @@ def load_deepspeed() -> Any:
         ) from None
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedStrategy(Strategy):
     """ZeRO over the ranks. DeepSpeed clips and steps in one, so `clip` does both."""
 
     module: Any
     tells_exposed_comm = False  # its waiting lies within backward and step
 
-    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, options: EngineOptions, world: World) -> None:
+    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, options: StrategyOptions, world: World) -> None:
         os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # else it looks for one, and tells of it
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         # What torch says of DeepSpeed's calls is not for our users.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-        with world.together():
+        with world.raise_on_all_ranks():
             deepspeed = load_deepspeed()
         self._utils: Any = deepspeed.utils
         self._gathered: Any = deepspeed.zero.GatheredParameters

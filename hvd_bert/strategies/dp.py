@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from hvd_bert.distributed.world import World
-from hvd_bert.model.attention import offsets_of
-from hvd_bert.strategies.base import Engine
+from hvd_bert.model.attention import cu_seqlens_of
+from hvd_bert.strategies.base import Strategy
 
 
-class DPEngine(Engine):
+class DPStrategy(Strategy):
     """Splits each batch over the GPUs of this process, and adds up their gradients on the first."""
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
@@ -52,11 +52,11 @@ def split_windows(tokens: dict[str, Any], parts: int) -> list[dict[str, Any]]:
     rows = {
         name: value.split([sum(share) for share in shares], dim=1)
         for name, value in tokens.items()
-        if not name.startswith("window_")
+        if name not in ("window_lengths", "cu_seqlens")
     }
     return [
         {name: row[i] for name, row in rows.items()}
-        | {"window_lengths": share, "window_offsets": offsets_of(share, tokens["window_offsets"].device)}
+        | {"window_lengths": share, "cu_seqlens": cu_seqlens_of(share, tokens["cu_seqlens"].device)}
         for i, share in enumerate(shares)
     ]
 

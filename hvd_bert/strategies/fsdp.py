@@ -19,13 +19,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hvd_bert.distributed.world import World
-from hvd_bert.strategies.base import Engine, slots_of
+from hvd_bert.strategies.base import Strategy, slots_of
 
 WHOLE_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 WHOLE = StateDictOptions(full_state_dict=True)
 
 
-class FSDPEngine(Engine):
+class FSDPStrategy(Strategy):
     """Shards a copy of the model, layer by layer; the model given stays whole, for scoring and saving.
 
     So every rank holds the weights once more than FSDP itself would.

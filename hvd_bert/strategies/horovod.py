@@ -1,4 +1,4 @@
-"""Horovod's engine: gradients averaged by ring-allreduce while the backward pass still runs.
+"""Horovod's strategy: gradients averaged by ring-allreduce while the backward pass still runs.
 
 The traps of Horovod 0.28 that this file closes are named where they are closed.
 """
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from hvd_bert.distributed.world import World
-from hvd_bert.strategies.base import Engine, EngineOptions, MakeOptimizer
+from hvd_bert.strategies.base import MakeOptimizer, Strategy, StrategyOptions
 
 
-class HorovodEngine(Engine):
+class HorovodStrategy(Strategy):
     """Wraps the optimizer: each gradient goes on its way to the other ranks as soon as the backward pass has made it.
 
     Horovod cannot send bf16, so gradients are fp32, or fp16 on the wire alone.
     """
 
-    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, options: EngineOptions, world: World) -> None:
+    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, options: StrategyOptions, world: World) -> None:
         import horovod.torch as hvd
 
         super().__init__(model, make_optimizer, options, world)

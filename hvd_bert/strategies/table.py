@@ -1,4 +1,4 @@
-"""The table of strategies: which engine trains, and what it needs."""
+"""The table of strategies: which class trains, and what it needs."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from torch import nn
 
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
-from hvd_bert.strategies.base import Engine, EngineOptions, MakeOptimizer
+from hvd_bert.strategies.base import MakeOptimizer, Strategy, StrategyOptions
 
 # Each in a file of its own, which is read only if it is chosen.
-ENGINES = {
-    "horovod": "hvd_bert.strategies.horovod:HorovodEngine",
-    "ddp": "hvd_bert.strategies.ddp:DDPEngine",
-    "fsdp": "hvd_bert.strategies.fsdp:FSDPEngine",
-    "deepspeed": "hvd_bert.strategies.deepspeed:DeepSpeedEngine",
-    "dp": "hvd_bert.strategies.dp:DPEngine",
-    "none": "hvd_bert.strategies.base:Engine",
+STRATEGY_CLASSES = {
+    "horovod": "hvd_bert.strategies.horovod:HorovodStrategy",
+    "ddp": "hvd_bert.strategies.ddp:DDPStrategy",
+    "fsdp": "hvd_bert.strategies.fsdp:FSDPStrategy",
+    "deepspeed": "hvd_bert.strategies.deepspeed:DeepSpeedStrategy",
+    "dp": "hvd_bert.strategies.dp:DPStrategy",
+    "none": "hvd_bert.strategies.base:Strategy",
 }
 
 
-def engine_class(strategy: str) -> type[Engine]:
+def strategy_class(strategy: str) -> type[Strategy]:
     """Raises UserError, with the line that installs it, if what the strategy needs is not installed."""
-    module, name = ENGINES[strategy].split(":")
+    module, name = STRATEGY_CLASSES[strategy].split(":")
     try:
-        found: type[Engine] = getattr(import_module(module), name)
+        found: type[Strategy] = getattr(import_module(module), name)
     except ImportError as error:
-        mend = "install it by `bash env/setup.sh --deepspeed`" if strategy == "deepspeed" else "take a newer torch"
-        raise UserError(f"--strategy {strategy} cannot be loaded ({error}): {mend}, or choose another.") from None
+        hint = "install it by `bash env/setup.sh --deepspeed`" if strategy == "deepspeed" else "take a newer torch"
+        raise UserError(f"--strategy {strategy} cannot be loaded ({error}): {hint}, or choose another.") from None
     return found
 
 
-def make_engine(
-    strategy: str, model: nn.Module, make_optimizer: MakeOptimizer, options: EngineOptions, world: World
-) -> Engine:
-    """The engine of a strategy; see `Engine`. A collective."""
-    return engine_class(strategy)(model, make_optimizer, options, world)
+def make_strategy(
+    strategy: str, model: nn.Module, make_optimizer: MakeOptimizer, options: StrategyOptions, world: World
+) -> Strategy:
+    """The strategy of that name; see `Strategy`. A collective."""
+    return strategy_class(strategy)(model, make_optimizer, options, world)

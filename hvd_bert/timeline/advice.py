@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hvd_bert.timeline.figures import Findings, StepFigures
 
-MOST = 3
+MAX_LINES = 3
 WAIT_SHARE = 0.05  # of the step, waited for the last rank
 SAME_RANK = 0.6  # of the steps, in which one rank is the last
 ENOUGH_STEPS = 10  # that name ranks, for one of them to be named here
@@ -25,7 +25,7 @@ def advise(findings: Findings) -> list[str]:
         ]
     found = [*_waiting(findings, step), *_exposed(step), *_copies(findings, step)]
     if found:
-        return [line for _, line in sorted(found, reverse=True)[:MOST]]
+        return [line for _, line in sorted(found, reverse=True)[:MAX_LINES]]
     return [
         f"Communication does not hold this run up: {_percent(step.exposed_most_share)} of a step is exposed, "
         f"{_percent(step.wait_share)} is waiting for the last rank. More speed has to come from the computing."
@@ -60,14 +60,14 @@ def _waiting(findings: Findings, step: StepFigures) -> list[tuple[float, str]]:
     if step.wait_share < WAIT_SHARE:
         return []
     if 2 * of_steps >= step.steps:
-        mend = f"Which it is, {step.steps} steps are too few to tell: record {ENOUGH_STEPS + 1} or more."
+        hint = f"Which it is, {step.steps} steps are too few to tell: record {ENOUGH_STEPS + 1} or more."
     else:
-        mend = (
+        hint = (
             f"This file names ranks in {of_steps} of {step.steps} steps only: to see which it is, record with "
             f"{NO_CACHE} (for profiling alone)."
         )
     waits = f"The first rank waits {_ms(step.wait_s)} a step ({_percent(step.wait_share)}) for the last."
-    return [(step.wait_share, f"{waits} {mend}")]
+    return [(step.wait_share, f"{waits} {hint}")]
 
 
 def _exposed(step: StepFigures) -> list[tuple[float, str]]:
@@ -76,21 +76,21 @@ def _exposed(step: StepFigures) -> list[tuple[float, str]]:
     how_much = f"A step waits {_range(step)} for allreduces that the backward pass does not hide"
     per_message = step.size / max(step.messages, 1)
     if per_message < SMALL_MESSAGE and step.messages > MANY_MESSAGES:
-        mend = (
+        hint = (
             f"{step.messages:.0f} messages of {bytes_text(per_message)} each: latency. Fuse more: "
             "HOROVOD_CYCLE_TIME=5, and see that HOROVOD_FUSION_THRESHOLD is not below its 128 MiB."
         )
     elif per_message < SMALL_MESSAGE:
-        mend = (
+        hint = (
             f"{bytes_text(step.size)} a step in {step.messages:.0f} messages, so latency or ranks without a free core, "
             "not bandwidth: fewer, larger steps (a larger batch, --gradient_accumulation_steps), a core more per rank."
         )
     else:
-        mend = (
+        hint = (
             f"{bytes_text(step.size)} a step in {step.messages:.0f} messages: bandwidth. --fp16_allreduce halves the "
             "bytes, --gradient_accumulation_steps sends them less often; see that the fastest network is used."
         )
-    return [(step.exposed_most_share, f"{how_much}. {mend}")]
+    return [(step.exposed_most_share, f"{how_much}. {hint}")]
 
 
 def _copies(findings: Findings, step: StepFigures) -> list[tuple[float, str]]:
@@ -110,10 +110,10 @@ def _copies(findings: Findings, step: StepFigures) -> list[tuple[float, str]]:
 
 
 def _range(step: StepFigures) -> str:
-    least, most = step.exposed_least_s, step.exposed_most_s
-    if most - least < 0.05 * most:
-        return f"{_ms(most)} ({_percent(step.exposed_most_share)})"
-    return f"{_ms(least)} to {_ms(most)} ({_percent(step.exposed_least_share)} to {_percent(step.exposed_most_share)})"
+    low, high = step.exposed_least_s, step.exposed_most_s
+    if high - low < 0.05 * high:
+        return f"{_ms(high)} ({_percent(step.exposed_most_share)})"
+    return f"{_ms(low)} to {_ms(high)} ({_percent(step.exposed_least_share)} to {_percent(step.exposed_most_share)})"
 
 
 def _percent(share: float) -> str:

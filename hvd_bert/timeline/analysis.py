@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from hvd_bert.errors import UserError
+from hvd_bert.timeline.byte_parser import Array, Names
 from hvd_bert.timeline.figures import Findings, Phase, RankRow, SizeClass, SlowTensor, Spread, StepFigures
 from hvd_bert.timeline.reader import CYCLE, Reader
 from hvd_bert.timeline.rows import NONE, Batch, Messages
 from hvd_bert.timeline.spans import COLLECTIVE, NEGOTIATION, Spans, kind_of
 from hvd_bert.timeline.steps import FULL, Steps, StepTable
-from hvd_bert.timeline.words import Array, Names
 
 LATE_US = 2000  # twice Horovod's cycle: ranks that are less apart were seen in the same look
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)  # bytes: where classes of messages end
@@ -318,9 +318,10 @@ def _step_figures(steps: StepTable | None) -> StepFigures | None:
     return StepFigures(
         steps=len(steps), step_s=step_us * 1e-6, p99_s=float(np.quantile(took, 0.99)) * 1e-6,
         busy_s=middle["busy"] * 1e-6,
-        exposed_least_s=middle["least"] * 1e-6, exposed_most_s=middle["most"] * 1e-6,
-        exposed_p99_s=float(np.quantile(steps.most, 0.99)) * 1e-6, hidden_share=1 - float(steps.most.sum()) / busy,
-        exposed_least_share=middle["least"] / step_us, exposed_most_share=middle["most"] / step_us,
+        exposed_least_s=middle["exposed_min"] * 1e-6, exposed_most_s=middle["exposed_max"] * 1e-6,
+        exposed_p99_s=float(np.quantile(steps.exposed_max, 0.99)) * 1e-6,
+        hidden_share=1 - float(steps.exposed_max.sum()) / busy,
+        exposed_least_share=middle["exposed_min"] / step_us, exposed_most_share=middle["exposed_max"] / step_us,
         wait_s=middle["wait"] * 1e-6, wait_p99_s=float(np.quantile(steps.wait, 0.99)) * 1e-6,
         wait_share=middle["wait"] / step_us, messages=middle["messages"], size=middle["size"],
     )  # fmt: skip

@@ -148,12 +148,12 @@ def ranks(findings: Findings) -> Grid:
     return Grid(head, rows)
 
 
-def tensors(findings: Findings, most: int) -> Grid:
+def tensors(findings: Findings, maximum: int) -> Grid:
     """The slowest."""
     rows = [
         [row.name, f"{row.count:,}", DASH if row.size is None else bytes_text(row.size), seconds(row.negotiation_s),
          seconds(row.operation_s), seconds(row.longest_s)]
-        for row in findings.tensors[:most]
+        for row in findings.tensors[:maximum]
     ]  # fmt: skip
     return Grid(["tensor", "times", "bytes", "negotiation (mean)", "operation (mean)", "longest"], rows)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hvd_bert.timeline.byte_parser import Array
 from hvd_bert.timeline.steps import StepTable
-from hvd_bert.timeline.words import Array
 
 
 class Spread:
@@ -18,7 +18,7 @@ class Spread:
 
     def __init__(self) -> None:
         self.bins = np.zeros(self.FINE * 60, np.int64)
-        self.total, self.most = 0, 0
+        self.total, self.maximum = 0, 0
 
     def add(self, values: Array) -> None:
         """Count numbers, none below 0."""
@@ -29,7 +29,7 @@ class Spread:
         bins = np.where(values < self.FINE, values, self.FINE * (1 + np.log2(above))).astype(np.int64)
         self.bins += np.bincount(bins, minlength=len(self.bins))
         self.total += int(values.sum())
-        self.most = max(self.most, int(values.max()))
+        self.maximum = max(self.maximum, int(values.max()))
 
     @property
     def count(self) -> int:
@@ -42,7 +42,7 @@ class Spread:
             return math.nan
         at = int(np.searchsorted(np.cumsum(self.bins), part * self.count, side="left"))
         middle = float(at) if at < self.FINE else self.FINE * 2 ** ((at + 0.5) / self.FINE - 1)
-        return min(middle, float(self.most))
+        return min(middle, float(self.maximum))
 
 
 @dataclass(frozen=True)

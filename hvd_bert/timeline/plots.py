@@ -10,13 +10,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hvd_bert.rendering.style import COLOURS, STYLE
+from hvd_bert.timeline.byte_parser import Array
 from hvd_bert.timeline.figures import Findings
 from hvd_bert.timeline.rows import NONE
 from hvd_bert.timeline.steps import StepTable
-from hvd_bert.timeline.words import Array
 
-MOST_POINTS = 400  # along the axis; of more steps, means are drawn
-MOST_PHASES = 10
+MAX_POINTS = 400  # along the axis; of more steps, means are drawn
+MAX_PHASES = 10
 COLOUR_OF = {
     **{"negotiation": COLOURS[5], "wait": COLOURS[4], "queue": COLOURS[6]},
     **{"copy": COLOURS[3], "collective": COLOURS[1], "set-up": "0.6"},
@@ -25,7 +25,7 @@ COLOUR_OF = {
 
 def phases(findings: Findings) -> bytes:
     """A bar per phase."""
-    shown = sorted(findings.phases, key=lambda phase: phase.total_s)[-MOST_PHASES:]
+    shown = sorted(findings.phases, key=lambda phase: phase.total_s)[-MAX_PHASES:]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9, 0.8 + 0.36 * len(shown)), layout="constrained")
         axes = figure.subplots()
@@ -48,7 +48,7 @@ def steps(table: StepTable) -> bytes:
         figure = Figure(figsize=(9, 3.2), layout="constrained")
         axes = figure.subplots()
         _curve(axes, number, took, "step", COLOURS[0])
-        _curve(axes, number, table.most[:-1] * 1e-3, "exposed communication (at most)", COLOURS[1])
+        _curve(axes, number, table.exposed_max[:-1] * 1e-3, "exposed communication (at most)", COLOURS[1])
         named = table.last_rank[:-1] != NONE
         waiting = np.where(named, table.lag[:-1], table.wait[:-1]) * 1e-3
         _curve(axes, number, waiting, "waiting for the last rank", COLOURS[2])
@@ -60,7 +60,7 @@ def steps(table: StepTable) -> bytes:
 
 
 def _curve(axes: Axes, number: Array, values: Array, label: str, colour: str) -> None:
-    width = -(-len(values) // MOST_POINTS)
+    width = -(-len(values) // MAX_POINTS)
     starts = np.arange(0, len(values), width)
     means = np.add.reduceat(values, starts) / np.diff(starts, append=len(values))
     axes.plot(number[starts], means, color=colour, label=label, linewidth=1.3)

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from hvd_bert.errors import UserError
-from hvd_bert.timeline.words import END, MARK, Array, Names, SpanNames, digit_counts, numbers, word, words
+from hvd_bert.timeline.byte_parser import END, MARK, Array, Names, SpanNames, digit_counts, numbers, word, words
 
 BLOCK = 2 << 20  # bytes: the arrays made of it stay in a core's cache
 LONGEST_EVENT = 1 << 20  # bytes; what is longer is no event

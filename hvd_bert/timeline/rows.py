@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvd_bert.timeline.words import Array
+from hvd_bert.timeline.byte_parser import Array
 
 NONE = -1  # where there is none, or it is not told
 

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hvd_bert.timeline.byte_parser import BEGIN, END, TICK, Array
 from hvd_bert.timeline.reader import Events
 from hvd_bert.timeline.rows import NONE, Activities, Batch, Messages, Negotiations, Operations
-from hvd_bert.timeline.words import BEGIN, END, TICK, Array
 
 NEGOTIATE = "NEGOTIATE_"
 OPERATIONS = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "ADASUM")
 WAITS = ("WAIT_FOR_DATA", "WAIT_FOR_OTHER_TENSOR_DATA")  # of each tensor its own
 COLLECTIVES = ("ALLREDUCE", "ALLGATHER", "BCAST", "ALLTOALL", "REDUCESCATTER", "REDUCE")
-MOST_CARRIED = 1 << 19  # events: an operation that never ends keeps no more than that back
+MAX_CARRIED = 1 << 19  # events: an operation that never ends keeps no more than that back
 ACTIVITY, NEGOTIATION, OPERATION, COLLECTIVE, OTHER = range(5)
 
 
@@ -123,7 +123,7 @@ class _Work:
         stuck[self.order[self.open_operations]] = 1
         quiet = np.flatnonzero(np.cumsum(stuck) == 0)
         place = int(quiet[-1]) + 1 if len(quiet) else 0
-        if count - place > MOST_CARRIED:  # an operation that does not end: go on without it
+        if count - place > MAX_CARRIED:  # an operation that does not end: go on without it
             quiet = np.flatnonzero(np.cumsum(change) == 0)
             place = int(quiet[-1]) + 1 if len(quiet) else count
         return place
@@ -258,13 +258,13 @@ class _Work:
         told = before != NONE
         seen = np.where(told, past.start[before], start) if len(past.start) else start
         ready = np.where(told, past.end[before], start) if len(past.end) else start
-        least = np.minimum.reduceat(size, first)
+        minimum = np.minimum.reduceat(size, first)
         starts, ends = np.minimum.reduceat(start, first), np.maximum.reduceat(end, first)
         return Messages(
             code=rows.code[sort][first],
             collective=collective,
             tensors=np.diff(first, append=len(sort)),
-            size=np.where(least < 0, NONE, np.add.reduceat(size, first)),
+            size=np.where(minimum < 0, NONE, np.add.reduceat(size, first)),
             seen=np.maximum.reduceat(seen, first),
             ready=np.maximum.reduceat(ready, first),
             start=starts,

@@ -13,30 +13,30 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hvd_bert.timeline.byte_parser import Array
 from hvd_bert.timeline.rows import NONE, Batch, Messages
-from hvd_bert.timeline.words import Array
 
 REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
 ASYNCHRONOUS = "NCCL_"  # collectives that another thread waits for
 AT_ONCE_US = 5000  # a negotiation that follows a message this soon may have waited for the thread that sent it
 SMALL = 0.01  # of a step's bytes: a message after the gradients' that is smaller is a loss or a metric
-MOST_STEPS = 1 << 19  # that are kept; those after them are left out
+MAX_STEPS = 1 << 19  # that are kept; those after them are left out
 FULL = 0.5  # of the usual number of tensors: a step with fewer is evaluation, or something else
 
 
 @dataclass
 class StepTable:
     """A row per step. Times in us. `start`: when its first tensors were ready; `busy`: of it messages were under way;
-    `least` and `most`: exposed; `wait`: of the first rank for the last, at the end; `lag` and `last_rank`: the most
-    that a tensor's ranks were apart, and the last of them (NONE where none is named)."""
+    `exposed_min` and `exposed_max`: exposed; `wait`: of the first rank for the last, at the end; `lag` and `last_rank`:
+    the most that a tensor's ranks were apart, and the last of them (NONE where none is named)."""
 
     start: Array
     tensors: Array
     messages: Array
     size: Array
     busy: Array
-    least: Array
-    most: Array
+    exposed_min: Array
+    exposed_max: Array
     wait: Array
     lag: Array
     last_rank: Array
@@ -147,7 +147,7 @@ class Steps:
         for _ in range(3):
             sent = _without_trailing(sent)
         lags = _by_step(sent)
-        if self.count < MOST_STEPS:
+        if self.count < MAX_STEPS:
             self.tables.append(_table(sent, self._is_synchronous(sent.messages.collective), lags))
         self.count += len(lags[0])
 
@@ -221,8 +221,8 @@ def _table(sent: _Sent, synchronous: Array, lags: tuple[Array, Array]) -> StepTa
         messages=last - first + 1,
         size=np.add.reduceat(np.maximum(messages.size, 0), first),
         busy=np.add.reduceat(np.maximum(0, messages.end - start), first),
-        least=after(ready),
-        most=after(np.minimum(earliest, ready)),
+        exposed_min=after(ready),
+        exposed_max=after(np.minimum(earliest, ready)),
         wait=ready - seen,
         lag=lags[0],
         last_rank=lags[1],

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def main(world: World) -> None:
     """A whole run on one rank, from the command line to the output files. Called by all ranks."""
-    with world.together():
+    with world.raise_on_all_ranks():
         config = command_line.parse()
     with collector_paused():
         from hvd_bert.train import loop

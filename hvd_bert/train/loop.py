@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from hvd_bert.checkpoint import resume, run_folder
-from hvd_bert.checkpoint.resume import Found
+from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.checkpoint.saving import Checkpoints
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.data.collate import Collator
 from hvd_bert.data.prefetch import Prefetcher
 from hvd_bert.distributed.signals import StopRequests
-from hvd_bert.distributed.world import AgreedError, World, log
+from hvd_bert.distributed.world import CollectiveError, World, log
 from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.evaluation.evaluator import Evaluator
 from hvd_bert.model.bert import autocast, set_precision, window_losses
@@ -26,51 +26,53 @@ from hvd_bert.monitoring.gpu_usage import GpuUsage
 from hvd_bert.monitoring.process_usage import process_usage
 from hvd_bert.monitoring.profiling.recording import Recording
 from hvd_bert.storage.writing import write_json
-from hvd_bert.strategies.table import engine_class
+from hvd_bert.strategies.table import strategy_class
 from hvd_bert.training.breakdown import Breakdown, describe_steps
 from hvd_bert.training.inputs import Inputs, load_inputs
-from hvd_bert.training.metrics_log import Telemetry
+from hvd_bert.training.metrics_log import MetricsLogger
 from hvd_bert.training.optim import scaling_advice
 from hvd_bert.training.state import TrainState
 
 
 def run(config: Config, world: World) -> None:
     """A whole run: load, restore, train, evaluate, write. Called by all ranks."""
-    with world.together():
+    with world.raise_on_all_ranks():
         resume.check_elastic(config, world)
-        engine_class(config.parallel.strategy)  # whether it is installed
+        strategy_class(config.parallel.strategy)  # whether it is installed
         run_folder.unlock()  # what this process held in an earlier world
     set_up(config, world)
     log.info("%s", "\n".join(world.describe()))
-    found = None
-    with world.together():
+    resume_point = None
+    with world.raise_on_all_ranks():
         if world.rank == 0:
             run_folder.check(config)
-            found = resume.find(config)
+            resume_point = resume.find(config)
         inputs = load_inputs(config, world)
-        resume.check_scoring(config, inputs)
+        resume.check_evaluation(config, inputs)
     settings = {f"--{name}": value for name, value in config.as_flat().items() if not FLAGS[name].chooses_start}
     world.check_same(inputs.fingerprint() | settings)
-    with world.together():
+    with world.raise_on_all_ranks():
         if world.rank == 0:
-            if found:
-                resume.check(found, config, inputs)
-            run_folder.make_ready(config, found)
+            if resume_point:
+                resume.check(resume_point, config, inputs)
+            run_folder.make_ready(config, resume_point)
     config.train.output_dir = world.broadcast(config.train.output_dir)
     folder = config.train.folder
     inputs.model.to(device=world.device)  # type: ignore[call-arg]  # transformers hides the signature
 
     evaluator = Evaluator(inputs, config, world) if inputs.dev else None
-    with closing(Telemetry(folder, enabled=world.rank == 0, resumed_step=found.step if found else None)) as telemetry:
+    with closing(
+        MetricsLogger(folder, enabled=world.rank == 0, resumed_step=resume_point.step if resume_point else None)
+    ) as metrics_logger:
         results: dict[str, Any] = {}
         if inputs.train:
-            results = Training(inputs, found, evaluator, telemetry, config, world).run()
+            results = Training(inputs, resume_point, evaluator, metrics_logger, config, world).run()
             with run_folder.writing(folder, world) as writes:
                 if writes:
                     run_folder.save_model(folder, inputs.model, inputs.tokenizer)
         if evaluator:
             evaluation = evaluator(inputs.model)
-            telemetry.evaluated(evaluation.metrics | {"eval_s": evaluation.seconds})
+            metrics_logger.evaluated(evaluation.metrics | {"eval_s": evaluation.seconds})
             results |= evaluator.totals
             with run_folder.writing(folder, world) as writes:
                 if writes:
@@ -102,20 +104,20 @@ class Training:
     def __init__(
         self,
         inputs: Inputs,
-        found: Found | None,
+        resume_point: ResumePoint | None,
         evaluator: Evaluator | None,
-        telemetry: Telemetry,
+        metrics_logger: MetricsLogger,
         config: Config,
         world: World,
     ) -> None:
-        """A collective. `found`, on rank 0: the checkpoint to go on from."""
+        """A collective. `resume_point`, on rank 0: the checkpoint to go on from."""
         data, args = inputs.train, config.train
         assert data is not None
-        self.config, self.world, self.evaluator, self.telemetry = config, world, evaluator, telemetry
-        self.plan = resume.with_its_batch(data.plan, found, world)
+        self.config, self.world, self.evaluator, self.metrics_logger = config, world, evaluator, metrics_logger
+        self.plan = resume.with_its_batch(data.plan, resume_point, world)
         self.total_steps = args.total_steps(self.plan.steps_per_epoch)
         self.state = TrainState.fresh(inputs.model, self.plan, config, world)
-        resume.restore(self.state, found, args.seed)
+        resume.restore(self.state, resume_point, args.seed)
         collate = Collator(data.windows, world.device, config.data.pad_to)
         self.batches = Prefetcher(self.plan, collate, world.rank, self.state.step)
         peak = peak_flops(args, config.profiling.peak_tflops, world)
@@ -128,19 +130,19 @@ class Training:
     def run(self, stoppable: bool = True) -> dict[str, Any]:
         """Train to the end. Returns what it came to, for train_results.json.
 
-        `stoppable`: signals end it with a checkpoint, and an AgreedError; else they do what they do to any process.
+        `stoppable`: signals end it with a checkpoint, and a CollectiveError; else they do what they do to any process.
         """
         state, checkpoints, world = self.state, self.checkpoints, self.world
         effective = run_folder.effective_settings(self.config, self.plan, state.schedule.base_lrs[0], world)
         log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))
         for advice in scaling_advice(self.config.train, world.size * world.devices, effective["learning_rate"]):
             log.warning(advice)
-        state.engine.module.train()
-        self.telemetry.begin(self.total_steps, state.step, self.plan.steps_per_epoch)
+        state.strategy.module.train()
+        self.metrics_logger.begin(self.total_steps, state.step, self.plan.steps_per_epoch)
         watched = self.stop_requests.watched() if stoppable else nullcontext()
         with closing(checkpoints), closing(self.gpus), closing(self.batches), closing(self.recording), watched:
-            if state.unscored and self.evaluator:  # a signal came before it
-                self._score()
+            if state.eval_pending and self.evaluator:  # a signal came before it
+                self._evaluate()
             while state.step < self.total_steps and not checkpoints.patience_is_over:
                 self.recording.before(state.step + 1)
                 learning_rate, grad_norm, stops = self._step()
@@ -148,35 +150,35 @@ class Training:
                 self._after_step(learning_rate, grad_norm, stops)
             if self.stop_requests.ask()():  # since the last step: while the model was scored, say
                 checkpoints.stop(self.stop_requests.reason())
-            state.engine.whole_model()  # from here on inputs.model is what was trained
+            state.strategy.whole_model()  # from here on inputs.model is what was trained
             checkpoints.end()
-        skipped = {"skipped_steps": state.engine.skipped_steps}
+        skipped = {"skipped_steps": state.strategy.skipped_steps}
         sums = {"breakdown": self.breakdown.results()}
         return state.meter.results() | sums | checkpoints.totals | skipped | effective
 
     def _step(self) -> tuple[float, Tensor, bool]:
         """One optimizer step. Returns its learning rate, the norm of its gradient, and whether to stop now."""
         state, world = self.state, self.world
-        engine, meter = state.engine, state.meter
+        strategy, meter = state.strategy, state.meter
         step_windows = len(self.plan.step_windows(state.step))
         for batch in self.batches.of_step(state.step):
             meter.lap("data")
             with autocast(world.device, self.config.train.precision):
-                losses = window_losses(engine.module, batch)[: batch.num_windows]
+                losses = window_losses(strategy.module, batch)[: batch.num_windows]
             # Horovod takes the mean over the ranks; this makes it the mean over the windows of the step.
             loss = losses.sum() * (world.size / step_windows)
-            engine.backward(loss)
-            meter.lap(engine.backward_ends_in)
+            strategy.backward(loss)
+            meter.lap(strategy.backward_ends_in)
             meter.add(loss, batch)
         any_stop = self.stop_requests.ask()
         self.breakdown.count(state.step)
         self.checkpoints.await_write()
         meter.lap("other")
-        engine.synchronize()
+        strategy.synchronize()
         meter.lap("exposed_comm")
-        grad_norm = engine.clip()
+        grad_norm = strategy.clip()
         learning_rate = state.schedule.get_last_lr()[0]
-        if engine.step():
+        if strategy.step():
             state.schedule.step()
         state.step += 1
         stops = any_stop()
@@ -187,9 +189,9 @@ class Training:
         """Log, stop, score, save: whatever is due after this step."""
         state, checkpoints, total_steps = self.state, self.checkpoints, self.total_steps
         per_epoch = self.plan.steps_per_epoch
-        scores = self.config.scores_after(state.step, per_epoch, total_steps)
-        state.unscored = self.evaluator is not None and scores
-        if state.unscored or self.config.train.logs_after(state.step, total_steps):
+        evaluates = self.config.evaluates_after_step(state.step, per_epoch, total_steps)
+        state.eval_pending = self.evaluator is not None and evaluates
+        if state.eval_pending or self.config.train.logs_after_step(state.step, total_steps):
             means = self.breakdown.read(state.step)
             check_finite(state.step, means["loss"])
             now = {
@@ -197,21 +199,21 @@ class Training:
                 "learning_rate": learning_rate,
                 "grad_norm": float(grad_norm),
             }
-            self.telemetry.logged(state.step, now | means | self.gpus.read(state.step) | checkpoints.metrics())
+            self.metrics_logger.logged(state.step, now | means | self.gpus.read(state.step) | checkpoints.metrics())
         if stops:
             checkpoints.stop(self.stop_requests.reason())
-        if state.unscored:
-            self._score()
+        if state.eval_pending:
+            self._evaluate()
         if checkpoints.due(total_steps):
             checkpoints.save()
         state.meter.lap("other")
 
-    def _score(self) -> None:
+    def _evaluate(self) -> None:
         assert self.evaluator is not None
         with self.state.meter.paused():
-            evaluation = self.evaluator(self.state.engine.whole_model())
-        self.telemetry.evaluated(evaluation.metrics | {"eval_s": evaluation.seconds})
-        self.state.unscored = False
+            evaluation = self.evaluator(self.state.strategy.whole_model())
+        self.metrics_logger.evaluated(evaluation.metrics | {"eval_s": evaluation.seconds})
+        self.state.eval_pending = False
         self.checkpoints.evaluated(evaluation.metrics)
 
 
@@ -219,7 +221,7 @@ def check_finite(step: int, loss: float) -> None:
     """End the run, on all ranks alike, when the mean loss is no number any more."""
     if math.isfinite(loss):
         return
-    raise AgreedError(
+    raise CollectiveError(
         f"The loss is {loss} at step {step}: training has diverged. Lower --learning_rate, lengthen the warm-up"
         " (--warmup_ratio 0.1), or clip (--max_grad_norm 1).",
         status=EXIT_FAILURE,

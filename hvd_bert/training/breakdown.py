@@ -109,8 +109,8 @@ class Breakdown:
 
 def _over_ranks(milliseconds: torch.Tensor, step: torch.Tensor) -> dict[str, float]:
     """Of each rank's milliseconds [ranks], of as many in a `step` [ranks]."""
-    mean, least, most = milliseconds.mean(), milliseconds.min(), milliseconds.max()
-    figures = {"ms": mean, "min_ms": least, "max_ms": most, "share": mean / step.mean()}
+    mean, minimum, maximum = milliseconds.mean(), milliseconds.min(), milliseconds.max()
+    figures = {"ms": mean, "min_ms": minimum, "max_ms": maximum, "share": mean / step.mean()}
     return {name: float(value) for name, value in figures.items()}
 
 
@@ -123,8 +123,8 @@ def describe_steps(results: Mapping[str, Any]) -> list[str]:
     lines = [f"Where a step's time went, mean of {found['steps']} step(s):"]
     lines.append(f"  {'':<24}{'ms':>10}" + (f"{'least':>10}{'most':>10}" if of_ranks else "") + f"{'share':>9}")
 
-    def row(name: str, ms: float, share: float, least: float | None = None, most: float | None = None) -> None:
-        ends = "".join(f"{'' if end is None else f'{end:.1f}':>10}" for end in (least, most))
+    def row(name: str, ms: float, share: float, minimum: float | None = None, maximum: float | None = None) -> None:
+        ends = "".join(f"{'' if end is None else f'{end:.1f}':>10}" for end in (minimum, maximum))
         lines.append(f"  {name:<24}{ms:>10.1f}{ends if of_ranks else ''}{share:>9.1%}")
 
     names = NAMES if "exposed_comm" in found["phases"] else NAMES | {"compute": "forward, backward, waiting"}

@@ -95,24 +95,24 @@ class Meter:
         self.last_step = 0
         self.train_s = self.loss_sum = 0.0
         self.windows = self.tokens = 0
-        self._watch = Stopwatch(world.device)
+        self._stopwatch = Stopwatch(world.device)
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._windows = self._tokens = self._positions = 0
         self._start(0)
 
     def _start(self, step: int) -> None:
-        self._watch.restart()
-        self._since = self._watch.now_s()
+        self._stopwatch.restart()
+        self._since = self._stopwatch.now_s()
         self._watched_from = step
 
     def lap(self, phase: str) -> None:
         """The step has come to the end of `phase`, one of PHASES."""
-        self._watch.lap(phase)
+        self._stopwatch.lap(phase)
         if self.on_lap:
             self.on_lap(phase)
 
     def add(self, loss: torch.Tensor, batch: Batch) -> None:
-        """Count one forward pass; `loss`: this rank's share of its step's loss, as given to the engine."""
+        """Count one forward pass; `loss`: this rank's share of its step's loss, as given to the strategy."""
         self._loss += loss.detach()
         self._windows += batch.num_windows
         self._tokens += batch.num_tokens
@@ -126,11 +126,11 @@ class Meter:
         rank: `data_min_s`, `data_max_s`, ...
         """
         self.lap("other")
-        laps = self._watch.take()
+        laps = self._stopwatch.take()
         if "exposed_comm" not in self.phases:
             laps["compute"] += laps.pop("exposed_comm")
         mine = [float(self._loss), self._windows, self._tokens, self._positions, *laps.values()]
-        now = self._watch.now_s()
+        now = self._stopwatch.now_s()
         seconds, self._since = now - self._since, now  # what comes below is of the next step
         self._loss.zero_()
         self._windows = self._tokens = self._positions = 0

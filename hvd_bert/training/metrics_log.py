@@ -18,7 +18,7 @@ from tqdm import tqdm
 LINE_EVERY_S = 10.0
 
 
-class Telemetry:
+class MetricsLogger:
     """Writes what it is given; on ranks other than 0 (`enabled` false) every method does nothing."""
 
     def __init__(self, folder: Path, enabled: bool, resumed_step: int | None = None) -> None:

@@ -19,8 +19,8 @@ from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World
 from hvd_bert.model.bert import compile_layers
-from hvd_bert.strategies.base import Engine, EngineOptions
-from hvd_bert.strategies.table import make_engine
+from hvd_bert.strategies.base import Strategy, StrategyOptions
+from hvd_bert.strategies.table import make_strategy
 from hvd_bert.training.meter import Meter
 from hvd_bert.training.optim import make_optimizer, make_schedule
 
@@ -51,33 +51,33 @@ class Best:
 class TrainState:
     """Everything that training changes."""
 
-    engine: Engine
+    strategy: Strategy
     schedule: Any
     meter: Meter
     plan: BatchPlan
     world: World
     best: Best
     step: int = 0
-    unscored: bool = False  # the scoring that is due after this step has not been made
+    eval_pending: bool = False  # the scoring that is due after this step has not been made
 
     @staticmethod
     def fresh(model: nn.Module, plan: BatchPlan, config: Config, world: World) -> TrainState:
         """The state before the first step; the weights are rank 0's. A collective."""
         args = config.train
-        engine = make_engine(
+        strategy = make_strategy(
             config.parallel.strategy,
             model,
             lambda module: make_optimizer(module, args, world.size * world.devices),
-            engine_options(config, plan.accumulation),
+            strategy_options(config, plan.accumulation),
             world,
         )
-        schedule = make_schedule(engine.optimizer, args, args.total_steps(plan.steps_per_epoch))
+        schedule = make_schedule(strategy.optimizer, args, args.total_steps(plan.steps_per_epoch))
         seed_ranks(args.seed, 0, world)
         if args.torch_compile:
-            compile_layers(engine.trained)
-        meter = Meter(world, engine.tells_exposed_comm)
-        engine.mark_gradients(lambda: meter.lap("compute"))
-        return TrainState(engine, schedule, meter, plan, world, Best(config.checkpoint.metric_for_best_model))
+            compile_layers(strategy.trained)
+        meter = Meter(world, strategy.tells_exposed_comm)
+        strategy.mark_gradients(lambda: meter.lap("compute"))
+        return TrainState(strategy, schedule, meter, plan, world, Best(config.checkpoint.metric_for_best_model))
 
     def snapshot(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """Copies on the CPU of tensors by file and name, and the rest for JSON; empty on ranks other than 0.
@@ -85,7 +85,7 @@ class TrainState:
         A collective. The copy is what training waits for; it may change the originals afterwards.
         """
         parts = self.world.gather((_random_numbers(self.world.device), self.meter.since_last_look()))
-        weights, optimizer, rest = self.engine.state()
+        weights, optimizer, rest = self.strategy.state()
         if self.world.rank != 0:
             return {}, {}
         tensors = {
@@ -100,12 +100,12 @@ class TrainState:
             "world_size": self.world.size,
             "global_batch": self.plan.global_batch,
             "accumulation": self.plan.accumulation,
-            "engine": rest,
+            "strategy": rest,
             "schedule": schedule,
             "meter": self.meter.state(),
             "since_last_look": [sums for _, sums in parts],
             "best": dict(vars(self.best)),  # a copy: the next scoring may come before this is written
-            "unscored": self.unscored,
+            "eval_pending": self.eval_pending,
         }
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], rest: dict[str, Any], seed: int) -> None:
@@ -123,11 +123,11 @@ class TrainState:
             }
         for group in tensors.values():
             world.broadcast_tensors(group)
-        self.engine.load_state(tensors["model"], tensors["optimizer"], rest["engine"])
+        self.strategy.load_state(tensors["model"], tensors["optimizer"], rest["strategy"])
         self.schedule.load_state_dict({**self.schedule.state_dict(), **rest["schedule"]})
         self.step = rest["step"]
         self.best = Best(**rest["best"])
-        self.unscored = rest["unscored"]
+        self.eval_pending = rest["eval_pending"]
         seed_ranks(seed, self.step, world)  # for what the checkpoint has no numbers of
         if rest["world_size"] == world.size:
             mine = f"rank{world.rank}."
@@ -142,10 +142,10 @@ class TrainState:
         self.meter.restore(rest["meter"], since, self.step)
 
 
-def engine_options(config: Config, accumulation: int) -> EngineOptions:
-    """What the settings say to an engine."""
+def strategy_options(config: Config, accumulation: int) -> StrategyOptions:
+    """What the settings say to a strategy."""
     train, parallel = config.train, config.parallel
-    return EngineOptions(
+    return StrategyOptions(
         accumulation=accumulation,
         max_grad_norm=train.max_grad_norm,
         fp16=train.fp16,

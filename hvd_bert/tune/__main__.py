@@ -28,7 +28,7 @@ from hvd_bert.config import command_line
 from hvd_bert.config.parser import Parser
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
-from hvd_bert.tune import knobs, words
+from hvd_bert.tune import console, knobs
 from hvd_bert.tune.runs import Failed, Runs
 from hvd_bert.tune.search import FASTER, Search
 
@@ -91,10 +91,10 @@ def make_parser() -> Parser:
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     flags, rest = make_parser().parse_known_args(argv)
-    for name, least in (("ranks", 2), ("steps", 2), ("pairs", 1), ("minutes", 0), ("timeout", 1)):
+    for name, minimum in (("ranks", 2), ("steps", 2), ("pairs", 1), ("minutes", 0), ("timeout", 1)):
         value = getattr(flags, name)
-        if value is not None and not value >= least:
-            raise UserError(f"--{name} {value:g}: must be at least {least}.")
+        if value is not None and not value >= minimum:
+            raise UserError(f"--{name} {value:g}: must be at least {minimum}.")
     return flags, rest
 
 
@@ -126,7 +126,7 @@ def _tune(argv: Sequence[str]) -> int:
             flags.out.mkdir(parents=True, exist_ok=True)
             held.enter_context(locked(flags.out, wait=False))
             runs.begin()
-        words.announce(runs, config, wanted, values, planning.names_data(rest))
+        console.announce(runs, config, wanted, values, planning.names_data(rest))
         return _search(runs, config, wanted, values, flags.pairs)
 
 
@@ -146,20 +146,20 @@ def _ranks(launching: Launching) -> int:
     return room
 
 
-def _search(runs: Runs, config: Config, wanted: Sequence[knobs.Knob], values: dict[str, str], most_pairs: int) -> int:
-    search = Search(runs.measure, most_pairs, words.tell)
-    place = knobs.Place(config, runs.warm_up())
-    split = [place.candidates(knob, values[knob.name]) for knob in wanted]
-    words.plan(runs, [tried for tried, _ in split], [left for _, left in split], most_pairs)
+def _search(runs: Runs, config: Config, wanted: Sequence[knobs.Knob], values: dict[str, str], max_pairs: int) -> int:
+    search = Search(runs.measure, max_pairs, console.tell)
+    context = knobs.Context(config, runs.warm_up())
+    split = [context.candidates(knob, values[knob.name]) for knob in wanted]
+    console.plan(runs, [candidates for candidates, _ in split], [left for _, left in split], max_pairs)
     noise = search.measure_noise()
-    words.head(noise)
-    best = search.run([tried for tried, _ in split])
+    console.head(noise)
+    best = search.run([candidates for candidates, _ in split])
     compared = search.compare(best) if best else None
     result: dict[str, object] = {"noise": noise, "set": [], "compared": vars(compared) if compared else None}
     if compared and compared.verdict == FASTER:
         result["set"] = list(best)
     runs.write(result)
-    words.answer(runs, compared, noise, fp16="fp16" in [knob.name for knob in wanted])
+    console.answer(runs, compared, noise, fp16="fp16" in [knob.name for knob in wanted])
     return EXIT_OK
 
 

@@ -113,7 +113,7 @@ def exported(environ: Mapping[str, str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Place:
+class Context:
     """What decides whether a knob matters: the settings, and a run with the defaults."""
 
     config: Config
@@ -121,7 +121,7 @@ class Place:
 
     def candidates(self, knob: Knob, now: str) -> tuple[list[str], dict[str, str]]:
         """The words to try where `now` holds, the default's too if the user has another; and those left out -> why."""
-        tried, left_out = [], {}
+        candidates, left_out = [], {}
         for value in dict.fromkeys((knob.default, *knob.values)):
             if value == now or (not knob.is_flag and _number(value) == _number(now)):
                 continue
@@ -129,8 +129,8 @@ class Place:
             if reason:
                 left_out[knob.word + value] = reason
             else:
-                tried.append(knob.word + value)
-        return tried, left_out
+                candidates.append(knob.word + value)
+        return candidates, left_out
 
     def _idle(self, knob: Knob, value: str, now: str) -> str:
         """Why this value can make no difference, or cannot be set; "" where it can."""

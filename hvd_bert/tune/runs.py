@@ -23,7 +23,7 @@ FILE = "tune.json"
 WARM_UP = "warm-up"
 # A setting with which a run takes this many times as long as the longest without it is bad enough to be ended.
 TOO_LONG = 3
-TRIED, AGAINST = "tried", "against"
+CANDIDATE, BASELINE = "candidate", "baseline"
 
 
 class Failed(Exception):
@@ -72,7 +72,7 @@ class Runs:
     @property
     def run_s(self) -> float:
         """Seconds that a run will take."""
-        held = [row["seconds"][AGAINST] for row in self.pairs if AGAINST in row["seconds"]]
+        held = [row["seconds"][BASELINE] for row in self.pairs if BASELINE in row["seconds"]]
         return sum(held) / len(held) if held else self.warm_up_s or 0.0
 
     def _affords(self, pairs: int) -> bool:
@@ -96,28 +96,30 @@ class Runs:
         self.write()
         return trained.run
 
-    def measure(self, kind: str, tried: Setting, against: Setting, repeat: int, then: int | None = None) -> Pair | None:
+    def measure(
+        self, kind: str, candidate: Setting, baseline: Setting, repeat: int, then: int | None = None
+    ) -> Pair | None:
         """See `search.Measure`; what an earlier start measured is known. In every second pair the tried setting runs
         first."""
-        key: dict[str, Any] = {"kind": kind, TRIED: list(tried), AGAINST: list(against), "repeat": repeat}
+        key: dict[str, Any] = {"kind": kind, CANDIDATE: list(candidate), BASELINE: list(baseline), "repeat": repeat}
         row = next((row for row in self.pairs if key.items() <= row.items()), None)
         if row is None:
             if then is not None and not self._affords(1 + then):
                 return None
-            row = key | self._run(tried, against)
+            row = key | self._run(candidate, baseline)
             self.pairs.append(row)
             self.write()
         return Pair(row["ratio"], row["reason"])
 
-    def _run(self, tried: Setting, against: Setting) -> dict[str, Any]:
+    def _run(self, candidate: Setting, baseline: Setting) -> dict[str, Any]:
         number = 1 + max((row["number"] for row in self.pairs), default=0)
-        order = [(AGAINST, against), (TRIED, tried)]
+        order = [(BASELINE, baseline), (CANDIDATE, candidate)]
         speeds: dict[str, float] = {}
         seconds: dict[str, float] = {}
         reason, too_long = "", False
         for role, setting in order if number % 2 else reversed(order):
             folder = self.out / f"pair-{number:03}" / role
-            ours = role == TRIED and tried != ()
+            ours = role == CANDIDATE and candidate != ()
             timeout = min(self.timeout, TOO_LONG * self._longest(seconds)) if ours else self.timeout
             trained = self._train(setting, folder, timeout)
             seconds[role] = trained.seconds
@@ -131,7 +133,7 @@ class Runs:
                 break
         return {
             "number": number,
-            "ratio": None if reason else speeds[TRIED] / speeds[AGAINST],
+            "ratio": None if reason else speeds[CANDIDATE] / speeds[BASELINE],
             "windows_per_s": speeds,
             "seconds": seconds,
             "reason": reason,
@@ -139,8 +141,8 @@ class Runs:
         }
 
     def _longest(self, seconds: Mapping[str, float]) -> float:
-        before: list[float] = [row["seconds"].get(AGAINST, 0.0) for row in self.pairs]
-        return max(self.warm_up_s or 0.0, seconds.get(AGAINST, 0.0), *before)
+        before: list[float] = [row["seconds"].get(BASELINE, 0.0) for row in self.pairs]
+        return max(self.warm_up_s or 0.0, seconds.get(BASELINE, 0.0), *before)
 
     def _train(self, setting: Setting, folder: Path, timeout: float) -> Trained:
         environ = knobs.environment(setting, self.environ)

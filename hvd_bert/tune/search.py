@@ -14,7 +14,7 @@ from hvd_bert.tune.knobs import Setting
 
 NOISE, SEARCH, FINAL = "noise", "search", "final"  # what a pair is for
 NOISE_PAIRS, SEARCH_PAIRS = 2, 3
-LEAST_NOISE = 0.01
+MIN_NOISE = 0.01
 FASTER, SLOWER, NOT_FASTER, FAILED, NO_TIME = "faster", "clearly slower", "not faster", "failed", "no time left"
 
 
@@ -33,7 +33,7 @@ class Measure(Protocol):
     """
 
     def __call__(
-        self, kind: str, tried: Setting, against: Setting, repeat: int, then: int | None = None
+        self, kind: str, candidate: Setting, baseline: Setting, repeat: int, then: int | None = None
     ) -> Pair | None: ...
 
 
@@ -42,7 +42,7 @@ class Point:
     """A setting, what it was held against, its pairs' ratios, and what they come to."""
 
     setting: Setting
-    against: Setting
+    baseline: Setting
     ratios: list[float] = field(default_factory=list)
     verdict: str = ""
     reason: str = ""
@@ -57,19 +57,19 @@ class Point:
 class Search:
     """One knob after the other, from the best so far.
 
-    `most_pairs`: of the comparison at the end. `tell`: hears of each point that is decided.
+    `max_pairs`: of the comparison at the end. `tell`: hears of each point that is decided.
     """
 
     measure: Measure
-    most_pairs: int
+    max_pairs: int
     tell: Callable[[Point], None]
-    noise: float = LEAST_NOISE
+    noise: float = MIN_NOISE
 
     def measure_noise(self) -> float:
         """How far a pair of the defaults with themselves is from 1: what is less is no difference."""
-        pairs = [self.measure(NOISE, (), (), repeat + 1) for repeat in range(min(NOISE_PAIRS, self.most_pairs))]
+        pairs = [self.measure(NOISE, (), (), repeat + 1) for repeat in range(min(NOISE_PAIRS, self.max_pairs))]
         apart = [max(pair.ratio, 1 / pair.ratio) - 1 for pair in pairs if pair and pair.ratio]
-        self.noise = max(LEAST_NOISE, *apart)
+        self.noise = max(MIN_NOISE, *apart)
         return self.noise
 
     def run(self, knobs: Sequence[Sequence[str]]) -> Setting:
@@ -82,10 +82,10 @@ class Search:
                 best = max(faster, key=lambda point: point.gain).setting
         return best
 
-    def _try(self, setting: Setting, against: Setting) -> Point:
-        point = Point(setting, against)
+    def _try(self, setting: Setting, baseline: Setting) -> Point:
+        point = Point(setting, baseline)
         while not point.verdict:
-            pair = self.measure(SEARCH, setting, against, len(point.ratios) + 1, then=self.most_pairs)
+            pair = self.measure(SEARCH, setting, baseline, len(point.ratios) + 1, then=self.max_pairs)
             if pair is None:
                 point.verdict = NO_TIME
             elif pair.ratio is None:
@@ -100,7 +100,7 @@ class Search:
         """What a point's pairs come to; "" where another is worth its time."""
         if len(ratios) == 1 and ratios[0] < 1 - self.noise:
             return SLOWER
-        last = len(ratios) == min(SEARCH_PAIRS, self.most_pairs)
+        last = len(ratios) == min(SEARCH_PAIRS, self.max_pairs)
         if statistics.median(ratios) <= 1 and (last or len(ratios) > 1):
             return NOT_FASTER
         return (FASTER if min(ratios) > 1 else NOT_FASTER) if last else ""
@@ -111,7 +111,7 @@ class Search:
         It is faster if it was so in each pair, and the median gain is above the noise.
         """
         point = Point(best, ())
-        for repeat in range(self.most_pairs):
+        for repeat in range(self.max_pairs):
             pair = self.measure(FINAL, best, (), repeat + 1)
             if pair is None or pair.ratio is None:
                 point.verdict, point.reason = FAILED, pair.reason if pair else NO_TIME

@@ -26,7 +26,7 @@ TIMEOUT_S = float(os.environ.get("HVD_BERT_TEST_TIMEOUT_S", "110")) * 2
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 HOSTS = ["a100-01", "a100-02"]
 # rank, host, local rank, device of four ranks on the two
-PLACES = [(0, "a100-01", 0, "cpu"), (1, "a100-01", 1, "cpu"), (2, "a100-02", 0, "cpu"), (3, "a100-02", 1, "cpu")]
+RANK_INFOS = [(0, "a100-01", 0, "cpu"), (1, "a100-01", 1, "cpu"), (2, "a100-02", 0, "cpu"), (3, "a100-02", 1, "cpu")]
 SMALL = "--config sample --max_train_samples 64 --max_eval_samples 8 --dropout 0 --logging_steps 1 --max_steps"
 
 Environment = Mapping[str, "str | None"]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from harness import FOLDER, HOSTS, Cluster
 
 QUEUE_MS = 20  # of packets that wait for the bucket; what is beyond is lost, as in a switch
-LEAST_BURST = 128 * 1024  # bytes: two bunches of TCP's segments
+MIN_BURST = 128 * 1024  # bytes: two bunches of TCP's segments
 TIMER_S = 250e-6  # within which the kernel looks at the bucket again, with room
 
 
@@ -31,7 +31,7 @@ def shaped(cluster: Cluster, gbps: float, latency_ms: float = 0.0) -> Iterator[N
 
 @contextmanager
 def _rate(cluster: Cluster, device: str, gbps: float) -> Iterator[None]:
-    burst = max(LEAST_BURST, round(gbps * 1e9 / 8 * TIMER_S))
+    burst = max(MIN_BURST, round(gbps * 1e9 / 8 * TIMER_S))
     bucket = f"rate {gbps:g}gbit burst {burst} latency {QUEUE_MS}ms"
     try:
         for host in HOSTS:

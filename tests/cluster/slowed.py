@@ -11,12 +11,12 @@ import sys
 import time
 
 from hvd_bert.distributed.launch import find_launcher
-from hvd_bert.strategies.horovod import HorovodEngine
+from hvd_bert.strategies.horovod import HorovodStrategy
 
-backward = HorovodEngine.backward
+backward = HorovodStrategy.backward
 
 
-def slow_backward(self: HorovodEngine, loss: object) -> None:
+def slow_backward(self: HorovodStrategy, loss: object) -> None:
     time.sleep(float(os.environ["SLOWED_S"]))  # the slow device that this stands for
     backward(self, loss)  # type: ignore[arg-type]
 
@@ -24,5 +24,5 @@ def slow_backward(self: HorovodEngine, loss: object) -> None:
 assert sys.argv[1] == "-m"
 del sys.argv[:2]
 if find_launcher(os.environ).rank == int(os.environ["SLOWED_RANK"]):
-    HorovodEngine.backward = slow_backward  # type: ignore[method-assign]
+    HorovodStrategy.backward = slow_backward  # type: ignore[method-assign]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from commands import report_of
-from harness import PLACES, Cluster
+from harness import RANK_INFOS, Cluster
 from launch import SAMPLE
 
 from hvd_bert.doctor.collective import gradient_bytes
@@ -19,7 +19,7 @@ def test_under_srun(cluster: Cluster, tmp_path: Path) -> None:
     outcome = cluster.on("login", f"srun --nodes=2 --ntasks-per-node=2 --mpi=pmix {DOCTOR}", tmp_path).expect(0)
     cells = [line.split() for line in outcome.output.splitlines()]
     table = [tuple(row[:4]) for row in cells if len(row) > 4 and row[3] == "cpu"]
-    assert table == [(host, str(rank), str(local), device) for rank, host, local, device in PLACES], outcome
+    assert table == [(host, str(rank), str(local), device) for rank, host, local, device in RANK_INFOS], outcome
     for words, times in (
         ("4 rank(s) on 2 host(s), computing on CPUs, which talk through MPI", 1),
         ("start with `srun --mpi=pmix", 1),
@@ -35,7 +35,7 @@ def test_under_horovodrun(cluster: Cluster, tmp_path: Path) -> None:
     outcome = cluster.on("login", f"horovodrun -np 4 -H a100-01:2,a100-02:2 {DOCTOR} --json", tmp_path).expect(0)
     report = report_of(outcome)
     assert report["ready"], outcome
-    assert [(r["rank"], r["host"], r["local_rank"], r["device"]) for r in report["ranks"]] == PLACES, outcome
+    assert [(r["rank"], r["host"], r["local_rank"], r["device"]) for r in report["ranks"]] == RANK_INFOS, outcome
     methods = ["Horovod, MPI", "plain MPI, host memory"]
     sizes = [gradient_bytes(str(SAMPLE)), 4]
     timings = report["allreduce"]

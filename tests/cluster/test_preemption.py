@@ -29,7 +29,7 @@ def start_again(cluster: Cluster, job: str, folder: Path) -> None:
     cluster.on("login", ["scontrol", "update", f"jobid={job}", "StartTime=now+3"], folder, timeout=60).expect(0)
 
 
-def test_time_limit_saves_requeues_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+def test_time_limit_saves_requeues_and_resumes(cluster: Cluster, tmp_path: Path) -> None:
     """`sbatch` once is trained to the end, equal to the bit: the limit itself, and Slurm's signal before it."""
     python = tmp_path / "waiting" / "bin" / "python"
     python.parent.mkdir(parents=True)

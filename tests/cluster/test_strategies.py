@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import HOSTS, PLACES, SMALL, Cluster, losses, results
+from harness import HOSTS, RANK_INFOS, SMALL, Cluster, losses, results
 
 pytestmark = pytest.mark.cluster
 STEPS = f"{SMALL} 4 --per_device_train_batch_size 4 --output_dir out"
@@ -39,5 +39,5 @@ def test_four_ranks_on_two_hosts(cluster: Cluster, tmp_path: Path, one_process: 
     found = results(tmp_path / "out")
     controller = "gloo" if "horovod" in how.split(", ")[1] else "torch.distributed"
     assert (found["world_size"], found["hosts"], found["controller"]) == (4, HOSTS, controller)
-    assert [(r["rank"], r["host"], r["local_rank"], r["device"]) for r in found["ranks"]] == PLACES
+    assert [(r["rank"], r["host"], r["local_rank"], r["device"]) for r in found["ranks"]] == RANK_INFOS
     np.testing.assert_allclose(losses(tmp_path / "out"), one_process, rtol=0, atol=1e-4)

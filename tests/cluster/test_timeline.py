@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import PLACES, SMALL, Cluster
+from harness import RANK_INFOS, SMALL, Cluster
 from recorded import FOUR_RANKS, ONE_HOST, ONE_MESSAGE, horovodrun, recorded, six_layers
 from shaping import shaped
 
@@ -38,7 +38,7 @@ def test_a_slow_link_is_found(
 
 
 @pytest.mark.parametrize(("controller", "rank"), [("mpi", 3), ("gloo", 0)])
-def test_a_slow_rank_is_named(cluster: Cluster, tmp_path: Path, controller: str, rank: int) -> None:
+def test_a_straggler_is_named(cluster: Cluster, tmp_path: Path, controller: str, rank: int) -> None:
     env = {"SLOWED_RANK": str(rank), "SLOWED_S": str(SLOWED_S)}
     flags = f"{SMALL} 14 --per_device_train_batch_size 4 --no_do_eval --output_dir out"
     with shaped(cluster, GBPS, LATENCY_MS):
@@ -56,7 +56,7 @@ def test_one_trace_has_the_ranks_of_both_hosts(cluster: Cluster, tmp_path: Path)
     with gzip.open(tmp_path / "out" / "trace.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
     rows = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert rows == {rank + 1: f"rank {rank} on {host}" for rank, host, *_ in PLACES}
+    assert rows == {rank + 1: f"rank {rank} on {host}" for rank, host, *_ in RANK_INFOS}
     phases = {pid: [row for row in events if row.get("cat") == "phase" and row["pid"] == pid] for pid in rows}
     # One machine, one clock: so the offsets that were measured must be small, and the steps side by side.
     ends = [max(row["ts"] + row["dur"] for row in phases[pid] if row["name"] == "exposed_comm") for pid in rows]

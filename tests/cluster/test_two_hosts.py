@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import said
-from harness import HOSTS, JOB_SCRIPT, PLACES, SMALL, Cluster, losses, results
+from harness import HOSTS, JOB_SCRIPT, RANK_INFOS, SMALL, Cluster, losses, results
 
 pytestmark = pytest.mark.cluster
 STEPS = f"{SMALL} 4 --per_device_train_batch_size 4"  # the same windows in each step, wherever the 4 ranks are
@@ -27,7 +27,7 @@ def one_host(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list
 def check(folder: Path, controller: str, one_host: list[float]) -> None:
     found = results(folder)
     assert (found["world_size"], found["hosts"], found["controller"]) == (4, HOSTS, controller)
-    assert [(r["rank"], r["host"], r["local_rank"], r["device"]) for r in found["ranks"]] == PLACES
+    assert [(r["rank"], r["host"], r["local_rank"], r["device"]) for r in found["ranks"]] == RANK_INFOS
     np.testing.assert_allclose(losses(folder), one_host, rtol=0, atol=1e-5)
 
 

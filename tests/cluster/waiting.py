@@ -11,12 +11,12 @@ import runpy
 import signal
 import sys
 
-from hvd_bert.strategies.horovod import HorovodEngine
+from hvd_bert.strategies.horovod import HorovodStrategy
 
-backward, steps = HorovodEngine.backward, []
+backward, steps = HorovodStrategy.backward, []
 
 
-def wait_for_the_signal(self: HorovodEngine, loss: object) -> None:
+def wait_for_the_signal(self: HorovodStrategy, loss: object) -> None:
     steps.append(1)
     if len(steps) == int(os.environ["WAITING_STEP"]):
         signal.sigwait({signal.SIGUSR1})
@@ -29,5 +29,5 @@ assert sys.argv[1] == "-m"
 del sys.argv[:2]
 if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # the threads made later inherit it
-    HorovodEngine.backward = wait_for_the_signal  # type: ignore[method-assign]
+    HorovodStrategy.backward = wait_for_the_signal  # type: ignore[method-assign]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

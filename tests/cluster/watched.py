@@ -51,21 +51,21 @@ def watch() -> None:
         sys.meta_path.insert(0, Lacking())
         return
     from hvd_bert.data import windows
-    from hvd_bert.strategies.horovod import HorovodEngine
+    from hvd_bert.strategies.horovod import HorovodStrategy
 
-    write, step, steps = windows._write, HorovodEngine.step, []
+    write, step, steps = windows._write, HorovodStrategy.step, []
 
     def noted(*arguments: Any, **options: Any) -> Any:
         note(f"{socket.gethostname()} {rank} tokenises")
         return write(*arguments, **options)
 
-    def faulty(self: HorovodEngine) -> bool:
+    def faulty(self: HorovodStrategy) -> bool:
         steps.append(1)
         if fault and len(steps) == 2:
             fail(fault)
         return step(self)
 
-    windows._write, HorovodEngine.step = noted, faulty  # type: ignore[method-assign]
+    windows._write, HorovodStrategy.step = noted, faulty  # type: ignore[method-assign]
 
 
 assert sys.argv[1] == "-m"

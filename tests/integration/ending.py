@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from hvd_bert.distributed.runner import run_as_rank
-from hvd_bert.distributed.world import AgreedError, World
+from hvd_bert.distributed.world import CollectiveError, World
 
 
 def say(path: Path, words: str) -> None:
@@ -45,7 +45,7 @@ def entry(world: World) -> None:
 
     threading.Thread(target=write).start()
     if sys.argv[3:]:
-        raise AgreedError("all know it", status=int(sys.argv[3]))
+        raise CollectiveError("all know it", status=int(sys.argv[3]))
 
 
 if __name__ == "__main__":

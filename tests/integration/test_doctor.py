@@ -32,7 +32,7 @@ def test_broken_cache_folder(tmp_path: Path) -> None:
     failed = [check for check in report["checks"] if check["status"] == "failure"]
     assert [check["name"] for check in failed] == ["Windows"], outcome
     assert broken in failed[0]["found"]
-    assert "Set HVD_BERT_CACHE" in failed[0]["mend"]
+    assert "Set HVD_BERT_CACHE" in failed[0]["hint"]
     assert report["checks"][-1]["name"] == "World"  # those after it were looked at all the same
 
 

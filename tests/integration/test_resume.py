@@ -132,7 +132,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_damaged_checkpoint_is_named_and_the_one_before_taken(stopped: Path, whole: dict[int, Path]) -> None:
+def test_corrupt_checkpoint_is_named_and_the_one_before_taken(stopped: Path, whole: dict[int, Path]) -> None:
     flip(stopped / "out" / "checkpoint-4" / "optimizer.safetensors")
     again = train(stopped, 1, "none").expect(0)
     assert "passed over: out/checkpoint-4/optimizer.safetensors is not what was written" in again.output
@@ -202,9 +202,9 @@ def test_best_model_and_early_end(tmp_path: Path) -> None:
     flags += ("--load_best_model_at_end", "--early_stopping_patience", 2, "--num_train_epochs", 4)
     outcome = train(tmp_path / "run", 1, "none", *flags).expect(0)
     out = tmp_path / "run" / "out"
-    scored = [row for row in resuming.rows(out) if "eval_loss" in row]
-    best = min(scored, key=lambda row: row["eval_loss"])
-    assert scored[-2]["step"] == best["step"] + 2 < 12, outcome
+    evaluated = [row for row in resuming.rows(out) if "eval_loss" in row]
+    best = min(evaluated, key=lambda row: row["eval_loss"])
+    assert evaluated[-2]["step"] == best["step"] + 2 < 12, outcome
     assert "Ended early: no eval_loss better than that of step" in outcome.output
     results = json.loads((out / "eval_results.json").read_text())
     assert results["eval_loss"] == best["eval_loss"]  # the model that is left is the best one

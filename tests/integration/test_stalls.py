@@ -42,7 +42,7 @@ def test_stalled_rank_ends_the_job_and_is_named(size: int, by: str, kind: str, t
 
 
 @pytest.mark.parametrize("by", ["mpi", "gloo"])
-def test_slow_rank_is_no_stall(by: str, tmp_path: Path) -> None:
+def test_straggler_is_no_stall(by: str, tmp_path: Path) -> None:
     """Though it is longer than a step may take: while it starts, writes a checkpoint, and scores."""
     outcome = train(2, by, "slow", tmp_path, "--save_steps", 5).expect(0)
     assert [name for name in ("load_model", "write", "_score") if f"held in {name}" not in outcome.output] == []

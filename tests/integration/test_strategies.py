@@ -46,7 +46,7 @@ def test_two_ranks_of_any_strategy_leave_what_one_process_leaves(tmp_path, basel
     assert results["work"] == json.loads((baseline / "train_results.json").read_text())["work"]
 
 
-def test_checkpoint_of_one_strategy_is_gone_on_with_under_another(tmp_path, baseline):
+def test_checkpoint_of_one_strategy_is_resumed_under_another(tmp_path, baseline):
     out = tmp_path / "out"
     # As a signal leaves it: some steps, a checkpoint, no results. A launcher's own status says only that it failed.
     for step, by, strategy, size in ((2, "torchrun", "fsdp", 2), (4, "none", "none", 1)):
@@ -69,12 +69,12 @@ def test_checkpoint_of_one_strategy_opens_under_others(tmp_path, baseline, flags
     run([*launcher(2, "torchrun"), *small_run(2, out, "--strategy", *flags, "--save_steps", 6)], tmp_path).expect(0)
     written = json.loads((out / "eval_results.json").read_text())
     checkpoint = out / "checkpoint-6"
-    scored = []
+    evaluated = []
     for name, by, size, strategy in (("alone", "none", 1, "none"), ("two", "mpi", 2, "horovod")):
         words = ["--model_name_or_path", checkpoint, "--no_do_train", "--strategy", strategy]
         run([*launcher(size, by), *small_run(size, tmp_path / name, *words)], tmp_path).expect(0)
-        scored.append(json.loads((tmp_path / name / "eval_results.json").read_text()))
-    assert scored == [pytest.approx(written, abs=1e-4)] * 2
+        evaluated.append(json.loads((tmp_path / name / "eval_results.json").read_text()))
+    assert evaluated == [pytest.approx(written, abs=1e-4)] * 2
 
     asked = [sys.executable, "-m", "hvd_bert.predict", checkpoint, "--questions_file", SAMPLE / "dev-v1.1.json"]
     answers = run([*asked, "--num_questions", 1], tmp_path).expect(0)
@@ -98,9 +98,9 @@ def test_best_model_is_the_one_that_is_left(tmp_path, flags):
     best = ["--load_best_model_at_end", "--metric_for_best_model", "eval_loss", "--eval_steps", 1]
     best += ["--learning_rate", 0.02, "--lr_scheduler_type", "constant", "--save_steps", 100]
     run([*launcher(2, "mpi"), *small_run(2, out, "--strategy", *flags, *best)], tmp_path).expect(0)
-    *scored, left = [line["eval_loss"] for line in read_lines(out / "metrics.jsonl") if "eval_loss" in line]
-    assert scored[-1] > min(scored) + 0.01
-    assert left == pytest.approx(min(scored), abs=1e-5)
+    *evaluated, left = [line["eval_loss"] for line in read_lines(out / "metrics.jsonl") if "eval_loss" in line]
+    assert evaluated[-1] > min(evaluated) + 0.01
+    assert left == pytest.approx(min(evaluated), abs=1e-5)
 
 
 def test_fp16_of_fsdp_is_that_of_horovod(tmp_path):

@@ -33,7 +33,7 @@ def states(folder: Path) -> dict[str, str]:
     return {row["name"]: row["state"] for row in json.loads((folder / "sweep.json").read_text())["points"]}
 
 
-def test_interrupted_gone_on_with_and_reported(tmp_path: Path) -> None:
+def test_interrupted_resumed_and_reported(tmp_path: Path) -> None:
     """The baseline alone, Horovod under horovodrun with a flag that only it has, DDP under torchrun, and what cannot
     run here."""
     launcher(2, "gloo")  # skips where it is not there

@@ -25,9 +25,9 @@ def test_two_ranks_are_tuned(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "runs" / "tune" / "tune.json").read_text())
     assert record["same"]["HOROVOD_... in the environment"] == {"HOROVOD_CYCLE_TIME": "2"}
     pairs = {row["kind"]: row for row in record["pairs"]}
-    assert pairs["search"]["tried"] == ["--fp16_allreduce=True"] and pairs["noise"]["tried"] == [], outcome
+    assert pairs["search"]["candidate"] == ["--fp16_allreduce=True"] and pairs["noise"]["candidate"] == [], outcome
     for row in pairs.values():
-        for role in ("tried", "against"):
+        for role in ("candidate", "baseline"):
             folder = tmp_path / "runs" / "tune" / f"pair-{row['number']:03}" / role
             settings = yaml.safe_load((folder / "train_config.yaml").read_text())
             assert (settings["num_groups"], settings["fp16_allreduce"]) == (8, bool(row[role])), outcome

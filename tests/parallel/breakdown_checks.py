@@ -34,9 +34,9 @@ class Clock:
     def watching(self, rank: int) -> Iterator[None]:
         read, paused, take = Meter.read, Meter.paused, Stopwatch.take
 
-        def noting_take(watch: Stopwatch) -> dict[str, float]:
+        def noting_take(stopwatch: Stopwatch) -> dict[str, float]:
             self.taken = time.perf_counter()
-            return take(watch)
+            return take(stopwatch)
 
         def noting_read(meter: Meter, step: int) -> dict[str, float]:
             entered = time.perf_counter()
@@ -77,9 +77,9 @@ def phases_add_up_to_the_time_of_the_step(ranks: Ranks) -> None:
         sys.argv = before
     steps = [1, 2, 3, 4, 6, 7]
     assert len(clock.lines) == len(steps)
-    for number, (least, most, told, seconds, row) in enumerate(clock.lines[1:], start=1):  # before 1 all is made ready
-        assert (1 - TOLERANCE) * least <= told <= (1 + TOLERANCE) * most, (steps[number], least, told, most)
-        assert (1 - TOLERANCE) * least <= seconds <= (1 + TOLERANCE) * most, (steps[number], least, seconds, most)
+    for number, (low, high, told, seconds, row) in enumerate(clock.lines[1:], start=1):  # before 1 all is made ready
+        assert (1 - TOLERANCE) * low <= told <= (1 + TOLERANCE) * high, (steps[number], low, told, high)
+        assert (1 - TOLERANCE) * low <= seconds <= (1 + TOLERANCE) * high, (steps[number], low, seconds, high)
         phases = [name for name in row if name.endswith("_share") and name != "padding_share"]
         each = world.allgather(told / (steps[number] - steps[number - 1]))
         assert sum(row[name.replace("_share", "_s")] for name in phases) == pytest.approx(sum(each) / world.size)

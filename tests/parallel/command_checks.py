@@ -13,8 +13,8 @@ from training_checks import GLOBAL_BATCH, sample
 
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.saving import Checkpoints
-from hvd_bert.strategies.base import Engine
-from hvd_bert.strategies.table import engine_class
+from hvd_bert.strategies.base import Strategy
+from hvd_bert.strategies.table import strategy_class
 from hvd_bert.train.__main__ import main as train
 
 
@@ -36,7 +36,7 @@ def no_step_counts_before_the_last_save_is_on_disk(ranks: Ranks) -> None:
     """The write of a checkpoint runs beside the next step, and is over before that step changes a weight."""
     order: list[str] = []
     waited_for = threading.Event()
-    kind = engine_class(sys.argv[3].partition(":")[0])
+    kind = strategy_class(sys.argv[3].partition(":")[0])
     write, step = files.write, kind.step
     await_write, finish = Checkpoints.await_write, Checkpoints.finish
 
@@ -50,7 +50,7 @@ def no_step_counts_before_the_last_save_is_on_disk(ranks: Ranks) -> None:
         await_write(self)
         waited_for.clear()
 
-    def telling_step(self: Engine) -> bool:
+    def telling_step(self: Strategy) -> bool:
         order.append("step")
         return step(self)
 

@@ -53,12 +53,12 @@ def _evaluate(ranks: Ranks, preset: str, num_questions: int) -> None:
 
 
 @check
-def each_question_is_scored_once_v1(ranks: Ranks) -> None:
+def each_question_is_evaluated_once_v1(ranks: Ranks) -> None:
     for num_questions in NUM_QUESTIONS:
         _evaluate(ranks, "sample", num_questions)
 
 
 @check
-def each_question_is_scored_once_v2(ranks: Ranks) -> None:
+def each_question_is_evaluated_once_v2(ranks: Ranks) -> None:
     for num_questions in NUM_QUESTIONS:
         _evaluate(ranks, "sample_v2", num_questions)

@@ -12,7 +12,7 @@ from ranks import Ranks, check_every_strategy
 from stopping_at import signal_at
 from training_checks import GLOBAL_BATCH, sample
 
-from hvd_bert.distributed.world import AgreedError, World
+from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import EXIT_STOPPED
 from hvd_bert.train.__main__ import main as train
 
@@ -23,10 +23,10 @@ def flags(world: World, out: Path) -> list[str]:
     accumulation = 2
     batch = ["--per_device_train_batch_size", GLOBAL_BATCH // world.size // accumulation]
     batch += ["--gradient_accumulation_steps", accumulation, "--max_steps", STEPS]
-    scoring = ["--max_eval_samples", 5, "--eval_strategy", "steps", "--eval_steps", 4, "--logging_steps", 3]
+    evaluation = ["--max_eval_samples", 5, "--eval_strategy", "steps", "--eval_steps", 4, "--logging_steps", 3]
     learning = ["--learning_rate", 1e-3, "--warmup_ratio", 0.25, "--dropout", 0.1, "--save_steps", 3]
     exact = ["--deterministic"] if world.size > 2 else []
-    return sample(*batch, *scoring, *learning, *exact, "--output_dir", out)
+    return sample(*batch, *evaluation, *learning, *exact, "--output_dir", out)
 
 
 def run(world: World, words: list[str]) -> int:
@@ -34,7 +34,7 @@ def run(world: World, words: list[str]) -> int:
     before, sys.argv = sys.argv, ["hvd_bert.train", *words]
     try:
         train(world)
-    except AgreedError as error:
+    except CollectiveError as error:
         if error.status != EXIT_STOPPED:
             raise
         return error.status

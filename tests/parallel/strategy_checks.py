@@ -1,6 +1,6 @@
 """Every strategy computes what one process computes, and leaves what any other can take up.
 
-Gradients are read from AdamW's first moments after one step, which every engine hands out whole.
+Gradients are read from AdamW's first moments after one step, which every strategy hands out whole.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hvd_bert.model.bert import window_losses
 def applied_gradients(training: Training, step: int) -> Gradients:
     """Make the first optimizer step, on the windows of `step`; the gradients it took, on rank 0 (else nothing)."""
     training.averaged_step(step)
-    _, tensors, rest = training.engine.state()
+    _, tensors, rest = training.strategy.state()
     if training.world.rank != 0:
         return {}
     share = 1 - rest["groups"][0]["betas"][0]
@@ -33,7 +33,7 @@ def first_step(
     clip: float = 0.0,
     tolerance: float = 1e-5,
 ) -> tuple[Gradients, Gradients]:
-    """One step by the strategy's engine, held to what one process computes for all of its windows.
+    """One step by the strategy, held to what one process computes for all of its windows.
 
     The gradients that it took (on rank 0, else none), and that process's.
     """
@@ -85,9 +85,9 @@ def whole_model_is_what_was_trained(ranks: Ranks) -> None:
     """The weights to score and to save are those of now, the same on every rank."""
     training = Training(ranks.world, "--learning_rate", 1e-3)
     before = training.weights()
-    engine = training.wrap()
+    strategy = training.wrap()
     training.averaged_step(0)
-    whole = engine.whole_model()
+    whole = strategy.whole_model()
     after = {name: weight.detach().clone() for name, weight in whole.named_parameters()}
     moved = [name for name in before if not torch.equal(before[name], after[name])]
     assert len(moved) > len(before) / 2
@@ -96,28 +96,28 @@ def whole_model_is_what_was_trained(ranks: Ranks) -> None:
     with torch.no_grad():
         losses = window_losses(whole, batch).tolist()
     assert ranks.world.allgather(losses) == [losses] * ranks.world.size
-    weights, _, _ = engine.state()
+    weights, _, _ = strategy.state()
     if ranks.world.rank == 0:
         assert all(torch.equal(weights[name], after[name]) for name in after)
 
 
 @check_every_strategy
-def state_of_an_engine_is_taken_up_by_another(ranks: Ranks) -> None:
-    """A second engine of the kind, given the first one's state, makes the same next step, to the bit."""
+def state_of_a_strategy_is_loaded_by_another(ranks: Ranks) -> None:
+    """A second strategy of the kind, given the first one's state, makes the same next step, to the bit."""
     world, flags = ranks.world, ("--learning_rate", 1e-3, *(["--deterministic"] if ranks.world.size > 2 else []))
     first, second = Training(world, *flags), Training(world, *flags)
     first.wrap()
     first.averaged_step(0)
     second.wrap()
-    weights, tensors, rest = first.engine.state()
+    weights, tensors, rest = first.strategy.state()
     copies = world.broadcast(
         [{name: value.clone().numpy() for name, value in group.items()} for group in (weights, tensors)]
     )
     whole = [{name: torch.from_numpy(value) for name, value in group.items()} for group in copies]
-    second.engine.load_state(*whole, world.broadcast(rest))
+    second.strategy.load_state(*whole, world.broadcast(rest))
     for training in (first, second):
         training.averaged_step(1)
-    mine, theirs = (dict(training.engine.whole_model().named_parameters()) for training in (first, second))
+    mine, theirs = (dict(training.strategy.whole_model().named_parameters()) for training in (first, second))
     differing = {name: float((mine[name] - theirs[name]).abs().max()) for name in mine}
-    differing = {name: most for name, most in differing.items() if most}
+    differing = {name: maximum for name, maximum in differing.items() if maximum}
     assert not differing, differing

@@ -183,10 +183,10 @@ def test_first_gradients_are_those_of_one_rank(launch: Launch, alone: Launch) ->
     training_checks.assert_close(*tensors, tolerance=1e-5)
 
 
-def test_whole_run_is_scored_as_by_one_rank(launch: Launch, alone: Launch) -> None:
-    scored, expected = ([line for line in one.metrics() if "eval_loss" in line] for one in (launch, alone))
-    assert [line["step"] for line in scored] == [10, 20]
-    for line, other in zip(scored, expected, strict=True):
+def test_whole_run_is_evaluated_as_by_one_rank(launch: Launch, alone: Launch) -> None:
+    evaluated, expected = ([line for line in one.metrics() if "eval_loss" in line] for one in (launch, alone))
+    assert [line["step"] for line in evaluated] == [10, 20]
+    for line, other in zip(evaluated, expected, strict=True):
         assert line.pop("eval_s") > 0 and other.pop("eval_s") > 0
         assert line == pytest.approx(other, abs=1e-4)
     assert launch.read("run/eval_predictions.json").keys() == alone.read("run/eval_predictions.json").keys()

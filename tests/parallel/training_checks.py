@@ -23,11 +23,11 @@ from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.data.collate import Collator
 from hvd_bert.distributed.world import World
 from hvd_bert.model.bert import autocast, window_losses
-from hvd_bert.strategies.base import Engine
-from hvd_bert.strategies.table import make_engine
+from hvd_bert.strategies.base import Strategy
+from hvd_bert.strategies.table import make_strategy
 from hvd_bert.training.inputs import Inputs, load_inputs
 from hvd_bert.training.optim import make_optimizer
-from hvd_bert.training.state import engine_options
+from hvd_bert.training.state import strategy_options
 
 WINDOWS = 17
 GLOBAL_BATCH = 16  # so the second step of each epoch has one window, and all ranks but one have none
@@ -47,7 +47,7 @@ def sample(*flags: str | float | Path) -> list[str]:
 
 
 class Training:
-    """A run's engine, plan and collator, as the training loop makes them; the loop itself is each check's own."""
+    """A run's strategy, plan and collator, as the training loop makes them; the loop itself is each check's own."""
 
     def __init__(self, world: World, *flags: str | float, accumulation: int = 1) -> None:
         rank_batch = GLOBAL_BATCH // world.size // accumulation
@@ -62,17 +62,17 @@ class Training:
         self.collate = Collator(self.inputs.train.windows, world.device, self.config.data.pad_to)
         self.model.train()
 
-    def wrap(self) -> Engine:
-        self.engine = make_engine(
+    def wrap(self) -> Strategy:
+        self.strategy = make_strategy(
             self.config.parallel.strategy,
             self.model,
             lambda module: make_optimizer(module, self.config.train, self.world.size),
-            engine_options(self.config, self.plan.accumulation),
+            strategy_options(self.config, self.plan.accumulation),
             self.world,
         )
-        self.forward = self.engine.module
+        self.forward = self.strategy.module
         self.forward.train()
-        return self.engine
+        return self.strategy
 
     def shares(self, step: int) -> Iterator[Tensor]:
         """This rank's part of the step's loss, pass by pass."""
@@ -84,7 +84,7 @@ class Training:
 
     def backward(self, step: int, factor: float = 1.0) -> None:
         for loss in self.shares(step):
-            self.engine.backward(loss * factor)
+            self.strategy.backward(loss * factor)
 
     def gradients(self) -> Gradients:
         return {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
@@ -95,16 +95,16 @@ class Training:
     def averaged_gradients(self, step: int) -> Gradients:
         """The mean gradients of a step, over all ranks; no step is made."""
         self.backward(step)
-        self.engine.synchronize()
-        self.engine.clip()
+        self.strategy.synchronize()
+        self.strategy.clip()
         return self.gradients()
 
     def averaged_step(self, step: int) -> None:
         """The whole optimizer step."""
         self.backward(step)
-        self.engine.synchronize()
-        self.engine.clip()
-        self.engine.step()
+        self.strategy.synchronize()
+        self.strategy.clip()
+        self.strategy.step()
 
     def plain_gradients(self, step: int) -> Gradients:
         """What one process gets for all of the step's windows, without Horovod."""
@@ -143,10 +143,10 @@ def only_the_parameters_are_broadcast(ranks: Ranks) -> None:
     before = training.weights()
     different = {tuple(map(float, weights)) for weights in world.allgather(before["qa_outputs.weight"][0, :3])}
     assert len(different) == world.size, "the check needs ranks that start from different weights"
-    engine = training.wrap()
+    strategy = training.wrap()
     zero = world.broadcast({name: tensor.numpy() for name, tensor in before.items()})
     assert all(np.array_equal(tensor.numpy(), zero[name]) for name, tensor in training.weights().items())
-    assert not any(engine.optimizer.state.values()), "the optimizer has made a step"
+    assert not any(strategy.optimizer.state.values()), "the optimizer has made a step"
 
 
 @check
@@ -189,7 +189,7 @@ def accumulated_passes_give_the_gradient_of_one_pass(ranks: Ranks) -> None:
     training.wrap()
     for step in (0, 1):  # the second has one window for 4 passes: left-over passes are an error in Horovod
         assert_close(training.averaged_gradients(step), training.plain_gradients(step))
-        training.engine.step()
+        training.strategy.step()
 
 
 @check
@@ -199,7 +199,7 @@ def zero_grad_forgets_the_last_step(ranks: Ranks) -> None:
     training.wrap()
     for step in range(3):  # across the end of an epoch
         assert_close(training.averaged_gradients(step), training.plain_gradients(step))
-        training.engine.step()
+        training.strategy.step()
         assert not any(gradient.abs().max() > 0 for gradient in training.gradients().values())
     assert_same_on_all_ranks(ranks.world, training.weights())
 
@@ -207,12 +207,12 @@ def zero_grad_forgets_the_last_step(ranks: Ranks) -> None:
 @check
 def weight_decay_of_the_groups_survives_the_wrapping(ranks: Ranks) -> None:
     training = Training(ranks.world, "--weight_decay", 0.5, "--learning_rate", 0.1)
-    engine = training.wrap()
+    strategy = training.wrap()
     before = training.weights()
     training.backward(0, factor=0.0)  # zero gradients: what then changes is decay
-    engine.synchronize()
-    engine.clip()
-    engine.step()
+    strategy.synchronize()
+    strategy.clip()
+    strategy.step()
     for name, weight in training.weights().items():
         expected = before[name] * (1 - 0.1 * 0.5) if weight.ndim > 1 else before[name]
         torch.testing.assert_close(weight, expected, rtol=1e-6, atol=0, msg=name)
@@ -223,13 +223,13 @@ def schedule_drives_the_wrapped_optimizer(ranks: Ranks) -> None:
     from hvd_bert.training.optim import make_schedule
 
     training = Training(ranks.world, "--learning_rate", 1e-3, "--warmup_ratio", 0, "--warmup_steps", 2)
-    engine = training.wrap()
-    schedule = make_schedule(engine.optimizer, training.config.train, total_steps=4)
+    strategy = training.wrap()
+    schedule = make_schedule(strategy.optimizer, training.config.train, total_steps=4)
     rates = []
     for step in range(4):
-        rates.append({group["lr"] for group in engine.optimizer.param_groups})
+        rates.append({group["lr"] for group in strategy.optimizer.param_groups})
         training.averaged_gradients(step)
-        engine.step()
+        strategy.step()
         schedule.step()
     assert rates == [{0.0}, {5e-4}, {1e-3}, {5e-4}]
 
@@ -242,18 +242,18 @@ def bf16_autocast_keeps_fp32_gradients(ranks: Ranks) -> None:
     gradients = training.averaged_gradients(0)
     assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
     assert_close(gradients, training.plain_gradients(0), tolerance=0.15)
-    training.engine.step()
+    training.strategy.step()
     assert_same_on_all_ranks(ranks.world, training.weights())
 
 
 @check
 def clipping_sees_the_averaged_gradient(ranks: Ranks) -> None:
     training = Training(ranks.world, "--max_grad_norm", 0.01)
-    engine = training.wrap()
+    strategy = training.wrap()
     expected = torch.stack([g.norm() for g in training.plain_gradients(0).values()]).norm()
     training.backward(0)
-    engine.synchronize()
-    torch.testing.assert_close(engine.clip(), expected, rtol=1e-5, atol=0)
+    strategy.synchronize()
+    torch.testing.assert_close(strategy.clip(), expected, rtol=1e-5, atol=0)
     clipped = torch.stack([g.norm() for g in training.gradients().values()]).norm()
     assert float(clipped) == pytest.approx(0.01, rel=1e-3)
 
@@ -262,23 +262,23 @@ def clipping_sees_the_averaged_gradient(ranks: Ranks) -> None:
 def inf_on_one_rank_backs_off_the_fp16_scale_on_all(ranks: Ranks) -> None:
     world = ranks.world
     training = Training(world, "--fp16")
-    engine = training.wrap()
-    before, scale = training.weights(), engine.scaler.get_scale()
+    strategy = training.wrap()
+    before, scale = training.weights(), strategy.scaler.get_scale()
     training.backward(0, factor=math.inf if world.rank == world.size - 1 else 1.0)
-    engine.synchronize()
-    engine.clip()
-    engine.step()
-    assert engine.scaler.get_scale() == scale / 2
+    strategy.synchronize()
+    strategy.clip()
+    strategy.step()
+    assert strategy.scaler.get_scale() == scale / 2
     assert same(training.weights(), before), "a step with inf was applied"
-    while engine.scaler.get_scale() > 2:  # fp16 alone may ask for some more halvings of its first, high, scale
-        scale = engine.scaler.get_scale()
+    while strategy.scaler.get_scale() > 2:  # fp16 alone may ask for some more halvings of its first, high, scale
+        scale = strategy.scaler.get_scale()
         training.averaged_gradients(0)
-        engine.step()
-        if engine.scaler.get_scale() == scale:
+        strategy.step()
+        if strategy.scaler.get_scale() == scale:
             break
     assert not same(training.weights(), before), "no step was applied after the scale was lowered"
     assert_same_on_all_ranks(world, training.weights())
-    assert len(set(world.allgather(engine.scaler.get_scale()))) == 1
+    assert len(set(world.allgather(strategy.scaler.get_scale()))) == 1
 
 
 @check
@@ -286,19 +286,19 @@ def fp16_allreduce_overflow_skips_the_step_on_all(ranks: Ranks) -> None:
     # A gradient above 65504 becomes inf on the wire. Alone there is no wire, so there it must be inf to begin with.
     world = ranks.world
     training = Training(world, "--fp16_allreduce")
-    engine = training.wrap()
+    strategy = training.wrap()
     before = training.weights()
     too_much = 1e9 if world.size > 1 else math.inf
     training.backward(0, factor=too_much if world.rank == world.size - 1 else 1.0)
-    engine.synchronize()
-    engine.clip()
-    engine.step()
-    assert engine.skipped_steps == 1
+    strategy.synchronize()
+    strategy.clip()
+    strategy.step()
+    assert strategy.skipped_steps == 1
     assert same(training.weights(), before), "a step that overflowed was applied"
     found = training.averaged_gradients(0)
     assert not [name for name, gradient in found.items() if not torch.isfinite(gradient).all()]
-    engine.step()
-    assert engine.skipped_steps == 1
+    strategy.step()
+    assert strategy.skipped_steps == 1
     assert not same(training.weights(), before)
     assert_same_on_all_ranks(world, training.weights())
 

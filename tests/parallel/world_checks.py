@@ -8,23 +8,23 @@ import pytest
 import torch
 from ranks import Ranks, check, check_every_strategy
 
-from hvd_bert.distributed.world import AgreedError
+from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
 
 
 @check_every_strategy
-def every_rank_has_its_place(ranks: Ranks) -> None:
+def every_rank_has_its_rank_info(ranks: Ranks) -> None:
     world = ranks.world
     everyone = list(range(world.size))
     assert world.controller == ranks.controller
     assert world.allgather(world.rank) == everyone
-    assert [place.rank for place in world.places] == everyone
-    assert [place.local_rank for place in world.places] == everyone
-    assert {place.host for place in world.places} == {world.host} == set(world.hosts)
+    assert [info.rank for info in world.rank_infos] == everyone
+    assert [info.local_rank for info in world.rank_infos] == everyone
+    assert {info.host for info in world.rank_infos} == {world.host} == set(world.hosts)
     assert world.host_ranks == tuple(everyone)
     assert (world.local_rank, world.local_size) == (world.rank, world.size)
     assert (world.cross_rank, world.cross_size) == (0, 1)
-    assert str(world.device) == world.places[world.rank].device
+    assert str(world.device) == world.rank_infos[world.rank].device
 
 
 @check
@@ -70,16 +70,16 @@ def sum_adds_up_over_the_ranks(ranks: Ranks) -> None:
 
 
 @check_every_strategy
-def together_lets_success_pass(ranks: Ranks) -> None:
-    with ranks.world.together():
+def raise_on_all_ranks_lets_success_pass(ranks: Ranks) -> None:
+    with ranks.world.raise_on_all_ranks():
         pass
 
 
 @check_every_strategy
-def error_of_one_rank_is_an_agreed_error_of_all(ranks: Ranks) -> None:
+def error_of_one_rank_is_raised_on_all_ranks(ranks: Ranks) -> None:
     world = ranks.world
     last = world.size - 1
-    with pytest.raises(AgreedError) as caught, world.together():
+    with pytest.raises(CollectiveError) as caught, world.raise_on_all_ranks():
         if world.rank == last:
             raise UserError("no such file")
     assert caught.value.rank == last
@@ -88,6 +88,6 @@ def error_of_one_rank_is_an_agreed_error_of_all(ranks: Ranks) -> None:
 
 @check_every_strategy
 def error_of_all_ranks_is_said_by_the_first(ranks: Ranks) -> None:
-    with pytest.raises(AgreedError) as caught, ranks.world.together():
+    with pytest.raises(CollectiveError) as caught, ranks.world.raise_on_all_ranks():
         raise UserError("no such flag")
     assert (caught.value.rank, str(caught.value)) == (0, "no such flag")

@@ -65,7 +65,7 @@ class Timeline:
 
 
 def training(
-    steps: int = 12, ranks: int = 2, slow: int | None = None, by: int = 0, cached: bool = False,
+    steps: int = 12, ranks: int = 2, straggler: int | None = None, by: int = 0, cached: bool = False,
     step_us: int = 100_000, library: str = "MPI_ALLREDUCE",
 ) -> Timeline:  # fmt: skip
     """Steps of three tensors of 1 MiB: a and b go together for 20 ms, then c for 10 ms.
@@ -84,7 +84,7 @@ def training(
             moment = start + ms * 1000
             if cached:
                 return moment, moment + by
-            return {rank: moment + (by if rank == slow else 0) for rank in range(ranks)}
+            return {rank: moment + (by if rank == straggler else 0) for rank in range(ranks)}
 
         made.negotiate("allreduce.a", ready(20))
         made.negotiate("allreduce.b", ready(30))

@@ -20,8 +20,8 @@ from hvd_bert.model.attention import (
     by_varlen,
     by_window,
     choose,
+    cu_seqlens_of,
     has_flash,
-    offsets_of,
 )
 from hvd_bert.model.cpu.dropout import keep_mask, kept_scale
 
@@ -78,9 +78,9 @@ def test_each_token_sees_its_own_window(kernel, lengths, scaling):
     torch.testing.assert_close(gradients, own, rtol=1e-4, atol=1e-6)
 
 
-def test_offsets_may_come_from_outside(kernel):
+def test_cu_seqlens_may_come_from_outside(kernel):
     query, key, value = (torch.randn(1, 2, 9, 4) for _ in range(3))
-    names = {"window_lengths": [4, 5], "window_offsets": torch.tensor([0, 4, 9], dtype=torch.int32)}
+    names = {"window_lengths": [4, 5], "cu_seqlens": torch.tensor([0, 4, 9], dtype=torch.int32)}
     found, _ = attend_within_windows(torch.nn.Identity(), query, key, value, None, **names)
     torch.testing.assert_close(found, reference(query, key, value, [4, 5], 0.5))
 
@@ -115,7 +115,7 @@ def test_dropout_zeroes_probabilities_and_the_gradient_follows():
     torch.manual_seed(0)
     query, key, value = (torch.randn(7, 2, 4, requires_grad=True) for _ in range(3))
     torch.manual_seed(1)
-    found = by_probabilities(query, key, value, Windows([7], offsets_of([7], CPU)), 0.4, 0.5)
+    found = by_probabilities(query, key, value, Windows([7], cu_seqlens_of([7], CPU)), 0.4, 0.5)
     torch.manual_seed(1)
     factors = keep_mask(torch.Size([2, 7, 7]), 0.4) * kept_scale(0.4)
     assert 0 < (factors == 0).sum() < factors.numel()

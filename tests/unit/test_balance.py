@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from hvd_bert.data.balance import crossover, deal, window_costs
+from hvd_bert.data.balance import balanced_partition, crossover, window_costs
 
 quick = settings(max_examples=100, deadline=None)
 costs_of = st.lists(st.integers(0, 10**7), max_size=120).map(lambda costs: np.array(costs, dtype=np.int64))
@@ -22,41 +22,41 @@ def totals(costs: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
 @quick
 @given(costs_of, st.integers(1, 20))
 def test_each_thing_once_and_as_many_in_each_part(costs, parts):
-    dealt = deal(costs, parts)
-    assert sorted(np.concatenate(dealt).tolist()) == list(range(len(costs)))
-    assert [len(part) for part in dealt] == [len(costs[i::parts]) for i in range(parts)]
-    assert all(np.all(np.diff(part) > 0) for part in dealt)
-    for one, other in zip(deal(costs.copy(), parts), dealt, strict=True):
+    partition = balanced_partition(costs, parts)
+    assert sorted(np.concatenate(partition).tolist()) == list(range(len(costs)))
+    assert [len(part) for part in partition] == [len(costs[i::parts]) for i in range(parts)]
+    assert all(np.all(np.diff(part) > 0) for part in partition)
+    for one, other in zip(balanced_partition(costs.copy(), parts), partition, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 @quick
 @given(costs_of, st.integers(2, 20))
 @example(np.arange(64) ** 3, 2)
-def test_no_swap_of_the_dearest_with_the_cheapest_part_helps(costs, parts):
+def test_no_swap_of_the_most_with_the_least_loaded_part_helps(costs, parts):
     assume(len(costs) <= 32 * parts)  # from there on not every swap is tried
-    dealt = deal(costs, parts)
-    ranking = np.argsort(-totals(costs, dealt), kind="stable")
-    dear, cheap = dealt[ranking[0]], dealt[ranking[-1]]
-    gap = costs[dear].sum() - costs[cheap].sum()
-    moved = costs[dear][:, None] - costs[cheap]
+    partition = balanced_partition(costs, parts)
+    ranking = np.argsort(-totals(costs, partition), kind="stable")
+    most_loaded, least_loaded = partition[ranking[0]], partition[ranking[-1]]
+    gap = costs[most_loaded].sum() - costs[least_loaded].sum()
+    moved = costs[most_loaded][:, None] - costs[least_loaded]
     assert not np.any(np.abs(gap - 2 * moved) < gap)
 
 
 def test_of_equals_the_first_comes_first():
-    assert [part.tolist() for part in deal(np.full(5, 7), 2)] == [[0, 3, 4], [1, 2]]
+    assert [part.tolist() for part in balanced_partition(np.full(5, 7), 2)] == [[0, 3, 4], [1, 2]]
 
 
-def test_swaps_mend_what_the_snake_leaves():
+def test_swaps_fix_what_the_snake_leaves():
     # The snake gives 10 + 7 + 4 = 21 and 9 + 8 + 0 = 17; with 10 for 8 they are even.
     costs = np.array([10, 9, 8, 7, 4, 0])
-    assert totals(costs, deal(costs, 2)).tolist() == [19, 19]
+    assert totals(costs, balanced_partition(costs, 2)).tolist() == [19, 19]
 
 
 def test_many_in_each_part_are_even_though_not_all_are_tried():
     costs = np.random.default_rng(0).integers(40, 384, 8003)
-    dealt = totals(costs, deal(costs, 8))
-    assert dealt.max() <= 1.001 * dealt.mean()
+    partition = totals(costs, balanced_partition(costs, 8))
+    assert partition.max() <= 1.001 * partition.mean()
 
 
 @pytest.mark.parametrize(("hidden", "intermediate", "length"), [(384, 1536, 2304), (768, 3072, 4608)])

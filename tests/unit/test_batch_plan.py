@@ -93,11 +93,11 @@ def test_step_does_not_depend_on_the_world(num_windows, step):
 def test_plan_is_pure(plan, step):
     again = replace(plan, lengths=plan.lengths.copy())
     before = plan.step_windows(step).copy()
-    dealt = [ids.copy() for passes in by_rank(plan, step) for ids in passes]
+    assigned = [ids.copy() for passes in by_rank(plan, step) for ids in passes]
     for other in (0, step + plan.steps_per_epoch, step + 3 * plan.steps_per_epoch):
         again.rank_windows(other, 0)  # what was asked for in between does not matter
     np.testing.assert_array_equal(again.step_windows(step), before)
-    for one, other in zip([ids for passes in by_rank(again, step) for ids in passes], dealt, strict=True):
+    for one, other in zip([ids for passes in by_rank(again, step) for ids in passes], assigned, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -124,13 +124,13 @@ def test_tokens_and_costs_are_those_of_the_windows_taken(plan, step):
 def test_no_two_ranks_are_further_apart_than_one_window(plan, step):
     costs, sizes = plan.rank_costs(step), [sum(map(len, passes)) for passes in by_rank(plan, step)]
     tokens = plan.lengths[plan.step_windows(step)].astype(np.int64)
-    dearest = int((tokens * (plan.crossover + tokens)).max())
+    most_expensive = int((tokens * (plan.crossover + tokens)).max())
     for size in set(sizes):  # a rank of one window less costs less
-        alike = costs[np.array(sizes) == size]
-        assert alike.max() - alike.min() <= dearest
+        same_size = costs[np.array(sizes) == size]
+        assert same_size.max() - same_size.min() <= most_expensive
 
 
-def test_passes_of_a_rank_are_alike():
+def test_passes_of_a_rank_are_balanced():
     plan = BatchPlan.of_rank_batch(lengths(2000), 8, 4, 4, seed=1, crossover=MINILM)
     for step in range(plan.steps_per_epoch - 1):
         assert imbalance(plan.rank_tokens(step)) <= 1.02

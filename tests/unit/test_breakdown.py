@@ -104,7 +104,7 @@ def test_line_after_a_stop_is_that_of_a_run_never_stopped():
     assert whole.read(5) == resumed.read(5)
 
 
-def test_counting_a_step_deals_nothing_out_anew():
+def test_counting_a_step_partitions_nothing_again():
     of_two, steps = plan(), 8
     batches = Prefetcher(of_two, lambda ids: ids, rank=0, first=0)
     before = _shares.cache_info().misses

@@ -124,7 +124,7 @@ def test_leftovers_of_others_go_after_a_day(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"tmp-other-far-2", "old-2", "key", "key.lock"}
 
 
-def test_a_failed_build_leaves_nothing_and_may_be_tried_again(tmp_path):
+def test_a_failed_build_leaves_nothing_and_may_be_repeated(tmp_path):
     def fail(folder: Path) -> None:
         build(folder)
         raise UserError("the questions are wrong")

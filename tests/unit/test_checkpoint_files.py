@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hvd_bert.checkpoint import files
-from hvd_bert.checkpoint.files import Contents, Damaged
+from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
 from hvd_bert.storage import writing
 
 
@@ -63,7 +63,7 @@ def test_damage_is_named(tmp_path, name, harm):
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:-1] if harm == "truncated" else b"")
-    with pytest.raises(Damaged, match=str(path)):
+    with pytest.raises(CorruptCheckpoint, match=str(path)):
         files.read(folder)
 
 
@@ -76,7 +76,7 @@ def test_one_flipped_bit_is_seen(tmp_path, name, data):
     position = data.draw(st.integers(0, 8 * len(content) - 1))
     content[position // 8] ^= 1 << position % 8
     path.write_bytes(content)
-    with pytest.raises(Damaged, match=str(path)):
+    with pytest.raises(CorruptCheckpoint, match=str(path)):
         files.read(folder)
 
 
@@ -91,7 +91,7 @@ def test_flipped_bit_in_the_manifest_never_gives_other_content(tmp_path, data):
     path.write_bytes(content)
     try:
         found = files.read(folder)  # a bit of its white space or of the step may not matter
-    except Damaged:
+    except CorruptCheckpoint:
         return
     assert torch.equal(found.tensors["model"]["weight"], torch.full((3, 2), 7.0))
     assert found.documents["state"] == {"step": 7, "learning_rate": 0.1}
@@ -101,7 +101,7 @@ def test_later_format_is_refused(tmp_path):
     folder = files.write(tmp_path, 7, contents(7))
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | {"format": files.FORMAT + 1}))
-    with pytest.raises(Damaged, match="is of a later hvd_bert"):
+    with pytest.raises(CorruptCheckpoint, match="is of a later hvd_bert"):
         files.read(folder)
 
 
@@ -110,7 +110,7 @@ def test_manifest_that_names_files_elsewhere_is_refused(tmp_path):
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"]["../../secret"] = {"bytes": 1, "sha256": ""}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(Damaged, match="outside its folder"):
+    with pytest.raises(CorruptCheckpoint, match="outside its folder"):
         files.verify(folder)
 
 
@@ -145,7 +145,7 @@ def test_what_a_killed_writer_left_is_swept(tmp_path):
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half")
     assert steps(tmp_path) == [7]
-    files.sweep(tmp_path)
+    files.remove_leftovers(tmp_path)
     assert not left.exists()
     assert steps(tmp_path) == [7]
 

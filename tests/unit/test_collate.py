@@ -60,10 +60,10 @@ def test_batch(rows, windows, ids, kind):
     assert batch.lengths == lengths
     assert batch.num_windows == len(ids)
     assert batch.num_tokens == len(tokens)
-    assert not batch.padded
-    assert batch.where.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    assert batch.where.dtype == torch.int32  # as attention kernels take it
-    others = [value for name, value in vars(batch).items() if torch.is_tensor(value) and name != "where"]
+    assert not batch.padded and batch.attention_mask is None
+    assert batch.cu_seqlens.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    assert batch.cu_seqlens.dtype == torch.int32  # as attention kernels take it
+    others = [value for name, value in vars(batch).items() if torch.is_tensor(value) and name != "cu_seqlens"]
     assert {value.dtype for value in others} == {torch.int64}
 
 
@@ -74,13 +74,13 @@ def test_padded_batch(rows, windows, ids, pad_to):
     longest = max(len(row["input_ids"]) for row in chosen)
     width = max(longest, pad_to)
     padded, packed = Collator(windows, CPU, pad_to)(ids), Collator(windows, CPU)(ids)
-    assert padded.padded
+    assert padded.padded and padded.cu_seqlens is None
     for i, row in enumerate(chosen):
         length = len(row["input_ids"])
         assert padded.input_ids[i].tolist() == row["input_ids"] + [0] * (width - length)
         assert padded.token_type_ids[i, :length].tolist() == [int(p >= row["context_start"]) for p in range(length)]
         assert padded.position_ids[i].tolist() == list(range(width))
-        assert padded.where[i].tolist() == [True] * length + [False] * (width - length)
+        assert padded.attention_mask[i].tolist() == [True] * length + [False] * (width - length)
     for name in ("lengths", "num_windows", "num_tokens"):
         assert getattr(padded, name) == getattr(packed, name)
     assert torch.equal(padded.starts, packed.starts)

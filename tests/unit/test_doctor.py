@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hvd_bert.distributed.launch import Launcher, Place
-from hvd_bert.distributed.world import AgreedError
+from hvd_bert.distributed.launch import Launcher, RankInfo
+from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.doctor import __main__ as command
 from hvd_bert.doctor import checks, collective, diagnosis, probes, ranks
 from hvd_bert.doctor.checks import (
@@ -77,7 +77,7 @@ def test_torch(version, status):
 def test_cuda(torch_cuda, visible, gpus, hidden, status, words):
     line = cuda_line(torch_cuda, visible, gpus, hidden)
     assert (line.status, words in line.found) == (status, True), line
-    assert bool(line.mend) or hidden or status == OK
+    assert bool(line.hint) or hidden or status == OK
 
 
 def test_driver():
@@ -98,7 +98,7 @@ def test_driver():
 def test_horovod(build, status):
     (line,) = horovod_lines(build)
     assert line.status == status
-    assert (status == OK) == (line.mend == "")
+    assert (status == OK) == (line.hint == "")
 
 
 TWO_NCCLS = replace(BUILD, nccl=True, libraries=("/a/libnccl.so.2", "/b/libnccl.so.2"))
@@ -118,7 +118,7 @@ TWO_NCCLS = replace(BUILD, nccl=True, libraries=("/a/libnccl.so.2", "/b/libnccl.
 def test_nccl(build, gpus, status):
     line = nccl_line(build, gpus, "2.28.9")
     assert line.status == status
-    assert "--with-nccl" in line.mend or status != FAILURE
+    assert "--with-nccl" in line.hint or status != FAILURE
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ OTHER_LIBRARY = replace(LIBRARY, libraries=("/other/libmpi.so.12",))
 def test_mpi(build, library, mpirun, by_srun, status, words):
     line = mpi_line(build, library, mpirun, by_srun)
     assert (line.status, words in line.found) == (status, True), line
-    assert line.mend or status != FAILURE
+    assert line.hint or status != FAILURE
 
 
 @pytest.mark.parametrize(
@@ -198,14 +198,14 @@ def test_slurm(slurm, build, statuses, words):
 
 
 def test_folder(tmp_path):
-    good = folder_line("Windows", tmp_path / "not" / "yet", "mend", required=True)
+    good = folder_line("Windows", tmp_path / "not" / "yet", "hint", required=True)
     assert good.status == OK and "GiB free" in good.found
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
     bad = folder_line("Windows", tmp_path / "file" / "folder", "name another", required=True)
-    assert (bad.status, bad.mend) == (FAILURE, "name another")
+    assert (bad.status, bad.hint) == (FAILURE, "name another")
     assert "cannot be written: Not a directory" in bad.found
-    assert folder_line("Hub", tmp_path / "file" / "folder", "mend", required=False).status == WARNING
+    assert folder_line("Hub", tmp_path / "file" / "folder", "hint", required=False).status == WARNING
 
 
 @pytest.mark.parametrize(("free", "required", "status"), [
@@ -218,7 +218,7 @@ def test_room(tmp_path, monkeypatch, free, required, status):
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     line = folder_line("Output", tmp_path, "name another", required=required)
     assert line.status == status
-    assert ("name another" in line.mend) == (status != OK)
+    assert ("name another" in line.hint) == (status != OK)
 
 
 def test_memory():
@@ -265,8 +265,8 @@ SAME = {"python": "3.11.7", "torch": "2.8.0"}
 
 
 def world(*hosts: str, device: str = "cpu", cores: frozenset[int] = frozenset(range(8)), host_cores: int = 8):
-    places = [Place(number, host, number % 2, device, None, cores) for number, host in enumerate(hosts)]
-    return [Rank(place, dict(SAME), host_cores) for place in places]
+    rank_infos = [RankInfo(number, host, number % 2, device, None, cores) for number, host in enumerate(hosts)]
+    return [Rank(info, dict(SAME), host_cores) for info in rank_infos]
 
 
 def statuses(found: list[Line]) -> dict[str, str]:
@@ -287,7 +287,7 @@ def test_differing_versions():
     assert line.status == FAILURE
     assert "torch is 2.8.0 on rank(s) 0-1 and 2.6.0 on rank(s) 2-3" in line.found
     assert "python is 3.11.7 on rank(s) 0-2 and missing on rank(s) 3" in line.found
-    assert "one environment" in line.mend
+    assert "one environment" in line.hint
     shown = ranks_table(found).splitlines()
     assert shown[0].split() == ["host", "rank", "local", "rank", "device", "cores", "versions"]
     assert shown[3].split()[:5] == ["b", "2", "0", "cpu", "0-7"]
@@ -442,7 +442,7 @@ def test_json(capsys):
     report.data["ranks"] = []
     assert report.close() == 2
     (only,) = capsys.readouterr().out.splitlines()
-    check = {"name": "a", "status": "failure", "found": "x", "mend": "y", "hosts": ["h"]}
+    check = {"name": "a", "status": "failure", "found": "x", "hint": "y", "hosts": ["h"]}
     assert json.loads(only) == {"ready": False, "checks": [check], "ranks": []}
 
 
@@ -503,7 +503,7 @@ class FakeWorld(SimpleNamespace):
     def broadcast(self, value):
         return value
 
-    def take_place(self):
+    def set_up_device(self):
         if self.refusal:
             raise self.refusal
 
@@ -518,11 +518,11 @@ class FakeWorld(SimpleNamespace):
 @pytest.mark.parametrize(
     ("error", "said", "ended"),
     [
-        (AgreedError("too few GPUs"), "World      too few GPUs", "closed"),
+        (CollectiveError("too few GPUs"), "World      too few GPUs", "closed"),
         (OSError("broken"), "World      rank 0 on a: OSError: broken", 2),
     ],
 )
-def test_refused_place(monkeypatch, capsys, few_checks, error, said, ended):
+def test_refused_device(monkeypatch, capsys, few_checks, error, said, ended):
     fake = FakeWorld(error)
     monkeypatch.setattr(diagnosis.HorovodWorld, "join", staticmethod(lambda: fake))
     report = Report(as_json=False, shown=True)
@@ -542,15 +542,15 @@ def test_ranks_that_never_come(monkeypatch, capsys):
     ended = []
     monkeypatch.setattr(diagnosis.os, "_exit", ended.append)
     report = Report(as_json=False, shown=True)
-    watch = diagnosis.Watch(report, 0.01)
-    watch.step("World", "the ranks do not find each other", "name the interface")
-    assert watch._timer is not None
-    watch._timer.join(10)
+    step_timeout = diagnosis.StepTimeout(report, 0.01)
+    step_timeout.step("World", "the ranks do not find each other", "name the interface")
+    assert step_timeout._timer is not None
+    step_timeout._timer.join(10)
     assert ended == [2]
     out = capsys.readouterr().out
     assert "the ranks do not find each other: no end after 0 s" in out
     assert "-> name the interface" in out
-    assert diagnosis.Watch(Report(as_json=False, shown=False), 1.0).timeout > 1.0  # rank 0 speaks first
+    assert diagnosis.StepTimeout(Report(as_json=False, shown=False), 1.0).timeout > 1.0  # rank 0 speaks first
 
 
 @pytest.mark.parametrize(

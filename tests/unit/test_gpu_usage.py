@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from hvd_bert.distributed.launch import Place
+from hvd_bert.distributed.launch import RankInfo
 from hvd_bert.monitoring import gpu_usage as module
 from hvd_bert.monitoring.gpu_usage import GIB, GpuUsage, NvmlError, Sample, Sampler, find_gpu, look, nvml, summarise
 
@@ -64,15 +64,15 @@ def driver(monkeypatch) -> FakeNvml:
 
 def world_of(*device_ids: str | None, rank: int = 0) -> SimpleNamespace:
     """A world whose other ranks say that their GPU was 90 % busy."""
-    places = tuple(
-        Place(number, "a", number, f"cuda:{number}" if device_id else "cpu", device_id, frozenset({0}))
+    rank_infos = tuple(
+        RankInfo(number, "a", number, f"cuda:{number}" if device_id else "cpu", device_id, frozenset({0}))
         for number, device_id in enumerate(device_ids)
     )
 
     def allgather(mine):
-        return [mine if place.rank == rank else {"gpu_util_percent": 90.0} for place in places]
+        return [mine if info.rank == rank else {"gpu_util_percent": 90.0} for info in rank_infos]
 
-    return SimpleNamespace(rank=rank, size=len(places), places=places, allgather=allgather)
+    return SimpleNamespace(rank=rank, size=len(rank_infos), rank_infos=rank_infos, allgather=allgather)
 
 
 def test_look(driver):

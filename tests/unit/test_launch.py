@@ -6,7 +6,7 @@ import pytest
 
 from hvd_bert.distributed.launch import (
     Launcher,
-    Place,
+    RankInfo,
     check_devices,
     check_pmi,
     check_size,
@@ -65,7 +65,7 @@ def test_size_that_fits(launcher, size):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "size", "mend"),
+    ("launcher", "size", "hint"),
     [
         (Launcher("srun", 4, 0), 1, "srun --mpi=pmix"),
         (Launcher("mpirun", 4, 0), 1, "env/setup.sh"),
@@ -73,12 +73,12 @@ def test_size_that_fits(launcher, size):
     ],
     ids=str,
 )
-def test_size_that_does_not_fit(launcher, size, mend):
+def test_size_that_does_not_fit(launcher, size, hint):
     with pytest.raises(UserError) as refused:
         check_size(launcher, size)
     message = str(refused.value)
     assert message.startswith(f"{launcher.name} started {launcher.size} processes, but Horovod sees a world of {size}")
-    assert mend in message
+    assert hint in message
 
 
 @pytest.mark.parametrize("given", ["PMIX_RANK", "PMI_FD", "PMI2_FD"])
@@ -126,9 +126,9 @@ def test_too_few_devices():
         choose_device(2, 2, 4)
 
 
-def places(*devices: tuple[str, str | None]) -> list[Place]:
+def rank_infos(*devices: tuple[str, str | None]) -> list[RankInfo]:
     cores = frozenset({0})
-    return [Place(rank, host, 0, "device", gpu, cores) for rank, (host, gpu) in enumerate(devices)]
+    return [RankInfo(rank, host, 0, "device", gpu, cores) for rank, (host, gpu) in enumerate(devices)]
 
 
 @pytest.mark.parametrize(
@@ -141,12 +141,12 @@ def places(*devices: tuple[str, str | None]) -> list[Place]:
     ids=str,
 )
 def test_devices_of_their_own(given):
-    check_devices(places(*given))
+    check_devices(rank_infos(*given))
 
 
 def test_shared_device():
     with pytest.raises(UserError, match=r"3 ranks on b would share one GPU \(GPU-2\)"):
-        check_devices(places(("a", "GPU-2"), ("b", "GPU-2"), ("b", "GPU-1"), ("b", "GPU-2"), ("b", "GPU-2")))
+        check_devices(rank_infos(("a", "GPU-2"), ("b", "GPU-2"), ("b", "GPU-1"), ("b", "GPU-2"), ("b", "GPU-2")))
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_meter(clock, size, passes):
 
     def steps(values):
         for value in values:
-            for _ in range(passes):  # each a share of the step's loss, as the engine gets it
+            for _ in range(passes):  # each a share of the step's loss, as the strategy gets it
                 meter.add(torch.tensor(value / passes, requires_grad=True), batch(4, 100))
             clock.now += 0.5
 
@@ -135,16 +135,16 @@ class Event:
 
 def test_laps_on_a_gpu_are_by_its_own_clock(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    watch = module.Stopwatch(torch.device("cuda"))
+    stopwatch = module.Stopwatch(torch.device("cuda"))
     for phase, milliseconds in (("data", 10.0), ("compute", 300.0), ("exposed_comm", 40.0), ("compute", 200.0)):
         Event.clock += milliseconds
-        watch.lap(phase)
+        stopwatch.lap(phase)
     assert Event.waits == 0  # until somebody wants to know
     none = dict.fromkeys(PHASES, 0.0)
-    assert watch.take() == pytest.approx(none | {"data": 0.01, "compute": 0.5, "exposed_comm": 0.04})
+    assert stopwatch.take() == pytest.approx(none | {"data": 0.01, "compute": 0.5, "exposed_comm": 0.04})
     Event.clock += 50.0
-    watch.lap("optimizer")
-    assert watch.take() == pytest.approx(none | {"optimizer": 0.05})
+    stopwatch.lap("optimizer")
+    assert stopwatch.take() == pytest.approx(none | {"optimizer": 0.05})
 
 
 def test_phases_after_going_on_are_of_the_steps_since(clock):

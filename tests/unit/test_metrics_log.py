@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hvd_bert.training import metrics_log as module
-from hvd_bert.training.metrics_log import Telemetry
+from hvd_bert.training.metrics_log import MetricsLogger
 
 SCORES = {"exact_match": 50.0, "f1": 61.25, "total": 8.0, "eval_loss": 1.5}
 
@@ -50,15 +50,15 @@ def metrics(step: int) -> dict[str, float]:
 
 def run(folder: Path, clock: Clock, enabled: bool = True, seconds: float = 4.0) -> None:
     """Eight steps of `seconds` each, scored in the middle and at the end."""
-    telemetry = Telemetry(folder, enabled)
-    telemetry.begin(8, step=0, steps_per_epoch=4)
+    metrics_logger = MetricsLogger(folder, enabled)
+    metrics_logger.begin(8, step=0, steps_per_epoch=4)
     for step in range(1, 9):
         clock.now += seconds
-        telemetry.logged(step, metrics(step))
+        metrics_logger.logged(step, metrics(step))
         if step == 4:
-            telemetry.evaluated(SCORES)
-    telemetry.evaluated(SCORES)
-    telemetry.close()
+            metrics_logger.evaluated(SCORES)
+    metrics_logger.evaluated(SCORES)
+    metrics_logger.close()
 
 
 def rows(folder: Path) -> list[dict]:
@@ -67,19 +67,19 @@ def rows(folder: Path) -> list[dict]:
 
 def test_rows(tmp_path, clock):
     run(tmp_path, clock)
-    scored = {"eval_exact_match": 50.0, "eval_f1": 61.25, "eval_total": 8.0, "eval_loss": 1.5}
+    evaluated = {"eval_exact_match": 50.0, "eval_f1": 61.25, "eval_total": 8.0, "eval_loss": 1.5}
     expected = [{"step": step, **metrics(step)} for step in range(1, 9)]
-    expected.insert(4, {"step": 4, "epoch": 1.0, **scored})
-    expected.append({"step": 8, "epoch": 2.0, **scored})
+    expected.insert(4, {"step": 4, "epoch": 1.0, **evaluated})
+    expected.append({"step": 8, "epoch": 2.0, **evaluated})
     assert rows(tmp_path) == expected
 
 
 def test_rows_are_on_disk_at_once(tmp_path, clock):
-    telemetry = Telemetry(tmp_path, enabled=True)
-    telemetry.begin(8, step=0, steps_per_epoch=4)
-    telemetry.logged(1, metrics(1))
+    metrics_logger = MetricsLogger(tmp_path, enabled=True)
+    metrics_logger.begin(8, step=0, steps_per_epoch=4)
+    metrics_logger.logged(1, metrics(1))
     assert len(rows(tmp_path)) == 1
-    telemetry.close()
+    metrics_logger.close()
 
 
 def test_tensorboard_scalars(tmp_path, clock):
@@ -124,10 +124,10 @@ def test_progress_on_a_terminal(tmp_path, clock, capsys, monkeypatch):
     assert "8/8" in bar and "loss=0.500" in bar and "lr=1.00e-04" in bar
 
 
-def test_scores_without_training(tmp_path, capsys):
-    telemetry = Telemetry(tmp_path, enabled=True)
-    telemetry.evaluated(SCORES)
-    telemetry.close()
+def test_evaluation_without_training(tmp_path, capsys):
+    metrics_logger = MetricsLogger(tmp_path, enabled=True)
+    metrics_logger.evaluated(SCORES)
+    metrics_logger.close()
     assert capsys.readouterr().out == "EM 50.00  F1 61.25  loss 1.500  on 8 questions\n"
     assert rows(tmp_path)[0]["step"] == 0
 

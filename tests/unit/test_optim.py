@@ -106,7 +106,7 @@ def test_learning_rate_that_met_its_limit_is_said():
     assert "not the 5 times of --lr_scaling sqrt" in advice_of(by_root, 25)[0]
 
 
-def test_run_that_goes_on_with_its_learning_rate_met_no_limit():
+def test_run_that_keeps_its_learning_rate_met_no_limit():
     assert scaling_advice(TrainArguments(learning_rate=1e-5), 8, peak=2e-5) == []
 
 

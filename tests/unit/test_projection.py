@@ -14,7 +14,7 @@ from PIL import Image
 from hvd_bert.errors import UserError
 from hvd_bert.report import comparison, plots, projection
 from hvd_bert.report.__main__ import main
-from hvd_bert.report.alike import STRONG, WEAK, Tolerance
+from hvd_bert.report.comparability import STRONG, WEAK, Tolerance
 from hvd_bert.report.projection import Fusion, Link, Network, Step, allreduce_s, exposed_s, in_fp16, link_of, project
 from hvd_bert.runs import reading
 
@@ -127,8 +127,8 @@ def test_communication_costs_at_least_nothing_and_at_most_its_whole_time(step, n
     if devices > 1:
         # Every message was sent after at least a cycle, but those that are cut from what is there at once.
         messages = hidden_behind / fusion.cycle_s + step.gradient_bytes / fusion.threshold_bytes + 2
-        most = allreduce_s(step.gradient_bytes, devices, network) + messages * allreduce_s(0, devices, network)
-        assert found.exposed_s <= most + fusion.cycle_s + 1e-9
+        maximum = allreduce_s(step.gradient_bytes, devices, network) + messages * allreduce_s(0, devices, network)
+        assert found.exposed_s <= maximum + fusion.cycle_s + 1e-9
         needed = allreduce_s(step.gradient_bytes, devices, network) - hidden_behind
         assert found.exposed_s >= min(needed, 0) - 1e-9 and found.exposed_s >= needed - 1e-9
     else:
@@ -142,8 +142,8 @@ def group_of(folder, **flags):
     return group
 
 
-def both(group, most=1024):
-    return projection.both_kinds(group, [("net", SLOW)], Fusion(), most)
+def both(group, maximum=1024):
+    return projection.both_kinds(group, [("net", SLOW)], Fusion(), maximum)
 
 
 def devices_of(held):
@@ -193,7 +193,7 @@ def test_a_fixed_global_batch_ends_at_one_window_each_and_weak_scaling_does_not(
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "most", "last", "why"),
+    ("kind", "size", "maximum", "last", "why"),
     [
         (STRONG, 24, 1024, 16, "a global batch of 24 windows, of which each of 32 devices would need one"),
         (STRONG, 100, 20, 16, "--most_devices 20"),
@@ -203,8 +203,8 @@ def test_a_fixed_global_batch_ends_at_one_window_each_and_weak_scaling_does_not(
         (WEAK, 1, 1024, 1024, "--most_devices 1024"),
     ],
 )
-def test_where_a_series_ends_and_why(kind, size, most, last, why):
-    assert projection.end_of(kind, size, most) == (last, f"ends at {last} device{'s' * (last > 1)}: {why}")
+def test_where_a_series_ends_and_why(kind, size, maximum, last, why):
+    assert projection.end_of(kind, size, maximum) == (last, f"ends at {last} device{'s' * (last > 1)}: {why}")
 
 
 def test_one_window_cannot_be_shared(tmp_path):

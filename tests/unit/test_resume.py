@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvd_bert.checkpoint import resume
-from hvd_bert.checkpoint.resume import Found
+from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.errors import UserError
@@ -25,16 +25,16 @@ def check(monkeypatch):
     def run(saved: dict, *flags: str) -> None:
         monkeypatch.setattr(resume, "identity", settings)
         document = {"identity": saved, "global_batch": 8, "rank_batch": 8, "step": 10}
-        found = Found(Path("checkpoint-10"), SimpleNamespace(documents={"state": document}))
+        resume_point = ResumePoint(Path("checkpoint-10"), SimpleNamespace(documents={"state": document}))
         inputs = SimpleNamespace(train=SimpleNamespace(plan=SimpleNamespace(global_batch=8)))
-        resume.check(found, parse(list(flags)), inputs)
+        resume.check(resume_point, parse(list(flags)), inputs)
 
     run.saved = lambda *flags: settings(parse(list(flags)))
     return run
 
 
 @pytest.mark.parametrize("flags", [[], ["--padding", "longest"], ["--pad_to_max_length"]], ids=str)
-def test_same_settings_go_on(check, flags):
+def test_same_settings_resume(check, flags):
     check(check.saved(*flags), *flags)
 
 

@@ -10,13 +10,13 @@ from hvd_bert.distributed import launch
 from hvd_bert.distributed import runner as module
 from hvd_bert.distributed.launch import WorldsOfOne
 from hvd_bert.distributed.runner import run_as_rank
-from hvd_bert.distributed.world import AgreedError, HostsChanged, World
+from hvd_bert.distributed.world import CollectiveError, HostsChanged, World
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 
 
 def leave(monkeypatch: pytest.MonkeyPatch, world: World, entry) -> int | str | None:
     monkeypatch.setattr(module, "join", lambda strategy, generation: world)
-    monkeypatch.setattr(world, "take_place", lambda: None)
+    monkeypatch.setattr(world, "set_up_device", lambda: None)
     monkeypatch.setattr(module.os, "_exit", lambda status: (_ for _ in ()).throw(SystemExit(f"aborted {status}")))
     with pytest.raises(SystemExit) as left:
         run_as_rank(entry)
@@ -34,9 +34,9 @@ def raising(error: BaseException):
     ("entry", "status", "said"),
     [
         (lambda world: None, EXIT_OK, ""),
-        (raising(AgreedError("no such file")), EXIT_BAD_INPUT, "hvd_bert: no such file\n"),
-        (raising(AgreedError("diverged", status=EXIT_FAILURE)), EXIT_FAILURE, "hvd_bert: diverged\n"),
-        (raising(AgreedError("rank 1 says it", rank=1)), EXIT_BAD_INPUT, ""),
+        (raising(CollectiveError("no such file")), EXIT_BAD_INPUT, "hvd_bert: no such file\n"),
+        (raising(CollectiveError("diverged", status=EXIT_FAILURE)), EXIT_FAILURE, "hvd_bert: diverged\n"),
+        (raising(CollectiveError("rank 1 says it", rank=1)), EXIT_BAD_INPUT, ""),
     ],
     ids=["done", "bad input", "failure", "another rank speaks"],
 )
@@ -66,8 +66,12 @@ def test_rank_that_fails_alone_ends_all(monkeypatch, capsys, error, status, said
         (WorldsOfOne("no world"), None, EXIT_BAD_INPUT),
         (WorldsOfOne("no world"), 0, EXIT_BAD_INPUT),
         (WorldsOfOne("no world"), 3, EXIT_OK),
-        (AgreedError("no world", rank=2, mine=True), 3, EXIT_BAD_INPUT),  # a world may number its ranks in another way
-        (AgreedError("no world", rank=2), 0, EXIT_OK),
+        (
+            CollectiveError("no world", rank=2, mine=True),
+            3,
+            EXIT_BAD_INPUT,
+        ),  # a world may number its ranks in another way
+        (CollectiveError("no world", rank=2), 0, EXIT_OK),
     ],
 )
 def test_no_world_to_join_is_said_by_one(monkeypatch, capsys, error, rank, status):

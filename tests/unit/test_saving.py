@@ -17,13 +17,13 @@ from hvd_bert.checkpoint import files, saving
 from hvd_bert.checkpoint.saving import Checkpoints
 from hvd_bert.config.command_line import parse
 from hvd_bert.data.batch_plan import BatchPlan
-from hvd_bert.distributed.world import AgreedError, HostsChanged
+from hvd_bert.distributed.world import CollectiveError, HostsChanged
 from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED
 from hvd_bert.training.meter import Meter
 from hvd_bert.training.state import Best, TrainState
 
 
-class Engine:
+class Strategy:
     """Weights and AdamW's state, one tensor each."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ def run(tmp_path, monkeypatch):
         world = make_world()
         plan = BatchPlan(np.full(8, 20, np.int32), global_batch=2, accumulation=1, size=1, seed=0, crossover=4608)
         schedule = SimpleNamespace(state_dict=lambda: {"last_epoch": 0, "lr_lambdas": [None]})
-        state = TrainState(Engine(), schedule, Meter(world), plan, world, Best("f1"))  # type: ignore[arg-type]
+        state = TrainState(Strategy(), schedule, Meter(world), plan, world, Best("f1"))  # type: ignore[arg-type]
         return Checkpoints(state, config, SimpleNamespace())  # type: ignore[arg-type]
 
     return make
@@ -65,11 +65,11 @@ def test_slow_write_holds_what_was_there(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "write", slow)
     state.step = 4
-    before = state.engine.weight.clone()
+    before = state.strategy.weight.clone()
     checkpoints.save()
     with torch.no_grad():  # the training goes on
-        state.engine.weight.add_(1)
-        state.engine.moment.add_(1)
+        state.strategy.weight.add_(1)
+        state.strategy.moment.add_(1)
     checkpoints.evaluated({"f1": 50.0})
     state.step = 5
     go.set()
@@ -123,16 +123,16 @@ def test_failed_last_write_is_no_stop(run, monkeypatch, error):
     checkpoints = run()
     monkeypatch.setattr(files, "write", lambda *_: (_ for _ in ()).throw(error))
     checkpoints.state.step = 1
-    with pytest.raises(AgreedError, match=r"checkpoint of step 1 could not be written: .*no ") as failed:
+    with pytest.raises(CollectiveError, match=r"checkpoint of step 1 could not be written: .*no ") as failed:
         checkpoints.stop("SIGTERM to rank 0")
     assert failed.value.status == 1
 
 
-def test_stop_says_how_to_go_on(run, tmp_path):
+def test_stop_says_how_to_resume(run, tmp_path):
     checkpoints = run("--overwrite_output_dir", "--save_only_model")
     checkpoints.state.step = 7
     with pytest.raises(
-        AgreedError, match=r"after step 7 by SIGINT to rank 0.*without --overwrite_output_dir"
+        CollectiveError, match=r"after step 7 by SIGINT to rank 0.*without --overwrite_output_dir"
     ) as stopped:
         checkpoints.stop("SIGINT to rank 0")
     assert stopped.value.status == EXIT_STOPPED
@@ -149,7 +149,7 @@ def test_diverged_state_replaces_no_good_one(run, tmp_path, caplog):
     checkpoints.state.step = 2
     with caplog.at_level(logging.WARNING, "hvd_bert"):
         checkpoints.save()
-    with pytest.raises(AgreedError, match="no number any more at step 2: training has diverged") as diverged:
+    with pytest.raises(CollectiveError, match="no number any more at step 2: training has diverged") as diverged:
         checkpoints.stop("SIGTERM to rank 0")
     assert diverged.value.status == EXIT_FAILURE
     assert "No checkpoint is made at step 2: the loss is no number" in caplog.text

@@ -74,16 +74,16 @@ def test_total_steps(flags, steps):
         (["--eval_steps", "30"], []),  # the end is scored in any case
     ],
 )
-def test_steps_that_are_scored(flags, expected):
+def test_steps_that_are_evaluated(flags, expected):
     train = parse(flags).train
     assert [step for step in range(1, 31) if train.evaluates_after(step, 10, 30)] == expected
 
 
 def test_steps_that_are_logged():
     train = parse(["--logging_steps", "4"]).train
-    assert [step for step in range(1, 11) if train.logs_after(step, 10)] == [1, 4, 8, 10]
+    assert [step for step in range(1, 11) if train.logs_after_step(step, 10)] == [1, 4, 8, 10]
 
 
-def test_scoring_by_steps_follows_the_logging():
+def test_evaluation_by_steps_follows_the_logging():
     args = parse(["--eval_strategy", "steps", "--logging_steps", "5"]).train
     assert [step for step in range(1, 21) if args.evaluates_after(step, 7, 20)] == [5, 10, 15]

@@ -110,10 +110,10 @@ texts = st.one_of(
 
 
 @st.composite
-def scored(draw: st.DrawFn, least_golds: int) -> Drawn:
+def scored(draw: st.DrawFn, min_golds: int) -> Drawn:
     questions, predictions, odds = [], {}, {}
     for i in range(draw(st.integers(1, 8))):
-        golds = draw(st.lists(texts, min_size=least_golds, max_size=3))
+        golds = draw(st.lists(texts, min_size=min_golds, max_size=3))
         changed = [change for gold in golds for change in (gold, f"The {gold}!", gold.upper())]
         near = [*changed, " ".join(golds)]
         predictions[str(i)] = draw(st.one_of(st.sampled_from(near), texts))
@@ -123,7 +123,7 @@ def scored(draw: st.DrawFn, least_golds: int) -> Drawn:
 
 
 @settings(deadline=None)  # a loaded machine is not a failure
-@given(scored(least_golds=1))
+@given(scored(min_golds=1))
 def test_v1_equals_the_official_script(official: Official, drawn: Drawn) -> None:
     questions, predictions, _ = drawn
     expected = official_v1(official[0], questions, predictions)
@@ -131,7 +131,7 @@ def test_v1_equals_the_official_script(official: Official, drawn: Drawn) -> None
 
 
 @settings(deadline=None)  # a loaded machine is not a failure
-@given(scored(least_golds=0), st.sampled_from([-1.0, 0.0, 0.25, 1.0, 100.0]), st.booleans())
+@given(scored(min_golds=0), st.sampled_from([-1.0, 0.0, 0.25, 1.0, 100.0]), st.booleans())
 def test_v2_equals_the_official_script(
     official: Official,
     drawn: Drawn,
@@ -145,7 +145,7 @@ def test_v2_equals_the_official_script(
 
 
 @settings(deadline=None)  # a loaded machine is not a failure
-@given(scored(least_golds=0), st.randoms(use_true_random=False))
+@given(scored(min_golds=0), st.randoms(use_true_random=False))
 def test_order_of_the_mappings_and_strangers_change_nothing(drawn: Drawn, rng: random.Random) -> None:
     questions, predictions, odds = drawn
     expected = score(questions, predictions, odds, True)
@@ -156,7 +156,7 @@ def test_order_of_the_mappings_and_strangers_change_nothing(drawn: Drawn, rng: r
 
 
 @settings(deadline=None)  # a loaded machine is not a failure
-@given(scored(least_golds=0), st.sampled_from([-1.0, 0.0, 1.0]))
+@given(scored(min_golds=0), st.sampled_from([-1.0, 0.0, 1.0]))
 def test_best_spans_instead_of_nulled_texts_change_only_the_best_thresholds(drawn: Drawn, threshold: float) -> None:
     questions, best_spans, odds = drawn
     nulled = {id_: "" if odds[id_] > threshold else text for id_, text in best_spans.items()}

@@ -21,7 +21,7 @@ def draw() -> list[float]:
 
 
 @pytest.mark.parametrize("drawn_before", [0, 1, 2, 3, 700])
-def test_random_numbers_go_on(drawn_before):
+def test_random_numbers_continue(drawn_before):
     seed_ranks(5, 0, make_world())
     for _ in range(drawn_before):
         draw()

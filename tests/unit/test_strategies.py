@@ -14,35 +14,35 @@ from hvd_bert.config.command_line import before_joining, parse
 from hvd_bert.config.settings import STRATEGIES
 from hvd_bert.distributed import joining, rendezvous
 from hvd_bert.distributed.launch import WorldsOfOne
-from hvd_bert.distributed.world import AgreedError
+from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
-from hvd_bert.model.attention import offsets_of
-from hvd_bert.strategies.base import Engine, EngineOptions
+from hvd_bert.model.attention import cu_seqlens_of
+from hvd_bert.strategies.base import Strategy, StrategyOptions
 from hvd_bert.strategies.dp import WindowParallel, join_windows, split_windows
-from hvd_bert.strategies.table import ENGINES, engine_class, make_engine
+from hvd_bert.strategies.table import STRATEGY_CLASSES, make_strategy, strategy_class
 
 
-def test_every_strategy_of_the_flag_has_an_engine():
-    assert list(ENGINES) == STRATEGIES
+def test_every_strategy_of_the_flag_has_a_class():
+    assert list(STRATEGY_CLASSES) == STRATEGIES
 
 
 @pytest.mark.parametrize("strategy", ["horovod", "ddp", "fsdp", "dp", "none"])
-def test_engines_are_found(strategy):
-    assert issubclass(engine_class(strategy), Engine)
+def test_strategy_classes_are_found(strategy):
+    assert issubclass(strategy_class(strategy), Strategy)
 
 
 def test_strategy_that_is_not_installed_names_the_line_that_installs_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.delitem(sys.modules, "hvd_bert.strategies.deepspeed", raising=False)
     with pytest.raises(UserError, match=r"`bash env/setup\.sh --deepspeed`"):
-        engine_class("deepspeed")
+        strategy_class("deepspeed")
 
 
 def test_deepspeed_that_cannot_be_imported_is_said_with_the_line_that_installs_it(monkeypatch):
-    engine = pytest.importorskip("hvd_bert.strategies.deepspeed")
+    module = pytest.importorskip("hvd_bert.strategies.deepspeed")
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(AgreedError, match=r"cannot be imported \(ModuleNotFound.*`bash env/setup\.sh --deepspeed`"):
-        engine.DeepSpeedEngine(nn.Linear(1, 1), torch.optim.AdamW, EngineOptions(), make_world())
+    with pytest.raises(CollectiveError, match=r"cannot be imported \(ModuleNotFound.*`bash env/setup\.sh --deepspeed`"):
+        module.DeepSpeedStrategy(nn.Linear(1, 1), torch.optim.AdamW, StrategyOptions(), make_world())
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_dp_needs_two_gpus(monkeypatch):
 def test_world_of_one_needs_no_library():
     world = joining.join("none")
     assert (world.rank, world.size, world.controller, world.devices) == (0, 1, "none", 1)
-    assert not world.begin_vote(False)() and world.begin_vote(True)()
+    assert not world.any_rank_async(False)() and world.any_rank_async(True)()
 
 
 def windows_end_to_end(lengths: list[int]) -> dict[str, object]:
@@ -118,7 +118,7 @@ def windows_end_to_end(lengths: list[int]) -> dict[str, object]:
         "input_ids": tokens,
         "position_ids": tokens + 1,
         "window_lengths": lengths,
-        "window_offsets": offsets_of(lengths, torch.device("cpu")),
+        "cu_seqlens": cu_seqlens_of(lengths, torch.device("cpu")),
     }
 
 
@@ -128,7 +128,7 @@ def test_dp_splits_between_windows(parts, expected):
     assert [part["window_lengths"] for part in split] == expected
     assert torch.equal(torch.cat([part["input_ids"] for part in split], 1), torch.arange(12)[None])
     for part in split:
-        assert part["window_offsets"].tolist() == offsets_of(part["window_lengths"], torch.device("cpu")).tolist()
+        assert part["cu_seqlens"].tolist() == cu_seqlens_of(part["window_lengths"], torch.device("cpu")).tolist()
         assert torch.equal(part["position_ids"], part["input_ids"] + 1)
 
 
@@ -139,18 +139,18 @@ def test_dp_puts_the_logits_together_again():
     assert joined["end_logits"].tolist() == [[-3, -3, -3, -2, -2]]
 
 
-def test_engine_of_one_process_steps_with_the_clipped_gradient():
+def test_strategy_of_one_process_steps_with_the_clipped_gradient():
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
-    options = EngineOptions(accumulation=2, max_grad_norm=3.0)
-    engine = make_engine("none", model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), options, make_world())
+    options = StrategyOptions(accumulation=2, max_grad_norm=3.0)
+    strategy = make_strategy("none", model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), options, make_world())
     for value in (2.0, 4.0):  # the passes are summed
-        engine.backward(engine.module(torch.full((1, 1), value)).sum())
-    engine.synchronize()
-    assert float(engine.clip()) == pytest.approx(6.0)
-    assert engine.step()
-    assert engine.whole_model().weight.item() == pytest.approx(1 - 0.1 * 3.0)
-    assert engine.module.weight.grad is None or not engine.module.weight.grad.any()
+        strategy.backward(strategy.module(torch.full((1, 1), value)).sum())
+    strategy.synchronize()
+    assert float(strategy.clip()) == pytest.approx(6.0)
+    assert strategy.step()
+    assert strategy.whole_model().weight.item() == pytest.approx(1 - 0.1 * 3.0)
+    assert strategy.module.weight.grad is None or not strategy.module.weight.grad.any()
 
 
 def test_interface_to_this_host_is_the_loopback():

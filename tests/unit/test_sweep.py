@@ -365,7 +365,7 @@ def test_every_point_is_run_and_recorded(pretended, start, tmp_path, capsys) -> 
     assert f"python -m hvd_bert.report {tmp_path / 'out'}" in said
 
 
-def test_an_interrupted_sweep_goes_on(pretended, start, tmp_path, capsys) -> None:
+def test_an_interrupted_sweep_resumes(pretended, start, tmp_path, capsys) -> None:
     pretended.ends = {"horovod-2-strong-1": Stopped("SIGINT")}
     assert start() == 75
     assert "Stopped by SIGINT, 4 points to go: the same command goes on" in capsys.readouterr().out
@@ -379,7 +379,7 @@ def test_an_interrupted_sweep_goes_on(pretended, start, tmp_path, capsys) -> Non
     assert start() == 0 and pretended.started == []
 
 
-def test_a_failing_point_is_a_row_and_the_sweep_goes_on(pretended, start, tmp_path, capsys) -> None:
+def test_a_failing_point_is_a_row_and_the_sweep_continues(pretended, start, tmp_path, capsys) -> None:
     pretended.ends = {"horovod-2": 1, "none-1-strong-2": None}
     assert start("--repeats", "3") == 1
     assert [name for name in pretended.started if name.startswith("horovod-2")] == ORDER[2:4]  # not a third time

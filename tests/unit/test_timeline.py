@@ -21,9 +21,9 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK
 from hvd_bert.timeline import __main__ as command
 from hvd_bert.timeline import advice, reader
 from hvd_bert.timeline.advice import advise
+from hvd_bert.timeline.byte_parser import BEGIN, TICK
 from hvd_bert.timeline.figures import Findings, Spread
 from hvd_bert.timeline.reader import Reader
-from hvd_bert.timeline.words import BEGIN, TICK
 
 
 def found(made: Timeline, folder: Path, ranks: int | None = None) -> Findings:
@@ -165,7 +165,7 @@ def test_quantiles_are_right_to_1_percent(values, part):
         spread.add(each)
     exact = sorted(values)[max(0, math.ceil(part * len(values)) - 1)]
     assert spread.quantile(part) == pytest.approx(exact, rel=0.011)
-    assert (spread.count, spread.total, spread.most) == (len(values), sum(values), max(values))
+    assert (spread.count, spread.total, spread.maximum) == (len(values), sum(values), max(values))
 
 
 @pytest.mark.parametrize("block", [300, 5000, 2 << 20])
@@ -229,17 +229,19 @@ def test_a_loss_after_the_gradients_is_not_the_end_of_the_backward_pass(tmp_path
     assert step_figures.exposed_least_s == pytest.approx(0.03)
 
 
-@pytest.mark.parametrize("slow", [0, 2])
-def test_the_slow_rank_is_named(tmp_path, slow):
-    seen = found(training(steps=20, ranks=4, slow=slow, by=200_000), tmp_path)
+@pytest.mark.parametrize("straggler", [0, 2])
+def test_the_straggler_is_named(tmp_path, straggler):
+    seen = found(training(steps=20, ranks=4, straggler=straggler, by=200_000), tmp_path)
     rows = {row.rank: row for row in seen.rank_rows}
     assert list(rows) == [0, 1, 2, 3]
-    assert rows[slow].last == 60
-    assert rows[slow].median_s == pytest.approx(0.2, rel=0.011)
-    assert (rows[slow].steps, rows[slow].of_steps) == (19, 19)
-    assert rows[slow].waited_s == pytest.approx(19 * 0.2)
-    assert all(row.last == row.steps == 0 for rank, row in rows.items() if rank != slow)
-    assert seen.advice[0].startswith(f"Rank {slow} holds the others up: it is the last in 19 of 19 steps, by 200 ms")
+    assert rows[straggler].last == 60
+    assert rows[straggler].median_s == pytest.approx(0.2, rel=0.011)
+    assert (rows[straggler].steps, rows[straggler].of_steps) == (19, 19)
+    assert rows[straggler].waited_s == pytest.approx(19 * 0.2)
+    assert all(row.last == row.steps == 0 for rank, row in rows.items() if rank != straggler)
+    assert seen.advice[0].startswith(
+        f"Rank {straggler} holds the others up: it is the last in 19 of 19 steps, by 200 ms"
+    )
 
 
 def test_without_ticks_the_wait_is_known_but_not_the_rank(tmp_path):
@@ -269,8 +271,8 @@ def test_a_loss_that_names_ranks_does_not_speak_for_the_gradients(tmp_path):
     assert not any(line.startswith("Rank ") for line in seen.advice)
 
 
-def test_few_steps_name_no_slow_rank(tmp_path):
-    seen = found(training(steps=advice.ENOUGH_STEPS, slow=1, by=200_000), tmp_path)
+def test_few_steps_name_no_straggler(tmp_path):
+    seen = found(training(steps=advice.ENOUGH_STEPS, straggler=1, by=200_000), tmp_path)
     assert not any(line.startswith("Rank ") for line in seen.advice)
     assert seen.rank_rows[1].steps == advice.ENOUGH_STEPS - 1
     assert any(f"record {advice.ENOUGH_STEPS + 1} or more" in line for line in seen.advice)
@@ -360,7 +362,7 @@ def test_unnamed_tensors_count_as_one(tmp_path):
 
 
 def test_json_and_text(tmp_path, capsys):
-    path = training(steps=12, slow=1, by=20_000).write(tmp_path / "t.json")
+    path = training(steps=12, straggler=1, by=20_000).write(tmp_path / "t.json")
     assert command.main([str(path), "--json"]) == EXIT_OK
     record = json.loads(capsys.readouterr().out)
     assert record["step"]["step_s"] == pytest.approx(0.12)
@@ -403,7 +405,7 @@ WATCH = (
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's package chromium")
 def test_the_page_in_a_browser(tmp_path):
-    path = training(steps=20, ranks=4, slow=2, by=200_000).write(tmp_path / "t.json")
+    path = training(steps=20, ranks=4, straggler=2, by=200_000).write(tmp_path / "t.json")
     page = tmp_path / "t.html"
     assert command.main([str(path), "--html", str(page)]) == EXIT_OK
     page.write_text(page.read_text().replace("<head>", "<head>" + WATCH))

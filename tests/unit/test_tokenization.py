@@ -13,13 +13,13 @@ from tokenizers import normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from hvd_bert.data.squad import Question
-from hvd_bert.data.tokenization import Batch, Cutter, WindowCounts, WindowOptions
+from hvd_bert.data.tokenization import Batch, WindowCounts, WindowOptions, WindowTokenizer
 from hvd_bert.errors import UserError
 
 
-def cut(tokenizer, questions, length=384, stride=128):
+def to_windows(tokenizer, questions, length=384, stride=128):
     """(rows of the table, counts)"""
-    batch = Batch(Cutter(tokenizer, WindowOptions(length, stride)), questions, 0)
+    batch = Batch(WindowTokenizer(tokenizer, WindowOptions(length, stride)), questions, 0)
     return [row for part in batch.record_batches() for row in part.to_pylist()], batch.counts
 
 
@@ -72,7 +72,7 @@ def cases(draw):
 @settings(max_examples=150, deadline=None)
 def test_windows_are_those_of_the_tokenizer(tokenizer, case):
     questions, length, stride = case
-    rows, counts = cut(tokenizer, questions, length, stride)
+    rows, counts = to_windows(tokenizer, questions, length, stride)
     expected = tokenizer(
         [question.question.lstrip() for question in questions],
         [question.context for question in questions],
@@ -94,7 +94,7 @@ def test_windows_are_those_of_the_tokenizer(tokenizer, case):
 @settings(max_examples=150, deadline=None)
 def test_context_is_covered_and_neighbours_overlap_by_the_stride(tokenizer, case):
     questions, length, stride = case
-    rows, _ = cut(tokenizer, questions, length, stride)
+    rows, _ = to_windows(tokenizer, questions, length, stride)
     for index, question in enumerate(questions):
         pieces = [spans_of(row) for row in rows if row["question"] == index]
         for before, after in pairwise(pieces):
@@ -110,7 +110,7 @@ def test_context_is_covered_and_neighbours_overlap_by_the_stride(tokenizer, case
 @settings(max_examples=300, deadline=None)
 def test_label_is_exact_wherever_the_whole_answer_is(tokenizer, case):
     questions, length, stride = case
-    rows, counts = cut(tokenizer, questions, length, stride)
+    rows, counts = to_windows(tokenizer, questions, length, stride)
     found, tokenless = set(), 0
     for index, question in enumerate(questions):
         encoding = tokenizer(question.context, add_special_tokens=False, return_offsets_mapping=True)
@@ -145,7 +145,7 @@ def test_an_answer_that_fits_the_overlap_is_never_lost(tokenizer, before, answer
     words = ["the"] * before + ["red"] * answer_length + ["the"] * after
     context, answer = " ".join(words), " ".join(["red"] * answer_length)
     question = ask(context, answer)
-    rows, counts = cut(tokenizer, [question], length=8 + 6, stride=8)
+    rows, counts = to_windows(tokenizer, [question], length=8 + 6, stride=8)
     assert counts.cut_answers == 0
     assert {answer_of(question, row) for row in rows if row["end_position"]} == {answer}
 
@@ -169,32 +169,32 @@ def test_an_answer_that_fits_the_overlap_is_never_lost(tokenizer, before, answer
 )
 def test_label_by_hand(make_tokenizer, context, answer, label):
     question = ask(context, answer)
-    (row,), _ = cut(make_tokenizer("the", "red", "box", "1940s", "of"), [question])
+    (row,), _ = to_windows(make_tokenizer("the", "red", "box", "1940s", "of"), [question])
     assert answer_of(question, row) == label
 
 
 def test_first_answer_decides(tokenizer):
     context = "red, green and red"
     question = Question("id", "", context, "what?", ("green", "red"), (5, 0))
-    (row,), _ = cut(tokenizer, [question])
+    (row,), _ = to_windows(tokenizer, [question])
     assert answer_of(question, row) == "green"
 
 
 def test_second_occurrence_is_told_by_its_offset(tokenizer):
     question = ask("red the red", "red", start=8)
-    (row,), _ = cut(tokenizer, [question])
+    (row,), _ = to_windows(tokenizer, [question])
     assert row["char_starts"][row["start_position"] - row["context_start"]] == 8
 
 
 def test_impossible_question_points_at_cls(tokenizer):
-    (row,), counts = cut(tokenizer, [ask("the red box")])
+    (row,), counts = to_windows(tokenizer, [ask("the red box")])
     assert (row["start_position"], row["end_position"]) == (0, 0)
     assert counts == WindowCounts(questions=1, windows=1)
 
 
 def test_long_question_leaves_room_for_the_context_and_is_counted(tokenizer):
     question = ask(" ".join(["the"] * 7), question=" ".join(["red"] * 50))
-    rows, counts = cut(tokenizer, [question, ask("the box")], length=20, stride=4)
+    rows, counts = to_windows(tokenizer, [question, ask("the box")], length=20, stride=4)
     assert counts.shortened_questions == 1
     long_rows = [row for row in rows if row["question"] == 0]
     assert all(len(row["input_ids"]) == 20 for row in long_rows)
@@ -203,21 +203,21 @@ def test_long_question_leaves_room_for_the_context_and_is_counted(tokenizer):
 
 
 def test_leading_blanks_of_a_question_are_no_tokens(tokenizer):
-    (row,), counts = cut(tokenizer, [ask("the box", question=" " * 25000 + "red?")])
+    (row,), counts = to_windows(tokenizer, [ask("the box", question=" " * 25000 + "red?")])
     tokens = tokenizer.convert_ids_to_tokens(row["input_ids"])
     assert tokens == ["[CLS]", "red", "?", "[SEP]", "the", "box", "[SEP]"]
     assert counts.shortened_questions == 0
 
 
 def test_texts_without_a_token_still_give_a_window(tokenizer):
-    (row,), counts = cut(tokenizer, [ask("\x07", "\x07", question=" ")])
+    (row,), counts = to_windows(tokenizer, [ask("\x07", "\x07", question=" ")])
     assert row["input_ids"] == [2, 3, 3]
     assert row["context_start"] == row["context_end"] == 2
     assert counts.tokenless_answers == 1
 
 
-def test_question_index_goes_on_from_batch_to_batch(tokenizer):
-    batch = Batch(Cutter(tokenizer, WindowOptions()), [ask("the box"), ask("red")], first_index=1000)
+def test_question_index_continues_from_batch_to_batch(tokenizer):
+    batch = Batch(WindowTokenizer(tokenizer, WindowOptions()), [ask("the box"), ask("red")], first_index=1000)
     (part,) = batch.record_batches()
     assert part.column("question").to_pylist() == [1000, 1001]
 
@@ -233,14 +233,14 @@ def test_counts_add_up():
 def test_slow_tokenizer_is_refused(tokenizer, monkeypatch):
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
     with pytest.raises(UserError, match=r"slow tokenizer.*--tokenizer_name"):
-        Cutter(tokenizer, WindowOptions())
+        WindowTokenizer(tokenizer, WindowOptions())
 
 
 def test_left_padding_is_refused(make_tokenizer):
     other = make_tokenizer()
     other.padding_side = "left"
     with pytest.raises(UserError, match="padding on the right"):
-        Cutter(other, WindowOptions())
+        WindowTokenizer(other, WindowOptions())
 
 
 def test_roberta_layout_is_refused(tokenizer):
@@ -248,14 +248,14 @@ def test_roberta_layout_is_refused(tokenizer):
     backend.post_processor = processors.RobertaProcessing(("[SEP]", 3), ("[CLS]", 2))
     other = PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="[CLS]", sep_token="[SEP]")
     with pytest.raises(UserError, match=r"does not lay out its input as BERT does"):
-        Cutter(other, WindowOptions())
+        WindowTokenizer(other, WindowOptions())
 
 
 def test_tokens_out_of_order_are_refused(tokenizer):
     backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.normalizer = normalizers.Sequence([normalizers.Lowercase()])
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    cutter = Cutter(tokenizer, WindowOptions())
+    window_tokenizer = WindowTokenizer(tokenizer, WindowOptions())
 
     class Backwards:
         @staticmethod
@@ -270,6 +270,6 @@ def test_tokens_out_of_order_are_refused(tokenizer):
         def __len__(self):
             return len(self.ids)
 
-    cutter.backend = Backwards()
+    window_tokenizer.backend = Backwards()
     with pytest.raises(UserError, match="not in the order of the text"):
-        Batch(cutter, [ask("the red box")], 0)
+        Batch(window_tokenizer, [ask("the red box")], 0)

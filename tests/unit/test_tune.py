@@ -21,11 +21,11 @@ from hvd_bert.runs import reading
 from hvd_bert.runs.run import Run
 from hvd_bert.tune import __main__ as tune
 from hvd_bert.tune import knobs
-from hvd_bert.tune.knobs import Place, Setting
+from hvd_bert.tune.knobs import Context, Setting
 from hvd_bert.tune.search import FASTER, NO_TIME, NOT_FASTER, SLOWER, Pair, Point, Search
 
 CYCLE, GROUPS, CACHE = "HOROVOD_CYCLE_TIME=", "--num_groups=", "HOROVOD_CACHE_CAPACITY="
-TRIED = [[f"{CYCLE}0.3", f"{CYCLE}3", f"{CYCLE}10"], [f"{GROUPS}2", f"{GROUPS}8"], [f"{CACHE}0"]]
+CANDIDATES = [[f"{CYCLE}0.3", f"{CYCLE}3", f"{CYCLE}10"], [f"{GROUPS}2", f"{GROUPS}8"], [f"{CACHE}0"]]
 
 
 # The search
@@ -53,14 +53,16 @@ class Modelled:
             speed *= self.effects.get(word, 1.0)
         return speed
 
-    def measure(self, kind: str, tried: Setting, against: Setting, repeat: int, then: int | None = None) -> Pair | None:
+    def measure(
+        self, kind: str, candidate: Setting, baseline: Setting, repeat: int, then: int | None = None
+    ) -> Pair | None:
         if then is not None and len(self.measured) + 1 + then > self.time_for:
             return None
-        self.measured.append((kind, tried, repeat))
+        self.measured.append((kind, candidate, repeat))
         if len(self.measured) % 2:  # in turns, as the real one
-            slow = self.speed(against)
-            return Pair(self.speed(tried) / slow)
-        return Pair(self.speed(tried) / self.speed(against))
+            slow = self.speed(baseline)
+            return Pair(self.speed(candidate) / slow)
+        return Pair(self.speed(candidate) / self.speed(baseline))
 
     def search(self, pairs: int = 6) -> Search:
         return Search(self.measure, pairs, self.told.append)
@@ -70,13 +72,13 @@ def test_the_fastest_settings_are_found_and_put_together() -> None:
     machine = Modelled({f"{CYCLE}3": 1.08, f"{CYCLE}10": 1.04, f"{GROUPS}8": 1.06, f"{GROUPS}2": 0.9}, jitter=0.004)
     search = machine.search()
     assert 0.01 <= search.measure_noise() < 0.03  # the drift is part of it
-    best = search.run(TRIED)
+    best = search.run(CANDIDATES)
     assert best == (f"{CYCLE}3", f"{GROUPS}8")
     compared = search.compare(best)
     assert compared.verdict == FASTER and len(compared.ratios) == 6
     assert compared.gain == pytest.approx(1.08 * 1.06 - 1, abs=0.01)
     # Groups were tried from the best cycle on, and held against it.
-    assert {point.against for point in machine.told[3:]} == {(f"{CYCLE}3",), best}
+    assert {point.baseline for point in machine.told[3:]} == {(f"{CYCLE}3",), best}
 
 
 @pytest.mark.parametrize("jitter", [0.002, 0.02, 0.08])
@@ -85,7 +87,7 @@ def test_where_nothing_matters_the_defaults_are_kept(jitter: float) -> None:
     for seed in range(100):
         search = Modelled({}, jitter, seed).search()
         search.measure_noise()
-        best = search.run(TRIED)
+        best = search.run(CANDIDATES)
         said_otherwise += bool(best) and search.compare(best).verdict == FASTER
     assert said_otherwise <= 2  # all six pairs by chance: 1 in 64, where anything was chosen
 
@@ -126,34 +128,36 @@ def run(tmp_path: Path) -> Run:
     return reading.read(make_run(tmp_path / "run", "horovod", 4))
 
 
-def tried_of(place: Place, environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    tried, left_out = [], {}
+def candidates_of(context: Context, environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    candidates, left_out = [], {}
     for knob in knobs.KNOBS:
-        words, left = place.candidates(knob, knob.value(environ, place.config))
-        tried, left_out = [*tried, *words], left_out | left
-    return tried, left_out
+        words, left = context.candidates(knob, knob.value(environ, context.config))
+        candidates, left_out = [*candidates, *words], left_out | left
+    return candidates, left_out
 
 
 def test_what_cannot_matter_is_left_out(run: Run) -> None:
-    tried, left_out = tried_of(Place(parse([]), replace(run, nodes=2, on_cpu=False, parameters=100_000_000)), {})
+    candidates, left_out = candidates_of(
+        Context(parse([]), replace(run, nodes=2, on_cpu=False, parameters=100_000_000)), {}
+    )
     assert not left_out
-    assert tried[0] == "HOROVOD_HIERARCHICAL_ALLREDUCE=1" and "HOROVOD_FUSION_THRESHOLD=268435456" in tried
-    tried, left_out = tried_of(Place(parse(["--deterministic"]), replace(run, nodes=2)), {})
+    assert candidates[0] == "HOROVOD_HIERARCHICAL_ALLREDUCE=1" and "HOROVOD_FUSION_THRESHOLD=268435456" in candidates
+    candidates, left_out = candidates_of(Context(parse(["--deterministic"]), replace(run, nodes=2)), {})
     assert left_out["HOROVOD_HIERARCHICAL_ALLREDUCE=1"] == "the ranks are on CPUs, and Horovod has it for NCCL only"
     assert left_out["HOROVOD_FUSION_THRESHOLD=33554432"] == "all gradients together are 4 MB"
     assert left_out["--num_groups=8"] == "--deterministic sends all gradients as one group"
-    assert tried == [f"{CYCLE}0.3", f"{CYCLE}3", f"{CYCLE}10", f"{CACHE}0", "--fp16_allreduce=True"]
-    _, left_out = tried_of(Place(parse([]), run), {})
+    assert candidates == [f"{CYCLE}0.3", f"{CYCLE}3", f"{CYCLE}10", f"{CACHE}0", "--fp16_allreduce=True"]
+    _, left_out = candidates_of(Context(parse([]), run), {})
     assert left_out["HOROVOD_HIERARCHICAL_ALLREDUCE=1"] == "all ranks are on one host"
 
 
 def test_the_users_values_are_the_defaults(run: Run) -> None:
-    place = Place(parse(["--num_groups", "8"]), run)
-    tried, _ = tried_of(place, {"HOROVOD_CYCLE_TIME": "3.0", "HOROVOD_CACHE_CAPACITY": "0"})
-    assert tried == [f"{CYCLE}1", f"{CYCLE}0.3", f"{CYCLE}10", f"{GROUPS}0", f"{GROUPS}2", f"{CACHE}1024",
+    context = Context(parse(["--num_groups", "8"]), run)
+    candidates, _ = candidates_of(context, {"HOROVOD_CYCLE_TIME": "3.0", "HOROVOD_CACHE_CAPACITY": "0"})
+    assert candidates == [f"{CYCLE}1", f"{CYCLE}0.3", f"{CYCLE}10", f"{GROUPS}0", f"{GROUPS}2", f"{CACHE}1024",
                      "--fp16_allreduce=True"]  # fmt: skip
     with pytest.raises(UserError, match="HOROVOD_CYCLE_TIME=fast in the environment: must be a number"):
-        tried_of(place, {"HOROVOD_CYCLE_TIME": "fast"})
+        candidates_of(context, {"HOROVOD_CYCLE_TIME": "fast"})
 
 
 @pytest.mark.parametrize(
@@ -269,7 +273,7 @@ def test_the_gain_is_over_what_the_user_has_set(pretended, start, monkeypatch, c
     assert "export HOROVOD_CYCLE_TIME=1" in said and "+100.0 %" in said
 
 
-def test_an_interrupted_tuning_goes_on(pretended, start, tmp_path, capsys) -> None:
+def test_an_interrupted_tuning_resumes(pretended, start, tmp_path, capsys) -> None:
     pretended.speeds = {f"{CYCLE}3": 1.1}
     pretended.ends = {f"{GROUPS}8": Stopped("SIGINT")}
     assert start() == 75

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is there, but for type checkers
 
 from hvd_bert.distributed import watchdog
-from hvd_bert.distributed.watchdog import DISABLED, ENDS_AFTER, WARNS_AFTER, StoreRoll, Watch
+from hvd_bert.distributed.watchdog import DISABLED, ENDS_AFTER, WARNS_AFTER, StoreArrivals, Watchdog
 from hvd_bert.errors import EXIT_FAILURE
 
 SHUT_DOWN = "Horovod has been shut down. This was caused by an exception on one of the ranks"
@@ -54,19 +54,19 @@ def end(monkeypatch, capsys) -> Callable[..., str]:
     def wait_for_end(rank: int, *present: int, store: Any = None, names: list[str]) -> str:
         store, ended = store or HashStore(), threading.Event()
         for other in present:
-            StoreRoll(store, other, 4).say(2)
+            StoreArrivals(store, other, 4).announce(2)
         statuses: list[int] = []
-        watch = Watch(
+        stall_watchdog = Watchdog(
             rank,
             ["a100-01", "a100-01", "a100-02", "a100-02"],
             0.1,
-            StoreRoll(store, rank, 4),
+            StoreArrivals(store, rank, 4),
             lambda status: (statuses.append(status), ended.set(), threading.Event().wait()),
         )
-        with watch.over(0.1, lambda: pytest.fail("it is over")):
+        with stall_watchdog.over(0.1, lambda: pytest.fail("it is over")):
             pass
         assert not ended.wait(0.3), "a wait that is over ends nothing"
-        with watch.over(0.1, lambda: names):
+        with stall_watchdog.over(0.1, lambda: names):
             assert ended.wait(60)
         assert statuses == [EXIT_FAILURE]
         return capsys.readouterr().err
@@ -97,10 +97,10 @@ def test_rank_one_speaks_where_rank_zero_does_not(end, monkeypatch):
 ])  # fmt: skip
 def test_inspector_that_comes_first_is_a_stall(monkeypatch, capsys, waited, message, ends):
     statuses: list[int] = []
-    watch = Watch(0, ["one", "two"], 600, StoreRoll(HashStore(), 0, 2), statuses.append)
+    stall_watchdog = Watchdog(0, ["one", "two"], 600, StoreArrivals(HashStore(), 0, 2), statuses.append)
     now = [0.0]
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
-    with pytest.raises(RuntimeError), watch.over(600, list):
+    with pytest.raises(RuntimeError), stall_watchdog.over(600, list):
         now[0] += waited
         raise RuntimeError(message)
     assert statuses == [EXIT_FAILURE] * ends

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hvd_bert.distributed.launch import Place
-from hvd_bert.distributed.world import AgreedError, World
+from hvd_bert.distributed.launch import RankInfo
+from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import UserError
 
 
@@ -20,7 +20,7 @@ def make_world(rank: int = 0, size: int = 1) -> World:
 
 
 def heard(world: World, messages: list[str | None]) -> World:
-    """Let the world's other ranks say `messages` in `together`; this rank says its own."""
+    """Let the world's other ranks say `messages` in `raise_on_all_ranks`; this rank says its own."""
 
     def allgather(mine):
         return [mine if rank == world.rank else said for rank, said in enumerate(messages)]
@@ -35,39 +35,42 @@ def test_world_of_one_needs_no_collective():
     assert world.broadcast("x") == "x"
     values = torch.tensor([1.0, 2.0])
     assert torch.equal(world.sum(values), values)
-    with world.together():
+    with world.raise_on_all_ranks():
         pass
-    with pytest.raises(AgreedError, match=r"^no such file$"), world.together():
+    with pytest.raises(CollectiveError, match=r"^no such file$"), world.raise_on_all_ranks():
         raise UserError("no such file")
 
 
 def test_error_of_one_rank_becomes_an_error_of_all():
     world = heard(make_world(rank=0, size=3), [None, "disk is full", None])
-    with pytest.raises(AgreedError, match=r"^rank 1 on its host: disk is full$") as agreed, world.together():
+    with (
+        pytest.raises(CollectiveError, match=r"^rank 1 on its host: disk is full$") as caught,
+        world.raise_on_all_ranks(),
+    ):
         pass
-    assert agreed.value.rank == 1
+    assert caught.value.rank == 1
 
 
 def test_error_of_all_ranks_is_said_by_the_first():
     world = heard(make_world(rank=2, size=3), ["bad flag"] * 3)
-    with pytest.raises(AgreedError, match=r"^bad flag$") as agreed, world.together():
+    with pytest.raises(CollectiveError, match=r"^bad flag$") as caught, world.raise_on_all_ranks():
         raise UserError("bad flag")
-    assert agreed.value.rank == 0
+    assert caught.value.rank == 0
 
 
 def test_defects_are_no_user_errors():
-    with pytest.raises(ZeroDivisionError), make_world().together():
+    with pytest.raises(ZeroDivisionError), make_world().raise_on_all_ranks():
         _ = 1 / 0
 
 
-def on_hosts(*hosts: str) -> tuple[Place, ...]:
-    return tuple(Place(rank, host, 0, "device", None, frozenset({0})) for rank, host in enumerate(hosts))
+def on_hosts(*hosts: str) -> tuple[RankInfo, ...]:
+    return tuple(RankInfo(rank, host, 0, "device", None, frozenset({0})) for rank, host in enumerate(hosts))
 
 
-def test_places_for_the_log(monkeypatch):
+def test_rank_infos_for_the_log(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     world = make_world(size=3)
-    world.places = on_hosts("b", "a", "b")
+    world.rank_infos = on_hosts("b", "a", "b")
     threads = f"{torch.get_num_threads()} thread(s) per rank"
     assert world.describe()[1:] == [f"b: rank 0 device, rank 2 device; {threads}", f"a: rank 1 device; {threads}"]
     monkeypatch.setenv("SLURM_JOB_ID", "17")
@@ -76,5 +79,5 @@ def test_places_for_the_log(monkeypatch):
 
 def test_hosts_in_rank_order():
     world = make_world()
-    world.places = on_hosts("b", "b", "a", "b")
+    world.rank_infos = on_hosts("b", "b", "a", "b")
     assert world.hosts == ["b", "a"]

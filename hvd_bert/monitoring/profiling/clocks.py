@@ -27,6 +27,6 @@ def clock_offset_ns(world: World) -> int:
 
 def _offset(first: Sequence[tuple[int, int]], mine: Sequence[tuple[int, int]]) -> int:
     """Nobody leaves an allgather before the last has entered it, which bounds the offset from both sides."""
-    least = max(entered - left for (_, left), (entered, _) in zip(first, mine, strict=True))
-    most = min(left - entered for (entered, _), (_, left) in zip(first, mine, strict=True))
-    return (least + most) // 2
+    minimum = max(entered - left for (_, left), (entered, _) in zip(first, mine, strict=True))
+    maximum = min(left - entered for (entered, _), (_, left) in zip(first, mine, strict=True))
+    return (minimum + maximum) // 2

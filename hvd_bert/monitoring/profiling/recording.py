@@ -29,7 +29,7 @@ class Recording:
     """Told before and after each step; does nothing but at the first and the last of those to be recorded."""
 
     def __init__(self, config: Config, total_steps: int, meter: Meter, world: World) -> None:
-        """A collective. Raises AgreedError where the file cannot be written, or the run has no such steps."""
+        """A collective. Raises CollectiveError where the file cannot be written, or the run has no such steps."""
         self.config, self.meter, self.world = config.profiling, meter, world
         self.folder = config.train.folder
         wanted = self.config.steps_to_record
@@ -39,7 +39,7 @@ class Recording:
         self.profiler: torch.profiler.profile | None = None
         self.offset_ns = 0
         self.laps: list[tuple[str, int]] = []
-        with world.together():
+        with world.raise_on_all_ranks():
             if wanted and not self.steps:
                 flag = f"--timeline_steps {self.config.timeline_steps}"
                 raise UserError(f"{flag}: this run has {total_steps} steps. Name some of them.")

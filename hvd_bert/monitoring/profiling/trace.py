@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from hvd_bert.storage.writing import replacing
+from hvd_bert.timeline.byte_parser import TICK
 from hvd_bert.timeline.reader import Events, Reader
 from hvd_bert.timeline.rows import NONE, Batch
 from hvd_bert.timeline.spans import Spans
-from hvd_bert.timeline.words import TICK
 
 Event = dict[str, Any]
 

@@ -36,7 +36,9 @@ def announce(runs: Runs, config: Config, wanted: Sequence[Knob], values: Mapping
         print(f"Set by you: {' '.join(yours)}: every gain is over that")
 
 
-def plan(runs: Runs, tried: Sequence[Sequence[str]], left_out: Sequence[Mapping[str, str]], most_pairs: int) -> None:
+def plan(
+    runs: Runs, candidates: Sequence[Sequence[str]], left_out: Sequence[Mapping[str, str]], max_pairs: int
+) -> None:
     """What is left out, and how long the rest may take."""
     held: dict[str, list[str]] = {}
     for words in left_out:
@@ -44,11 +46,11 @@ def plan(runs: Runs, tried: Sequence[Sequence[str]], left_out: Sequence[Mapping[
             held.setdefault(reason, []).append(word)
     for reason, words_of in held.items():
         print(f"Left out: {' '.join(words_of)}: {reason}")
-    points, each = sum(map(len, tried)), min(SEARCH_PAIRS, most_pairs)
-    fewest, most = (min(NOISE_PAIRS, most_pairs) + points + extra for extra in (0, points * (each - 1) + most_pairs))
+    points, each = sum(map(len, candidates)), min(SEARCH_PAIRS, max_pairs)
+    lower, upper = (min(NOISE_PAIRS, max_pairs) + points + extra for extra in (0, points * (each - 1) + max_pairs))
     per_pair = 2 * runs.run_s / 60
     print(
-        f"{points} points in {fewest} to {most} pairs of runs, {per_pair * fewest:.0f} to {per_pair * most:.0f} min;"
+        f"{points} points in {lower} to {upper} pairs of runs, {per_pair * lower:.0f} to {per_pair * upper:.0f} min;"
         f" --minutes {runs.budget_s / 60:g} for all, {runs.spent_s / 60:.1f} are spent",
         flush=True,
     )

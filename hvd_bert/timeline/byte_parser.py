@@ -40,16 +40,16 @@ def words(data: bytes, at: Array, count: int) -> Array:
     return everywhere[at].view("<u8").reshape(-1, count)
 
 
-def digit_counts(data: bytes, at: Array, most: int) -> Array:
-    """How many decimal digits stand at each place: fewer than `most`, which is 8 or 16, else 0."""
-    others = (words(data, at, most // 8).view(np.uint8).reshape(len(at), most) - np.uint8(ord("0"))) > 9
+def digit_counts(data: bytes, at: Array, maximum: int) -> Array:
+    """How many decimal digits stand at each place: fewer than `maximum`, which is 8 or 16, else 0."""
+    others = (words(data, at, maximum // 8).view(np.uint8).reshape(len(at), maximum) - np.uint8(ord("0"))) > 9
     counts: Array = others.argmax(axis=1)
     return counts
 
 
-def numbers(data: bytes, ends: Array, digits: Array, most: int) -> Array:
-    """The numbers of so many digits, at most `most`, which is 8 or 16, that end before the places `ends`."""
-    if most == 8:
+def numbers(data: bytes, ends: Array, digits: Array, maximum: int) -> Array:
+    """The numbers of so many digits, at most `maximum`, which is 8 or 16, that end before the places `ends`."""
+    if maximum == 8:
         return _parsed(words(data, ends - 8, 1)[:, 0] & _DIGITS_8[digits])
     masked = words(data, ends - 16, 2) & _DIGITS_16[digits]
     low = _parsed(masked[:, 1])
