@@ -1,14 +1,20 @@
 #!/usr/bin/env bash
-# Sets up and runs every check: ruff, import-linter, mypy, shellcheck, then the tests in the tiers unit, integration,
-# parallel, cluster.
-#   bash scripts/test.sh                       all of that
+# Sets up and runs the checks: ruff, import-linter, mypy, mkdocs, shellcheck, and the tests in the tiers unit,
+# integration, parallel and cluster. Ends with the slowest tests and the total time.
+#   bash scripts/test.sh                       everything but the campaigns
+#   bash scripts/test.sh --quick               before a commit: static checks, unit tests, a run stopped and resumed
+#   bash scripts/test.sh --full                everything and the campaigns, which wait for timers (CONTRIBUTING.md)
 #   bash scripts/test.sh tests/unit -k plan    only pytest, with these arguments
 # The tier cluster (docs/guides/cluster.md) needs root and Debian's packages of Slurm, which this installs; it skips
 # elsewhere.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+extent=default
+case ${1:-} in --quick | --full) extent=${1#--} && shift ;; esac
+
 bash env/setup.sh --dev --deepspeed </dev/null
+SECONDS=0
 export PATH="$PWD/.venv/bin:$PATH"
 # One thread per process: the tests start up to four ranks, often on two cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
@@ -18,7 +24,7 @@ if [ "$(id -u)" -eq 0 ]; then
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 fi
 
-if [ $# -eq 0 ] || [[ $* == *tests/cluster* ]]; then
+if [ $# -eq 0 ] && [ $extent != quick ] || [[ $* == *tests/cluster* ]]; then
   bash env/cluster_packages.sh </dev/null || echo "-- without these the tests on two hosts are skipped"
 fi
 if [ $# -gt 0 ]; then
@@ -33,13 +39,30 @@ check ruff check .
 check ruff format --check .
 check lint-imports
 check mypy
+check mkdocs build --strict --quiet
 mapfile -t shell_scripts < <(git ls-files --cached --others --exclude-standard 2>/dev/null -- '*.sh' '*.slurm' .ci/run |
   grep . || find env scripts .ci -type f \( -name '*.sh' -o -name '*.slurm' -o -name run \))
 check shellcheck "${shell_scripts[@]}"
-status=0
+
+status=0 number=0
+reports=$(mktemp -d)
+trap 'rm -rf "$reports"' EXIT
 trap 'exit 130' INT
-# Two at a time, for most of the time goes into starting processes; a file's tests stay together, they share runs.
-check python -m pytest -n 2 --dist loadfile -m "not alone" tests/unit tests/integration || status=1
-check python -m pytest -m alone tests/unit tests/integration || status=1
-check python -m pytest tests/parallel tests/cluster || status=1
+tests() {
+  number=$((number + 1))
+  check python -m pytest --junitxml="$reports/$number.xml" "$@" || status=1
+}
+campaign='not campaign'
+if [ $extent = full ]; then campaign='campaign or not campaign'; fi
+# Two at a time where nothing disturbs; a file's tests stay together, they share runs.
+if [ $extent = quick ]; then
+  tests -n 2 --dist loadfile tests/unit
+  tests tests/integration/test_resume.py -k "test_signal_to_one_rank_stops_all and mpi"
+else
+  tests -n 2 --dist loadfile -m "not alone and ($campaign)" tests/unit tests/integration
+  tests -m "alone and ($campaign)" tests/unit tests/integration
+  tests -m "$campaign" tests/parallel tests/cluster
+fi
+python tests/slowest.py "$reports"/*.xml
+printf -- '-- %d:%02d minutes, set-up not counted\n' $((SECONDS / 60)) $((SECONDS % 60))
 exit $status

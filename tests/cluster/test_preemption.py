@@ -29,6 +29,7 @@ def start_again(cluster: Cluster, job: str, folder: Path) -> None:
     cluster.on("login", ["scontrol", "update", f"jobid={job}", "StartTime=now+3"], folder, timeout=60).expect(0)
 
 
+@pytest.mark.campaign  # Slurm looks at time limits twice a minute
 def test_time_limit_saves_requeues_and_resumes(cluster: Cluster, tmp_path: Path) -> None:
     """`sbatch` once is trained to the end, equal to the bit: the limit itself, and Slurm's signal before it."""
     python = tmp_path / "waiting" / "bin" / "python"
@@ -121,7 +122,7 @@ def test_host_that_comes_joins(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "hosts.sh").write_text("echo a100-02:2\n[ ! -e out/latest ] || echo a100-01:2\n")
     (tmp_path / "discover").write_text(f"#!/bin/sh\ncd {tmp_path} && . ./hosts.sh\n")
     (tmp_path / "discover").chmod(0o755)
-    command = elastic(str(tmp_path / "discover"), 2, 400, "0 0 SIGKILL start")
+    command = elastic(str(tmp_path / "discover"), 2, 12, "6 0 hosts start")
     outcome = cluster.on("a100-01", command, tmp_path).expect(0)
     result = json.loads((tmp_path / "out" / "train_results.json").read_text())
     assert (result["world_size"], sorted(result["hosts"]), result["global_batch"]) == (4, HOSTS, 8), outcome

@@ -54,12 +54,12 @@ def test_killed_worker_is_done_without(tmp_path: Path) -> None:
 
 def test_host_that_comes_joins(tmp_path: Path) -> None:
     later = f"echo localhost:1; [ ! -e {tmp_path}/out/latest ] || echo 127.0.0.1:1"
-    flags = ("--elastic", "--save_steps", 10, "--num_train_epochs", 200, "--logging_steps", 50)
-    outcome = elastic(tmp_path, later, 1, *flags).expect(0)
+    flags = ("--elastic", "--save_steps", 2)
+    outcome = elastic(tmp_path, later, 1, *flags, stop="4 0 hosts start").expect(0)
     assert said(outcome).count("The hosts change: joining the new world.") == 1, outcome
     assert re.search(r"Going on from step \d+", said(outcome)), outcome
     results = json.loads((tmp_path / "out" / "train_results.json").read_text())
-    assert (results["world_size"], results["global_batch"], results["train_steps"]) == (2, 8, 1000)
+    assert (results["world_size"], results["global_batch"], results["train_steps"]) == (2, 8, 10)
 
 
 def test_elastic_needs_its_launcher_and_a_folder(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ class Run:
         self.outcome: Outcome = run(command, folder, env={"HVD_BERT_CACHE": str(folder / "cache")})
 
 
-WAYS = [(1, "none"), (2, "mpi"), (2, "gloo"), (2, "mpirun")]
+WAYS = [(1, "none"), (1, "mpi"), (1, "gloo"), (2, "mpi"), (2, "gloo"), (2, "mpirun")]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module", params=WAYS, ids=lambda way: f"{way[0]}-{way[1]}")
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, alone: Run) -> Run:
     size, by = request.param
-    ended = alone if by == "none" else Run(tmp_path_factory.mktemp(f"run-{by}"), size, by)
+    ended = alone if by == "none" else Run(tmp_path_factory.mktemp(f"run-{size}-{by}"), size, by)
     ended.outcome.expect(0)
     return ended
 

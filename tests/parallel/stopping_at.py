@@ -1,5 +1,6 @@
 """Signals at an exact place of a training: `python stopping_at.py STEP RANK SIGNAL PLACE TRAIN'S ARGUMENTS...`.
 
+SIGNAL: a name such as SIGTERM, or "hosts" to wait, on rank 0, until Horovod elastic has other hosts.
 PLACE: "start" of the step, or "inside" it, after the first of its passes. Steps count from 1; with 0 none comes. RANK
 may be several, as 2,3. In the folder it was started in each rank notes the windows that it takes in windows-RANK.jsonl,
 when it was signalled in `signalled`, and when it began its first step in another world in `resumed`.
@@ -22,7 +23,7 @@ from hvd_bert.data.prefetch import Prefetcher
 
 @contextmanager
 def signal_at(
-    step: int, rank: int | set[int], number: int, place: str = "start", records: Path | None = None
+    step: int, rank: int | set[int], number: int | None, place: str = "start", records: Path | None = None
 ) -> Iterator[None]:
     """Inside, the training of this process signals itself as it begins `step`, if it is `rank`."""
     original = Prefetcher.of_step
@@ -38,7 +39,10 @@ def signal_at(
             if own_rank in signalled and (number_of_step + 1, index) == (step, 1 if place == "inside" else 0):
                 if records:
                     (records / "signalled").write_text(str(time.time()), encoding="utf-8")
-                os.kill(os.getpid(), number)
+                if number is None:
+                    wait_for_other_hosts()
+                else:
+                    os.kill(os.getpid(), number)
             if records and number_of_step + 1 < last:
                 (records / "resumed").write_text(str(time.time()), encoding="utf-8")
             last = number_of_step + 1
@@ -54,12 +58,27 @@ def signal_at(
         Prefetcher.of_step = original  # type: ignore[method-assign]
 
 
+def wait_for_other_hosts(limit_s: float = 90) -> None:
+    """Return as soon as Horovod elastic has told this process of them."""
+    from hvd_bert.distributed.horovod_world import NOTICES
+
+    deadline = time.monotonic() + limit_s
+    while not NOTICES.changed:
+        assert time.monotonic() < deadline, "Horovod elastic has told of no other hosts"
+        time.sleep(0.02)  # between two looks; the deadline ends them
+
+
 if __name__ == "__main__":
     from hvd_bert.config import command_line
     from hvd_bert.distributed.runner import run_as_rank
     from hvd_bert.train.__main__ import main
 
-    where = (int(sys.argv[1]), {int(rank) for rank in sys.argv[2].split(",")}, signal.Signals[sys.argv[3]], sys.argv[4])
+    where = (
+        int(sys.argv[1]),
+        {int(rank) for rank in sys.argv[2].split(",")},
+        None if sys.argv[3] == "hosts" else signal.Signals[sys.argv[3]],
+        sys.argv[4],
+    )
     sys.argv[1:] = sys.argv[5:]
     with signal_at(*where, records=Path.cwd()):
         run_as_rank(main, **command_line.before_joining(sys.argv[1:]))
