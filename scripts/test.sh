@@ -24,7 +24,7 @@ if [ "$(id -u)" -eq 0 ]; then
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 fi
 
-if [ $# -eq 0 ] && [ $extent != quick ] || [[ $* == *tests/cluster* ]]; then
+if [ $# -eq 0 ] && [ "$extent" != quick ] || [[ $* == *tests/cluster* ]]; then
   bash env/cluster_packages.sh </dev/null || echo "-- without these the tests on two hosts are skipped"
 fi
 if [ $# -gt 0 ]; then
@@ -53,9 +53,9 @@ tests() {
   check python -m pytest --junitxml="$reports/$number.xml" "$@" || status=1
 }
 campaign='not campaign'
-if [ $extent = full ]; then campaign='campaign or not campaign'; fi
+if [ "$extent" = full ]; then campaign='campaign or not campaign'; fi
 # Two at a time where nothing disturbs; a file's tests stay together, they share runs.
-if [ $extent = quick ]; then
+if [ "$extent" = quick ]; then
   tests -n 2 --dist loadfile tests/unit
   tests tests/integration/test_resume.py -k "test_signal_to_one_rank_stops_all and mpi"
 else
