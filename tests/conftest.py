@@ -23,14 +23,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"no SQuAD in {REAL_SQUAD}: set HVD_BERT_SQUAD to a folder with train-v1.1.json")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one world (tests/parallel) run in one process, which starts that world once (pytest-xdist)."""
-    for item in items:
-        callspec = getattr(item, "callspec", None)
-        if callspec is not None and "launch" in callspec.params:
-            item.add_marker(pytest.mark.xdist_group("-".join(map(str, callspec.params["launch"]))))
-
-
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keeps tests, and the commands that they start, out of the user's cache."""

@@ -32,7 +32,7 @@ from hvd_bert.sample.files import generated
 
 pytestmark = pytest.mark.parallel
 
-# Size, launcher, strategy; each launcher starts some of the strategies. The longest first, since two run at a time.
+# Size, launcher, strategy; each launcher starts some of the strategies.
 # One rank under a launcher is one process without: tests/integration/test_run.py.
 HOROVOD = [(size, by, "horovod") for size, by in ((4, "gloo"), (4, "mpi"), (2, "gloo"), (2, "mpi"), (1, "none"))]
 OTHERS = [
