@@ -1,12 +1,15 @@
-"""How soon a training begins: tokenising, opening what is cached, and the time from the command to the first step.
+"""How soon a command answers and a training begins: imports, tokenising, opening what is cached, the first step.
 
     python benchmarks/startup.py --train_file train-v1.1.json --model_name_or_path FOLDER --out startup.json
+    python benchmarks/startup.py --only commands --baseline OTHER_CLONE --model_name_or_path FOLDER --out startup.json
 
 `--train_file` (SQuAD's own layout) is repeated with fresh ids up to the wanted number of questions. Measured, each in
 fresh processes:
 
-1. `hvd_bert.data.windows.prepare` on `--questions` questions with all cores, cold and from the cache;
-2. the imports, beside those of the libraries alone, which no trainer can do without;
+1. commands, in this clone and in turns with another one (`--baseline`): CPU time of `--help`, of a rank from the
+   command to its parsed configuration (a value that is refused there; to the end of its process), of an answer by
+   `hvd_bert.predict`, and of the imports alone;
+2. `hvd_bert.data.windows.prepare` on `--questions` questions with all cores, cold and from the cache;
 3. `horovodrun -np N python -m hvd_bert.train` on cached data of several `--sizes`, by what it prints: when the world is
    there, when everything is loaded, when the first step is done, and each rank's memory and CPU time at that time.
 
@@ -37,10 +40,21 @@ import psutil  # type: ignore[import-untyped]  # comes with Horovod
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "pyarrow", "horovod")
-LIBRARIES = (
-    "import horovod.torch, datasets, torch.utils.tensorboard\n"
-    "from transformers import AutoTokenizer, BertForQuestionAnswering, HfArgumentParser"
-)
+TRAIN, PREDICT = ["-m", "hvd_bert.train"], ["-m", "hvd_bert.predict"]
+# What is measured of each clone -> the words after `python`; {model}: --model_name_or_path.
+COMMANDS = {
+    "import torch": ["-c", "import torch"],
+    "train --help": [*TRAIN, "--help"],
+    "predict --help": [*PREDICT, "--help"],
+    "report --help": ["-m", "hvd_bert.report", "--help"],
+    "timeline --help": ["-m", "hvd_bert.timeline", "--help"],
+    "doctor --help": ["-m", "hvd_bert.doctor", "--help"],
+    "bench --help": ["-m", "hvd_bert.bench", "--help"],
+    "bench sweep --help": ["-m", "hvd_bert.bench", "sweep", "--help"],
+    "tune --help": ["-m", "hvd_bert.tune", "--help"],
+    "a rank to its parsed configuration": [*TRAIN, "--learning_rate", "-1"],
+    "an answer by predict": [*PREDICT, "{model}", "--context", "Ada was born in London.", "--question", "Where?"],
+}
 # What the trainer says, and when that is. Launchers put marks of their own before it.
 MILESTONES = {"world_s": r"\d+ rank\(s\) on ", "loaded_s": r"Training: ", "first_step_s": r"step 1/"}
 RANK = ["-m", "hvd_bert.train"]
@@ -135,11 +149,27 @@ def run_prepare(file: Path, args: argparse.Namespace) -> dict[str, float]:
     return figures | {"process_s": time.perf_counter() - start}
 
 
-def run_imports(code: str) -> dict[str, float]:
+def run_words(words: list[str], clone: Path) -> dict[str, float]:
+    """Wall and CPU seconds of one Python command with the package of `clone`; the status does not matter."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
+    environ = os.environ | {"PYTHONPATH": str(clone)}
+    subprocess.run([sys.executable, *words], check=False, cwd=clone, env=environ, capture_output=True)
     seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     return {"wall_s": seconds, "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
+
+
+def measure_commands(args: argparse.Namespace) -> dict[str, dict[str, list[dict[str, float]]]]:
+    """Clone -> command -> its runs: in turns, after one that is not counted."""
+    clones = {"this clone": REPOSITORY} | ({"baseline": args.baseline} if args.baseline else {})
+    runs: dict[str, dict[str, list[dict[str, float]]]] = {name: {} for name in clones}
+    for name, words in COMMANDS.items():
+        filled = [word.replace("{model}", str(args.model_name_or_path)) for word in words]
+        for repeat in range(args.repeats + 1):
+            for clone, path in clones.items():
+                taken = run_words(filled, path)
+                if repeat:
+                    runs[clone].setdefault(name, []).append(taken)
+    return runs
 
 
 # --- the command itself --------------------------------------------------------------------------
@@ -194,7 +224,9 @@ def find_ranks(launcher: int) -> list[psutil.Process]:
 
 
 def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
-    results: dict[str, Any] = {"cold": [], "cached": [], "imports": {"libraries": [], "hvd_bert.train": []}}
+    results: dict[str, Any] = {"commands": measure_commands(args), "cold": [], "cached": [], "sizes": {}}
+    if args.only == "commands":
+        return results
     os.environ["HVD_BERT_CACHE"] = str(place / "cache")
     file = place / "questions.json"
     repeat(args.train_file, args.questions, file)
@@ -202,8 +234,6 @@ def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
         shutil.rmtree(place / "cache", ignore_errors=True)
         results["cold"].append(run_prepare(file, args))
         results["cached"].append(run_prepare(file, args))
-        results["imports"]["libraries"].append(run_imports(LIBRARIES))
-        results["imports"]["hvd_bert.train"].append(run_imports("import hvd_bert.train.loop, horovod.torch"))
     file.unlink()
     shutil.rmtree(place / "cache")
 
@@ -236,14 +266,16 @@ def table(head: list[str], rows: list[list[str]]) -> None:
 
 
 def tell(results: dict[str, Any]) -> None:
+    commands = results["commands"]
+    rows = [[name, *(column(runs[name], "cpu_s", 2) for runs in commands.values())] for name in COMMANDS]
+    table(["CPU seconds of a process", *commands], rows)
+    if not results["cold"]:
+        return
     rows = []
     for name in ("cold", "cached"):
         runs = results[name]
         rows += [[name, column(runs, "prepare_s", 2), column(runs, "prepare_cpu_s", 2), column(runs, "peak_mib", 0)]]
     table([f"{results['settings']['questions']:,} questions", "wall, s", "CPU, s", "peak of the process, MiB"], rows)
-
-    rows = [[name, column(runs, "wall_s"), column(runs, "cpu_s")] for name, runs in results["imports"].items()]
-    table(["imports", "wall, s", "CPU, s"], rows)
 
     rows, command_rows = [], []
     for figures in results["sizes"].values():
@@ -279,14 +311,18 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=8, help="windows of a rank per step")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", choices=["commands"], help="measure the commands, and no data")
+    parser.add_argument("--baseline", type=Path, help="another clone, whose commands are measured in turns with ours")
     parser.add_argument("--prepare", help=argparse.SUPPRESS)  # the file; this is the process that is measured
     args = parser.parse_args()
     if args.prepare:
         prepare(args.prepare, str(args.model_name_or_path))
         return
-    if not (args.train_file and args.out):
+    if not args.out or not (args.train_file or args.only):
         parser.error("--train_file and --out are needed")
-    args.train_file, args.model_name_or_path = args.train_file.resolve(), args.model_name_or_path.resolve()
+    args.train_file = args.train_file and args.train_file.resolve()
+    args.model_name_or_path = args.model_name_or_path.resolve()
+    args.baseline = args.baseline and args.baseline.resolve()
     load_before = os.getloadavg()
     with tempfile.TemporaryDirectory(prefix="startup-") as place:
         results = measure(args, Path(place))

@@ -54,12 +54,12 @@ tests() {
 }
 campaign='not campaign'
 if [ "$extent" = full ]; then campaign='campaign or not campaign'; fi
-# Two at a time where nothing disturbs; a file's tests stay together, they share runs.
+# Two at a time where nothing disturbs, the long files first; a file's tests stay together, they share runs.
 if [ "$extent" = quick ]; then
   tests -n 2 --dist loadfile tests/unit
   tests tests/integration/test_resume.py -k "test_signal_to_one_rank_stops_all and mpi"
 else
-  tests -n 2 --dist loadfile -m "not alone and ($campaign)" tests/unit tests/integration
+  tests -n 2 --dist loadfile -m "not alone and ($campaign)" tests/integration tests/unit
   tests -m "alone and ($campaign)" tests/unit tests/integration
   tests -m "$campaign" tests/parallel tests/cluster
 fi

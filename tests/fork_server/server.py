@@ -52,7 +52,11 @@ def serve(path: str) -> dict[str, Any]:
                 os._exit(0)
             elif key.fileobj is listener:
                 client, _ = listener.accept()
-                command = receive(client)
+                try:
+                    command = receive(client)
+                except (OSError, ValueError, struct.error):  # it was killed before it had sent all
+                    client.close()
+                    continue
                 pid = os.fork()
                 if pid == 0:
                     for other in [*ready.get_map().values()]:
@@ -63,14 +67,15 @@ def serve(path: str) -> dict[str, Any]:
                     return command
                 for stream in command["streams"]:
                     os.close(stream)
-                client.send(NUMBER.pack(pid))
+                with contextlib.suppress(OSError):
+                    client.send(NUMBER.pack(pid))
                 ready.register(client, selectors.EVENT_READ, (pid, client))
                 ready.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, client))
             else:
                 pid, client = key.data
-                if key.fileobj is client:  # it was killed
-                    ready.unregister(client)
-                    with contextlib.suppress(ProcessLookupError):
+                if key.fileobj is client:  # it was killed, unless its command ended with it
+                    if client.fileno() != -1:
+                        ready.unregister(client)
                         os.kill(pid, signal.SIGKILL)
                     continue
                 ready.unregister(key.fd)

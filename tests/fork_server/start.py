@@ -42,5 +42,13 @@ def start(folder: Path, environ: Mapping[str, str], enter: Sequence[str] = (), h
     )
     assert process.stdin is not None and process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    atexit.register(process.wait)
-    atexit.register(process.stdin.close)
+    atexit.register(end, process)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End a server. One that had died made the commands slower, and nothing else: it is reported."""
+    if process.poll() is not None:
+        print(f"tests/fork_server: the server ended early, with status {process.returncode}", file=sys.stderr)
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait()
