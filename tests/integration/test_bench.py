@@ -20,6 +20,7 @@ TINY = {
 }
 
 
+@pytest.mark.alone  # steps of 2 ms, whose phases must add up
 @pytest.mark.parametrize(("size", "by"), [(1, "none"), (2, "gloo")])
 def test_table_and_json(tmp_path: Path, size: int, by: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **TINY}))
