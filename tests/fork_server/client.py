@@ -16,8 +16,7 @@ import struct
 import sys
 
 FOLDER = os.path.dirname(os.path.realpath(sys.argv[0]))
-READ_AT_IMPORT = ("ATEN_", "HF_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON")
-READ_AT_IMPORT += ("TORCH_", "TRANSFORMERS_")
+READ_AT_IMPORT = ("ATEN_", "HF_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON", "TRANSFORMERS_")
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
