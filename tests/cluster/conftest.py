@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fork_server import start as fork_server
 from harness import FOLDER, Cluster, script
 from launch import programs, served
 
@@ -29,8 +30,10 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip(started.stderr.strip())
     assert started.returncode == 0, started.stderr
     cluster = Cluster(place)
-    cluster.serve_commands()
+    servers = cluster.serve_commands()
     yield cluster
+    for server in servers:
+        fork_server.end(server)
     script("down.sh", HVD_BERT_CLUSTER=str(place)).check_returncode()
     assert not place.exists()
 

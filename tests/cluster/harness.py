@@ -67,12 +67,11 @@ class Cluster:
         self.state = state
         self.local = state / "local"
 
-    def serve_commands(self) -> None:
-        """Fork the Python commands of each host from a process there (tests/fork_server)."""
-        for host in ("login", *HOSTS):
-            enter = ["bash", str(FOLDER / "on.sh"), host]
-            environ = environment() | {"HVD_BERT_CLUSTER": str(self.state)}
-            fork_server.start(programs(), environ, enter, host)
+    def serve_commands(self) -> list[subprocess.Popen[str]]:
+        """Fork the Python commands of each host from a process there (tests/fork_server). Returns these processes."""
+        environ = environment() | {"HVD_BERT_CLUSTER": str(self.state)}
+        enter = ["bash", str(FOLDER / "on.sh")]
+        return [fork_server.start(programs(), environ, [*enter, host], host) for host in ("login", *HOSTS)]
 
     def on(
         self, host: str, command: str | list[str], cwd: Path, env: Environment | None = None, timeout: float = TIMEOUT_S

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="the delay needs /dev/net/tun"),
 ]
 GBPS, LATENCY_MS = 1.0, 1.0
-SLOWED_S = 0.2
+SLOWED_S = 0.5
 
 
 @pytest.mark.parametrize(("controller", "steps", "setting"), [("mpi", 26, ONE_MESSAGE), ("gloo", 10, {})])

@@ -33,7 +33,9 @@ def programs(environ: Mapping[str, str]) -> Path:
     return folder
 
 
-def start(folder: Path, environ: Mapping[str, str], enter: Sequence[str] = (), host: str | None = None) -> None:
+def start(
+    folder: Path, environ: Mapping[str, str], enter: Sequence[str] = (), host: str | None = None
+) -> subprocess.Popen[str]:
     """A server for the programs in `folder`, on this host or, by the command `enter`, on `host`. It ends with us."""
     place = folder / (host or socket.gethostname())
     command = [*enter, sys.executable, str(FOLDER / "server.py"), str(place)]
@@ -43,12 +45,14 @@ def start(folder: Path, environ: Mapping[str, str], enter: Sequence[str] = (), h
     assert process.stdin is not None and process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     atexit.register(end, process)
+    return process
 
 
 def end(process: subprocess.Popen[str]) -> None:
     """End a server. One that had died made the commands slower, and nothing else: it is reported."""
+    if process.stdin is None or process.stdin.closed:
+        return
     if process.poll() is not None:
         print(f"tests/fork_server: the server ended early, with status {process.returncode}", file=sys.stderr)
-    assert process.stdin is not None
     process.stdin.close()
     process.wait()
