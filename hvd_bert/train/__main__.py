@@ -13,8 +13,10 @@ trains.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from hvd_bert.config import command_line
@@ -30,9 +32,14 @@ def main(world: World) -> None:
     """A whole run on one rank, from the command line to the output files. Called by all ranks."""
     with world.raise_on_all_ranks():
         config = command_line.parse()
+    _loop().run(config, world)
+
+
+@functools.cache  # in a later world of Horovod elastic, freezing again would keep the memory of the one before
+def _loop() -> ModuleType:
     with collector_paused():
         from hvd_bert.train import loop
-    loop.run(config, world)
+    return loop
 
 
 if __name__ == "__main__":
