@@ -1,1 +1,1 @@
-"""From SQuAD's text to the tensors of a training step, in the order of the modules' imports."""
+"""The data pipeline: from SQuAD's text to the tensors of a training step."""

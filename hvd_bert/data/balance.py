@@ -1,6 +1,6 @@
-"""Balance: things of different cost are dealt out so that every part holds as many and costs as much.
+"""Balanced partition: splits items of different cost into parts of equal size and nearly equal cost.
 
-Costs are whole numbers, so that hosts whose floating-point sums differ in their last bits deal alike.
+Costs are whole numbers, so that all hosts compute the same partition: floating-point sums may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -12,61 +12,62 @@ from numpy.typing import ArrayLike, NDArray
 
 Ints = NDArray[np.int64]
 
-_CANDIDATES = 32  # of a part's things are tried for a swap: with more in each, the dealing alone is nearly even
+_CANDIDATES = 32  # items per part to try for a swap; larger parts are nearly even without swaps
 
 
 def crossover(model: Any) -> int:
-    """The length in tokens at which a window's attention costs as many FLOP as all else, by a BERT's config.
+    """The window length in tokens at which attention costs as many FLOP as the rest of a layer, from a BERT's config.
 
-    Of n tokens, hidden size h and intermediate size i a layer takes, forward, n * (8 h^2 + 4 h i) FLOP in its
-    projections and feed-forward (2 per weight) and 4 h n^2 in the attention (scores and weighted sum): equal at
-    n = 2 h + i, 2304 tokens for MiniLM and 4608 for BERT-base. The backward pass takes twice of both.
+    For n tokens, hidden size h and intermediate size i, a layer's forward pass takes n * (8 h^2 + 4 h i) FLOP in
+    the projections and feed-forward layers (2 per weight) and 4 h n^2 in the attention (scores and weighted sum).
+    Both are equal at n = 2 h + i: 2304 tokens for MiniLM, 4608 for BERT-base. The backward pass takes twice as much.
     """
     return 2 * int(model.hidden_size) + int(model.intermediate_size)
 
 
 def window_costs(lengths: ArrayLike, crossover: int) -> Ints:
-    """The cost of windows of so many tokens: n * (crossover + n), that is the layer's FLOP over 4 h."""
+    """The cost of windows of n tokens: n * (crossover + n), a layer's FLOP divided by 4 h."""
     tokens = np.asarray(lengths, dtype=np.int64)
     return tokens * (crossover + tokens)
 
 
 def balanced_partition(costs: Ints, parts: int) -> list[Ints]:
-    """Indices of `costs` dealt into `parts` lists, each sorted, of equal length and nearly equal cost.
+    """Split the indices of `costs` into `parts` sorted lists of equal length and nearly equal cost.
 
-    The lists' lengths differ by at most one, the first being the longer ones. Dealt in snake order from the dearest on;
-    then the dearest part swaps with the cheapest the two things that bring them closest, the next dearest with the next
-    cheapest and so on, until no such swap helps. A pure function; of equals the first comes first.
+    Lengths differ by at most one; the first lists are the longer ones. The items are first assigned in snake order,
+    the most expensive first. Then the most loaded part swaps one item with the least loaded part, the second most
+    loaded with the second least loaded, and so on, so that each pair's costs become as close as possible. This
+    repeats until no swap helps. Ties are broken by index, so the result is deterministic.
     """
     order = np.argsort(-costs, kind="stable")
-    held = _snake(order, parts)  # [parts, the most that one holds], -1: nothing
-    nothing = held < 0
-    each = np.where(nothing, 0, costs[held])
-    half, stride = parts // 2, -(-held.shape[1] // _CANDIDATES)
-    while half and held.size:
-        totals = each.sum(axis=1)
+    members = _snake(order, parts)  # [parts, size of the largest part], -1: empty slot
+    empty = members < 0
+    member_costs = np.where(empty, 0, costs[members])
+    half, stride = parts // 2, -(-members.shape[1] // _CANDIDATES)
+    while half and members.size:
+        totals = member_costs.sum(axis=1)
         ranking = np.argsort(-totals, kind="stable")
         most_loaded, least_loaded = ranking[:half], ranking[::-1][:half]
         gap = totals[most_loaded] - totals[least_loaded]
-        moved = each[most_loaded, ::stride, None] - each[least_loaded, None, ::stride]
-        left = np.abs(gap[:, None, None] - 2 * moved)
-        # A thing for nothing would change how many a part holds.
-        left[nothing[most_loaded, ::stride, None] | nothing[least_loaded, None, ::stride]] = np.iinfo(np.int64).max
-        left = left.reshape(half, -1)
-        best = left.argmin(axis=1)
-        helps = np.flatnonzero(left[np.arange(half), best] < gap)
-        if not len(helps):  # which comes: each swap makes the sum of the totals' squares less
+        moved = member_costs[most_loaded, ::stride, None] - member_costs[least_loaded, None, ::stride]
+        new_gap = np.abs(gap[:, None, None] - 2 * moved)
+        # Swapping with an empty slot would change the part sizes.
+        new_gap[empty[most_loaded, ::stride, None] | empty[least_loaded, None, ::stride]] = np.iinfo(np.int64).max
+        new_gap = new_gap.reshape(half, -1)
+        best = new_gap.argmin(axis=1)
+        helps = np.flatnonzero(new_gap[np.arange(half), best] < gap)
+        if not len(helps):  # the loop ends: each swap lowers the sum of the squared totals
             break
-        give, take = (stride * candidate for candidate in np.divmod(best[helps], -(-held.shape[1] // stride)))
+        give, take = (stride * candidate for candidate in np.divmod(best[helps], -(-members.shape[1] // stride)))
         ours, theirs = (most_loaded[helps], give), (least_loaded[helps], take)
-        held[ours], held[theirs] = held[theirs], held[ours]
-        each[ours], each[theirs] = each[theirs], each[ours]
-    held.sort(axis=1)
-    return [row[row >= 0] for row in held]
+        members[ours], members[theirs] = members[theirs], members[ours]
+        member_costs[ours], member_costs[theirs] = member_costs[theirs], member_costs[ours]
+    members.sort(axis=1)
+    return [row[row >= 0] for row in members]
 
 
 def _snake(order: Ints, parts: int) -> Ints:
-    """`order` from part 0 to the last, back to 0, and so on; what is left over goes to the first parts."""
+    """Assign `order` to the parts from first to last, then back, and so on; the remainder goes to the first parts."""
     rows = -(-len(order) // parts)
     table = np.full((rows, parts), -1, dtype=np.int64)
     table.flat[: len(order)] = order

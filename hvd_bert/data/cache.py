@@ -1,10 +1,9 @@
-"""A folder per key, built once by whichever process comes first, found by all the others.
+"""A folder cache: one folder per key, built by the first process that needs it and used by all others.
 
-An entry is built in a temporary folder beside it, flushed to disk and renamed, so whatever stands
-under an entry's name is whole. Processes that miss at the same time queue at a file lock, which the
-kernel frees when its holder dies, and not at a collective: tokenising may take longer than a
-collective may wait. Should two nodes share a file system whose locks do not reach across nodes, each
-builds its own copy and the first to rename wins.
+An entry is built in a temporary folder next to it, flushed to disk and renamed, so an entry is always complete.
+Processes that miss at the same time wait for a file lock, which the kernel frees if its holder dies. They do not wait
+in a collective: tokenization may take longer than a collective's timeout. If two nodes share a file system whose
+locks do not reach across nodes, each builds its own copy and the first rename wins.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ def folder(
     *,
     overwrite: bool = False,
 ) -> Path:
-    """The folder of `key`, filled by `build(empty_folder)` if it is absent, not whole, or to be overwritten.
+    """The folder of `key`; `build(empty_folder)` fills it if it is missing or incomplete, or with `overwrite`.
 
-    Raises `UserError` if `cache_dir` cannot be written. Other errors of `build` go through, and what it
-    wrote is removed.
+    Raises `UserError` if `cache_dir` cannot be written. Other errors of `build` propagate, and its partial output is
+    removed.
     """
     entry = cache_dir / key
-    if not overwrite and is_whole(entry):  # needs no lock, so a read-only cache that is filled will do
+    if not overwrite and is_whole(entry):  # needs no lock, so that a filled read-only cache works
         return entry
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -55,8 +54,8 @@ def folder(
                 _build(entry, build, is_whole)
     except OSError as error:
         raise UserError(
-            f"{cache_dir}: the cache of tokenised questions cannot be written: {error.strerror or error}. "
-            "Set HVD_BERT_CACHE to a folder with room that you may write to."
+            f"{cache_dir}: the cache of tokenized questions cannot be written: {error.strerror or error}. "
+            "Set HVD_BERT_CACHE to a writable folder with free space."
         ) from error
     return entry
 
@@ -70,14 +69,14 @@ def _build(entry: Path, build: Callable[[Path], None], is_whole: Callable[[Path]
             flush(file)
         flush(building)
         if entry.exists():
-            # Moved aside, not removed: another node may have it mapped, and over NFS its pages would go.
+            # Rename instead of removing: another node may have it mapped, and over NFS its pages would be lost.
             aside = entry.parent / f"old-{uuid.uuid4().hex}"
             entry.rename(aside)
-            os.utime(aside)  # its age counts from now on
+            os.utime(aside)  # its age counts from now
         try:
             building.rename(entry)
         except OSError:
-            if not is_whole(entry):  # else another node was first, with the same content
+            if not is_whole(entry):  # otherwise another node was first, with the same content
                 raise
         flush(entry.parent)
     finally:
@@ -89,10 +88,10 @@ def _temporary(key: str) -> str:
 
 
 def _remove_leftovers(cache_dir: Path, key: str) -> None:
-    """Removes what dead builders left. Call it with the key's lock held."""
-    for left in (*cache_dir.glob("tmp-*"), *cache_dir.glob("old-*")):
-        # This host's folders for this key are dead, since their builder would hold the lock.
-        dead = left.name.startswith(_temporary(key))
-        with contextlib.suppress(FileNotFoundError):  # another process sweeps too
-            if dead or time.time() - left.stat().st_mtime > _LEFTOVER_AGE_S:
-                shutil.rmtree(left, ignore_errors=True)
+    """Remove the folders of dead builders. The caller must hold the key's lock."""
+    for leftover in (*cache_dir.glob("tmp-*"), *cache_dir.glob("old-*")):
+        # This host's folders for this key are dead: a live builder would hold the lock.
+        dead = leftover.name.startswith(_temporary(key))
+        with contextlib.suppress(FileNotFoundError):  # another process may remove it, too
+            if dead or time.time() - leftover.stat().st_mtime > _LEFTOVER_AGE_S:
+                shutil.rmtree(leftover, ignore_errors=True)

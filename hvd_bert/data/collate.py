@@ -1,4 +1,4 @@
-"""Windows to tensors: the batches that the model is given, laid end to end without padding, or padded."""
+"""Windows to tensors: the model's batches, packed without padding, or padded."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from hvd_bert.data.windows import WindowTable
 
 @dataclass(frozen=True)
 class Batch:
-    """B windows of `lengths` tokens, N in all: in one row, or each in a row of its own, padded to T tokens.
+    """B windows of `lengths` tokens, N in total: packed into one row, or padded to T tokens with one row each.
 
-    `input_ids`, `token_type_ids`, `position_ids`: int64 [1, N] or [B, T], positions starting anew in each window;
-    `attention_mask`: bool [B, T], false at padding; None in one row;
-    `cu_seqlens`: int32 [B + 1], 0 and each window's end in the row; None if padded;
-    `starts`, `ends`: int64 [B], the answer's first and last token counted from the window's start (0, 0: no answer in
-    it); `num_windows`: how many count: B, or 0 for a rank that has none left (then B is 1, and its loss must count 0).
+    Attributes:
+        input_ids, token_type_ids, position_ids: int64, [1, N] packed or [B, T] padded; positions restart in each
+            window.
+        attention_mask: bool [B, T], false at padding; None if packed.
+        cu_seqlens: int32 [B + 1], 0 and the end of each window in the row; None if padded.
+        starts, ends: int64 [B], first and last token of the answer, counted from the window's start; 0, 0 if the
+            window has no answer.
+        num_windows: Windows that count: B, or 0 if the rank has none left. Then B is 1 and its loss must count as 0.
     """
 
     input_ids: torch.Tensor
@@ -34,24 +37,24 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the windows that count."""
+        """Tokens in the windows that count."""
         return sum(self.lengths) if self.num_windows else 0
 
     @property
     def num_positions(self) -> int:
-        """The same with the padding between them."""
+        """The same, padding included."""
         return self.input_ids.numel() if self.num_windows else 0
 
     @property
     def padded(self) -> bool:
-        """Whether each window has a row of its own."""
+        """Whether the windows are padded instead of packed."""
         return self.attention_mask is not None
 
 
 class Collator:
-    """Makes batches of a windows table (its columns: `hvd_bert.data.windows`) on a device.
+    """Makes batches on a device from a table of windows (columns: see `hvd_bert.data.windows`).
 
-    `pad_to`: None: end to end; else windows are padded to as many tokens, or to the batch's longest if it has more.
+    `pad_to`: None for packed windows, else the length to pad to; longer windows raise it to the batch's longest.
     """
 
     def __init__(self, windows: WindowTable, device: torch.device, pad_to: int | None = None) -> None:
@@ -60,7 +63,7 @@ class Collator:
         self.pad_to = pad_to
 
     def __call__(self, ids: Sequence[int] | np.ndarray) -> Batch:
-        """The windows `ids` as one batch; no ids at all give one window that does not count."""
+        """The windows `ids` as one batch. Without ids, it has one window that does not count."""
         rows = ids if len(ids) else [0]
         input_ids = self.windows.lists("input_ids", rows)
         context_start = self.windows.numbers("context_start", rows)
@@ -98,5 +101,5 @@ class Collator:
     def _send(self, values: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(values)
         if self.device.type == "cuda":
-            tensor = tensor.pin_memory()  # or this thread would wait until the copy is done
+            tensor = tensor.pin_memory()  # otherwise this thread would wait for the copy
         return tensor.to(self.device, non_blocking=True)

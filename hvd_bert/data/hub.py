@@ -1,4 +1,4 @@
-"""A dataset from the Hugging Face hub or, without a network, from its cache on this machine."""
+"""Loads a data set from the Hugging Face hub or, without a network, from its cache on this machine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from hvd_bert.errors import UserError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# The hub moved these under their authors' names, and a local cache may know them by either.
+# The hub moved these to their authors' namespaces; a local cache may have either name.
 _ALIASES = {"squad": "rajpurkar/squad", "squad_v2": "rajpurkar/squad_v2", "mnist": "ylecun/mnist"}
 _REACH_TIMEOUT_S = 10.0
 _WAYS_OUT = (
-    "Two ways out: give local files with --train_file and --validation_file, or train on the sample that ships, with"
-    " --config sample."
+    "Give local files with --train_file and --validation_file, or train on the bundled sample with --config sample."
 )
 
 
@@ -28,9 +27,9 @@ def load(
     cache_dir: str | None = None,
     ways_out: str = _WAYS_OUT,
 ) -> Dataset:
-    """One split of a dataset. Raises `UserError`, with the ways out, if it cannot be had.
+    """One split of a data set. Raises `UserError` with `ways_out` if it is not available.
 
-    The local cache comes first: what is there needs no network, and N ranks do not all ask the hub.
+    The local cache comes first: it needs no network, and N ranks do not all contact the hub.
     """
     import datasets  # slow to import, and not needed for files
 
@@ -45,28 +44,27 @@ def load(
                     if not offline:
                         _reach_hub()
                     return datasets.load_dataset(name, dataset_config_name, split=split, cache_dir=cache_dir)
-            # What comes out when the hub is out of reach differs between releases and between the
-            # hub's own errors and those of its HTTP library: it is all one to the user.
+            # The exceptions for an unreachable hub differ between releases and HTTP libraries.
             except Exception as error:
                 reason = error
-    said = " ".join(str(reason).split())
+    details = " ".join(str(reason).split())
     raise UserError(
-        f"--dataset_name {dataset_name}: split {split!r} could be had neither from the Hugging Face hub's "
-        f"cache on this machine nor from the hub ({type(reason).__name__}: {said[:300]}). {ways_out}"
+        f"--dataset_name {dataset_name}: split {split!r} is not in the Hugging Face cache on this machine and could "
+        f"not be downloaded ({type(reason).__name__}: {details[:300]}). {ways_out}"
     ) from reason
 
 
 def reachable() -> bool:
-    """Whether the hub answers, within seconds: the loaders of the hub's own libraries retry for minutes."""
+    """Whether the hub answers within seconds; the loaders of the hub's libraries retry for minutes."""
     try:
         _reach_hub()
-    except Exception:  # as above: what comes out differs between releases
+    except Exception:  # as above: the exceptions differ between releases
         return False
     return True
 
 
 def _reach_hub() -> None:
-    """Raises if the hub does not answer: `load_dataset` needs half a minute of retries to find that out."""
+    """Raise an error if the hub does not answer; `load_dataset` would retry for half a minute first."""
     import datasets
     import huggingface_hub
 
@@ -89,7 +87,7 @@ def _offline() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the bars and warnings of `datasets`: every rank comes here, and N of each would be noise."""
+    """Turn off progress bars and warnings of `datasets`, which every rank would print."""
     import datasets
 
     had_bars, verbosity = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
@@ -104,7 +102,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _HashingSink:
-    """A writable file that keeps only the sha256 of what is written."""
+    """A writable file that only computes the SHA-256 of its content."""
 
     def __init__(self) -> None:
         self.sha256 = hashlib.sha256()
@@ -121,7 +119,7 @@ class _HashingSink:
 
 
 def digest(rows: Dataset) -> str:
-    """sha256 of the rows themselves: `datasets`' own fingerprint also depends on where its cache lies."""
+    """SHA-256 of the rows; the fingerprint of `datasets` also depends on the path of its cache."""
     import pyarrow as pa
 
     table = rows.data.table.replace_schema_metadata(None)

@@ -1,4 +1,4 @@
-"""Batches made ahead: the next one is gathered and sent to the device while this one is trained on."""
+"""Prefetching: prepares the next batches and copies them to the device while the current one is trained on."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.data.collate import Batch, Collator
 
-AHEAD = 2  # batches that wait while one is trained on
+AHEAD = 2  # batches to prefetch
 
 
 class Prefetcher:
-    """A rank's batches in the plan's order, from optimizer step `first` on."""
+    """A rank's batches in the plan's order, starting at optimizer step `first`."""
 
     def __init__(self, plan: BatchPlan, collate: Collator, rank: int, first: int) -> None:
         self.plan = plan
@@ -26,7 +26,7 @@ class Prefetcher:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
 
     def of_step(self, step: int) -> Iterator[Batch]:
-        """The batches of a step's passes; the steps must come one after the other."""
+        """The micro-batches of a step. Steps must be requested in order."""
         assert step == self._next, f"step {step} instead of {self._next}"
         self._next += 1
         for _ in range(self.plan.accumulation):
@@ -35,5 +35,5 @@ class Prefetcher:
             yield self._ahead.popleft().result()
 
     def close(self) -> None:
-        """Forget what was made ahead."""
+        """Discard the prefetched batches."""
         self._pool.shutdown(cancel_futures=True)

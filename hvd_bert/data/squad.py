@@ -1,13 +1,13 @@
-"""SQuAD's text -> `Question`s, every one checked.
+"""SQuAD's text -> `Question`s, all of them checked.
 
 `open_file` reads SQuAD's own JSON (articles > paragraphs > questions) and flat rows
-(`{"data": [row, ...]}`, a list of rows, or one row per line), where a row is
+(`{"data": [row, ...]}`, a list of rows, or one row per line). A row is
 `{"id", "title", "context", "question", "answers": {"text": [...], "answer_start": [...]}}`.
-`open_hub` reads the same rows through the `datasets` library. Both are cheap to open: the text is
-parsed and checked only when `Source.questions()` is called, on the rank that needs it.
+`open_hub` reads the same rows through the `datasets` library. Opening is fast: the text is parsed
+and checked only when `Source.questions()` is called, on the rank that needs it.
 
-Character offsets count Unicode code points from the start of the context exactly as it stands in
-the file. Contexts are never stripped: some of SQuAD's begin with a space, and their offsets count it.
+Character offsets count Unicode code points from the start of the unstripped context: some of SQuAD's
+contexts begin with a space, and their offsets count it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _KINDS = {str: "text", int: "a whole number", list: "a list", dict: "an object"}
 class Question:
     """One question about one context.
 
-    `answer_texts[i]` stands at character `answer_starts[i]` of `context`; both are empty where the
-    question has no answer (SQuAD v2.0).
+    `answer_texts[i]` starts at character `answer_starts[i]` of `context`. Both are empty if the question
+    has no answer (SQuAD v2.0).
     """
 
     id: str
@@ -47,10 +47,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Source:
-    """Where questions come from.
+    """A source of questions.
 
-    `name` is for messages (a path, or `squad[train]`). `digest` is the sha256 of the content and of how
-    it is to be read, so that equal digests mean equal questions.
+    `name` appears in messages (a path, or `squad[train]`). `digest` is the SHA-256 of the content and of
+    the option that it is read with, so that equal digests mean equal questions.
     """
 
     name: str
@@ -60,14 +60,14 @@ class Source:
     def questions(self) -> list[Question]:
         """All questions in the order of the file, parsed and checked.
 
-        Anew at each call and not kept here: a rank that tokenises needs them once, and training then goes on for hours.
-        Raises `UserError` when something in the content is wrong.
+        Each call parses again and keeps nothing: tokenization needs the questions once, training runs for hours.
+        Raises `UserError` if the content is wrong.
         """
         return self._load()
 
 
 def open_file(path: str | os.PathLike[str], version_2_with_negative: bool) -> Source:
-    """A JSON file. Raises `UserError` if it cannot be read; what is in it is checked by `questions()`."""
+    """Open a JSON file. Raises `UserError` if it cannot be read; `questions()` checks its content."""
     name = os.fspath(path)
     place = os.fspath(sample.located(path))
     digest = _digest(place)
@@ -88,16 +88,16 @@ def open_hub(
     dataset_config_name: str | None = None,
     cache_dir: str | None = None,
 ) -> Source:
-    """A split of a dataset with SQuAD's columns, from the Hugging Face hub or its local cache (`cache_dir`).
+    """Open a split of a data set with SQuAD's columns, from the Hugging Face hub or its local cache (`cache_dir`).
 
-    Raises `UserError` if neither has it, or if it has other columns.
+    Raises `UserError` if it is not available or has other columns.
     """
     name = f"{dataset_name}[{split}]"
     rows = hub.load(dataset_name, split, dataset_config_name, cache_dir)
     missing = [column for column in _ROW_COLUMNS if column not in rows.column_names]
     if missing:
         raise UserError(
-            f"{name}: not a dataset like SQuAD: it has no column {', '.join(missing)} "
+            f"{name}: not in SQuAD's format: no column {', '.join(missing)} "
             f"(found: {', '.join(rows.column_names)}). Choose another --dataset_name."
         )
     rows = rows.select_columns(list(_ROW_COLUMNS))
@@ -110,15 +110,15 @@ def open_hub(
 
 
 def from_questions(name: str, questions: Iterable[Question]) -> Source:
-    """Questions made in memory (by a test, or typed by a user), taken as they are."""
+    """Questions in memory (from a test, or typed by a user), used without checks."""
     kept = list(questions)
     content = json.dumps([astuple(question) for question in kept]).encode()
     return Source(name, hashlib.sha256(content).hexdigest(), lambda: kept)
 
 
 def _reading_digest(content_digest: str, version_2_with_negative: bool) -> str:
-    # The flag decides whether the content is accepted. Were it left out, a cache filled with the flag
-    # would hide the error from a run without it.
+    # The flag decides whether the content is accepted. Without it in the digest, a cache filled with the
+    # flag would hide the error from a run without it.
     return hashlib.sha256(f"{content_digest} {version_2_with_negative}".encode()).hexdigest()
 
 
@@ -126,7 +126,7 @@ def _reading_digest(content_digest: str, version_2_with_negative: bool) -> str:
 
 
 def _digest(name: str) -> str:
-    """sha256 of a file, read in pieces: every rank does this at each start, whatever the file's size."""
+    """SHA-256 of a file, read in pieces to save memory: every rank computes it at each start."""
     sha256 = hashlib.sha256()
     with _opened(name) as file:
         while piece := file.read(_PIECE_BYTES):
@@ -141,25 +141,25 @@ def _read(name: str) -> bytes:
 
 @contextlib.contextmanager
 def _opened(name: str) -> Iterator[BinaryIO]:
-    """The file, for reading; what goes wrong with it inside, as a UserError."""
+    """Open a file for reading; errors inside the block become a UserError."""
     try:
         with open(name, "rb") as file:
             yield file
     except FileNotFoundError as error:
-        raise UserError(f"{name}: no such file (looked from {os.getcwd()}). Check the path.") from error
+        raise UserError(f"{name}: no such file (working directory: {os.getcwd()}). Check the path.") from error
     except OSError as error:
-        raise UserError(f"{name}: cannot be read: {error.strerror}. Give a JSON file that you may read.") from error
+        raise UserError(f"{name}: cannot be read: {error.strerror}. Give a readable JSON file.") from error
 
 
 def _from_json(name: str, content: bytes) -> Iterator[tuple[str, Question]]:
-    """(place in the file, question) for each question, whichever of the layouts the file has."""
+    """(place in the file, question) for each question, in any of the layouts."""
     document = _parse(name, content)
     if isinstance(document, list):
         return _from_rows(name, ((f"[{number}]", row) for number, row in enumerate(document)))
     if not isinstance(document, dict) or not isinstance(document.get("data"), list):
         raise UserError(
-            f'{name}: not SQuAD: the file should hold an object with a list under "data" '
-            f"({_found(document)}). Give a file laid out like train-v1.1.json."
+            f'{name}: not in SQuAD\'s format: the file must be an object with a list under "data" '
+            f"({_found(document)}). Give a file in the format of train-v1.1.json."
         )
     entries = document["data"]
     if any(isinstance(entry, dict) and "paragraphs" in entry for entry in entries):
@@ -213,7 +213,7 @@ def _from_articles(name: str, articles: list[Any]) -> Iterator[tuple[str, Questi
                     starts.append(_get(name, at_answer, answer, "answer_start", int))
                 if texts and entry.get("is_impossible"):
                     raise UserError(
-                        f'{name}: {where} says "is_impossible" and yet has answers. Remove one or the other.'
+                        f'{name}: {where} has "is_impossible": true, but also answers. Remove one of the two.'
                     )
                 yield (
                     where,
@@ -229,7 +229,7 @@ def _from_articles(name: str, articles: list[Any]) -> Iterator[tuple[str, Questi
 
 
 def _from_rows(name: str, rows: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Question]]:
-    contexts: dict[str, str] = {}  # rows repeat their context some five times: keep one copy in memory
+    contexts: dict[str, str] = {}  # about five rows share a context: keep one copy in memory
     for where, row in rows:
         context = _get(name, where, row, "context", str)
         answers = _get(name, where, row, "answers", dict)
@@ -238,7 +238,7 @@ def _from_rows(name: str, rows: Iterable[tuple[str, Any]]) -> Iterator[tuple[str
         starts = _get(name, at_answers, answers, "answer_start", list)
         if len(texts) != len(starts):
             raise UserError(
-                f"{name}: {at_answers} has {len(texts)} texts and {len(starts)} answer_starts. Give one each."
+                f"{name}: {at_answers} has {len(texts)} texts, but {len(starts)} answer_starts. Give one per text."
             )
         for number, (text, start) in enumerate(zip(texts, starts, strict=True)):
             _expect(name, f"{at_answers}.text[{number}]", text, str)
@@ -261,7 +261,7 @@ def _get(name: str, where: str, parent: Any, key: str, kind: type, default: Any 
     if key not in parent:
         if default is not None:
             return default
-        raise UserError(f'{name}: {where} has no "{key}". Each must have one, as in SQuAD.')
+        raise UserError(f'{name}: {where} has no "{key}". SQuAD\'s format requires it.')
     return _expect(name, f"{where}.{key}", parent[key], kind)
 
 
@@ -290,7 +290,7 @@ def _checked(name: str, located: Iterable[tuple[str, Question]], version_2_with_
         questions.append(question)
         label = f"question {question.id!r} ({where})"
         if question.id in places:
-            mistakes.append(f"{label}: its id is also that of {places[question.id]}")
+            mistakes.append(f"{label}: {places[question.id]} has the same id")
         places.setdefault(question.id, where)
         mistake = _mistake(question)
         if mistake:
@@ -298,30 +298,30 @@ def _checked(name: str, located: Iterable[tuple[str, Question]], version_2_with_
         if not question.answer_texts:
             unanswered.append(label)
     if not questions:
-        raise UserError(f"{name}: there is no question in it. Give a file with questions.")
+        raise UserError(f"{name}: no questions found. Give a file with questions.")
     if mistakes:
-        others = f" ({len(mistakes)} such mistakes in all)" if len(mistakes) > 1 else ""
-        raise UserError(f"{name}: {mistakes[0]}{others}. Mend the file.")
+        others = f" ({len(mistakes)} mistakes in total)" if len(mistakes) > 1 else ""
+        raise UserError(f"{name}: {mistakes[0]}{others}. Fix the file.")
     if unanswered and not version_2_with_negative:
         raise UserError(
-            f"{name}: {len(unanswered)} of {len(questions)} questions have no answer, the first being "
-            f"{unanswered[0]}. For SQuAD v2.0 add --version_2_with_negative."
+            f"{name}: {len(unanswered)} of {len(questions)} questions have no answer. The first is "
+            f"{unanswered[0]}. For SQuAD v2.0, add --version_2_with_negative."
         )
     return questions
 
 
 def _mistake(question: Question) -> str | None:
-    """What is wrong with a well-formed question, or None."""
+    """The mistake in a well-formed question, or None."""
     if not question.context.strip():
         return "its context is empty"
-    # Blanks alone are let through: no tokens, but no harm either.
+    # A question of blanks has no tokens but does no harm, so it is accepted.
     if not question.question:
         return "its question is empty"
     for text in (question.context, question.question, *question.answer_texts):
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            return f"its text has half of a surrogate pair ({text[error.start]!a}), which is no character"
+            return f"its text contains an unpaired surrogate ({text[error.start]!a}), which is not a character"
     for text, start in zip(question.answer_texts, question.answer_starts, strict=True):
         if not text.strip():
             return "an answer text is empty"
@@ -333,7 +333,7 @@ def _mistake(question: Question) -> str | None:
         found = question.context[start : start + len(text)]
         if found != text:
             return (
-                f"the answer {text!r} should stand at character {start} of its context, "
-                f"but there stands {found!r} (offsets count Unicode characters from 0)"
+                f"the answer {text!r} does not start at character {start} of its context, "
+                f"which has {found!r} there (offsets count Unicode characters from 0)"
             )
     return None

@@ -1,10 +1,10 @@
-"""Cuts questions and their contexts into windows of tokens, a batch of questions at a time.
+"""Splits questions and their contexts into windows of tokens, one batch of questions at a time.
 
-A window is `[CLS] question [SEP] piece of the context [SEP]`. A context too long for one window is cut
-into pieces that overlap by `doc_stride` tokens, exactly as a fast tokenizer does it with
+A window is `[CLS] question [SEP] piece of the context [SEP]`. A context that is too long for one window is
+split into pieces that overlap by `doc_stride` tokens, exactly as a fast tokenizer does with
 `truncation="only_second", stride=doc_stride, return_overflowing_tokens=True` (as in Hugging Face's
-run_qa). Here each context is tokenised once, not once per question, and the windows are cut with numpy,
-which makes it several times faster; a test holds the two to the same tokens.
+run_qa). Here each context is tokenized once, not once per question, and numpy splits it, which is several
+times faster. A test verifies that both give the same tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hvd_bert.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_WINDOWS_AT_ONCE = 4096  # bounds the memory even where the windows advance by one token only
+_WINDOWS_AT_ONCE = 4096  # bounds the memory even if windows advance by only one token
 SCHEMA = pa.schema(
     [
         ("question", pa.int32()),
@@ -42,10 +42,9 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class WindowOptions:
-    """How windows are cut. Lengths in tokens; `max_seq_length` counts [CLS] and both [SEP].
+    """Options of the split into windows. Lengths are in tokens; `max_seq_length` includes [CLS] and both [SEP].
 
-    `doc_stride` is run_qa's: the overlap of neighbouring windows. `max_samples` keeps the first
-    questions only.
+    `doc_stride` is run_qa's: the overlap of neighboring windows. `max_samples` keeps only the first questions.
     """
 
     max_seq_length: int = 384
@@ -55,31 +54,31 @@ class WindowOptions:
 
 @dataclass(frozen=True)
 class WindowCounts:
-    """What became of the questions."""
+    """Statistics of the split."""
 
     questions: int = 0
     windows: int = 0
-    shortened_questions: int = 0  # cut at the end, to leave room for the context
+    shortened_questions: int = 0  # truncated to leave room for the context
     answerable_questions: int = 0
-    cut_answers: int = 0  # in no window as a whole: too long, or across each border
-    tokenless_answers: int = 0  # of characters that the tokenizer drops
+    cut_answers: int = 0  # no window contains the whole answer
+    tokenless_answers: int = 0  # the tokenizer drops all characters of the answer
 
     def __add__(self, other: WindowCounts) -> WindowCounts:
         return WindowCounts(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 class WindowTokenizer:
-    """A tokenizer's backend without truncation and padding, checked to lay out pairs as BERT does."""
+    """A tokenizer's backend without truncation and padding. Raises `UserError` if its layout is not BERT's."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: WindowOptions) -> None:
         name = tokenizer.name_or_path or type(tokenizer).__name__
         if not tokenizer.is_fast:
             raise UserError(
-                f"{name}: a slow tokenizer, which cannot say where its tokens stand in the text. "
-                "Give one with a tokenizer.json or a vocab.txt by --tokenizer_name."
+                f"{name}: a slow tokenizer, which does not report the positions of its tokens in the text. "
+                "Give one with a tokenizer.json or a vocab.txt with --tokenizer_name."
             )
         original: Any = tokenizer.backend_tokenizer
-        # A copy: the original keeps its truncation and padding, and the key does not depend on them.
+        # Copy the backend, so that the original keeps its truncation and padding and the cache key ignores them.
         self.backend = tokenizers.Tokenizer.from_str(original.to_str())
         self.backend.encode_special_tokens = original.encode_special_tokens
         self.backend.no_truncation()
@@ -96,21 +95,21 @@ class WindowTokenizer:
             raise UserError(
                 f"{name}: this tokenizer does not lay out its input as BERT does, [CLS] question [SEP] "
                 "context [SEP] with token types 0 and 1 and padding on the right. Give a BERT tokenizer "
-                "by --tokenizer_name."
+                "with --tokenizer_name."
             )
 
 
 class Batch:
-    """Some questions, their tokens and the borders of their windows."""
+    """A batch of questions, their tokens and the borders of their windows."""
 
     def __init__(self, window_tokenizer: WindowTokenizer, questions: Sequence[Question], first_index: int) -> None:
         self.window_tokenizer = window_tokenizer
         self.first_index = first_index
         options = window_tokenizer.options
-        rows: dict[str, int] = {}  # neighbouring questions share their context
+        rows: dict[str, int] = {}  # neighboring questions share their context
         context_of = np.array([rows.setdefault(question.context, len(rows)) for question in questions])
         self.contexts = _Tokens(window_tokenizer.backend, list(rows))
-        # Leading blanks are taken off as in run_qa: some of SQuAD's questions have thousands.
+        # Strip leading blanks as run_qa does: some of SQuAD's questions have thousands.
         self.questions = _Tokens(window_tokenizer.backend, [question.question.lstrip() for question in questions])
 
         room = options.max_seq_length - 3
@@ -148,8 +147,7 @@ class Batch:
     def _answer_span(self, question: Question, row: int) -> tuple[int, int]:
         """First and last token of the context that share a character with the first answer; -1, -1 if none.
 
-        A token counts whole even if the answer begins or ends inside it. Blanks around the answer are
-        left out.
+        This includes tokens in which the answer begins or ends. Blanks around the answer are ignored.
         """
         if not question.answer_texts:
             return -1, -1
@@ -196,7 +194,7 @@ class Batch:
 
 
 class _Tokens:
-    """The tokens of some texts, end to end: text i has [begins[i], begins[i] + lengths[i])."""
+    """The concatenated tokens of several texts: text i has [begins[i], begins[i] + lengths[i])."""
 
     def __init__(self, backend: tokenizers.Tokenizer, texts: list[str]) -> None:
         encodings = backend.encode_batch(texts, add_special_tokens=False)
@@ -211,7 +209,7 @@ class _Tokens:
             if not np.isin(falls, self.begins).all():
                 raise UserError(
                     "This tokenizer's tokens are not in the order of the text. "
-                    "Give a BERT tokenizer by --tokenizer_name."
+                    "Give a BERT tokenizer with --tokenizer_name."
                 )
 
     def characters(self, row: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
@@ -220,7 +218,7 @@ class _Tokens:
 
 
 def _ranges(begins: _Ints, lengths: _Ints) -> _Ints:
-    """The indices begins[i], ..., begins[i] + lengths[i] - 1 for each i, end to end."""
+    """The indices begins[i], ..., begins[i] + lengths[i] - 1 for each i, concatenated."""
     ends = np.cumsum(lengths)
     return np.repeat(begins - (ends - lengths), lengths) + np.arange(lengths.sum())
 
@@ -230,5 +228,5 @@ def _lists(ends: _Ints, values: npt.NDArray[np.int32]) -> pa.ListArray:
 
 
 def _numbers(values: npt.NDArray[Any]) -> pa.Array:
-    """As int32. Not by pa.array, which imports pandas: 0.2 s."""
+    """An int32 Arrow array; `pa.array` would import pandas: 0.2 s."""
     return pa.Array.from_buffers(pa.int32(), len(values), [None, pa.py_buffer(np.ascontiguousarray(values, np.int32))])

@@ -1,18 +1,17 @@
 """Questions -> windows of tokens, kept in memory-mapped Arrow.
 
-One table serves training and evaluation. Its columns, one row per window
-(`[CLS] question [SEP] piece of the context [SEP]`; how they are cut: tokenization.py):
+One table serves training and evaluation. A row is one window, `[CLS] question [SEP] piece of the context [SEP]`
+(tokenization.py makes them). Its columns:
 
     question        int32        index into `source.questions()`
-    input_ids       list<int32>  the window's tokens, not padded
+    input_ids       list<int32>  the window's tokens, without padding
     context_start   int32        index in input_ids of the first token of the context piece
-    context_end     int32        one past its last, so the final [SEP]
+    context_end     int32        index after its last token: the final [SEP]
     start_position, end_position
-                    int32        first and last token (inclusive, indices in input_ids) of the first answer,
-                                 if this window has all of it, else 0, 0, the [CLS]
+                    int32        first and last token (inclusive, indices in input_ids) of the first answer;
+                                 0, 0 (the [CLS]) if this window does not contain the whole answer
     char_starts, char_ends
-                    list<int32>  for each token of the piece, the characters [start, end) of the context
-                                 that it stands for
+                    list<int32>  for each token of the piece, its characters [start, end) in the context
 """
 
 from __future__ import annotations
@@ -46,16 +45,16 @@ __all__ = ["WindowCounts", "WindowOptions", "WindowTable", "check_lengths", "def
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1  # part of the cache's key: raise it with every change of what is written or how it is cut
+_FORMAT = 1  # part of the cache key; raise it with every change of the format or of the windows
 _QUESTIONS_AT_ONCE = 1000
 _Int32s = npt.NDArray[np.int32]
 _DATA, _META = "windows.arrow", "windows.json"
 
 
 class WindowTable:
-    """Windows as Arrow record batches with the columns above, memory-mapped where they come from the cache.
+    """Windows as Arrow record batches with the columns above, memory-mapped if they come from the cache.
 
-    `counts`: what became of the questions; `path`: the file, None in memory.
+    `counts`: statistics of the tokenization. `path`: the file; None for a table in memory.
     """
 
     def __init__(
@@ -78,28 +77,28 @@ class WindowTable:
 
     @property
     def arrow(self) -> pa.Table:
-        """The same as Arrow's table; nothing is copied."""
+        """The table as a `pyarrow.Table`, without a copy."""
         return pa.Table.from_batches(self._batches)
 
     @property
     def lengths(self) -> _Int32s:
-        """Tokens of each window, int32 [windows]; no token is read, only where the windows begin."""
+        """Tokens per window, int32 [windows]; reads only the offsets of the windows, not their tokens."""
         return np.concatenate([np.diff(view.offsets) for view in self._columns["input_ids"]])
 
     def column(self, name: str) -> _Int32s:
-        """All values of a column of numbers, int32 [windows]."""
+        """All values of a numeric column, int32 [windows]."""
         return np.concatenate([view.values for view in self._columns[name]])
 
     def numbers(self, name: str, ids: Sequence[int] | npt.NDArray[np.int64]) -> _Int32s:
-        """A column of numbers for the windows `ids`, int32 [len(ids)]."""
+        """A numeric column for the windows `ids`, int32 [len(ids)]."""
         return np.array([view.values[row] for view, row in self._places(name, ids)], dtype=np.int32)
 
     def lists(self, name: str, ids: Sequence[int] | npt.NDArray[np.int64]) -> list[_Int32s]:
-        """A column of lists for the windows `ids`, int32 arrays; they are views of the file, nothing is copied."""
+        """A list column for the windows `ids`: int32 arrays, which are views of the file."""
         return [view.values[view.offsets[row] : view.offsets[row + 1]] for view, row in self._places(name, ids)]
 
     def _places(self, name: str, ids: Sequence[int] | npt.NDArray[np.int64]) -> list[tuple[_View, int]]:
-        """Each window's record batch, as a view of one column, and its row there."""
+        """The record batch of each window, as a view of one column, and the window's row in it."""
         numbers = np.searchsorted(self._ends, ids, side="right")
         views = [self._columns[name][number] for number in numbers]
         return [
@@ -108,7 +107,7 @@ class WindowTable:
 
 
 class _View:
-    """A column of a record batch as numpy arrays on the same memory. Arrow's own to_numpy imports pandas: 0.2 s."""
+    """A column of a record batch as numpy arrays on the same memory. Arrow's to_numpy would import pandas: 0.2 s."""
 
     def __init__(self, column: pa.Array) -> None:
         self.rows = len(column)
@@ -123,7 +122,7 @@ def _view(numbers: pa.Array) -> _Int32s:
 
 
 def check_lengths(options: WindowOptions, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises `UserError` for options that no window can satisfy."""
+    """Raise `UserError` for options that no window can satisfy."""
     length, stride = options.max_seq_length, options.doc_stride
     if options.max_samples is not None and options.max_samples < 1:
         raise UserError(f"The number of samples must be at least 1, not {options.max_samples}.")
@@ -131,13 +130,13 @@ def check_lengths(options: WindowOptions, tokenizer: PreTrainedTokenizerBase) ->
         raise UserError(f"--doc_stride {stride}: must be 0 or more.")
     if length > tokenizer.model_max_length:
         raise UserError(
-            f"--max_seq_length {length}: this model's tokenizer allows {tokenizer.model_max_length} at most."
+            f"--max_seq_length {length}: this model's tokenizer allows at most {tokenizer.model_max_length}."
         )
     # [CLS], [SEP], [SEP], one token of the question, and one new token of the context per window
     if length < stride + 5:
         raise UserError(
-            f"--max_seq_length {length} leaves no room for a question beside --doc_stride {stride}: "
-            f"use at least {stride + 5} (--doc_stride is the overlap of neighbouring windows)."
+            f"--max_seq_length {length} leaves no room for a question with --doc_stride {stride}: "
+            f"use at least {stride + 5} (--doc_stride is the overlap of neighboring windows)."
         )
 
 
@@ -152,16 +151,15 @@ def prepare(
     num_workers: int | None = None,
     show_progress: bool = False,
 ) -> WindowTable:
-    """The windows of `source`, built now or found in `cache_dir` (default: `default_cache_dir()`).
+    """The windows of `source`, from the cache in `cache_dir` (default: `default_cache_dir()`) or built now.
 
-    Every rank calls it, with no collective: the first to come builds and the others wait for its file
-    lock. `overwrite_cache` rebuilds on the `leader` alone, so that a node rebuilds once and not once per
-    rank (the key holds everything that matters, so the others may well take the old copy); the leader also
-    logs what was lost. Only the process that builds draws a bar, so `show_progress` may be true on every
-    rank of one node. `num_workers` is the number of threads, by default one per core of this process.
+    Call it on every rank. There is no collective: the first process builds and the others wait for its file lock.
+    `overwrite_cache` rebuilds on the `leader` only, so that a node rebuilds once, not once per rank; other ranks may
+    use the old copy, since the same key means the same content. The leader also logs truncated questions and lost
+    answers. Only the building process shows a progress bar, so `show_progress` may be true on all ranks of a node.
+    `num_workers` is the number of threads; default: one per core of this process.
 
-    Raises `UserError` for options, a tokenizer or questions that will not do, and for a cache that
-    cannot be written.
+    Raises `UserError` for unusable options, tokenizers or questions, and for a cache that cannot be written.
     """
     check_lengths(options, tokenizer)
     if num_workers is not None and num_workers < 1:
@@ -188,14 +186,14 @@ def prepare(
 def _log_losses(name: str, counted: WindowCounts) -> None:
     if counted.shortened_questions:
         logger.warning(
-            "%s: %d of %d questions were cut at the end, to leave room for the context (--max_seq_length, "
+            "%s: %d of %d questions were truncated to leave room for the context (raise --max_seq_length or lower "
             "--doc_stride)", name, counted.shortened_questions, counted.questions,
         )  # fmt: skip
     lost = counted.cut_answers + counted.tokenless_answers
     if lost:
         logger.warning(
-            "%s: %d of %d answers are in no window as a whole and train as if there were none",
-            name, lost, counted.answerable_questions,
+            "%s: %d of %d answers are not completely inside any window; training treats them as missing (raise "
+            "--doc_stride to keep longer answers whole)", name, lost, counted.answerable_questions,
         )  # fmt: skip
 
 
@@ -217,7 +215,7 @@ def _key(source: Source, window_tokenizer: WindowTokenizer) -> str:
 def _write(folder: Path, source: Source, window_tokenizer: WindowTokenizer, show_progress: bool) -> None:
     questions = source.questions()[: window_tokenizer.options.max_samples]
     total = WindowCounts()
-    title = f"Tokenising {source.name}"
+    title = f"Tokenizing {source.name}"
     with (
         pa.OSFile(str(folder / _DATA), "wb") as file,
         pa.ipc.new_stream(file, SCHEMA) as writer,
@@ -250,14 +248,14 @@ def _open(entry: Path) -> WindowTable:
 
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Tokenises with `count` threads of the tokenizer's own (Rust's rayon).
+    """Tokenize with `count` threads of the tokenizer's own pool (Rust's rayon).
 
-    Not with forked workers, as `Dataset.map(num_proc=...)` would: a fork after MPI_Init is unsafe. The pool
-    is made at its first use and keeps its size in this process; a count of 1 always works.
+    Forked workers, as of `Dataset.map(num_proc=...)`, are unsafe after MPI_Init. The pool is created on first use
+    and keeps its size in this process; a count of 1 always works.
     """
-    wanted = {"RAYON_NUM_THREADS": str(count), "TOKENIZERS_PARALLELISM": "true" if count > 1 else "false"}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
+    variables = {"RAYON_NUM_THREADS": str(count), "TOKENIZERS_PARALLELISM": "true" if count > 1 else "false"}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:

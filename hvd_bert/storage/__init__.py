@@ -1,1 +1,1 @@
-"""Files that several processes share or that a crash must not damage: locks, atomic writes, the cache folder."""
+"""Files that processes share or that must survive a crash: locks, atomic writes, the cache folder."""

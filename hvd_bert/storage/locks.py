@@ -1,7 +1,7 @@
-"""File locks, by the library filelock: the kernel frees a lock when its holder ends, however it ends.
+"""File locks with the library filelock: the kernel frees a lock when its holder ends, for whatever reason.
 
-The library opens lock files with O_NOFOLLOW and never truncates them, so a symbolic link under a lock's name is an
-error and its target stays as it is. Lock files remain: removing one would let two processes in.
+The library opens lock files with O_NOFOLLOW and never truncates them, so a symbolic link in place of a lock file is an
+error and its target does not change. Lock files are never removed: otherwise two processes could hold the lock.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 
 import filelock
 
-# What file systems mounted without locks answer (some Lustre, some NFS).
+# Errors of file systems that are mounted without locks (some Lustre, some NFS).
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 
 
 class InUse(Exception):
-    """Another process holds the lock. `holder`: which, as far as the lock file says."""
+    """Another process holds the lock. `holder`: that process, as named in the lock file."""
 
     def __init__(self, holder: str) -> None:
         super().__init__(holder)
@@ -32,13 +32,13 @@ class InUse(Exception):
 
 @dataclass
 class Lock:
-    """A lock of this process. `missing`: why it excludes only the processes of this host; "": it excludes all."""
+    """A lock held by this process. `missing`: why it excludes only processes of this host; "" if it excludes all."""
 
     _held: filelock.BaseFileLock
     missing: str = ""
 
     def release(self) -> None:
-        """Let another process take it."""
+        """Release the lock."""
         self._held.release()
 
     def __enter__(self) -> Lock:
@@ -49,9 +49,9 @@ class Lock:
 
 
 def take(path: Path, *, wait: bool) -> Lock:
-    """Lock `path`, which is made if it is missing. Raises OSError, and InUse unless it is to `wait`.
+    """Lock `path`, which is created if missing. Raises OSError; without `wait`, also InUse.
 
-    Where the file system has no locks, a file in the host's temporary folder is locked instead.
+    If the file system has no locks, a file in the host's temporary folder is locked instead.
     """
     try:
         return Lock(_acquired(path, wait))
@@ -67,8 +67,8 @@ def _acquired(path: Path, wait: bool, mode: int | None = None) -> filelock.BaseF
     make = partial(
         filelock.UnixFileLock,
         path,
-        thread_local=False,  # one thread may release what another took
-        fallback_to_soft=False,  # a soft lock is a mere file: it outlives a holder that is killed
+        thread_local=False,  # one thread may release a lock that another acquired
+        fallback_to_soft=False,  # a soft lock is only a file and remains after its holder is killed
         on_acquired=_sign,
     )
     lock = make() if mode is None else make(mode=mode)
@@ -80,7 +80,7 @@ def _acquired(path: Path, wait: bool, mode: int | None = None) -> filelock.BaseF
 
 
 def _sign(descriptor: int) -> None:
-    """Name this process in the lock file, for the messages of others."""
+    """Name this process in the lock file, for the messages of other processes."""
     with suppress(OSError):  # a full disk must not prevent the lock
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

@@ -1,4 +1,4 @@
-"""The cache folder of this user."""
+"""The user's cache folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Atomic writes: whatever kills the writer leaves the old file or the new one, never half of one."""
+"""Atomic writes: if the writer is killed, either the old or the new file remains, never a partial one."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PARTIAL = ".partial"
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield the path of a temporary file next to `path`; it replaces `path` unless the block raises.
 
-    For one writer at a time: the temporary name is fixed, so that the next writer replaces what a killed one left.
-    `durable`: the file survives a power failure, too.
+    For one writer at a time: the temporary name is fixed, so that a writer replaces the leftover of a killed one.
+    `durable`: the file also survives a power failure.
     """
     partial = path.with_name(f"{path.name}{PARTIAL}")
     try:
@@ -41,9 +41,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_once(path: Path, content: bytes) -> None:
-    """Write a file that processes of several hosts may write at once, all with the same content.
+    """Write a file that processes on several hosts may write at the same time, all with the same content.
 
-    The first one stays: over NFS, replacing a file breaks those who are reading it. One of another size is replaced.
+    The first file is kept, since replacing a file over NFS breaks its readers. A file of another size is replaced.
     """
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{PARTIAL}")
     try:
@@ -63,7 +63,7 @@ def write_once(path: Path, content: bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """Write a file or a folder to disk before what follows."""
+    """Flush a file or a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

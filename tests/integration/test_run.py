@@ -138,7 +138,7 @@ def test_stored_settings_give_the_same_run(finished: Run) -> None:
 
 
 def test_no_line_is_said_twice(finished: Run) -> None:
-    lines = [line for line in said(finished.outcome).splitlines() if line.strip() and not line.startswith("Tokenising")]
+    lines = [line for line in said(finished.outcome).splitlines() if line.strip() and not line.startswith("Tokenizing")]
     assert [line for line, times in Counter(lines).items() if times > 1] == []
     for words in (
         "step 1/6 ",

@@ -1,4 +1,4 @@
-"""Things of different cost dealt into parts: all of them, as many in each, as even as swaps make it."""
+"""Balanced partition: every item is in one part, parts have equal size, and no swap makes their costs more equal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def totals(costs: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
 
 @quick
 @given(costs_of, st.integers(1, 20))
-def test_each_thing_once_and_as_many_in_each_part(costs, parts):
+def test_each_item_once_and_parts_of_equal_size(costs, parts):
     partition = balanced_partition(costs, parts)
     assert sorted(np.concatenate(partition).tolist()) == list(range(len(costs)))
     assert [len(part) for part in partition] == [len(costs[i::parts]) for i in range(parts)]
@@ -34,7 +34,7 @@ def test_each_thing_once_and_as_many_in_each_part(costs, parts):
 @given(costs_of, st.integers(2, 20))
 @example(np.arange(64) ** 3, 2)
 def test_no_swap_of_the_most_with_the_least_loaded_part_helps(costs, parts):
-    assume(len(costs) <= 32 * parts)  # from there on not every swap is tried
+    assume(len(costs) <= 32 * parts)  # larger parts do not try every swap
     partition = balanced_partition(costs, parts)
     ranking = np.argsort(-totals(costs, partition), kind="stable")
     most_loaded, least_loaded = partition[ranking[0]], partition[ranking[-1]]
@@ -43,17 +43,17 @@ def test_no_swap_of_the_most_with_the_least_loaded_part_helps(costs, parts):
     assert not np.any(np.abs(gap - 2 * moved) < gap)
 
 
-def test_of_equals_the_first_comes_first():
+def test_ties_are_broken_by_index():
     assert [part.tolist() for part in balanced_partition(np.full(5, 7), 2)] == [[0, 3, 4], [1, 2]]
 
 
 def test_swaps_fix_what_the_snake_leaves():
-    # The snake gives 10 + 7 + 4 = 21 and 9 + 8 + 0 = 17; with 10 for 8 they are even.
+    # The snake order gives 10 + 7 + 4 = 21 and 9 + 8 + 0 = 17; swapping 10 and 8 gives equal sums.
     costs = np.array([10, 9, 8, 7, 4, 0])
     assert totals(costs, balanced_partition(costs, 2)).tolist() == [19, 19]
 
 
-def test_many_in_each_part_are_even_though_not_all_are_tried():
+def test_large_parts_are_even_although_not_all_swaps_are_tried():
     costs = np.random.default_rng(0).integers(40, 384, 8003)
     partition = totals(costs, balanced_partition(costs, 8))
     assert partition.max() <= 1.001 * partition.mean()

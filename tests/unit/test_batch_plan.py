@@ -1,4 +1,4 @@
-"""The batch plan: every window once per epoch, the same steps whatever the world size."""
+"""The batch plan: every window once per epoch, the same steps for every world size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.errors import UserError
 
-MINILM, BERT_BASE = 2304, 4608  # where attention costs as much as all else
+MINILM, BERT_BASE = 2304, 4608  # length at which attention costs as much as the rest of a layer
 quick = settings(max_examples=60, deadline=None)
 
 
@@ -32,7 +32,7 @@ def plans(draw):
 
 
 def lengths(num_windows: int, seed: int = 0) -> np.ndarray:
-    """Spread about as SQuAD's windows, whose mean is 179: from 40 tokens on, cut off at 384."""
+    """Distributed roughly like SQuAD's windows, whose mean is 179: at least 40 tokens, truncated at 384."""
     drawn = np.random.default_rng(seed).gamma(5.0, 28.0, num_windows)
     return np.minimum(40 + drawn, 384).astype(np.int32)
 
@@ -42,7 +42,7 @@ def by_rank(plan: BatchPlan, step: int) -> list[list[np.ndarray]]:
 
 
 def imbalance(totals: np.ndarray) -> float:
-    """The largest over the mean."""
+    """The largest total divided by the mean."""
     return float(totals.max() / totals.mean())
 
 
@@ -58,7 +58,7 @@ def test_each_window_once_per_epoch(plan, epoch):
 @given(plans(), st.integers(0, 50))
 def test_ranks_share_a_step_evenly(plan, step):
     ranks = by_rank(plan, step)
-    assert {len(passes) for passes in ranks} == {plan.accumulation}  # or some would wait for ever
+    assert {len(passes) for passes in ranks} == {plan.accumulation}  # otherwise some would wait forever
     sizes = [sum(map(len, passes)) for passes in ranks]
     assert max(sizes) - min(sizes) <= 1
     each = [len(ids) for passes in ranks for ids in passes]
@@ -72,7 +72,7 @@ def test_ranks_share_a_step_evenly(plan, step):
 
 @quick
 @given(plans(), st.integers(0, 50))
-def test_every_step_but_an_epochs_last_is_full(plan, step):
+def test_every_step_except_an_epochs_last_is_full(plan, step):
     last = step % plan.steps_per_epoch == plan.steps_per_epoch - 1
     rest = plan.num_windows - (plan.steps_per_epoch - 1) * plan.global_batch
     assert len(plan.step_windows(step)) == (rest if last else plan.global_batch)
@@ -95,7 +95,7 @@ def test_plan_is_pure(plan, step):
     before = plan.step_windows(step).copy()
     assigned = [ids.copy() for passes in by_rank(plan, step) for ids in passes]
     for other in (0, step + plan.steps_per_epoch, step + 3 * plan.steps_per_epoch):
-        again.rank_windows(other, 0)  # what was asked for in between does not matter
+        again.rank_windows(other, 0)  # other calls in between do not matter
     np.testing.assert_array_equal(again.step_windows(step), before)
     for one, other in zip([ids for passes in by_rank(again, step) for ids in passes], assigned, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -103,7 +103,7 @@ def test_plan_is_pure(plan, step):
 
 @pytest.mark.parametrize("crossover", [MINILM, BERT_BASE])
 @pytest.mark.parametrize(("size", "batch"), [(2, 8), (4, 8), (8, 8), (3, 8), (4, 16), (128, 8)])
-def test_ranks_take_as_many_tokens(size, batch, crossover):
+def test_ranks_take_nearly_the_same_number_of_tokens(size, batch, crossover):
     plan = BatchPlan.of_rank_batch(lengths(40 * size * batch), batch, 1, size, 0, crossover)
     tokens = [imbalance(plan.rank_tokens(step)) for step in range(plan.steps_per_epoch)]
     costs = [imbalance(plan.rank_costs(step)) for step in range(plan.steps_per_epoch)]
@@ -121,11 +121,11 @@ def test_tokens_and_costs_are_those_of_the_windows_taken(plan, step):
 
 @quick
 @given(plans(), st.integers(0, 50))
-def test_no_two_ranks_are_further_apart_than_one_window(plan, step):
+def test_costs_of_two_ranks_differ_by_at_most_one_window(plan, step):
     costs, sizes = plan.rank_costs(step), [sum(map(len, passes)) for passes in by_rank(plan, step)]
     tokens = plan.lengths[plan.step_windows(step)].astype(np.int64)
     most_expensive = int((tokens * (plan.crossover + tokens)).max())
-    for size in set(sizes):  # a rank of one window less costs less
+    for size in set(sizes):  # a rank with one window less costs less
         same_size = costs[np.array(sizes) == size]
         assert same_size.max() - same_size.min() <= most_expensive
 
@@ -138,7 +138,7 @@ def test_passes_of_a_rank_are_balanced():
             assert imbalance(np.array([plan.lengths[ids].sum() for ids in passes])) <= 1.03
 
 
-def test_one_rank_takes_a_step_in_its_order():
+def test_single_rank_keeps_the_order_of_a_step():
     plan = BatchPlan.of_rank_batch(lengths(30), 8, 1, 1, seed=0, crossover=MINILM)
     for step in range(5):
         np.testing.assert_array_equal(plan.rank_windows(step, 0)[0], plan.step_windows(step))

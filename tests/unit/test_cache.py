@@ -1,4 +1,4 @@
-"""One build per key, whoever comes when, and whatever was left behind."""
+"""The folder cache: one build per key for any number of processes, and recovery from leftovers."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def never(folder: Path) -> None:
 def build_with_log(folder: Path) -> None:
     with open(folder.parent / "log", "a") as log:
         log.write(f"{os.getpid()}\n")
-    time.sleep(0.3)  # long enough for the others to come meanwhile; what is asserted does not hang on it
+    time.sleep(0.3)  # makes it likely that the others arrive meanwhile; the assertions do not depend on it
     build(folder)
 
 
-def come_together(cache_dir: Path, barrier, overwrite: bool) -> None:
+def request_at_once(cache_dir: Path, barrier, overwrite: bool) -> None:
     barrier.wait()
     assert is_whole(cache.folder(cache_dir, "key", build_with_log, is_whole, overwrite=overwrite))
 
@@ -54,8 +54,8 @@ def build_half_and_wait(cache_dir: Path, started) -> None:
 
 @pytest.mark.parametrize("flock", [True, False], ids=["flock", "no flock"])
 def test_four_processes_at_once_build_once(tmp_path, flock):
-    # Without flock in the cache's file system, the children lock a file in the host's own /tmp.
-    target = come_together if flock else come_together_without_flock
+    # If the cache's file system has no flock, the children lock a file in the host's /tmp.
+    target = request_at_once if flock else request_at_once_without_flock
     barrier = SPAWN.Barrier(4)
     children = [SPAWN.Process(target=target, args=(tmp_path, barrier, False)) for _ in range(4)]
     for child in children:
@@ -67,7 +67,7 @@ def test_four_processes_at_once_build_once(tmp_path, flock):
     assert not list(tmp_path.glob("tmp-*"))
 
 
-def come_together_without_flock(cache_dir: Path, barrier, overwrite: bool) -> None:
+def request_at_once_without_flock(cache_dir: Path, barrier, overwrite: bool) -> None:
     flock = fcntl.flock
 
     def refuse(descriptor: int, operation: int) -> None:
@@ -76,33 +76,33 @@ def come_together_without_flock(cache_dir: Path, barrier, overwrite: bool) -> No
         flock(descriptor, operation)
 
     fcntl.flock = refuse
-    come_together(cache_dir, barrier, overwrite)
+    request_at_once(cache_dir, barrier, overwrite)
 
 
-def test_a_found_entry_is_not_built_again(tmp_path):
+def test_existing_entry_is_not_rebuilt(tmp_path):
     entry = cache.folder(tmp_path, "key", build, is_whole)
     before = (entry / "data").stat().st_ino
     assert cache.folder(tmp_path, "key", never, is_whole) == entry
     assert (entry / "data").stat().st_ino == before
 
 
-def test_a_broken_entry_is_built_again(tmp_path):
+def test_broken_entry_is_rebuilt(tmp_path):
     entry = cache.folder(tmp_path, "key", build, is_whole)
     (entry / "data").write_text("who")
     assert is_whole(cache.folder(tmp_path, "key", build, is_whole))
 
 
-def test_overwriting_leaves_the_old_copy_readable_to_those_who_hold_it(tmp_path):
+def test_overwriting_keeps_the_old_copy_readable_for_processes_that_use_it(tmp_path):
     entry = cache.folder(tmp_path, "key", build, is_whole)
-    with open(entry / "data") as held:
-        before = os.fstat(held.fileno()).st_ino
+    with open(entry / "data") as opened:
+        before = os.fstat(opened.fileno()).st_ino
         cache.folder(tmp_path, "key", build, is_whole, overwrite=True)
         assert (entry / "data").stat().st_ino != before
-        assert held.read() == "whole"
-        assert os.fstat(held.fileno()).st_nlink == 1  # put aside: over NFS a removed file would be gone
+        assert opened.read() == "whole"
+        assert os.fstat(opened.fileno()).st_nlink == 1  # renamed: over NFS, a removed file could not be read
 
 
-def test_a_killed_builder_leaves_no_lock_and_what_it_left_is_removed(tmp_path):
+def test_killed_builder_frees_the_lock_and_its_leftovers_are_removed(tmp_path):
     started = SPAWN.Event()
     child = SPAWN.Process(target=build_half_and_wait, args=(tmp_path, started))
     child.start()
@@ -115,7 +115,7 @@ def test_a_killed_builder_leaves_no_lock_and_what_it_left_is_removed(tmp_path):
     assert not list(tmp_path.glob("tmp-*"))
 
 
-def test_leftovers_of_others_go_after_a_day(tmp_path):
+def test_leftovers_of_others_are_removed_after_a_day(tmp_path):
     for name, age_days in (("tmp-other-far-1", 2), ("old-1", 2), ("tmp-other-far-2", 0), ("old-2", 0)):
         (tmp_path / name).mkdir()
         then = (tmp_path / name).stat().st_mtime - age_days * 24 * 3600
@@ -124,7 +124,7 @@ def test_leftovers_of_others_go_after_a_day(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"tmp-other-far-2", "old-2", "key", "key.lock"}
 
 
-def test_a_failed_build_leaves_nothing_and_may_be_repeated(tmp_path):
+def test_failed_build_leaves_nothing_and_can_be_repeated(tmp_path):
     def fail(folder: Path) -> None:
         build(folder)
         raise UserError("the questions are wrong")
@@ -135,8 +135,8 @@ def test_a_failed_build_leaves_nothing_and_may_be_repeated(tmp_path):
     assert is_whole(cache.folder(tmp_path, "key", build, is_whole))
 
 
-def test_another_node_that_was_first_wins(tmp_path):
-    """Locks of some file systems do not reach across nodes: then two may build."""
+def test_first_of_two_nodes_wins(tmp_path):
+    """On file systems whose locks do not reach across nodes, two nodes may build."""
 
     def build_late(folder: Path) -> None:
         build(folder)
@@ -145,14 +145,14 @@ def test_another_node_that_was_first_wins(tmp_path):
         (tmp_path / "key" / "of the other").touch()
 
     real_exists = Path.exists
-    with pytest.MonkeyPatch.context() as patch:  # it comes between the look and the rename
+    with pytest.MonkeyPatch.context() as patch:  # the other node renames between our check and our rename
         patch.setattr(Path, "exists", lambda path: path.name != "key" and real_exists(path))
         entry = cache.folder(tmp_path, "key", build_late, is_whole)
     assert (entry / "of the other").exists()
     assert not list(tmp_path.glob("tmp-*"))
 
 
-def test_full_disk_says_what_to_set(tmp_path):
+def test_full_disk_error_names_the_variable_to_set(tmp_path):
     def fill(folder: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -160,14 +160,14 @@ def test_full_disk_says_what_to_set(tmp_path):
         cache.folder(tmp_path, "key", fill, is_whole)
 
 
-def test_unusable_folder_says_what_to_set(tmp_path):
+def test_unusable_folder_error_names_the_variable_to_set(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot be written: Not a directory\..*HVD_BERT_CACHE"):
         cache.folder(tmp_path / "file" / "windows", "key", build, is_whole)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_read_only_cache_serves_what_it_has_and_refuses_what_it_has_not(tmp_path):
+def test_read_only_cache_returns_its_entries_and_refuses_others(tmp_path):
     entry = cache.folder(tmp_path, "key", build, is_whole)
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
     try:

@@ -1,4 +1,4 @@
-"""Windows to tensors, against a reference that takes one token at a time."""
+"""Windows to tensors, compared with a reference that processes one token at a time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_batch(rows, windows, ids, kind):
     assert batch.num_tokens == len(tokens)
     assert not batch.padded and batch.attention_mask is None
     assert batch.cu_seqlens.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    assert batch.cu_seqlens.dtype == torch.int32  # as attention kernels take it
+    assert batch.cu_seqlens.dtype == torch.int32  # as attention kernels require
     others = [value for name, value in vars(batch).items() if torch.is_tensor(value) and name != "cu_seqlens"]
     assert {value.dtype for value in others} == {torch.int64}
 
@@ -92,7 +92,7 @@ def test_padded_batch(rows, windows, ids, pad_to):
 def test_rank_without_windows_gets_one_that_does_not_count(windows, empty, pad_to):
     batch = Collator(windows, CPU, pad_to)(empty)
     assert (batch.num_windows, batch.num_tokens) == (0, 0)
-    assert len(batch.lengths) == 1  # the forward pass needs something, or its allreduce is never called
+    assert len(batch.lengths) == 1  # without a forward pass, the rank would never call its allreduce
     assert batch.input_ids.shape == (1, batch.lengths[0])
 
 

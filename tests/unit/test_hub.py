@@ -1,4 +1,4 @@
-"""Questions from the local hub cache, as a download leaves it there, and what is said where there is none."""
+"""Questions from a hub cache as a download creates it, and the error message without one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvd_bert.errors import UserError
 
 @pytest.fixture(autouse=True)
 def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own, and no way to the hub."""
+    """An empty cache folder, and no network."""
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError("no network in this test")
@@ -27,14 +27,16 @@ def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("cached_as", ["squad", "rajpurkar/squad"])
 @pytest.mark.parametrize("asked_for", ["squad", "rajpurkar/squad"])
-def test_squad_is_found_in_the_cache_by_either_name(no_network, write_hub_cache, make_questions, cached_as, asked_for):
+def test_squad_is_found_in_the_cache_under_either_name(
+    no_network, write_hub_cache, make_questions, cached_as, asked_for
+):
     questions = make_questions(7)
     write_hub_cache(no_network, {"train": questions, "validation": questions[:2]}, cached_as)
     assert squad.open_hub(asked_for, "train", False).questions() == questions
     assert squad.open_hub(asked_for, "validation", False).questions() == questions[:2]
 
 
-def test_digest_is_of_the_rows_and_not_of_the_place(no_network, write_hub_cache, make_questions, monkeypatch):
+def test_digest_covers_the_rows_but_not_their_path(no_network, write_hub_cache, make_questions, monkeypatch):
     digests = []
     for folder, count in (("a", 5), ("b", 5), ("c", 6)):
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(no_network / folder))
@@ -51,14 +53,14 @@ def test_unanswered_rows_need_the_flag(no_network, write_hub_cache, make_questio
         squad.open_hub("squad_v2", "train", False).questions()
 
 
-def test_neither_hub_nor_cache_names_the_two_ways_out():
+def test_without_hub_and_cache_the_error_names_two_alternatives():
     with pytest.raises(UserError) as caught:
         squad.open_hub("squad", "train", False)
     for words in ("--dataset_name squad", "'train'", "--train_file", "--validation_file", "--config sample"):
         assert words in str(caught.value)
 
 
-def test_a_split_that_is_not_there(no_network, write_hub_cache, make_questions):
+def test_missing_split(no_network, write_hub_cache, make_questions):
     write_hub_cache(no_network, {"train": make_questions(3)})
     with pytest.raises(UserError, match="'validation'"):
         squad.open_hub("squad", "validation", False)
@@ -71,7 +73,7 @@ def test_other_columns_are_refused(no_network, monkeypatch):
         squad.open_hub("imdb", "train", False)
 
 
-def test_settings_of_datasets_are_left_as_they_were():
+def test_settings_of_datasets_are_restored():
     def settings() -> tuple[object, ...]:
         verbosity = datasets.logging.get_verbosity()
         return datasets.are_progress_bars_disabled(), verbosity, datasets.config.HF_HUB_OFFLINE

@@ -1,4 +1,4 @@
-"""Batches made ahead are those of the plan, in its order, whatever the step that training goes on from."""
+"""Prefetched batches are those of the plan, in its order, from any step that training resumes at."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_batches_are_those_of_the_plan(plan, first):
     batches.close()
 
 
-def test_the_next_ones_are_made_meanwhile(plan):
+def test_next_batches_are_made_in_the_background(plan):
     made, enough = [], threading.Event()
 
     def collate(ids: np.ndarray) -> int:
@@ -42,7 +42,7 @@ def test_the_next_ones_are_made_meanwhile(plan):
     batches.close()
 
 
-def test_error_of_a_batch_comes_where_it_is_asked_for(plan):
+def test_error_of_a_batch_is_raised_when_it_is_requested(plan):
     def broken(ids: np.ndarray) -> None:
         raise OSError("the cache is gone")
 
@@ -52,7 +52,7 @@ def test_error_of_a_batch_comes_where_it_is_asked_for(plan):
     batches.close()
 
 
-def test_steps_come_in_order(plan):
+def test_steps_must_be_requested_in_order(plan):
     batches = Prefetcher(plan, lambda ids: ids, rank=0, first=4)  # type: ignore[arg-type, return-value]
     with pytest.raises(AssertionError, match="step 6 instead of 4"):
         next(batches.of_step(6))

@@ -1,4 +1,4 @@
-"""Reading SQuAD: each layout, and each mistake with its message."""
+"""Reading SQuAD: all layouts, and each mistake with its message."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_nested_and_flat_layouts_give_the_same_questions(tmp_path, make_question
         assert squad.open_file(path, True).questions() == questions
 
 
-def test_one_row_alone_on_its_line(tmp_path, make_questions, to_rows):
+def test_single_row_on_one_line(tmp_path, make_questions, to_rows):
     questions = make_questions(1)
     path = write(tmp_path, to_rows(questions)[0], "one.jsonl")
     assert squad.open_file(path, False).questions() == questions
@@ -61,13 +61,13 @@ def test_offsets_count_characters_of_the_unstripped_context(tmp_path, to_squad):
     assert squad.open_file(write(tmp_path, to_squad([question])), False).questions() == [question]
 
 
-def test_a_source_does_not_keep_its_questions_in_memory(tmp_path, make_questions, to_squad):
+def test_source_does_not_keep_its_questions_in_memory(tmp_path, make_questions, to_squad):
     (question,) = make_questions(1)
     path = write(tmp_path, to_squad([dataclasses.replace(question, id="kept in memory")]))
 
     def in_memory() -> int:
         gc.collect()
-        return sum(isinstance(thing, Question) and thing.id == "kept in memory" for thing in gc.get_objects())
+        return sum(isinstance(obj, Question) and obj.id == "kept in memory" for obj in gc.get_objects())
 
     source = squad.open_file(path, False)
     questions = source.questions()
@@ -77,13 +77,13 @@ def test_a_source_does_not_keep_its_questions_in_memory(tmp_path, make_questions
     assert in_memory() == 0
 
 
-def test_digest_is_that_of_the_whole_file(tmp_path, make_questions, to_squad, monkeypatch):
+def test_digest_covers_the_whole_file(tmp_path, make_questions, to_squad, monkeypatch):
     path = write(tmp_path, to_squad(make_questions(3)))
     digest = squad.open_file(path, False).digest
     monkeypatch.setattr(squad, "_PIECE_BYTES", 7)
     assert squad.open_file(path, False).digest == digest
-    assert squad.open_file(path, False).questions() == make_questions(3)  # which hashes the whole
-    path.write_bytes(path.read_bytes()[:-1] + b" ")  # the last piece counts, too
+    assert squad.open_file(path, False).questions() == make_questions(3)  # compares the hash of the whole content
+    path.write_bytes(path.read_bytes()[:-1] + b" ")  # changes only the last piece
     assert squad.open_file(path, False).digest != digest
 
 
@@ -94,7 +94,7 @@ def test_equal_contexts_are_one_object(tmp_path, make_questions, to_rows):
     assert first.context is second.context
 
 
-def test_digest_follows_content_and_flag_but_not_name(tmp_path, make_questions, to_squad):
+def test_digest_depends_on_content_and_flag_but_not_on_the_name(tmp_path, make_questions, to_squad):
     a = write(tmp_path, to_squad(make_questions(3)), "a.json")
     b = write(tmp_path, to_squad(make_questions(3)), "b.json")
     c = write(tmp_path, to_squad(make_questions(4)), "c.json")
@@ -114,7 +114,7 @@ def test_in_memory_source(make_questions):
 
 
 def test_missing_file_and_folder_are_refused_at_once(tmp_path):
-    with pytest.raises(UserError, match=r"nowhere\.json: no such file \(looked from .*Check the path"):
+    with pytest.raises(UserError, match=r"nowhere\.json: no such file \(working directory: /.*Check the path"):
         squad.open_file(tmp_path / "nowhere.json", False)
     with pytest.raises(UserError, match="cannot be read: Is a directory"):
         squad.open_file(tmp_path, False)
@@ -130,9 +130,9 @@ def test_missing_file_and_folder_are_refused_at_once(tmp_path):
         ("3", 'an object with a list under "data" (found 3)'),
         ('{"version": "1.1"}', "(found an object with 'version')"),
         ('{"data": {"a": 1}}', 'a list under "data"'),
-        ('{"data": []}', "there is no question in it"),
-        ("[]", "there is no question in it"),
-        ('{"data": [{"title": "t", "paragraphs": []}]}', "there is no question in it"),
+        ('{"data": []}', "no questions found"),
+        ("[]", "no questions found"),
+        ('{"data": [{"title": "t", "paragraphs": []}]}', "no questions found"),
         ('{"data": ["text"]}', 'data[0] should be an object (found "text")'),
         ('[{"id": "a"}]', '[0] has no "context"'),
     ],
@@ -147,7 +147,7 @@ def test_not_utf8(tmp_path):
     assert "not UTF-8 text (byte 10)" in complaint(path)
 
 
-def test_file_that_changes_after_it_was_opened(tmp_path, make_questions, to_squad):
+def test_file_that_changes_after_opening(tmp_path, make_questions, to_squad):
     path = write(tmp_path, to_squad(make_questions(3)))
     source = squad.open_file(path, False)
     write(tmp_path, to_squad(make_questions(4)))
@@ -170,7 +170,7 @@ def test_file_that_changes_after_it_was_opened(tmp_path, make_questions, to_squa
         ),
         (("paragraphs", 2, "qas", 0, "answers", 0, "answer_start"), True, "a whole number (found true)"),
         (("paragraphs", 2, "qas", 0, "answers", 0), {"text": "red"}, 'answers[0] has no "answer_start"'),
-        (("paragraphs", 2, "qas", 0, "is_impossible"), True, '"is_impossible" and yet has answers'),
+        (("paragraphs", 2, "qas", 0, "is_impossible"), True, 'has "is_impossible": true, but also answers'),
     ],
 )
 def test_wrong_structure_names_the_place(tmp_path, make_questions, to_squad, place, value, words):
@@ -185,7 +185,7 @@ def test_wrong_structure_names_the_place(tmp_path, make_questions, to_squad, pla
 @pytest.mark.parametrize(
     ("answers", "words"),
     [
-        ({"text": ["a"], "answer_start": []}, "[0].answers has 1 texts and 0 answer_starts"),
+        ({"text": ["a"], "answer_start": []}, "[0].answers has 1 texts, but 0 answer_starts"),
         ({"text": [1], "answer_start": [0]}, "[0].answers.text[0] should be text (found 1)"),
         ({"text": ["a"], "answer_start": [0.5]}, "[0].answers.answer_start[0] should be a whole number"),
         ([], "[0].answers should be an object (found [])"),
@@ -206,11 +206,11 @@ def test_wrong_answers_in_a_flat_row(tmp_path, make_questions, to_rows, answers,
         ({"answer_texts": (" ",), "answer_starts": (3,)}, "an answer text is empty"),
         ({"answer_starts": (-1,)}, "answer_start -1 of the answer 'blue' is outside its context"),
         ({"answer_starts": (4000,)}, "outside its context, which has"),
-        ({"question": "what \ud83d?"}, "half of a surrogate pair"),
-        ({"answer_starts": (4,)}, "should stand at character 4 of its context, but there stands '2 is'"),
-        ({"answer_texts": ("blue ",)}, "but there stands 'blue,'"),
-        ({"answer_texts": ("Blue",)}, "but there stands 'blue'"),
-        ({"id": "q0"}, "its id is also that of [0]"),
+        ({"question": "what \ud83d?"}, "an unpaired surrogate ('\\ud83d')"),
+        ({"answer_starts": (4,)}, "does not start at character 4 of its context, which has '2 is' there"),
+        ({"answer_texts": ("blue ",)}, "which has 'blue,' there"),
+        ({"answer_texts": ("Blue",)}, "which has 'blue' there"),
+        ({"id": "q0"}, "[0] has the same id"),
     ],
 )
 def test_mistakes_name_the_question_and_its_place(tmp_path, make_questions, to_rows, change, words):
@@ -229,7 +229,7 @@ def test_all_mistakes_are_counted_and_the_first_is_shown(tmp_path, make_question
             paragraph["context"] = "X" + paragraph["context"]
     message = complaint(write(tmp_path, content))
     assert "question 'q0' (data[0].paragraphs[0].qas[0])" in message
-    assert "(10 such mistakes in all)" in message
+    assert "(10 mistakes in total). Fix the file." in message
 
 
 def test_unanswered_questions_need_the_flag(tmp_path, make_questions, to_squad):
@@ -238,7 +238,7 @@ def test_unanswered_questions_need_the_flag(tmp_path, make_questions, to_squad):
     message = complaint(path)
     assert "4 of 10 questions have no answer" in message
     assert "'q0' (data[0].paragraphs[0].qas[0])" in message
-    assert "add --version_2_with_negative" in message
+    assert "For SQuAD v2.0, add --version_2_with_negative" in message
 
 
 def test_is_impossible_may_be_left_out(tmp_path, make_questions, to_squad):

@@ -1,4 +1,4 @@
-"""Locks that free themselves, exclude others and say who holds them; files that are replaced as a whole."""
+"""File locks: they exclude others, name their holder and end with it. Atomic writes."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from hvd_bert.storage.writing import replacing, write_json
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def hold(path: Path, held) -> None:
+def hold(path: Path, acquired) -> None:
     with locks.take(path, wait=True):
-        held.set()
+        acquired.set()
         signal.pause()
 
 
 @pytest.fixture
 def holder(tmp_path):
-    held = SPAWN.Event()
-    child = SPAWN.Process(target=hold, args=(tmp_path / ".lock", held))
+    acquired = SPAWN.Event()
+    child = SPAWN.Process(target=hold, args=(tmp_path / ".lock", acquired))
     child.start()
-    assert held.wait(60)
+    assert acquired.wait(60)
     yield child
     child.kill()
     child.join()
 
 
-def test_a_lock_names_its_holder_and_ends_with_it(tmp_path, holder):
+def test_lock_names_its_holder_and_ends_with_it(tmp_path, holder):
     with pytest.raises(locks.InUse) as refused:
         locks.take(tmp_path / ".lock", wait=False)
     assert refused.value.holder == f"process {holder.pid} on {socket.gethostname()}"
@@ -57,7 +57,7 @@ def test_waiting(tmp_path, holder):
     os.waitpid(killer, 0)
 
 
-def test_a_forked_child_that_ends_does_not_free_the_lock(tmp_path):
+def test_end_of_a_forked_child_does_not_free_the_lock(tmp_path):
     with locks.take(tmp_path / ".lock", wait=False):
         child = os.fork()
         if child == 0:
@@ -67,7 +67,7 @@ def test_a_forked_child_that_ends_does_not_free_the_lock(tmp_path):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_the_target_of_a_symbolic_link_is_left_alone(tmp_path):
+def test_target_of_a_symbolic_link_does_not_change(tmp_path):
     (tmp_path / "precious").write_text("text")
     (tmp_path / ".lock").symlink_to("precious")
     with pytest.raises(OSError, match=r"\.lock is a symbolic link; remove it"):
@@ -75,7 +75,7 @@ def test_the_target_of_a_symbolic_link_is_left_alone(tmp_path):
     assert (tmp_path / "precious").read_text() == "text"
 
 
-def test_a_file_system_without_locks(tmp_path, monkeypatch):
+def test_file_system_without_locks(tmp_path, monkeypatch):
     flock, temporary = fcntl.flock, tmp_path / "tmp"
     temporary.mkdir()
 
@@ -109,7 +109,7 @@ def test_write_json(tmp_path):
 
 @pytest.mark.parametrize("durable", [False, True])
 @pytest.mark.parametrize("failing", ["encode", "write", "replace"])
-def test_a_failed_write_leaves_the_old_file_only(tmp_path, monkeypatch, failing, durable):
+def test_failed_write_keeps_only_the_old_file(tmp_path, monkeypatch, failing, durable):
     path = tmp_path / "x.json"
     path.write_text("old")
 
@@ -127,7 +127,7 @@ def test_a_failed_write_leaves_the_old_file_only(tmp_path, monkeypatch, failing,
     assert os.listdir(tmp_path) == ["x.json"]
 
 
-def test_what_a_killed_writer_left_is_replaced(tmp_path):
+def test_leftover_of_a_killed_writer_is_replaced(tmp_path):
     (tmp_path / "x.partial").write_text("half")
     with replacing(tmp_path / "x", durable=True) as partial:
         partial.write_text("whole")

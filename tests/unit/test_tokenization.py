@@ -1,4 +1,4 @@
-"""How windows are cut: against the tokenizer's own windows, and against what must hold of any window."""
+"""The split into windows: compared with the tokenizer's own windows, and properties of all windows."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def spans_of(row) -> list[tuple[int, int]]:
 
 
 def answer_of(question: Question, row) -> str:
-    """The text that a window's label stands for."""
+    """The text between the labels of a window."""
     start = row["char_starts"][row["start_position"] - row["context_start"]]
     return question.context[start : row["char_ends"][row["end_position"] - row["context_start"]]]
 
 
 # --- any text --------------------------------------------------------------------------------------
 
-# ASCII, accents in one character and in two, CJK, Hangul (which falls apart in NFD), emoji beyond the
-# first plane, blanks of several kinds, a zero-width joiner and a control character.
+# ASCII, accents in one character and in two, CJK, Hangul (which NFD decomposes), emoji beyond the first plane,
+# several kinds of blanks, a zero-width joiner and a control character.
 LETTERS = ["the", "red", "boxes", "I", "42", ".", ",", "-", "é", "e\u0301", "ñ", "\ufb01", "İ", "ß"]
 OTHERS = ["東", "京", "한", "글", "🙂", "👩\u200d🚀", "\x07"]
 BLANKS = [" ", " ", " ", "  ", "\n", "\t", "\u00a0", "\u3000"]
@@ -70,7 +70,7 @@ def cases(draw):
 
 @given(cases())
 @settings(max_examples=150, deadline=None)
-def test_windows_are_those_of_the_tokenizer(tokenizer, case):
+def test_windows_equal_those_of_the_tokenizer(tokenizer, case):
     questions, length, stride = case
     rows, counts = to_windows(tokenizer, questions, length, stride)
     expected = tokenizer(
@@ -92,14 +92,14 @@ def test_windows_are_those_of_the_tokenizer(tokenizer, case):
 
 @given(cases())
 @settings(max_examples=150, deadline=None)
-def test_context_is_covered_and_neighbours_overlap_by_the_stride(tokenizer, case):
+def test_context_is_covered_and_neighbors_overlap_by_the_stride(tokenizer, case):
     questions, length, stride = case
     rows, _ = to_windows(tokenizer, questions, length, stride)
     for index, question in enumerate(questions):
         pieces = [spans_of(row) for row in rows if row["question"] == index]
         for before, after in pairwise(pieces):
             assert before[len(before) - stride :] == after[:stride]
-            assert len(after) > stride  # each window brings something new
+            assert len(after) > stride  # each window has new tokens
         covered = {place for piece in pieces for start, end in piece for place in range(start, end)}
         for place, character in enumerate(question.context):
             dropped = unicodedata.category(character)[0] == "C" or unicodedata.category(character) == "Mn"
@@ -108,27 +108,27 @@ def test_context_is_covered_and_neighbours_overlap_by_the_stride(tokenizer, case
 
 @given(cases())
 @settings(max_examples=300, deadline=None)
-def test_label_is_exact_wherever_the_whole_answer_is(tokenizer, case):
+def test_label_is_exact_in_each_window_with_the_whole_answer(tokenizer, case):
     questions, length, stride = case
     rows, counts = to_windows(tokenizer, questions, length, stride)
     found, tokenless = set(), 0
     for index, question in enumerate(questions):
         encoding = tokenizer(question.context, add_special_tokens=False, return_offsets_mapping=True)
-        wanted = []  # the context's tokens that share a character with the answer
+        expected = []  # the context's tokens that share a character with the answer
         if question.answer_texts:
             text, start = question.answer_texts[0], question.answer_starts[0]
             end = start + len(text.rstrip())
             start += len(text) - len(text.lstrip())
             spans = enumerate(encoding["offset_mapping"])
-            wanted = [token for token, span in spans if span[0] < end and span[1] > start]
-            tokenless += not wanted
-        begin = 0  # of the window's piece, in tokens of the context
+            expected = [token for token, span in spans if span[0] < end and span[1] > start]
+            tokenless += not expected
+        begin = 0  # first token of the window's piece in the context
         for row in (row for row in rows if row["question"] == index):
             size = row["context_end"] - row["context_start"]
             label = row["start_position"], row["end_position"]
-            if wanted and begin <= wanted[0] and wanted[-1] < begin + size:
+            if expected and begin <= expected[0] and expected[-1] < begin + size:
                 shift = row["context_start"] - begin
-                assert label == (wanted[0] + shift, wanted[-1] + shift)
+                assert label == (expected[0] + shift, expected[-1] + shift)
                 found.add(index)
             else:
                 assert label == (0, 0)
@@ -141,7 +141,7 @@ def test_label_is_exact_wherever_the_whole_answer_is(tokenizer, case):
 
 @given(st.integers(0, 30), st.integers(1, 8), st.integers(0, 8))
 @settings(max_examples=100, deadline=None)
-def test_an_answer_that_fits_the_overlap_is_never_lost(tokenizer, before, answer_length, after):
+def test_answer_that_fits_into_the_overlap_is_never_lost(tokenizer, before, answer_length, after):
     words = ["the"] * before + ["red"] * answer_length + ["the"] * after
     context, answer = " ".join(words), " ".join(["red"] * answer_length)
     question = ask(context, answer)
@@ -158,7 +158,7 @@ def test_an_answer_that_fits_the_overlap_is_never_lost(tokenizer, before, answer
     [
         ("the red box", "red", "red"),
         ("the red box", " red ", "red"),
-        ("the boxes of 1940s", "40", "1940s"),  # a token counts whole: 1940s is known below
+        ("the boxes of 1940s", "40", "1940s"),  # tokens are not split: the tokenizer below knows 1940s
         ("the boxes of 1940s", "box", "box"),
         ("in 東京 it is", "京", "京"),
         ("a 🙂 red 👩\u200d🚀 box", "red 👩", "red 👩\u200d🚀"),
@@ -173,14 +173,14 @@ def test_label_by_hand(make_tokenizer, context, answer, label):
     assert answer_of(question, row) == label
 
 
-def test_first_answer_decides(tokenizer):
+def test_first_answer_is_the_label(tokenizer):
     context = "red, green and red"
     question = Question("id", "", context, "what?", ("green", "red"), (5, 0))
     (row,), _ = to_windows(tokenizer, [question])
     assert answer_of(question, row) == "green"
 
 
-def test_second_occurrence_is_told_by_its_offset(tokenizer):
+def test_second_occurrence_is_found_by_its_offset(tokenizer):
     question = ask("red the red", "red", start=8)
     (row,), _ = to_windows(tokenizer, [question])
     assert row["char_starts"][row["start_position"] - row["context_start"]] == 8
@@ -202,7 +202,7 @@ def test_long_question_leaves_room_for_the_context_and_is_counted(tokenizer):
     assert [row["char_starts"][0] for row in long_rows] == [0, 4, 8]
 
 
-def test_leading_blanks_of_a_question_are_no_tokens(tokenizer):
+def test_leading_blanks_of_a_question_are_stripped(tokenizer):
     (row,), counts = to_windows(tokenizer, [ask("the box", question=" " * 25000 + "red?")])
     tokens = tokenizer.convert_ids_to_tokens(row["input_ids"])
     assert tokens == ["[CLS]", "red", "?", "[SEP]", "the", "box", "[SEP]"]
@@ -227,7 +227,7 @@ def test_counts_add_up():
     assert total == WindowCounts(11, 22, 33, 44, 55, 66)
 
 
-# --- tokenizers that will not do -------------------------------------------------------------------
+# --- unsupported tokenizers ------------------------------------------------------------------------
 
 
 def test_slow_tokenizer_is_refused(tokenizer, monkeypatch):

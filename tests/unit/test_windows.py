@@ -1,4 +1,4 @@
-"""The prepared table: what is in it, when it is built again, and by whom."""
+"""The table of windows: its content, when it is rebuilt, and by which rank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_columns_and_types(source, tokenizer, tmp_path):
     assert sorted(set(dataset.column("question"))) == list(range(10))
 
 
-def test_table_is_memory_mapped_and_tells_its_counts(source, tokenizer, own_cache):
+def test_table_is_memory_mapped_and_has_its_counts(source, tokenizer, own_cache):
     dataset = prepare(source, tokenizer, SMALL)
     assert dataset.path.parent.parent == own_cache
     counted = dataset.counts
@@ -51,7 +51,7 @@ def test_table_is_memory_mapped_and_tells_its_counts(source, tokenizer, own_cach
     assert prepare(source, tokenizer, SMALL).counts == counted
 
 
-def test_what_is_cached_is_mapped_and_not_read(source, tokenizer, tmp_path):
+def test_cached_table_is_mapped_and_not_read(source, tokenizer, tmp_path):
     prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
     gc.collect()
     before = pa.total_allocated_bytes()
@@ -60,7 +60,7 @@ def test_what_is_cached_is_mapped_and_not_read(source, tokenizer, tmp_path):
     with pa.OSFile(str(dataset.path)) as file, pa.ipc.open_stream(file) as stream:
         in_memory = stream.read_all()
     assert len(in_memory) == len(dataset)
-    assert pa.total_allocated_bytes() > before  # were it read, it would show
+    assert pa.total_allocated_bytes() > before  # reading it allocates memory
 
 
 def test_lengths_are_the_windows_tokens(source, tokenizer, own_cache, monkeypatch):
@@ -72,7 +72,7 @@ def test_lengths_are_the_windows_tokens(source, tokenizer, own_cache, monkeypatc
     assert [len(tokens) for tokens in dataset.lists("input_ids", [2, 0])] == [expected[2], expected[0]]
 
 
-def test_batches_of_questions_join_without_a_seam(make_questions, tokenizer, tmp_path, monkeypatch):
+def test_batch_sizes_do_not_change_the_table(make_questions, tokenizer, tmp_path, monkeypatch):
     source = squad.from_questions("small", make_questions(25, unanswered_every=4))
     whole = prepare(source, tokenizer, SMALL, cache_dir=tmp_path / "a")
     monkeypatch.setattr(windows, "_QUESTIONS_AT_ONCE", 7)
@@ -90,7 +90,7 @@ def test_max_samples_keeps_the_first_questions(source, tokenizer, tmp_path):
     assert more.arrow == every.arrow
 
 
-def test_losses_are_told_once_by_the_leader(make_questions, tokenizer, tmp_path, caplog):
+def test_only_the_leader_warns_of_truncated_questions_and_lost_answers(make_questions, tokenizer, tmp_path, caplog):
     context = "the " * 20 + "red " * 40
     long_answer = squad.Question("a", "", context, "what?", ("red " * 39 + "red",), (80,))
     long_question = squad.Question("b", "", context, "what " * 90, ("red",), (80,))
@@ -100,8 +100,8 @@ def test_losses_are_told_once_by_the_leader(make_questions, tokenizer, tmp_path,
         assert not caplog.records
         prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
     assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
-        "lossy: 1 of 5 questions were cut at the end, to leave room for the context",
-        "lossy: 1 of 5 answers are in no window as a whole and train as if there were none",
+        "lossy: 1 of 5 questions were truncated to leave room for the context",
+        "lossy: 1 of 5 answers are not completely inside any window; training treats them as missing",
     ]
 
 
@@ -109,12 +109,12 @@ def test_progress_bar_only_when_asked_and_only_while_building(source, tokenizer,
     prepare(source, tokenizer, SMALL, cache_dir=tmp_path / "quiet")
     assert capfd.readouterr().err == ""
     prepare(source, tokenizer, SMALL, cache_dir=tmp_path, show_progress=True)
-    assert "Tokenising small: 100%" in capfd.readouterr().err
+    assert "Tokenizing small: 100%" in capfd.readouterr().err
     prepare(source, tokenizer, SMALL, cache_dir=tmp_path, show_progress=True)
     assert capfd.readouterr().err == ""
 
 
-def test_threads_leave_the_environment_as_it_was(source, tokenizer, tmp_path, monkeypatch):
+def test_threads_restore_the_environment(source, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
     seen = []
@@ -139,7 +139,7 @@ def test_same_call_finds_the_table_without_reading_the_questions(source, tokeniz
     assert inode(prepare(unread, tokenizer, SMALL, cache_dir=tmp_path)) == inode(first)
 
 
-def test_every_option_the_text_and_the_tokenizer_are_in_the_key(
+def test_key_covers_every_option_the_text_and_the_tokenizer(
     source, make_questions, tokenizer, make_tokenizer, tmp_path, monkeypatch
 ):
     prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
@@ -158,7 +158,7 @@ def test_every_option_the_text_and_the_tokenizer_are_in_the_key(
     assert len(list(tmp_path.glob("*.lock"))) == 9
 
 
-def test_use_of_the_tokenizer_between_two_calls_does_not_change_the_key(source, tokenizer, tmp_path):
+def test_using_the_tokenizer_does_not_change_the_key(source, tokenizer, tmp_path):
     prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
     tokenizer("what is", "red box in the hall", truncation="only_second", max_length=9, padding="max_length")
     prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
@@ -166,7 +166,7 @@ def test_use_of_the_tokenizer_between_two_calls_does_not_change_the_key(source, 
 
 
 @pytest.mark.parametrize("harm", ["cut data", "no meta", "broken meta", "old meta"])
-def test_broken_table_is_built_again(source, tokenizer, tmp_path, harm):
+def test_broken_table_is_rebuilt(source, tokenizer, tmp_path, harm):
     expected = prepare(source, tokenizer, SMALL, cache_dir=tmp_path).arrow.to_pydict()
     (data,) = tmp_path.glob("*/windows.arrow")
     meta = data.with_name("windows.json")
@@ -181,7 +181,7 @@ def test_broken_table_is_built_again(source, tokenizer, tmp_path, harm):
     assert prepare(source, tokenizer, SMALL, cache_dir=tmp_path).arrow.to_pydict() == expected
 
 
-def test_overwrite_builds_again_for_the_leader_only(source, tokenizer, tmp_path):
+def test_only_the_leader_overwrites(source, tokenizer, tmp_path):
     old = inode(prepare(source, tokenizer, SMALL, cache_dir=tmp_path))
     other = prepare(source, tokenizer, SMALL, cache_dir=tmp_path, overwrite_cache=True, leader=False)
     assert inode(other) == old
@@ -223,7 +223,7 @@ def test_four_ranks_at_once_build_once_and_overwrite_once(make_questions, tokeni
         process.join()
     builds = (tmp_path / "builds").read_text().split()
     assert len(builds) == 2
-    assert builds[1] == "0"  # the leader, at the overwriting call
+    assert builds[1] == "0"  # the leader, in the call with overwrite_cache
     assert len({found for found, _ in seen}) == 1
     assert all(equal for _, equal in seen)
 
@@ -236,7 +236,7 @@ def test_four_ranks_at_once_build_once_and_overwrite_once(make_questions, tokeni
     [
         (WindowOptions(384, -1), "--doc_stride -1: must be 0 or more"),
         (WindowOptions(132, 128), "--max_seq_length 132 leaves no room.*--doc_stride 128: use at least 133"),
-        (WindowOptions(513, 128), "--max_seq_length 513: this model's tokenizer allows 512 at most"),
+        (WindowOptions(513, 128), "--max_seq_length 513: this model's tokenizer allows at most 512"),
         (WindowOptions(384, 128, 0), "at least 1, not 0"),
     ],
 )
