@@ -67,7 +67,7 @@ def take_way(name: str) -> None:
     """Switch each of our layers on or off."""
     products, drop, attend = WAYS[name]
     linear.available = lambda: products and AVAILABLE
-    dropout.serves = lambda tensor: drop
+    dropout.supports = lambda tensor: drop
     attention.choose = CHOOSE if attend else lambda *_: attention.by_window
 
 

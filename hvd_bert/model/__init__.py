@@ -1,1 +1,1 @@
-"""BERT for question answering: the network, its attention, the work it does."""
+"""BERT for question answering: the network, its attention, its FLOP."""

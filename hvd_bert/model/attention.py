@@ -1,8 +1,8 @@
-"""Attention over windows laid end to end: each token sees its own window only, and nothing is padding.
+"""Attention over packed windows: each token attends to its own window only, and there is no padding.
 
-Padded to 384 tokens, more than half of SQuAD's window positions are padding that is computed and thrown away. Here a
-batch of windows is one row of N tokens; `window_lengths` and `cu_seqlens`, passed through the model's forward, say
-where one ends. `choose` names the kernels and which of them serves where.
+If windows were padded to 384 tokens, more than half of SQuAD's positions would be padding. Here a batch of windows is
+one row of N tokens; `window_lengths` and `cu_seqlens`, passed through the model's forward, give the borders of the
+windows. `choose` selects the kernel.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ try:
 except ImportError:  # an older torch
     varlen_attn = None  # type: ignore[assignment]
 
-NAME = "windows_end_to_end"
+NAME = "packed_windows"
 
 
 class Windows(NamedTuple):
-    """Where the windows of a row are: tokens of each, and int32 [B + 1] on the device: 0 and each window's end."""
+    """Borders of the windows in a row: tokens per window, and int32 [B + 1] on the device: 0 and each window's end."""
 
     lengths: list[int]
     cu_seqlens: torch.Tensor
@@ -56,10 +56,11 @@ def attend_within_windows(
     cu_seqlens: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention in each window, for transformers' AttentionInterface.
+    """Attention inside each window, for transformers' AttentionInterface.
 
-    `query`, `key`, `value`: [1, heads, N, head size]; `window_lengths`, `cu_seqlens`: as in `Windows` (lengths
-    None: one window; cu_seqlens None: made of the lengths). Returns [1, N, heads, head size] and no attention weights.
+    `query`, `key`, `value`: [1, heads, N, head size]. `window_lengths`, `cu_seqlens`: as in `Windows`; without
+    lengths, the row is one window; without cu_seqlens, they are computed from the lengths. Returns
+    [1, N, heads, head size] and no attention weights.
     """
     lengths = window_lengths or [query.shape[2]]
     windows = Windows(lengths, cu_seqlens_of(lengths, query.device) if cu_seqlens is None else cu_seqlens)
@@ -71,9 +72,9 @@ def attend_within_windows(
 
 
 def choose(device: str, dtype: torch.dtype, dropout: float, head_size: int, flash: bool) -> Kernel:
-    """The kernel for a device's type, the tensors' dtype and the dropout probability. `flash`: as `has_flash`.
+    """The kernel for a device type, a dtype and a dropout probability. `flash`: see `has_flash`.
 
-    varlen_attn takes half precision only, and knows no dropout; BERT trains with 0.1.
+    varlen_attn supports only half precision without dropout; BERT trains with dropout 0.1.
     """
     if device == "cuda":
         fits = dtype in (torch.float16, torch.bfloat16) and head_size % 8 == 0 and head_size <= 256
@@ -85,7 +86,7 @@ def choose(device: str, dtype: torch.dtype, dropout: float, head_size: int, flas
 
 @cache
 def has_flash(device: torch.device) -> bool:
-    """Whether torch has `varlen_attn` as it is used here, and the GPU is one for it (Ampere, 8.0, and later)."""
+    """Whether torch has `varlen_attn` with the arguments used here and the GPU supports it (Ampere, 8.0, or later)."""
     if device.type != "cuda" or varlen_attn is None or "scale" not in signature(varlen_attn).parameters:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -96,16 +97,16 @@ def by_varlen(
 ) -> torch.Tensor:
     """torch's flash attention over all windows at once: GPU, half precision, no dropout."""
     assert dropout == 0.0
-    cu_seqlens, longest = windows.cu_seqlens, max(windows.lengths)  # the host knows it: no wait for the device
+    cu_seqlens, longest = windows.cu_seqlens, max(windows.lengths)  # from the host: no wait for the device
     output = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scaling)
-    assert isinstance(output, torch.Tensor)  # and no logarithms of sums with it, which are for the asking
+    assert isinstance(output, torch.Tensor)  # the log-sum-exp is not requested
     return output
 
 
 def by_jagged(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
 ) -> torch.Tensor:
-    """torch's attention over a jagged tensor: flash in half precision, memory-efficient in fp32, dropout in both."""
+    """torch's attention over a jagged tensor: flash in half precision, memory-efficient in fp32; both with dropout."""
     shortest, longest = min(windows.lengths), max(windows.lengths)
     q, k, v = (
         torch.nested.nested_tensor_from_jagged(
@@ -121,7 +122,7 @@ def by_jagged(
 def by_window(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
 ) -> torch.Tensor:
-    """One call of torch's attention for each window; on the CPU the fastest without dropout, and right anywhere."""
+    """One call of torch's attention per window; works everywhere, and is the fastest on CPUs without dropout."""
     outputs = [
         scaled_dot_product_attention(q[None], k[None], v[None], dropout_p=dropout, scale=scaling)[0].transpose(0, 1)
         for q, k, v in _split(windows.lengths, query, key, value)
@@ -132,21 +133,21 @@ def by_window(
 def by_probabilities(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
 ) -> torch.Tensor:
-    """Attention with dropout on the CPU, fp32: torch's would draw slowly and keep the probabilities three times."""
+    """Attention with dropout on the CPU in fp32. torch's own draws slowly and stores the probabilities three times."""
     output: torch.Tensor = _Attention.apply(query, key, value, windows.lengths, dropout, scaling)  # type: ignore[no-untyped-call]
     return output
 
 
 def _split(windows: list[int], *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The part of each window: [heads, T, head size], views."""
+    """The part of each window, as views [heads, T, head size]."""
     return zip(*(tensor.transpose(0, 1).split(windows, 1) for tensor in tensors), strict=True)
 
 
 class _Attention(torch.autograd.Function):
     """dropout(softmax(scaling q k^T)) v in each window; tensors are [N, heads, head size].
 
-    One function for all windows, so that products are written where they belong and nothing is put together after.
-    Both scales, of the scores and of what dropout keeps, are taken over the tokens, which are fewer than the pairs.
+    One function for all windows, so that products are written in place and nothing is concatenated afterwards. The
+    scaling of the scores and that of dropout are applied to the tokens, which are fewer than the pairs of tokens.
     """
 
     @staticmethod
@@ -192,6 +193,6 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def register() -> None:
-    """Make it known to transformers under NAME; no mask is needed, since no row holds a stranger's token."""
+    """Register this attention with transformers as NAME. It needs no mask, since the kernels separate the windows."""
     AttentionInterface.register(NAME, attend_within_windows)
     AttentionMaskInterface.register(NAME, lambda *_, **__: None)

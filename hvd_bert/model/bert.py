@@ -1,4 +1,4 @@
-"""BERT with a span head, without pooler: from a folder, from the hub, or from scratch by a configuration."""
+"""BERT with a span head and without a pooler: loaded from a folder or the hub, or created from a configuration."""
 
 from __future__ import annotations
 
@@ -29,40 +29,40 @@ from hvd_bert.model.cpu import linear
 from hvd_bert.model.cpu.dropout import Dropout
 from hvd_bert.model.cpu.linear import Linear
 
-# Vocabularies are padded to a multiple of this at most, for speed; a larger surplus means another vocabulary.
+# For speed, vocabularies are padded to a multiple of at most this; a larger surplus means another vocabulary.
 VOCAB_PADDING = 128
 
-# Old names of the hub, and those under which a cache may hold the same files.
+# Old names on the hub -> current names; a cache may have the files under either.
 HUB_NAMES = {name: f"google-bert/{name}" for name in ("bert-base-uncased", "bert-base-cased", "bert-large-uncased")}
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def set_precision(args: TrainArguments) -> None:
-    """How exact matrix products are, and with --deterministic, that every kernel gives the same bits each time."""
+    """Set the precision of matrix products and, with --deterministic, make all kernels deterministic."""
     torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
         torch.use_deterministic_algorithms(True)
 
 
 def load_tokenizer(args: ModelArguments) -> Any:
-    """The fast tokenizer of the model. Raises UserError where there is none."""
+    """The model's fast tokenizer. Raises UserError if there is none."""
     tokenizer = _from(AutoTokenizer, args.tokenizer, args, use_fast=True)
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes up where no vocabulary is
-        raise UserError(f"'{args.tokenizer}' holds no vocabulary: name a tokenizer's folder (--tokenizer_name FOLDER).")
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers' result for a folder without a vocabulary
+        raise UserError(f"'{args.tokenizer}' has no vocabulary. Name a tokenizer's folder (--tokenizer_name FOLDER).")
     return tokenizer
 
 
 def load_model(
     args: ModelArguments, tokenizer: Any, max_seq_length: int, seed: int, padded: bool = False
 ) -> BertForQuestionAnswering:
-    """The model on the CPU, in fp32. New weights (the span head; all of them from scratch) are a function of `seed`.
+    """The model on the CPU, in fp32. New weights (the span head, or all from scratch) are a function of `seed`.
 
-    `padded`: for batches that are, with transformers' own attention; else for windows laid end to end.
-    Raises UserError where the checkpoint is no BERT, or does not fit the tokenizer or `max_seq_length`.
+    `padded`: whether batches are padded, for transformers' own attention, or packed.
+    Raises UserError if the checkpoint is not a BERT, or does not fit the tokenizer or `max_seq_length`.
     """
-    transformers_logging.set_verbosity_error()  # what transformers would report on every rank, we check and say once
+    transformers_logging.set_verbosity_error()  # the checks below replace its warnings, which every rank would print
     transformers_logging.disable_progress_bar()
     source = args.config_name or str(args.model_name_or_path)
     config = _from(AutoConfig, source, args)
@@ -70,7 +70,7 @@ def load_model(
         raise UserError(f"{source} is a {config.model_type} model: this trainer fine-tunes BERT.")
     _check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
     if args.model_name_or_path is None:
-        with _in_words(source):
+        with _as_user_error(source):
             return new_model(config, args.dropout, seed, padded)
     _configure(config, args.dropout, padded)
     torch.manual_seed(seed)
@@ -81,21 +81,21 @@ def load_model(
         config=config,
         dtype=torch.float32,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are refused below, in our own words
+        ignore_mismatched_sizes=True,  # refused below with a better message
     )
     lost = {name for name in info["missing_keys"] if not name.startswith("qa_outputs.")}
     lost |= {name for name, *_ in info["mismatched_keys"]}
     if lost:
         names = ", ".join(sorted(lost)[:3])
         raise UserError(
-            f"{args.model_name_or_path} does not hold the weights that its configuration asks for ({names}, ...)."
+            f"{args.model_name_or_path} lacks weights that its configuration needs ({names}, ...). Name another model."
         )
     assert isinstance(model, BertForQuestionAnswering)
     return _with_own_layers(model)
 
 
 def new_model(config: Any, dropout: float | None, seed: int, padded: bool = False) -> BertForQuestionAnswering:
-    """A model of a BERT's configuration, which is changed; its weights are a function of `seed`."""
+    """A model with new weights, a function of `seed`, from a BERT's configuration, which is modified."""
     _configure(config, dropout, padded)
     torch.manual_seed(seed)
     return _with_own_layers(BertForQuestionAnswering(config))
@@ -104,14 +104,14 @@ def new_model(config: Any, dropout: float | None, seed: int, padded: bool = Fals
 def _configure(config: Any, dropout: float | None, padded: bool) -> None:
     if dropout is not None:
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
-    config.num_labels = 2  # a start and an end, whatever the checkpoint's own head had
+    config.num_labels = 2  # start and end, whatever head the checkpoint has
     attention.register()
     linear.keep_no_kernels()
     config._attn_implementation = "sdpa" if padded else attention.NAME
 
 
 def _with_own_layers(model: BertForQuestionAnswering) -> BertForQuestionAnswering:
-    """The same model, its layers of torch as those subclasses of theirs that are faster on the CPU."""
+    """The same model with torch's layers replaced by their subclasses that are faster on the CPU."""
     own: dict[type, type] = {nn.Dropout: Dropout, nn.Linear: Linear}
     for module in model.modules():
         module.__class__ = own.get(type(module), type(module))
@@ -119,10 +119,10 @@ def _with_own_layers(model: BertForQuestionAnswering) -> BertForQuestionAnswerin
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Have torch compile each layer but its attention, for any number of tokens; names in state_dict stay."""
-    for module in model.modules():  # torch's own again, which the compiler knows
+    """Compile each layer except its attention, for any number of tokens; names in state_dict do not change."""
+    for module in model.modules():  # back to torch's own layers, which the compiler supports
         module.__class__ = {Dropout: nn.Dropout, Linear: nn.Linear}.get(type(module), type(module))
-    # All parts share one code object of torch's; each kind, for training and for scoring, is one entry of its cache.
+    # All parts share one code object, whose cache has an entry per kind of part, for training and for evaluation.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     bert: Any = model.bert
     for layer in bert.encoder.layer:
@@ -131,26 +131,26 @@ def compile_layers(model: nn.Module) -> None:
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """The context of a forward pass in "fp32", "bf16" or "fp16"; weights and gradients stay fp32."""
+    """Autocast for a forward pass in "fp32", "bf16" or "fp16"; weights and gradients stay in fp32."""
     dtype = AUTOCAST[precision]
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def window_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Loss of each of the batch's B windows, float32 [B]: the mean of its start's and its end's cross-entropy."""
+    """Loss per window of the batch, float32 [B]: the mean of the cross-entropies of start and end."""
     starts, ends = span_logits(model, batch)
     return span_losses(starts, ends, batch)
 
 
 def span_losses(starts: torch.Tensor, ends: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """The same from the logits [B, T]."""
+    """The same, from the logits [B, T]."""
     return (
         cross_entropy(starts, batch.starts, reduction="none") + cross_entropy(ends, batch.ends, reduction="none")
     ) / 2
 
 
 def span_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Start and end logits of the B windows, float32 [B, T]; T tokens in the longest, -inf after a window's end."""
+    """Start and end logits of the B windows, float32 [B, T]; T: tokens of the longest; -inf after a window's end."""
     tokens = {
         "input_ids": batch.input_ids,
         "token_type_ids": batch.token_type_ids,
@@ -173,28 +173,28 @@ def span_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Ten
 
 
 def _from(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:
-    """`kind.from_pretrained(name)`, its errors as a UserError."""
-    with _in_words(name):
+    """`kind.from_pretrained(name)`, with its errors as UserError."""
+    with _as_user_error(name):
         if Path(name).is_dir():
             return kind.from_pretrained(name, **extra)
         extra |= {"cache_dir": args.cache_dir, "revision": args.model_revision}
-        # The cache first: what is there needs no network, and N ranks do not all ask the hub.
-        for known_as in (name, HUB_NAMES.get(name, name)):
+        # The cache first: it needs no network, and N ranks do not all contact the hub.
+        for cached_name in (name, HUB_NAMES.get(name, name)):
             with contextlib.suppress(OSError):
-                return kind.from_pretrained(known_as, local_files_only=True, **extra)
+                return kind.from_pretrained(cached_name, local_files_only=True, **extra)
         return kind.from_pretrained(name, local_files_only=not hub.reachable(), **extra)
 
 
 @contextmanager
-def _in_words(name: str) -> Iterator[None]:
-    """What goes wrong when `name` is loaded, as a UserError."""
+def _as_user_error(name: str) -> Iterator[None]:
+    """Turn errors in loading `name` into a UserError."""
     try:
         yield
     except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"'{name}' cannot be loaded ({reason}). Name a local folder (--model_name_or_path FOLDER), fetch it where"
-            " the hub can be reached so that it is in the cache, or try `--config sample`, which needs no download."
+            f"'{name}' cannot be loaded ({reason}). Name a local folder (--model_name_or_path FOLDER), download it into"
+            " the cache on a machine with network access, or try `--config sample`, which needs no download."
         ) from None
 
 
@@ -202,10 +202,10 @@ def _check_fit(config: Any, model_name: str, tokenizer: Any, tokenizer_name: str
     surplus = config.vocab_size - len(tokenizer)
     if not 0 <= surplus < VOCAB_PADDING:
         raise UserError(
-            f"Model and vocabulary differ: {model_name} has {config.vocab_size} embeddings, the tokenizer"
-            f" {tokenizer_name} {len(tokenizer)} tokens. Give the model's own tokenizer (--tokenizer_name)."
+            f"Model and vocabulary differ: {model_name} has {config.vocab_size} embeddings, but the tokenizer"
+            f" {tokenizer_name} has {len(tokenizer)} tokens. Give the model's own tokenizer (--tokenizer_name)."
         )
     if max_seq_length > config.max_position_embeddings:
         raise UserError(
-            f"--max_seq_length {max_seq_length}: {model_name} has {config.max_position_embeddings} positions only."
+            f"--max_seq_length {max_seq_length}: {model_name} has only {config.max_position_embeddings} positions."
         )

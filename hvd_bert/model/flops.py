@@ -1,4 +1,4 @@
-"""Useful work of training: the matrix products that a BERT's windows need, padding and recomputation left out."""
+"""Useful FLOP of training: the matrix products of a BERT's windows, without padding and recomputation."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-BACKWARD = 2  # of a product: the gradients of both its factors, each as much work as the product
+BACKWARD = 2  # times the forward pass: gradients of both factors, each as expensive as the product
 
 
 def training_flops(model: Any, lengths: ArrayLike) -> float:
-    """Floating-point operations of a forward and backward pass over windows of `lengths` tokens, by a BERT's config.
+    """FLOP of a forward and backward pass over windows of `lengths` tokens, from a BERT's config.
 
-    2 for each weight of the encoder and of the span head and each token, and 4 h n^2 a layer for the attention of a
-    window of n tokens (h: hidden size). Embeddings are looked up, and elementwise work is not counted, as is usual
-    for a model FLOP utilisation (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+    The forward pass takes 2 FLOP per token for each weight of the encoder and the span head, and 4 h n^2 per layer
+    for the attention of a window of n tokens (h: hidden size). Embedding look-ups and elementwise operations are not
+    counted, as usual for the model FLOP utilization (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
     """
     tokens = np.asarray(lengths, dtype=np.float64)
     hidden, inner, layers = model.hidden_size, model.intermediate_size, model.num_hidden_layers

@@ -1,4 +1,4 @@
-"""What a GPU can do at most, by its vendor's figures: what the MFU compares with."""
+"""Vendors' peak FLOP/s of GPUs, the reference of the MFU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hvd_bert.distributed.world import World
 
 TERA = 1e12
 
-# Dense matrix products in TFLOP/s, by torch.cuda.get_device_name() without the brand. Of figures that are given with
-# sparsity only, half. A name that is not here, as of a part of a GPU (MIG), has no peak.
+# Dense matrix products in TFLOP/s, by torch.cuda.get_device_name() without the brand. Figures that are published with
+# sparsity only are halved. Unlisted names, such as those of MIG instances, have no peak.
 # NVIDIA: "V100 Tensor Core GPU" and "V100S" data sheets, 2020; "Tesla T4" data sheet, 2019; "A100 Tensor Core GPU" data
 # sheet, 2021; "H100 Tensor Core GPU Architecture", 2022 (SXM5, PCIe); "H100" and "H200" data sheets, 2024 (NVL, H200);
 # "L40S" data sheet, 2023.
@@ -40,18 +40,18 @@ PEAKS: dict[str, dict[str, float]] = {
 
 
 def published_peak(device_name: str, precision: str) -> float | None:
-    """FLOP/s of a GPU by its name; `precision`: fp32, tf32, bf16 or fp16. None: not in the table."""
+    """Peak FLOP/s of a GPU by its name, or None if unlisted. `precision`: fp32, tf32, bf16 or fp16."""
     model = device_name.removeprefix("NVIDIA ").removeprefix("Tesla ")
     figures = PEAKS.get(model, {})
-    without_tf32 = precision == "tf32" and "tf32" not in figures  # then such products are plain fp32
+    without_tf32 = precision == "tf32" and "tf32" not in figures  # torch then computes in fp32
     tflops = figures.get("fp32" if without_tf32 else precision)
     return None if tflops is None else tflops * TERA
 
 
 def peak_flops(args: TrainArguments, peak_tflops: float | None, world: World) -> float | None:
-    """FLOP/s of all devices of all ranks. A collective. None: one of them is not known.
+    """Peak FLOP/s of all devices of all ranks, or None if one of them is unknown. A collective.
 
-    `peak_tflops`: of one device, if the user names it.
+    `peak_tflops`: the user's figure for one device, if given.
     """
     mine = None
     if peak_tflops is not None:

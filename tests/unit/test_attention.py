@@ -1,4 +1,4 @@
-"""Attention over windows laid end to end, against softmax(q k / sqrt(d)) v of one window at a time."""
+"""Attention over packed windows, compared with softmax(q k / sqrt(d)) v of one window at a time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def reference(query, key, value, lengths, scaling):
 
 
 def varlen_on_cpu(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None):
-    """What varlen_attn computes, from the same arguments; refuses those that its kernels would refuse."""
+    """Computes the result of varlen_attn; refuses arguments that its kernels refuse."""
     assert query.shape == key.shape == value.shape
     assert {tensor.stride(-1) for tensor in (query, key, value)} == {1}
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
@@ -54,7 +54,7 @@ def varlen_on_cpu(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=
 
 @pytest.fixture(params=[by_varlen, by_jagged, by_window, by_probabilities], ids=lambda kernel: kernel.__name__)
 def kernel(request, monkeypatch):
-    """Each kernel in turn, whatever would be chosen here; varlen_attn, which runs on GPUs only, is played."""
+    """Each kernel in turn, instead of the one for this machine. A mock replaces varlen_attn, which needs a GPU."""
     monkeypatch.setattr(attention, "varlen_attn", varlen_on_cpu)
     monkeypatch.setattr(attention, "choose", lambda *_: request.param)
     return request.param
@@ -62,9 +62,9 @@ def kernel(request, monkeypatch):
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("scaling", [None, 0.3])
-def test_each_token_sees_its_own_window(kernel, lengths, scaling):
+def test_each_token_attends_to_its_own_window(kernel, lengths, scaling):
     torch.manual_seed(0)
-    # As transformers makes them: views of [1, N, heads x head size].
+    # As in transformers: views of [1, N, heads x head size].
     query, key, value = (torch.randn(1, 9, 2, 4).transpose(1, 2).requires_grad_() for _ in range(3))
     found, weights = attend_within_windows(
         torch.nn.Identity(), query, key, value, None, scaling=scaling, window_lengths=lengths
@@ -78,14 +78,14 @@ def test_each_token_sees_its_own_window(kernel, lengths, scaling):
     torch.testing.assert_close(gradients, own, rtol=1e-4, atol=1e-6)
 
 
-def test_cu_seqlens_may_come_from_outside(kernel):
+def test_cu_seqlens_may_be_given(kernel):
     query, key, value = (torch.randn(1, 2, 9, 4) for _ in range(3))
     names = {"window_lengths": [4, 5], "cu_seqlens": torch.tensor([0, 4, 9], dtype=torch.int32)}
     found, _ = attend_within_windows(torch.nn.Identity(), query, key, value, None, **names)
     torch.testing.assert_close(found, reference(query, key, value, [4, 5], 0.5))
 
 
-def test_no_lengths_mean_one_window(kernel):
+def test_without_lengths_there_is_one_window(kernel):
     query, key, value = (torch.randn(1, 2, 5, 4) for _ in range(3))
     found, _ = attend_within_windows(torch.nn.Identity(), query, key, value, None)
     torch.testing.assert_close(found, reference(query, key, value, [5], 0.5))
@@ -111,7 +111,7 @@ def test_dropout_in_training_only(kernel, monkeypatch):
         assert torch.equal(one, other) is not mode
 
 
-def test_dropout_zeroes_probabilities_and_the_gradient_follows():
+def test_dropout_zeroes_probabilities_and_their_gradient():
     torch.manual_seed(0)
     query, key, value = (torch.randn(7, 2, 4, requires_grad=True) for _ in range(3))
     torch.manual_seed(1)
@@ -144,7 +144,7 @@ def test_dropout_zeroes_probabilities_and_the_gradient_follows():
         ("mps", torch.float32, 0.1, 64, False, by_window),
     ],
 )
-def test_which_kernel_serves(device, dtype, dropout, head_size, flash, expected):
+def test_chosen_kernel(device, dtype, dropout, head_size, flash, expected):
     assert choose(device, dtype, dropout, head_size, flash) is expected
 
 
@@ -156,20 +156,23 @@ def test_flash_needs_varlen_attn_and_an_ampere(capability, expected, monkeypatch
     assert has_flash(torch.device("cuda", 0)) is expected
     assert not has_flash(CPU)
     has_flash.cache_clear()
-    for other in (None, lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k: None):  # no scale: a first version
+    for other in (
+        None,
+        lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k: None,
+    ):  # no scale: the first version
         monkeypatch.setattr(attention, "varlen_attn", other)
         assert not has_flash(torch.device("cuda", 0))
         has_flash.cache_clear()
 
 
-def test_varlen_attn_takes_the_arguments_given():
+def test_varlen_attn_accepts_our_arguments():
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     tensor = torch.empty(9, 2, 8)
     offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
     inspect.signature(varlen.varlen_attn).bind(tensor, tensor, tensor, offsets, offsets, 5, 5, scale=0.5)
 
 
-def test_without_varlen_attn_the_module_is_imported():
+def test_module_can_be_imported_without_varlen_attn():
     program = (
         "import sys; sys.modules['torch.nn.attention.varlen'] = None\n"
         "from hvd_bert.model import attention; print(attention.varlen_attn)"

@@ -1,4 +1,4 @@
-"""The model: where it comes from, what is refused, and that windows laid end to end give what transformers gives."""
+"""The model: its sources, refused input, and packed windows compared with transformers' own results."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def bert(tokenizer) -> BertConfig:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, bert, tokenizer) -> Path:
-    """scratch/ (a configuration alone), encoder/ (with a pooler, without a span head), model/ (the whole)."""
+    """scratch/ (only a configuration), encoder/ (with a pooler, without a span head), model/ (complete)."""
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     bert.save_pretrained(folder / "scratch")
@@ -85,7 +85,7 @@ def alter(folder: Path, target: Path, **settings) -> Path:
     return target
 
 
-# --- where it comes from ---------------------------------------------------------------------------
+# --- sources ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_no_pooler_and_all_parameters_are_used(folders, tokenizer, windows, sour
     model = load(tokenizer, **{key: folders / value for key, value in source.items()})
     assert not [name for name, _ in model.named_parameters() if "pooler" in name]
     window_losses(model, Collator(windows, CPU)([0, 1])).sum().backward()
-    # Horovod would make up zero gradients for the unused, and AdamW would decay them.
+    # Horovod would use zero gradients for unused parameters, and AdamW would decay them.
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
@@ -135,13 +135,13 @@ def test_tokenizer_is_loaded(folders, tokenizer):
     assert loaded("what is the box?")["input_ids"] == tokenizer("what is the box?")["input_ids"]
 
 
-# --- what is refused -------------------------------------------------------------------------------
+# --- refused input ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "words"),
     [
-        ({"max_position_embeddings": LENGTH - 1}, f"--max_seq_length {LENGTH}: .* has {LENGTH - 1} positions only"),
+        ({"max_position_embeddings": LENGTH - 1}, f"--max_seq_length {LENGTH}: .* has only {LENGTH - 1} positions"),
         ({"vocab_size": 20}, "Model and vocabulary differ: .* has 20 embeddings"),
         ({"vocab_size": 30522}, "Model and vocabulary differ: .* has 30522 embeddings"),
         ({"vocab_size": "many"}, "cannot be loaded .*vocab_size"),
@@ -151,9 +151,9 @@ def test_tokenizer_is_loaded(folders, tokenizer):
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["config_name", "model_name_or_path"])
-def test_configuration_that_does_not_fit(folders, tokenizer, tmp_path, settings, said, kind):
+def test_configuration_that_does_not_fit(folders, tokenizer, tmp_path, settings, words, kind):
     folder = alter(folders / "model", tmp_path / "altered", **settings)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=words):
         load(tokenizer, **{kind: folder})
 
 
@@ -169,7 +169,7 @@ def test_padded_vocabulary_is_accepted(folders, tokenizer, tmp_path, bert):
 )
 def test_weights_that_do_not_fit_the_configuration(folders, tokenizer, tmp_path, settings, lost):
     folder = alter(folders / "model", tmp_path / "altered", **settings)
-    with pytest.raises(UserError, match=rf"altered does not hold the weights .*{re.escape(lost)}"):
+    with pytest.raises(UserError, match=rf"altered lacks weights .*{re.escape(lost)}"):
         load(tokenizer, model_name_or_path=folder)
 
 
@@ -204,16 +204,16 @@ def test_damaged_folder(folders, tokenizer, tmp_path, damage, monkeypatch):
 
 def test_folder_without_tokenizer(tmp_path, bert):
     bert.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"'{tmp_path}' holds no vocabulary"):
+    with pytest.raises(UserError, match=f"'{tmp_path}' has no vocabulary"):
         load_tokenizer(ModelArguments(model_name_or_path=str(tmp_path)))
 
 
-# --- what it computes ------------------------------------------------------------------------------
+# --- results ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def windows(tokenizer) -> WindowTable:
-    """Eight windows, the first four of 12 tokens, the others of 18 to 24: more in all than there are positions."""
+    """Eight windows: four of 12 tokens, then 18 to 24; their sum exceeds the number of positions."""
     random = np.random.default_rng(0)
     rows = []
     for number in range(8):
@@ -232,14 +232,14 @@ def windows(tokenizer) -> WindowTable:
 
 @pytest.fixture(scope="module")
 def model(folders, tokenizer) -> BertForQuestionAnswering:
-    """In eval mode, and with weights large enough that mistakes show."""
+    """In eval mode, with weights large enough that mistakes change the results."""
     model = load(tokenizer, config_name=alter(folders / "scratch", folders / "large", initializer_range=0.5))
     return model.eval()
 
 
 @pytest.fixture(scope="module")
 def plain(model, tmp_path_factory) -> BertForQuestionAnswering:
-    """The same model as any user of transformers loads it, with attention over padded rows."""
+    """The same model loaded with transformers, with attention over padded rows."""
     folder = tmp_path_factory.mktemp("saved")
     model.save_pretrained(folder)
     plain = AutoModelForQuestionAnswering.from_pretrained(folder, attn_implementation="eager").eval()
@@ -248,7 +248,7 @@ def plain(model, tmp_path_factory) -> BertForQuestionAnswering:
 
 
 def padded(windows: WindowTable, ids: list[int]) -> dict[str, torch.Tensor]:
-    """What transformers' own collators make of these windows, and some columns of padding more."""
+    """The windows as transformers' own collators pad them, with some more columns of padding."""
     rows = windows.arrow.take(ids).to_pydict()
     width = max(map(len, rows["input_ids"])) + 3
     grid = {name: torch.zeros(len(ids), width, dtype=torch.long) for name in ("ids", "types", "mask")}
@@ -261,7 +261,7 @@ def padded(windows: WindowTable, ids: list[int]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("ids", [[5], [0, 1, 2, 3], [7, 0, 4], list(range(8))], ids=str)
 @torch.no_grad()
-def test_logits_are_transformers_own(model, plain, windows, ids):
+def test_logits_equal_those_of_transformers(model, plain, windows, ids):
     starts, ends = span_logits(model, Collator(windows, CPU)(ids))
     inputs = padded(windows, ids)
     expected = plain(**inputs)
@@ -275,7 +275,7 @@ def test_logits_are_transformers_own(model, plain, windows, ids):
 
 
 @pytest.mark.parametrize("ids", [[0, 1, 2, 3], [5], [7]], ids=str)
-def test_loss_and_gradients_are_transformers_own(model, plain, windows, ids):
+def test_loss_and_gradients_equal_those_of_transformers(model, plain, windows, ids):
     batch = Collator(windows, CPU)(ids)
     losses = window_losses(model, batch)
     assert losses.shape == (len(ids),)
@@ -295,13 +295,13 @@ def test_loss_and_gradients_are_transformers_own(model, plain, windows, ids):
             )
 
 
-# Every way to attend that can be computed here (varlen_attn needs a GPU: tests/unit/test_attention.py).
+# Every kernel that works without a GPU; tests/unit/test_attention.py tests varlen_attn.
 KERNELS = [attention.by_window, attention.by_probabilities, attention.by_jagged]
 
 
 @pytest.fixture(params=KERNELS, ids=lambda kernel: kernel.__name__)
 def kernel(request, monkeypatch):
-    """Each kernel in turn, whatever would be chosen here."""
+    """Each kernel in turn, instead of the one chosen for this machine."""
     monkeypatch.setattr(attention, "choose", lambda *_: request.param)
     return request.param
 
@@ -315,13 +315,13 @@ def logits_and_gradients(model, batch) -> tuple[torch.Tensor, dict[str, torch.Te
 
 
 def assert_same_to_rounding(one, other):
-    """Logits to 1e-5 of the largest, gradients to 1e-4 of each tensor's norm."""
+    """Compare logits to 1e-5 of the largest and gradients to 1e-4 of each tensor's norm."""
     (logits, gradients), (own_logits, own_gradients) = one, other
     assert (logits - own_logits).abs().max() <= 1e-5 * own_logits.abs().max()
     assert gradients.keys() == own_gradients.keys()
     total = torch.stack([value.norm() for value in own_gradients.values()]).norm()
     for name, own in own_gradients.items():
-        # Zero in theory, so all rounding: the keys' biases, and those that shift all of a window's logits alike.
+        # Zero in theory, so only rounding: the keys' biases, and biases that shift all logits of a window equally.
         zero = own.norm() <= 1e-6 * total
         assert not zero or name.endswith((".key.bias", ".output.LayerNorm.bias", "qa_outputs.bias")), name
         assert (gradients[name] - own).norm() <= (1e-6 * total if zero else 1e-4 * own.norm()), name
@@ -329,7 +329,7 @@ def assert_same_to_rounding(one, other):
 
 @pytest.mark.parametrize("pad_to", [0, LENGTH])
 @pytest.mark.parametrize("ids", [[5], [7, 0, 4], list(range(8))], ids=str)
-def test_padded_and_end_to_end_are_the_same(folders, tokenizer, model, windows, kernel, ids, pad_to):
+def test_padded_and_packed_windows_give_the_same(folders, tokenizer, model, windows, kernel, ids, pad_to):
     by_padding = load(tokenizer, padded=True, config_name=folders / "scratch").eval()
     by_padding.load_state_dict(model.state_dict())
     assert by_padding.config._attn_implementation == "sdpa"
@@ -343,7 +343,7 @@ def test_padded_and_end_to_end_are_the_same(folders, tokenizer, model, windows, 
 
 
 @pytest.mark.realdata
-def test_real_windows_padded_and_end_to_end_are_the_same(real_encoder, squad_dir, tmp_path, kernel):
+def test_real_windows_padded_and_packed_give_the_same(real_encoder, squad_dir, tmp_path, kernel):
     args = ModelArguments(model_name_or_path=str(real_encoder))
     tokenizer = load_tokenizer(args)
     source = squad.open_file(squad_dir / "train-v1.1.json", False)
@@ -356,14 +356,14 @@ def test_real_windows_padded_and_end_to_end_are_the_same(real_encoder, squad_dir
 
 
 @torch.no_grad()
-def test_losses_do_not_depend_on_the_neighbours(model, windows, kernel):
+def test_losses_do_not_depend_on_other_windows(model, windows, kernel):
     together = window_losses(model, Collator(windows, CPU)(list(range(8))))
     alone = torch.cat([window_losses(model, Collator(windows, CPU)([i])) for i in range(8)])
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
-def test_logits_do_not_depend_on_the_neighbours(model, windows, kernel):
+def test_logits_do_not_depend_on_other_windows(model, windows, kernel):
     together = span_logits(model, Collator(windows, CPU)(list(range(8))))
     for i in range(8):
         alone = span_logits(model, Collator(windows, CPU)([i]))
@@ -371,7 +371,7 @@ def test_logits_do_not_depend_on_the_neighbours(model, windows, kernel):
             torch.testing.assert_close(found[i, : own.shape[1]], own[0], rtol=1e-5, atol=1e-5)
 
 
-def test_layers_are_our_own_and_share_the_weights_names(folders, tokenizer, plain):
+def test_layers_are_our_own_with_the_same_names_of_weights(folders, tokenizer, plain):
     model = load(tokenizer, model_name_or_path=folders / "model")
     kinds = {type(module) for module in model.modules()}
     assert {Dropout, Linear} <= kinds
@@ -382,13 +382,13 @@ def test_layers_are_our_own_and_share_the_weights_names(folders, tokenizer, plai
 def test_compiled_layers_compute_the_same(folders, tokenizer, model, windows):
     compiled = load(tokenizer, model_name_or_path=folders / "model")
     compile_layers(compiled)
-    compiled.load_state_dict(model.state_dict())  # by the same names
+    compiled.load_state_dict(model.state_dict())  # the names are the same
     torch._dynamo.utils.counters.clear()
     for ids in ([0, 1, 2], [5], [4, 6, 7, 3]):
         batch = Collator(windows, CPU)(ids)
         compiled.train()
         first, second = (window_losses(compiled, batch).detach() for _ in range(2))
-        assert not torch.equal(first, second)  # dropout acts
+        assert not torch.equal(first, second)  # dropout is active
         compiled.eval()
         with torch.no_grad():
             torch.testing.assert_close(
@@ -401,14 +401,14 @@ def test_compiled_layers_compute_the_same(folders, tokenizer, model, windows):
             torch.testing.assert_close(
                 one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
             )
-    assert not torch._dynamo.utils.counters["unimplemented"]  # all of it was compiled, nothing given up
+    assert not torch._dynamo.utils.counters["unimplemented"]  # everything was compiled
 
 
 def test_share_of_no_windows_has_zero_gradients(model, windows):
     batch = Collator(windows, CPU)([])
     model.zero_grad()
     window_losses(model, batch)[: batch.num_windows].sum().backward()
-    # All there, since Horovod waits for each, and all zero.
+    # None may be missing, since Horovod waits for each.
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
 
 

@@ -1,4 +1,4 @@
-"""Products of many small matrices: numpy's BLAS and torch's give the same; who serves when."""
+"""Products of many small matrices: numpy's BLAS and torch's give the same result, and when which is used."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hvd_bert.model.cpu import bmm
 
 @pytest.fixture(params=[True, False], ids=["numpy", "torch"])
 def calls(request, monkeypatch):
-    """Each way in turn; the products that numpy made."""
-    made = []
+    """Each library in turn; records numpy's products."""
+    products = []
     matmul = np.matmul
-    monkeypatch.setattr(np, "matmul", lambda *given, **named: made.append(1) or matmul(*given, **named))
+    monkeypatch.setattr(np, "matmul", lambda *given, **named: products.append(1) or matmul(*given, **named))
     monkeypatch.setattr(bmm, "available", lambda: request.param)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    yield made
-    assert bool(made) is request.param
+    yield products
+    assert bool(products) is request.param
 
 
 def test_strided_matrices_of_each_kind(calls):
@@ -35,7 +35,7 @@ def test_strided_matrices_of_each_kind(calls):
             torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-def test_more_threads_are_torchs(monkeypatch):
+def test_several_threads_use_torch(monkeypatch):
     monkeypatch.setattr(bmm, "available", lambda: True)
     monkeypatch.setattr(np, "matmul", None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -72,7 +72,7 @@ def test_threads_as_openblas_reads_them(environ, expected, monkeypatch):
         ("mkl-sdl", "AVX512", 1, False),
     ],
 )
-def test_where_numpys_serves(library, cpu, threads, expected, monkeypatch):
+def test_when_numpy_is_used(library, cpu, threads, expected, monkeypatch):
     monkeypatch.setattr(np, "show_config", lambda mode: {"Build Dependencies": {"blas": {"name": library}}})
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: cpu)
     monkeypatch.setattr(bmm, "openblas_threads", lambda: threads)
@@ -81,7 +81,7 @@ def test_where_numpys_serves(library, cpu, threads, expected, monkeypatch):
     bmm.available.cache_clear()
 
 
-def test_the_numpy_at_hand_says_what_its_blas_is():
+def test_installed_numpy_reports_its_blas():
     program = (
         "from hvd_bert.model.cpu import bmm; assert bmm.available() in (True, False); print(bmm.openblas_threads())"
     )

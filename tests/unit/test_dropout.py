@@ -1,4 +1,4 @@
-"""Dropout on the CPU: its rate, its scale, its gradient, and where its random numbers come from."""
+"""Dropout on the CPU: its rate, its scale, its gradient, and the source of its random numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_rate_and_scale(p):
     assert rounded == pytest.approx(p, abs=0.5 / LEVELS)
 
 
-def test_each_quarter_of_a_word_has_the_rate_and_neighbours_are_independent():
+def test_each_quarter_of_a_word_has_the_rate_and_neighbors_are_independent():
     torch.manual_seed(0)
     p, bound = 0.3, 5 * math.sqrt(0.3 * 0.7 / (MANY / 4))
     dropped = (keep_mask(torch.Size([MANY // 4, 4]), p) == 0).float()
@@ -35,7 +35,7 @@ def test_each_quarter_of_a_word_has_the_rate_and_neighbours_are_independent():
 
 
 @pytest.mark.parametrize("shape", [(1,), (3,), (5, 7), (2, 3, 11)], ids=str)
-def test_gradient_is_what_was_kept(shape):
+def test_gradient_of_the_kept_elements(shape):
     torch.manual_seed(1)
     values = torch.randn(shape, requires_grad=True)
     result = Dropout(0.5)(values)
@@ -45,7 +45,7 @@ def test_gradient_is_what_was_kept(shape):
     assert result.shape == values.shape
 
 
-def test_torchs_generator_decides_and_moves_on():
+def test_random_bits_come_from_torchs_generator():
     module, values = Dropout(0.5), torch.ones(1000)
     torch.manual_seed(3)
     first, second = module(values), module(values)
@@ -74,7 +74,7 @@ def test_extremes_stay_finite(p):
     assert torch.isfinite(Dropout(p)(torch.ones(1000))).all()
 
 
-def test_other_types_are_torchs_own():
+def test_other_types_use_torchs_own_dropout():
     module, own = Dropout(0.5), nn.Dropout(0.5)
     for kind in (torch.float64, torch.bfloat16):
         values = torch.ones(1000, dtype=kind)

@@ -1,4 +1,4 @@
-"""Linear layers by oneDNN against torch's own in double precision."""
+"""Linear layers with oneDNN, compared with torch's own in double precision."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvd_bert.model.cpu.linear import Linear
 needs_it = pytest.mark.skipif(not linear.available(), reason="no oneDNN with AVX-512 here: torch's own product is used")
 
 
-def of_twice_the_precision(layer: nn.Linear, values: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
+def in_double_precision(layer: nn.Linear, values: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
     exact = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, dtype=torch.float64)
     exact.load_state_dict(layer.state_dict())
     rows = values.detach().double().requires_grad_()
@@ -27,7 +27,9 @@ def of_twice_the_precision(layer: nn.Linear, values: torch.Tensor, upstream: tor
 
 @needs_it
 @pytest.mark.parametrize("shape", [(1, 37, 24), (37, 24), (2, 5, 24), (1, 1, 24)], ids=str)
-@pytest.mark.parametrize("size_out", [7, 24, 40])  # the gradient of a weight that has more rows is made transposed
+@pytest.mark.parametrize(
+    "size_out", [7, 24, 40]
+)  # with more rows than columns, the weight's gradient is computed transposed
 @pytest.mark.parametrize("bias", [True, False])
 def test_result_and_gradients(shape, size_out, bias, monkeypatch):
     used = []
@@ -41,7 +43,7 @@ def test_result_and_gradients(shape, size_out, bias, monkeypatch):
     found = [result, *torch.autograd.grad(result, [values, *layer.parameters()], upstream)]
     assert used == [3, 2, 2]
     assert found[2].is_contiguous()
-    for mine, exact in zip(found, of_twice_the_precision(layer, values, upstream), strict=True):
+    for mine, exact in zip(found, in_double_precision(layer, values, upstream), strict=True):
         assert mine.shape == exact.shape
         torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5)
 
@@ -91,7 +93,7 @@ def test_products_of_many_shapes_leave_no_memory_behind():
     assert float(done.stdout) < 50, done.stdout
 
 
-def test_what_it_does_not_serve_is_torchs_own(monkeypatch):
+def test_unsupported_input_uses_torchs_own_layer(monkeypatch):
     def refuse(*_):
         raise AssertionError("oneDNN was called")
 

@@ -1,4 +1,4 @@
-"""Memory is kept where nobody has said otherwise: the next step's tensors touch no new page."""
+"""Freed memory is kept unless the user has other settings: the next step's tensors need no new pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvd_bert.model.cpu.malloc import keep_memory
 
 
 @pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "LD_PRELOAD"])
-def test_settings_of_the_user_stand(name):
+def test_settings_of_the_user_are_respected(name):
     assert not keep_memory({"PATH": "/bin", name: "1"})
 
 
@@ -32,14 +32,14 @@ print(kept, min(faults() for _ in range(5)))
 
 
 def new_pages(how: str) -> tuple[str, int]:
-    """Whether memory is kept, and page faults of 96 MiB of tensors, when as much has been freed before."""
+    """Whether memory is kept, and the page faults of 96 MiB of tensors after as much has been freed."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     done = subprocess.run([sys.executable, "-c", COUNT, how], env=environ, capture_output=True, text=True, check=True)
     kept, faults = done.stdout.split()
     return kept, int(faults)
 
 
-def test_freed_memory_is_used_again():
+def test_freed_memory_is_reused():
     kept, faults = new_pages("kept")
     if kept != "True":
         pytest.skip("this C library has no mallopt")

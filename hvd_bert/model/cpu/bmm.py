@@ -1,7 +1,7 @@
-"""Products of many small fp32 matrices on the CPU, by numpy's BLAS.
+"""Products of many small fp32 matrices on the CPU, with numpy's BLAS.
 
-torch gives them to MKL, which on an AMD core is slower at them than numpy's OpenBLAS (`benchmarks/cpu_kernels.py`).
-OpenBLAS works on one matrix after the other, so that threads do not help: only a rank of one thread takes it.
+torch uses MKL, which is slower for them on AMD cores than numpy's OpenBLAS (`benchmarks/cpu_kernels.py`). OpenBLAS
+processes one matrix after the other, so threads do not help; only ranks with one thread use it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Writes left [B, m, k] times right [B, k, n] to `out` [B, m, n]; all may be strided. No autograd. `out`."""
+    """Write left [B, m, k] times right [B, k, n] to `out` [B, m, n] and return it. All may be strided. No autograd."""
     if torch.get_num_threads() > 1 or not available():
         return torch.bmm(left, right, out=out)
     np.matmul(left.numpy(), right.numpy(), out=out.numpy())
@@ -23,7 +23,7 @@ def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch
 
 @cache
 def available() -> bool:
-    """Whether numpy's BLAS is OpenBLAS, told to use one thread, and the CPU one where it was measured: AVX-512."""
+    """Whether numpy's BLAS is OpenBLAS with one thread, and the CPU has AVX-512, for which this was measured."""
     built = np.show_config(mode="dicts")
     library = built["Build Dependencies"]["blas"]["name"] if isinstance(built, dict) else ""
     cpu = torch.backends.cpu.get_cpu_capability()
@@ -31,9 +31,9 @@ def available() -> bool:
 
 
 def openblas_threads() -> int:
-    """OpenBLAS's threads, as it reads them when numpy is imported."""
+    """The number of threads that OpenBLAS reads from the environment when numpy is imported."""
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
-        said = os.environ.get(name, "").split(",")[0]
-        if said.isdecimal() and int(said) > 0:
-            return int(said)
+        value = os.environ.get(name, "").split(",")[0]
+        if value.isdecimal() and int(value) > 0:
+            return int(value)
     return len(os.sched_getaffinity(0))

@@ -1,7 +1,7 @@
 """Dropout for the CPU: one draw of 64 random bits decides on four elements.
 
-torch draws a number for each element; with BERT's p = 0.1 that took a tenth of a training step on one thread. The
-numbers come of torch's own generator, so a checkpoint's random state holds for them too. GPUs keep torch's kernels.
+torch draws one number per element; with BERT's p = 0.1, this took a tenth of a training step on one thread. The random
+bits come from torch's own generator, so a checkpoint's random state covers them. GPUs use torch's kernels.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ WORD_BITS = 64
 
 
 def keep_mask(shape: torch.Size, p: float) -> torch.Tensor:
-    """int8 [shape]: 0 with probability `p`, rounded, else 1; by torch's default generator of the CPU."""
+    """int8 [shape]: 0 with probability `p` (rounded), else 1; drawn from torch's default CPU generator."""
     count = shape.numel()
     words = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2 ** (WORD_BITS - 1)), None)
     keep = torch.empty(shape, dtype=torch.bool)
-    # numpy's comparison of small integers takes a tenth of the time of torch's.
+    # numpy compares small integers ten times as fast as torch.
     np.greater_equal(words.view(torch.int16)[:count].numpy(), _dropped(p) - LEVELS // 2, out=keep.view(-1).numpy())
-    return keep.view(torch.int8)  # which torch multiplies faster than bool
+    return keep.view(torch.int8)  # torch multiplies int8 faster than bool
 
 
 def kept_scale(p: float) -> float:
-    """What is kept is multiplied by this: 1 / (1 - p), p rounded."""
+    """The factor of the kept elements: 1 / (1 - p), p rounded."""
     return LEVELS / (LEVELS - _dropped(p))
 
 
@@ -36,8 +36,8 @@ def _dropped(p: float) -> int:
     return min(round(p * LEVELS), LEVELS - 1)
 
 
-def serves(tensor: torch.Tensor) -> bool:
-    """Whether these functions take it: others are left to torch."""
+def supports(tensor: torch.Tensor) -> bool:
+    """Whether to use these functions; torch handles all other tensors."""
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
@@ -57,11 +57,11 @@ class _Dropout(torch.autograd.Function):
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout: the same interface, other random numbers for float32 on the CPU."""
+    """nn.Dropout with other random numbers for float32 on the CPU."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`input` with a share p of its elements zeroed and the others scaled up, in training; else `input`."""
-        if not (self.training and self.p and serves(input)):
+        """In training, zero a share p of the elements and scale up the others; otherwise return `input`."""
+        if not (self.training and self.p and supports(input)):
             return super().forward(input)
         result: torch.Tensor = _Dropout.apply(input, self.p)  # type: ignore[no-untyped-call]
         return result

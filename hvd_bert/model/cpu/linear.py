@@ -1,8 +1,8 @@
-"""Linear layers for the CPU by oneDNN, in fp32, forward and backward.
+"""Linear layers on the CPU with oneDNN, in fp32, forward and backward.
 
-torch gives fp32 matrix products to MKL, which leaves half of an AMD core's speed unused: on one thread of a Zen 5 it
-reached 77 to 106 GFLOP/s where oneDNN reached 179 to 218 (`benchmarks/cpu_kernels.py`). No precision is lost; the sums
-are only taken in another order.
+torch uses MKL for fp32 matrix products, which reaches only half the speed on AMD cores: on one thread of a Zen 5, 77 to
+106 GFLOP/s, where oneDNN reached 179 to 218 (`benchmarks/cpu_kernels.py`). The precision is the same; only the order
+of the sums differs.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch.autograd.function import once_differentiable
 
 
 def available() -> bool:
-    """Whether this torch and this CPU have the product that is faster: oneDNN's with AVX-512."""
+    """Whether torch and the CPU support the faster product: oneDNN's with AVX-512."""
     return (
         torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # not public; torch.compile's CPU back end lives on it
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # not public; torch.compile's CPU back end uses it
     )
 
 
 def keep_no_kernels() -> None:
-    """Have oneDNN, and torch's own layer over it, make their kernels anew for each product; to be called before any.
+    """Turn off the kernel caches of oneDNN and of torch's layer above it. Call this before the first product.
 
-    Every batch has another length, so that kernels for a shape are hardly used again. Kept, as they are by default,
-    they lie scattered over the heap and pin it: a rank grew to 11 GB in 280 steps. Making them anew costs about 1 %.
+    Every batch has a different length, so a cached kernel is rarely used again. Cached kernels fragment the heap: a
+    rank grew to 11 GB in 280 steps. Creating a kernel for each product costs about 1 %.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
@@ -42,7 +42,7 @@ def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 def _gradient_of_weight(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """gradient [N, out] transposed times rows [N, in]: [out, in]."""
-    if gradient.shape[1] > rows.shape[1]:  # torch copies the first of a product's views: let it be the narrower one
+    if gradient.shape[1] > rows.shape[1]:  # torch copies the first operand if it is a view: pass the narrower one
         return product(rows.t(), gradient.t()).t().contiguous()
     return product(gradient.t(), rows.t())
 
@@ -66,12 +66,12 @@ class _Linear(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """nn.Linear: the same interface and parameters, oneDNN's product for float32 on the CPU."""
+    """nn.Linear with oneDNN's product for float32 on the CPU; interface and parameters are the same."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input [..., in] -> [..., out]."""
-        of_this_kind = input.device.type == "cpu" and input.dtype == self.weight.dtype == torch.float32
-        if not of_this_kind or torch.is_autocast_enabled("cpu") or not input.numel() or not available():
+        supported = input.device.type == "cpu" and input.dtype == self.weight.dtype == torch.float32
+        if not supported or torch.is_autocast_enabled("cpu") or not input.numel() or not available():
             return super().forward(input)
         rows = input.reshape(-1, self.in_features)
         result: torch.Tensor = _Linear.apply(rows, self.weight, self.bias)  # type: ignore[no-untyped-call]

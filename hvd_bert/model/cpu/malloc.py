@@ -1,4 +1,4 @@
-"""Memory that is kept: else glibc returns big blocks to the system after each step, to be zeroed for the next."""
+"""Keeps freed memory in the process; by default, glibc returns large blocks to the system after each step."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import ctypes
 import os
 from collections.abc import Mapping
 
-# Of glibc's malloc.h.
+# Constants of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _GROW_BY = 256 << 20  # bytes
 
 
 def keep_memory(environ: Mapping[str, str] = os.environ) -> bool:
-    """Have malloc keep what is freed, for the next step; whether it does. For CPUs: GPUs have torch's own allocator.
+    """Make malloc keep freed memory for the next step; return whether it does. For CPUs only: torch manages GPU memory.
 
-    Left alone where the user has settings of their own (MALLOC_...), or another C library or allocator.
+    Nothing changes if the user has set MALLOC_... variables, or with another C library or allocator.
     """
     if any(name.startswith("MALLOC_") for name in environ) or "LD_PRELOAD" in environ:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    # No block of its own for a big tensor, nothing given back at the heap's end, and growth in large pieces.
+    # No separate mapping for a large tensor, no trimming of the heap, and growth in large pieces.
     settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, _GROW_BY))
     return all(mallopt(name, value) == 1 for name, value in settings)
