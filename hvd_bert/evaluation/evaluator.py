@@ -1,7 +1,7 @@
-"""Scoring: every rank answers its share of the questions, rank 0 puts them together and scores them.
+"""Evaluation on all ranks: each rank answers its share of the questions, rank 0 collects the answers and scores them.
 
-A question's windows stay on one rank, so each question is counted once whatever the world size, and no collective
-stands between the first batch and the last: ranks may have different numbers of batches, or none.
+All windows of a question stay on one rank, so each question is counted once for any world size. There is no
+collective between the first batch and the last, so ranks may have different numbers of batches, or none.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from hvd_bert.training.inputs import Inputs
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`metrics`: exact_match, f1, total, eval_loss, ... in percent, on every rank; `answers`: in the order of the
-    questions on rank 0, empty on the others; `seconds`: how long it took."""
+    """`metrics`: exact_match, f1, total, eval_loss, ... in percent, on every rank. `answers`: in the order of the
+    questions on rank 0, empty on the others. `seconds`: duration."""
 
     metrics: dict[str, float]
     answers: list[Answer]
@@ -43,7 +43,7 @@ class Evaluation:
 
 
 def span_options(data: DataArguments) -> SpanOptions:
-    """The part of the settings that says what counts as an answer."""
+    """The settings that define what counts as an answer."""
     return SpanOptions(**{field.name: getattr(data, field.name) for field in dataclasses.fields(SpanOptions)})
 
 
@@ -59,12 +59,13 @@ def window_logits(
     pad_to: int | None = None,
     show_progress: bool = False,
 ) -> Iterator[WindowLogits]:
-    """What `model` says of the rows `ids` of `windows`, in that order; appends each window's loss to `losses`.
+    """The logits of `model` for the rows `ids` of `windows`, in that order; appends each window's loss to `losses`.
 
-    `pad_to`: as `Collator` takes it.
+    `pad_to`: see `Collator`.
     """
     collate = Collator(windows, device, pad_to)
-    for first in tqdm(range(0, len(ids), batch_size), "Scoring", unit="batch", leave=False, disable=not show_progress):
+    firsts = range(0, len(ids), batch_size)
+    for first in tqdm(firsts, "Evaluating", unit="batch", leave=False, disable=not show_progress):
         batch_ids = ids[first : first + batch_size]
         batch = collate(batch_ids)
         with autocast(device, precision):
@@ -85,9 +86,9 @@ def window_logits(
 
 
 class Evaluator:
-    """Scores a model on the questions of `inputs.dev`, by the options in `config.data`.
+    """Evaluates a model on the questions of `inputs.dev` with the options in `config.data`.
 
-    `totals`: how often it was done, and the seconds that it took.
+    `totals`: number and total duration of the evaluations.
     """
 
     def __init__(self, inputs: Inputs, config: Config, world: World) -> None:
@@ -102,15 +103,15 @@ class Evaluator:
         self.totals = {"evaluations": 0, "evaluation_s": 0.0}
         question = self.windows.column("question")
         tokens = self.windows.lengths
-        costs = np.zeros(len(self.questions), dtype=np.int64)  # of all of a question's windows
+        costs = np.zeros(len(self.questions), dtype=np.int64)  # per question, over its windows
         np.add.at(costs, question, window_costs(tokens, crossover(inputs.model.config)))
-        self.shares = balanced_partition(costs, world.size)  # the questions of each rank
+        self.shares = balanced_partition(costs, world.size)  # questions per rank
         mine = np.flatnonzero(np.isin(question, self.shares[world.rank]))
-        # Windows of like length share a batch, the longest first: memory runs out at once or not at all.
+        # Windows of similar length share a batch, the longest first: if memory runs out, it does so at once.
         self.window_ids = mine[np.argsort(-tokens[mine], kind="stable")]
 
     def __call__(self, model: nn.Module) -> Evaluation:
-        """Answer and score. Called by all ranks; leaves the model in the mode it was in."""
+        """Answer and score. Call it on all ranks. The model's training mode is restored."""
         start = time.perf_counter()
         was_training = model.training
         model.eval()
@@ -129,7 +130,7 @@ class Evaluator:
         )
         # `question` becomes the index in this rank's own list.
         mine = (dataclasses.replace(window, question=int(np.searchsorted(share, window.question))) for window in logits)
-        with self.world.raise_on_all_ranks(status=EXIT_FAILURE):  # of weights that are no numbers, say
+        with self.world.raise_on_all_ranks(status=EXIT_FAILURE):  # for example of NaN weights
             answers = answers_of([self.questions[i] for i in share], mine, self.options)
         model.train(was_training)
         counts = torch.tensor([sum(losses), len(losses)], dtype=torch.float64)
@@ -149,7 +150,7 @@ class Evaluator:
 
     def _score(self, answers: list[Answer]) -> dict[str, float]:
         v2 = self.options.version_2_with_negative
-        # For v2.0's best thresholds the spans are needed also where "no answer" won at today's threshold.
+        # v2.0's best thresholds need all spans, also where "no answer" wins at the current threshold.
         texts = {answer.id: answer.best_span if v2 else answer.text for answer in answers}
         odds = {answer.id: answer.null_odds for answer in answers if answer.null_odds is not None} if v2 else None
         return score(self.questions, texts, odds, v2, self.options.null_score_diff_threshold)

@@ -1,13 +1,13 @@
-"""Logits to spans: the n best answers of every question, out of the logits of its windows.
+"""Logits to spans: the n best answers of each question from the logits of its windows.
 
-The rules and the file entries are those of `postprocess_qa_predictions` in transformers' run_qa example,
-with one difference: run_qa pairs the `n_best_size` highest starts of a window with its `n_best_size` highest
-ends, and so can miss a good span (a start outside the top 20 with a very fit end). Here every pair within
-`max_answer_length` is scored, as a banded (T, max_answer_length) matrix for T context tokens: the exact
-result, which run_qa's search approximates.
+Rules and file entries are those of `postprocess_qa_predictions` in transformers' run_qa example, with one
+difference: run_qa pairs the `n_best_size` highest starts of a window with its `n_best_size` highest ends, and
+can miss a good span (a start outside the top 20 with a very high end). Here every pair within
+`max_answer_length` is scored, as a banded (T, max_answer_length) matrix for T context tokens. The result is
+exact; run_qa's search approximates it.
 
-Equal scores are ordered by the earliest span, then by the shortest, so that the order of the windows and the
-number of ranks that share the questions change nothing. Needs numpy only.
+Ties go to the earliest span, then to the shortest, so that the result does not depend on the order of the
+windows or the number of ranks. Needs numpy only.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ IntArray = npt.NDArray[np.integer[Any]]
 FloatArray = npt.NDArray[np.float32]
 Entry = dict[str, float | str]
 
-# The null odds where there is no span to compare with: above any threshold and, unlike infinity, valid JSON.
+# The null odds if there is no span to compare with: above any threshold and, unlike infinity, valid JSON.
 CERTAINLY_NO_ANSWER = sys.float_info.max
 
 
 @dataclass(frozen=True)
 class SpanOptions:
-    """What counts as an answer, with run_qa's names and defaults. Raises UserError for sizes below 1."""
+    """Defines what counts as an answer, with run_qa's names and defaults. Raises UserError for sizes below 1."""
 
     n_best_size: int = 20
     max_answer_length: int = 30  # in tokens
     version_2_with_negative: bool = False
-    null_score_diff_threshold: float = 0.0  # "" wins if the null odds are above this
+    null_score_diff_threshold: float = 0.0  # the answer is "" if the null odds are above this
 
     def __post_init__(self) -> None:
         for name in ("n_best_size", "max_answer_length"):
@@ -48,31 +48,31 @@ class SpanOptions:
 
 @dataclass(frozen=True, slots=True)
 class WindowLogits:
-    """One window, [CLS] question [SEP] context piece [SEP] without padding, and what the model said about it.
+    """One window, [CLS] question [SEP] context piece [SEP] without padding, and its logits.
 
-    T is the number of context tokens; the window has `context_start + T + 1` tokens in all.
+    T is the number of context tokens; the window has `context_start + T + 1` tokens in total.
     """
 
-    question: int  # index into the questions handed to `answers_of`: a rank's own, if they are shared out
+    question: int  # index into the questions passed to `answers_of`, which may be one rank's share
     context_start: int  # index of the first context token
     char_starts: IntArray  # (T,) first character of each context token, in the question's context
-    char_ends: IntArray  # (T,) one past its last character
+    char_ends: IntArray  # (T,) index after its last character
     start_logits: FloatArray  # (context_start + T + 1,)
     end_logits: FloatArray  # (context_start + T + 1,)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one question and its rivals."""
+    """The answer to one question, and the n best candidates."""
 
     id: str
     text: str  # "": no answer
     nbest: list[Entry]  # best first: text, start_logit, end_logit, probability (sums to 1)
-    null_odds: float | None  # v2: the score of "no answer" minus the best span's; "" wins above the threshold
+    null_odds: float | None  # v2: score of "no answer" minus that of the best span
 
     @property
     def best_span(self) -> str:
-        """The best answer that is not empty, whatever "no answer" scores; "" if there is no span at all."""
+        """The best answer that is not empty, whatever "no answer" scores; "" if there is no span."""
         return next((str(entry["text"]) for entry in self.nbest if entry["text"]), "")
 
 
@@ -90,7 +90,7 @@ class _Spans:
         return len(self.score)
 
     def best(self, count: int) -> _Spans:
-        """The `count` best, best first. The last key only parts equals: the same span seen in two windows."""
+        """The `count` best, best first. The last sort key only orders duplicates: one span in two windows."""
         order = np.lexsort((-self.start_logit, self.char_end, self.char_start, -self.score))[:count]
         return _Spans(*(column[order] for column in self._columns()))
 
@@ -107,24 +107,23 @@ class _Spans:
 
 
 def answers_of(questions: Sequence[Question], windows: Iterable[WindowLogits], options: SpanOptions) -> list[Answer]:
-    """One answer per question, in the order of `questions`; the windows may come in any order.
+    """One answer per question, in the order of `questions`; the windows may be in any order.
 
-    A candidate is a start and an end in the context of one window, end >= start, at most `max_answer_length`
-    tokens; its score is the sum of the two logits. The `n_best_size` best over all windows of a question are
-    kept, and two windows or two spans that give the same text stay two entries, as in run_qa.
+    A candidate is a start and an end in the context of one window, with end >= start and at most
+    `max_answer_length` tokens; its score is the sum of the two logits. The `n_best_size` best over all windows
+    of a question are kept. Equal texts from two windows or two spans stay two entries, as in run_qa.
 
-    v1.1: the best candidate is the answer. v2.0: the null score is the least start[CLS] + end[CLS] over the
-    windows; its entry (text "") stands among the n best at its score, or last if it is too low. The best
-    span is added if there was no room for it, so both are always there. A question without a single
-    candidate (no context token in any window, or no window) gets the answer "" with probability 1, where
-    run_qa puts the word "empty".
+    v1.1: the best candidate is the answer. v2.0: the null score is the minimum of start[CLS] + end[CLS] over the
+    windows. Its entry (text "") is among the n best by its score, or last if its score is too low. The best span
+    is always included, too. A question without a candidate (no context token in any window, or no window) gets
+    the answer "" with probability 1; run_qa gives the word "empty".
 
-    Raises UserError if a logit is not finite, ValueError if a window's arrays do not fit each other.
+    Raises UserError if a logit is not finite, ValueError if the arrays of a window do not match.
     """
     by_question: list[list[WindowLogits]] = [[] for _ in questions]
     for window in windows:
         if not 0 <= window.question < len(by_question):
-            raise ValueError(f"a window of question {window.question}, but there are {len(by_question)}")
+            raise ValueError(f"a window of question {window.question}, but there are {len(by_question)} questions")
         by_question[window.question].append(window)
     return [_answer(q, group, options) for q, group in zip(questions, by_question, strict=True)]
 
@@ -148,7 +147,7 @@ def _answer(question: Question, windows: Sequence[WindowLogits], options: SpanOp
         null_odds = null_score - float(scores[0])
         if null_odds > options.null_score_diff_threshold:
             text = ""
-        # Equal scores: the span comes first. The worst span makes room, but not the only one.
+        # On equal scores, the span comes first. The null entry replaces the worst span, but not the only one.
         rank = int(np.count_nonzero(scores >= null_score))
         kept = max(1, options.n_best_size - 1) if rank < options.n_best_size else options.n_best_size
         entries, scores = entries[:kept], scores[:kept]
@@ -162,18 +161,18 @@ def _answer(question: Question, windows: Sequence[WindowLogits], options: SpanOp
 
 
 def _best_of_window(window: WindowLogits, options: SpanOptions) -> _Spans:
-    """The candidates of a window that may be among the n best of its question, in no order; T >= 1.
+    """The candidates of a window that may be among the n best of its question, unordered; T >= 1.
 
-    All that tie with the n-th best are kept: which of them counts is known only over all the windows.
+    All ties with the n-th best are kept, since only the comparison of all windows can break them.
     """
     num_tokens = len(window.char_starts)
     context = slice(window.context_start, window.context_start + num_tokens)
     starts, ends = window.start_logits[context], window.end_logits[context]
     without_text = window.char_ends <= window.char_starts
-    if without_text.any():  # from no BERT tokenizer known; alone they would be the answer ""
+    if without_text.any():  # not from any known BERT tokenizer; they would give the answer ""
         starts, ends = (np.where(without_text, np.float32(-np.inf), side) for side in (starts, ends))
 
-    # scores[s, k] = start s, end s + k; the ends past the context are -inf.
+    # scores[s, k]: start s, end s + k; ends after the context are -inf.
     length = min(options.max_answer_length, num_tokens)
     padded_ends = np.concatenate((ends, np.full(length - 1, -np.inf, dtype=np.float32)))
     scores = (starts[:, None] + np.lib.stride_tricks.sliding_window_view(padded_ends, length)).ravel()
@@ -196,7 +195,7 @@ def _no_candidate(question: Question, windows: Sequence[WindowLogits], options: 
 
 
 def _null(windows: Sequence[WindowLogits]) -> tuple[float, float, float]:
-    """Score, start logit and end logit of "no answer": the window that is least sure of it, as in run_qa."""
+    """Score, start logit and end logit of "no answer": the minimum over the windows, as in run_qa."""
     return min(
         (float(w.start_logits[0] + w.end_logits[0]), float(w.start_logits[0]), float(w.end_logits[0])) for w in windows
     )
@@ -217,5 +216,5 @@ def _check(window: WindowLogits, question_id: str) -> None:
         if not np.isfinite(logits).all():
             raise UserError(
                 f"question {question_id}: the model's {name} logits are not finite (NaN or infinite). "
-                "Its weights are damaged or its training diverged: try a lower learning rate, or not fp16"
+                "Its weights are damaged or its training diverged. Try a lower learning rate, or train without --fp16."
             )

@@ -1,13 +1,14 @@
-"""Spans to numbers: exact match and F1 as the official SQuAD scripts compute them, for v1.1 and v2.0.
+"""Spans to metrics: exact match and F1 as the official SQuAD scripts compute them, for v1.1 and v2.0.
 
-Both scripts compare texts in lower case without ASCII punctuation, without the words a, an and the, and with
-single spaces, and take the best over a question's gold answers. They differ where nothing is left of a text:
-- v1.1 gives F1 0 to two texts without a word (their exact match is 1, so F1 can be below exact match);
-- v2.0 gives F1 1 if neither has a word, 0 if one has none; gold answers without a word are passed over, and
-  if none is left, as for a question without an answer, only a prediction without a word is right.
+Both scripts compare texts in lower case, without ASCII punctuation, without the words a, an and the, and with
+single spaces. They take the best value over a question's gold answers. They differ for texts that have no words
+after this normalization:
+- v1.1: two texts without words have F1 0 but exact match 1, so F1 can be below exact match.
+- v2.0: F1 is 1 if both texts have no words, 0 if one of them has none. Gold answers without words are ignored.
+  If none is left, as for a question without an answer, only a prediction without words is right.
 
-Sources: evaluate-v1.1.py (Rajpurkar et al. 2016) and evaluate-v2.0.py (Rajpurkar et al. 2018). The tests
-compare with those scripts themselves.
+Sources: evaluate-v1.1.py (Rajpurkar et al. 2016) and evaluate-v2.0.py (Rajpurkar et al. 2018). The tests compare
+with these scripts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _PUNCTUATION = dict.fromkeys(map(ord, string.punctuation))
 
 
 def normalise(text: str) -> str:
-    """Lower case, no ASCII punctuation, no articles, single spaces: the form in which texts are compared."""
+    """Lower case, no ASCII punctuation, no articles, single spaces: texts are compared in this form."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -36,28 +37,27 @@ def score(
     version_2_with_negative: bool = False,
     null_score_diff_threshold: float = 0.0,
 ) -> dict[str, float]:
-    """The official scores in percent; `predictions` and `null_odds` map question ids to texts and to odds.
+    """The official metrics in percent; `predictions` and `null_odds` map question ids to texts and odds.
 
     v1.1: exact_match, f1, total (the number of questions).
 
-    v2.0: the same three, where `exact_match` is what evaluate-v2.0.py calls `exact`, so that both versions
-    share the names of their main scores; HasAns_exact, HasAns_f1, HasAns_total, NoAns_exact, NoAns_f1 and
-    NoAns_total, left out if there is no such question. With `null_odds`, which stand where that script has
-    the probability of "no answer" (--na-prob-file), also best_exact, best_exact_thresh, best_f1 and
-    best_f1_thresh: the highest scores that any threshold on the odds would give, and those thresholds.
-    Questions whose odds are above `null_score_diff_threshold` (--na-prob-thresh) count as answered with "",
-    which changes nothing for the answers of `hvd_bert.evaluation.postprocess`: their texts are empty there already.
+    v2.0: the same three; `exact_match` is `exact` of evaluate-v2.0.py, so that both versions share the names of
+    their main metrics. Also HasAns_exact, HasAns_f1, HasAns_total, NoAns_exact, NoAns_f1 and NoAns_total, omitted
+    if there is no such question. With `null_odds`, which replace that script's probability of "no answer"
+    (--na-prob-file), also best_exact, best_exact_thresh, best_f1 and best_f1_thresh: the highest values that any
+    threshold on the odds gives, and those thresholds. Questions with odds above `null_score_diff_threshold`
+    (--na-prob-thresh) count as answered with "". The answers of `hvd_bert.evaluation.postprocess` already have
+    empty texts there.
 
-    The best thresholds can only turn given texts into "", never find a text where "" was predicted. To have
-    them true on both sides of the threshold, predict `Answer.best_span` for every question: the other scores
-    are the same.
+    A threshold can turn a given text into "", but cannot restore the text if "" was predicted. For exact best
+    thresholds, predict `Answer.best_span` for every question; the other metrics do not change.
 
     Raises UserError if a question has no prediction or no odds, if there are no questions, or if a v1.1
-    question has no gold answer. Entries for other ids are ignored. Equal odds are taken in the order of
+    question has no gold answer. Entries for other ids are ignored. Equal odds are processed in the order of
     `questions`.
     """
     if not questions:
-        raise UserError("there are no questions to score")
+        raise UserError("there are no questions to evaluate")
     _demand_all(questions, predictions, "prediction")
     if not version_2_with_negative:
         return _score_v1(questions, predictions)
@@ -71,8 +71,8 @@ def _score_v1(questions: Sequence[Question], predictions: Mapping[str, str]) -> 
     for question in questions:
         if not question.answer_texts:
             raise UserError(
-                f"question {question.id} has no answer, which SQuAD v1.1 does not allow: "
-                "for data with unanswerable questions (v2.0) use --version_2_with_negative"
+                f"question {question.id} has no answer, which SQuAD v1.1 does not allow. "
+                "For data with unanswerable questions (v2.0), use --version_2_with_negative."
             )
         prediction = normalise(predictions[question.id])
         golds = [normalise(text) for text in question.answer_texts]
@@ -115,7 +115,7 @@ def _scores_v2(question: Question, prediction: str) -> tuple[float, float]:
 
 
 def _word_f1(gold: str, prediction: str) -> float:
-    """Harmonic mean of precision and recall over the words of two normalised texts; 0 if they share none."""
+    """Harmonic mean of precision and recall over the words of two normalized texts; 0 if they share none."""
     gold_words, predicted_words = gold.split(), prediction.split()
     num_same = sum((Counter(gold_words) & Counter(predicted_words)).values())
     if not num_same:
@@ -127,8 +127,8 @@ def _word_f1(gold: str, prediction: str) -> float:
 def _means_v2(exact: Sequence[float], f1: Sequence[float], has_answer: Sequence[bool]) -> dict[str, float]:
     total = len(has_answer)
     result = {"exact_match": 100.0 * sum(exact) / total, "f1": 100.0 * sum(f1) / total, "total": total}
-    for prefix, wanted in (("HasAns", True), ("NoAns", False)):
-        members = [i for i, has in enumerate(has_answer) if has is wanted]
+    for prefix, answerable in (("HasAns", True), ("NoAns", False)):
+        members = [i for i, has in enumerate(has_answer) if has is answerable]
         if members:
             result[f"{prefix}_exact"] = 100.0 * sum(exact[i] for i in members) / len(members)
             result[f"{prefix}_f1"] = 100.0 * sum(f1[i] for i in members) / len(members)
@@ -139,11 +139,11 @@ def _means_v2(exact: Sequence[float], f1: Sequence[float], has_answer: Sequence[
 def _best_threshold(
     scores: Sequence[float], odds: Sequence[float], has_answer: Sequence[bool], empty: Sequence[bool]
 ) -> tuple[float, float]:
-    """The highest mean score in percent over the thresholds, and its threshold.
+    """The highest mean score in percent over all thresholds, and its threshold.
 
-    As in the official script: at first every question counts as unanswered, at threshold 0.0; then one after
-    the other, by rising odds, gets its prediction. A text where there is no answer costs the point it had
-    for "".
+    As in the official script, every question first counts as unanswered, at threshold 0.0. Then the predictions
+    are added one by one, in the order of rising odds. A text for an unanswerable question loses the point that ""
+    had.
     """
     current = best = float(has_answer.count(False))
     best_threshold = 0.0

@@ -1,1 +1,1 @@
-"""The command that answers questions: `__main__.py` reads the command line, `answering.py` does the rest."""
+"""The command `predict`: `__main__.py` reads the command line, `answering.py` answers the questions."""

@@ -15,7 +15,7 @@ from hvd_bert.startup import collector_paused
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command. Returns the exit status."""
+    """Run the command. Returns the exit status."""
     flags = make_parser().parse_args(argv)
     with collector_paused():
         from hvd_bert.predict import answering
@@ -23,12 +23,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Of the command's flags."""
+    """The parser of the command's flags."""
     parser = argparse.ArgumentParser(
         prog="python -m hvd_bert.predict", description="Answer questions about a passage with a trained model."
     )
     parser.add_argument("model", metavar="MODEL", help="Output folder of a training, or a hub name.")
-    parser.add_argument("--context", metavar="TEXT", help="Passage that holds the answer. (default: none)")
+    parser.add_argument("--context", metavar="TEXT", help="Passage that contains the answer. (default: none)")
     parser.add_argument("--question", metavar="TEXT", help="Question about the passage. (default: none)")
     parser.add_argument(
         "--questions_file",

@@ -1,4 +1,4 @@
-"""Answers questions with a trained model, on one process."""
+"""Answers questions with a trained model, in one process."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ BATCH_SIZE = 8
 def predict(
     model_name: str, questions: Sequence[Question], options: SpanOptions, max_seq_length: int | None = None
 ) -> list[Answer]:
-    """The answers of the model in a folder (or of the hub) to `questions`, on the first GPU or else the CPU.
+    """Answer `questions` with the model from a folder or the hub, on the first GPU or else the CPU.
 
-    `max_seq_length`: longest window in tokens; None: the model's most, up to run_qa's 384.
+    `max_seq_length`: maximum window length in tokens; None: the model's maximum, but at most run_qa's 384.
     """
     args = ModelArguments(model_name_or_path=model_name)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -37,16 +37,16 @@ def predict(
     model = load_model(args, tokenizer, max_seq_length or 1, seed=0).eval()
     model.to(device=device)
     length = max_seq_length or min(384, model.config.max_position_embeddings)
-    cut = windows.WindowOptions(length, doc_stride=length // 3)
+    window_options = windows.WindowOptions(length, doc_stride=length // 3)
     with tempfile.TemporaryDirectory() as cache:
         source = squad.from_questions("the questions", questions)
-        table = windows.prepare(source, tokenizer, cut, cache_dir=cache)
+        table = windows.prepare(source, tokenizer, window_options, cache_dir=cache)
         logits = window_logits(model, table, np.arange(len(table)), device, BATCH_SIZE, "fp32", [])
         return answers_of(questions, logits, options)
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Answer, and print the answers. Returns the exit status."""
+    """Answer the questions and print the answers. Returns the exit status."""
     try:
         _take_trained_settings(flags)
         questions = _questions(flags)
@@ -60,7 +60,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _take_trained_settings(flags: argparse.Namespace) -> None:
-    """Let the model's own training say what the flags leave open."""
+    """Take settings that the flags leave open from the model's training."""
     record = Path(flags.model) / "train_config.yaml"
     if record.is_file():
         trained = load_yaml(str(record))

@@ -1,4 +1,4 @@
-"""A report as blocks of text, tables and pictures, which become Markdown, one HTML page, and lines for a terminal."""
+"""A report as blocks of text, tables and plots, rendered as Markdown, as one HTML page or for a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DASH = "-"
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph; `level` 1 or 2: a heading."""
+    """A paragraph, or a heading if `level` is 1 or 2."""
 
     text: str
     level: int = 0
@@ -25,21 +25,21 @@ class Text:
 
 @dataclass(frozen=True)
 class Listing:
-    """Points."""
+    """A bulleted list."""
 
     items: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A table; the first `words` columns hold words, the others numbers."""
+    """A table. The first `words` columns are text, the others numbers."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     words: int = 1
 
     def for_terminal(self) -> str:
-        """In columns, numbers to the right."""
+        """The table as text, with numbers aligned to the right."""
         cells = [self.head, *self.rows]
         widths = [max(len(row[column]) for row in cells) for column in range(len(self.head))]
         aligned = [
@@ -51,7 +51,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG; `alt` says what it shows."""
+    """A PNG; `alt` describes it."""
 
     name: str
     png: bytes
@@ -59,7 +59,7 @@ class Picture:
 
     @property
     def data_uri(self) -> str:
-        """For a page that needs no other file."""
+        """The picture as a data URI, so that the page needs no other file."""
         return "data:image/png;base64," + base64.b64encode(self.png).decode("ascii")
 
 
@@ -68,7 +68,7 @@ Block = Text | Listing | Grid | Picture
 
 @dataclass
 class Page:
-    """Blocks, in order."""
+    """A title and blocks, in order."""
 
     title: str
     blocks: list[Block] = field(default_factory=list)
@@ -79,15 +79,15 @@ class Page:
 
     @property
     def pictures(self) -> list[Picture]:
-        """All of them."""
+        """All pictures of the page."""
         return [block for block in self.blocks if isinstance(block, Picture)]
 
     def as_markdown(self) -> str:
-        """The pictures are files beside it."""
+        """The page as Markdown; its pictures are files next to it."""
         return "\n\n".join([f"# {_escaped(self.title)}", *map(_markdown, self.blocks)]) + "\n"
 
     def as_html(self) -> str:
-        """One file, which asks for no other."""
+        """The page as one self-contained HTML file."""
         template = resources.files("hvd_bert.rendering").joinpath("page.html").read_text(encoding="utf-8")
         environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
         blocks = [(type(block).__name__, block) for block in self.blocks]
@@ -107,7 +107,7 @@ def _markdown(block: Block) -> str:
 
 
 def _escaped(text: str) -> str:
-    """What names of files and devices may hold, and Markdown would take for its own."""
+    """Escape Markdown's and HTML's special characters, for example in names of files and devices."""
     escaped = html.escape(" ".join(text.split()), quote=False)
     for mark in "\\`*_|[]":
         escaped = escaped.replace(mark, "\\" + mark)

@@ -1,4 +1,4 @@
-"""How pictures look; importing it makes matplotlib draw without a display."""
+"""The style of plots. Importing this module makes matplotlib draw without a display."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 
-# Okabe and Ito's colours (2008), which people with any colour vision tell apart.
+# Palette of Okabe and Ito (2008), distinguishable with any color vision.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 STYLE: Any = {
     "font.size": 10,

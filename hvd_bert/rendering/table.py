@@ -1,4 +1,4 @@
-"""A table as text, for a terminal."""
+"""Text tables for a terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def table(rows: Sequence[Sequence[object]]) -> str:
-    """Rows of cells, the first being the heads, in columns."""
+    """Align rows of cells in columns; the first row is the header."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)

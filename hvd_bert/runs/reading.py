@@ -1,4 +1,4 @@
-"""Runs read from the folders that training left, and checked: what is damaged is left out, with the reason."""
+"""Reads runs from their output folders and checks them; unusable runs are left out, with the reason."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hvd_bert.runs.run import LeftOut, Row, Run
 
 RESULTS, METRICS, SETTINGS, SCORES = "train_results.json", "metrics.jsonl", "train_config.yaml", "eval_results.json"
 EVALUATED_ONLY = "eval_config.yaml"
-SWEEP = "sweep.json"  # what `python -m hvd_bert.bench sweep` leaves above its runs
-# Of the record `work`: what repeats may differ in; what shows in the number of steps; what tells ways of sending the
-# same gradients from each other, and so belongs to the strategy.
+SWEEP = "sweep.json"  # `python -m hvd_bert.bench sweep` writes it to the folder above its runs
+# Keys of the record `work` that are not compared: those that differ between repeats, those that the number of steps
+# covers, and those of the strategy, which only change how the same gradients are sent.
 REPEATED = ("--seed",)
 IN_STEPS = ("--num_train_epochs", "--max_steps")
 OF_THE_STRATEGY = ("--fp16_allreduce", "--gradient_predivide_factor")
@@ -29,18 +29,21 @@ PHASES = ("data", "compute", "exposed_comm", "optimizer", "checkpoint", "other")
 
 
 class Unusable(Exception):
-    """Why a run cannot be part of a report."""
+    """A run cannot be part of a report; the message is the reason."""
 
 
 def find(paths: Sequence[Path]) -> list[Path]:
-    """The run folders among `paths` and below them, each once. Raises UserError where there are none."""
+    """The run folders among `paths` and below them, without duplicates. Raises UserError if there are none."""
     found: dict[Path, Path] = {}
     for path in paths:
         if not path.is_dir():
-            raise UserError(f"{path} is no folder: name output folders of `python -m hvd_bert.train`.")
+            raise UserError(f"{path} is not a folder. Name output folders of `python -m hvd_bert.train`.")
         below = sorted(_below(path))
         if not below:
-            raise UserError(f"{path} holds no run: neither it nor a folder below it has a {RESULTS} or a {SETTINGS}.")
+            raise UserError(
+                f"{path} contains no run: there is no {RESULTS} or {SETTINGS} in it or in a folder below it."
+                " Name output folders of `python -m hvd_bert.train`."
+            )
         for folder in below:
             found.setdefault(folder.resolve(), folder)
     return list(found.values())
@@ -49,12 +52,12 @@ def find(paths: Sequence[Path]) -> list[Path]:
 def _below(path: Path) -> Iterable[Path]:
     for folder, subfolders, files in os.walk(path):
         if {RESULTS, SETTINGS, METRICS, EVALUATED_ONLY} & set(files):
-            subfolders.clear()  # checkpoints and the like are the run's own
+            subfolders.clear()  # checkpoints and other subfolders belong to the run
             yield Path(folder)
 
 
 def read_all(folders: Sequence[Path], unrun: Mapping[Path, LeftOut] | None = None) -> tuple[list[Run], list[LeftOut]]:
-    """The runs in `folders`, and those that cannot be used; `unrun`: those of which a sweep knows why."""
+    """The usable runs in `folders`, and those left out; `unrun`: runs for which a sweep recorded the reason."""
     runs, left_out = [], list(dict.fromkeys((unrun or {}).values()))
     for folder in folders:
         if unrun and folder in unrun:
@@ -67,7 +70,7 @@ def read_all(folders: Sequence[Path], unrun: Mapping[Path, LeftOut] | None = Non
 
 
 def unrun(paths: Sequence[Path]) -> dict[Path, LeftOut]:
-    """The runs that a sweep in or below `paths` skipped, or that failed in it: their folders, there or not, and why."""
+    """Runs that a sweep in or below `paths` skipped or that failed: folder (it may not exist) -> run and reason."""
     found: dict[Path, LeftOut] = {}
     for path in paths:
         for folder, subfolders, files in os.walk(path):
@@ -96,14 +99,14 @@ def _unrun_of(folder: Path) -> dict[Path, LeftOut]:
 
 
 def read(folder: Path) -> Run:
-    """The run in a folder. Raises Unusable."""
+    """Read the run in a folder. Raises Unusable."""
     if not (folder / RESULTS).exists():
         trained = (folder / SETTINGS).exists() or (folder / METRICS).exists()
-        raise Unusable(f"not finished: it has no {RESULTS}" if trained else "nothing was trained, only scored")
+        raise Unusable(f"not finished: it has no {RESULTS}" if trained else "evaluated only, not trained")
     results = _Record(RESULTS, _load(folder / RESULTS))
     work = results.mapping("work")
     if not work:
-        raise Unusable(f"its {RESULTS} does not say what work was done (no `work`): it is of an older version")
+        raise Unusable(f"its {RESULTS} has no `work`: it was written by an older version")
     ranks = results.count("world_size")
     processes = _processes(results)
     scores = _Record(SCORES, _load(folder / SCORES)) if (folder / SCORES).exists() else None
@@ -147,37 +150,37 @@ def read(folder: Path) -> Run:
 
 
 class _Record:
-    """A JSON object of a run, whose values are what they should be or make the run unusable."""
+    """A JSON object of a run; reading a value of the wrong type or range raises Unusable."""
 
     def __init__(self, file: str, values: Any) -> None:
         if not isinstance(values, dict):
-            raise Unusable(f"{file} is damaged: no JSON object")
+            raise Unusable(f"{file} is damaged: not a JSON object")
         self.file, self.values = file, values
 
     def number(self, key: str) -> float:
         """A finite number."""
         value = self.values.get(key)
-        # Compared, since a whole number may be too large for a float.
+        # A comparison instead of math.isfinite, since a whole number may be too large for a float.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not -LARGEST < value < LARGEST:
             raise Unusable(f"{self.file} is damaged: {key} is {str(value)[:50]}, not a number")
         return float(value)
 
     def count(self, key: str, minimum: int = 1) -> int:
-        """A whole number."""
+        """A whole number of at least `minimum`."""
         value = self.number(key)
         if value != int(value) or value < minimum:
             raise Unusable(f"{self.file} is damaged: {key} is {value:g}")
         return int(value)
 
     def sequence(self, key: str) -> list[Any]:
-        """A list; empty where there is none."""
+        """A list; empty if it is missing."""
         value = self.values.get(key)
         return value if isinstance(value, list) else []
 
     def mapping(self, key: str) -> dict[str, str]:
-        """An object's values as text; empty where there is none."""
+        """An object's values as text; empty if it is missing."""
         value = self.values.get(key)
-        return {str(name): str(held) for name, held in value.items()} if isinstance(value, dict) else {}
+        return {str(name): str(item) for name, item in value.items()} if isinstance(value, dict) else {}
 
 
 def _load(path: Path) -> Any:
@@ -186,11 +189,11 @@ def _load(path: Path) -> Any:
     except OSError as error:
         raise Unusable(f"{path.name} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError):
-        raise Unusable(f"{path.name} is damaged: no JSON") from None
+        raise Unusable(f"{path.name} is damaged: not valid JSON") from None
 
 
 def _rows(path: Path) -> tuple[Row, ...]:
-    """The lines of the steps: at least two, each of a later step than the one before. Raises Unusable."""
+    """The lines of the steps: at least two, in increasing order of steps. Raises Unusable."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -201,7 +204,7 @@ def _rows(path: Path) -> tuple[Row, ...]:
         try:
             record = _Record(where, json.loads(line))
         except (ValueError, RecursionError):
-            raise Unusable(f"{where} is damaged: no JSON") from None
+            raise Unusable(f"{where} is damaged: not valid JSON") from None
         if any(key.startswith("eval_") for key in record.values):
             continue
         numbers = {key: record.number(key) for key in ("loss", "windows_per_s", "step_s")}
@@ -213,15 +216,15 @@ def _rows(path: Path) -> tuple[Row, ...]:
             raise Unusable(f"{where} is damaged: a step took {row.step_s:g} s, at {row.windows_per_s:g} windows/s")
         rows.append(row)
     if len(rows) < 2:
-        raise Unusable(f"{path.name} has {len(rows)} line(s) of steps, and the first is warm-up: lower --logging_steps")
+        raise Unusable(f"{path.name} has {len(rows)} line(s) of steps, but the first is warm-up: lower --logging_steps")
     return tuple(rows)
 
 
 def _processes(results: _Record) -> list[dict[str, float]]:
-    """What each rank's process took, as far as it is recorded."""
+    """Time and memory of each rank's process, as far as recorded."""
     processes = []
-    for held in results.sequence("processes"):
-        record = _Record(f"{RESULTS}, processes,", held)
+    for item in results.sequence("processes"):
+        record = _Record(f"{RESULTS}, processes,", item)
         keys = ("real_s", "user_s", "system_s", "memory_peak_bytes")
         processes.append({key: record.number(key) for key in keys if record.values.get(key) is not None})
     return processes
@@ -233,7 +236,7 @@ def _median(processes: Sequence[Mapping[str, float]], key: str) -> float | None:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """The run's flags; empty where their record is missing or damaged: nothing that is compared depends on them."""
+    """The run's flags; empty if their file is missing or damaged, since no comparison depends on them."""
     try:
         settings = yaml.safe_load((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
@@ -242,15 +245,15 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _passes(settings: Mapping[str, Any], windows: float) -> int:
-    """Forward and backward passes of a rank that takes `windows` in a step."""
+    """Micro-batches per step of a rank that takes `windows` per step."""
     batch = settings.get("per_device_train_batch_size")
     return math.ceil(windows / batch) if isinstance(batch, int) and batch > 0 else 1
 
 
 def _parameters(folder: Path, work: Mapping[str, str]) -> tuple[int | None, int]:
-    """How many weights the model has, and how many of them are of embeddings, whose gradients come last.
+    """The number of weights, and of those in embeddings, whose gradients come last.
 
-    From the saved model; without one, as the record of the work says it.
+    From the saved model; without one, from the record `work`.
     """
     try:
         with safe_open(folder / "model.safetensors", framework="numpy") as file:

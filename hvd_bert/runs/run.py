@@ -1,4 +1,4 @@
-"""A finished training as a report needs it, and what its figures come from."""
+"""A finished run, and the figures that reports derive from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """A line of metrics.jsonl: mean loss since the line before, windows/s, seconds per step and of each phase of it."""
+    """A line of metrics.jsonl: mean loss since the previous line, windows/s, seconds per step and per phase of it."""
 
     step: int
     loss: float
@@ -21,12 +21,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished training. `windows_per_s`, `phases`: of the steady state, which is every line after the first.
+    """A finished run; None: not recorded. The steady state is every line after the first.
 
-    `phases`: seconds per step of each phase that was measured. `devices`: GPUs, or ranks on CPUs. `work`: what must be
-    equal for two runs to have done the same; `variant`: how the strategy was set. `real_s`, ...: medians over the
-    ranks of the whole process; `memory_bytes`: the most that a rank held. `passes`: forward and backward passes of a
-    step; `parameters`: of the model, `late_parameters` those of its embeddings. None: not recorded.
+    `devices`: GPUs, or ranks on CPUs. `work`: settings, model and data; equal if two runs did the same work.
+    `variant`: settings of the strategy. `real_s`, `user_s`, `system_s`: of the whole process, medians over the ranks.
+    `memory_bytes`: the maximum over the ranks. `passes`: micro-batches per step. `parameters`: of the model;
+    `late_parameters`: of its embeddings.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def steady(self) -> list[tuple[int, Row]]:
-        """The lines after the first, each with the number of steps that it sums up."""
+        """The lines after the first, each with the number of steps that it covers."""
         return [(row.step - before.step, row) for before, row in itertools.pairwise(self.rows)]
 
     @property
@@ -70,16 +70,16 @@ class Run:
 
     @property
     def windows_per_s(self) -> float:
-        """Windows of the steady state over its seconds."""
+        """Windows per second in the steady state."""
         return sum(row.windows_per_s * steps * row.step_s for steps, row in self.steady) / self.steady_s
 
     @property
     def step_s(self) -> float:
-        """Seconds per step of the steady state."""
+        """Seconds per step in the steady state."""
         return self.steady_s / sum(steps for steps, _ in self.steady)
 
     def phase_s(self, phase: str) -> float | None:
-        """Seconds per step of the steady state in `phase`; None where it was not measured throughout."""
+        """Seconds per step in `phase` in the steady state; None if any line lacks it."""
         if not all(phase in row.phases for _, row in self.steady):
             return None
         total = sum(steps for steps, _ in self.steady)
@@ -87,7 +87,7 @@ class Run:
 
     @property
     def exposed_share(self) -> float | None:
-        """Exposed communication over the step."""
+        """Share of exposed communication in the step time."""
         exposed = self.phase_s("exposed_comm")
         return None if exposed is None else exposed / self.step_s
 
@@ -99,7 +99,7 @@ class Run:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A run, or a row of a table, that gives no speed-up, and why."""
+    """A run, or a row of a table, without a speed-up, and the reason."""
 
     name: str
     reason: str

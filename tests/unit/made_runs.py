@@ -1,4 +1,4 @@
-"""Run folders as a training leaves them, with figures that are chosen."""
+"""Makes run folders like those of a training, with given figures."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def make_run(
     exposed_comm_s: float | None = 0.0,
     **results: Any,
 ) -> Path:
-    """`batch`: the global one. The first step is slow; then all steps take batch / `windows_per_s` seconds.
+    """`batch`: the global batch. The first step is slow; the others take batch / `windows_per_s` seconds each.
 
-    Every step's loss is on a line from `loss` (step 1) to `last_loss` (the last); a line of metrics.jsonl every `every`
-    steps has their mean. Of a step's time a tenth is the optimizer's, and the rest computing and exposed communication.
+    The loss falls linearly from `loss` (step 1) to `last_loss` (last step); metrics.jsonl has a line with the mean
+    loss every `every` steps. The optimizer takes a tenth of each step, computation and exposed communication the rest.
     """
     folder.mkdir(parents=True)
     losses = [loss + (last_loss - loss) * step / (steps - 1) for step in range(steps)]

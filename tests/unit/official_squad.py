@@ -1,7 +1,7 @@
-"""The official SQuAD evaluation scripts, as carried by the PyPI wheel tf-models-official.
+"""The official SQuAD evaluation scripts, from the PyPI wheel tf-models-official.
 
-Only the two files are taken out of the wheel, into a cache outside the clone; nothing is installed and
-TensorFlow is not needed. `python official_squad.py` prints where they are.
+Only these two files are extracted from the wheel, into a cache outside the clone. Nothing is installed, and
+TensorFlow is not needed. `python official_squad.py` prints the folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMES = ("squad_evaluate_v1_1", "squad_evaluate_v2_0")
 
 
 class NotReachableError(Exception):
-    """Neither in the cache nor to be had from the package index."""
+    """The scripts are neither cached nor available from the package index."""
 
 
 def folder() -> Path:
@@ -43,9 +43,9 @@ def folder() -> Path:
             for name in NAMES:
                 (staged / f"{name}.py").write_bytes(archive.read(f"{FOLDER}/{name}.py"))
         try:
-            staged.rename(target)  # whole or not at all
+            staged.rename(target)  # atomic
         except OSError:
-            if not target.is_dir():  # else another process was first
+            if not target.is_dir():  # otherwise another process was first
                 raise
     return target
 
@@ -72,7 +72,7 @@ def _download(work: Path) -> Path:
 def scripts() -> tuple[types.ModuleType, types.ModuleType]:
     """The modules of v1.1 and v2.0. Raises NotReachableError."""
     where = folder()
-    if importlib.util.find_spec("absl") is None:  # used for logging.error alone; tensorboard brings it
+    if importlib.util.find_spec("absl") is None:  # only used for logging.error; tensorboard installs it
         absl = types.ModuleType("absl")
         absl.logging = logging  # type: ignore[attr-defined]
         sys.modules["absl"] = absl

@@ -1,4 +1,4 @@
-"""Span search against a slow and obvious reference, and the rules of run_qa one by one."""
+"""Span search, compared with a slow but simple reference, and the rules of run_qa one by one."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def window(
     q: Question, first: int, starts: list[float], ends: list[float], null: tuple[float, float] = (0.0, 0.0),
     index: int = 0,
 ) -> WindowLogits:  # fmt: skip
-    """The window over len(starts) words from word `first` on, with these logits on its context tokens.
+    """The window of len(starts) words from word `first`, with these logits on its context tokens.
 
-    The question's tokens and the final [SEP] get high logits: none of them may ever be part of a span.
+    The question's tokens and the final [SEP] get high logits, since none of them may be part of a span.
     """
     words = q.context.split()
     begins = [len(" ".join(words[:i])) + (i > 0) for i in range(first, first + len(starts))]
@@ -47,7 +47,7 @@ def window(
 
 
 def reference(q: Question, windows: list[WindowLogits], options: SpanOptions) -> Answer:
-    """Every pair of every window in turn, sorted; then run_qa's last steps."""
+    """Sorts all pairs of all windows, then follows run_qa's last steps."""
     spans: list[tuple[float, int, int, float, float]] = []
     for w in windows:
         for s in range(len(w.char_starts)):
@@ -94,7 +94,7 @@ def assert_same(got: Answer, expected: Answer) -> None:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[Question], list[WindowLogits], SpanOptions]:
-    """Up to six questions with overlapping windows each; coarse logits, so that ties are common."""
+    """Up to six questions, each with overlapping windows; coarse logits, so that ties are common."""
     grid = st.integers(-4, 4).map(lambda n: n / 2)
     questions, windows = [], []
     for index in range(draw(st.integers(1, 6))):
@@ -165,14 +165,14 @@ def test_longest_answer_is_counted_in_tokens() -> None:
 
 
 def test_finds_a_span_whose_ends_are_not_among_the_n_best() -> None:
-    """The three best starts come after the three best ends: run_qa with n_best_size 3 finds no pair."""
+    """The three best starts come after the three best ends, so run_qa with n_best_size 3 finds no pair."""
     q = question(8)
     answer = only([window(q, 0, [0, 0, 0, 1, 0, 5, 6, 8], [7, 6, 5, 0, 1, 0, 0, 0])], q, n_best_size=3)
     assert answer.text == "w7"
     assert [entry["text"] for entry in answer.nbest] == ["w7", "w0", "w0 w1"]
 
 
-def test_one_span_seen_in_two_windows_stays_two_entries() -> None:
+def test_span_in_two_windows_stays_two_entries() -> None:
     q = question(4)
     answer = only([window(q, 0, [0, 0, 5], [0, 0, 5]), window(q, 2, [6, 0], [6, 0])], q, n_best_size=2)
     assert [(e["text"], e["start_logit"]) for e in answer.nbest] == [("w2", 6.0), ("w2", 5.0)]
@@ -205,7 +205,7 @@ def test_long_window_and_long_answer() -> None:
 class TestNull:
     """SQuAD v2.0: "no answer" against the best span."""
 
-    def test_least_sure_window_decides(self) -> None:
+    def test_window_with_the_lowest_null_score_decides(self) -> None:
         q = question(3)
         windows = [window(q, 0, [2, 0], [2, 0], null=(9, 9)), window(q, 1, [0, 0], [0, 0], null=(1, 2))]
         answer = only(windows, q, **V2)
@@ -224,7 +224,7 @@ class TestNull:
         answer = only([window(q, 0, [5, 4, 3], [5, 4, 3], null=(-9, -9))], q, n_best_size=2, **V2)
         assert [entry["text"] for entry in answer.nbest] == ["w0", "w0 w1", ""]
 
-    def test_high_null_takes_the_place_of_the_last(self) -> None:
+    def test_high_null_replaces_the_last_span(self) -> None:
         q = question(3)
         windows = [window(q, 0, [5, 4, 3], [5, 4, 3], null=(9, 9))]
         assert [entry["text"] for entry in only(windows, q, n_best_size=2, **V2).nbest] == ["", "w0"]
@@ -232,7 +232,7 @@ class TestNull:
         assert (single.text, [entry["text"] for entry in single.nbest]) == ("w0", ["", "w0"])
 
     @pytest.mark.parametrize("threshold", [0.0, 1e30])
-    def test_no_span_at_all(self, threshold: float) -> None:
+    def test_without_spans(self, threshold: float) -> None:
         q = question(0)
         for windows in ([], [window(q, 0, [], [], null=(-5, -6))]):
             answer = only(windows, q, null_score_diff_threshold=threshold, **V2)
@@ -240,7 +240,7 @@ class TestNull:
             assert answer.null_odds is not None and threshold < answer.null_odds < math.inf
 
 
-def test_v1_no_span_at_all() -> None:
+def test_v1_without_spans() -> None:
     q = question(0)
     nothing = [{"text": "", "start_logit": 0.0, "end_logit": 0.0, "probability": 1.0}]
     for windows in ([], [window(q, 0, [], [])]):
@@ -254,7 +254,7 @@ def test_logits_that_are_not_finite(bad: float) -> None:
         only([window(q, 0, [0, 0], [0, bad])], q)
 
 
-def test_windows_that_do_not_fit() -> None:
+def test_windows_that_do_not_match() -> None:
     q = question(2)
     w = window(q, 0, [0, 0], [0, 0])
     with pytest.raises(ValueError, match="end logits of shape"):

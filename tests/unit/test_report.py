@@ -326,11 +326,11 @@ def damage(folder: Path, file: str, text: str | None) -> None:
 
 DAMAGE = {
     "unfinished": ("train_results.json", None, "not finished: it has no train_results.json"),
-    "cut short": ("train_results.json", '{"strategy": "ddp", "wor', "train_results.json is damaged: no JSON"),
-    "a list": ("train_results.json", "[1]", "train_results.json is damaged: no JSON object"),
-    "empty": ("train_results.json", "{}", "does not say what work was done"),
+    "cut short": ("train_results.json", '{"strategy": "ddp", "wor', "train_results.json is damaged: not valid JSON"),
+    "a list": ("train_results.json", "[1]", "train_results.json is damaged: not a JSON object"),
+    "empty": ("train_results.json", "{}", "train_results.json has no `work`: it was written by an older version"),
     "no metrics": ("metrics.jsonl", None, "metrics.jsonl cannot be read"),
-    "half a line": ("metrics.jsonl", '{"step": 1, "lo', "metrics.jsonl, line 1, is damaged: no JSON"),
+    "half a line": ("metrics.jsonl", '{"step": 1, "lo', "metrics.jsonl, line 1, is damaged: not valid JSON"),
     "no number": (
         "metrics.jsonl",
         '{"step": 1, "loss": null, "windows_per_s": 1, "step_s": 1}',
@@ -339,7 +339,7 @@ DAMAGE = {
     "one line": (
         "metrics.jsonl",
         '{"step": 1, "loss": 5.0, "windows_per_s": 1, "step_s": 1}',
-        "has 1 line(s) of steps, and the first is warm-up",
+        "has 1 line(s) of steps, but the first is warm-up",
     ),
     "scores": ("eval_results.json", '{"exact_match": "high", "f1": 1}', "exact_match is high, not a number"),
     "bytes": ("metrics.jsonl", "\x00\x01", "is damaged"),
@@ -406,8 +406,8 @@ def test_what_is_found_below_the_named_folders(tmp_path, capsys):
     found = reading.find([tmp_path, tmp_path / "a", tmp_path / "a/b/run"])
     assert found == [tmp_path / "a/b/run"]
     (tmp_path / "empty").mkdir()
-    assert "holds no run" in refused(tmp_path / "empty", capsys)
-    assert "is no folder" in refused(tmp_path / "nowhere", capsys)
+    assert "empty contains no run: there is no train_results.json or" in refused(tmp_path / "empty", capsys)
+    assert "nowhere is not a folder" in refused(tmp_path / "nowhere", capsys)
 
 
 def test_one_run_alone_is_an_error(tmp_path, capsys):

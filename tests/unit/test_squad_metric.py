@@ -1,4 +1,4 @@
-"""EM and F1 against the official scripts' own code and the values they gave (squad_metric_golden.json)."""
+"""EM and F1, compared with the official scripts and with values that they computed (squad_metric_golden.json)."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def official_v2(
     module: ModuleType, questions: list[Question], predictions: dict[str, str],
     odds: dict[str, float] | None, threshold: float,
 ) -> Scores:  # fmt: skip
-    # The standalone script has --na-prob-thresh; in this copy of it that is a default value.
+    # The standalone script has --na-prob-thresh; in this copy, it is a default value.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module._apply_no_ans_threshold, "__defaults__", (threshold if odds else 1.0,))
         result = module.evaluate(as_dataset(questions), predictions, odds)
-    wanted = {V2_NAMES.get(name, name): value for name, value in result.items() if not name.startswith("pr_")}
+    renamed = {V2_NAMES.get(name, name): value for name, value in result.items() if not name.startswith("pr_")}
     # Without odds the standalone script reports no best thresholds.
-    return {name: value for name, value in wanted.items() if odds or not name.startswith("best_")}
+    return {name: value for name, value in renamed.items() if odds or not name.startswith("best_")}
 
 
 def golden(version: str) -> Drawn:
@@ -146,10 +146,10 @@ def test_v2_equals_the_official_script(
 
 @settings(deadline=None)  # a loaded machine is not a failure
 @given(scored(min_golds=0), st.randoms(use_true_random=False))
-def test_order_of_the_mappings_and_strangers_change_nothing(drawn: Drawn, rng: random.Random) -> None:
+def test_order_of_the_mappings_and_other_ids_change_nothing(drawn: Drawn, rng: random.Random) -> None:
     questions, predictions, odds = drawn
     expected = score(questions, predictions, odds, True)
-    ids = [*predictions, "stranger"]
+    ids = [*predictions, "another id"]
     rng.shuffle(ids)
     shuffled = {id_: predictions.get(id_, "cat") for id_ in ids}
     assert score(questions, shuffled, {id_: odds.get(id_, 9.0) for id_ in ids}, True) == expected
@@ -220,7 +220,7 @@ def test_real_questions(official: Official, name: str) -> None:
         assert score(questions, predictions, odds, True, threshold) == pytest.approx(expected)
 
 
-def test_versions_differ_on_texts_without_a_word() -> None:
+def test_versions_differ_on_texts_without_words() -> None:
     questions = [question("q", ["the"])]
     assert score(questions, {"q": "a"}) == {"exact_match": 100.0, "f1": 0.0, "total": 1}
     assert score(questions, {"q": "a"}, version_2_with_negative=True)["f1"] == 100.0
