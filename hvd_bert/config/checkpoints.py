@@ -12,7 +12,7 @@ class CheckpointArguments:
     save_steps: int = flag(
         "checkpoints",
         500,
-        "Steps between two checkpoints, and one at the end; 0: only when a signal stops the run.",
+        "Write a checkpoint every N steps and at the end; 0: only when a signal stops the run.",
         may_change_on_resume=True,
     )
     save_total_limit: int = flag(
@@ -24,7 +24,7 @@ class CheckpointArguments:
     save_only_model: bool = flag(
         "checkpoints",
         False,
-        "Write checkpoints of a third of the size that cannot be resumed; a stop by a signal still saves everything.",
+        "Save only the model, a third of the size; it cannot be resumed. A stop by a signal still saves everything.",
         may_change_on_resume=True,
     )
     resume_from_checkpoint: str | None = flag(
@@ -36,7 +36,7 @@ class CheckpointArguments:
         may_change_on_resume=True,
         chooses_start=True,
         sweep_hint="an interrupted point is trained again from the start",
-        tune_hint="each run is short and starts new",
+        tune_hint="each run is short and starts from scratch",
     )
     load_best_model_at_end: bool = flag(
         "checkpoints",
@@ -70,4 +70,4 @@ class CheckpointArguments:
         patience = self.early_stopping_patience
         require(patience is None or patience >= 1, f"--early_stopping_patience {patience}: must be at least 1.")
         both = self.load_best_model_at_end and self.save_steps == 0
-        require(not both, "--load_best_model_at_end needs checkpoints: give --save_steps other than 0.")
+        require(not both, "--load_best_model_at_end needs checkpoints: --save_steps must not be 0.")

@@ -61,7 +61,7 @@ class _Parser(Parser, HfArgumentParser):
         )
 
     def add_argument(self, *names: str, flag: Flag | None = None, **options: Any) -> argparse.Action:
-        """As argparse's; `flag`: the properties of a field, which HfArgumentParser hands on with its metadata."""
+        """Like argparse's. `flag`: a field's properties, which HfArgumentParser passes on with the metadata."""
         if flag is None:
             return super().add_argument(*names, **options)
         if not self.groups:
@@ -77,7 +77,7 @@ class _Parser(Parser, HfArgumentParser):
 
 
 def make_parser() -> HfArgumentParser:
-    """Of all flags of the trainer."""
+    """The parser of the trainer's flags."""
     return _Parser()
 
 
@@ -118,9 +118,9 @@ def parse(argv: list[str] | None = None, show_help: bool = True) -> Config:
 
 
 def before_joining(argv: list[str], parse: Callable[[list[str]], Config] = parse) -> dict[str, Any]:
-    """What a process must know of its command line to join its world: `run_as_rank`'s arguments.
+    """The settings that a process needs to join its world, as arguments of `run_as_rank`.
 
-    Where something is wrong with it, the flag --strategy alone counts: what is wrong is said once the world is there.
+    If the command line is wrong, only --strategy is read; the error is reported after the ranks have joined.
     """
     try:
         if not HELP & set(argv):
@@ -142,12 +142,12 @@ def _strategy_flag(argv: list[str]) -> str:
 
 
 def names_of(words: Sequence[str]) -> set[str]:
-    """The names of the flags among a command's words, as `hvd_bert.config.settings` has them."""
+    """The names of the flags on a command line, as in `hvd_bert.config.settings`."""
     return {word.lstrip("-").split("=")[0].replace("-", "_") for word in words if word.startswith("--")}
 
 
 def load_yaml(name: str) -> dict[str, Any]:
-    """A preset's name or a YAML file's path -> flag names and values; `{package}` in them is this package's folder."""
+    """Flag names and values of a preset or a YAML file; `{package}` in a value stands for this package's folder."""
     path = PRESETS / f"{name}.yaml"
     if not path.is_file():
         path = Path(name)

@@ -1,4 +1,4 @@
-"""Settings of the data: questions, windows, and how answers are chosen."""
+"""Settings of the data: questions, windows, answers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class DataArguments:
     padding: str = flag(
         "data",
         "none",
-        "Packed windows without padding (none), or padded to the batch's longest or to --max_seq_length.",
+        "Pack windows without padding (none), or pad them to the longest of the batch or to --max_seq_length.",
         choices=("none", "longest", "max_length"),
         replaces=("pad_to_max_length",),
     )
@@ -116,5 +116,5 @@ class DataArguments:
 
     @property
     def pad_to(self) -> int | None:
-        """Minimum length of a padded window in tokens, None without padding; as `Collator` takes it."""
+        """Minimum length of a padded window in tokens; None without padding. See `Collator`."""
         return {"none": None, "longest": 0, "max_length": self.max_seq_length}[self.padding]

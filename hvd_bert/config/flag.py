@@ -22,7 +22,7 @@ class Flag:
         group: Section of --help.
         help: One-line description.
         default: The field's default.
-        default_text: What a run uses if the flag is not given, where `default` does not say so.
+        default_text: Description of the default, if `default` alone is not clear.
         negated_help: Description of `--no_X`, for a switch that is on by default.
         aliases: Other spellings, with dashes.
         choices: Accepted values. Empty: any value of the field's type.
@@ -30,12 +30,12 @@ class Flag:
         owner: The only strategy that accepts another value than the default. Empty: all strategies accept it.
         may_change_on_resume: Whether a resumed run accepts another value than the checkpoint's: only if the flag does
             not change what is learned, or if checkpoints record it in another form (data, model, batch).
-        chooses_start: Whether it decides only where a run starts: rank 0 alone reads it, and under Horovod elastic the
+        chooses_start: Whether it only decides where a run starts. Only rank 0 reads it; under Horovod elastic, the
             ranks of a new world may differ in it.
-        replaces: Flags that a preset or file may set and that this one, on the command line, replaces.
-        source: What the flag names a source of, if anything.
-        sweep_hint: If not empty, a sweep sets the flag for each run. What the user should do instead.
-        tune_hint: The same for tuning, where it differs from `sweep_hint`.
+        replaces: Flags in a preset or file that this flag replaces if it is on the command line.
+        source: The kind of source that the flag names, if any.
+        sweep_hint: What the user should do instead, if a sweep sets the flag for each run; otherwise empty.
+        tune_hint: The same for tuning, if it differs from `sweep_hint`.
     """
 
     group: Group
@@ -60,7 +60,7 @@ class Flag:
         return self.default_text or (f"{self.default:g}" if isinstance(self.default, float) else str(self.default))
 
     def spellings(self, name: str) -> set[str]:
-        """The names, without dashes, by which a command line gives the flag."""
+        """The flag's names on a command line, without dashes."""
         negated = {f"no_{name}"} if self.default is True else set()
         return {name, *(alias.lstrip("-").replace("-", "_") for alias in self.aliases)} | negated
 
@@ -68,8 +68,8 @@ class Flag:
 def flag(group: Group, default: Any, description: str, **properties: Any) -> Any:
     """A dataclass field that is a flag; `properties`: those of `Flag`. HfArgumentParser reads the metadata, too."""
     settings = Flag(group=group, help=description, default=default, **properties)
-    argparse_words = {"choices": list(settings.choices), "metavar": settings.metavar, "aliases": list(settings.aliases)}
-    given = {key: value for key, value in argparse_words.items() if value}
+    options = {"choices": list(settings.choices), "metavar": settings.metavar, "aliases": list(settings.aliases)}
+    given = {key: value for key, value in options.items() if value}
     return field(default=default, metadata={"help": description, KEY: settings, **given})
 
 

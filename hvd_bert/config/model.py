@@ -66,5 +66,5 @@ class ModelArguments:
 
     @property
     def tokenizer(self) -> str:
-        """Folder or hub name of the tokenizer: the one named, else the model's."""
+        """Folder or hub name of the tokenizer; default: the model's."""
         return self.tokenizer_name or self.model_name_or_path or str(self.config_name)

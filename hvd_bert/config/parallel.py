@@ -1,4 +1,4 @@
-"""Settings of how the ranks train together."""
+"""Settings of the parallel strategy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from hvd_bert.config.flag import flag, properties_of, require
 
-# How the ranks train together (hvd_bert.strategies.table); none: one process.
+# Implementations: hvd_bert.strategies.table. none: a single process.
 STRATEGIES = ["horovod", "ddp", "fsdp", "deepspeed", "dp", "none"]
 
 
@@ -16,7 +16,7 @@ class ParallelArguments:
     strategy: str = flag(
         "distributed",
         "horovod",
-        "How the ranks train together; dp is one process with several GPUs, none a single process.",
+        "Parallel strategy; dp is one process with several GPUs, none is a single process.",
         choices=tuple(STRATEGIES),
         may_change_on_resume=True,
         sweep_hint="name them with --strategies",
@@ -62,17 +62,18 @@ class ParallelArguments:
         for f in fields(self):
             owner = properties_of(f).owner
             others = owner not in ("", self.strategy) and getattr(self, f.name) != f.default
-            require(not others, f"--{f.name} is of --strategy {owner}: not with {self.strategy}.")
+            require(not others, f"--{f.name} works only with --strategy {owner}, not with {self.strategy}.")
         factor = self.gradient_predivide_factor
         require(
             math.isfinite(factor) and factor > 0,
             f"--gradient_predivide_factor {factor}: must be a positive number.",
         )
         require(self.num_groups >= 0, f"--num_groups {self.num_groups}: must not be negative.")
-        # Horovod ignores the factor for grouped gradients: nothing would keep sums small on the wire.
+        # Horovod ignores the factor for grouped gradients, so their sums could overflow.
         require(
             self.num_groups == 0 or factor == 1.0,
-            f"--num_groups {self.num_groups}: Horovod groups no gradients with --gradient_predivide_factor.",
+            f"--num_groups {self.num_groups}: Horovod cannot group gradients with --gradient_predivide_factor."
+            " Leave one of them out.",
         )
         require(
             self.num_threads is None or self.num_threads >= 1,

@@ -1,4 +1,4 @@
-"""Settings of recordings of steps, and of the peak that MFU relates to."""
+"""Settings of recordings of steps, and of the peak for the MFU."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from hvd_bert.config.flag import flag, require
 
-TIMED_AS_WELL = "the recording would be timed as well"
+DISTORTS_TIMES = "recording would distort the measured times"
 
 
 @dataclass
 class ProfilingArguments:
-    # horovodrun on Python 3.11 stops at --timeline, wherever it stands, for it begins two flags of its own.
+    # horovodrun on Python 3.11 refuses --timeline, even after the program's name: it is the prefix of two of its flags.
     timeline: str | None = flag(
         "profiling",
         None,
@@ -22,7 +22,7 @@ class ProfilingArguments:
         aliases=("--timeline_file", "--timeline-file"),
         metavar="FILE",
         may_change_on_resume=True,
-        sweep_hint=TIMED_AS_WELL,
+        sweep_hint=DISTORTS_TIMES,
     )
     timeline_steps: str = flag(
         "profiling",
@@ -39,7 +39,7 @@ class ProfilingArguments:
         False,
         "Record --timeline_steps with torch's profiler: trace.json.gz of all ranks in --output_dir.",
         may_change_on_resume=True,
-        sweep_hint=TIMED_AS_WELL,
+        sweep_hint=DISTORTS_TIMES,
     )
     peak_tflops: float | None = flag(
         "profiling",
@@ -53,7 +53,7 @@ class ProfilingArguments:
         fits = re.fullmatch(r"[1-9]\d*:[1-9]\d*", self.timeline_steps) and self._steps()
         require(bool(fits), f"--timeline_steps {self.timeline_steps}: give the first and the last step, as in 11:30.")
         unused = self.timeline_mark_cycles and not (self.timeline or self.profile)
-        require(not unused, "--timeline_mark_cycles: give --timeline_file FILE, too.")
+        require(not unused, "--timeline_mark_cycles needs a recording: give --timeline_file FILE.")
         peak = self.peak_tflops
         require(peak is None or (math.isfinite(peak) and peak > 0), f"--peak_tflops {peak}: must be a positive number.")
 
@@ -63,5 +63,5 @@ class ProfilingArguments:
 
     @property
     def steps_to_record(self) -> range:
-        """Which steps (1, 2, ...) are to be recorded; empty without --timeline_file and --profile."""
+        """The steps (1, 2, ...) to record; empty without --timeline_file and --profile."""
         return self._steps() if self.timeline or self.profile else range(0)

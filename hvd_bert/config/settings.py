@@ -38,7 +38,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 @dataclass
 class Config:
-    """Everything a run is made of; one dataclass per owner."""
+    """All settings of a run, one dataclass per topic."""
 
     model: ModelArguments
     data: DataArguments
@@ -50,14 +50,15 @@ class Config:
     def __post_init__(self) -> None:
         without_horovod = self.profiling.timeline is not None and self.parallel.strategy != "horovod"
         strategy = self.parallel.strategy
-        require(not without_horovod, f"--timeline_file is Horovod's: not with --strategy {strategy}. Give --profile.")
+        only_horovod = f"--timeline_file works only with --strategy horovod, not with {strategy}. Use --profile."
+        require(not without_horovod, only_horovod)
         fp16_on_zero = self.parallel.strategy == "deepspeed" and self.train.fp16
-        require(not fp16_on_zero, "--fp16: not with --strategy deepspeed here; give --bf16.")
+        require(not fp16_on_zero, "--fp16 is not supported with --strategy deepspeed. Use --bf16.")
         ordered = self.train.deterministic and self.parallel.num_groups > 1
-        require(not ordered, "--num_groups: --deterministic sends all gradients as one group; leave one of them out.")
+        require(not ordered, "--num_groups: --deterministic sends all gradients as one group. Leave one of them out.")
 
     def evaluates_after_step(self, step: int, steps_per_epoch: int, total_steps: int) -> bool:
-        """Whether to evaluate after optimizer step `step`; the last one counts if the best model is kept."""
+        """Whether to evaluate after optimizer step `step`, including the last one if the best model is kept."""
         last = self.checkpoint.load_best_model_at_end and step == total_steps
         return last or self.train.evaluates_after(step, steps_per_epoch, total_steps)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hvd_bert.config.flag import flag, require
 
-# Those of transformers that need neither further arguments nor the loss at each step.
+# The schedules of transformers that need neither further arguments nor the loss at each step.
 SCHEDULES = [
     "linear",
     "cosine",
@@ -87,20 +87,20 @@ class TrainArguments:
         "training",
         -1,
         "Total number of optimizer steps; overrides --num_train_epochs.",
-        default_text="as --num_train_epochs gives",
+        default_text="given by --num_train_epochs",
         sweep_hint="give --steps",
     )
     lr_scheduler_type: str = flag(
         "training", "linear", f"Learning-rate schedule: {', '.join(SCHEDULES)}.", choices=tuple(SCHEDULES),
         metavar="NAME",
     )  # fmt: skip
-    # As BERT's own run_squad has it; run_qa has none, but does not scale the rate either.
+    # As in BERT's own run_squad. run_qa has no warm-up by default, but does not scale the learning rate either.
     warmup_ratio: float = flag("training", 0.1, "Share of the steps in which the learning rate rises from 0.")
     warmup_steps: float = flag(
         "training",
         0,
         "Number of warm-up steps, or their share if below 1; overrides --warmup_ratio.",
-        default_text="as --warmup_ratio gives",
+        default_text="given by --warmup_ratio",
     )
     lr_scaling: str = flag(
         "training",
@@ -118,7 +118,7 @@ class TrainArguments:
     eval_strategy: str = flag(
         "evaluation",
         "epoch",
-        "When to evaluate during training; the final model is always evaluated, unless --no_do_eval is given.",
+        "When to evaluate during training; the final model is always evaluated unless --no_do_eval is given.",
         choices=("no", "steps", "epoch"),
         may_change_on_resume=True,
     )
@@ -126,14 +126,14 @@ class TrainArguments:
         "evaluation",
         None,
         "Steps between two evaluations; implies --eval_strategy steps.",
-        default_text="as --logging_steps",
+        default_text="the value of --logging_steps",
         may_change_on_resume=True,
     )
     seed: int = flag("training", 42, "Seed of new weights, batch order and dropout.")
     bf16: bool = flag("training", False, "Forward pass in bfloat16 autocast; weights and gradients stay in fp32.")
     fp16: bool = flag("training", False, "Forward pass in fp16 autocast with loss scaling.")
     deterministic: bool = flag(
-        "training", False, "Make runs repeat bit for bit, also on GPUs and on 3 ranks or more; slower."
+        "training", False, "Make runs reproducible bit for bit, also on GPUs and on 3 or more ranks; slower."
     )
     torch_compile: bool = flag("training", False, "Compile the model's layers with torch.compile; slower on CPUs.")
     tf32: bool = flag(
@@ -173,23 +173,23 @@ class TrainArguments:
         return self.max_steps if self.max_steps > 0 else math.ceil(self.num_train_epochs * steps_per_epoch)
 
     def evaluates_after(self, step: int, steps_per_epoch: int, total_steps: int) -> bool:
-        """Whether to evaluate after optimizer step `step` (1, 2, ...) before the last; the final model is anyway."""
+        """Whether to evaluate after step `step` (1, 2, ...), before the last; the final model is always evaluated."""
         every = {"no": total_steps, "epoch": steps_per_epoch, "steps": self.eval_steps or self.logging_steps}[
             self.eval_strategy
         ]
         return step % every == 0 and step < total_steps
 
     def logs_after_step(self, step: int, total_steps: int) -> bool:
-        """Whether metrics are logged after optimizer step `step`: the first and the last always are."""
+        """Whether to log metrics after optimizer step `step`; the first and the last step are always logged."""
         return step % self.logging_steps == 0 or step in (1, total_steps)
 
     @property
     def folder(self) -> Path:
-        """output_dir as a path, once it is settled."""
+        """output_dir as a path, once it is chosen."""
         assert self.output_dir is not None
         return Path(self.output_dir)
 
     @property
     def precision(self) -> str:
-        """Of the forward pass: "fp32", "bf16" or "fp16"."""
+        """Precision of the forward pass: "fp32", "bf16" or "fp16"."""
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"

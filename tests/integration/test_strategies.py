@@ -114,7 +114,10 @@ def test_fp16_of_fsdp_is_that_of_horovod(tmp_path):
     ("flags", "words"),
     [
         (["--strategy", "dp"], "drives several GPUs from one process, and 0 are visible"),
-        (["--strategy", "ddp", "--fp16_allreduce"], "--fp16_allreduce is of --strategy horovod: not with ddp"),
+        (
+            ["--strategy", "ddp", "--fp16_allreduce"],
+            "--fp16_allreduce works only with --strategy horovod, not with ddp",
+        ),
     ],
 )
 def test_strategy_that_cannot_be_is_said_once(tmp_path, flags, words):

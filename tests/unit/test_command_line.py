@@ -1,4 +1,4 @@
-"""The command line: run_qa's flags, presets and files, which of them wins, and what is refused."""
+"""The command line: run_qa's flags, presets, files, their precedence, and refused input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvd_bert.sample.files import located
 
 PRESETS = sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))
 
-# A value for each of run_qa's flags, other than its default.
+# For each of run_qa's flags, a value that is not its default.
 RUN_QA = {
     "model_name_or_path": "folder",
     "config_name": "folder",
@@ -140,7 +140,7 @@ def test_help_is_in_groups():
 
 
 @pytest.mark.parametrize(
-    ("flag", "said"),
+    ("flag", "words"),
     [
         ("--model_name_or_path", "(default: bert-base-uncased; "),
         ("--dropout", "(default: the model's own)"),
@@ -155,9 +155,9 @@ def test_help_is_in_groups():
         ("--timeline, --timeline_file", "--timeline, --timeline_file FILE Record"),
     ],
 )
-def test_help_of_a_flag(flag, said, monkeypatch):
+def test_help_of_a_flag(flag, words, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    assert said in help_of(flag)
+    assert words in help_of(flag)
 
 
 def test_help_needs_no_torch():
@@ -166,11 +166,11 @@ def test_help_needs_no_torch():
     assert done.stdout == "False\n"
 
 
-# --- what is refused -------------------------------------------------------------------------------
+# --- refused input ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "words"),
     [
         (["--learning_rat", "1"], "Unknown argument --learning_rat: did you mean --learning_rate?"),
         (["--learning_rat=1"], "did you mean --learning_rate?"),
@@ -193,11 +193,11 @@ def test_help_needs_no_torch():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_refused_flags(flags, said, capsys):
+def test_refused_flags(flags, words, capsys):
     with pytest.raises(UserError) as refused:
         parse(flags)
-    assert said in str(refused.value)
-    assert capsys.readouterr() == ("", "")  # the entry point says it, once
+    assert words in str(refused.value)
+    assert capsys.readouterr() == ("", "")  # the entry point prints it once
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_values_in_a_file(tmp_path, text, name, value):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "words"),
     [
         ("learning_rat: 1", "unknown key 'learning_rat': did you mean learning_rate?"),
         ("xyzzy: 1", "unknown key 'xyzzy'."),
@@ -290,13 +290,13 @@ def test_values_in_a_file(tmp_path, text, name, value):
         ("seed: !!python/object/apply:os.getcwd []", "cannot be read as YAML"),
     ],
 )
-def test_refused_files(tmp_path, text, said):
+def test_refused_files(tmp_path, text, words):
     with pytest.raises(UserError) as refused:
         parse(["--config", write(tmp_path, text)])
-    assert said in str(refused.value)
+    assert words in str(refused.value)
 
 
-def test_config_that_is_not_there_names_the_presets():
+def test_error_for_a_missing_config_names_the_presets():
     with pytest.raises(UserError, match=r"--config smaple: no such file.*Presets: .*sample"):
         parse(["--config", "smaple"])
 
@@ -386,7 +386,7 @@ def test_saved_settings_read_back_the_same(tmp_path, preset):
 
 
 @pytest.mark.parametrize("name", ["report_to", "save_strategy", "do_predict"])
-def test_run_qa_flag_without_a_counterpart_says_why(name):
+def test_run_qa_flag_without_a_counterpart_is_explained(name):
     with pytest.raises(UserError, match=rf"Unknown argument --{name}: "):
         parse([f"--{name}", "1"])
 

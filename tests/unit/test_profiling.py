@@ -30,7 +30,7 @@ def test_steps_that_are_none_are_refused(steps):
 
 
 def test_what_fits_not_together_is_refused():
-    with pytest.raises(UserError, match="--timeline_file is Horovod's: not with --strategy ddp"):
+    with pytest.raises(UserError, match="--timeline_file works only with --strategy horovod, not with ddp"):
         parse([*BASE, "--timeline", "t.json", "--strategy", "ddp"])
     with pytest.raises(UserError, match="give --timeline_file FILE"):
         parse([*BASE, "--timeline_mark_cycles"])

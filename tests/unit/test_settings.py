@@ -1,4 +1,4 @@
-"""The settings: properties of the flags, the number of steps, and when they are evaluated and logged."""
+"""The settings: properties of the flags, the number of steps, and which steps are evaluated and logged."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_total_steps(flags, steps):
         ([], [10, 20]),
         (["--eval_strategy", "no"], []),
         (["--eval_steps", "12"], [12, 24]),
-        (["--eval_steps", "30"], []),  # the end is scored in any case
+        (["--eval_steps", "30"], []),  # the final model is always evaluated
     ],
 )
 def test_steps_that_are_evaluated(flags, expected):

@@ -48,17 +48,23 @@ def test_deepspeed_that_cannot_be_imported_is_said_with_the_line_that_installs_i
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--strategy", "ddp", "--fp16_allreduce"], "--fp16_allreduce is of --strategy horovod: not with ddp"),
-        (["--strategy", "dp", "--num_groups", "2"], "--num_groups is of --strategy horovod: not with dp"),
+        (
+            ["--strategy", "ddp", "--fp16_allreduce"],
+            "--fp16_allreduce works only with --strategy horovod, not with ddp",
+        ),
+        (["--strategy", "dp", "--num_groups", "2"], "--num_groups works only with --strategy horovod, not with dp"),
         (["--num_groups", "-1"], "--num_groups -1: must not be negative"),
-        (["--num_groups", "2", "--gradient_predivide_factor", "2"], "groups no gradients with"),
+        (["--num_groups", "2", "--gradient_predivide_factor", "2"], "cannot group gradients with"),
         (["--num_groups", "2", "--deterministic"], "--deterministic sends all gradients as one group"),
         (
             ["--strategy", "fsdp", "--gradient_predivide_factor", "2"],
-            "--gradient_predivide_factor is of --strategy horovod",
+            "--gradient_predivide_factor works only with --strategy horovod",
         ),
         (["--strategy", "deepspeed", "--zero_stage", "4"], "--zero_stage 4"),
-        (["--strategy", "fsdp", "--zero_stage", "3"], "--zero_stage is of --strategy deepspeed: not with fsdp"),
+        (
+            ["--strategy", "fsdp", "--zero_stage", "3"],
+            "--zero_stage works only with --strategy deepspeed, not with fsdp",
+        ),
         (["--strategy", "deepspeed", "--fp16"], "--bf16"),
         (["--strategy", "nccl"], "invalid choice: 'nccl'"),
     ],
@@ -112,7 +118,7 @@ def test_world_of_one_needs_no_library():
     assert not world.any_rank_async(False)() and world.any_rank_async(True)()
 
 
-def windows_end_to_end(lengths: list[int]) -> dict[str, object]:
+def packed_windows(lengths: list[int]) -> dict[str, object]:
     tokens = torch.arange(sum(lengths))[None]
     return {
         "input_ids": tokens,
@@ -124,7 +130,7 @@ def windows_end_to_end(lengths: list[int]) -> dict[str, object]:
 
 @pytest.mark.parametrize(("parts", "expected"), [(2, [[5, 3], [4]]), (3, [[5], [3], [4]]), (8, [[5], [3], [4]])])
 def test_dp_splits_between_windows(parts, expected):
-    split = split_windows(windows_end_to_end([5, 3, 4]), parts)
+    split = split_windows(packed_windows([5, 3, 4]), parts)
     assert [part["window_lengths"] for part in split] == expected
     assert torch.equal(torch.cat([part["input_ids"] for part in split], 1), torch.arange(12)[None])
     for part in split:

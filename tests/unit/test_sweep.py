@@ -109,7 +109,7 @@ def test_dp_and_the_baseline_are_one_process() -> None:
         (plan_of(strategies="dp", ranks=(1,)), "give --ranks 2 or more"),
         (
             plan_of("--zero_stage", "3"),
-            "--zero_stage is of --strategy deepspeed: not with none. Add deepspeed to --strategies, or leave",
+            "--zero_stage works only with --strategy deepspeed, not with none. Add deepspeed to --strategies, or leave",
         ),
         (plan_of("--num_groups=-1"), "--num_groups -1: must not be negative"),  # though none could do without it
         (plan_of("--zero_stage"), "expected one argument"),
@@ -170,7 +170,7 @@ def test_a_flag_of_one_strategy_in_a_file(tmp_path: Path) -> None:
     plan = plan_of("--config", str(file), "--fp16_allreduce=false", strategies="none,horovod,deepspeed")
     assert check_flags(plan)[1] == {}
     assert [given_to(plan, name) for name in plan.strategies] == [{}, {}, {"zero_stage": 3}]
-    with pytest.raises(UserError, match="--zero_stage is of --strategy deepspeed: not with ddp"):
+    with pytest.raises(UserError, match="--zero_stage works only with --strategy deepspeed, not with ddp"):
         check_flags(plan_of("--config", str(file), strategies="ddp,horovod"))
 
 
