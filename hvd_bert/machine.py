@@ -1,4 +1,4 @@
-"""What this machine is and has: its processor, the installed versions of packages."""
+"""The machine's processor and the versions of installed packages."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-# What a run's speed and numbers depend on.
+# Packages that affect a run's speed or its results.
 PACKAGES = ("torch", "horovod", "transformers", "tokenizers", "datasets", "mpi4py", "deepspeed")
 
 
 def cpu_name() -> str:
-    """The processor's model, or else its architecture."""
+    """The processor's model name, or its architecture if the model is unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -20,7 +20,7 @@ def cpu_name() -> str:
 
 
 def version_of(package: str) -> str | None:
-    """The installed version of a package; None: it is not there."""
+    """The installed version of a package, or None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

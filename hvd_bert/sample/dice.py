@@ -1,4 +1,4 @@
-"""Chance that is the same on every machine."""
+"""Random choices that are the same on every machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Dice:
-    """Choices that depend on nothing but `Random.random()`."""
+    """Random choices that use only `Random.random()`."""
 
     def __init__(self, seed: str) -> None:
         self._random = random.Random(seed)
@@ -25,7 +25,7 @@ class Dice:
         return items[self.below(len(items))]
 
     def sample(self, items: Sequence[T], k: int) -> list[T]:
-        """k different items in random order (fewer where there are fewer)."""
+        """k different items in random order, or all if there are fewer."""
         left = list(items)
         out: list[T] = []
         while left and len(out) < k:

@@ -1,7 +1,6 @@
-"""The sample's questions: generated on first use, into this folder or, where that is read-only, into the cache.
+"""The sample's questions, generated on first use into this folder or, if it is read-only, into the cache.
 
-A path such as hvd_bert/sample/train-v1.1.json is valid everywhere: what opens a file of questions asks `located` where
-it is.
+A path such as hvd_bert/sample/train-v1.1.json is always valid: code that opens a file of questions calls `located`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ FOLDER = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Expected:
-    """What the generator must write."""
+    """Expected size and SHA-256 of a generated file."""
 
     size: int
     sha256: str
@@ -36,7 +35,7 @@ FILES = {
 
 
 def located(path: str | os.PathLike[str]) -> Path:
-    """Where to read `path`: the path itself, but for a file of the sample that of `generated`. Raises UserError."""
+    """`path` itself or, for a file of the sample, the path of the generated file. Raises UserError."""
     path = Path(path)
     if path.name in FILES and path.parent.resolve() == FOLDER:
         return generated(path.name)
@@ -44,14 +43,14 @@ def located(path: str | os.PathLike[str]) -> Path:
 
 
 def generated(name: str) -> Path:
-    """The path of a file of the sample, which is generated if it is missing or of another version.
+    """The path of a file of the sample, which is generated if it is missing or from another version.
 
-    Any number of processes may call this at once. Raises UserError.
+    Several processes may call this at the same time. Raises UserError.
     """
     expected = FILES[name]
     places = (FOLDER / name, cache_root() / "sample" / f"{expected.sha256[:12]}-{name}")
     for path in places:
-        if _size(path) == expected.size:  # files are never there in part, so that no rank needs to read them for this
+        if _size(path) == expected.size:  # writes are atomic, so no rank needs to read the content
             return path
     content = _content(name)
     reasons = []
@@ -63,8 +62,8 @@ def generated(name: str) -> Path:
         except OSError as error:
             reasons.append(f"{path.parent}: {error.strerror or error}")
     raise UserError(
-        f"The sample's {name} cannot be written ({'; '.join(reasons)}). Set HVD_BERT_CACHE to a folder with room that"
-        " you may write to."
+        f"The sample's {name} cannot be written ({'; '.join(reasons)}). Set HVD_BERT_CACHE to a writable folder with"
+        " free space."
     )
 
 

@@ -1,12 +1,12 @@
-"""Make the sample: `python -m hvd_bert.sample.generate --out DIR`.
+"""Generate the sample: `python -m hvd_bert.sample.generate --out DIR`.
 
-Writes train and dev questions in SQuAD's own JSON (v1.1 and v2.0) and the vocabulary that fits them. A passage
-tells three facts of one thing, and their values are all of one kind (persons, towns or years), so that a question is
-answered only by matching its words with those of a sentence, which are mostly others. In v2.0 it tells two of the
-facts and is asked for the third as well. Composed names (towns, surnames, ships) are split between train and dev: no
-such name of a dev passage occurs as a whole in train, though its two parts do.
+Writes train and dev questions in SQuAD's JSON (v1.1 and v2.0) and the matching vocabulary. A passage states three
+facts about one thing. Their values are all of one kind (persons, towns or years), so answering a question requires
+matching it with the right sentence, which mostly uses other words. In v2.0, a passage states only two of the facts, and
+a question also asks for the third. Composed names (towns, surnames, ships) are split between train and dev: a name of
+dev never occurs as a whole in train, though both of its parts do.
 
-The same seed gives the same bytes everywhere: only `random.Random.random()` is used, whose stream Python guarantees.
+The same seed gives the same bytes everywhere: only `random.Random.random()` is used, whose sequence Python guarantees.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hvd_bert.sample.themes import THEMES, Relation
 from hvd_bert.sample.vocabulary import vocabulary
 
 SEED = 2
-# passages in each file: the four files stay under 6 MB
+# Passages per file; the four files stay under 6 MB.
 SIZES = {"train": 4700, "dev": 200}
 PASSAGES_PER_ARTICLE = 5
 VOCABULARY = "vocab.txt"
@@ -33,7 +33,7 @@ NAMES = ("train-v1.1.json", "train-v2.0.json", "dev-v1.1.json", "dev-v2.0.json",
 
 
 def _answers(passage: Passage, number: int, split: str) -> list[dict[str, Any]]:
-    """The answer; a dev question on a person also takes the surname, as SQuAD's several annotators would."""
+    """The answer; for a dev question about a person also the surname, as another annotator of SQuAD might answer."""
     value, start = passage.facts[number].value, passage.starts[number]
     answers = [{"text": value, "answer_start": start}]
     first, _, surname = value.partition(" ")
@@ -47,7 +47,7 @@ def _question(dice: Dice, passage: Passage, relation: Relation) -> str:
 
 
 def ask(dice: Dice, passage: Passage, split: str, v2: bool) -> Iterator[dict[str, Any]]:
-    """The questions of a passage, without their ids: one on each fact, and one on each that it does not tell."""
+    """The questions about a passage, without ids: one per fact, and one per fact that it does not state."""
     for number in dice.sample(range(len(passage.facts)), len(passage.facts)):
         answers = _answers(passage, number, split)
         row = {"question": _question(dice, passage, passage.facts[number].relation), "answers": answers}
@@ -59,7 +59,7 @@ def ask(dice: Dice, passage: Passage, split: str, v2: bool) -> Iterator[dict[str
 
 
 def make_split(split: str, v2: bool, seed: int) -> dict[str, Any]:
-    """A whole file's content in SQuAD's form."""
+    """The content of a file in SQuAD's format."""
     version = "v2.0" if v2 else "1.1"
     dice = Dice(f"{seed}/{split}/{version}")
     names = Names.of(split)
@@ -88,7 +88,7 @@ def content(name: str, seed: int = SEED) -> bytes:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Of the command's flags."""
+    """The parser of the command's flags."""
     parser = argparse.ArgumentParser(
         prog="python -m hvd_bert.sample.generate",
         description="Write the sample's questions (SQuAD v1.1 and v2.0 JSON) and their vocabulary.",
@@ -101,7 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         type=int,
         default=SEED,
-        help="Seed of the random text; the default gives the files of this repository. (default: %(default)s)",
+        help="Seed of the random text; the default gives the files that training uses. (default: %(default)s)",
     )
     return parser
 

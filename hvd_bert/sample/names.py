@@ -1,4 +1,4 @@
-"""Composed names, and which of them are kept for dev."""
+"""Composed names, some of which are reserved for dev."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hvd_bert.sample import themes
 from hvd_bert.sample.vocabulary import split_word, vocabulary
 
 
-def _kept_for_dev(first: int, second: int) -> bool:
-    # A fifth of the pairs, every first and every second part among them and among the rest.
+def _reserved_for_dev(first: int, second: int) -> bool:
+    # A fifth of the pairs. Every first and every second part occurs in both splits.
     return (first + second) % 5 == 0
 
 
@@ -19,13 +19,13 @@ def _pairs(firsts: Sequence[str], seconds: Sequence[str], dev: bool) -> list[tup
         (first, second)
         for i, first in enumerate(firsts)
         for j, second in enumerate(seconds)
-        if _kept_for_dev(i, j) == dev
+        if _reserved_for_dev(i, j) == dev
     ]
 
 
 def _composed(starts: Sequence[str], ends: Sequence[str], dev: bool) -> dict[str, str]:
     """Name -> its first part."""
-    # "bar" + "berg" would be read as "barber" + "g": only names that split where they were joined.
+    # WordPiece would split "bar" + "berg" into "barber" + "g": keep only names that it splits where they were joined.
     pieces = frozenset(vocabulary())
     return {
         (start + end).capitalize(): start
@@ -41,7 +41,7 @@ class Names:
     places: tuple[str, ...]
     surnames: tuple[str, ...]
     ships: tuple[str, ...]
-    first_part: dict[str, str] = field(repr=False)  # of every name above
+    first_part: dict[str, str] = field(repr=False)  # name -> its first part
 
     @classmethod
     def of(cls, split: str) -> Names:

@@ -1,4 +1,4 @@
-"""Passages: the thing one tells of, the facts, the sentences, and where in the text each value stands."""
+"""Passages: a thing, facts about it, the sentences that state them, and the position of each value in the text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_bert.sample.dice import Dice
 from hvd_bert.sample.names import Names
 from hvd_bert.sample.themes import RELATIONS, Relation
 
-# A value's place in a passage under construction: the fact's number, the value, the end.
+# Marks a value in an unfinished passage: number of the fact, value, end.
 _MARK = re.compile("\x01(\\d+)\x02([^\x03]*)\x03")
 
 
@@ -23,7 +23,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Passage:
-    """`starts[i]` is where the value of `facts[i]` starts in `context`; `untold` are not among them."""
+    """`starts[i]`: position of the value of `facts[i]` in `context`. `untold`: facts that the passage leaves out."""
 
     context: str
     entity: str
@@ -33,7 +33,7 @@ class Passage:
 
 
 class Values:
-    """Draws names and values for one passage, never the same twice, nor two names with the same first part."""
+    """Draws names and values for one passage: none twice, and no two names with the same first part."""
 
     def __init__(self, dice: Dice, names: Names) -> None:
         self._dice = dice
@@ -57,7 +57,7 @@ class Values:
         return self._new([str(self._decade + n) for n in range(40)])
 
     def entity(self, theme: str) -> str:
-        """The name of a thing of a theme's kind."""
+        """The name of a thing of this theme."""
         if theme == "ship":
             return "the " + self._new(self._names.ships)
         if theme == "treasure":
@@ -66,28 +66,28 @@ class Values:
 
 
 def capital(text: str) -> str:
-    """The text with a capital first letter, the rest as it is."""
+    """The text with a capital first letter, otherwise unchanged."""
     return text[:1].upper() + text[1:]
 
 
 def _predicates(dice: Dice, facts: Sequence[Fact]) -> list[str]:
-    """What follows the subject in each sentence; one or two facts each."""
-    said: list[str] = []
+    """The predicate of each sentence, with one or two facts each."""
+    predicates: list[str] = []
     joined = True
     for number, fact in enumerate(facts):
         predicate = dice.choose(fact.relation.predicates).replace("{v}", f"\x01{number}\x02{fact.value}\x03")
         joined = not joined and dice.chance(0.3)
         if joined:
-            if said[-1].startswith("was "):
+            if predicates[-1].startswith("was "):
                 predicate = predicate.removeprefix("was ")
-            said[-1] += f" and {predicate}"
+            predicates[-1] += f" and {predicate}"
         else:
-            said.append(predicate)
-    return said
+            predicates.append(predicate)
+    return predicates
 
 
 def make_passage(dice: Dice, names: Names, theme: str, untold: int) -> Passage:
-    """One passage: all facts with one kind of value but `untold` of them, in random order."""
+    """One passage: all facts with one kind of value except `untold` of them, in random order."""
     values = Values(dice, names)
     entity = values.entity(theme)
     kind = dice.choose(list(RELATIONS))

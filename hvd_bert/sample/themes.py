@@ -1,15 +1,15 @@
-"""What the sample's passages are about: the names, the facts and the sentences of our own invented world.
+"""The content of the sample's passages: names, facts and sentences of an invented world.
 
-Nothing here is real and nothing is copied. `generate.py` puts these pieces together; `RELATIONS` says which facts a
-thing has, how a passage states each (`predicates`, which follow the subject, `{v}` being the value) and how it is
-asked for (`questions`, `{e}` being the thing's name).
+Nothing here is real or copied. `generate.py` combines these pieces. `RELATIONS` lists the facts of a thing: how a
+passage states each fact (`predicates`, which follow the subject; `{v}` is the value) and how a question asks for it
+(`questions`; `{e}` is the thing's name).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Composed names: a start and an end make a whole, so that an unseen whole still consists of seen pieces.
+# A composed name is a start and an end, so that even an unseen name consists of seen pieces.
 PLACE_STARTS = ("bren", "cald", "dun", "elm", "farl", "grim", "hav", "kel", "lind", "mor", "nor", "oster", "pel",
                 "quar", "rav", "sel", "thorn", "ulv", "vel", "wyn", "yar", "zel", "bir", "harr")
 PLACE_ENDS = ("holt", "mere", "wick", "ford", "stead", "bury", "haven", "gate", "combe", "moor", "dale", "mouth",
@@ -28,7 +28,7 @@ SHIP_SECOND = ("Heron", "Swallow", "Dolphin", "Lantern", "Maiden", "Falcon", "Th
                "Pilgrim", "Comet", "Raven", "Sparrow", "Trader", "Anchor", "Badger")
 TREASURES = ("Clock", "Organ", "Bell", "Fountain", "Statue", "Globe", "Telescope", "Tapestry")
 HEIRLOOMS = ("Carriage", "Violin", "Crown", "Mirror", "Table", "Harp", "Sword", "Vase")
-# What may open or close a passage, of many lengths: else the values' places would be known without reading.
+# Last sentences of passages. Their lengths vary, so that a passage's length does not reveal the position of a value.
 ASIDES = ("", "Listen.", "Look here.", "This is known.", "Few people know this.", "There is an old letter.",
           "Nobody is quite sure of this.", "Children are told this story at school.",
           "A small book in the museum tells more.", "Many things are said, but not all is true.")
@@ -43,15 +43,15 @@ class Relation:
     questions: tuple[str, ...]
 
 
-# What a passage may tell of (see passages.py) -> titles of such an article, `{p}` being a place.
+# Kind of thing (see passages.py) -> titles of articles about it; `{p}` is a place.
 THEMES = {
     "ship": ("Ships of {p}", "The fleet of {p}", "Sailing out of {p}"),
     "treasure": ("Treasures around {p}", "A walk from {p}", "A guide to the {p} valley"),
     "heirloom": ("Old families of {p}", "The attics of {p}", "The museum of {p}"),
 }
 
-# Kind of value -> the facts with such a value, of which a passage tells several. Nothing puts them in an order (of
-# time, say), so that no value tells by itself which fact it belongs to.
+# Kind of value -> facts with such a value; a passage states several of them. The facts have no natural order, such as
+# time, so that a value alone does not reveal its fact.
 RELATIONS = {
     "person": (
         Relation(("was designed by {v}", "was planned by {v}", "followed a drawing by {v}"),
@@ -79,7 +79,7 @@ RELATIONS = {
 
 
 def all_text() -> list[str]:
-    """Every list entry and sentence above but the parts of composed names, for the vocabulary."""
+    """Every list entry and sentence above except the parts of composed names, for the vocabulary."""
     text = [*WOMEN, *MEN, *SHIP_FIRST, *SHIP_SECOND, *TREASURES, *HEIRLOOMS, *ASIDES, "the", "it", "and"]
     for titles in THEMES.values():
         text += titles

@@ -1,4 +1,4 @@
-"""The word pieces of the sample: its words whole, composed names in two pieces, and letters for any other text."""
+"""The sample's word pieces: whole words, composed names in two pieces, and letters for any other text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import string
 from hvd_bert.sample import themes
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-# Beyond ASCII: what English text contains, so that it is not read as [UNK].
+# Non-ASCII characters of English text, which would otherwise become [UNK].
 EXTRA_CHARACTERS = "–—‘’“”…£€°ßæøœ"  # noqa: RUF001
 _WORD = re.compile(r"[a-z]+|[^a-z\s]")
 
@@ -22,7 +22,7 @@ def plain_words() -> list[str]:
 
 
 def split_word(word: str, pieces: frozenset[str]) -> list[str]:
-    """WordPiece's own rule, longest piece first; empty when a character is unknown."""
+    """Split a word by WordPiece's rule, longest piece first; empty if a character is unknown."""
     out: list[str] = []
     start = 0
     while start < len(word):

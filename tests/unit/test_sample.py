@@ -1,4 +1,4 @@
-"""The sample: reproducible, generated on first use, valid SQuAD, dev truly unseen, and a vocabulary that fits."""
+"""The sample: reproducible, generated on first use, valid SQuAD, with unseen names in dev and a matching vocabulary."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_the_generator_writes_what_is_expected(tmp_path: Path) -> None:
 
 @pytest.fixture
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In place of the package's folder, as a fresh clone has it."""
+    """Replaces the package's folder, as in a fresh clone."""
     (tmp_path / "package").mkdir()
     monkeypatch.setattr(files, "FOLDER", tmp_path / "package")
     return tmp_path / "package"
 
 
-def test_a_file_is_generated_once_and_only_where_it_belongs(empty_folder: Path, tmp_path: Path) -> None:
+def test_file_is_generated_once_and_only_in_the_samples_folder(empty_folder: Path, tmp_path: Path) -> None:
     path = empty_folder / "dev-v1.1.json"
     assert files.located(tmp_path / "dev-v1.1.json") == tmp_path / "dev-v1.1.json"
     assert files.located(empty_folder / "other.json") == empty_folder / "other.json"
@@ -74,7 +74,7 @@ def test_several_writers_at_once(empty_folder: Path) -> None:
     assert hashlib.sha256(paths[0].read_bytes()).hexdigest() == FILES["dev-v1.1.json"].sha256
 
 
-def test_the_first_writer_stays_and_hard_links_are_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_file_is_kept_and_hard_links_are_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
     write_once(path, b"one")
     first = path.stat().st_ino
@@ -89,7 +89,7 @@ def test_the_first_writer_stays_and_hard_links_are_not_needed(tmp_path: Path, mo
     assert path.read_bytes() == b"other" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_package_that_cannot_be_written(empty_folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_only_package(empty_folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty_folder.rmdir()
     empty_folder.touch()  # stops root, too
     path = files.located(empty_folder / "dev-v1.1.json")
@@ -100,7 +100,7 @@ def test_a_package_that_cannot_be_written(empty_folder: Path, own_cache: Path, m
         files.located(empty_folder / "dev-v1.1.json")
 
 
-def test_a_generator_that_was_changed_is_refused(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_generator_is_refused(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "content", lambda name: b"{}")
     with pytest.raises(UserError, match=r"has the SHA-256 .* instead of .*: the generator"):
         generated("dev-v1.1.json")
@@ -147,12 +147,12 @@ def test_no_composed_name_of_dev_occurs_in_train(version: str) -> None:
         assert " " not in name or name not in train
 
 
-def test_some_dev_questions_take_several_answers() -> None:
+def test_some_dev_questions_have_several_answers() -> None:
     assert any(len(row["answers"]) > 1 for _, _, row in _questions("dev-v1.1.json"))
 
 
 def _relation(question: str) -> tuple[str, int]:
-    """Kind of value and number of the fact that a question asks for, by the generator's own wordings."""
+    """Kind of value and number of the fact that a question asks for, from the generator's wordings."""
     for kind, relations in RELATIONS.items():
         for number, relation in enumerate(relations):
             for wording in relation.questions:
@@ -163,7 +163,7 @@ def _relation(question: str) -> tuple[str, int]:
 
 
 def _answered(split: str) -> Iterator[tuple[tuple[str, int], int, int]]:
-    """Of each question: its relation, the rank of its answer among the passage's values of its kind, their number."""
+    """For each question: relation, position of the answer among the passage's values of its kind, their number."""
     starts: dict[tuple[str, str], list[int]] = {}
     rows = []
     for _, context, row in _questions(f"{split}-v1.1.json"):
@@ -171,26 +171,26 @@ def _answered(split: str) -> Iterator[tuple[tuple[str, int], int, int]]:
         starts.setdefault((context, relation[0]), []).append(start)
         rows.append((context, relation, start))
     for context, relation, start in rows:
-        alike = starts[context, relation[0]]
-        yield relation, sorted(alike).index(start), len(alike)
+        candidates = starts[context, relation[0]]
+        yield relation, sorted(candidates).index(start), len(candidates)
 
 
-def test_the_kind_asked_for_and_the_place_in_the_passage_are_no_help() -> None:
-    """Guessers that see kinds of values, their order and the question, but no sentence, get about a third right."""
+def test_kind_and_order_of_the_values_do_not_reveal_the_answer() -> None:
+    """A model that sees the question, kinds of values and their order, but no sentence, is right for about a third."""
     dev = list(_answered("dev"))
-    assert sum(1 / alike for _, _, alike in dev) / len(dev) < 0.34
-    for rank in range(3):
-        assert sum(found == rank for _, found, _ in dev) / len(dev) < 0.4
-    # The best place for each relation, learned from train.
-    ranks: dict[tuple[str, int], Counter[int]] = {}
-    for relation, rank, _ in _answered("train"):
-        ranks.setdefault(relation, Counter())[rank] += 1
-    best = {relation: counts.most_common(1)[0][0] for relation, counts in ranks.items()}
-    assert sum(best[relation] == rank for relation, rank, _ in dev) / len(dev) < 0.4
+    assert sum(1 / candidates for _, _, candidates in dev) / len(dev) < 0.34
+    for position in range(3):
+        assert sum(found == position for _, found, _ in dev) / len(dev) < 0.4
+    # The best position for each relation, learned from train.
+    positions: dict[tuple[str, int], Counter[int]] = {}
+    for relation, position, _ in _answered("train"):
+        positions.setdefault(relation, Counter())[position] += 1
+    best = {relation: counts.most_common(1)[0][0] for relation, counts in positions.items()}
+    assert sum(best[relation] == position for relation, position, _ in dev) / len(dev) < 0.4
 
 
-def test_the_lengths_of_passage_and_question_do_not_give_the_place_away() -> None:
-    """The most a model could learn if every word of the passage was blanked: the commonest place in train."""
+def test_lengths_of_passage_and_question_do_not_reveal_the_position() -> None:
+    """A model that sees only lengths can at best answer with the most common position in train."""
     places: dict[tuple[str, int, int], Counter[int]] = {}
     right = []
     for split in ("train", "dev"):
@@ -204,14 +204,14 @@ def test_the_lengths_of_passage_and_question_do_not_give_the_place_away() -> Non
     assert sum(right) / len(right) < 0.2
 
 
-def test_an_unanswerable_question_asks_for_a_kind_of_value_that_the_passage_has() -> None:
+def test_unanswerable_question_asks_for_a_kind_of_value_in_the_passage() -> None:
     kinds: dict[str, set[str]] = {}
     for _, context, row in _questions("dev-v2.0.json"):
         kinds.setdefault(context, set()).add(_relation(row["question"])[0])
     assert set(map(len, kinds.values())) == {1}
 
 
-def test_answers_lie_all_over_the_passage() -> None:
+def test_answers_are_spread_over_the_passage() -> None:
     places = [row["answers"][0]["answer_start"] / len(context) for _, context, row in _questions("dev-v1.1.json")]
     tenths = [sum(low / 10 <= place < (low + 1) / 10 for place in places) / len(places) for low in range(10)]
     assert max(tenths) < 0.25
@@ -230,7 +230,7 @@ def test_tokenizer_knows_any_text_and_splits_names_in_two() -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_text_is_read_in_whole_words(name: str) -> None:
+def test_text_is_split_into_whole_words(name: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(SAMPLE))
     contexts = {context for _, context, _ in _questions(name)}
     pieces = {piece for context in contexts for piece in tokenizer.tokenize(context)}
