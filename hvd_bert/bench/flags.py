@@ -43,12 +43,11 @@ def make_parser() -> Parser:
     return parser
 
 
-def parse(argv: list[str], show_help: bool) -> tuple[argparse.Namespace, Config]:
+def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     """The benchmark's flags, and the trainer's. Raises UserError."""
     parser = make_parser()
     if HELP & set(argv):
-        if show_help:
-            parser.print_help()
+        parser.print_help()
         sys.exit(EXIT_OK)
     flags, rest = parser.parse_known_args(argv)
     for name, minimum in (("steps", 2), ("repeats", 1), ("windows", 1)):

@@ -185,11 +185,11 @@ def _divide(flags: Sequence[str]) -> _Divided:
 def _check_owned(plan: Plan) -> None:
     """Raise UserError for a flag that belongs to one strategy where its value is wrong, or that one is not swept."""
     for owner, flags in plan.owned_flags().items():
-        command_line.parse([*flags, f"--strategy={owner}"], show_help=False)
+        command_line.parse([*flags, f"--strategy={owner}"])
         if owner in plan.strategies:
             continue
         try:
-            command_line.parse([*flags, f"--strategy={plan.strategies[0]}"], show_help=False)
+            command_line.parse([*flags, f"--strategy={plan.strategies[0]}"])
         except UserError as error:
             raise UserError(f"{error} Add {owner} to --strategies, or leave the flag out.") from None
 
@@ -211,7 +211,7 @@ def check_flags(plan: Plan) -> tuple[Config, dict[str, str]]:
     for strategy in plan.strategies:
         try:
             configs[strategy] = command_line.parse(
-                [*plan.flags_of(strategy), f"--strategy={strategy}", f"--max_steps={plan.steps}"], show_help=False
+                [*plan.flags_of(strategy), f"--strategy={strategy}", f"--max_steps={plan.steps}"]
             )
         except UserError as error:
             refused[strategy] = str(error)

@@ -110,7 +110,7 @@ def _tune(argv: Sequence[str]) -> int:
     planning.check_own(rest, SET_BY_TUNE, "tuning")
     threads = launching.threads(os.environ)
     common = [*planning.with_defaults(rest, threads, DEFAULTS), "--strategy=horovod", f"--max_steps={flags.steps}"]
-    config = command_line.parse(common, show_help=False)
+    config = command_line.parse(common)
     planning.check_files(config)
     values = {knob.name: knob.value(os.environ, config) for knob in knobs.KNOBS}
     environ = dict(os.environ) | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})

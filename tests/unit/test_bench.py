@@ -36,7 +36,7 @@ def tiny(tmp_path):
 
 
 def inputs_of(model, *flags, count=24, dropout="0.1"):
-    config = parse(["--dropout", dropout, *flags], show_help=False)[1]
+    config = parse(["--dropout", dropout, *flags])[1]
     return random_inputs(model, count, config, make_world())
 
 
@@ -127,13 +127,13 @@ def test_peak_is_a_rate(tiny):
 )
 def test_wrong_flags(words, message):
     with pytest.raises(UserError, match=message):
-        parse(words, show_help=False)
+        parse(words)
 
 
 def test_flags_of_the_trainer_count():
-    flags, config = parse(["--steps", "4", "--repeats", "2", "--bf16", "--learning_rate", "1e-3"], show_help=False)
+    flags, config = parse(["--steps", "4", "--repeats", "2", "--bf16", "--learning_rate", "1e-3"])
     assert (config.train.max_steps, config.train.logging_steps, config.train.bf16) == (12, 4, True)
-    assert flags.random and not parse(["--config", "sample"], show_help=False)[0].random
+    assert flags.random and not parse(["--config", "sample"])[0].random
 
 
 @pytest.mark.parametrize(
