@@ -21,7 +21,7 @@ from hvd_bert.config.parser import invocation
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.doctor import __main__ as doctor
 from hvd_bert.predict import __main__ as predict
-from hvd_bert.report import __main__ as report
+from hvd_bert.report import flags as report
 from hvd_bert.sample import generate
 from hvd_bert.timeline import __main__ as timeline
 from hvd_bert.tune import __main__ as tune
