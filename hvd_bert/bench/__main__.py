@@ -1,11 +1,11 @@
-"""How fast it is here: the command's first word chooses what is measured.
+"""Measure the trainer's throughput, or run a sweep.
 
-    python -m hvd_bert.bench                                                      BERT-base, windows like SQuAD's
+    python -m hvd_bert.bench                                                      BERT-base, windows as long as SQuAD's
     horovodrun -np 4 -H a100-01:2,a100-02:2 python -m hvd_bert.bench --bf16
     srun --mpi=pmix python -m hvd_bert.bench --model FOLDER --json bench.json
-    python -m hvd_bert.bench sweep --strategies none,horovod,ddp --ranks 1,2,4    one training after the other
+    python -m hvd_bert.bench sweep --strategies none,horovod,ddp --ranks 1,2,4    a training per strategy and world size
 
-Without a word: the ranks that the launcher starts, in one training (speed.py). `sweep`: no rank itself, it starts them.
+Without `sweep` it trains on the ranks that the launcher starts (speed.py). `sweep` starts the ranks itself (sweep.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def main(world: World) -> None:
-    """The whole measurement on one rank. Called by all ranks."""
+    """Run the whole measurement on one rank. Called by all ranks."""
     with world.raise_on_all_ranks():
         own, config = flags.parse(sys.argv[1:])
     with collector_paused():
