@@ -1,9 +1,9 @@
-"""A report of runs: which strategy is how much faster on how many devices, and whether that can be believed.
+"""Compare finished runs: check that they are comparable, and report the speed-up per strategy and number of devices.
 
     python -m hvd_bert.report runs/sweep --out report
     python -m hvd_bert.report runs/one runs/two --out report --gbps 25 200 --latency_us 20
 
-With a bandwidth one run suffices: there is nothing to compare, but its step is projected to more devices.
+With a bandwidth one run is enough: its step is projected to more devices.
 RUNS are output folders of `python -m hvd_bert.train`, or folders above them. Exit status: 0 written, 2 bad input.
 """
 
@@ -28,7 +28,7 @@ from hvd_bert.report.projection import Fusion, Network, Projection
 from hvd_bert.runs import reading
 from hvd_bert.runs.run import LeftOut, Run
 
-# horovodrun puts one before each piece of output that it reads: in the middle of a long line, too.
+# horovodrun puts a mark before each piece of output that it reads, even in the middle of a long line.
 LAUNCHERS_MARK = re.compile(r"\[\d+(,\d+)?\]<std(out|err)>:")
 
 
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write(flags: argparse.Namespace) -> None:
-    """Read, compare, write, print. Raises UserError."""
+    """Read the runs, compare them, and write and print the report. Raises UserError."""
     check(flags)
     baseline = comparison.parse_baseline(flags.baseline) if flags.baseline else None
     networks = _networks(flags)
@@ -58,43 +58,43 @@ def write(flags: argparse.Namespace) -> None:
     left_out += _without_table(groups, tables, projections, flags.baseline)
     compared = [line for table in tables for line in table.lines if line.speedup and line.group is not table.baseline]
     reasons = content.reasons(tables, left_out)
-    if not compared and not any(held.series for held in projections):
-        raise UserError(_nothing(reasons, projections, flags))
+    if not compared and not any(projected.series for projected in projections):
+        raise UserError(_no_result(reasons, projections, flags))
     page = _page(tables, kept, reasons)
-    for held in projections:
-        _project(page, held, held.measured(tables), networks, flags)
-    page.add(Text("How the figures come about", 2), Listing(content.definitions(tolerance)))
+    for projected in projections:
+        _add_projection(page, projected, projected.measured(tables), networks, flags)
+    page.add(Text("Definitions", 2), Listing(content.definitions(tolerance)))
     csv_files = {
         "report.csv": content.table_rows(tables),
         "runs.csv": content.run_rows(kept, left_out),
         "projection.csv": content.projection_rows(projections),
     }
     _write_files(flags.out, page, csv_files)
-    _tell(tables, reasons, projections, flags.out)
+    _print_summary(tables, reasons, projections, flags.out)
 
 
-def _nothing(reasons: Sequence[str], projections: Sequence[Projection], flags: argparse.Namespace) -> str:
-    """For runs of which there is no speed-up and no projection: why, and what would help."""
-    said = ["No two of these runs can be compared, so there is no speed-up to report:", *reasons]
-    said += [f"Projection of {held.baseline.name}. {held.title}: {held.ends}." for held in projections]
+def _no_result(reasons: Sequence[str], projections: Sequence[Projection], flags: argparse.Namespace) -> str:
+    """The error if there is neither a speed-up nor a projection: why, and what would help."""
+    lines = ["No two of these runs can be compared, so there is no speed-up to report:", *reasons]
+    lines += [_projection_line(projected) for projected in projections]
     if (flags.gbps or flags.doctor) and not projections:
-        said.append(f"Projection: not possible: none of these runs is {flags.baseline or 'usable'}.")
+        lines.append(f"Projection not possible: none of these runs is {flags.baseline or 'usable'}.")
     if not (flags.gbps or flags.doctor):
-        said.append("One run suffices for a projection to more devices: give --gbps N or --doctor FILE.")
-    return "\n  ".join(said)
+        lines.append("One run is enough for a projection to more devices: add --gbps N or --doctor FILE.")
+    return "\n  ".join(lines)
 
 
 def _projections(
     baselines: Sequence[Group], networks: Sequence[tuple[str, Network]], flags: argparse.Namespace
 ) -> list[Projection]:
-    """Strong and weak scaling from each of `baselines`; empty where no projection is asked for."""
+    """Strong and weak scaling from each of `baselines`; empty if no projection was requested."""
     if not networks:
         return []
     fusion = Fusion(flags.fusion_mb * 2**20, flags.cycle_ms / 1000)
     return [
-        held
+        projected
         for baseline in baselines
-        for held in projection.both_kinds(
+        for projected in projection.both_kinds(
             baseline, networks, fusion, flags.most_devices, flags.parameters, flags.backward_share
         )
     ]
@@ -104,22 +104,22 @@ def _without_table(
     groups: Sequence[Group], tables: Sequence[Table], projections: Sequence[Projection], baseline: str | None
 ) -> list[LeftOut]:
     shown = {id(line.group) for table in tables for line in table.lines}
-    shown |= {id(held.baseline) for held in projections if held.series}
-    why = "no other run has its global batch, or its batch per device on other devices"
+    shown |= {id(projected.baseline) for projected in projections if projected.series}
+    reason = "no other run has the same global batch, or the same batch per device on other devices"
     if baseline:
-        why += f", together with {baseline}"
-    return [LeftOut(run.name, why) for group in groups if id(group) not in shown for run in group.runs]
+        reason += f", with a baseline of {baseline}"
+    return [LeftOut(run.name, reason) for group in groups if id(group) not in shown for run in group.runs]
 
 
 def _page(tables: Sequence[Table], runs: Sequence[Run], reasons: Sequence[str]) -> Page:
     page = Page("Speed-up report")
     hardware = f"{runs[0].device_name}; torch {runs[0].versions.get('torch', 'unknown')}"
-    nothing = "No two of these runs can be compared, so there is no speed-up but the projected one."
+    nothing = "No two of these runs can be compared, so all speed-ups are projected."
     summary = content.summary(tables) or [nothing]
     page.add(Text(f"{len(runs)} run{'s' * (len(runs) > 1)} on {hardware}."), Listing(summary))
-    remarks = content.remarks(tables, runs)
-    if remarks:
-        page.add(Text("Before you believe it", 2), Listing(remarks))
+    caveats = content.caveats(tables, runs)
+    if caveats:
+        page.add(Text("Caveats", 2), Listing(caveats))
     for table in tables:
         page.add(Text(table.title, 2), Text(f"Baseline: {table.baseline.name}."), content.speedups(table))
         if table.scales:
@@ -128,19 +128,19 @@ def _page(tables: Sequence[Table], runs: Sequence[Run], reasons: Sequence[str]) 
         page.add(content.costs(table))
         page.add(Picture(_free(page, f"{table.slug}_loss"), plots.losses(table), f"{table.title}: loss curves"))
     if reasons:
-        page.add(Text("Left out, and why", 2), Listing(reasons))
+        page.add(Text("Left out", 2), Listing(reasons))
     return page
 
 
 def _free(page: Page, stem: str) -> str:
-    """A picture's file name that no other has: several tables may be of one batch, with other work or baselines."""
+    """A file name that no other plot has: several tables may have the same batch, but other work or baselines."""
     taken = {picture.name for picture in page.pictures}
     names = [f"{stem}.png", *(f"{stem}_{number}.png" for number in range(2, len(taken) + 2))]
     return next(name for name in names if name not in taken)
 
 
 def _networks(flags: argparse.Namespace) -> list[tuple[str, Network]]:
-    """The networks to project for, with their names. Raises UserError."""
+    """The networks to project for, by name. Raises UserError."""
     inner = projection.link_of(flags.inner_gbps, flags.inner_latency_us) if flags.inner_gbps else None
     links = [(f"{gbps:g} Gb/s", projection.link_of(gbps, flags.latency_us)) for gbps in flags.gbps or []]
     if flags.doctor:
@@ -154,39 +154,40 @@ def _networks(flags: argparse.Namespace) -> list[tuple[str, Network]]:
         except UserError as error:
             raise UserError(f"--doctor {flags.doctor} {error}") from None
         except ValueError:
-            raise UserError(f"--doctor {flags.doctor}: is no JSON of `python -m hvd_bert.doctor --json`.") from None
+            raise UserError(
+                f"--doctor {flags.doctor}: is not the output of `python -m hvd_bert.doctor --json`."
+            ) from None
         links.append((f"{link.bytes_per_s * 8e-9:.3g} Gb/s (doctor)", link))
     return [(name, Network(link, inner, flags.gpus_per_node)) for name, link in links]
 
 
-def _project(
+def _add_projection(
     page: Page,
-    held: Projection,
+    projected: Projection,
     table: Table | None,
     networks: Sequence[tuple[str, Network]],
     flags: argparse.Namespace,
 ) -> None:
-    """Add a projection, beside the points of `table`, or why there is none."""
-    page.add(Text(f"Projection. {held.title}", 2))
-    if held.step is None:
-        page.add(Text(f"{held.ends[0].upper()}{held.ends[1:]}."))
+    """Add a projection with the measured points of `table`, or the reason why there is none."""
+    page.add(Text(f"Projection. {projected.title}", 2))
+    if projected.step is None:
+        page.add(Text(f"{projected.ends[0].upper()}{projected.ends[1:]}."))
         return
-    latencies = ", ".join(f"{name}: {network.outer.latency_s * 1e6:.3g} us a message" for name, network in networks)
-    notes = [f"{latencies}; at most {flags.fusion_mb:g} MiB at once, a cycle of {flags.cycle_ms:g} ms."]
+    latencies = ", ".join(f"{name}: {network.outer.latency_s * 1e6:.3g} us per message" for name, network in networks)
+    notes = [f"{latencies}; fusion of up to {flags.fusion_mb:g} MiB, cycle time {flags.cycle_ms:g} ms."]
     if flags.inner_gbps:
         inside = f"{flags.inner_gbps:g} Gb/s and {flags.inner_latency_us:g} us inside"
-        notes.append(f"Nodes of {flags.gpus_per_node} GPUs, {inside}; the bandwidths above are a whole node's.")
-    notes.append("Left out: ranks that wait for slower ones, and what communication takes from computing.")
-    name = _free(page, f"{held.kind}_{held.size:g}_projected")
+        notes.append(f"Nodes of {flags.gpus_per_node} GPUs, {inside}; the bandwidths above are per node.")
+    notes.append("Not modelled: waiting for stragglers, and computation that communication slows down.")
+    name = _free(page, f"{projected.kind}_{projected.size:g}_projected")
     page.add(
         Text(
-            f"On paper, by the model of docs/evidence/scaling.md, from the step of {held.baseline.name}: speed-up"
-            " over one"
-            f" device (efficiency). The projection {held.ends}."
+            f"Computed from the step of {projected.baseline.name} with the model of docs/evidence/scaling.md: speed-up"
+            f" over one device (efficiency). The projection {projected.ends}."
         ),
-        content.projection_grid(held),
-        Picture(name, plots.projected(held, table), f"Projected. {held.title}"),
-        Listing(content.projection_assumptions(held, held.step, table, notes)),
+        content.projection_grid(projected),
+        Picture(name, plots.projected(projected, table), f"Projected. {projected.title}"),
+        Listing(content.projection_assumptions(projected, projected.step, table, notes)),
     )
 
 
@@ -200,7 +201,7 @@ def _write_files(folder: Path, page: Page, csv_files: dict[str, list[dict[str, A
         for name, rows in csv_files.items():
             if rows:
                 _write_csv(folder / name, rows)
-            else:  # an earlier report's would contradict the page
+            else:  # one from an earlier report would contradict the page
                 (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"--out {folder}: cannot be written: {error.strerror or error}.") from None
@@ -213,15 +214,21 @@ def _write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def _tell(tables: Sequence[Table], reasons: Sequence[str], projections: Sequence[Projection], folder: Path) -> None:
-    """For the terminal: the tables, what is left out, what is projected, and where the rest is."""
+def _print_summary(
+    tables: Sequence[Table], reasons: Sequence[str], projections: Sequence[Projection], folder: Path
+) -> None:
+    """Print the tables, what is left out, the projections, and where the report is."""
     for table in tables:
         print(f"{table.title} (baseline: {table.baseline.name})\n{content.speedups(table).for_terminal()}\n")
     if reasons:
-        print("Left out, and why:\n" + "\n".join(f"  {reason}" for reason in reasons) + "\n")
-    for held in projections:
-        print(f"Projection of {held.baseline.name}. {held.title}: {held.ends}.")
-    print(f"In {folder}: report.html, report.md, the pictures, and the figures as CSV.")
+        print("Left out:\n" + "\n".join(f"  {reason}" for reason in reasons) + "\n")
+    for projected in projections:
+        print(_projection_line(projected))
+    print(f"In {folder}: report.html, report.md, the plots, and the figures as CSV.")
+
+
+def _projection_line(projected: Projection) -> str:
+    return f"Projection of {projected.baseline.name}. {projected.title}: {projected.ends}."
 
 
 if __name__ == "__main__":

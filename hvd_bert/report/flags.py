@@ -10,7 +10,7 @@ from hvd_bert.report.projection import MAX_DEVICES
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Of the report's flags."""
+    """The parser of the report's flags."""
     parser = argparse.ArgumentParser(prog="python -m hvd_bert.report")
     parser.description = "Compare finished runs: speed-up, efficiency, losses and scores, as an HTML page and tables."
     parser.add_argument(
@@ -44,9 +44,9 @@ def _add_projection(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--gbps", type=float, nargs="+", metavar="N", help="Network bandwidths, in gigabits/s. (default: none)")
     add("--latency_us", type=float, default=20.0, metavar="N",
-        help="Network latency of a message, in microseconds. (default: %(default)g)")  # fmt: skip
+        help="Network latency per message, in microseconds. (default: %(default)g)")  # fmt: skip
     add("--doctor", type=Path, metavar="FILE",
-        help="Output of `python -m hvd_bert.doctor --json`, in place of --gbps. (default: none)")  # fmt: skip
+        help="Output of `python -m hvd_bert.doctor --json`, instead of --gbps. (default: none)")  # fmt: skip
     add("--gpus_per_node", type=int, default=1, metavar="N",
         help="GPUs that share a node's network. (default: %(default)s)")  # fmt: skip
     add("--inner_gbps", type=float, metavar="N",
@@ -65,7 +65,7 @@ def _add_projection(parser: argparse.ArgumentParser) -> None:
 
 
 def check(flags: argparse.Namespace) -> None:
-    """Raise UserError for figures that make no sense."""
+    """Raise UserError for values out of range, and for flags that need others."""
     positive = ["inner_gbps", "parameters", "fusion_mb", "cycle_ms", "most_devices", "gpus_per_node"]
     for name in [*positive, "loss_tolerance", "final_loss_tolerance"]:
         value = getattr(flags, name)
@@ -78,9 +78,11 @@ def check(flags: argparse.Namespace) -> None:
         if not 0 <= getattr(flags, name) < float("inf"):
             raise UserError(f"--{name} {getattr(flags, name):g}: must not be negative.")
     if flags.backward_share is not None and not 0 <= flags.backward_share <= 1:
-        raise UserError(f"--backward_share {flags.backward_share:g}: give a share, 0 to 1.")
+        raise UserError(f"--backward_share {flags.backward_share:g}: must be from 0 to 1.")
     if (flags.gpus_per_node > 1) != (flags.inner_gbps is not None):
-        raise UserError("--gpus_per_node and --inner_gbps go together: how many GPUs a node has, and what joins them.")
+        raise UserError(
+            "--gpus_per_node and --inner_gbps need each other: GPUs per node, and the bandwidth between them."
+        )
     for name in ("inner_gbps", "parameters", "backward_share"):
         if getattr(flags, name) is not None and not flags.gbps and not flags.doctor:
-            raise UserError(f"--{name} is for the projection, which needs a bandwidth: give --gbps N or --doctor FILE.")
+            raise UserError(f"--{name} is for the projection, which needs a bandwidth: add --gbps N or --doctor FILE.")
