@@ -74,7 +74,7 @@ def _tables(parser: argparse.ArgumentParser, resume: bool = False) -> Iterator[s
     without_group: list[str] = []
     for number, group in enumerate(parser._action_groups):
         rows = [_row(action, resume) for action in group._group_actions if action.dest != "help"]
-        if number < 2:  # argparse's own: positional arguments, options
+        if number < 2:  # argparse's own groups: positional arguments and options
             without_group += rows
         if number == 1:
             yield "\n".join([*head, *without_group])

@@ -1,4 +1,4 @@
-"""What the light commands must not import: large libraries make them wait."""
+"""The start of commands: --help must not import large libraries, and only one rank prints it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def imported_by(
     return "\n".join(printed), set(last.split()[1:])
 
 
-# HfArgumentParser is transformers', and brings numpy.
+# HfArgumentParser is part of transformers, which imports numpy.
 @pytest.mark.parametrize(
     ("argv", "allowed"),
     [
@@ -92,6 +92,6 @@ def test_first_line_of_the_doctor() -> None:
     assert imported == set()
 
 
-def test_this_test_sees_what_is_imported() -> None:
+def test_these_tests_detect_imports() -> None:
     _, imported = imported_by("hvd_bert.predict", "nowhere", "--context", "a", "--question", "b", missing=("tqdm",))
     assert "torch" in imported
