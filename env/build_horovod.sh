@@ -1,37 +1,37 @@
 #!/usr/bin/env bash
-# Builds Horovod 0.28.1, its last release, for the torch that a Python has, and installs it there.
-# Needs nothing else of this project: the file can be copied and used alone. See --help.
+# Builds Horovod 0.28.1, its last release, for the torch of a Python environment, and installs it there.
+# Independent of this project: the file can be copied and used alone. See --help.
 # shellcheck disable=SC2329  # logged() calls functions by name
 set -Eeuo pipefail
 trap 'echo "build_horovod: error: line $LINENO failed: $BASH_COMMAND" >&2' ERR
 
 horovod_version=0.28.1
 sdist_sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
-recipe=1 # raise it when the way of building changes, so that older wheels in the cache are left alone
+recipe=1 # raise it with a change of the build, so that older wheels in the cache are not used
 
 usage() {
   cat <<END
 usage: build_horovod.sh [option...]
 
 Builds Horovod $horovod_version against the torch installed in a Python and installs it into that Python.
-The wheel is kept, so that the next environment with the same torch, MPI, CUDA and compiler takes seconds.
+The wheel is cached: the next environment with the same torch, MPI, CUDA and compiler takes seconds.
 
   --python PY           the Python that has torch (default: python3)
-  --cache DIR           where wheels are kept (default: \${XDG_CACHE_HOME:-~/.cache}/hvd_bert/wheels)
+  --cache DIR           folder for cached wheels (default: \${XDG_CACHE_HOME:-~/.cache}/hvd_bert/wheels)
   --rebuild             build even if the cache has the wheel
-  --with-mpi            fail if MPI can't be built in;    --without-mpi   leave it out
-                        (default: MPI when mpicxx is there)
-  --with-nccl           fail if NCCL can't be built in;   --without-nccl  leave it out
-                        (default: NCCL when torch is a CUDA build and nvcc is there)
-  --cuda-home DIR       the CUDA toolkit's own folder (default: \$CUDA_HOME, else where nvcc says it is)
-  --nccl-home DIR       folder with include/nccl.h and lib/libnccl.so* (default: the NCCL that torch brought)
-  --cuda-arch LIST      GPU architectures, as in 80,90 (default: those that both torch and nvcc know)
-  --cxx-std N           C++ standard (default: the one that torch's own CMake files ask for)
-  --jobs N              compilers at a time (default: by cores and memory)
-  --sdist FILE          horovod-$horovod_version.tar.gz that is already here (default: from the package index)
-  --dry-run             print what would be built, and stop
-  -h, --help            this text
-CXX, CXXFLAGS, LDFLAGS and HOROVOD_CPU_OPERATIONS are honoured, and are part of the cache's key.
+  --with-mpi            fail if MPI can't be built in;    --without-mpi   build without MPI
+                        (default: MPI if mpicxx is found)
+  --with-nccl           fail if NCCL can't be built in;   --without-nccl  build without NCCL
+                        (default: NCCL if torch is a CUDA build and nvcc is found)
+  --cuda-home DIR       folder of the CUDA toolkit (default: \$CUDA_HOME, else nvcc's toolkit)
+  --nccl-home DIR       folder with include/nccl.h and lib/libnccl.so* (default: torch's NCCL)
+  --cuda-arch LIST      GPU architectures, such as 80,90 (default: those that torch and nvcc support)
+  --cxx-std N           C++ standard (default: the one in torch's CMake files)
+  --jobs N              number of parallel compilers (default: by cores and memory)
+  --sdist FILE          local copy of horovod-$horovod_version.tar.gz (default: from the package index)
+  --dry-run             only print what would be built
+  -h, --help            print this help
+CXX, CXXFLAGS, LDFLAGS and HOROVOD_CPU_OPERATIONS are used, and are part of the cache key.
 END
 }
 
@@ -46,7 +46,7 @@ die() {
 
 parse_arguments() {
   python=python3
-  cache=${XDG_CACHE_HOME:-${HOME:?HOME is not set: give --cache DIR}/.cache}/hvd_bert/wheels
+  cache=${XDG_CACHE_HOME:-${HOME:?HOME is not set: use --cache DIR}/.cache}/hvd_bert/wheels
   rebuild=no mpi=auto nccl=auto cuda_home='' nccl_home='' cuda_arch='' cxx_std='' jobs='' sdist='' dry_run=no
   while [ $# -gt 0 ]; do
     case $1 in
@@ -69,7 +69,7 @@ parse_arguments() {
   done
 }
 
-# What the build must know of the Python and its torch, as name=value lines.
+# Reads the facts about Python and torch that the build needs, as name=value lines.
 inspect_python() {
   command -v "$python" >/dev/null || die "no such Python: $python"
   py_soabi='' py_scripts='' py_include='' py_libc=''
@@ -117,13 +117,13 @@ choose_compiler() {
     "Debian or Ubuntu: apt-get install g++ make    RHEL or Rocky: dnf install gcc-c++ make    a cluster: module load gcc"
   command -v make >/dev/null || die "make is missing" "Debian or Ubuntu: apt-get install make    RHEL or Rocky: dnf install make"
   cxx_std=${cxx_std:-$torch_std}
-  [ -n "$cxx_std" ] || die "torch $torch_version does not say which C++ standard it needs" "Give it: --cxx-std 17 (torch 2.1+) or --cxx-std 20"
-  # shellcheck disable=SC2086  # CXX may hold a compiler and its first options, as make reads it
+  [ -n "$cxx_std" ] || die "the C++ standard of torch $torch_version is unknown" "Set it: --cxx-std 17 (torch 2.1+) or --cxx-std 20"
+  # shellcheck disable=SC2086  # CXX may contain options, as for make
   cxx_identity="$($cxx --version | head -n 1) $($cxx -dumpmachine)"
   # shellcheck disable=SC2086
   echo 'int main() { return 0; }' | $cxx "-std=c++$cxx_std" -fsyntax-only -x c++ - 2>/dev/null ||
-    die "this compiler does not know C++$cxx_std, which torch $torch_version needs: $cxx_identity" \
-      "Take a newer one (g++ 11 or later knows C++20) by CXX=/path/to/g++, 'module load gcc/12' or 'dnf install gcc-toolset-12'," \
+    die "this compiler does not support C++$cxx_std, which torch $torch_version needs: $cxx_identity" \
+      "Use a newer one (g++ 11 or later supports C++20) by CXX=/path/to/g++, 'module load gcc/12' or 'dnf install gcc-toolset-12'," \
       "or an older torch (2.8 needs C++17 only)."
 }
 
@@ -131,7 +131,7 @@ choose_mpi() {
   mpi_identity=none
   [ "$mpi" != no ] || return 0
   if ! command -v mpicxx >/dev/null; then
-    [ "$mpi" = auto ] || die "MPI was asked for, but mpicxx is not on PATH" \
+    [ "$mpi" = auto ] || die "MPI was requested, but mpicxx is not on PATH" \
       "Debian or Ubuntu: apt-get install libopenmpi-dev openmpi-bin    a cluster: module load openmpi"
     mpi=no
     return 0
@@ -140,7 +140,7 @@ choose_mpi() {
   mpi_identity="$(mpicxx -show) | $(mpicxx --showme:version 2>/dev/null || mpirun --version 2>/dev/null | head -n 1)"
 }
 
-# The toolkit's own folder: nvcc may be a link or a script elsewhere, so nvcc itself is asked.
+# Sets the toolkit's folder. nvcc may be a link or a script elsewhere, so nvcc itself is queried.
 find_cuda_home() {
   cuda_home=${cuda_home:-${CUDA_HOME:-${CUDA_PATH:-}}}
   if [ -z "$cuda_home" ] && command -v nvcc >/dev/null; then
@@ -157,32 +157,32 @@ choose_nccl() {
   nccl_identity=none nvcc_version=''
   [ "$nccl" != no ] || return 0
   if [ -z "$torch_cuda" ]; then
-    [ "$nccl" = auto ] || die "NCCL was asked for, but torch $torch_version is not a CUDA build"
+    [ "$nccl" = auto ] || die "NCCL was requested, but torch $torch_version is not a CUDA build"
     nccl=no
     return 0
   fi
   find_cuda_home
   if [ -z "$nvcc_version" ]; then
-    [ "$nccl" = auto ] || die "NCCL was asked for, but no nvcc was found" "Load a CUDA ${torch_cuda%%.*} toolkit (module load cuda/$torch_cuda) or set CUDA_HOME to one."
-    warn "torch $torch_version is a CUDA build, but there is no nvcc: Horovod gets no NCCL and can't train on GPUs."
-    warn "For GPUs: load a CUDA ${torch_cuda%%.*} toolkit (module load cuda/$torch_cuda) and run this again."
+    [ "$nccl" = auto ] || die "NCCL was requested, but no nvcc was found" "Load a CUDA ${torch_cuda%%.*} toolkit (module load cuda/$torch_cuda) or set CUDA_HOME to one."
+    warn "torch $torch_version is a CUDA build, but nvcc was not found: Horovod is built without NCCL and can't train on GPUs."
+    warn "For GPUs, load a CUDA ${torch_cuda%%.*} toolkit (module load cuda/$torch_cuda) and rerun this script."
     nccl=no
     return 0
   fi
   [ "${nvcc_version%%.*}" = "${torch_cuda%%.*}" ] ||
     die "torch $torch_version is for CUDA $torch_cuda, but nvcc in $cuda_home is $nvcc_version: the major versions must be equal" \
       "Load a CUDA ${torch_cuda%%.*} toolkit (module load cuda/$torch_cuda) or set CUDA_HOME to one," \
-      "or take a torch for CUDA ${nvcc_version%%.*}, or leave the GPUs out: --without-nccl."
+      "or install a torch for CUDA ${nvcc_version%%.*}, or build without GPUs: --without-nccl."
   nccl_home=${nccl_home:-${HOROVOD_NCCL_HOME:-$torch_nccl}}
-  [ -f "$nccl_home/include/nccl.h" ] || die "no NCCL headers: '$nccl_home/include/nccl.h'" "Give the folder: --nccl-home DIR"
+  [ -f "$nccl_home/include/nccl.h" ] || die "no NCCL headers: '$nccl_home/include/nccl.h'" "Set the folder: --nccl-home DIR"
   nccl_library=$(find -L "$nccl_home/lib" "$nccl_home/lib64" -maxdepth 1 -name 'libnccl.so*' 2>/dev/null | sort | tail -n 1) || true
-  [ -n "$nccl_library" ] || die "no libnccl.so* in $nccl_home/lib" "Give the folder: --nccl-home DIR"
+  [ -n "$nccl_library" ] || die "no libnccl.so* in $nccl_home/lib" "Set the folder: --nccl-home DIR"
   nccl=yes
   cuda_arch=${cuda_arch:-${HOROVOD_BUILD_CUDA_CC_LIST:-$(common_arches)}}
   nccl_identity="NCCL $(sed -n 's/^#define NCCL_VERSION_CODE *//p' "$nccl_home/include/nccl.h") CUDA $nvcc_version sm $cuda_arch"
 }
 
-# The architectures that torch was built for, as far as this nvcc knows them: 80,90 if none is found.
+# Prints the architectures that torch was built for and this nvcc supports; 80,90 if there are none.
 common_arches() {
   local known arch list=''
   known=" $("$cuda_home/bin/nvcc" --list-gpu-code 2>/dev/null | tr '\n' ' ') "
@@ -192,7 +192,7 @@ common_arches() {
   echo "${list:-80,90}"
 }
 
-# Everything that makes one wheel differ from another; its hash names the wheel.
+# Collects everything that distinguishes wheels. The hash of it names the wheel.
 compute_key() {
   local flag arch_flags=''
   for flag in f16c avx fma; do
@@ -210,17 +210,17 @@ MPI $mpi_identity
 NCCL $nccl_identity
 Gloo yes"
   key=$(printf '%s' "$key_text" | sha256sum | cut -c 1-16)
-  # The key is part of the version, so that 'pip list' and the next run can tell which build is installed.
+  # The key is part of the version, so that 'pip list' and the next run show which build is installed.
   local_version="torch$(tr -c 'A-Za-z0-9\n' . <<<"$torch_version").k$key"
   features="PyTorch $torch_version, Gloo$([ "$mpi" = no ] || echo ', MPI')$([ "$nccl" = no ] || echo ', NCCL')"
 }
 
-# setuptools and packaging stay in the Python: horovodrun needs them too (distutils is gone from Python 3.12).
+# setuptools and packaging stay installed: horovodrun needs them too (Python 3.12 has no distutils).
 install_tools() {
   "$python" -m pip install -q 'setuptools>=77' packaging 'cffi>=1.4' cloudpickle psutil pyyaml
 }
 
-# cmake 3.18 or later and below 4, whose policies Horovod's bundled gloo is too old for.
+# Provides cmake 3.18 or later, but below 4, which does not build Horovod's bundled Gloo.
 provide_cmake() {
   local version
   version=$(cmake --version 2>/dev/null | sed -n 's/^cmake version \([0-9]*\.[0-9]*\).*/\1/p') || true
@@ -241,7 +241,7 @@ unpack_source() {
   tar -xzf "$sdist" -C "$work"
   source_dir=$work/horovod-$horovod_version
   if [ "$nccl" = no ]; then
-    # A CUDA torch, or merely an nvcc on PATH, would pull CUDA into a build that was not asked for it.
+    # A CUDA torch, or just an nvcc on PATH, would pull CUDA into a build without NCCL.
     # shellcheck disable=SC2016  # ${Pytorch_CUDA} is CMake's
     sed -i 's/^string(TOUPPER "${Pytorch_CUDA}" Pytorch_CUDA)$/set(Pytorch_CUDA FALSE)/' "$source_dir/cmake/Modules/FindPytorch.cmake"
     sed -i 's/^    enable_language(CUDA)$/    message(STATUS "CUDA is left out")/' "$source_dir/CMakeLists.txt"
@@ -250,12 +250,12 @@ unpack_source() {
   fi
 }
 
-# Horovod's CMake files fix C++14 and drop any -std from CXXFLAGS; the last -std on the line wins, so a
-# compiler that adds its own is the one way round that needs no change to them. -g0: 1 instead of 77 MB.
-# nvcc calls the same compiler, but has told its own parser another standard: there it is left alone.
+# Horovod's CMake files set C++14 and drop any -std from CXXFLAGS. The last -std on the line wins, so a compiler
+# wrapper that adds its own needs no change to these files. -g0: 1 MB instead of 77 MB.
+# nvcc calls the same compiler with its own standard, so its calls are not changed.
 make_compiler_wrapper() {
   local link=''
-  # shellcheck disable=SC2016  # $ORIGIN is for the loader: NCCL is found beside this package, where torch has it
+  # shellcheck disable=SC2016  # $ORIGIN is for the loader, which finds torch's NCCL next to this package
   [ "$nccl" = no ] || link=' -Wl,-rpath,\$ORIGIN/../../nvidia/nccl/lib'
   cat >"$work/c++" <<END
 #!/bin/sh
@@ -287,7 +287,7 @@ count_jobs() {
 
 build_wheel() {
   local name
-  for name in $(compgen -e HOROVOD_ || true); do # leave only what this script decides
+  for name in $(compgen -e HOROVOD_ || true); do # keep only the variables of this script
     case $name in HOROVOD_CPU_OPERATIONS) ;; *) unset "$name" ;; esac
   done
   make_compiler_wrapper
@@ -298,11 +298,11 @@ build_wheel() {
   [ -z "$build_arch_flags" ] || export HOROVOD_BUILD_ARCH_FLAGS=$build_arch_flags
   provide_cmake
   unpack_source
-  export HOROVOD_LOCAL_VERSION=$local_version # not before: pip refuses an archive that calls itself otherwise
+  export HOROVOD_LOCAL_VERSION=$local_version # only now: pip refuses an archive with another version
   "$python" -m pip wheel -v --no-deps --no-build-isolation --no-cache-dir -w "$work/wheel" "$source_dir"
 }
 
-# The wheel appears under its key by one rename, so that another run never sees half of it.
+# Moves the wheel into the cache by one rename, so that another run never finds half of it.
 publish_wheel() {
   mkdir "$work/publish"
   mv "$work"/wheel/horovod-*.whl "$work/publish/"
@@ -312,7 +312,7 @@ publish_wheel() {
 }
 
 logged() {
-  # Not 'if "$@"': inside a condition the shell ignores 'set -e', and a failed step would go unseen.
+  # Not 'if "$@"': inside a condition the shell ignores 'set -e' and would miss a failed step.
   local status errors trap_on_error
   trap_on_error=$(trap -p ERR)
   trap - ERR
@@ -327,7 +327,7 @@ logged() {
   [ $status -ne 0 ] || return 0
   errors=$(grep -nE -A 4 'CMake Error|[Ee]rror: |fatal' "$log" | head -n 20) || true
   tail -n 20 "$log" >&2
-  [ -z "$errors" ] || printf 'The first errors in it:\n%s\n' "$errors" >&2
+  [ -z "$errors" ] || printf 'The first errors in the log:\n%s\n' "$errors" >&2
   die "$1 failed (status $status); above are the last lines and the first errors of $log"
 }
 
@@ -335,8 +335,8 @@ lock_cache() {
   command -v flock >/dev/null || return 0
   exec 9>"$cache/$key.lock"
   flock -n 9 || {
-    say "another run is building the same wheel; waiting for it"
-    flock 9 || warn "$cache does not support locks; going on without one"
+    say "another run is building the same wheel: waiting for it"
+    flock 9 || warn "$cache does not support locks: continuing without one"
   }
 }
 
@@ -360,7 +360,7 @@ install_wheel() {
   logged "$python" -m pip install -q --no-deps --force-reinstall "$cache/$key"/horovod-*.whl
 }
 
-# A build that lacks a part says nothing about it, so both of Horovod's own accounts are read.
+# A build does not report a missing part, so this checks both of Horovod's own lists.
 check_build() {
   local report wanted missing=''
   report=$("$py_scripts/horovodrun" --check-build 2>&1) || die "horovodrun --check-build failed:" "$report"
@@ -380,7 +380,7 @@ END
   for part in ${wanted#PyTorch }; do
     case " $built " in *" $part "*) ;; *) missing+=" $part(import)" ;; esac
   done
-  [ -z "$missing" ] || die "Horovod lacks what was asked for:$missing" "$report"
+  [ -z "$missing" ] || die "Horovod was built without:$missing" "$report"
 }
 
 installed_version() {

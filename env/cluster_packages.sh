@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The system packages of the two-host test cluster (tests/cluster): Slurm, munge, PMIx, sshd, ip and tc. As root on Debian or
-# Ubuntu it installs what is missing, and neither starts nor enables any service. Safe to repeat.
-# Exit status: 0 all there, 3 something is missing and cannot be installed here (it says what).
+# Installs the system packages of the two-host test cluster (tests/cluster): Slurm, munge, PMIx, sshd, ip and tc. Needs
+# root on Debian or Ubuntu. Starts and enables no service. Safe to repeat.
+# Exit status: 0 all packages are installed, 3 some are missing and cannot be installed here (it prints which).
 set -euo pipefail
 
 services=(ssh munge slurmctld slurmd)
@@ -14,7 +14,7 @@ missing() {
   for program in munged slurmctld slurmd srun sbatch scontrol sshd ssh ssh-keygen ip tc pgrep unshare nsenter; do
     command -v "$program" >/dev/null || printf '%s ' "$program"
   done
-  # What Slurm's PMIx plugin loads.
+  # Slurm's PMIx plugin loads it.
   find /usr/lib /usr/lib64 -name 'libpmix.so*' -print -quit 2>/dev/null | grep -q . || printf 'libpmix '
 }
 
@@ -25,7 +25,7 @@ install_packages() {
   for service in "${services[@]}"; do
     enabled "$service" || newcomers+=("$service")
   done
-  if [ ! -e "$policy" ]; then # Debian's way to say: start nothing
+  if [ ! -e "$policy" ]; then # Debian's way to start no services
     trap 'rm -f /usr/sbin/policy-rc.d' EXIT
     printf '#!/bin/sh\nexit 101\n' >"$policy"
     chmod 755 "$policy"
@@ -50,6 +50,6 @@ if [ "$(id -u)" -eq 0 ] && [ -f /etc/debian_version ] && command -v apt-get >/de
     exit 0
   fi
 fi
-echo "env/cluster_packages.sh: missing here: $absent" >&2
+echo "env/cluster_packages.sh: missing: $absent" >&2
 echo "  Debian or Ubuntu, as root: apt-get install ${packages[*]}" >&2
 exit 3

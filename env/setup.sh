@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All the set-up this project needs: a virtual environment with torch, Horovod built for it, and the package itself.
-# Safe to repeat: with nothing to do it takes a moment. See --help.
+# Sets up a virtual environment with torch, Horovod built for it, and this package.
+# Safe to repeat: it takes a moment if there is nothing to do. See --help.
 # shellcheck disable=SC2329  # logged() calls functions by name
 set -Eeuo pipefail
 trap 'echo "env/setup.sh: error: line $LINENO failed: $BASH_COMMAND" >&2' ERR
@@ -12,21 +12,21 @@ usage() {
   cat <<END
 usage: env/setup.sh [option...]
 
-Makes .venv: torch first, then Horovod built against it (env/build_horovod.sh), then requirements.txt and this package.
-What an option chose is remembered in the environment and kept by later runs that do not name it.
+Creates .venv with torch, Horovod built against it (env/build_horovod.sh), requirements.txt and this package.
+The environment remembers these options. Later runs without an option keep its value.
 
-  --python PY       Python 3.10 or later to make the environment from (default: python3, else the newest on PATH)
+  --python PY       Python 3.10 or later for the environment (default: python3, else the newest on PATH)
   --venv DIR        the environment's folder (default: .venv in this clone)
   --torch SPEC      a version (2.8.0), a requirement ('torch>=2.8,<2.9') or a wheel file (default: $default_torch)
-  --torch-index URL package index for torch alone, such as the CPU index that pytorch.org names
-  --with-mpi | --without-mpi      demand MPI, or leave it out (default: MPI when mpicxx is there or apt can bring it)
-  --with-nccl | --without-nccl    demand NCCL, or leave it out (default: NCCL when torch has CUDA and nvcc is there)
-  --auto            forget what --with-... and --without-... options chose
-  --dev             add what scripts/test.sh needs (env/requirements-dev.txt)
-  --bench           add what benchmarks/compare_peers.py compares with (env/requirements-bench.txt)
-  --deepspeed       add what --strategy deepspeed needs (env/requirements-deepspeed.txt)
+  --torch-index URL package index for torch only, such as the CPU index on pytorch.org
+  --with-mpi | --without-mpi      require MPI, or build without (default: MPI if mpicxx is found or apt can install it)
+  --with-nccl | --without-nccl    require NCCL, or build without (default: NCCL if torch has CUDA and nvcc is found)
+  --auto            forget the --with-... and --without-... options
+  --dev             add packages for scripts/test.sh (env/requirements-dev.txt)
+  --bench           add packages for benchmarks/compare_peers.py (env/requirements-bench.txt)
+  --deepspeed       add packages for --strategy deepspeed (env/requirements-deepspeed.txt)
   --no-apt          never install system packages, even as root
-  -h, --help        this text
+  -h, --help        print this help
 END
 }
 
@@ -74,11 +74,11 @@ parse_arguments() {
       given_torch="torch @ file://$(realpath "$given_torch")"
       ;;
     [0-9]*) given_torch="torch==$given_torch" ;;
-    *) die "--torch $given_torch: give a version (2.8.0), a requirement ('torch>=2.8,<2.9') or a wheel file" ;;
+    *) die "--torch $given_torch: must be a version (2.8.0), a requirement ('torch>=2.8,<2.9') or a wheel file" ;;
   esac
 }
 
-# Choices are kept in the environment, since scripts/demo.sh and scripts/test.sh run this file without options.
+# The environment keeps the options, because scripts/demo.sh and scripts/test.sh run this file without them.
 load_settings() {
   torch="torch==$default_torch" torch_index='' mpi=auto nccl=auto mpi_seen=none nvcc_seen=none torch_installed='' horovod_version=''
   if [ -f "$venv/hvd_bert.settings" ]; then
@@ -102,7 +102,7 @@ save_settings() {
   mv "$venv/hvd_bert.settings.new" "$venv/hvd_bert.settings"
 }
 
-# A compiler module that is merely not loaded today (a compute node, say) must not undo the MPI or NCCL of yesterday.
+# A compiler module that is not loaded now, as on a compute node, must not undo an earlier choice of MPI or NCCL.
 look_for_mpi_and_cuda() {
   if [ "$mpi" != no ] && command -v mpicxx >/dev/null; then
     mpi_seen="$(command -v mpicxx) $(mpicxx -show 2>&1 | tr '\n' ' ') $(mpirun --version 2>/dev/null | head -n 1)"
@@ -115,7 +115,7 @@ look_for_mpi_and_cuda() {
 
 venv_python_identity() { "$venv/bin/python" -c 'import sys; print(sys.prefix, sys.base_prefix, sys.version, sep="|")' 2>/dev/null; }
 
-# Read once at the start: a file that changes during a run must make the next one work.
+# Read once at the start: if a file changes during a run, the next run must notice.
 read_inputs() {
   local files=("$root"/{requirements.txt,pyproject.toml,env/setup.sh,env/build_horovod.sh})
   declare -gA inputs
@@ -126,7 +126,7 @@ read_inputs() {
   done
 }
 
-# What is to be there: base, and the extras that were asked for.
+# Prints what to install: base, and the requested extras.
 kinds() { printf '%s\n' base ${extras[@]+"${extras[@]}"}; } # an empty array is unset before bash 4.4
 
 # $1: one of kinds
@@ -135,7 +135,7 @@ fingerprint() {
     sha256sum | cut -c 1-32
 }
 
-# Is what the stamp vouches for still there? Reads package metadata only, so it takes a fraction of a second.
+# Whether everything that the stamp records is still installed. Fast, because it reads package metadata only.
 still_there() {
   [ -x "$venv/bin/horovodrun" ] && "$venv/bin/python" - "$horovod_version" "$root/requirements.txt" <<'END' >/dev/null 2>&1
 import importlib.metadata as metadata, importlib.util, re, sys
@@ -165,7 +165,7 @@ find_python() {
   if [ -n "$python" ]; then
     command -v "$python" >/dev/null || die "--python $python: no such program"
     works_as_base "$python" || try_apt "$("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])' 2>/dev/null)"
-    works_as_base "$python" || die "--python $python: it must be Python 3.10 or later with its venv and ssl modules" \
+    works_as_base "$python" || die "--python $python: must be Python 3.10 or later with its venv and ssl modules" \
       "Debian or Ubuntu: apt-get install python3-venv python3-dev"
     return 0
   fi
@@ -179,12 +179,12 @@ find_python() {
   python=python3
   works_as_base "$python" || die "no Python 3.10 or later (with its venv module) was found" \
     "Debian or Ubuntu: apt-get install python3 python3-venv python3-dev" \
-    "RHEL or Rocky: dnf install python3.11 python3.11-devel    a cluster: module load python    or name one: --python PY"
+    "RHEL or Rocky: dnf install python3.11 python3.11-devel    a cluster: module load python    or select one: --python PY"
 }
 
 can_apt() { [ "$use_apt" = yes ] && [ "$(id -u)" -eq 0 ] && [ -f /etc/debian_version ] && command -v apt-get >/dev/null; }
 
-# Installs Debian packages when that is possible; whether it helped is for the caller to look at.
+# Installs Debian packages if possible. The caller checks the result.
 try_apt() {
   can_apt && [ -n "$*" ] || return 0
   say "      apt-get install $*"
@@ -207,21 +207,21 @@ provide_system_packages() {
   [ ${#packages[@]} -eq 0 ] || try_apt "${packages[@]}"
   look_for_mpi_and_cuda
 
-  { command -v "${CXX:-g++}" && command -v make; } >/dev/null || die "a C++ compiler and make are needed to build Horovod" \
+  { command -v "${CXX:-g++}" && command -v make; } >/dev/null || die "building Horovod needs a C++ compiler and make" \
     "Debian or Ubuntu: apt-get install g++ make    RHEL or Rocky: dnf install gcc-c++ make    a cluster: module load gcc"
   if [ "$mpi" = no ] || command -v mpicxx >/dev/null; then return 0; fi
   [ "$mpi_seen" = none ] || die "this environment's Horovod has MPI, but mpicxx is not on PATH now" \
-    "It was: $mpi_seen" "Load the same MPI again (module load openmpi), or choose: --without-mpi"
+    "It was: $mpi_seen" "Load the same MPI again (module load openmpi), or use --without-mpi"
   [ "$mpi" = auto ] || die "--with-mpi: mpicxx is not on PATH" \
     "Debian or Ubuntu: apt-get install openmpi-bin libopenmpi-dev    RHEL or Rocky: dnf install openmpi-devel" \
     "a cluster: module load openmpi"
-  warn "no Open MPI here (mpicxx is not on PATH): Horovod will have Gloo only, which trains as well but not under srun or mpirun."
-  warn "To have MPI: 'module load openmpi' or 'apt-get install openmpi-bin libopenmpi-dev', then run this again."
+  warn "no MPI (mpicxx is not on PATH): Horovod is built with Gloo only, which does not work under srun or mpirun."
+  warn "For MPI, run 'module load openmpi' or 'apt-get install openmpi-bin libopenmpi-dev', then rerun this script."
 }
 
 make_venv() {
   if [ -e "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ] && [ "$venv" != "$root/.venv" ] && [ -n "$(ls -A "$venv")" ]; then
-    die "--venv $venv: the folder is there and is no virtual environment; name another one"
+    die "--venv $venv: this folder exists and is no virtual environment; choose another one"
   fi
   local identity
   identity=$(venv_python_identity) || identity=''
@@ -229,14 +229,14 @@ make_venv() {
     return 0
   fi
   find_python
-  # The Python behind an environment, should one be active: it could be the very one that is made anew.
+  # The base Python of an active environment, because that environment may be the one to recreate.
   python=$("$python" -c 'import sys; print(getattr(sys, "_base_executable", None) or sys.executable)')
-  [ ! -e "$venv" ] || say "      $venv is incomplete or of another Python: making it anew"
+  [ ! -e "$venv" ] || say "      $venv is incomplete or has another Python: recreating it"
   logged "$python" -m venv --clear "$venv"
-  torch_installed='' mpi_seen=none nvcc_seen=none horovod_version='' # what was chosen stays, what was found there went
+  torch_installed='' mpi_seen=none nvcc_seen=none horovod_version='' # the options stay; what was installed is gone
 }
 
-# Is the environment made from the Python that --python names?
+# Whether the environment was created from the Python of --python.
 same_base() {
   [ -z "$python" ] || [ "$("$python" -c 'import sys; print(sys.base_prefix, sys.version)' 2>/dev/null)" = \
     "$("$venv/bin/python" -c 'import sys; print(sys.base_prefix, sys.version)' 2>/dev/null)" ]
@@ -247,7 +247,7 @@ version_of() { "$venv/bin/python" -c 'import importlib.metadata as m, sys; print
 
 install_torch() {
   local command=(install --progress-bar off ${torch_index:+--index-url "$torch_index"} "$torch")
-  # Another index or file can bring another build of the same version, which pip would think is there already.
+  # Another index or file may have another build of the same version, which pip would not install.
   if [ -n "$torch_installed" ] && [ "$torch_installed" != "$torch@$torch_index" ]; then command+=(--force-reinstall); fi
   pip "${command[@]}"
   torch_works || {
@@ -256,7 +256,7 @@ install_torch() {
     torch_works
   }
 }
-# transformers 5 treats an older torch as none at all.
+# transformers 5 ignores an older torch.
 torch_is_new_enough() { [ "$(printf '2.6\n%s\n' "$(version_of torch)" | sort -V | head -n 1)" = 2.6 ]; }
 torch_works() { "$venv/bin/python" -c 'import torch; torch.ones(2).sum().item()'; }
 
@@ -270,7 +270,7 @@ build_horovod() {
 choice() { if [ "$1" = yes ]; then echo "--with-$2"; else echo "--without-$2"; fi; }
 has_mpi() { "$venv/bin/python" -c 'import sys, horovod.torch as hvd; sys.exit(not hvd.mpi_built())' 2>/dev/null; }
 
-# torch and Horovod are there by now and must stay as they are; mpi4py makes sense only with MPI.
+# torch and Horovod are installed and must stay as they are. mpi4py is needed only with MPI.
 install_requirements() {
   local skip='^(torch|horovod)\b'
   has_mpi || skip='^(torch|horovod|mpi4py)\b'
@@ -285,7 +285,7 @@ install_requirements() {
   pip check || true # for the log
 }
 
-# mpi4py's wheel takes the first libmpi it finds; two different ones in a process crash it.
+# mpi4py's wheel loads the first libmpi that it finds. Two different ones crash a process.
 match_mpi4py() {
   one_libmpi && return 0
   echo "mpi4py's wheel does not load the MPI of Horovod: building it from source"
@@ -305,7 +305,7 @@ END
 }
 
 logged() {
-  # Not 'if "$@"': inside a condition the shell ignores 'set -e', and a failed step would go unseen.
+  # Not 'if "$@"': inside a condition the shell ignores 'set -e' and would miss a failed step.
   local status trap_on_error
   trap_on_error=$(trap -p ERR)
   trap - ERR
@@ -329,12 +329,12 @@ set_up() {
   rm -f "$venv"/hvd_bert.*.stamp
   make_venv
   say "[1/5] Python: $("$venv/bin/python" --version)"
-  save_settings # now already, so that a run that is broken off keeps the choice
+  save_settings # now, so that an interrupted run keeps the options
   provide_system_packages
   say "[2/5] system packages: $(${CXX:-g++} --version | head -n 1), $(mpirun --version 2>/dev/null | head -n 1 | grep . || echo 'no MPI')"
   say "[3/5] torch: $torch (the CUDA builds are several GB)"
   logged install_torch
-  torch_is_new_enough || die "torch $(version_of torch) is too old: transformers needs 2.6 or later" "Choose another: --torch 2.8.0"
+  torch_is_new_enough || die "torch $(version_of torch) is too old: transformers needs 2.6 or later" "Select another: --torch 2.8.0"
   torch_installed=$torch@$torch_index
   save_settings
   say "[4/5] Horovod for torch $(version_of torch)"
@@ -352,8 +352,8 @@ lock() {
   command -v flock >/dev/null || return 0
   exec 8>"$venv.lock"
   flock -n 8 || {
-    say "Another env/setup.sh works on $venv; waiting for it"
-    flock 8 || warn "$venv.lock: this file system has no locks; going on without one"
+    say "Another env/setup.sh is working on $venv: waiting for it"
+    flock 8 || warn "$venv.lock: this file system has no locks: continuing without one"
   }
 }
 

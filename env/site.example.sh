@@ -1,16 +1,16 @@
 # shellcheck shell=bash
-# What a job needs from this site. Copy to env/site.sh (git ignores it) and adapt; scripts/hvd.slurm and scaling.slurm
-# read it on the first node before anything else, and the ranks inherit its environment.
+# Site settings for Slurm jobs. Copy to env/site.sh (ignored by git) and adapt. scripts/hvd.slurm and scaling.slurm read
+# it on the first node before anything else, and the ranks inherit its environment.
 
-# The modules that env/setup.sh was run with. The names differ from place to place: `module avail`.
+# The modules that were loaded for env/setup.sh. Names differ between sites: see `module avail`.
 module purge
 module load gcc/12 openmpi/4.1 cuda/12.8
 
-# The network that ranks on different hosts talk through, when there are several (`ip -br addr`). Checked on each node.
+# The network interface for ranks on different hosts, if there are several (`ip -br addr`). Checked on each node.
 # export HVD_BERT_INTERFACE=ib0
 
-# Local disk of the nodes for the tokenised questions; by default ~/.cache, shared by all nodes.
+# A local disk of the nodes for the tokenized windows. The default is ~/.cache, shared by all nodes.
 # export HVD_BERT_CACHE=/local/$USER/hvd_bert
 
-# No hub on the compute nodes: what the login node fetched before.
+# Compute nodes without access to the hub: use what the login node has downloaded.
 # export HF_HOME=/scratch/$USER/huggingface HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1

@@ -1,17 +1,47 @@
-"""What every command does to start quickly: it imports large libraries late, and with the garbage collector paused."""
+"""The first steps of every command: print --help once, import large libraries late and without garbage collection."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+from hvd_bert.config.parser import HELP
+from hvd_bert.distributed.launch import find_launcher
+from hvd_bert.errors import EXIT_OK
+
+if TYPE_CHECKING:
+    from hvd_bert.config.settings import Config
+    from hvd_bert.distributed.world import World
+
+
+def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Config]) -> NoReturn:
+    """Join the world and run `main` on every rank. `parse` reads the command line, and prints --help."""
+    from hvd_bert.config import command_line  # brings transformers
+
+    argv = sys.argv[1:]
+    leave_help_to_one_rank(argv)
+    if HELP & set(argv):
+        parse(argv)
+    with collector_paused():
+        from hvd_bert.distributed.runner import run_as_rank
+    run_as_rank(main, **command_line.before_joining(argv, parse))
+
+
+def leave_help_to_one_rank(argv: Sequence[str]) -> None:
+    """Exit if --help is given and another rank prints it."""
+    if HELP & set(argv) and not find_launcher(os.environ).speaks_first:
+        sys.exit(EXIT_OK)
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Around large imports, in a command's entry point only: the collector would search them for garbage in vain.
+    """Pause the garbage collector around large imports, in a command's entry point only: it would find nothing.
 
-    What was imported is never collected later either. For torch and transformers this saves 2 s of CPU time per
+    Imported objects are never collected later either. For torch and transformers this saves 2 s of CPU time per
     process, half of it at exit (benchmarks/startup.py).
     """
     gc.disable()

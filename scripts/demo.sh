@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Sets up, trains a small BERT from scratch on the sample with 2 ranks (about 2 minutes on 2 idle cores), scores it on
-# questions that it has not seen, and answers three of them.
-#   bash scripts/demo.sh                          leaves everything in runs/demo
-#   bash scripts/demo.sh --config sample_v2       other settings of the trainer; the last one given wins
+# Sets up the environment, trains a small BERT from scratch on the sample with 2 ranks (about 2 minutes on 2 idle
+# cores), evaluates it on held-out questions, and answers three of them.
+#   bash scripts/demo.sh                          writes to runs/demo
+#   bash scripts/demo.sh --config sample_v2       flags of the trainer, which override those below
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash env/setup.sh </dev/null
-# On the CPU everywhere: two ranks need two GPUs, which not every machine has.
+# Always on the CPU: two ranks would need two GPUs.
 export PATH="$PWD/.venv/bin:$PATH" CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1
 if [ "$(id -u)" -eq 0 ]; then # Open MPI refuses to run as root otherwise
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
@@ -16,7 +16,7 @@ fi
 command=(horovodrun -np 2 -H localhost:2 python -m hvd_bert.train
   --config sample --output_dir runs/demo --overwrite_output_dir "$@")
 printf '\n$ %s\n' "${command[*]}"
-# horovodrun tags each line with its rank; rank 0 alone speaks here.
+# Remove horovodrun's tags of ranks: only rank 0 prints here.
 "${command[@]}" </dev/null 2>&1 | sed -u 's/\[[0-9,]*\]<std[a-z]*>://g'
 
 command=(python -m hvd_bert.predict runs/demo --questions_file hvd_bert/sample/dev-v1.1.json --num_questions 3)

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The hosts that Horovod elastic may use now, one HOST:SLOTS a line. horovodrun asks about once a second:
+# Prints the hosts that Horovod elastic may use, one HOST:SLOTS per line. horovodrun calls it about once a second:
 #   HVD_BERT_HOSTFILE=hosts horovodrun -np 4 --min-np 2 --max-np 8 --host-discovery-script scripts/discover_hosts.sh \
 #       python -m hvd_bert.train --elastic --output_dir runs/elastic
-# HVD_BERT_HOSTFILE (default: hosts): lines of HOST:SLOTS, or of HOST slots=N as mpirun has them; add and remove lines while
-# the training runs. Without such a file, in a Slurm job: its nodes, with SLURM_NTASKS_PER_NODE slots each.
+# HVD_BERT_HOSTFILE (default: hosts) has lines of HOST:SLOTS, or HOST slots=N as for mpirun. Add and remove lines during
+# the training. Without this file, in a Slurm job: its nodes, with SLURM_NTASKS_PER_NODE slots each.
 set -euo pipefail
 
 file=${HVD_BERT_HOSTFILE:-hosts}
@@ -12,6 +12,6 @@ if [ -f "$file" ]; then
 elif [ -n "${SLURM_JOB_NODELIST:-}" ]; then
   scontrol show hostnames "$SLURM_JOB_NODELIST" | sed "s/\$/:${SLURM_NTASKS_PER_NODE:-1}/"
 else
-  echo "discover_hosts.sh: no file '$file' and not in a Slurm job: name a file of HOST:SLOTS lines in HVD_BERT_HOSTFILE" >&2
+  echo "discover_hosts.sh: no file '$file' and not in a Slurm job. Set HVD_BERT_HOSTFILE to a file with lines of HOST:SLOTS" >&2
   exit 2
 fi

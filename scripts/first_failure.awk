@@ -1,12 +1,12 @@
-# What failed first in a run, from the log of its ranks and its launcher (srun, mpirun, horovodrun), as one line:
+# Prints the first failure of a run as one line, from the log of its ranks and launcher (srun, mpirun, horovodrun):
 #   awk -v hosts='a100-01 a100-01 a100-02 a100-02' -f scripts/first_failure.awk LOG
-# hosts: that of each rank in turn, for launchers that name none. Later failures are of ranks that were ended for the first.
+# hosts: the host of each rank, for launchers that do not name it. Later failures follow from the first.
 
 function host_of(rank) { return rank + 1 in host ? host[rank + 1] : "" }
-# A rank that ended: where, and how by the launcher's account.
+# Records a rank that ended: where, and how according to the launcher.
 function note(rank, where, how) { ends++; end_rank[ends] = rank; end_place[ends] = place(rank, where); end_how[ends] = how }
 function exit_code(code) {
-  return "exit code " code (code == 255 ? ", which is ssh's: ended by a signal, or the connection broke" : "")
+  return "exit code " code (code == 255 ? " of ssh: killed by a signal, or the connection broke" : "")
 }
 function place(rank, where) { return "rank" (rank ~ /[^0-9]/ ? "s " : " ") rank (where == "" ? "" : " on " where) }
 
@@ -18,21 +18,21 @@ BEGIN { split(hosts, host, " ") }
   if (match($0, /^\[[0-9]+(,[0-9]+)?\]<std(out|err)>:/)) { # horovodrun's mark: [RANK] or [JOB,RANK]
     marked = substr($0, 2, index($0, "]") - 2)
     sub(/.*,/, "", marked)
-    # mpirun marks each piece that is written, and Python writes the traceback of a module that is missing in pieces.
+    # mpirun marks each write, and Python writes the traceback of a missing module in several pieces.
     gsub(/\[[0-9]+(,[0-9]+)?\]<std(out|err)>:/, "")
   }
 }
 
-# A mistake of the user, with the place where it matters.
-/^hvd_bert: / && said == "" { said = substr($0, 11) }
+# A user error.
+/^hvd_bert: / && user_error == "" { user_error = substr($0, 11) }
 
-# The trainer's own word on a rank: its traceback, whose last exception counts; or that it lost another rank.
+# The trainer's message about a rank: a traceback, whose last exception counts, or that it lost another rank.
 /^rank [0-9]+ on [^ ]+ failed:$/ && raised == "" { failing[marked] = substr($0, 1, length($0) - 8) }
 /^rank [0-9]+ on [^ ]+ lost another rank/ {
   lost[$2]
   if (noticed == "") noticed = $0
 }
-/^[A-Za-z_.]*(Error|Exception|Interrupt)(:|$)/ && !/Horovod detected that one or more/ { # which is horovodrun's own
+/^[A-Za-z_.]*(Error|Exception|Interrupt)(:|$)/ && !/Horovod detected that one or more/ { # except horovodrun's own
   if (marked in failing) {
     if (raised == "") { raised = failing[marked] ": " $0; raised_by = marked }
   } else if (exception == "") {
@@ -41,13 +41,13 @@ BEGIN { split(hosts, host, " ") }
 }
 /^(During handling of the above|The above exception was the)/ && raised_by == marked { raised = "" }
 
-# A rank that has waited too long for others, which it names.
+# A rank that timed out waiting for others. It names them.
 /^rank [0-9]+ on [^ ]+ has waited [0-9]+ s for/ && waited == "" {
   waited = $0
   sub(/\. Look there at.*/, "", waited)
 }
 
-# The launcher's word on a rank that could say nothing itself.
+# The launcher's message about a rank that could print nothing itself.
 /^srun: error: .*: tasks? [0-9]/ {
   split($0, part, ": ")
   sub(/tasks? /, "", part[4])
@@ -69,7 +69,7 @@ BEGIN { split(hosts, host, " ") }
 /^ *Exit code: / && named != "" { note(named, host_of(named), exit_code($NF)) }
 
 END {
-  if (said != "") print said
+  if (user_error != "") print user_error
   else if (raised != "") print raised
   else if (waited != "") print waited
   else if (ends) {

@@ -21,7 +21,7 @@ from hvd_bert.config.parser import invocation
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.doctor import __main__ as doctor
 from hvd_bert.predict import __main__ as predict
-from hvd_bert.report import __main__ as report
+from hvd_bert.report import flags as report
 from hvd_bert.sample import generate
 from hvd_bert.timeline import __main__ as timeline
 from hvd_bert.tune import __main__ as tune
@@ -74,7 +74,7 @@ def _tables(parser: argparse.ArgumentParser, resume: bool = False) -> Iterator[s
     without_group: list[str] = []
     for number, group in enumerate(parser._action_groups):
         rows = [_row(action, resume) for action in group._group_actions if action.dest != "help"]
-        if number < 2:  # argparse's own: positional arguments, options
+        if number < 2:  # argparse's own groups: positional arguments and options
             without_group += rows
         if number == 1:
             yield "\n".join([*head, *without_group])

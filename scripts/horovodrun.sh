@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fine-tunes BERT over hosts that ssh reaches, without Slurm; looks at each host before anything is started there.
+# Fine-tunes BERT on hosts reached over ssh, without Slurm. Checks each host before it starts anything there.
 # See --help.
 set -euo pipefail
 home=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -11,17 +11,17 @@ usage: scripts/horovodrun.sh (-H HOST:SLOTS,... | --hostfile FILE) [option...] [
   scripts/horovodrun.sh -H a100-01:2,a100-02:2 -- --config squad_v2 --output_dir runs/v2
 
   -H, --hosts LIST       hosts, each with the number of its GPUs: a100-01:2,a100-02:2
-  --hostfile FILE        the same, a host per line: 'a100-01 slots=2' (also 'a100-01:2'; # begins a comment)
+  --hostfile FILE        the same with one host per line: 'a100-01 slots=2' (or 'a100-01:2'; # starts a comment)
   -np N                  number of ranks (default: all slots)
-  --interface NAME       network interface that the ranks talk through (ip -br addr), the same name on all hosts
+  --interface NAME       network interface for the ranks (ip -br addr), with the same name on all hosts
   -p, --ssh-port PORT    port of ssh on the hosts
   -i, --ssh-identity-file FILE    private key for ssh
-  --mpi, --gloo          what the ranks talk through (default: MPI where Horovod was built with it)
-  --check-only           look at the hosts, start nothing
-  -h, --help             this text
+  --mpi, --gloo          how the ranks communicate (default: MPI if Horovod was built with it)
+  --check-only           only check the hosts
+  -h, --help             print this help
 
 The clone must have the same path on every host, and ssh must work without a password.
-Gloo: start on one of the hosts, or on one that has the interface, too. Exit status: 2 if a host will not do.
+With Gloo, start on one of the hosts or on another one with this interface. Exit status: 2 if a host fails its check.
 END
 }
 
@@ -53,20 +53,20 @@ parse_arguments() {
         shift
         break
         ;;
-      *) die "unknown argument $1: the trainer's go after -- (see --help)" ;;
+      *) die "unknown argument $1: put the trainer's arguments after -- (see --help)" ;;
     esac
     shift
   done
   trainer_arguments=("$@")
-  [ -n "$hosts" ] || die "name the hosts: -H a100-01:2,a100-02:2 or --hostfile FILE (see --help)"
+  [ -n "$hosts" ] || die "no hosts given: use -H a100-01:2,a100-02:2 or --hostfile FILE (see --help)"
 }
 
 read_hostfile() {
-  [ -r "$1" ] || die "--hostfile $1: no such file, or it cannot be read"
+  [ -r "$1" ] || die "--hostfile $1: no such file, or not readable"
   sed -e 's/#.*//' -e 's/[[:space:]]*slots[[:space:]]*=[[:space:]]*/:/' -e 's/[[:space:]]//g' -e '/^$/d' "$1" | paste -sd ,
 }
 
-# -> names, slots (in all), hosts with a number each
+# Sets names, slots (total) and hosts (each with its slots).
 split_hosts() {
   local entry entries
   names=() slots=0
@@ -80,7 +80,7 @@ split_hosts() {
   done
   ranks=${ranks:-$slots}
   [[ $ranks =~ ^[1-9][0-9]*$ ]] || die "-np $ranks: must be a positive number"
-  [ "$ranks" -le "$slots" ] || die "-np $ranks, but the hosts have $slots slots in all: $hosts"
+  [ "$ranks" -le "$slots" ] || die "-np $ranks, but the hosts have only $slots slots: $hosts"
 }
 
 host_of_each_rank() {
@@ -90,35 +90,35 @@ host_of_each_rank() {
   done
 }
 
-# Runs on every host, here by bash and there by ssh: FOLDER INTERFACE. Says what is wrong.
+# Runs on every host, over ssh except on this one. Arguments: FOLDER INTERFACE. Prints what is wrong.
 # shellcheck disable=SC2016
-look='
-  if ! [ -x "$1/python" ]; then echo "no $1/python there: the clone and its .venv must have the same path on all hosts"; exit 1; fi
+host_check='
+  if ! [ -x "$1/python" ]; then echo "no $1/python: the clone and its .venv must have the same path on all hosts"; exit 1; fi
   if [ -n "$2" ] && ! grep -qE "^ *$2:" /proc/net/dev; then
-    echo "no interface $2; there are: $(sed -n "s/^ *\([^ :]*\):.*/\1/p" /proc/net/dev | tr "\n" " ")"; exit 1
+    echo "no interface $2; available: $(sed -n "s/^ *\([^ :]*\):.*/\1/p" /proc/net/dev | tr "\n" " ")"; exit 1
   fi'
 
 is_here() { [ "$1" = localhost ] || [ "$1" = 127.0.0.1 ] || [ "$1" = "$(hostname)" ] || [ "$1" = "$(hostname -s)" ]; }
 
 # check_host NAME: prints what is wrong, or nothing.
 check_host() {
-  local said
+  local output
   if is_here "$1"; then
-    bash -c "$look" bash "$bin" "$interface"
+    bash -c "$host_check" bash "$bin" "$interface"
     return
   fi
   timeout 20 getent hosts "$1" >/dev/null || {
-    echo "this name does not resolve (getent hosts $1): is it spelt right, is it in DNS or /etc/hosts?"
+    echo "this name does not resolve (getent hosts $1): check its spelling, DNS and /etc/hosts"
     return
   }
   local options=(-o BatchMode=yes -o StrictHostKeyChecking=no -o ConnectTimeout=5 -o ConnectionAttempts=1)
   [ -z "$port" ] || options+=(-p "$port")
   [ -z "$key" ] || options+=(-i "$key")
-  said=$(timeout 30 ssh "${options[@]}" "$1" "sh -s $(printf '%q ' "$bin" "$interface")" 2>&1 <<<"$look") || {
+  output=$(timeout 30 ssh "${options[@]}" "$1" "sh -s $(printf '%q ' "$bin" "$interface")" 2>&1 <<<"$host_check") || {
     case $? in
-      255) echo "ssh failed: $(tail -n 1 <<<"$said" | tr -d '\r') (it must work without a password: ssh-copy-id $1; then try: ssh ${port:+-p $port }$1 true)" ;;
-      124) echo "ssh gave no answer within 30 s" ;;
-      *) echo "$said" ;;
+      255) echo "ssh failed: $(tail -n 1 <<<"$output" | tr -d '\r') (it must work without a password: ssh-copy-id $1; then test: ssh ${port:+-p $port }$1 true)" ;;
+      124) echo "ssh did not finish within 30 s" ;;
+      *) echo "$output" ;;
     esac
   }
 }
@@ -134,7 +134,7 @@ check_hosts() {
   rm -r "$folder"
   [ ${#wrong[@]} -eq 0 ] || die "${wrong[@]}"
   if [ "$controller" = --gloo ] && [ -n "$interface" ] && ! grep -qE "^ *$interface:" /proc/net/dev; then
-    die "$(hostname), this host, has no interface $interface, and Gloo's launcher needs it: start on ${names[0]}"
+    die "$(hostname), this host, has no interface $interface, which Gloo's launcher needs: start on ${names[0]}"
   fi
 }
 
@@ -144,7 +144,7 @@ bin=${HVD_BERT_VENV:-$home/.venv}/bin
 [ -x "$bin/horovodrun" ] || die "no $bin/horovodrun: run 'bash env/setup.sh' in $home once"
 check_hosts
 if [ "$check_only" = yes ]; then
-  echo "All hosts will do: $hosts"
+  echo "All hosts passed the check: $hosts"
   exit 0
 fi
 export PATH=$bin:$PATH
@@ -159,7 +159,7 @@ command=(horovodrun -np "$ranks" -H "$hosts")
 command+=(python -m hvd_bert.train "${trainer_arguments[@]}")
 printf '$ %s\n' "$(printf '%q ' "${command[@]}")"
 
-# The launcher's own words follow those of the first failure: a copy of all that is said, to name it once more at the end.
+# The launcher prints more after the first failure. Keep a copy of the output to print that failure again at the end.
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 exec {out}> >(trap '' INT TERM; exec tee -a "$log")
@@ -168,10 +168,10 @@ exec {err}> >(trap '' INT TERM; exec tee -a "$log" >&2)
 copiers+=($!)
 "${command[@]}" >&"$out" 2>&"$err" {out}>&- {err}>&- &
 exec {out}>&- {err}>&-
-# In the background, since bash looks at signals only between commands or in `wait`; there SIGINT is ignored.
+# In the background, because bash handles signals only between commands or in `wait`. A background job ignores SIGINT.
 trap 'kill -TERM "$run" 2>/dev/null || true; signalled=yes' INT TERM
 run=$! signalled=yes
-while [ "$signalled" = yes ]; do # a signal ends `wait`, too
+while [ "$signalled" = yes ]; do # a signal also ends `wait`
   signalled=no status=0
   wait "$run" || status=$?
 done

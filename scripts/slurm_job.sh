@@ -1,7 +1,7 @@
-# What hvd.slurm and scaling.slurm have in common. They set script, home and without_slurm, and define `progress`: what a
-# job has done so far.
+# Shared by hvd.slurm and scaling.slurm. They set script, home and without_slurm, and define `progress`, which prints
+# the progress of the job.
 # shellcheck shell=bash
-# shellcheck disable=SC2154,SC2034  # variables of theirs, and for them
+# shellcheck disable=SC2154,SC2034  # variables of these scripts
 
 say() { printf '%s: %s\n' "$script" "$*"; }
 die() {
@@ -9,8 +9,8 @@ die() {
   exit 2
 }
 
-[ -n "${SLURM_JOB_ID:-}" ] || die "not in a Slurm job: sbatch scripts/$script (without Slurm: $without_slurm)"
-# The plain number of an array's last task would stand for all of them.
+[ -n "${SLURM_JOB_ID:-}" ] || die "not in a Slurm job: use sbatch scripts/$script (without Slurm: $without_slurm)"
+# In an array the plain number of the last task would mean all tasks.
 job_id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
 warned=${warned:-no} ranks='' launcher='' status=0
 warn() {
@@ -20,10 +20,10 @@ warn() {
 }
 trap warn USR1
 
-# What Slurm knows of this job.
+# Prints a field of this job in Slurm.
 show() { scontrol show job "$job_id" 2>/dev/null | sed -n "s/^ *$1=//p"; }
 
-# The value of a flag among words; of several the last.
+# Prints the value of a flag in the arguments, the last one if there are several.
 value_of() {
   local flag=$1 previous='' value='' word
   shift
@@ -35,7 +35,7 @@ value_of() {
   printf '%s\n' "$value"
 }
 
-# Loads the environment and announces the job; $1: where its results are.  -> venv, attempt, began_with
+# Loads the environment and announces the job. $1: its results. Sets venv, attempt and began_with.
 begin() {
   load_environment
   attempt=$((${SLURM_RESTART_COUNT:-0} + 1))
@@ -43,31 +43,31 @@ begin() {
   began_with=$(progress)
 }
 
-# -> launcher
+# Sets launcher.
 prepare() {
   set_threads_and_interface
   choose_launcher
   check_nodes
 }
 
-# Queues the job again, unless a later attempt made no progress, since the next would not either. $1: what to say then;
-# $2: what the next attempt does; $3: the flag with which the same command resumes.
+# Requeues the job, except after a later attempt without progress, because the next would make none either. $1: what to
+# print then. $2: what the next attempt does. $3: the flag with which the same command resumes.
 requeue() {
   if [ "$attempt" -gt 1 ] && [ "$(progress)" = "$began_with" ]; then
     say "not requeued: $1"
-  elif [[ $(show JobState) == RUNNING\ * ]]; then # not one that was cancelled
+  elif [[ $(show JobState) == RUNNING\ * ]]; then # not if it was cancelled
     say "requeueing: the next attempt $2" # ends this script
     scontrol requeue "$job_id" && return
     say "requeueing is not allowed here: submit the same command again, with $3, to resume"
   fi
 }
 
-# The site's modules, then the environment's programs.  -> venv
+# Loads the site's modules, then the environment's programs. Sets venv.
 load_environment() {
   local site=${HVD_BERT_SITE:-$home/env/site.sh}
   if [ -f "$site" ]; then
     say "site: $site"
-    set +eu # module commands are written for neither
+    set +eu # module commands do not work with these
     # shellcheck source=/dev/null
     . "$site"
     set -eu
@@ -80,7 +80,7 @@ load_environment() {
 }
 
 set_threads_and_interface() {
-  # A rank's threads are the CPUs that it asked for, if the node has as many.
+  # Threads per rank: the CPUs per task, if the node has as many.
   local threads
   threads=$(($(env -u OMP_NUM_THREADS nproc) / ${SLURM_NTASKS_PER_NODE:-1}))
   if [ -n "${SLURM_CPUS_PER_TASK:-}" ] && [ "$threads" -gt "$SLURM_CPUS_PER_TASK" ]; then threads=$SLURM_CPUS_PER_TASK; fi
@@ -91,15 +91,15 @@ set_threads_and_interface() {
   fi
 }
 
-# pmix: srun starts the ranks itself. pmi2: likewise, for an MPI built with it. mpirun: Open MPI starts its own daemons.
+# Sets launcher. pmix: srun starts the ranks. pmi2: the same, for an MPI with PMI-2. mpirun: Open MPI's daemons do.
 choose_launcher() {
   launcher=${HVD_BERT_LAUNCHER:-}
-  case $launcher in pmix | pmi2 | mpirun) return ;; '') ;; *) die "HVD_BERT_LAUNCHER=$launcher: pmix, pmi2 or mpirun" ;; esac
+  case $launcher in pmix | pmi2 | mpirun) return ;; '') ;; *) die "HVD_BERT_LAUNCHER=$launcher: must be pmix, pmi2 or mpirun" ;; esac
   local offered
   offered=$(srun --mpi=list 2>&1) || true
   launcher=pmix
   if grep -qwE 'pmix(_v[0-9]+)?' <<<"$offered"; then return; fi
-  # Open MPI has a part "s2" where it was built with Slurm's PMI-2; MPICH and MVAPICH speak it by nature.
+  # Open MPI has a component "s2" if it was built with Slurm's PMI-2. MPICH and MVAPICH always support PMI-2.
   if grep -qw pmi2 <<<"$offered" && { ! command -v ompi_info >/dev/null || ompi_info --parsable | grep -q '^mca:pmix:s2:'; }; then
     launcher=pmi2
   elif command -v mpirun >/dev/null; then
@@ -111,30 +111,30 @@ choose_launcher() {
   say "this Slurm has no PMIx: starting with $launcher"
 }
 
-# Whether tasks can be bound to cores: with TaskPlugin=task/none nothing can be, and srun says so on every run.
+# Whether tasks can be bound to cores. With TaskPlugin=task/none they cannot, and srun prints so every time.
 binds() { scontrol show config | grep -qE '^TaskPlugin.*(affinity|cgroup)'; }
 
-# On each node, before the ranks: is the environment there (a shared file system), and the interface? GPUs for the log.
+# Checks the environment (on a shared file system) and the interface on each node, and logs the GPUs.
 check_nodes() {
-  # shellcheck disable=SC2016  # it is for the shell of each node
-  local look='
+  # shellcheck disable=SC2016  # expanded by the shell on each node
+  local check='
   script=$3; say() { echo "$script: $(hostname): $1" >&2; }
-  [ -x "$1/bin/python" ] || { say "no $1/bin/python: the clone and its .venv must be on a file system that all nodes see"; exit 2; }
+  [ -x "$1/bin/python" ] || { say "no $1/bin/python: the clone and its .venv must be on a shared file system"; exit 2; }
   if [ -n "$2" ] && ! grep -qE "^ *$2:" /proc/net/dev; then
-    say "HVD_BERT_INTERFACE=$2: no such interface; there are: $(sed -n "s/^ *\([^ :]*\):.*/\1/p" /proc/net/dev | tr "\n" " ")"
+    say "HVD_BERT_INTERFACE=$2: no such interface; available: $(sed -n "s/^ *\([^ :]*\):.*/\1/p" /proc/net/dev | tr "\n" " ")"
     exit 2
   fi
   if command -v nvidia-smi >/dev/null; then hostname; nvidia-smi; fi'
   srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 --mpi=none \
-    bash -c "$look" bash "$venv" "${HVD_BERT_INTERFACE:-}" "$script"
+    bash -c "$check" bash "$venv" "${HVD_BERT_INTERFACE:-}" "$script"
 }
 
-# Runs a command to its end; the warning before the time limit reaches it as USR1.  -> status
+# Runs a command, and forwards the warning before the time limit as USR1. Sets status.
 run_and_wait() {
-  # In the background, since bash looks at signals only between commands or in `wait`, which a signal ends.
+  # In the background, because bash handles signals only between commands or in `wait`, which a signal ends.
   "$@" &
   ranks=$! interrupted=yes
-  [ "$warned" = no ] || kill -USR1 "$ranks" # it came before the ranks did
+  [ "$warned" = no ] || kill -USR1 "$ranks" # the warning came before the ranks started
   while [ "$interrupted" = yes ]; do
     interrupted=no status=0
     wait "$ranks" || status=$?

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Sets up and runs the checks: ruff, import-linter, mypy, mkdocs, shellcheck, and the tests in the tiers unit,
 # integration, parallel and cluster. Ends with the slowest tests and the total time.
-#   bash scripts/test.sh                       everything but the campaigns
+#   bash scripts/test.sh                       everything except the campaigns
 #   bash scripts/test.sh --quick               before a commit: static checks, unit tests, a run stopped and resumed
 #   bash scripts/test.sh --full                everything and the campaigns, which wait for timers (CONTRIBUTING.md)
 #   bash scripts/test.sh tests/unit -k plan    only pytest, with these arguments
-# The tier cluster (docs/guides/cluster.md) needs root and Debian's packages of Slurm, which this installs; it skips
-# elsewhere.
+# The tier cluster (docs/guides/cluster.md) needs root and Debian's Slurm packages, which this script installs.
+# Elsewhere it is skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -18,7 +18,7 @@ SECONDS=0
 export PATH="$PWD/.venv/bin:$PATH"
 # One thread per process: the tests start up to four ranks, often on two cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
-# Nothing in the tests may depend on a network, or on how many GPUs there are.
+# The tests must not depend on a network or on the number of GPUs.
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 CUDA_VISIBLE_DEVICES=""
 if [ "$(id -u)" -eq 0 ]; then
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
@@ -54,7 +54,7 @@ tests() {
 }
 campaign='not campaign'
 if [ "$extent" = full ]; then campaign='campaign or not campaign'; fi
-# Two at a time where nothing disturbs, the long files first; a file's tests stay together, they share runs.
+# Two at a time where tests do not disturb each other. The tests of a file stay together, because they share runs.
 if [ "$extent" = quick ]; then
   tests -n 2 --dist loadfile tests/unit
   tests tests/integration/test_resume.py -k "test_signal_to_one_rank_stops_all and mpi"
@@ -64,5 +64,5 @@ else
   tests -m "$campaign" tests/parallel tests/cluster
 fi
 python tests/slowest.py "$reports"/*.xml
-printf -- '-- %d:%02d minutes, set-up not counted\n' $((SECONDS / 60)) $((SECONDS % 60))
+printf -- '-- %d:%02d minutes without set-up\n' $((SECONDS / 60)) $((SECONDS % 60))
 exit $status

@@ -1,1 +1,1 @@
-"""How fast this trainer is here: `python -m hvd_bert.bench`."""
+"""Throughput benchmark and sweeps: `python -m hvd_bert.bench`."""

@@ -1,4 +1,4 @@
-"""The flags of `python -m hvd_bert.bench`: its own, and all of the trainer's."""
+"""The flags of `python -m hvd_bert.bench`: its own and all of the trainer's."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hvd_bert.config.parser import HELP, Parser
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import EXIT_OK, UserError
 
-# Flags that name weights or a tokenizer, which random windows have no use for.
+# Flags that name weights or a tokenizer. Random windows need neither.
 MODEL_FLAGS = {name for name, flag in FLAGS.items() if flag.source == "model"}
 
 
 def make_parser() -> Parser:
-    """Of the benchmark's own flags."""
+    """The parser of the benchmark's own flags."""
     parser = Parser(prog="python -m hvd_bert.bench", allow_abbrev=False)
     parser.description = (
-        "Measure the training speed. Takes all flags of python -m hvd_bert.train in addition. To compare strategies and"
+        "Measure the training throughput. Also takes all flags of python -m hvd_bert.train. To compare strategies and"
         " numbers of ranks: python -m hvd_bert.bench sweep --help."
     )
     parser.add_argument(
@@ -43,12 +43,11 @@ def make_parser() -> Parser:
     return parser
 
 
-def parse(argv: list[str], show_help: bool) -> tuple[argparse.Namespace, Config]:
-    """The benchmark's flags, and the trainer's. Raises UserError."""
+def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
+    """Return the benchmark's flags and the trainer's. Raises UserError."""
     parser = make_parser()
     if HELP & set(argv):
-        if show_help:
-            parser.print_help()
+        parser.print_help()
         sys.exit(EXIT_OK)
     flags, rest = parser.parse_known_args(argv)
     for name, minimum in (("steps", 2), ("repeats", 1), ("windows", 1)):
@@ -58,13 +57,13 @@ def parse(argv: list[str], show_help: bool) -> tuple[argparse.Namespace, Config]
     given = command_line.names_of(rest)
     flags.random = not names_data(rest)
     if not flags.random and (flags.model or flags.windows):
-        raise UserError("--model and --windows are for random windows: leave them out where data is named.")
+        raise UserError("--model and --windows apply to random windows only. Omit them if you name the data.")
     if flags.random and given & MODEL_FLAGS:
         raise UserError(
-            f"--{min(given & MODEL_FLAGS)} needs --train_file or --dataset_name; for random windows: --model."
+            f"--{min(given & MODEL_FLAGS)} needs --train_file or --dataset_name. For random windows use --model."
         )
     if "no_do_train" in given or "do_train" in given:
-        raise UserError("--do_train: the benchmark trains, and does nothing else.")
+        raise UserError("--do_train: the benchmark always trains and does nothing else. Remove the flag.")
     total = flags.steps * (flags.repeats + 1)
     ours = ["--no_do_eval", "--eval_strategy=no", "--save_steps=0", f"--max_steps={total}"]
     return flags, command_line.parse([*rest, *ours, f"--logging_steps={flags.steps}"])

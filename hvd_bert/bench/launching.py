@@ -1,4 +1,4 @@
-"""Which launcher starts a training of so many ranks here, by which command, and what stands in its way."""
+"""Choose the launcher for a number of ranks and build its command, or find out why it cannot run here."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from hvd_bert.machine import PACKAGES, cpu_name, version_of
 
 LAUNCHERS = ("auto", "horovodrun", "mpirun", "srun", "torchrun", "none")
 TRAIN = (sys.executable, "-m", "hvd_bert.train")
-# What a strategy needs beside torch: package -> the line that installs it.
+# Strategy -> the package that it needs in addition to torch, and the command that installs it.
 NEEDED = {
     "horovod": ("horovod", "bash env/setup.sh"),
     "deepspeed": ("deepspeed", "bash env/setup.sh --deepspeed"),
 }
-# Launchers that are programs of their own -> what to do where one is missing.
+# Launchers that are separate programs -> what to do if one is missing.
 PROGRAMS = {
-    "horovodrun": "`bash env/setup.sh`",
-    "mpirun": "`module load openmpi` or `apt-get install openmpi-bin libopenmpi-dev`, then `bash env/setup.sh`",
+    "horovodrun": "run `bash env/setup.sh`",
+    "mpirun": "run `module load openmpi` or `apt-get install openmpi-bin libopenmpi-dev`, then `bash env/setup.sh`",
     "srun": "add the folder of Slurm's commands to PATH",
 }
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the ranks can be: cores and GPUs of this host, the Slurm job around it."""
+    """Cores and GPUs of this host, and the Slurm job that it belongs to."""
 
     cores: int
     gpus: int
@@ -45,21 +45,21 @@ class Machine:
 
     @classmethod
     def here(cls, environ: Mapping[str, str]) -> Machine:
-        """What this process may use."""
+        """The resources that this process may use."""
         return cls(len(os.sched_getaffinity(0)), _count_gpus(), find_allocation(environ))
 
     def record(self) -> dict[str, object]:
-        """This host, for a record of runs."""
+        """Describe this host, for a record of runs."""
         return {"host": socket.gethostname(), "processor": cpu_name(), "cores": self.cores, "gpus": self.gpus}
 
 
 def _count_gpus() -> int:
-    """As the ranks will: torch's count, from a process of its own, since this one does without torch."""
+    """torch's count, as the ranks will see it. A subprocess asks, so that this process need not import torch."""
     program = "import torch; print(torch.cuda.device_count())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     last = done.stdout.strip().splitlines()[-1:]
     if done.returncode or not last or not last[0].isdigit():
-        raise UserError(f"torch cannot be loaded: `bash env/setup.sh`. It said:\n{done.stderr.strip()}")
+        raise UserError(f"torch cannot be imported: run `bash env/setup.sh`. The error was:\n{done.stderr.strip()}")
     return int(last[0])
 
 
@@ -71,7 +71,7 @@ class Hosts:
 
     @property
     def slots(self) -> int:
-        """Of all hosts. Raises UserError for what is no list of hosts."""
+        """Total number of slots. Raises UserError if the list is malformed."""
         total = 0
         for entry in self.text.split(","):
             host, _, count = entry.partition(":")
@@ -83,109 +83,111 @@ class Hosts:
 
 @dataclass(frozen=True)
 class Launching:
-    """The user's choice of launcher, with further words for it, and what it can start on."""
+    """The selected launcher, its additional arguments, and the hosts and the machine that it starts ranks on."""
 
     choice: str
-    words: tuple[str, ...]
+    extra_args: tuple[str, ...]
     hosts: Hosts | None
     machine: Machine
 
     def check(self) -> None:
-        """Raise UserError for a choice that is none here."""
+        """Raise UserError if the selected launcher cannot be used here."""
         if self.hosts:
             _ = self.hosts.slots
             if self.choice not in ("auto", "horovodrun", "mpirun"):
-                raise UserError(f"-H: --launcher {self.choice} takes no hosts; horovodrun and mpirun do.")
-        if self.words and self.choice in ("auto", "none"):
-            raise UserError("--launcher_flag: name the launcher that it is for (--launcher).")
+                raise UserError(f"-H: --launcher {self.choice} takes no hosts. Use horovodrun or mpirun.")
+        if self.extra_args and self.choice in ("auto", "none"):
+            raise UserError("--launcher_flag: select its launcher with --launcher.")
         if self.choice == "srun" and self.machine.allocation is None:
-            raise UserError("--launcher srun: not in a Slurm job: sbatch scripts/scaling.slurm, or salloc first.")
+            raise UserError(
+                "--launcher srun: this is no Slurm job. Use `sbatch scripts/scaling.slurm`, or `salloc` first."
+            )
         missing = _missing(self.choice)
         if missing:
             raise UserError(f"--launcher {self.choice}: {missing}.")
 
     def record(self) -> dict[str, object]:
-        """What runs that are compared must share of how they are started, and by which versions."""
+        """Launcher and versions, which must be the same in all runs that are compared."""
         where = "a Slurm job" if self.machine.allocation else "hosts" if self.hosts else "one host"
         versions = {"python": platform.python_version(), "hvd_bert": __version__}
         return {
             "--launcher": f"auto, {where}" if self.choice == "auto" else self.choice,
-            "--launcher_flag": list(self.words),
+            "--launcher_flag": list(self.extra_args),
             "versions": versions | {package: version_of(package) for package in PACKAGES},
         }
 
     def launcher(self, point: Point) -> str:
-        """The launcher of a point."""
+        """The launcher that starts a point."""
         several = "horovodrun" if point.strategy == "horovod" else "torchrun"
         choice = self.choice
         if choice == "auto" and (self.hosts or self.machine.allocation):
             choice = several = "horovodrun" if self.hosts else "srun"
-        elsewhere = self.hosts is not None or choice == "srun"  # where a lone process must be, too
+        elsewhere = self.hosts is not None or choice == "srun"  # a single process must run there, too
         if point.strategy in ONE_PROCESS and not elsewhere:
             return "none"
         return several if choice == "auto" else choice
 
     def command(self, point: Point, flags: Sequence[str], exported: Sequence[str] = ()) -> list[str]:
-        """The words that start a point's training; `exported`: variables that ranks on other hosts must have, too."""
-        number, by = point.processes, self.launcher(point)
+        """The command that trains a point. `exported`: variables to pass to ranks on other hosts."""
+        number, launcher_name = point.processes, self.launcher(point)
         hosts = ["-H", self.hosts.text] if self.hosts else []
         train = [*TRAIN, *flags]
-        if by == "none":
+        if launcher_name == "none":
             return train
-        if by == "torchrun":  # standalone: on a port of its own, or two sweeps of one host would meet
+        if launcher_name == "torchrun":  # standalone: a free port, or two sweeps on one host would collide
             own = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
-            return [*own, *self.words, *train[1:]]
-        program = _program(by) or by
-        if by == "srun":
-            export = ["--export=ALL"] if exported else []  # whatever sbatch was told
-            return [program, *self._srun_words(number), *export, *self.words, *train]
-        if by == "horovodrun":  # exports all there are
-            return [program, "-np", str(number), *hosts, *self.words, *train]
-        # As many slots as ranks, or Open MPI refuses more than there are cores; without cores of its own for each.
+            return [*own, *self.extra_args, *train[1:]]
+        program = _program(launcher_name) or launcher_name
+        if launcher_name == "srun":
+            export = ["--export=ALL"] if exported else []  # even if sbatch was given another --export
+            return [program, *self._srun_args(number), *export, *self.extra_args, *train]
+        if launcher_name == "horovodrun":  # which exports all variables
+            return [program, "-np", str(number), *hosts, *self.extra_args, *train]
+        # As many slots as ranks: Open MPI refuses more ranks than cores otherwise. Ranks are not bound to cores.
         place = hosts or ([] if self.machine.allocation else ["-H", f"localhost:{number}"])
         export = [word for name in exported for word in ("-x", name)]
-        return [program, "-np", str(number), *place, "--bind-to", "none", *export, *self.words, *train]
+        return [program, "-np", str(number), *place, "--bind-to", "none", *export, *self.extra_args, *train]
 
-    def _srun_words(self, number: int) -> list[str]:
+    def _srun_args(self, number: int) -> list[str]:
         allocation = self.machine.allocation
         assert allocation is not None
         per_node = min(number, allocation.tasks_per_node)
         nodes = -(-number // per_node)
-        words = ["--mpi=pmix", "--kill-on-bad-exit=1", f"--nodes={nodes}", f"--ntasks={number}"]
-        words.append(f"--ntasks-per-node={per_node}")
-        # Since Slurm 22.05 srun does not take the job's by itself.
-        return words + ([f"--cpus-per-task={allocation.cpus_per_task}"] if allocation.cpus_per_task else [])
+        args = ["--mpi=pmix", "--kill-on-bad-exit=1", f"--nodes={nodes}", f"--ntasks={number}"]
+        args.append(f"--ntasks-per-node={per_node}")
+        # Since Slurm 22.05 srun does not inherit the job's --cpus-per-task.
+        return args + ([f"--cpus-per-task={allocation.cpus_per_task}"] if allocation.cpus_per_task else [])
 
     def environment(self, point: Point, environ: Mapping[str, str]) -> dict[str, str]:
-        """The environment of a point's training: dp sees as many GPUs as the point says."""
+        """The environment for a point's training. Under dp it makes only the point's number of GPUs visible."""
         if point.strategy != "dp":
             return dict(environ)
         visible = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.machine.gpus))))
         return {**environ, "CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[: point.ranks])}
 
     def threads(self, environ: Mapping[str, str]) -> int | None:
-        """Of a rank on CPUs; None with GPUs, where the trainer chooses.
+        """Threads per rank on CPUs: OMP_NUM_THREADS, else 1. None with GPUs, where the trainer chooses.
 
-        One, so that one rank has no cores that the ranks of a larger world have to share; or what the user says.
+        With more, a single rank would use cores that the ranks of a larger world have to share.
         """
-        said = environ.get("OMP_NUM_THREADS", "").split(",")[0]
-        return None if self.machine.gpus else int(said) if said.isdecimal() and int(said) > 0 else 1
+        value = environ.get("OMP_NUM_THREADS", "").split(",")[0]
+        return None if self.machine.gpus else int(value) if value.isdecimal() and int(value) > 0 else 1
 
     def obstacle(self, point: Point) -> str:
-        """Why a point cannot run here, with what to do about it; "" where nothing is known against it."""
+        """Why a point cannot run here and how to fix it; "" if there is no known obstacle."""
         package, line = NEEDED.get(point.strategy, ("", ""))
         if package and importlib.util.find_spec(package) is None:
-            return f"{package} is not installed: `{line}`"
-        by, gpus, allocation = self.launcher(point), self.machine.gpus, self.machine.allocation
-        missing = _missing(by)
+            return f"{package} is not installed: run `{line}`"
+        launcher_name, gpus, allocation = self.launcher(point), self.machine.gpus, self.machine.allocation
+        missing = _missing(launcher_name)
         if missing:
             return missing
         if point.strategy == "dp":
             few = gpus < point.ranks
-            return f"dp drives {point.ranks} GPUs from one process, and {gpus} are visible here" if few else ""
-        if by == "none" and point.ranks > 1:
-            return "--launcher none starts one process: name a launcher"
-        if by == "srun" and allocation is not None:
+            return f"dp needs {point.ranks} GPUs in its one process, but {gpus} are visible" if few else ""
+        if launcher_name == "none" and point.ranks > 1:
+            return "--launcher none starts one process only: choose another launcher"
+        if launcher_name == "srun" and allocation is not None:
             return self._obstacle_in_job(point.ranks, allocation)
         if self.hosts:
             few = self.hosts.slots < point.ranks
@@ -197,32 +199,32 @@ class Launching:
     def _obstacle_in_job(self, ranks: int, allocation: Allocation) -> str:
         tasks = allocation.nodes * allocation.tasks_per_node
         if ranks > tasks:
-            return f"{ranks} ranks, but the Slurm job asked for {tasks} tasks: sbatch --nodes, --ntasks-per-node"
+            return f"{ranks} ranks, but the Slurm job has {tasks} tasks: raise --nodes or --ntasks-per-node of sbatch"
         per_node, gpus = min(ranks, allocation.tasks_per_node), self.machine.gpus
         if gpus and per_node > gpus:
-            return f"{per_node} ranks per node, but {gpus} GPUs there: sbatch --gres, --ntasks-per-node"
+            return f"{per_node} ranks per node, but {gpus} GPUs: raise --gres or lower --ntasks-per-node of sbatch"
         return ""
 
     def warning(self, points: Sequence[Point], threads: int) -> str:
-        """What will make the figures say less than they seem to; "" for nothing."""
+        """A warning that the figures will be misleading; "" if they will not."""
         machine = self.machine
         if machine.gpus or machine.allocation or self.hosts:
             return ""
         maximum = max(point.processes for point in points)
         if maximum * threads <= machine.cores:
             return ""
-        of_one = f" of {threads} threads" if threads > 1 else ""
-        return f"{maximum} ranks{of_one} share {machine.cores} cores: no speed-up can be expected beyond the cores."
+        each = f" of {threads} threads" if threads > 1 else ""
+        return f"{maximum} ranks{each} share {machine.cores} cores: expect no speed-up beyond the number of cores."
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that choose a launcher."""
+    """Add the flags that select a launcher."""
     parser.add_argument(
         "--launcher",
         choices=LAUNCHERS,
         default="auto",
         help="Program that starts the ranks; auto: horovodrun with -H, srun in a Slurm job, else horovodrun for horovod"
-        " and torchrun for the others. (default: %(default)s)",
+        " and torchrun for other strategies. (default: %(default)s)",
     )
     parser.add_argument(
         "-H", metavar="HOST:SLOTS,...", help="Hosts for horovodrun or mpirun. (default: this host, or the Slurm job's)"
@@ -232,25 +234,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="WORD",
         action="append",
         default=[],
-        help="One more word for the launcher; may be repeated: --launcher_flag=--network-interfaces"
+        help="Additional argument for the launcher; may be repeated: --launcher_flag=--network-interfaces"
         " --launcher_flag=ib0. (default: none)",
     )
 
 
 def chosen(flags: argparse.Namespace, machine: Machine) -> Launching:
-    """What those flags say. Raises UserError."""
+    """The launcher settings that those flags select. Raises UserError."""
     launching = Launching(flags.launcher, tuple(flags.launcher_flag), Hosts(flags.H) if flags.H else None, machine)
     launching.check()
     return launching
 
 
 def _missing(launcher: str) -> str:
-    """That a launcher's program is not here, with what to do about it; "" where it is, or where there is none."""
+    """That a launcher's program is missing and how to get it; "" if it is there or none is needed."""
     absent = launcher in PROGRAMS and _program(launcher) is None
-    return f"there is no {launcher} on PATH: {PROGRAMS[launcher]}" if absent else ""
+    return f"{launcher} is not on PATH: {PROGRAMS[launcher]}" if absent else ""
 
 
 def _program(name: str) -> str | None:
-    """A launcher's path: this environment's own, else the one on PATH."""
+    """A launcher's path: this environment's, else the one on PATH."""
     own = Path(sys.executable).with_name(name)
     return str(own) if own.is_file() else shutil.which(name)

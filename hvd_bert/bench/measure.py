@@ -1,4 +1,4 @@
-"""Figures from a training: rates and shares per section of steps, memory against what it is computed to need."""
+"""Figures of a training: rates and shares per section of steps, and memory over the computed need."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATES = 4  # weight, gradient and AdamW's two moments of each parameter
 
 
 class Recorder(MetricsLogger):
-    """Keeps what a training tells, in place of files and a terminal."""
+    """Keeps a training's metrics in memory instead of writing them."""
 
     def __init__(self) -> None:
         super().__init__(Path(), enabled=False)
@@ -32,16 +32,16 @@ class Recorder(MetricsLogger):
         self.first_step_s = 0.0
 
     def logged(self, step: int, metrics: dict[str, float]) -> None:
-        """A row of metrics.jsonl."""
+        """Keep a row of metrics.jsonl."""
         if not self.rows:
             self.first_step_s = seconds_since_start()
         self.rows.append({"step": step, **metrics})
 
 
 def section_figures(row: dict[str, float], lengths: Iterable[np.ndarray], model: Any, peak: float) -> dict[str, float]:
-    """The figures of one section: `row` as logged at its end, `lengths`: tokens of the windows of each of its steps.
+    """The figures of one section of steps.
 
-    `peak`: FLOP/s of all ranks in nothing but matrix products.
+    `row`: as logged at its end. `lengths`: tokens per window, for each step. `peak`: matmul FLOP/s of all ranks.
     """
     steps = list(lengths)
     flops = sum(training_flops(model, step) for step in steps) / (row["step_s"] * len(steps))
@@ -56,18 +56,18 @@ def section_figures(row: dict[str, float], lengths: Iterable[np.ndarray], model:
 
 
 def spread(sections: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Median, least and most over the sections, per figure."""
+    """Median, minimum and maximum over the sections, per figure."""
     columns = {name: [section[name] for section in sections] for name in sections[0]}
     return {name: {"median": median(c), "least": min(c), "most": max(c)} for name, c in columns.items()}
 
 
 def imbalance(plan: BatchPlan, steps: range) -> float:
-    """The largest rank's tokens over the mean, averaged over `steps`."""
+    """Maximum over mean of the tokens per rank, averaged over `steps`."""
     return fmean(plan.imbalance(step) for step in steps)
 
 
 def padding_share(plan: BatchPlan, pad_to: int | None, steps: range) -> float:
-    """Share of the positions computed that hold no token, of all ranks over `steps`; `pad_to`: as in `Collator`."""
+    """Share of padding in the computed positions, over all ranks and `steps`. `pad_to`: as in `Collator`."""
     if pad_to is None:
         return 0.0
     batches = [
@@ -78,7 +78,7 @@ def padding_share(plan: BatchPlan, pad_to: int | None, steps: range) -> float:
 
 
 def memory_needed(model: nn.Module, plan: BatchPlan, collate: Collator, rank: int, steps: range, precision: str) -> int:
-    """Bytes of weights, gradients and optimizer, and of what the forward pass of the largest batch keeps."""
+    """Bytes of weights, gradients and optimizer state, and of the activations that the largest batch saves."""
     of_steps = [ids for step in steps for ids in plan.rank_windows(step, rank)]
     largest = collate(max(of_steps, key=lambda ids: int(plan.lengths[ids].sum())))
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}

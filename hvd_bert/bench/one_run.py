@@ -1,4 +1,4 @@
-"""One training: its launcher started, waited for and, at a signal or too late, ended with all its ranks; its speed."""
+"""Run one training: start its launcher, wait for it, and terminate all ranks at a signal or a timeout."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from hvd_bert.runs import reading
 from hvd_bert.runs.run import Run
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-TO_END_S = 40  # longer than torchrun gives ranks that do not answer, which is longer than others do
+TO_END_S = 40  # longer than any launcher gives ranks that do not respond; torchrun gives them most
 LOG = "log.txt"
-EXIT_NOT_STARTED = 127  # as a shell has it for a program that is not there
+EXIT_NOT_STARTED = 127  # a shell's status for a missing program
 _GUARD = """
 import os, signal, sys
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -44,10 +44,10 @@ class Stopped(Exception):
 
 @contextmanager
 def signals() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGUSR1 raise Stopped inside."""
+    """Make SIGINT, SIGTERM and SIGUSR1 raise Stopped inside the block."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        os.write(2, b"Stopping: the run that is under way is ended.\n")  # not print, which it may have interrupted
+        os.write(2, b"Stopping: terminating the current run.\n")  # not print: the signal may have interrupted one
         raise Stopped(signal.Signals(number).name)
 
     before = {number: signal.signal(number, stop) for number in SIGNALS}
@@ -59,12 +59,12 @@ def signals() -> Iterator[None]:
 
 
 def exit_status(command: Callable[[], int]) -> int:
-    """Run a command made of trainings: 75 where a signal stops it (the same command goes on), 2 for bad input."""
+    """Run a command made of trainings. Returns its status, 75 if a signal stops it, or 2 for bad input."""
     try:
         with signals():
             return command()
     except Stopped as stopped:
-        print(f"Stopped by {stopped}: the same command goes on.", flush=True)
+        print(f"Stopped by {stopped}. Rerun the same command to resume.", flush=True)
         return EXIT_STOPPED
     except UserError as error:
         print(f"hvd_bert: {error}", file=sys.stderr)
@@ -73,8 +73,8 @@ def exit_status(command: Callable[[], int]) -> int:
 
 @dataclass(frozen=True)
 class Trained:
-    """What became of a training. `run`: what it left; None: it failed, and `reason` says why. `status`: its launcher's;
-    None: it took too long. `seconds`: from its start to its end."""
+    """The result of a training. `run`: None if it failed, for `reason`. `status`: the launcher's, None after a timeout.
+    `seconds`: wall time."""
 
     run: Run | None
     reason: str
@@ -83,17 +83,17 @@ class Trained:
 
 
 def train(command: Sequence[str], environ: Mapping[str, str], folder: Path, timeout: float) -> Trained:
-    """Run a training whose --output_dir is `folder`, which is made anew, with all that is said in its log.
+    """Run a training with `folder`, emptied first, as its --output_dir; all output goes to its log.
 
-    Raises Stopped, and UserError where the folder cannot be written. One that failed leaves no results there.
+    A failed training leaves no results there. Raises Stopped, and UserError if the folder cannot be written.
     """
-    with ExitStack() as until_it_ended:
+    with ExitStack() as stack:
         with writing(folder):
             if folder.exists():
                 with locked(folder, wait=True):
                     shutil.rmtree(folder)
             folder.mkdir(parents=True)
-            log = until_it_ended.enter_context((folder / LOG).open("w", encoding="utf-8"))
+            log = stack.enter_context((folder / LOG).open("w", encoding="utf-8"))
             print(f"$ {shlex.join(command)}", file=log, flush=True)
         start = time.monotonic()
         status = start_and_wait(command, environ, log, timeout)
@@ -107,69 +107,70 @@ def train(command: Sequence[str], environ: Mapping[str, str], folder: Path, time
         except reading.Unusable as error:
             reason = str(error)
     with writing(folder):
-        (folder / reading.RESULTS).unlink(missing_ok=True)  # or it would count as done
+        (folder / reading.RESULTS).unlink(missing_ok=True)  # else the point would count as done
     return Trained(None, reason, status, seconds)
 
 
 def start_and_wait(command: Sequence[str], environ: Mapping[str, str], log: TextIO, timeout: float) -> int | None:
-    """Run a command to its end, or end it and all it started: after `timeout` s (returns None), or at a signal.
+    """Run a command; terminate it and its child processes after `timeout` s or at a signal. Returns its status.
 
-    Returns EXIT_NOT_STARTED where it cannot be started; the log says why.
+    Returns None after a timeout, and EXIT_NOT_STARTED if it cannot be started, with the reason in the log.
     """
-    living, held = os.pipe()  # `held` is closed by the last process of the group that ends
+    alive, held = os.pipe()  # `held` closes when the last process of the group ends
     try:
-        with ExitStack() as until_it_can_be_ended, _guard() as told:
-            until_it_can_be_ended.enter_context(_deferred())
+        with ExitStack() as signal_delay, _guard() as guard_fd:
+            signal_delay.enter_context(_deferred())
             try:
                 process = subprocess.Popen(
                     command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                     pass_fds=[held],
-                    start_new_session=True,  # a Ctrl-C is for this process, which ends launcher and ranks
-                    preexec_fn=lambda: os.write(told, b"%d\n" % os.getpid()),  # the guard knows of it before it begins
+                    start_new_session=True,  # only this process gets a Ctrl-C; it terminates the ranks
+                    preexec_fn=lambda: os.write(guard_fd, b"%d\n" % os.getpid()),  # before the command starts
                 )  # fmt: skip
             except OSError as error:
-                why = error.strerror or error
-                print(f"hvd_bert: {command[0]} cannot be started: {why}", file=log, flush=True)
+                reason = error.strerror or error
+                print(f"hvd_bert: {command[0]} cannot be started: {reason}", file=log, flush=True)
                 return EXIT_NOT_STARTED
             finally:
                 os.close(held)
             try:
-                until_it_can_be_ended.close()
+                signal_delay.close()
                 return process.wait(timeout)
             except subprocess.TimeoutExpired:
                 return None
             finally:
                 if process.poll() is None:
-                    _end(process, living)
+                    _end(process, alive)
     finally:
-        os.close(living)
+        os.close(alive)
 
 
 @contextmanager
 def _deferred() -> Iterator[None]:
-    """Signals that come inside are handled after it.
+    """Delay the handling of signals to the end of the block.
 
-    By handlers and not by a mask: what one thread blocks another may receive, and Python then calls the handler in the
-    main thread all the same.
+    By handlers, not by a mask: another thread may receive a signal that this one blocks, and Python then still calls
+    the handler in the main thread.
     """
-    came: list[int] = []
-    before = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in SIGNALS}
+    received: list[int] = []
+    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in SIGNALS}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        if came:
-            signal.raise_signal(came[0])
+        if received:
+            signal.raise_signal(received[0])
 
 
 @contextmanager
 def _guard() -> Iterator[int]:
-    """Yields the file descriptor to write a process group's id to: should this process end inside, even killed, a
-    process beside it sees the end of its input, and sends that group SIGTERM.
+    """Start a process that sends SIGTERM to a process group if this process dies inside the block, even by SIGKILL.
+
+    Yields the file descriptor to write the group's id to. The guard sees the end of its input when this process dies.
     """
-    words = [sys.executable, "-I", "-S", "-c", _GUARD]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) as guard:
+    command = [sys.executable, "-I", "-S", "-c", _GUARD]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as guard:
         assert guard.stdin
         try:
             yield guard.stdin.fileno()
@@ -177,15 +178,15 @@ def _guard() -> Iterator[int]:
             guard.kill()
 
 
-def _end(process: subprocess.Popen[bytes], living: int) -> None:
-    """End a launcher that still runs: in good order first, so that it ends its ranks, also those on other hosts.
+def _end(process: subprocess.Popen[bytes], alive: int) -> None:
+    """Terminate a running launcher: SIGTERM first, so that it ends its ranks on other hosts too, then SIGKILL.
 
-    With its group: horovodrun becomes a shell that has mpirun for a child, and does not pass signals on.
+    Signals go to its process group: horovodrun becomes a shell with mpirun as its child, and does not forward them.
     """
     before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     try:
         os.killpg(process.pid, signal.SIGTERM)
-        ended, _, _ = select.select([living], [], [], TO_END_S)
+        ended, _, _ = select.select([alive], [], [], TO_END_S)
         if not ended:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -200,12 +201,14 @@ _EXCEPTION = re.compile(r"^[A-Za-z_.]*(Error|Exception|Interrupt)\b")
 
 
 def reason_of(path: Path) -> str:
-    """Why a run failed, in one line, from its log: the trainer's own word, else an exception, else the last line."""
+    """Why a run failed, as one line of its log: the trainer's message, else an exception, else the last line."""
     text = path.read_text(encoding="utf-8", errors="replace")
     lines = [_MARK.sub("", line).strip() for line in text.splitlines()]
-    said = [line.removeprefix("hvd_bert: ") for line in lines if line.startswith("hvd_bert: ")]
+    messages = [line.removeprefix("hvd_bert: ") for line in lines if line.startswith("hvd_bert: ")]
     failed = [place for place, line in enumerate(lines) if re.match(r"rank \d+ on \S+ failed:$", line)]
-    if not said and failed:
+    if not messages and failed:
         raised = [line for line in lines[failed[0] :] if _EXCEPTION.match(line)]
-        said = [f"{lines[failed[0]].removesuffix(' failed:')}: {raised[0]}"] if raised else []
-    return (said or [line for line in lines if _EXCEPTION.match(line)] or [line for line in reversed(lines) if line])[0]
+        messages = [f"{lines[failed[0]].removesuffix(' failed:')}: {raised[0]}"] if raised else []
+    return (
+        messages or [line for line in lines if _EXCEPTION.match(line)] or [line for line in reversed(lines) if line]
+    )[0]

@@ -1,4 +1,4 @@
-"""What this processor reaches in nothing but matrix products, of the size that the model's are."""
+"""Matmul throughput of this processor, for matrix products of the model's sizes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ ROUNDS, ROUND_S = 5, 0.15
 
 
 def matmul_peak(model: Any, tokens: int, device: torch.device, precision: str) -> float:
-    """FLOP per second of this rank: the median of some rounds of products [tokens, h] x [h, i] and back, by config.
+    """FLOP/s of this rank: the median over rounds of products [tokens, hidden] x [hidden, intermediate] and back.
 
-    On the CPU the faster of torch's product and oneDNN's. Ranks that measure together share the machine as in training.
+    On CPUs the faster of torch's and oneDNN's product. Ranks measure at the same time, so they share the machine as in
+    training.
     """
     hidden, inner, dtype = model.hidden_size, model.intermediate_size, AUTOCAST[precision] or torch.float32
     rows = torch.randn(tokens, hidden, device=device, dtype=dtype)

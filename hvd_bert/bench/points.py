@@ -1,4 +1,4 @@
-"""The points of a sweep: which trainings, of what size, in which order, and the trainer's flags for each."""
+"""The points of a sweep: its trainings, their sizes and order, and the trainer's flags for each."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ STRONG, WEAK = "strong", "weak"
 SCALINGS = {STRONG: (STRONG,), WEAK: (WEAK,), "both": (STRONG, WEAK)}
 ONE_PROCESS = ("none", "dp")
 PRESET = "sweep"
-# Flags that name the training data; without one of them the preset is trained.
+# Flags that name the training data. Without any of them the preset is trained.
 DATA_FLAGS = {"config"} | {name for name, flag in FLAGS.items() if flag.source == "training data"}
 # Flags that belong to one strategy -> that strategy.
 OWNERS = {name: flag.owner for name, flag in FLAGS.items() if flag.owner}
-# So that steps are all that is timed and, without dropout, every strategy has the same losses. The user's flags win.
+# Only steps are timed and, without dropout, all strategies have the same losses. The user's flags override these.
 DEFAULTS = (
     *("--dropout=0", "--save_steps=0", "--no_do_eval", "--eval_strategy=no", "--logging_steps=5"),
-    "--lr_scaling=none",  # one learning rate, so that losses can be compared whatever the ranks
+    "--lr_scaling=none",  # the same learning rate for any number of ranks, so that losses can be compared
 )
 # Flags that a sweep sets for each run, in all their spellings -> what to do instead.
 SET_BY_SWEEP = {
@@ -46,17 +46,17 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """The name of its folder."""
         return f"{self.strategy}-{self.ranks}-{self.scaling}-{self.repeat}"
 
     @property
     def setting(self) -> tuple[str, int, str]:
-        """What its repeats have in common."""
+        """Strategy, ranks and scaling, which its repeats share."""
         return self.strategy, self.ranks, self.scaling
 
     @property
     def processes(self) -> int:
-        """How many of them train."""
+        """Number of processes that train."""
         return 1 if self.strategy in ONE_PROCESS else self.ranks
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a sweep varies, and what all its points have in common. `flags`: the trainer's, as the user gave them."""
+    """What a sweep varies and what it keeps fixed. `flags`: the trainer's, as given by the user."""
 
     strategies: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -79,14 +79,14 @@ class Plan:
 
     @property
     def names_data(self) -> bool:
-        """Whether the user's flags say what is trained on."""
+        """Whether the user's flags name the training data."""
         return names_data(self.flags)
 
     def points(self, config: Config) -> list[Point]:
-        """All points, in the order in which they run; `config`: what the flags come to.
+        """All points in the order in which they run. `config`: the parsed flags.
 
-        Each repeat goes through all settings, every second one backwards, so that a machine that grows slower or
-        faster on the way does so for all of them alike. Raises UserError where a batch does not divide.
+        Each repeat runs all settings, every second repeat in reverse order, so that a drift of the machine's speed
+        affects all settings alike. Raises UserError if a batch does not divide evenly.
         """
         passes, rank_batch = config.train.gradient_accumulation_steps, config.train.per_device_train_batch_size
         settings = []
@@ -105,47 +105,47 @@ class Plan:
         ]
 
     def _sizes(self, strategy: str) -> Sequence[int]:
-        """A baseline is of one process; dp of several GPUs."""
+        """The numbers of ranks for a strategy: 1 for none, at least 2 for dp."""
         if strategy == "none":
             return [1]
         sizes = [ranks for ranks in self.ranks if ranks > 1 or strategy != "dp"]
         if not sizes:
-            raise UserError("--strategies dp: it is one process with several GPUs: give --ranks 2 or more as well.")
+            raise UserError("--strategies dp needs several GPUs: add 2 or more to --ranks.")
         return sizes
 
     def _check_division(self, ranks: Sequence[int], passes: int) -> None:
         wrong = [number for number in sorted(set(ranks)) if self.global_batch % (number * passes)]
         if wrong:
-            each = f" of {passes} passes a step" if passes > 1 else ""
+            each = f" with {passes} passes per step" if passes > 1 else ""
             fits = math.lcm(*(number * passes for number in ranks))
             raise UserError(
-                f"--global_batch {self.global_batch} does not divide over {' or '.join(map(str, wrong))} ranks{each}:"
-                f" give a multiple of {fits}, other --ranks, or --scaling weak."
+                f"--global_batch {self.global_batch} does not divide evenly over {' or '.join(map(str, wrong))}"
+                f" ranks{each}: use a multiple of {fits}, other --ranks, or --scaling weak."
             )
 
     def trainer_flags(self, point: Point, passes: int, folder: Path) -> list[str]:
-        """The words after `python -m hvd_bert.train` for a point; `passes`: forward and backward passes of a step."""
+        """The arguments of `python -m hvd_bert.train` for a point. `passes`: micro-batches per step."""
         own = [
             f"--strategy={point.strategy}",
             f"--max_steps={self.steps}",
             f"--per_device_train_batch_size={point.global_batch // (point.ranks * passes)}",
             f"--output_dir={folder}",
-            "--overwrite_output_dir",  # the folder has the log by then
+            "--overwrite_output_dir",  # the folder already holds the log
         ]
         return [*self.flags_of(point.strategy), *own]
 
     def flags_of(self, strategy: str) -> list[str]:
-        """The trainer's flags that all points of a strategy have."""
-        held = self._divided
-        others = [f"--{name}={default}" for name, default in held.undone.items() if OWNERS[name] != strategy]
-        return [*self.common_flags(), *others, *held.owned.get(strategy, ())]
+        """The trainer's flags for all points of a strategy."""
+        divided = self._divided
+        others = [f"--{name}={default}" for name, default in divided.from_file.items() if OWNERS[name] != strategy]
+        return [*self.common_flags(), *others, *divided.owned.get(strategy, ())]
 
     def common_flags(self) -> list[str]:
-        """The trainer's flags that all points have."""
+        """The trainer's flags for all points."""
         return with_defaults(self._divided.common, self.threads)
 
     def owned_flags(self) -> dict[str, list[str]]:
-        """Flags that belong to one strategy, by those that own some; also of strategies that are not swept."""
+        """Flags that belong to one strategy, by that strategy, including strategies that are not swept."""
         return self._divided.owned
 
     @cached_property
@@ -155,22 +155,22 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Divided:
-    """The user's flags by who may have them. `owned`: strategy -> its own; `undone`: flags of `owned` that the --config
-    file sets, so that the other strategies must be given their defaults."""
+    """The user's flags: those of all strategies and, in `owned`, those of one. `from_file`: flags of `owned` that the
+    --config file sets, with the defaults that the other strategies need instead."""
 
     common: list[str]
     owned: dict[str, list[str]]
-    undone: dict[str, Any]
+    from_file: dict[str, Any]
 
 
 def _divide(flags: Sequence[str]) -> _Divided:
-    """Raises UserError for a --config that cannot be read. Values are not checked: the trainer's parser does that."""
+    """Raises UserError if --config cannot be read. The trainer's parser checks the values later."""
     chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     chooser.add_argument("--config", nargs="?")
     file = chooser.parse_known_args(flags)[0].config
     from_file = command_line.load_yaml(file) if file else {}
     defaults = {name: FLAGS[name].default for name in OWNERS}
-    # A finished run's train_config.yaml names all flags: only those that differ from the default count.
+    # A finished run's train_config.yaml names all flags. Only those that differ from the default count.
     in_file = {name: from_file[name] for name in OWNERS if from_file.get(name, defaults[name]) != defaults[name]}
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in OWNERS:
@@ -183,35 +183,35 @@ def _divide(flags: Sequence[str]) -> _Divided:
 
 
 def _check_owned(plan: Plan) -> None:
-    """Raise UserError for a flag that belongs to one strategy where its value is wrong, or that one is not swept."""
+    """Raise UserError if a strategy's own flag has a wrong value, or that strategy is not swept."""
     for owner, flags in plan.owned_flags().items():
-        command_line.parse([*flags, f"--strategy={owner}"], show_help=False)
+        command_line.parse([*flags, f"--strategy={owner}"])
         if owner in plan.strategies:
             continue
         try:
-            command_line.parse([*flags, f"--strategy={plan.strategies[0]}"], show_help=False)
+            command_line.parse([*flags, f"--strategy={plan.strategies[0]}"])
         except UserError as error:
-            raise UserError(f"{error} Add {owner} to --strategies, or leave the flag out.") from None
+            raise UserError(f"{error} Add {owner} to --strategies, or remove the flag.") from None
 
 
 def check_flags(plan: Plan) -> tuple[Config, dict[str, str]]:
-    """The settings that all points share, and the strategies that cannot take them -> why.
+    """Return the settings that all points share, and the strategies that refuse them, with the reason.
 
-    Raises UserError for what no strategy can take: a flag that is none, or of a strategy that is not swept; a file that
-    is not there.
+    Raises UserError if no strategy accepts them: for unknown flags, missing files, and flags of strategies that are not
+    swept.
     """
     check_own(plan.flags, SET_BY_SWEEP, "a sweep")
     if "per_device_train_batch_size" in command_line.names_of(plan.flags) and plan.scaling == STRONG:
         raise UserError(
-            "--per_device_train_batch_size: with --scaling strong the batch of a rank is --global_batch over the ranks;"
-            " give --global_batch, or --scaling weak."
+            "--per_device_train_batch_size: with --scaling strong the per-rank batch is --global_batch over the"
+            " number of ranks. Use --global_batch, or --scaling weak."
         )
     _check_owned(plan)
     configs, refused = {}, {}
     for strategy in plan.strategies:
         try:
             configs[strategy] = command_line.parse(
-                [*plan.flags_of(strategy), f"--strategy={strategy}", f"--max_steps={plan.steps}"], show_help=False
+                [*plan.flags_of(strategy), f"--strategy={strategy}", f"--max_steps={plan.steps}"]
             )
         except UserError as error:
             refused[strategy] = str(error)
@@ -223,24 +223,24 @@ def check_flags(plan: Plan) -> tuple[Config, dict[str, str]]:
 
 
 def names_data(flags: Sequence[str]) -> bool:
-    """Whether the trainer's flags say what is trained on."""
+    """Whether the trainer's flags name the training data."""
     return bool(command_line.names_of(flags) & DATA_FLAGS)
 
 
 def with_defaults(flags: Sequence[str], threads: int | None, defaults: Sequence[str] = DEFAULTS) -> list[str]:
-    """The trainer's flags as the user gave them, behind those that they win over; `threads`: of a rank."""
+    """The trainer's flags: defaults, then the user's, which override them. `threads`: per rank."""
     preset = [] if names_data(flags) else [f"--config={PRESET}"]
     return [*preset, *defaults, *([] if threads is None else [f"--num_threads={threads}"]), *flags]
 
 
 def check_own(flags: Sequence[str], own: Mapping[str, str], who: str) -> None:
-    """Raise UserError for a flag of the trainer that `who` gives itself; `own`: those, and what to do instead."""
+    """Raise UserError for a trainer's flag that `who` sets itself. `own`: those flags -> what to do instead."""
     for name in sorted(command_line.names_of(flags) & own.keys()):
         raise UserError(f"--{name}: {who} sets it for each run: {own[name]}.")
 
 
 def check_files(config: Config) -> None:
-    """Raise UserError for a file of questions that is not there."""
+    """Raise UserError if a file of questions is missing."""
     for name in ("train_file", "validation_file"):
         path = getattr(config.data, name)
         if path and not sample.located(path).is_file():
@@ -248,8 +248,8 @@ def check_files(config: Config) -> None:
 
 
 def check_strategies(names: Sequence[str]) -> tuple[str, ...]:
-    """Raises UserError for one that is none."""
+    """The strategies, each once. Raises UserError for an unknown name."""
     for name in names:
         if name not in STRATEGIES:
-            raise UserError(f"--strategies {name}: no such strategy. There are: {', '.join(STRATEGIES)}.")
+            raise UserError(f"--strategies {name}: unknown strategy. Choose from: {', '.join(STRATEGIES)}.")
     return tuple(dict.fromkeys(names))

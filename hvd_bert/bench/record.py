@@ -1,4 +1,4 @@
-"""sweep.json: the plan of a sweep, and what became of each of its points."""
+"""sweep.json: the plan of a sweep and the result of each point; and the lock of its folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATES = (DONE, SKIPPED, FAILED, WAITING)
 
 @dataclass
 class Result:
-    """What became of a point: its state, why it failed or was skipped, seconds from its start to its end, its speed."""
+    """The result of a point: state, reason for a failure or skip, wall time and throughput."""
 
     state: str = WAITING
     reason: str = ""
@@ -35,32 +35,32 @@ class Result:
 
 @dataclass
 class Record:
-    """The file, and what it holds. `same`: what must not change between two starts of a sweep in one folder."""
+    """The content of the file. `same`: settings that must not change when a sweep resumes; `now`: facts that may."""
 
     folder: Path
     same: dict[str, Any]
     now: dict[str, Any]
     results: dict[Point, Result] = field(default_factory=dict)
-    kept: dict[str, Any] = field(default_factory=dict)  # of points of an earlier plan
+    kept: dict[str, Any] = field(default_factory=dict)  # rows of points that this plan does not name
 
     def begin(self, points: Sequence[Point]) -> None:
-        """Take over what an earlier start left of `points`, or begin anew. Raises UserError where it was another sweep.
+        """Resume from the folder's file, or start a new one. Raises UserError if the file is of a different sweep.
 
-        Strategies, ranks, repeats and kinds of scaling may be added; points that are not named now stay as they are.
+        Strategies, ranks, repeats and kinds of scaling may be added. Rows of points not in `points` are kept.
         """
-        held = take_up(self.folder, FILE, self.same, "sweep")
+        previous = read_previous(self.folder, FILE, self.same, "sweep")
         try:
-            earlier = {row["name"]: row for row in held["points"]} if held else {}
+            earlier = {row["name"]: row for row in previous["points"]} if previous else {}
         except (KeyError, TypeError):
             raise unreadable(self.folder / FILE) from None
-        self.same = held.get("same", {}) | self.same
+        self.same = previous.get("same", {}) | self.same
         for point in points:
             row = earlier.pop(point.name, {})
             self.results[point] = Result(seconds=row.get("seconds"), command=row.get("command", ()))
         self.kept = earlier
 
     def write(self) -> None:
-        """Write the file; a crash leaves the old one or the new one. Raises UserError where it cannot be written."""
+        """Write the file atomically. Raises UserError if it cannot be written."""
         rows = [
             {
                 "name": point.name,
@@ -82,26 +82,26 @@ class Record:
         return {point: result for point, result in self.results.items() if result.state == state}
 
     def expected_s(self, point: Point) -> float | None:
-        """How long a point will take by its repeats or, where none has run, by all that ran; None: none did."""
+        """Expected wall time of a point: the mean of its repeats, else of all runs; None before the first run."""
         ran = {other: result.seconds for other, result in self.results.items() if result.seconds is not None}
         like = [seconds for other, seconds in ran.items() if other.setting == point.setting] or list(ran.values())
         return sum(like) / len(like) if like else None
 
 
-def take_up(folder: Path, file: str, same: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """What an earlier start of `what` left in `folder`/`file`, {} where there was none.
+def read_previous(folder: Path, file: str, same: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """The content of `folder`/`file` from an earlier start of `what`; {} if there was none.
 
-    `same`: what must be as it was then, by what to call it; the file has it under "same". Raises UserError where it is
-    not, and where the folder holds other things.
+    `same`: name -> value, each of which must equal the file's under "same". Raises UserError if one differs, or if the
+    folder holds something else.
     """
     path = folder / file
     if not path.exists():
         if folder.is_dir() and any(entry.name != LOCK for entry in folder.iterdir()):
-            raise UserError(f"--out {folder} is not empty, and holds no {file}: name another folder.")
+            raise UserError(f"--out {folder} is not empty and has no {file}: choose another folder.")
         return {}
     try:
-        held: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
-        before = dict(held["same"])
+        previous: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+        before = dict(previous["same"])
     except (OSError, ValueError, KeyError, TypeError):
         raise unreadable(path) from None
     differing = [
@@ -111,19 +111,19 @@ def take_up(folder: Path, file: str, same: Mapping[str, Any], what: str) -> dict
     ]
     if differing:
         raise UserError(
-            f"--out {folder} holds a {what} of other runs: {'; '.join(differing)}. Give what it was begun with, or name"
-            " another --out."
+            f"--out {folder} holds a {what} with other settings: {'; '.join(differing)}. Use the same settings, or"
+            " choose another --out."
         )
-    return held
+    return previous
 
 
 def unreadable(path: Path) -> UserError:
-    """What to say of a record that is none."""
-    return UserError(f"{path} cannot be read as a record of runs: name another --out.")
+    """The error for a file that is not a record of runs."""
+    return UserError(f"{path} cannot be read as a record of runs: choose another --out.")
 
 
 def replace(path: Path, content: Any) -> None:
-    """Write JSON; a crash leaves the old file or the new one. Raises UserError where it cannot be written."""
+    """Write JSON atomically. Raises UserError if it cannot be written."""
     with writing(path.parent):
         write_json(path, content)
 
@@ -134,8 +134,7 @@ def _shown(value: Any) -> str:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Raises UserError where files of an --out cannot be written inside. Nothing else belongs there: it would be
-    blamed on the folder."""
+    """Turn an OSError inside the block into a UserError about --out. Only writes to that folder belong inside."""
     try:
         yield
     except OSError as error:
@@ -144,21 +143,21 @@ def writing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path, wait: bool) -> Iterator[None]:
-    """Hold a folder's lock; a run's folder is locked by the run.
+    """Hold a folder's lock. A run locks its own folder in the same way.
 
-    Raises UserError, or waits, if another process has it.
+    If another process holds it, waits or raises UserError.
     """
     try:
         lock = locks.take(folder / LOCK, wait=False)
     except locks.InUse as error:
         if not wait:
             raise UserError(
-                f"--out {folder} is in use by another command ({error.holder}): wait for its end."
+                f"--out {folder} is in use by another command ({error.holder}): wait until it ends."
             ) from None
-        print(f"{folder} is still in use ({error.holder}): waiting for its end", flush=True)
+        print(f"{folder} is still in use ({error.holder}): waiting until it is free", flush=True)
         lock = locks.take(folder / LOCK, wait=True)
     with lock:
         if lock.missing:
-            warning = f"{folder} has no file locks ({lock.missing}): do not start a command in it on another host."
+            warning = f"{folder} cannot be locked ({lock.missing}): do not use it from another host at the same time."
             print(warning, file=sys.stderr)
         yield

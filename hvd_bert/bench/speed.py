@@ -1,8 +1,8 @@
-"""How fast training is on the ranks that the launcher starts, by the trainer's own loop: `python -m hvd_bert.bench`.
+"""Measure the trainer's own loop on the ranks that the launcher starts: `python -m hvd_bert.bench`.
 
-All of the trainer's flags count too; with --train_file or --dataset_name its own data and weights are taken. Trains
---repeats sections of --steps steps each, after one that is not counted. Exit status: 0 measured, 1 failure, 2 bad
-input; a signal ends it as it does any process.
+Takes all of the trainer's flags; with --train_file or --dataset_name it uses that data and the trainer's weights. It
+trains one warm-up section, then --repeats sections of --steps steps each. Exit status: 0 measured, 1 failure, 2 bad
+input; a signal kills it.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from hvd_bert.monitoring.process_usage import memory_now, memory_peak, seconds_s
 from hvd_bert.train.loop import Training, set_up
 from hvd_bert.training.inputs import Inputs, load_inputs
 
-# name -> what it is, and how it is printed
+# name -> label and format
 FIGURES = {
     "windows_per_s": ("windows/s", "{:.2f}"),
     "tokens_per_s": ("tokens/s", "{:,.0f}"),
     "step_s": ("seconds per step", "{:.4f}"),
     "useful_gflops": ("useful GFLOP/s, all ranks", "{:.1f}"),
-    "mfu": ("the same over the matmul peak (MFU)", "{:.3f}"),
+    "mfu": ("share of the matmul peak (MFU)", "{:.3f}"),
     "data_share": ("waiting for batches, share of the step", "{:.4f}"),
     "compute_share": ("forward and backward", "{:.4f}"),
     "exposed_comm_share": ("exposed communication", "{:.4f}"),
     "optimizer_share": ("clipping and optimizer", "{:.4f}"),
-    "other_share": ("all else", "{:.4f}"),
+    "other_share": ("everything else", "{:.4f}"),
 }
 
 
 def run(flags: argparse.Namespace, config: Config, world: World) -> None:
-    """Measure, print on rank 0. Called by all ranks."""
+    """Measure, and print on rank 0. Called by all ranks."""
     set_up(config, world)
     log.info("%s", "\n".join(world.describe()))
     before = memory_now(world.device)
@@ -59,7 +59,7 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
                 **figures,
                 **run_folder.facts(config, world),
             }
-            _tell(record, flags.json)
+            _print_table(record, flags.json)
 
 
 def _inputs(flags: argparse.Namespace, config: Config, world: World) -> Inputs:
@@ -76,27 +76,27 @@ def _fingerprint(inputs: Inputs) -> dict[str, object]:
 
 
 def _measure(inputs: Inputs, flags: argparse.Namespace, config: Config, world: World, before: int) -> dict[str, Any]:
-    """All figures. A collective. `before`: bytes held before the model was made."""
+    """Measure all figures. A collective. `before`: bytes in use before the model was created."""
     assert inputs.train is not None
     model, plan, args = inputs.model, inputs.train.plan, config.train
     shape, device, recorder = model.config, world.device, measure.Recorder()
     collate = Collator(inputs.train.windows, device, config.data.pad_to)
     tokens = int(plan.rank_tokens(0)[world.rank] / plan.accumulation)
-    world.allgather(None)  # the ranks measure together, as they compute
+    world.allgather(None)  # all ranks measure at the same time, as they train
     start = seconds_since_start()
     peak = matmul_peak(shape, tokens, device, args.precision)
     measuring_s = seconds_since_start() - start
     with tempfile.TemporaryDirectory() as folder:
-        args.output_dir = folder  # with GPUs their usage is recorded there
+        args.output_dir = folder  # GPU usage is recorded there
         Training(inputs, None, None, recorder, config, world).run(stoppable=False)
     args.output_dir = None
-    held = memory_peak(device) - before
+    used = memory_peak(device) - before
     timed = range(flags.steps, args.max_steps)
     needed = measure.memory_needed(model, plan, collate, world.rank, timed, args.precision)
     world.allgather(None)
     peak = max(peak, matmul_peak(shape, tokens, device, args.precision))
     first_step_s = recorder.first_step_s - measuring_s
-    ranks = world.allgather({"peak": peak, "memory": held, "needed": needed, "first_step_s": first_step_s})
+    ranks = world.allgather({"peak": peak, "memory": used, "needed": needed, "first_step_s": first_step_s})
     rows = [row for row in recorder.rows if row["step"] > flags.steps]
     whole_peak = sum(rank["peak"] for rank in ranks)
     sections = [
@@ -121,22 +121,22 @@ def _lengths(plan: Any, last: int, steps: int) -> list[Any]:
     return [plan.lengths[plan.step_windows(step)] for step in range(last - steps, last)]
 
 
-def _tell(record: dict[str, Any], path: Path | None) -> None:
-    """Print a table; write `path`. Raises UserError where it cannot be written."""
+def _print_table(record: dict[str, Any], path: Path | None) -> None:
+    """Print a table, and write `path`. Raises UserError if it cannot be written."""
     spreads = record["figures"]
-    lines = [f"{'':<40} {'median':>12} {'least':>12} {'most':>12}"]
+    lines = [f"{'':<40} {'median':>12} {'min':>12} {'max':>12}"]
     for name, (label, form) in FIGURES.items():
-        if name not in spreads:  # exposed communication, where it cannot be told
+        if name not in spreads:  # exposed communication, under strategies that do not separate it
             continue
         values = [form.format(spreads[name][kind]) for kind in ("median", "least", "most")]
         lines.append(f"{label:<40} " + " ".join(f"{value:>12}" for value in values))
     lines += [
         f"{'matmul peak, GFLOP/s, all ranks':<40} {record['matmul_peak_gflops']:>12.1f}",
         f"{'padding, share of positions':<40} {record['padding_share']:>12.4f}",
-        f"{'most tokens of a rank over the mean':<40} {record['imbalance']:>12.4f}",
-        f"{'memory of a rank, GiB':<40} {max(record['memory_bytes']) / 2**30:>12.2f}",
-        f"{'the same over what is computed':<40} {record['memory_over_needed']:>12.2f}",
-        f"{'seconds from the start to step 1':<40} {record['first_step_s']:>12.1f}",
+        f"{'tokens per rank, maximum over mean':<40} {record['imbalance']:>12.4f}",
+        f"{'memory per rank (maximum), GiB':<40} {max(record['memory_bytes']) / 2**30:>12.2f}",
+        f"{'measured over computed memory':<40} {record['memory_over_needed']:>12.2f}",
+        f"{'seconds from start to step 1':<40} {record['first_step_s']:>12.1f}",
     ]
     print("\n".join(lines), flush=True)
     if path:

@@ -1,12 +1,12 @@
-"""A sweep: every strategy at every number of ranks, several times, each training in fresh processes of its own.
+"""A sweep: train with every strategy on every number of ranks, several times, each time in new processes.
 
     python -m hvd_bert.bench sweep --strategies none,horovod,ddp,fsdp,deepspeed --ranks 1,2,4 --repeats 5
     python -m hvd_bert.bench sweep --strategies none,horovod --ranks 1,2,4,8 -H a100-01:4,a100-02:4 --bf16 \\
         --train_file train-v1.1.json --model_name_or_path bert-base-uncased --global_batch 64 --steps 100
     sbatch scripts/scaling.slurm --strategies none,horovod,ddp --ranks 1,2,4
 
-Every point is a run of `python -m hvd_bert.train` in a folder of its own under --out, with all it says in log.txt;
-`python -m hvd_bert.report OUT` makes tables and pictures of them. The same command goes on where it was interrupted.
+Each point is a run of `python -m hvd_bert.train` in its own folder under --out, with its output in log.txt.
+`python -m hvd_bert.report OUT` makes tables and plots of them. Rerun the same command to resume.
 Exit status: 0 every point is done or cannot run here, 1 some failed, 2 bad input, 75 stopped by a signal.
 """
 
@@ -33,8 +33,8 @@ from hvd_bert.config.parser import Parser
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.runs import reading
 
-EXPORTED = ("OMP_NUM_THREADS",)  # to the ranks on other hosts, or they would have other threads than those here
-FAILURES = 2  # of one setting in a row, after which its other repeats are not tried
+EXPORTED = ("OMP_NUM_THREADS",)  # to other hosts, so that all ranks have the same number of threads
+FAILURES = 2  # in a row; then the setting's other repeats are not run
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,13 +55,13 @@ def _sweep(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> Parser:
-    """Of the sweep's own flags."""
+    """The parser of the sweep's own flags."""
     parser = Parser(prog="python -m hvd_bert.bench sweep", allow_abbrev=False)
     parser.description = (
-        "Train with every strategy on every number of ranks, to compare their speed. All other flags go to python -m"
-        " hvd_bert.train, those of one strategy (--zero_stage) to that strategy only. Without --train_file,"
-        " --dataset_name or --config it trains the preset `sweep`: the sample's text and a BERT of 6 layers with new"
-        " weights."
+        "Train with every strategy on every number of ranks, and compare their throughput. All other flags go to"
+        " python -m hvd_bert.train. A flag of one strategy, such as --zero_stage, goes to that strategy only. Without"
+        " --train_file, --dataset_name or --config it trains the preset `sweep`: the sample's text and a BERT of 6"
+        " layers with new weights."
     )
     parser.add_argument(
         "--strategies", metavar="NAME,...", type=_names, default=["none", "horovod"],
@@ -117,15 +117,15 @@ def _names(text: str) -> list[str]:
 def _numbers(text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"'{text}': give numbers of ranks, 1,2,4 for example")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers of ranks such as 1,2,4")
     return [int(part) for part in parts]
 
 
 class Sweep:
-    """A plan, where it runs, and how far it is."""
+    """A plan, its launcher and folder, and its progress."""
 
     def __init__(self, plan: Plan, launching: Launching, out: Path, timeout: float, argv: Sequence[str]) -> None:
-        """Checks everything that can be, before anything starts. Raises UserError."""
+        """Check everything before the first run starts. Raises UserError."""
         self.plan, self.launching, self.out, self.timeout = plan, launching, out, timeout
         self.config, self.refused = planning.check_flags(plan)
         self.points = plan.points(self.config)
@@ -133,7 +133,7 @@ class Sweep:
         self.failures: Counter[tuple[str, int, str]] = Counter()
 
     def _same(self) -> dict[str, object]:
-        """What the figures depend on and all points share."""
+        """The settings of all points that the figures depend on."""
         plan, scalings = self.plan, planning.SCALINGS[self.plan.scaling]
         owned = plan.owned_flags()
         owners = [strategy for strategy in plan.strategies if strategy in planning.OWNERS.values()]
@@ -141,7 +141,7 @@ class Sweep:
             "--steps": plan.steps,
             **({"--global_batch": plan.global_batch} if planning.STRONG in scalings else {}),
             "the trainer's flags": plan.common_flags(),
-            # By strategy, so that one can be added later with flags of its own.
+            # By strategy, so that a strategy with its own flags can be added later.
             **{f"the trainer's flags for {strategy} only": owned.get(strategy, []) for strategy in owners},
             **self.launching.record(),
         }
@@ -150,32 +150,32 @@ class Sweep:
         return {"command": ["python", "-m", "hvd_bert.bench", "sweep", *argv], **self.launching.machine.record()}
 
     def run(self, report: Path | None) -> int:
-        """All points, then the report. Returns the exit status."""
+        """Run all points, then write the report. Returns the exit status."""
         try:
-            with ExitStack() as held:
+            with ExitStack() as stack:
                 with writing(self.out):
                     self.out.mkdir(parents=True, exist_ok=True)
-                    held.enter_context(locked(self.out, wait=False))
+                    stack.enter_context(locked(self.out, wait=False))
                     self.record.begin(self.points)
-                self._take_stock()
+                self._mark_done_and_skipped()
                 self.record.write()
                 self._announce()
                 self._run_all()
         except Stopped as stopped:
-            raise Stopped(f"{stopped}, {len(self.record.of_state(WAITING))} points to go") from None
-        self._tell_end()
+            raise Stopped(f"{stopped}, {len(self.record.of_state(WAITING))} points left") from None
+        self._print_end()
         status = EXIT_FAILURE if self.record.of_state(FAILED) else EXIT_OK
         if not self.record.of_state(DONE):
             return status
         if report is None:
-            print(f"Tables and pictures: python -m hvd_bert.report {self.out} --out {self.out / 'report'}")
+            print(f"Tables and plots: python -m hvd_bert.report {self.out} --out {self.out / 'report'}")
             return status
-        from hvd_bert.report.__main__ import main as make_report  # matplotlib, which only it needs
+        from hvd_bert.report.__main__ import main as make_report  # brings matplotlib
 
         return make_report([str(self.out), "--out", str(report)]) or status
 
-    def _take_stock(self) -> None:
-        """What is done already, and what cannot run here."""
+    def _mark_done_and_skipped(self) -> None:
+        """Find the points that are done, and those that cannot run here."""
         for point, result in self.record.results.items():
             speed = _speed(self.out / point.name)
             obstacle = self.refused.get(point.strategy) or self.launching.obstacle(point)
@@ -191,30 +191,30 @@ class Sweep:
         print(f"{len(self.points)} run{'s' * (len(self.points) > 1)} of {plan.steps} steps in {self.out}: {counts}")
         if not plan.names_data:
             print(
-                f"Trained: the preset `{planning.PRESET}` (the sample's text, a BERT of 6 layers with new weights),"
-                " since no --train_file, --dataset_name or --config is named"
+                f"No --train_file, --dataset_name or --config given: training the preset `{planning.PRESET}` (the"
+                " sample's text, a BERT of 6 layers with new weights)"
             )
-        print(f"The trainer's flags: {shlex.join(plan.common_flags())}")
+        print(f"Trainer flags: {shlex.join(plan.common_flags())}")
         for strategy, flags in plan.owned_flags().items():
             if strategy in plan.strategies:
                 print(f"  for {strategy} only: {shlex.join(flags)}")
         warning = self.launching.warning(list(waiting), self.config.parallel.num_threads or 1) if waiting else ""
         if warning:
             print(f"warning: {warning}", file=sys.stderr)
-        self._tell_reasons(SKIPPED)
+        self._print_reasons(SKIPPED)
 
     def _run_all(self) -> None:
         for number, (point, result) in enumerate(self.record.results.items(), start=1):
             if result.state != WAITING:
                 continue
             if self.failures[point.setting] >= FAILURES:
-                result.state, result.reason = FAILED, f"not tried: {FAILURES} repeats before it failed"
+                result.state, result.reason = FAILED, f"not run: the {FAILURES} repeats before it failed"
             else:
                 self._run(point, result)
             self.record.write()
-            said = f"{result.windows_per_s:.1f} windows/s" if result.windows_per_s else f"failed: {result.reason}"
+            outcome = f"{result.windows_per_s:.1f} windows/s" if result.windows_per_s else f"failed: {result.reason}"
             took = f", {result.seconds:.0f} s" if result.seconds else ""
-            print(f"[{number}/{len(self.points)}] {point}: {said}{took}  ETA {self._eta()}", flush=True)
+            print(f"[{number}/{len(self.points)}] {point}: {outcome}{took}  ETA {self._eta()}", flush=True)
 
     def _eta(self) -> str:
         expected = [self.record.expected_s(point) for point in self.record.of_state(WAITING)]
@@ -222,7 +222,7 @@ class Sweep:
         return str(tqdm.format_interval(sum(known))) if len(known) == len(expected) else "?"
 
     def _run(self, point: Point, result: Result) -> None:
-        """Train a point in a new folder; fill in what became of it. Raises Stopped."""
+        """Train a point in a new folder and fill in its result. Raises Stopped."""
         folder = self.out / point.name
         flags = self.plan.trainer_flags(point, self.config.train.gradient_accumulation_steps, folder)
         environ = self.launching.environment(point, os.environ)
@@ -233,7 +233,7 @@ class Sweep:
         trained = train(result.command, environ, folder, self.timeout)
         result.seconds = trained.seconds
         if trained.status == EXIT_BAD_INPUT and point.strategy == "none" and not self.record.of_state(DONE):
-            raise UserError(trained.reason)  # of what all points have in common
+            raise UserError(trained.reason)  # in a setting that all points share
         if trained.run is None:
             late = f"took longer than --timeout {self.timeout:g} s"
             how = late if trained.status is None else f"status {trained.status}"
@@ -241,7 +241,7 @@ class Sweep:
             return
         result.state, result.windows_per_s = DONE, trained.run.windows_per_s
         self.failures[point.setting] = 0
-        if point.repeat > 1:  # the report wants to know the model's parts once, and weights are large
+        if point.repeat > 1:  # the report reads the model's parameters from repeat 1; weights are large
             with writing(self.out):
                 (folder / "model.safetensors").unlink(missing_ok=True)
 
@@ -249,23 +249,23 @@ class Sweep:
         result.state, result.reason = FAILED, reason
         self.failures[point.setting] += 1
 
-    def _tell_end(self) -> None:
+    def _print_end(self) -> None:
         counts = ", ".join(f"{len(self.record.of_state(state))} {state}" for state in (DONE, SKIPPED, FAILED))
         print(f"In {self.out}: {counts}.")
-        self._tell_reasons(FAILED)
+        self._print_reasons(FAILED)
 
-    def _tell_reasons(self, state: str) -> None:
-        """Each reason once, with the points that it is of."""
-        held: dict[str, list[str]] = {}
+    def _print_reasons(self, state: str) -> None:
+        """Print each reason once, with its points."""
+        names_of: dict[str, list[str]] = {}
         for point, result in self.record.of_state(state).items():
-            held.setdefault(result.reason, []).append(point.name)
-        for reason, names in held.items():
+            names_of.setdefault(result.reason, []).append(point.name)
+        for reason, names in names_of.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             print(f"  {state}: {names[0]}{more}: {reason}")
 
 
 def _speed(folder: Path) -> float | None:
-    """Windows/s of a finished run as the report has them; None where there is none."""
+    """Windows/s of a finished run, as in the report; None if there is no such run."""
     try:
         return reading.read(folder).windows_per_s
     except reading.Unusable:

@@ -1,4 +1,4 @@
-"""What is trained on when no data is named: windows of random tokens, as long as SQuAD's are, and a BERT by config."""
+"""The default workload: windows of random tokens, as long as SQuAD's, and a BERT with new weights."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from hvd_bert.errors import UserError
 from hvd_bert.model.bert import new_model
 from hvd_bert.training.inputs import Inputs, TrainingSet
 
-# Tokens of a window at each tenth of the windows, from the shortest to the longest: the 3,889 windows of the first 11
-# articles of SQuAD v1.1's training questions, bert-base-uncased's vocabulary, at most 384 tokens, stride 128.
-SQUAD_TENTHS = (41, 95, 114, 133, 150, 167, 185, 207, 239, 279, 384)
-FIRST_TOKEN = 1000  # of bert-base-uncased's vocabulary the ones before are unused or special
+# Tokens per window: minimum, deciles and maximum over the 3,889 windows of the first 11 articles of SQuAD v1.1's
+# training set, with bert-base-uncased's vocabulary, at most 384 tokens and stride 128.
+SQUAD_DECILES = (41, 95, 114, 133, 150, 167, 185, 207, 239, 279, 384)
+FIRST_TOKEN = 1000  # tokens below are special or unused in bert-base-uncased's vocabulary
 
 
 def lengths_like_squad(count: int, longest: int, seed: int) -> NDArray[np.int32]:
-    """Lengths of `count` windows, drawn between SQuAD's tenths and cut at `longest` tokens."""
-    places = np.random.Generator(np.random.PCG64(seed)).random(count) * (len(SQUAD_TENTHS) - 1)
-    drawn = np.interp(places, np.arange(len(SQUAD_TENTHS)), SQUAD_TENTHS)
+    """Lengths of `count` windows, drawn between SQuAD's deciles and clipped to `longest` tokens."""
+    places = np.random.Generator(np.random.PCG64(seed)).random(count) * (len(SQUAD_DECILES) - 1)
+    drawn = np.interp(places, np.arange(len(SQUAD_DECILES)), SQUAD_DECILES)
     return np.minimum(drawn.astype(np.int32), longest)
 
 
 def random_windows(lengths: NDArray[np.int32], vocabulary: int, seed: int) -> WindowTable:
-    """A windows table (`hvd_bert.data.windows`) without text: what training reads of it."""
-    dice = np.random.Generator(np.random.PCG64(seed))
+    """A window table (`hvd_bert.data.windows`) without text, with the columns that training reads."""
+    rng = np.random.Generator(np.random.PCG64(seed))
     first = min(FIRST_TOKEN, vocabulary - 1)
-    starts = dice.integers(1, lengths - 1)
+    starts = rng.integers(1, lengths - 1)
     return WindowTable.from_columns(
         {
-            "input_ids": [dice.integers(first, vocabulary, length, dtype=np.int32) for length in lengths],
+            "input_ids": [rng.integers(first, vocabulary, length, dtype=np.int32) for length in lengths],
             "context_start": np.minimum(12, lengths // 2),
             "start_position": starts,
             "end_position": np.minimum(starts + 2, lengths - 1),
@@ -48,9 +48,9 @@ def random_windows(lengths: NDArray[np.int32], vocabulary: int, seed: int) -> Wi
 
 
 def random_inputs(model: str | None, num_windows: int, config: Config, world: World) -> Inputs:
-    """Inputs for `train` with new weights; `model`: a BERT's folder or configuration file, None: BERT-base.
+    """Inputs for `train` with new weights. `model`: a BERT's folder or configuration file; None: BERT-base.
 
-    Raises UserError where that is none.
+    Raises UserError if it is not a BERT.
     """
     args, data = config.train, config.data
     shape = _config_of(model)
@@ -74,13 +74,13 @@ def random_inputs(model: str | None, num_windows: int, config: Config, world: Wo
 
 def _config_of(model: str | None) -> Any:
     if model is None:
-        return BertConfig()  # whose defaults are BERT-base's
+        return BertConfig()  # its defaults are BERT-base
     if not Path(model).exists():
         raise UserError(f"--model {model}: no such folder or file. Name a BERT's folder or its config.json.")
     try:
         shape = AutoConfig.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"--model {model} is no model's folder or configuration: {error}") from None
+        raise UserError(f"--model {model} cannot be read as a model's folder or configuration: {error}") from None
     if shape.model_type != "bert":
         raise UserError(f"--model {model} is a {shape.model_type} model: this trainer fine-tunes BERT.")
     return shape

@@ -85,16 +85,15 @@ def _presets() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
-def parse(argv: list[str] | None = None, show_help: bool = True) -> Config:
-    """Command line (default: this process's) -> Config. `show_help`: whether this process prints what --help asks for.
+def parse(argv: list[str] | None = None) -> Config:
+    """Command line (default: this process's) -> Config.
 
     Raises UserError for unknown flags or keys, values of the wrong type or out of range.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = make_parser()
     if HELP & set(argv):
-        if show_help:
-            parser.print_help()
+        parser.print_help()
         sys.exit(EXIT_OK)
     chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     chooser.add_argument("--config")

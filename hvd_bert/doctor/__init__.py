@@ -1,1 +1,1 @@
-"""What works here, before hours are spent: `python -m hvd_bert.doctor` (docs/guides/preflight-check.md)."""
+"""Preflight check: `python -m hvd_bert.doctor` (docs/guides/preflight-check.md)."""

@@ -1,4 +1,4 @@
-"""The doctor: says what works here, before hours are spent.
+"""Preflight check: find problems of hosts, ranks and network before a training starts.
 
     python -m hvd_bert.doctor                                                this host
     horovodrun -np 4 -H a100-01:2,a100-02:2 python -m hvd_bert.doctor        a run's hosts, ranks and network
@@ -15,17 +15,17 @@ import platform
 import sys
 from pathlib import Path
 
-from hvd_bert.config.parser import HELP, Parser
+from hvd_bert.config.parser import Parser
 from hvd_bert.distributed.launch import find_launcher
 from hvd_bert.doctor.report import Report
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.startup import collector_paused
+from hvd_bert.startup import collector_paused, leave_help_to_one_rank
 
 MAX_REPEATS = 1000
 
 
 def make_parser() -> Parser:
-    """Of the command's flags."""
+    """The parser of the command's flags."""
     parser = Parser(prog="python -m hvd_bert.doctor")
     parser.description = "Check hosts, ranks and network before a training, and print how to fix each problem."
     parser.add_argument(
@@ -66,20 +66,19 @@ def make_parser() -> Parser:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     flags = make_parser().parse_args(argv)
     if flags.size is not None and not 0 < flags.size <= 1e5:
-        raise UserError(f"--size {flags.size:g}: give megabytes, more than 0 and at most 100000.")
+        raise UserError(f"--size {flags.size:g}: must be above 0 and at most 100000 megabytes.")
     if not 1 <= flags.repeats <= MAX_REPEATS:
-        raise UserError(f"--repeats {flags.repeats}: give 1 to {MAX_REPEATS}.")
+        raise UserError(f"--repeats {flags.repeats}: must be from 1 to {MAX_REPEATS}.")
     if not flags.timeout > 0:
-        raise UserError(f"--timeout {flags.timeout:g}: give a positive number of seconds.")
+        raise UserError(f"--timeout {flags.timeout:g}: must be above 0 seconds.")
     return flags
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
+    leave_help_to_one_rank(sys.argv[1:] if argv is None else argv)
     launcher = find_launcher(os.environ)
     first = launcher.speaks_first
-    if HELP & set(sys.argv[1:] if argv is None else argv) and not first:
-        return EXIT_OK
     try:
         flags = _parse(argv)
     except UserError as error:
@@ -89,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     report = Report(flags.json, shown=first)
     started = f"1 of {launcher.size} processes, started by {launcher.name}" if launcher.size else "no launcher"
     report.data |= {"host": platform.node(), "launcher": launcher.name, "launched": launcher.size}
-    report.say(f"hvd_bert doctor on {platform.node()} ({started})\n")
+    report.print_text(f"hvd_bert doctor on {platform.node()} ({started})\n")
     with collector_paused():
         from hvd_bert.doctor.diagnosis import diagnose
     return diagnose(flags, launcher, report)

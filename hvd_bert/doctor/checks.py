@@ -1,4 +1,4 @@
-"""The checks of one host: facts (probes.py) -> lines of the report."""
+"""The checks of one host: turn facts (probes.py) into lines of the report."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from hvd_bert.monitoring.gpu_usage import NvmlError
 
 GIB = 2**30
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 6)
-# Weights, gradients and AdamW's two moments of BERT-base in fp32 are 1.6 GiB; a batch and the libraries take the rest.
+# BERT-base's weights, gradients and AdamW moments in fp32 take 1.6 GiB; a batch and the libraries take the rest.
 MEMORY_PER_RANK = 3 * GIB
-DISK_WANTED, DISK_NEEDED = 3 * GIB, GIB // 10
-BUILD_ANEW = "Build it anew with what is loaded now: env/build_horovod.sh --python $(command -v python) --rebuild."
+DISK_RECOMMENDED, DISK_REQUIRED = 3 * GIB, GIB // 10
+REBUILD = "Rebuild it with the modules loaded now: env/build_horovod.sh --python $(command -v python) --rebuild."
 
 
 def host_lines(launcher: str, ranks_here: int, output_dir: Path | None) -> list[Line]:
-    """All checks of this host. `output_dir`: where rank 0 would write, None on hosts without it."""
+    """All checks of this host. `output_dir`: where rank 0 would write; None on hosts without rank 0."""
     checks: list[tuple[str, Callable[[], Iterable[Line]]]] = [
         ("Python", lambda: [python_line(sys.version_info[:3], sys.executable)]),
         ("torch", lambda: [torch_line(torch.__version__)]),
@@ -52,21 +52,21 @@ def host_lines(launcher: str, ranks_here: int, output_dir: Path | None) -> list[
 def python_line(version: tuple[int, ...], executable: str) -> Line:
     found = f"{'.'.join(map(str, version))}, {executable}"
     if version[:2] < OLDEST_PYTHON:
-        return Line("Python", FAILURE, found, "Python 3.10 or later is needed: load one, then env/setup.sh.")
+        return Line("Python", FAILURE, found, "Python 3.10 or later is required: load it, then run env/setup.sh.")
     return Line("Python", OK, found)
 
 
 def torch_line(version: str) -> Line:
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST_TORCH:
-        return Line("torch", FAILURE, version, "torch 2.6 or later is needed: env/setup.sh --torch VERSION.")
+        return Line("torch", FAILURE, version, "torch 2.6 or later is required: run env/setup.sh --torch VERSION.")
     return Line("torch", OK, f"{version}, {platform.machine()}")
 
 
 def driver_line(gpus: Gpus | NvmlError) -> Line:
     if isinstance(gpus, NvmlError):
-        return Line("Driver", OK, f"no NVIDIA driver that answers ({gpus}): no GPU, and no record of its usage")
-    return Line("Driver", OK, f"NVIDIA {gpus.driver}, runs CUDA up to {gpus.cuda}")
+        return Line("Driver", OK, f"no NVIDIA driver responds ({gpus}): no GPUs, and no GPU usage is recorded")
+    return Line("Driver", OK, f"NVIDIA {gpus.driver}, supports CUDA up to {gpus.cuda}")
 
 
 def _cuda() -> list[Line]:
@@ -74,98 +74,96 @@ def _cuda() -> list[Line]:
 
 
 def cuda_line(torch_cuda: str | None, visible: int, gpus: Gpus | NvmlError, hidden: bool) -> Line:
-    """`visible`: how many GPUs torch can use; `gpus`: what the driver knows of."""
+    """`visible`: number of GPUs that torch can use. `gpus`: the GPUs that the driver lists."""
     there = gpus.names if isinstance(gpus, Gpus) else ()
     if visible:
         return Line(
             "CUDA", OK, f"torch uses CUDA {torch_cuda}; {visible} GPU(s): {', '.join(there) or 'names unknown'}"
         )
     if not there:
-        return Line("CUDA", OK, "no GPU on this host: a training here computes on the CPU")
+        return Line("CUDA", OK, "no GPU on this host: a training here runs on the CPU")
     found = f"{len(there)} GPU(s) on this host ({there[0]}), "
     if hidden:
-        return Line("CUDA", WARNING, found + "hidden from this run by CUDA_VISIBLE_DEVICES: it computes on the CPU")
+        return Line("CUDA", WARNING, found + "hidden from this run by CUDA_VISIBLE_DEVICES: it runs on the CPU")
     if torch_cuda is None:
-        hint = "For the GPUs install a torch for their driver (docs/start/install.md, 'Which torch')."
-        return Line("CUDA", WARNING, found + "but this torch was built for CPUs only, and computes there", hint)
+        hint = "To use the GPUs, install a torch for their driver (docs/start/install.md, 'Which torch')."
+        return Line("CUDA", WARNING, found + "but this torch was built for CPUs only and does not use them", hint)
     newest = gpus.cuda if isinstance(gpus, Gpus) else "?"
     return Line(
         "CUDA",
         FAILURE,
-        f"{found}but torch, built for CUDA {torch_cuda}, cannot use them; the driver runs CUDA up to {newest}",
-        "Take a torch of the driver's CUDA or older (docs/start/install.md, 'Which torch'), or ask for GPUs (Slurm:"
+        f"{found}but torch, built for CUDA {torch_cuda}, cannot use them; the driver supports CUDA up to {newest}",
+        "Install a torch for the driver's CUDA or older (docs/start/install.md, 'Which torch'), or request GPUs (Slurm:"
         " --gres=gpu:N).",
     )
 
 
 def horovod_lines(build: HorovodBuild | ProbeError) -> list[Line]:
     if isinstance(build, ProbeError):
-        return [Line("Horovod", FAILURE, f"cannot be imported: {build}", BUILD_ANEW)]
+        return [Line("Horovod", FAILURE, f"cannot be imported: {build}", REBUILD)]
     parts = [name for name, there in (("MPI", build.mpi), ("Gloo", build.gloo), ("NCCL", build.nccl)) if there]
     found = f"{build.version}, built with {', '.join(parts) or 'neither MPI nor Gloo'}"
     if build.gloo:
         return [Line("Horovod", OK, found)]
     status = WARNING if build.mpi else FAILURE
-    return [
-        Line("Horovod", status, found + "; without Gloo one process alone and `horovodrun --gloo` fail", BUILD_ANEW)
-    ]
+    return [Line("Horovod", status, found + "; without Gloo a single process and `horovodrun --gloo` fail", REBUILD)]
 
 
 def torch_nccl() -> str:
-    """Version of the NCCL that torch brought; "" for a build without."""
+    """Version of the NCCL that torch includes; "" if it includes none."""
     return ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else ""
 
 
 def nccl_line(build: HorovodBuild | ProbeError, gpus: int, of_torch: str) -> Line:
     if isinstance(build, ProbeError):
-        return Line("NCCL", WARNING, "unknown, as Horovod cannot be imported")
+        return Line("NCCL", WARNING, "unknown, because Horovod cannot be imported")
     files = [path for path in build.libraries if "/libnccl" in path]
     if build.nccl and len(files) > 1:
-        hint = "Build Horovod with torch's NCCL: " + BUILD_ANEW
+        hint = "Build Horovod with torch's NCCL: " + REBUILD
         return Line("NCCL", WARNING, f"two NCCLs in one process: {', '.join(files)}", hint)
     if build.nccl:
         return Line("NCCL", OK, ", ".join(filter(None, [of_torch, *files])) or "linked into Horovod")
     if gpus == 0:
-        return Line("NCCL", OK, "Horovod has none, and needs none without GPUs")
+        return Line("NCCL", OK, "not built into Horovod, and not needed without GPUs")
     return Line(
         "NCCL",
         FAILURE,
-        f"{gpus} GPU(s) are visible, but Horovod was built without NCCL and cannot send what is on a GPU",
-        "Load CUDA (module load cuda/...), then env/setup.sh --with-nccl (docs/start/install.md).",
+        f"{gpus} GPU(s) are visible, but Horovod was built without NCCL and cannot send data of a GPU",
+        "Load CUDA (module load cuda/...), then run env/setup.sh --with-nccl (docs/start/install.md).",
     )
 
 
 def mpi_line(
     build: HorovodBuild | ProbeError, library: MpiLibrary | ProbeError, mpirun: tuple[str, str] | None, by_srun: bool
 ) -> Line:
-    """Whether Horovod, mpi4py and mpirun are of one MPI. `mpirun`: its path and what it says of its version."""
+    """Whether Horovod, mpi4py and mpirun use the same MPI. `mpirun`: its path and version text."""
     if isinstance(build, HorovodBuild) and not build.mpi:
-        hint = "" if mpirun is None else "For MPI: env/setup.sh --with-mpi."
-        return Line("MPI", OK, "Horovod was built without: start it with `horovodrun --gloo`", hint)
+        hint = "" if mpirun is None else "To use MPI, run env/setup.sh --with-mpi."
+        return Line("MPI", OK, "Horovod was built without MPI: start it with `horovodrun --gloo`", hint)
     if isinstance(library, ProbeError):
-        hint = "Load the MPI module that was loaded at set-up; if that is not it, env/setup.sh installs mpi4py anew."
+        hint = "Load the MPI module that was loaded at set-up. If this does not help, env/setup.sh reinstalls mpi4py."
         return Line("MPI", FAILURE, f"mpi4py cannot be used: {library}", hint)
-    theirs, mine = (_mpi_files(found) for found in (build, library))
-    if theirs and mine and theirs != mine:
+    of_horovod, of_mpi4py = (_mpi_files(found) for found in (build, library))
+    if of_horovod and of_mpi4py and of_horovod != of_mpi4py:
         return Line(
             "MPI",
             FAILURE,
-            f"two MPIs in one process: Horovod loads {', '.join(theirs)}, mpi4py {', '.join(mine)}",
-            "Load one MPI module only, then env/setup.sh.",
+            f"two MPIs in one process: Horovod loads {', '.join(of_horovod)}, mpi4py {', '.join(of_mpi4py)}",
+            "Load one MPI module only, then run env/setup.sh.",
         )
     known = mpi_version(library.version)
     name = " ".join(known) if known else library.version[:60]
     if mpirun is None:
         hint = "" if by_srun else "Load the MPI module, or start with `horovodrun --gloo` or `srun --mpi=pmix`."
-        return Line("MPI", OK if by_srun else WARNING, f"{name}; no mpirun in PATH", hint)
-    path, said = mpirun
-    other = mpi_version(said)
+        return Line("MPI", OK if by_srun else WARNING, f"{name}; mpirun is not on PATH", hint)
+    path, version = mpirun
+    other = mpi_version(version)
     if known and other and known != other:
         return Line(
             "MPI",
             WARNING if by_srun else FAILURE,
             f"Horovod and mpi4py use {name}, but {path} is {' '.join(other)}: its processes would not find each other",
-            "Load the MPI module that Horovod was built with, or build it with this one: env/setup.sh.",
+            "Load the MPI module that Horovod was built with, or run env/setup.sh to build it with this one.",
         )
     return Line("MPI", OK, f"{name}, the same in Horovod, mpi4py and {path}")
 
@@ -178,25 +176,25 @@ def _mpi_files(found: HorovodBuild | MpiLibrary | ProbeError) -> list[str]:
 def slurm_lines(slurm: Slurm | ProbeError | None, build: HorovodBuild | ProbeError) -> list[Line]:
     if slurm is None:
         return [
-            Line("Slurm", OK, "not here (no srun in PATH): start with horovodrun or mpirun"),
+            Line("Slurm", OK, "not found (no srun on PATH): start with horovodrun or mpirun"),
             Line("PMIx", OK, "not needed without Slurm"),
         ]
     if isinstance(slurm, ProbeError):
-        hint = "Without a Slurm cluster this does not matter: start with horovodrun or mpirun. On one, ask who runs it."
-        return [Line("Slurm", WARNING, str(slurm), hint), Line("PMIx", WARNING, "unknown, as srun does not answer")]
-    lines = [Line("Slurm", OK, f"{slurm.version}; srun --mpi= knows {', '.join(slurm.mpi_kinds) or 'no MPI'}")]
+        hint = "On a Slurm cluster, ask its administrators. Elsewhere ignore this: start with horovodrun or mpirun."
+        return [Line("Slurm", WARNING, str(slurm), hint), Line("PMIx", WARNING, "unknown, because srun fails")]
+    lines = [Line("Slurm", OK, f"{slurm.version}; srun --mpi= supports {', '.join(slurm.mpi_kinds) or 'no MPI'}")]
     pmix = [kind for kind in slurm.mpi_kinds if kind.startswith("pmix")]
     if isinstance(build, HorovodBuild) and not build.mpi:
         lines.append(
-            Line("PMIx", OK, "of no use to a Horovod without MPI: start it with `horovodrun --gloo` in the job")
+            Line("PMIx", OK, "not used by a Horovod without MPI: start it with `horovodrun --gloo` in the job")
         )
     elif pmix:
         lines.append(Line("PMIx", OK, f"start with `srun --mpi={pmix[0]}`"))
     elif "pmi2" in slurm.mpi_kinds:
-        hint = "Try `srun --mpi=pmi2`, if the MPI was built with it; else mpirun or horovodrun inside the job."
-        lines.append(Line("PMIx", WARNING, "this Slurm has none", hint))
+        hint = "Use `srun --mpi=pmi2` if the MPI was built with it, else mpirun or horovodrun inside the job."
+        lines.append(Line("PMIx", WARNING, "not supported by this Slurm", hint))
     else:
-        hint = "Start with mpirun or horovodrun inside the job: srun alone would make every task a world of one."
+        hint = "Start with mpirun or horovodrun inside the job. With srun, every task would be a world of size 1."
         lines.append(Line("PMIx", WARNING, "this Slurm has neither PMIx nor PMI2", hint))
     return lines
 
@@ -205,8 +203,8 @@ def _caches() -> list[Line]:
     from datasets import config
     from huggingface_hub import constants
 
-    windows = "Set HVD_BERT_CACHE to a folder with room that you may write to."
-    hub = "Only reading is left: set {} to a folder with room that you may write to, or name local files and folders."
+    windows = "Set HVD_BERT_CACHE to a writable folder with free space."
+    hub = "Nothing can be downloaded: set {} to a writable folder with free space, or use local files and folders."
     return [
         folder_line("Windows", default_cache_dir(), windows, required=True),
         folder_line("Hub data", Path(config.HF_DATASETS_CACHE), hub.format("HF_DATASETS_CACHE"), required=False),
@@ -215,13 +213,11 @@ def _caches() -> list[Line]:
 
 
 def _output(folder: Path) -> list[Line]:
-    return [
-        folder_line("Output", folder, "Start from another folder, or name one with room: --output_dir.", required=True)
-    ]
+    return [folder_line("Output", folder, "Use an --output_dir that is writable and has free space.", required=True)]
 
 
 def folder_line(name: str, folder: Path, hint: str, required: bool) -> Line:
-    """Whether a file can be made in `folder`, or where it would be made, and how much room there is."""
+    """Whether files can be written in `folder`, which need not exist yet, and its free space."""
     bad = FAILURE if required else WARNING
     try:
         existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -232,10 +228,10 @@ def folder_line(name: str, folder: Path, hint: str, required: bool) -> Line:
     found = f"{folder}, {free / GIB:.1f} GiB free"
     return (
         Line(name, bad, found, hint)
-        if free < DISK_NEEDED
+        if free < DISK_REQUIRED
         else (
-            Line(name, WARNING, found, f"{DISK_WANTED // GIB} GiB or more are better. {hint}")
-            if free < DISK_WANTED
+            Line(name, WARNING, found, f"{DISK_RECOMMENDED // GIB} GiB or more are recommended. {hint}")
+            if free < DISK_RECOMMENDED
             else Line(name, OK, found)
         )
     )
@@ -245,21 +241,21 @@ def memory_line(free: int, ranks_here: int) -> Line:
     found = f"{free / GIB:.1f} GiB free for {ranks_here} rank(s)"
     if free >= MEMORY_PER_RANK * ranks_here:
         return Line("Memory", OK, found)
-    hint = "BERT-base takes about 3 GiB per rank, more with large batches: ask for more (Slurm: --mem), or fewer ranks."
+    hint = "BERT-base needs about 3 GiB per rank, more with large batches: request more (Slurm: --mem) or fewer ranks."
     return Line("Memory", WARNING, found, hint)
 
 
 def missing_inputs() -> list[str]:
-    """What a run without flags would have to fetch from the hub."""
+    """What a run without flags would have to download from the hub."""
     from datasets import config
     from huggingface_hub import try_to_load_from_cache
 
     model, data = DEFAULT_MODEL, DEFAULT_DATASET
-    have_model = any(
+    model_cached = any(
         isinstance(try_to_load_from_cache(name, "config.json"), str) for name in (model, f"google-bert/{model}")
     )
-    have_data = any((Path(config.HF_DATASETS_CACHE) / name).is_dir() for name in (data, f"rajpurkar___{data}"))
-    return [name for name, there in ((model, have_model), (data, have_data)) if not there]
+    data_cached = any((Path(config.HF_DATASETS_CACHE) / name).is_dir() for name in (data, f"rajpurkar___{data}"))
+    return [name for name, there in ((model, model_cached), (data, data_cached)) if not there]
 
 
 def inputs_line(missing: list[str]) -> Line:
@@ -268,7 +264,7 @@ def inputs_line(missing: list[str]) -> Line:
     return Line(
         "Inputs",
         WARNING,
-        f"not in the hub's cache: {' and '.join(missing)}. A run without flags will ask the hub",
-        "Where compute nodes cannot reach it: fetch once on the login node, name local files and folders, or try"
-        " `--config sample`, which needs none.",
+        f"not in the hub's cache: {' and '.join(missing)}. A run without flags downloads from the hub",
+        "If compute nodes cannot reach it, download once on the login node, use local files and folders, or use"
+        " `--config sample`, which needs no download.",
     )

@@ -1,4 +1,4 @@
-"""How fast the ranks average gradients: Horovod's allreduce beside MPI's own, in the same run."""
+"""Measure the allreduce of gradients: Horovod's and, in the same run, plain MPI's."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hvd_bert.rendering.table import table
 
 # BertForQuestionAnswering of bert-base-uncased, which has no pooler, in fp32.
 BERT_BASE_BYTES = 4 * 108_893_186
-SMALL_CALLS = 20  # calls in a row per repeat of the small message, which is over sooner than ranks can start together
-SLOW = 2.0  # times MPI's own time
-SLOW_FROM_BYTES = 10_000_000  # below, Horovod's cycle of 1 ms counts more than the network
+SMALL_CALLS = 20  # per repeat of the small message, which takes less time than ranks differ at the start
+SLOW = 2.0  # times plain MPI's time
+SLOW_FROM_BYTES = 10_000_000  # below that, Horovod's cycle of 1 ms matters more than the network
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one allreduce of `num_bytes` per rank, for each repeat those of the slowest rank."""
+    """Seconds per allreduce of `num_bytes` per rank, for each repeat on the slowest rank."""
 
     method: str
     num_bytes: int
@@ -48,14 +48,14 @@ class Timing:
 
 
 def gradient_bytes(model: str) -> int:
-    """Bytes of the fp32 gradients of a BERT, by the configuration in its folder (or the hub's name for it)."""
+    """Bytes of the fp32 gradients of a BERT, from its configuration (a folder or a hub name)."""
     from transformers import AutoConfig, BertForQuestionAnswering
 
     try:
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"--model {model}: no configuration of a model can be read from it ({reason}).") from None
+        raise UserError(f"--model {model}: its configuration cannot be read ({reason}).") from None
     if config.model_type != "bert":
         raise UserError(f"--model {model} is a {config.model_type} model: this trainer fine-tunes BERT.")
     with torch.device("meta"):  # shapes only
@@ -63,21 +63,21 @@ def gradient_bytes(model: str) -> int:
 
 
 def mpi_library(world: World) -> str:
-    """The MPI that the ranks talk through, by its own account; "" without."""
+    """Name and version of the MPI that connects the ranks; "" if they do not use MPI."""
     if world.controller != "mpi":
         return ""
     from mpi4py import MPI
 
-    said = " ".join(MPI.Get_library_version().split("\x00")[0].split())
-    known = mpi_version(said)
-    return " ".join(known) if known else said
+    text = " ".join(MPI.Get_library_version().split("\x00")[0].split())
+    known = mpi_version(text)
+    return " ".join(known) if known else text
 
 
 def measure(world: World, num_bytes: int, repeats: int) -> list[Timing]:
-    """Time allreduces of `num_bytes` and of 4 bytes. A collective; UserError, on all ranks, if memory is short.
+    """Time allreduces of `num_bytes` and of 4 bytes. A collective. Raises UserError on all ranks if memory is short.
 
-    Horovod's and MPI's take turns, in place, after one round that is not counted. Horovod's is on the rank's device;
-    MPI's, where the ranks talk through MPI, on a host buffer.
+    Horovod and, if it connects the ranks, plain MPI alternate, after a warm-up round. Horovod's buffers are on the
+    rank's device, MPI's in host memory.
     """
     import horovod.torch as hvd
 
@@ -89,7 +89,7 @@ def measure(world: World, num_bytes: int, repeats: int) -> list[Timing]:
             on_host = buffers if device.type == "cpu" else {size: torch.ones(size) for size in (count, 1)}
         except (RuntimeError, MemoryError):
             raise UserError(
-                f"no memory for an allreduce of {4 * count / 1e6:.1f} MB: try a smaller one (--size)."
+                f"not enough memory for an allreduce of {4 * count / 1e6:.1f} MB: use a smaller --size."
             ) from None
 
     def by_horovod(buffer: torch.Tensor) -> None:
@@ -103,14 +103,14 @@ def measure(world: World, num_bytes: int, repeats: int) -> list[Timing]:
     if world.controller == "mpi":
         from mpi4py import MPI
 
-        comm = MPI.COMM_WORLD.Dup()  # Horovod's messages and ours must not meet
+        comm = MPI.COMM_WORLD.Dup()  # keeps our messages apart from Horovod's
 
         def by_mpi(buffer: torch.Tensor) -> None:
             assert comm is not None
             comm.Allreduce(MPI.IN_PLACE, buffer.numpy())
 
         methods.append(("plain MPI, host memory", by_mpi, on_host))
-    cases = [(name, reduce, held[size]) for size in (count, 1) for name, reduce, held in methods]
+    cases = [(name, reduce, sized[size]) for size in (count, 1) for name, reduce, sized in methods]
     own = _rounds(world, cases, repeats)
     if comm is not None:
         comm.Free()
@@ -134,7 +134,7 @@ def _rounds(
     for repeat in range(repeats + 1):
         for case, (name, reduce, buffer) in enumerate(cases):
             calls = SMALL_CALLS if buffer.numel() == 1 and repeat else 1
-            # Zeros for calls in a row, whose sums would grow; the round that is not counted checks the sum.
+            # Zeros, because repeated sums would grow. The warm-up round checks the sum.
             buffer.fill_(0.0 if calls > 1 else world.rank + 1.0)
             if buffer.is_cuda:
                 torch.cuda.synchronize(buffer.device)
@@ -149,13 +149,13 @@ def _rounds(
                 wrong = name
     with world.raise_on_all_ranks():
         if wrong:
-            raise UserError(f"the sum over the ranks is wrong ({wrong}): do not train here.")
+            raise UserError(f"the sum over the ranks is wrong ({wrong}). Do not train with this installation.")
     return own
 
 
 def allreduce_table(timings: Sequence[Timing]) -> str:
     """One row per timing."""
-    rows: list[Sequence[object]] = [("allreduce of", "by", "median", "least to most", "GB/s")]
+    rows: list[Sequence[object]] = [("allreduce of", "by", "median", "min to max", "GB/s")]
     for timing in timings:
         big = timing.num_bytes > 4
         size = f"{timing.num_bytes / 1e6:.1f} MB" if big else f"{timing.num_bytes} bytes"
@@ -169,16 +169,16 @@ def _ms(seconds: float) -> str:
 
 
 def allreduce_line(timings: Sequence[Timing]) -> Line:
-    """Whether the allreduce is as fast as can be expected."""
+    """Whether the allreduce is as fast as expected."""
     largest = max(timing.num_bytes for timing in timings)
     own, *plain = [timing for timing in timings if timing.num_bytes == largest]
-    said = f"right sums; {largest / 1e6:.1f} MB in {_ms(own.median_s)}"
+    found = f"correct sums; {largest / 1e6:.1f} MB in {_ms(own.median_s)}"
     if plain and largest >= SLOW_FROM_BYTES and own.median_s > SLOW * plain[0].median_s:
         return Line(
             "Allreduce",
             WARNING,
-            f"{said}, {own.median_s / plain[0].median_s:.1f} times as long as plain MPI",
-            "Run it again with nothing else on the hosts. If it stays: leave each rank 2 cores or more (Horovod has a"
-            " thread of its own), and look at what binds the ranks to cores.",
+            f"{found}, {own.median_s / plain[0].median_s:.1f} times as long as plain MPI",
+            "Rerun with nothing else on the hosts. If it stays, give each rank 2 cores or more (Horovod has its own"
+            " thread), and check how ranks are bound to cores.",
         )
-    return Line("Allreduce", OK, said)
+    return Line("Allreduce", OK, found)

@@ -1,4 +1,4 @@
-"""The checks of a host, and of the ranks of a world, one after the other, each within a time limit."""
+"""Run the checks of the hosts and of the ranks, one after the other, each with a time limit."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hvd_bert.doctor.ranks import own_rank, rank_lines, ranks_table
 from hvd_bert.doctor.report import FAILURE, Line, Report, isolated, merged
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 
-# Later than rank 0, which must have spoken before the launcher ends it for another rank's status.
+# Rank 0 times out first and reports: after another rank's exit, the launcher would kill it.
 OTHERS_LATER_S = 30.0
 
 
 class StepTimeout:
-    """Ends this process, with a failure line, if a step takes too long: ranks that never come are waited for."""
+    """Ends this process with a failure line if a step takes too long, as a missing rank would block it forever."""
 
     def __init__(self, report: Report, timeout: float) -> None:
         self.report = report
@@ -31,7 +31,7 @@ class StepTimeout:
         self._timer: threading.Timer | None = None
 
     def step(self, name: str, doing: str, hint: str) -> None:
-        """The next step starts, and the time counts anew."""
+        """Start the next step and restart the timer."""
         self.done()
         self.name = name
         self._timer = threading.Timer(self.timeout, self._expire, (Line(name, FAILURE, doing, hint),))
@@ -39,29 +39,29 @@ class StepTimeout:
         self._timer.start()
 
     def done(self) -> None:
-        """The step has ended."""
+        """Stop the timer."""
         if self._timer:
             self._timer.cancel()
 
     def _expire(self, line: Line) -> None:
-        said = f"{line.found}: no end after {self.timeout:.0f} s"
-        self.report.add([Line(line.name, line.status, said, line.hint)])
+        found = f"{line.found}: not finished after {self.timeout:.0f} s"
+        self.report.add([Line(line.name, line.status, found, line.hint)])
         self.report.close()
         sys.stderr.flush()
         os._exit(EXIT_BAD_INPUT)  # the main thread hangs in a library
 
 
 def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> int:
-    """The whole way of the doctor. Returns the exit status of this rank."""
+    """Run all checks. Returns the exit status of this rank."""
     alone = launcher.size is None
-    if alone:  # first, so that a Horovod that crashes hides nothing
+    if alone:  # first: a crash of Horovod must not hide these
         report.add(checks.host_lines(launcher.name, 1, flags.output_dir))
     step_timeout = StepTimeout(report, flags.timeout)
     step_timeout.step(
         "World",
         "the ranks do not find each other",
-        "Look for a rank that failed above. On several hosts name the interface that all have (`horovodrun"
-        " --network-interfaces eth0`, `mpirun --mca btl_tcp_if_include eth0`), and let no firewall stand between them.",
+        "Look for a rank that failed above. On several hosts, name a network interface that all have (`horovodrun"
+        " --network-interfaces eth0`, `mpirun --mca btl_tcp_if_include eth0`), and open the firewalls between them.",
     )
     try:
         world = HorovodWorld.join()
@@ -75,48 +75,52 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
             )
             _examine_hosts(flags, launcher, world, report)
         step_timeout.step(
-            "World", "the ranks do not answer", "Run it again; then look at the network between the hosts."
+            "World",
+            "the ranks do not respond",
+            "Rerun the check. If it fails again, check the network between the hosts.",
         )
         if _examine_ranks(world, report) and world.size > 1:
             step_timeout.step(
                 "Allreduce",
-                "the ranks do not finish their sums",
-                "Name the interface that all hosts have (HOROVOD_GLOO_IFACE, NCCL_SOCKET_IFNAME or MPI's own setting)."
-                " If the network is only slow: --size 10, or a longer --timeout.",
+                "the ranks do not finish their allreduce",
+                "Name a network interface that all hosts have (HOROVOD_GLOO_IFACE, NCCL_SOCKET_IFNAME or MPI's own)."
+                " If the network is only slow, use --size 10 or a longer --timeout.",
             )
             _measure(flags, world, report)
-    except Exception as error:  # of this rank alone: the others must not wait for it
+    except Exception as error:  # on this rank only: the others must not wait for it
         step_timeout.done()
-        said = f"rank {world.rank} on {world.host}: {type(error).__name__}: {error}"
-        report.add([Line(step_timeout.name, FAILURE, said)])
+        failure = f"rank {world.rank} on {world.host}: {type(error).__name__}: {error}"
+        report.add([Line(step_timeout.name, FAILURE, failure)])
         report.close()
         if not report.shown:
-            print(f"hvd_bert: {said}", file=sys.stderr, flush=True)
+            print(f"hvd_bert: {failure}", file=sys.stderr, flush=True)
         world.abort(EXIT_BAD_INPUT)
     step_timeout.done()
-    status = world.broadcast(report.close())  # rank 0's, which has every line
+    status = world.broadcast(report.close())  # rank 0 has all lines
     world.close()
     return int(status)
 
 
 def _no_world(error: Exception, flags: argparse.Namespace, launcher: Launcher, report: Report) -> int:
-    said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    failure = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     if not report.shown:
-        # Rank 0 says what all know, and must not be ended before it has; what may be wrong here only is said here.
+        # Rank 0 reports problems of all ranks, and this rank must not fail before it. This rank prints only its own.
         if not isinstance(error, UserError) or isinstance(probes.horovod(), ProbeError):
-            print(f"hvd_bert: rank {launcher.rank} on {platform.node()}: {said}", file=sys.stderr, flush=True)
+            print(f"hvd_bert: rank {launcher.rank} on {platform.node()}: {failure}", file=sys.stderr, flush=True)
         return EXIT_OK if isinstance(error, UserError) else EXIT_BAD_INPUT
     if launcher.size is not None:
         report.add(checks.host_lines(launcher.name, 1, flags.output_dir))
     hint = (
-        "" if isinstance(error, UserError) else "Mend the failures above first; then env/setup.sh builds Horovod anew."
+        ""
+        if isinstance(error, UserError)
+        else "Fix the failures above first, then run env/setup.sh to rebuild Horovod."
     )
-    report.add([Line("World", FAILURE, said, hint)])
+    report.add([Line("World", FAILURE, failure, hint)])
     return report.close()
 
 
 def _examine_hosts(flags: argparse.Namespace, launcher: Launcher, world: World, report: Report) -> None:
-    """Add the checks of all hosts, each by its first rank."""
+    """Add the checks of all hosts. The first rank of each host runs them."""
     output_dir = flags.output_dir if world.rank == 0 else None
     leads = world.local_rank == 0
     found = checks.host_lines(launcher.name, world.local_size, output_dir) if leads else []
@@ -124,7 +128,7 @@ def _examine_hosts(flags: argparse.Namespace, launcher: Launcher, world: World, 
 
 
 def _examine_ranks(world: World, report: Report) -> bool:
-    """Add where the ranks sit and whether they fit together. False where devices are refused."""
+    """Add the table of ranks and the checks whether they fit together. Returns False if a device is refused."""
     try:
         world.set_up_device()
     except CollectiveError as error:
@@ -133,7 +137,7 @@ def _examine_ranks(world: World, report: Report) -> bool:
     ranks = world.allgather(own_rank(world, collective.mpi_library(world)))
     report.data["ranks"] = [rank.as_dict() for rank in ranks]
     if world.size > 1:
-        report.say(f"\n{ranks_table(ranks)}\n")
+        report.print_text(f"\n{ranks_table(ranks)}\n")
     report.add(isolated("World", lambda: rank_lines(ranks, world.controller)))
     return True
 
@@ -152,5 +156,5 @@ def _measure(flags: argparse.Namespace, world: World, report: Report) -> None:
         report.add([Line("Allreduce", FAILURE, str(error))])
         return
     report.data["allreduce"] = [timing.as_dict() for timing in timings]
-    report.say(f"\n{collective.allreduce_table(timings)}\n")
+    report.print_text(f"\n{collective.allreduce_table(timings)}\n")
     report.add([collective.allreduce_line(timings)])

@@ -1,4 +1,4 @@
-"""Facts of this host, found without judging them. What could crash or hang is asked in a process of its own."""
+"""Collect facts about this host, without judging them. What could crash or hang runs in a subprocess."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.monitoring.gpu_usage import NvmlError, nvml
 
 COMMAND_TIMEOUT_S = 20.0
-IMPORT_TIMEOUT_S = 90.0  # of torch and Horovod, from a cold network file system
+IMPORT_TIMEOUT_S = 90.0  # for torch and Horovod on a cold network file system
 
 _LIBRARIES = """
 import json, re
@@ -30,7 +30,7 @@ import horovod, horovod.torch as hvd
 built = {{name: bool(getattr(hvd, name + "_built")()) for name in ("mpi", "gloo", "nccl")}}
 print(json.dumps({{"version": horovod.__version__, **built, "libraries": libraries()}}))
 """
-# Not initialised: on the login nodes of some clusters MPI refuses to start.
+# Without initialization: MPI refuses to start on the login nodes of some clusters.
 _MPI4PY = f"""{_LIBRARIES}
 import mpi4py
 mpi4py.rc.initialize = False
@@ -41,12 +41,12 @@ print(json.dumps({{"version": version, "libraries": libraries()}}))
 
 
 class ProbeError(UserError):
-    """A fact cannot be had; the message says why."""
+    """A fact is not available; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class HorovodBuild:
-    """What Horovod was built with, and the files of the MPI and NCCL that it loads."""
+    """Version and features of Horovod, and the MPI and NCCL libraries that it loads."""
 
     version: str
     mpi: bool
@@ -57,7 +57,7 @@ class HorovodBuild:
 
 @dataclass(frozen=True)
 class MpiLibrary:
-    """The MPI that mpi4py loads: what it calls itself, and its file."""
+    """Version text and file of the MPI that mpi4py loads."""
 
     version: str
     libraries: tuple[str, ...]
@@ -65,45 +65,45 @@ class MpiLibrary:
 
 @dataclass(frozen=True)
 class Gpus:
-    """What the driver says of this host: its version, the newest CUDA that it runs, and the GPUs' names."""
+    """The driver's version, the newest CUDA that it supports, and the names of the GPUs."""
 
     driver: str
     cuda: str
     names: tuple[str, ...]
 
 
-def output_of(words: list[str], timeout: float = COMMAND_TIMEOUT_S) -> str:
-    """What a command wrote. Raises ProbeError if it is not there, fails or does not end in `timeout` seconds."""
+def output_of(command: list[str], timeout: float = COMMAND_TIMEOUT_S) -> str:
+    """The output of a command. Raises ProbeError if it is missing, fails or takes longer than `timeout` seconds."""
     try:
         done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout
         )
     except subprocess.TimeoutExpired:
-        raise ProbeError(f"`{_short(words)}` did not answer within {timeout:.0f} s") from None
+        raise ProbeError(f"`{_short(command)}` did not finish within {timeout:.0f} s") from None
     except OSError as error:
-        raise ProbeError(f"`{_short(words)}` cannot be run: {error.strerror or error}") from None
+        raise ProbeError(f"`{_short(command)}` cannot be started: {error.strerror or error}") from None
     text = done.stdout.decode("utf-8", errors="replace")
     if done.returncode != 0:
         lines = text.strip().splitlines()
-        end = f"died by signal {-done.returncode}" if done.returncode < 0 else f"ended with status {done.returncode}"
-        raise ProbeError(f"`{_short(words)}` {end}" + (f": {lines[-1]}" if lines else ""))
+        end = f"was killed by signal {-done.returncode}" if done.returncode < 0 else f"exited with {done.returncode}"
+        raise ProbeError(f"`{_short(command)}` {end}" + (f": {lines[-1]}" if lines else ""))
     return text
 
 
-def _short(words: list[str]) -> str:
-    return " ".join("..." if "\n" in word else Path(word).name if word == words[0] else word for word in words)
+def _short(command: list[str]) -> str:
+    return " ".join("..." if "\n" in word else Path(word).name if word == command[0] else word for word in command)
 
 
 def _imported(program: str) -> dict[str, object]:
     lines = output_of([sys.executable, "-c", program], IMPORT_TIMEOUT_S).strip().splitlines()
-    found = json.loads(lines[-1])  # libraries may have written above it
+    found = json.loads(lines[-1])  # libraries may have printed lines before it
     assert isinstance(found, dict)
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 @cache
 def horovod() -> HorovodBuild | ProbeError:
-    """Horovod's build; several checks ask."""
+    """Horovod's build. Cached, because several checks use it."""
     try:
         return HorovodBuild(**_imported(_HOROVOD))  # type: ignore[arg-type]  # as the program above prints it
     except ProbeError as error:
@@ -121,7 +121,7 @@ def mpi4py() -> MpiLibrary | ProbeError:
 
 @cache
 def gpus() -> Gpus | NvmlError:
-    """What NVML tells of the driver and the GPUs, or why it tells nothing."""
+    """Driver and GPUs according to NVML, or why NVML cannot be used."""
     try:
         with nvml() as module:
             handles = [module.nvmlDeviceGetHandleByIndex(i) for i in range(module.nvmlDeviceGetCount())]
@@ -134,14 +134,14 @@ def gpus() -> Gpus | NvmlError:
 
 @dataclass(frozen=True)
 class Slurm:
-    """Version of Slurm, and the kinds of MPI that `srun --mpi=` knows."""
+    """Version of Slurm, and the kinds of MPI that `srun --mpi=` supports."""
 
     version: str
     mpi_kinds: tuple[str, ...]
 
 
 def slurm() -> Slurm | ProbeError | None:
-    """None where there is no srun."""
+    """Slurm's version and kinds of MPI; None if there is no srun."""
     if shutil.which("srun") is None:
         return None
     try:
@@ -151,7 +151,7 @@ def slurm() -> Slurm | ProbeError | None:
 
 
 def mpi_kinds(listed: str) -> tuple[str, ...]:
-    """From what `srun --mpi=list` prints, in the ways of Slurm 20 to 25."""
+    """Parse the output of `srun --mpi=list`, in the formats of Slurm 20 to 25."""
     return tuple(dict.fromkeys(re.findall(r"\b(?:pmix\w*|pmi2|openmpi|cray_shasta)\b", _without_prose(listed))))
 
 
@@ -160,13 +160,13 @@ def _without_prose(listed: str) -> str:
 
 
 def mpirun() -> tuple[str, str] | None:
-    """Path of mpirun and what it says of its version; None where there is none. Raises ProbeError."""
+    """Path and version text of mpirun; None if there is none. Raises ProbeError."""
     path = shutil.which("mpirun")
     return (path, output_of([path, "--version"])) if path else None
 
 
 def mpi_version(text: str) -> tuple[str, str] | None:
-    """Family and version of an MPI, from what its mpirun or its library says of itself."""
+    """Family and version of an MPI, from the version text of its mpirun or library."""
     patterns = {
         "Open MPI": r"Open MPI\)? v?(\d[\w.]*)",
         "Intel MPI": r"Intel\(R\) MPI Library(?:.*?Version)? (\d+\.\d+)",
@@ -181,7 +181,7 @@ def mpi_version(text: str) -> tuple[str, str] | None:
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take: of the host, or of the job's cgroup if that has less."""
+    """Bytes of free memory on the host or, if less, in the job's cgroup."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
@@ -191,8 +191,8 @@ def free_memory() -> int:
 
 
 def _cgroup_free(folder: Path) -> list[int]:
-    """What the limits of a cgroup and those around it leave."""
-    left = []
+    """Free bytes under the limits of a cgroup and its parents."""
+    free = []
     for group in (folder, *folder.parents):
         try:
             maximum = (group / "memory.max").read_text(encoding="ascii").strip()
@@ -200,10 +200,10 @@ def _cgroup_free(folder: Path) -> list[int]:
         except OSError:
             continue  # no limit here
         if maximum != "max":
-            left.append(max(0, int(maximum) - used))
-    return left
+            free.append(max(0, int(maximum) - used))
+    return free
 
 
 def cuda_hidden() -> bool:
-    """Whether the user hides the GPUs on purpose."""
+    """Whether CUDA_VISIBLE_DEVICES hides all GPUs."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")

@@ -1,4 +1,4 @@
-"""What the ranks of a world are: where each sits, what it runs, and whether they fit together."""
+"""The ranks of a world: host, device, cores and versions of each, and whether they fit together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKAGES = ("horovod", "transformers", "tokenizers", "datasets", "numpy", "mpi4p
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank's place, the versions of what it runs, and how many cores its host has in all."""
+    """A rank's host and device, the versions of its packages, and the number of cores of its host."""
 
     info: RankInfo
     versions: dict[str, str] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Rank:
 
 
 def versions(mpi_library: str) -> dict[str, str]:
-    """The versions of what this process runs; `mpi_library`: of the MPI in use, if any."""
+    """The versions of this process's packages. `mpi_library`: version of the MPI in use, if any."""
     found = {"hvd_bert": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for package in PACKAGES:
         try:
@@ -60,8 +60,8 @@ def versions(mpi_library: str) -> dict[str, str]:
     return found
 
 
-def spans(numbers: Sequence[int] | frozenset[int]) -> str:
-    """Numbers as spans: "0-3,8"."""
+def ranges(numbers: Sequence[int] | frozenset[int]) -> str:
+    """Numbers as ranges: "0-3,8"."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][1] + 1:
@@ -72,24 +72,26 @@ def spans(numbers: Sequence[int] | frozenset[int]) -> str:
 
 
 def ranks_table(ranks: Sequence[Rank]) -> str:
-    """One row per rank; what all of them run the same is said once, below."""
+    """One row per rank. Versions that all ranks share are listed once, below."""
     common = set.intersection(*(set(rank.versions.items()) for rank in ranks))
     rows: list[Sequence[object]] = [("host", "rank", "local rank", "device", "cores", "versions")]
     for rank in ranks:
         own = ", ".join(f"{name} {value}" for name, value in rank.versions.items() if (name, value) not in common)
         info = rank.info
-        rows.append((info.host, info.rank, info.local_rank, info.device, spans(info.cores), own or "as all"))
+        rows.append((info.host, info.rank, info.local_rank, info.device, ranges(info.cores), own or "as all"))
     same = ", ".join(f"{name} {value}" for name, value in ranks[0].versions.items() if (name, value) in common)
-    said = textwrap.fill(f"all ranks: {same}", WIDTH, initial_indent="  ", subsequent_indent="    ")
-    return f"{table(rows)}\n{said}"
+    shared = textwrap.fill(f"all ranks: {same}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+    return f"{table(rows)}\n{shared}"
 
 
 def rank_lines(ranks: Sequence[Rank], controller: str) -> list[Line]:
     """Whether the ranks fit together."""
     hosts = list(dict.fromkeys(rank.info.host for rank in ranks))
-    through = {"mpi": "MPI", "gloo": "Gloo"}.get(controller, "nothing (one rank)")
-    device = "computing on CPUs" if ranks[0].info.device == "cpu" else "each with a GPU"  # World has held them together
-    lines = [Line("World", OK, f"{len(ranks)} rank(s) on {len(hosts)} host(s), {device}, which talk through {through}")]
+    connection = {"mpi": "MPI", "gloo": "Gloo"}.get(controller, "nothing (one rank)")
+    device = "on CPUs" if ranks[0].info.device == "cpu" else "each with a GPU"  # World has checked that all agree
+    lines = [
+        Line("World", OK, f"{len(ranks)} rank(s) on {len(hosts)} host(s), {device}, connected through {connection}")
+    ]
     if len(ranks) > 1:
         lines.append(_versions_line(ranks))
     lines += _cores_lines(ranks)
@@ -104,7 +106,7 @@ def _versions_line(ranks: Sequence[Rank]) -> Line:
         for rank in ranks:
             ranks_of.setdefault(rank.versions.get(name, "missing"), []).append(rank.info.rank)
         if len(ranks_of) > 1:
-            parts = (f"{value} on rank(s) {spans(which)}" for value, which in ranks_of.items())
+            parts = (f"{value} on rank(s) {ranges(which)}" for value, which in ranks_of.items())
             differing.append(f"{name} is {' and '.join(parts)}")
     if not differing:
         return Line("Versions", OK, "the same on all ranks")
@@ -112,13 +114,13 @@ def _versions_line(ranks: Sequence[Rank]) -> Line:
         "Versions",
         FAILURE,
         "; ".join(differing),
-        "Let all hosts use one environment: the same path on a file system that all see, or env/setup.sh run alike on"
-        " each; load the same modules on each.",
+        "Use one environment on all hosts: on a shared file system, or set up by the same env/setup.sh command on each."
+        " Load the same modules on each.",
     )
 
 
 def _cores_lines(ranks: Sequence[Rank]) -> list[Line]:
-    """A warning where ranks outnumber the cores that they share, or leave most of a host unused."""
+    """A warning if there are more ranks than cores, or if ranks leave most of a host unused."""
     crowded = []
     sharers = Counter((rank.info.host, rank.info.cores) for rank in ranks)
     on_host = Counter(rank.info.host for rank in ranks)
@@ -128,9 +130,9 @@ def _cores_lines(ranks: Sequence[Rank]) -> list[Line]:
             Line(
                 "Cores",
                 WARNING,
-                f"rank(s) {spans([rank.info.rank for rank in bound])} may use one core only, of"
-                f" {bound[0].host_cores} on {bound[0].info.host}; Horovod's own thread alone needs a second",
-                "mpirun binds each of two ranks to a core: add `--bind-to none`. Slurm: --cpus-per-task=N.",
+                f"rank(s) {ranges([rank.info.rank for rank in bound])} may use only one of"
+                f" {bound[0].host_cores} cores on {bound[0].info.host}; Horovod's own thread needs a second",
+                "mpirun binds up to 2 ranks to a core each: add `--bind-to none`. Slurm: --cpus-per-task=N.",
             )
         ]
     for (host, cores), count in sharers.items():
@@ -142,12 +144,12 @@ def _cores_lines(ranks: Sequence[Rank]) -> list[Line]:
         Line(
             "Cores",
             WARNING,
-            "; ".join(crowded) + ": they will wait for each other",
-            "Start fewer ranks per host, or ask for more cores (Slurm: --cpus-per-task=N).",
+            "; ".join(crowded) + ": they slow each other down",
+            "Start fewer ranks per host, or request more cores (Slurm: --cpus-per-task=N).",
         )
     ]
 
 
 def own_rank(world: World, mpi_library: str) -> Rank:
-    """This process."""
+    """The rank of this process."""
     return Rank(world.rank_infos[world.rank], versions(mpi_library), os.cpu_count() or 1)

@@ -1,4 +1,4 @@
-"""Lines of the doctor's report: what was found, whether it will do, and how to mend it."""
+"""Lines of the doctor's report: what was found, its status, and how to fix it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _INDENT = " " * 22  # under the third column
 
 @dataclass(frozen=True)
 class Line:
-    """`status`: "ok", "warning" (a training starts, but look) or "failure" (none would start); `hint`: what to do.
+    """`status`: "ok", "warning" or "failure" (a training would not start). `hint`: how to fix it.
 
-    `hosts`: where it was found, if not on all hosts alike.
+    `hosts`: where it was found, if not on all hosts.
     """
 
     name: str
@@ -42,17 +42,17 @@ def _filled(start: str, text: str) -> str:
 
 
 def isolated(name: str, check: Callable[[], Iterable[Line]]) -> list[Line]:
-    """The lines of a check. Whatever goes wrong in it becomes a failure of its own, and the next check still runs."""
+    """The lines of a check. An error in it becomes a failure line, so that the next check still runs."""
     try:
         return list(check())
     except UserError as error:
         return [Line(name, FAILURE, str(error))]
     except Exception as error:
-        return [Line(name, FAILURE, f"this check itself failed: {type(error).__name__}: {error}")]
+        return [Line(name, FAILURE, f"the check itself failed: {type(error).__name__}: {error}")]
 
 
 def merged(by_host: Sequence[tuple[str, Sequence[Line]]]) -> list[Line]:
-    """The lines of several hosts, those that are the same everywhere once, the others with their hosts."""
+    """Merge the lines of several hosts: equal lines appear once, others with their hosts."""
     hosts_of: dict[Line, list[str]] = {}
     for host, lines in by_host:
         for line in lines:
@@ -67,7 +67,7 @@ def merged(by_host: Sequence[tuple[str, Sequence[Line]]]) -> list[Line]:
 
 
 class Report:
-    """Shows sections as they come or, with `as_json`, one object at the end; not `shown`: nothing (rank 0 speaks)."""
+    """Prints sections as they are added or, with `as_json`, one object at the end. Only rank 0's is `shown`."""
 
     def __init__(self, as_json: bool, shown: bool) -> None:
         self.as_json = as_json
@@ -79,10 +79,10 @@ class Report:
         """Add lines to the report."""
         self.lines += lines
         if lines:
-            self.say("\n".join(map(str, lines)))
+            self.print_text("\n".join(map(str, lines)))
 
-    def say(self, text: str) -> None:
-        """Text for people only; in one write, since launchers tag every write."""
+    def print_text(self, text: str) -> None:
+        """Print text, unless the output is JSON. In one write, because launchers tag every write."""
         if self.shown and not self.as_json:
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
@@ -93,12 +93,12 @@ class Report:
         return all(line.status != FAILURE for line in self.lines)
 
     def close(self) -> int:
-        """Say the verdict. Returns the exit status."""
+        """Print the verdict. Returns the exit status."""
         warnings = sum(line.status == WARNING for line in self.lines)
         failed = list(dict.fromkeys(line.name for line in self.lines if line.status == FAILURE))
         also = f" ({warnings} warning{'s' * (warnings > 1)} above)" if warnings else ""
         verdict = f"Ready: a training would start here{also}." if self.ready else f"Not ready: {', '.join(failed)}."
-        self.say(f"\n{verdict}")
+        self.print_text(f"\n{verdict}")
         if self.shown and self.as_json:
             checks = [asdict(line) for line in self.lines]
             sys.stdout.write(json.dumps({"ready": self.ready, "checks": checks, **self.data}) + "\n")

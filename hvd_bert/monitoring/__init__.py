@@ -1,1 +1,1 @@
-"""What a run uses and where its time goes: GPUs, processes, profiles."""
+"""Resource usage of a run: GPUs, processes, profiles."""

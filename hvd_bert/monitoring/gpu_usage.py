@@ -1,7 +1,7 @@
-"""How busy the GPUs are while a run trains: utilisation, memory and power through NVML, the driver's own interface.
+"""Record GPU usage during training: utilization, memory and power through NVML, the driver's interface.
 
-Each rank looks at its own GPU once a second, from a thread that holds up no step. What was seen since the last look is
-gathered when metrics are logged. Without GPUs nothing is started and nothing is written.
+A thread of each rank samples its GPU once a second, without delaying steps. The samples of all ranks are gathered when
+metrics are logged. Without GPUs nothing is started or written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Sample:
-    """One look at a GPU; None where it does not tell (a part of a GPU, made by MIG, has no utilisation)."""
+    """One sample of a GPU; None for values that it does not report (a MIG instance has no utilization)."""
 
     util_percent: float | None
     memory_gib: float | None
@@ -31,12 +31,12 @@ class Sample:
 
 
 class NvmlError(Exception):
-    """NVML cannot be used here; the message says why."""
+    """NVML cannot be used here; the message has the reason."""
 
 
 @contextmanager
 def nvml() -> Iterator[Any]:
-    """The module pynvml, started, until the end of the block. Raises NvmlError where there is none, or no driver."""
+    """Yield the module pynvml, initialized for the block. Raises NvmlError if it or the driver is missing."""
     try:
         import pynvml
     except ImportError as error:
@@ -52,7 +52,7 @@ def nvml() -> Iterator[Any]:
 
 
 def find_gpu(module: Any, device_id: str) -> Any:
-    """NVML's handle of the GPU, or the part of one, whose UUID torch gives as `device_id`. Raises NvmlError."""
+    """NVML's handle of the GPU or MIG instance whose UUID in torch is `device_id`. Raises NvmlError."""
     for name in (f"GPU-{device_id}", f"MIG-{device_id}", device_id):
         try:
             return module.nvmlDeviceGetHandleByUUID(name)
@@ -61,18 +61,18 @@ def find_gpu(module: Any, device_id: str) -> Any:
     raise NvmlError(f"GPU {device_id}: {reason}")
 
 
-def look(module: Any, gpu: Any) -> Sample:
-    """What a GPU does now."""
+def take_sample(module: Any, gpu: Any) -> Sample:
+    """The GPU's current usage."""
 
-    def ask(question: Callable[[Any], Any]) -> Any:
+    def query(function: Callable[[Any], Any]) -> Any:
         try:
-            return question(gpu)
+            return function(gpu)
         except module.NVMLError:
             return None
 
-    rates = ask(module.nvmlDeviceGetUtilizationRates)
-    memory = ask(module.nvmlDeviceGetMemoryInfo)
-    milliwatts = ask(module.nvmlDeviceGetPowerUsage)
+    rates = query(module.nvmlDeviceGetUtilizationRates)
+    memory = query(module.nvmlDeviceGetMemoryInfo)
+    milliwatts = query(module.nvmlDeviceGetPowerUsage)
     return Sample(
         util_percent=None if rates is None else float(rates.gpu),
         memory_gib=None if memory is None else memory.used / GIB,
@@ -81,7 +81,7 @@ def look(module: Any, gpu: Any) -> Sample:
 
 
 def summarise(samples: list[Sample]) -> dict[str, float]:
-    """Mean utilisation and power, most memory; what no sample tells is left out."""
+    """Mean utilization and power, and maximum memory. Values that no sample has are left out."""
     util = [sample.util_percent for sample in samples if sample.util_percent is not None]
     memory = [sample.memory_gib for sample in samples if sample.memory_gib is not None]
     power = [sample.power_w for sample in samples if sample.power_w is not None]
@@ -96,7 +96,7 @@ def summarise(samples: list[Sample]) -> dict[str, float]:
 
 
 class Sampler:
-    """Looks at one GPU every PERIOD_S seconds, until closed."""
+    """Samples one GPU every PERIOD_S seconds, until closed."""
 
     def __init__(self, device_id: str) -> None:
         self._device_id = device_id
@@ -112,17 +112,17 @@ class Sampler:
             with nvml() as module:
                 gpu = find_gpu(module, self._device_id)
                 while True:
-                    sample = look(module, gpu)
+                    sample = take_sample(module, gpu)
                     with self._lock:
                         self._samples.append(sample)
                         self._last = sample
                     if self._end.wait(PERIOD_S):
                         return
         except NvmlError as error:
-            log.warning("The GPU usage is not recorded: %s", error)
+            log.warning("GPU usage is not recorded: %s", error)
 
     def take(self) -> list[Sample]:
-        """The samples since the last call; if there were none, the last one that there was."""
+        """The samples since the last call; if there are none, the latest one."""
         with self._lock:
             taken = self._samples or ([self._last] if self._last else [])
             self._samples = []
@@ -135,11 +135,11 @@ class Sampler:
 
 
 class GpuUsage:
-    """GPU usage of all ranks: gpu_usage.jsonl in rank 0's folder, and rank 0's own GPU for the metrics."""
+    """GPU usage of all ranks, in rank 0's gpu_usage.jsonl; the metrics have rank 0's own GPU."""
 
     def __init__(self, world: World, folder: Path) -> None:
         self.world = world
-        # The same on all ranks, as `read` gathers.
+        # The same on all ranks, because `read` is a collective.
         self.enabled = any(info.device_id is not None for info in world.rank_infos)
         self._start = time.monotonic()
         own = world.rank_infos[world.rank].device_id if self.enabled else None
@@ -151,7 +151,7 @@ class GpuUsage:
     def read(self, step: int) -> dict[str, float]:
         """Usage since the last call: gpu_util_percent, gpu_memory_gib and gpu_power_w of rank 0's GPU. A collective.
 
-        Empty without GPUs; what NVML does not tell is left out.
+        Empty without GPUs. Values that NVML does not report are left out.
         """
         if not self.enabled:
             return {}
@@ -165,7 +165,7 @@ class GpuUsage:
         return dict(rows[0])
 
     def close(self) -> None:
-        """Stop looking; close the file."""
+        """Stop the thread and close the file."""
         if self._sampler is not None:
             self._sampler.close()
         if self._file is not None:

@@ -1,4 +1,4 @@
-"""What this process has cost so far: time, processor time, memory."""
+"""Time, CPU time and memory of this process."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ import torch
 
 
 def seconds_since_start() -> float:
-    """Since this process was started, its interpreter and imports included."""
+    """Seconds since this process started, including the interpreter's start and imports."""
     return time.time() - float(psutil.Process(os.getpid()).create_time())
 
 
 def memory_peak(device: torch.device) -> int:
-    """Bytes: the most that this process held; on a GPU the most that its tensors held there."""
+    """Peak memory of this process in bytes; on a GPU the peak of its tensors."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Not getrusage's ru_maxrss, which a process takes over from the one that started it.
+    # Not getrusage's ru_maxrss, which a process inherits from its parent.
     found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
     assert found
     return int(found[1]) * 1024
 
 
 def memory_now(device: torch.device) -> int:
-    """Bytes held now, as `memory_peak` counts them."""
+    """Current memory in bytes, counted as by `memory_peak`."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return int(psutil.Process(os.getpid()).memory_info().rss)
 
 
 def process_usage(device: torch.device) -> dict[str, float]:
-    """Of the whole process until now: `real_s`, `user_s`, `system_s` as the shell's `time` has them, and
-    `memory_peak_bytes` (`memory_peak`)."""
+    """Usage of the whole process until now: `real_s`, `user_s` and `system_s` as in the shell's `time`, and
+    `memory_peak_bytes`."""
     times = os.times()
     return {
         "real_s": round(seconds_since_start(), 3),

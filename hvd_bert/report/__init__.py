@@ -1,1 +1,1 @@
-"""A report of runs that can be believed: speed-ups beside their baseline, and a projection to more devices."""
+"""Report on finished runs: speed-ups over a baseline, and a projection to more devices."""

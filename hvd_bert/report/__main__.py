@@ -1,9 +1,9 @@
-"""A report of runs: which strategy is how much faster on how many devices, and whether that can be believed.
+"""Compare finished runs: check that they are comparable, and report the speed-up per strategy and number of devices.
 
     python -m hvd_bert.report runs/sweep --out report
     python -m hvd_bert.report runs/one runs/two --out report --gbps 25 200 --latency_us 20
 
-With a bandwidth one run suffices: there is nothing to compare, but its step is projected to more devices.
+With a bandwidth one run is enough: its step is projected to more devices.
 RUNS are output folders of `python -m hvd_bert.train`, or folders above them. Exit status: 0 written, 2 bad input.
 """
 
@@ -23,11 +23,12 @@ from hvd_bert.rendering.page import Listing, Page, Picture, Text
 from hvd_bert.report import comparison, content, plots, projection
 from hvd_bert.report.comparability import Group, Tolerance
 from hvd_bert.report.comparison import Table
+from hvd_bert.report.flags import check, make_parser
 from hvd_bert.report.projection import Fusion, Network, Projection
 from hvd_bert.runs import reading
 from hvd_bert.runs.run import LeftOut, Run
 
-# horovodrun puts one before each piece of output that it reads: in the middle of a long line, too.
+# horovodrun puts a mark before each piece of output that it reads, even in the middle of a long line.
 LAUNCHERS_MARK = re.compile(r"\[\d+(,\d+)?\]<std(out|err)>:")
 
 
@@ -42,86 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     return EXIT_OK
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Of the report's flags."""
-    parser = argparse.ArgumentParser(prog="python -m hvd_bert.report")
-    parser.description = "Compare finished runs: speed-up, efficiency, losses and scores, as an HTML page and tables."
-    parser.add_argument(
-        "runs", metavar="RUNS", nargs="+", type=Path, help="Output folders of trainings, or folders above them."
-    )
-    parser.add_argument(
-        "--out", metavar="DIR", type=Path, required=True, help="Folder to write the report to. (required)"
-    )
-    parser.add_argument(
-        "--baseline",
-        metavar="STRATEGY:RANKS",
-        help="Runs that speed-ups are relative to."
-        " (default: none:1, else the smallest world of horovod, else the smallest)",
-    )
-    parser.add_argument(
-        "--loss_tolerance", metavar="X", type=float, default=1e-3,
-        help="Maximum relative difference of the first losses, without dropout. (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--final_loss_tolerance", metavar="X", type=float, default=0.1,
-        help="Maximum relative difference of the mean loss of the last quarter. (default: %(default)s)",
-    )  # fmt: skip
-    _add_projection(parser)
-    return parser
-
-
-def _add_projection(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "projection", "Project to more devices (docs/evidence/scaling.md). Needs --gbps or --doctor."
-    )
-    add = group.add_argument
-    add("--gbps", type=float, nargs="+", metavar="N", help="Network bandwidths, in gigabits/s. (default: none)")
-    add("--latency_us", type=float, default=20.0, metavar="N",
-        help="Network latency of a message, in microseconds. (default: %(default)g)")  # fmt: skip
-    add("--doctor", type=Path, metavar="FILE",
-        help="Output of `python -m hvd_bert.doctor --json`, in place of --gbps. (default: none)")  # fmt: skip
-    add("--gpus_per_node", type=int, default=1, metavar="N",
-        help="GPUs that share a node's network. (default: %(default)s)")  # fmt: skip
-    add("--inner_gbps", type=float, metavar="N",
-        help="Bandwidth between a node's GPUs, in gigabits/s; --gpus_per_node needs it. (default: none)")  # fmt: skip
-    add("--inner_latency_us", type=float, default=5.0, metavar="N",
-        help="Latency between a node's GPUs, in microseconds. (default: %(default)g)")  # fmt: skip
-    add("--parameters", type=int, metavar="N", help="Number of weights of the model. (default: as the run recorded)")
-    add("--backward_share", type=float, metavar="X",
-        help="Share of the backward pass in the computation. (default: 2/3)")  # fmt: skip
-    add("--fusion_mb", type=float, default=128.0, metavar="N",
-        help="HOROVOD_FUSION_THRESHOLD, in MiB. (default: %(default)g)")  # fmt: skip
-    add("--cycle_ms", type=float, default=1.0, metavar="N",
-        help="HOROVOD_CYCLE_TIME, in ms. (default: %(default)g)")  # fmt: skip
-    add("--most_devices", type=int, default=projection.MAX_DEVICES, metavar="N",
-        help="Largest number of devices to project to. (default: %(default)s)")  # fmt: skip
-
-
-def _check(flags: argparse.Namespace) -> None:
-    """Raise UserError for figures that make no sense."""
-    positive = ["inner_gbps", "parameters", "fusion_mb", "cycle_ms", "most_devices", "gpus_per_node"]
-    for name in [*positive, "loss_tolerance", "final_loss_tolerance"]:
-        value = getattr(flags, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise UserError(f"--{name} {value:g}: must be above 0.")
-    for value in flags.gbps or []:
-        if not 0 < value < float("inf"):
-            raise UserError(f"--gbps {value:g}: must be above 0.")
-    for name in ("latency_us", "inner_latency_us"):
-        if not 0 <= getattr(flags, name) < float("inf"):
-            raise UserError(f"--{name} {getattr(flags, name):g}: must not be negative.")
-    if flags.backward_share is not None and not 0 <= flags.backward_share <= 1:
-        raise UserError(f"--backward_share {flags.backward_share:g}: give a share, 0 to 1.")
-    if (flags.gpus_per_node > 1) != (flags.inner_gbps is not None):
-        raise UserError("--gpus_per_node and --inner_gbps go together: how many GPUs a node has, and what joins them.")
-    for name in ("inner_gbps", "parameters", "backward_share"):
-        if getattr(flags, name) is not None and not flags.gbps and not flags.doctor:
-            raise UserError(f"--{name} is for the projection, which needs a bandwidth: give --gbps N or --doctor FILE.")
-
-
 def write(flags: argparse.Namespace) -> None:
-    """Read, compare, write, print. Raises UserError."""
-    _check(flags)
+    """Read the runs, compare them, and write and print the report. Raises UserError."""
+    check(flags)
     baseline = comparison.parse_baseline(flags.baseline) if flags.baseline else None
     networks = _networks(flags)
     runs, left_out = reading.read_all(reading.find(flags.runs), reading.unrun(flags.runs))
@@ -134,43 +58,43 @@ def write(flags: argparse.Namespace) -> None:
     left_out += _without_table(groups, tables, projections, flags.baseline)
     compared = [line for table in tables for line in table.lines if line.speedup and line.group is not table.baseline]
     reasons = content.reasons(tables, left_out)
-    if not compared and not any(held.series for held in projections):
-        raise UserError(_nothing(reasons, projections, flags))
+    if not compared and not any(projected.series for projected in projections):
+        raise UserError(_no_result(reasons, projections, flags))
     page = _page(tables, kept, reasons)
-    for held in projections:
-        _project(page, held, held.measured(tables), networks, flags)
-    page.add(Text("How the figures come about", 2), Listing(content.definitions(tolerance)))
+    for projected in projections:
+        _add_projection(page, projected, projected.measured(tables), networks, flags)
+    page.add(Text("Definitions", 2), Listing(content.definitions(tolerance)))
     csv_files = {
         "report.csv": content.table_rows(tables),
         "runs.csv": content.run_rows(kept, left_out),
         "projection.csv": content.projection_rows(projections),
     }
     _write_files(flags.out, page, csv_files)
-    _tell(tables, reasons, projections, flags.out)
+    _print_summary(tables, reasons, projections, flags.out)
 
 
-def _nothing(reasons: Sequence[str], projections: Sequence[Projection], flags: argparse.Namespace) -> str:
-    """For runs of which there is no speed-up and no projection: why, and what would help."""
-    said = ["No two of these runs can be compared, so there is no speed-up to report:", *reasons]
-    said += [f"Projection of {held.baseline.name}. {held.title}: {held.ends}." for held in projections]
+def _no_result(reasons: Sequence[str], projections: Sequence[Projection], flags: argparse.Namespace) -> str:
+    """The error if there is neither a speed-up nor a projection: why, and what would help."""
+    lines = ["No two of these runs can be compared, so there is no speed-up to report:", *reasons]
+    lines += [_projection_line(projected) for projected in projections]
     if (flags.gbps or flags.doctor) and not projections:
-        said.append(f"Projection: not possible: none of these runs is {flags.baseline or 'usable'}.")
+        lines.append(f"Projection not possible: none of these runs is {flags.baseline or 'usable'}.")
     if not (flags.gbps or flags.doctor):
-        said.append("One run suffices for a projection to more devices: give --gbps N or --doctor FILE.")
-    return "\n  ".join(said)
+        lines.append("One run is enough for a projection to more devices: add --gbps N or --doctor FILE.")
+    return "\n  ".join(lines)
 
 
 def _projections(
     baselines: Sequence[Group], networks: Sequence[tuple[str, Network]], flags: argparse.Namespace
 ) -> list[Projection]:
-    """Strong and weak scaling from each of `baselines`; empty where no projection is asked for."""
+    """Strong and weak scaling from each of `baselines`; empty if no projection was requested."""
     if not networks:
         return []
     fusion = Fusion(flags.fusion_mb * 2**20, flags.cycle_ms / 1000)
     return [
-        held
+        projected
         for baseline in baselines
-        for held in projection.both_kinds(
+        for projected in projection.both_kinds(
             baseline, networks, fusion, flags.most_devices, flags.parameters, flags.backward_share
         )
     ]
@@ -180,22 +104,22 @@ def _without_table(
     groups: Sequence[Group], tables: Sequence[Table], projections: Sequence[Projection], baseline: str | None
 ) -> list[LeftOut]:
     shown = {id(line.group) for table in tables for line in table.lines}
-    shown |= {id(held.baseline) for held in projections if held.series}
-    why = "no other run has its global batch, or its batch per device on other devices"
+    shown |= {id(projected.baseline) for projected in projections if projected.series}
+    reason = "no other run has the same global batch, or the same batch per device on other devices"
     if baseline:
-        why += f", together with {baseline}"
-    return [LeftOut(run.name, why) for group in groups if id(group) not in shown for run in group.runs]
+        reason += f", with a baseline of {baseline}"
+    return [LeftOut(run.name, reason) for group in groups if id(group) not in shown for run in group.runs]
 
 
 def _page(tables: Sequence[Table], runs: Sequence[Run], reasons: Sequence[str]) -> Page:
     page = Page("Speed-up report")
     hardware = f"{runs[0].device_name}; torch {runs[0].versions.get('torch', 'unknown')}"
-    nothing = "No two of these runs can be compared, so there is no speed-up but the projected one."
+    nothing = "No two of these runs can be compared, so all speed-ups are projected."
     summary = content.summary(tables) or [nothing]
     page.add(Text(f"{len(runs)} run{'s' * (len(runs) > 1)} on {hardware}."), Listing(summary))
-    remarks = content.remarks(tables, runs)
-    if remarks:
-        page.add(Text("Before you believe it", 2), Listing(remarks))
+    caveats = content.caveats(tables, runs)
+    if caveats:
+        page.add(Text("Caveats", 2), Listing(caveats))
     for table in tables:
         page.add(Text(table.title, 2), Text(f"Baseline: {table.baseline.name}."), content.speedups(table))
         if table.scales:
@@ -204,19 +128,19 @@ def _page(tables: Sequence[Table], runs: Sequence[Run], reasons: Sequence[str]) 
         page.add(content.costs(table))
         page.add(Picture(_free(page, f"{table.slug}_loss"), plots.losses(table), f"{table.title}: loss curves"))
     if reasons:
-        page.add(Text("Left out, and why", 2), Listing(reasons))
+        page.add(Text("Left out", 2), Listing(reasons))
     return page
 
 
 def _free(page: Page, stem: str) -> str:
-    """A picture's file name that no other has: several tables may be of one batch, with other work or baselines."""
+    """A file name that no other plot has: several tables may have the same batch, but other work or baselines."""
     taken = {picture.name for picture in page.pictures}
     names = [f"{stem}.png", *(f"{stem}_{number}.png" for number in range(2, len(taken) + 2))]
     return next(name for name in names if name not in taken)
 
 
 def _networks(flags: argparse.Namespace) -> list[tuple[str, Network]]:
-    """The networks to project for, with their names. Raises UserError."""
+    """The networks to project for, by name. Raises UserError."""
     inner = projection.link_of(flags.inner_gbps, flags.inner_latency_us) if flags.inner_gbps else None
     links = [(f"{gbps:g} Gb/s", projection.link_of(gbps, flags.latency_us)) for gbps in flags.gbps or []]
     if flags.doctor:
@@ -230,39 +154,40 @@ def _networks(flags: argparse.Namespace) -> list[tuple[str, Network]]:
         except UserError as error:
             raise UserError(f"--doctor {flags.doctor} {error}") from None
         except ValueError:
-            raise UserError(f"--doctor {flags.doctor}: is no JSON of `python -m hvd_bert.doctor --json`.") from None
+            raise UserError(
+                f"--doctor {flags.doctor}: is not the output of `python -m hvd_bert.doctor --json`."
+            ) from None
         links.append((f"{link.bytes_per_s * 8e-9:.3g} Gb/s (doctor)", link))
     return [(name, Network(link, inner, flags.gpus_per_node)) for name, link in links]
 
 
-def _project(
+def _add_projection(
     page: Page,
-    held: Projection,
+    projected: Projection,
     table: Table | None,
     networks: Sequence[tuple[str, Network]],
     flags: argparse.Namespace,
 ) -> None:
-    """Add a projection, beside the points of `table`, or why there is none."""
-    page.add(Text(f"Projection. {held.title}", 2))
-    if held.step is None:
-        page.add(Text(f"{held.ends[0].upper()}{held.ends[1:]}."))
+    """Add a projection with the measured points of `table`, or the reason why there is none."""
+    page.add(Text(f"Projection. {projected.title}", 2))
+    if projected.step is None:
+        page.add(Text(f"{projected.ends[0].upper()}{projected.ends[1:]}."))
         return
-    latencies = ", ".join(f"{name}: {network.outer.latency_s * 1e6:.3g} us a message" for name, network in networks)
-    notes = [f"{latencies}; at most {flags.fusion_mb:g} MiB at once, a cycle of {flags.cycle_ms:g} ms."]
+    latencies = ", ".join(f"{name}: {network.outer.latency_s * 1e6:.3g} us per message" for name, network in networks)
+    notes = [f"{latencies}; fusion of up to {flags.fusion_mb:g} MiB, cycle time {flags.cycle_ms:g} ms."]
     if flags.inner_gbps:
         inside = f"{flags.inner_gbps:g} Gb/s and {flags.inner_latency_us:g} us inside"
-        notes.append(f"Nodes of {flags.gpus_per_node} GPUs, {inside}; the bandwidths above are a whole node's.")
-    notes.append("Left out: ranks that wait for slower ones, and what communication takes from computing.")
-    name = _free(page, f"{held.kind}_{held.size:g}_projected")
+        notes.append(f"Nodes of {flags.gpus_per_node} GPUs, {inside}; the bandwidths above are per node.")
+    notes.append("Not modelled: waiting for stragglers, and computation that communication slows down.")
+    name = _free(page, f"{projected.kind}_{projected.size:g}_projected")
     page.add(
         Text(
-            f"On paper, by the model of docs/evidence/scaling.md, from the step of {held.baseline.name}: speed-up"
-            " over one"
-            f" device (efficiency). The projection {held.ends}."
+            f"Computed from the step of {projected.baseline.name} with the model of docs/evidence/scaling.md: speed-up"
+            f" over one device (efficiency). The projection {projected.ends}."
         ),
-        content.projection_grid(held),
-        Picture(name, plots.projected(held, table), f"Projected. {held.title}"),
-        Listing(content.projection_assumptions(held, held.step, table, notes)),
+        content.projection_grid(projected),
+        Picture(name, plots.projected(projected, table), f"Projected. {projected.title}"),
+        Listing(content.projection_assumptions(projected, projected.step, table, notes)),
     )
 
 
@@ -276,7 +201,7 @@ def _write_files(folder: Path, page: Page, csv_files: dict[str, list[dict[str, A
         for name, rows in csv_files.items():
             if rows:
                 _write_csv(folder / name, rows)
-            else:  # an earlier report's would contradict the page
+            else:  # one from an earlier report would contradict the page
                 (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"--out {folder}: cannot be written: {error.strerror or error}.") from None
@@ -289,15 +214,21 @@ def _write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def _tell(tables: Sequence[Table], reasons: Sequence[str], projections: Sequence[Projection], folder: Path) -> None:
-    """For the terminal: the tables, what is left out, what is projected, and where the rest is."""
+def _print_summary(
+    tables: Sequence[Table], reasons: Sequence[str], projections: Sequence[Projection], folder: Path
+) -> None:
+    """Print the tables, what is left out, the projections, and where the report is."""
     for table in tables:
         print(f"{table.title} (baseline: {table.baseline.name})\n{content.speedups(table).for_terminal()}\n")
     if reasons:
-        print("Left out, and why:\n" + "\n".join(f"  {reason}" for reason in reasons) + "\n")
-    for held in projections:
-        print(f"Projection of {held.baseline.name}. {held.title}: {held.ends}.")
-    print(f"In {folder}: report.html, report.md, the pictures, and the figures as CSV.")
+        print("Left out:\n" + "\n".join(f"  {reason}" for reason in reasons) + "\n")
+    for projected in projections:
+        print(_projection_line(projected))
+    print(f"In {folder}: report.html, report.md, the plots, and the figures as CSV.")
+
+
+def _projection_line(projected: Projection) -> str:
+    return f"Projection of {projected.baseline.name}. {projected.title}: {projected.ends}."
 
 
 if __name__ == "__main__":

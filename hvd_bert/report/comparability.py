@@ -1,4 +1,4 @@
-"""Whether two groups of runs did the same work, and learned the same from it."""
+"""Check whether two groups of runs did the same work and have the same losses."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hvd_bert.runs.run import Run
 
 STRONG, WEAK = "strong", "weak"
 EARLY_STEPS = 20
-# Losses that differ by less are alike in any case: of answers given with a probability of 0.99 and more.
+# Losses that differ by less always agree: 0.01 is the loss of an answer with a probability of 0.99.
 NATS = 0.01
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """By how much losses may differ, relative to the reference's: of the first steps, and of the last quarter."""
+    """Maximum difference of losses, relative to the reference: in the first steps, and in the last quarter."""
 
     first: float = 1e-3
     last: float = 0.1
@@ -33,40 +33,40 @@ class Group:
 
     @property
     def one(self) -> Run:
-        """A run of them, for what all have in common."""
+        """One of the runs, for properties that all share."""
         return self.runs[0]
 
     @property
     def name(self) -> str:
-        """For a sentence."""
+        """Label, ranks and nodes, for a sentence."""
         run = self.one
         on = f" on {run.nodes} nodes" if run.nodes > 1 else ""
         return f"{self.label}, {run.ranks} rank{'s' * (run.ranks > 1)}{on}"
 
     @property
     def windows_per_device(self) -> float:
-        """Windows that a device takes in a step."""
+        """Windows per device and step."""
         return self.one.global_batch / self.one.devices
 
     @cached_property
     def windows_per_s(self) -> float:
-        """In the steady state."""
+        """Median throughput in the steady state."""
         return statistics.median(run.windows_per_s for run in self.runs)
 
     def spread(self) -> tuple[float, float]:
-        """The least and the most windows per second of a repeat."""
+        """Minimum and maximum windows/s of the repeats."""
         speeds = [run.windows_per_s for run in self.runs]
         return min(speeds), max(speeds)
 
     def median(self, figure: Callable[[Run], float | None]) -> float | None:
-        """Of a figure of each run; None where a run lacks it."""
+        """Median of a figure over the runs; None if a run lacks it."""
         values = [figure(run) for run in self.runs]
         known = [value for value in values if value is not None]
         return statistics.median(known) if len(known) == len(values) else None
 
 
 def differences(base: Group, other: Group, kind: str) -> list[str]:
-    """What made the work of two groups another, or the devices unlike; empty: they may be compared."""
+    """The differences in work or devices between two groups; empty if they are comparable."""
     one, two = base.one, other.one
     found = [
         f"{name} is {two.work.get(name, 'unknown')}, the baseline's {one.work.get(name, 'unknown')}"
@@ -82,26 +82,26 @@ def differences(base: Group, other: Group, kind: str) -> list[str]:
         found += [f"{name}: {ours:g}, the baseline's {theirs:g}" for name, ours, theirs in counts if ours != theirs]
     elif one.steps != two.steps and abs(one.windows - two.windows) > max(one.global_batch, two.global_batch):
         found.append(
-            f"neither as many steps ({two.steps}, the baseline's {one.steps}) nor as many windows ({two.windows}, the"
+            f"neither the same steps ({two.steps}, the baseline's {one.steps}) nor the same windows ({two.windows}, the"
             f" baseline's {one.windows})"
         )
     if one.on_cpu and two.on_cpu and one.threads != two.threads:
-        found.append(f"{two.threads} thread(s) a rank, the baseline's {one.threads}: give all --num_threads alike")
+        found.append(f"{two.threads} thread(s) per rank, the baseline's {one.threads}: use the same --num_threads")
     return found
 
 
 def losses_differ(reference: Group, group: Group, tolerance: Tolerance) -> str:
-    """How the losses of a run of `group` differ from the reference's; "" where they agree.
+    """How the losses of a run of `group` differ from the reference's; "" if they agree.
 
-    Without dropout, of the same seed: those of the first steps, line by line. Always: the means of the last quarter.
+    Compares the means of the last quarter; without dropout and with the same seed also the losses of the first steps.
     """
     for run in group.runs:
         others = [other for other in reference.runs if other is not run]
         twins = [other for other in others if other.seed == run.seed and run.without_dropout and other.without_dropout]
         for twin in twins:
-            said = _first_losses_differ(twin, run, tolerance.first)
-            if said:
-                return said
+            difference = _first_losses_differ(twin, run, tolerance.first)
+            if difference:
+                return difference
         usual = statistics.median(other.last_loss for other in reference.runs)
         if abs(run.last_loss - usual) > max(tolerance.last * usual, NATS):
             return (
@@ -112,7 +112,7 @@ def losses_differ(reference: Group, group: Group, tolerance: Tolerance) -> str:
 
 
 def _first_losses_differ(one: Run, two: Run, tolerance: float) -> str:
-    """Losses of the lines up to EARLY_STEPS; where the lines are not of the same steps, means of what both have."""
+    """Compare losses up to EARLY_STEPS: means between the steps that both runs logged."""
     sums: list[dict[int, float]] = []
     for run in (one, two):
         total, before = {0: 0.0}, 0

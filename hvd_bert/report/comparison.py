@@ -1,4 +1,4 @@
-"""Which runs may be compared, and what the comparison gives: tables of strong and of weak scaling."""
+"""Compare groups of runs in tables of strong and weak scaling."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hvd_bert.runs.run import LeftOut, Run
 STRATEGIES = ("none", "horovod", "ddp", "fsdp", "deepspeed", "dp")
 
 
-# Of a row's losses, where no other row has the same batch.
+# `Line.checked` if no other row has the same batch.
 UNCHECKED = ""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A group in a table. Without a speed-up `reason` says why; `checked`: against whose losses it was held."""
+    """A row of a table. `reason`: why it has no speed-up. `checked`: the group that its losses were compared with."""
 
     group: Group
     speedup: float | None
@@ -32,7 +32,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """Groups beside their baseline, all of one global batch (`kind` strong) or of one batch per device (weak)."""
+    """Groups and their baseline, all with one global batch (`kind` strong) or one batch per device (weak)."""
 
     kind: str
     size: float
@@ -46,7 +46,7 @@ class Table:
 
     @property
     def title(self) -> str:
-        """Which scaling, and what is fixed."""
+        """The kind of scaling and the batch that is fixed."""
         if self.kind == WEAK or self.scales:
             return title_of(self.kind, self.size)
         devices = self.baseline.one.devices
@@ -54,31 +54,31 @@ class Table:
 
     @property
     def slug(self) -> str:
-        """For file names."""
+        """The stem of its file names."""
         return f"{self.kind}_{self.size:g}"
 
 
 def title_of(kind: str, size: float) -> str:
-    """Of scaling with `size` windows fixed: those of the global batch (`kind` strong), or of a device (weak)."""
+    """The title for a fixed batch of `size` windows: global (`kind` strong) or per device (weak)."""
     if kind == WEAK:
-        return f"Weak scaling: {size:g} window{'s' * (size != 1)} a step per device"
+        return f"Weak scaling: {size:g} window{'s' * (size != 1)} per device and step"
     return f"Strong scaling: global batch {size:g}"
 
 
 def parse_baseline(text: str) -> tuple[str, int]:
-    """STRATEGY:RANKS. Raises UserError."""
+    """Parse STRATEGY:RANKS. Raises UserError."""
     strategy, _, ranks = text.partition(":")
     if not strategy or not ranks.isdigit():
-        raise UserError(f"--baseline {text}: give STRATEGY:RANKS, none:1 or horovod:2 for example.")
+        raise UserError(f"--baseline {text}: must be STRATEGY:RANKS, for example none:1 or horovod:2.")
     return strategy, int(ranks)
 
 
 def same_hardware(runs: Sequence[Run]) -> tuple[list[Run], list[LeftOut]]:
-    """The runs on the hardware that most of them ran on, and the others."""
+    """The runs on the most common hardware, and the others."""
     commonest = Counter(run.device_name for run in runs).most_common(1)
     kept = [run for run in runs if run.device_name == commonest[0][0]]
     left = [
-        LeftOut(run.name, f"ran on {run.device_name}, and most on {commonest[0][0]}: report it by itself")
+        LeftOut(run.name, f"ran on {run.device_name}, most runs on {commonest[0][0]}: report it separately")
         for run in runs
         if run.device_name != commonest[0][0]
     ]
@@ -86,7 +86,7 @@ def same_hardware(runs: Sequence[Run]) -> tuple[list[Run], list[LeftOut]]:
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
-    """Repeats together, in the order in which tables show them."""
+    """Group the repeats, in the order of the tables."""
     members: dict[object, list[Run]] = {}
     for run in runs:
         key = (
@@ -94,7 +94,7 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
             *(run.learning_rate, run.threads, frozenset(run.work.items()), frozenset(run.variant.items())),
         )
         members.setdefault(key, []).append(run)
-    groups = [Group(tuple(held), _label(held[0], runs)) for held in members.values()]
+    groups = [Group(tuple(repeats), _label(repeats[0], runs)) for repeats in members.values()]
     return sorted(groups, key=_order)
 
 
@@ -105,15 +105,15 @@ def _order(group: Group) -> tuple[object, ...]:
 
 
 def _label(run: Run, runs: Sequence[Run]) -> str:
-    """The strategy, with what sets the run apart from others of the same strategy."""
+    """The strategy, with the settings that set the run apart from others of the same strategy."""
     peers = [peer for peer in runs if peer.strategy == run.strategy and peer.ranks > 1] if run.ranks > 1 else []
     differing = [name for name in run.variant if len({peer.variant.get(name) for peer in peers}) > 1]
-    said = [f"{name.removeprefix('--')} {run.variant[name]}" for name in differing]
-    return f"{run.strategy} ({', '.join(said)})" if said else run.strategy
+    settings = [f"{name.removeprefix('--')} {run.variant[name]}" for name in differing]
+    return f"{run.strategy} ({', '.join(settings)})" if settings else run.strategy
 
 
 def tables(groups: Sequence[Group], baseline: tuple[str, int] | None, tolerance: Tolerance) -> list[Table]:
-    """All tables that the groups make: first of strong scaling, then of weak, then what is left side by side."""
+    """All tables of the groups: strong scaling, then weak scaling. Other groups are compared side by side."""
     made = []
     for kind, size_of in ((STRONG, _global_batch), (WEAK, _per_device)):
         for size in sorted({size_of(group) for group in groups}):
@@ -138,31 +138,33 @@ def _per_device(group: Group) -> float:
 def _tables_of(
     kind: str, size: float, members: list[Group], chosen: tuple[str, int] | None, tolerance: Tolerance
 ) -> list[Table]:
-    """One table for each work that several of `members` did; those that did another join the first, without speed-up.
+    """One table per work that several of `members` did. The others join the first table, without a speed-up.
 
-    Where no two did the same work there is one table of them all.
+    If no two did the same work, there is one table of all.
     """
     comparable: list[list[Group]] = []
     for group in members:
-        home = next((held for held in comparable if not differences(held[0], group, kind)), None)
+        home = next((groups for groups in comparable if not differences(groups[0], group, kind)), None)
         if home is None:
             comparable.append([group])
         else:
             home.append(group)
-    several = [held for held in comparable if len(held) > 1]
-    alone = [held[0] for held in comparable if len(held) == 1]
+    several = [groups for groups in comparable if len(groups) > 1]
+    alone = [groups[0] for groups in comparable if len(groups) == 1]
     found = []
     for number, same in enumerate(several or [alone]):
-        held = sorted([*same, *alone], key=_order) if several and number == 0 else same
-        base = baseline_of(same, chosen) or baseline_of(held, chosen)
-        if base is not None and len(held) > 1:
-            found.append(Table(kind, size, base, tuple(_line(base, group, held, kind, tolerance) for group in held)))
+        rows = sorted([*same, *alone], key=_order) if several and number == 0 else same
+        base = baseline_of(same, chosen) or baseline_of(rows, chosen)
+        if base is not None and len(rows) > 1:
+            found.append(Table(kind, size, base, tuple(_line(base, group, rows, kind, tolerance) for group in rows)))
     return found
 
 
 def baseline_of(groups: Sequence[Group], chosen: tuple[str, int] | None) -> Group | None:
-    """The one asked for, None if it is not there; else strategy none; else the smallest world of Horovod; else the
-    smallest. `groups` in the order of `grouped`."""
+    """The chosen group (None if missing); by default strategy none, else Horovod's smallest world, else the smallest.
+
+    `groups` are in the order of `grouped`.
+    """
     if chosen:
         return next((group for group in groups if (group.one.strategy, group.one.ranks) == chosen), None)
     for strategy in ("none", "horovod"):
@@ -191,8 +193,8 @@ def _line(base: Group, group: Group, table: Sequence[Group], kind: str, toleranc
 
 
 def _reference(base: Group, group: Group, table: Sequence[Group], kind: str) -> tuple[Group, str]:
-    """Whose losses must be `group`'s, and a word for it: the baseline's or, where the batch grows, those of as many
-    devices. Where there are none its repeats are held against each other."""
+    """The group whose losses `group` must match, and its name: the baseline or, if the batch grows, one with as many
+    devices. If there is none, the repeats of `group` are compared with each other."""
     peers = [peer for peer in table if peer.one.global_batch == group.one.global_batch]
     peers = [peer for peer in peers if not differences(base, peer, kind)]
     reference = base if base in peers else baseline_of(peers, None) or group

@@ -1,4 +1,4 @@
-"""What a report says of its tables: which rows and columns, in which words."""
+"""The report's text, tables and CSV rows."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hvd_bert.report.projection import Projection, Step
 from hvd_bert.runs.run import LeftOut, Run
 
 GIB = 2**30
-SPREAD = 0.1  # of repeats, over their median: more is remarked on
+SPREAD = 0.1  # of the repeats, over their median; a larger spread is a caveat
 
 
 def number(value: float | None, form: str = ".3g") -> str:
-    """A figure, or a dash where there is none."""
+    """A figure, or a dash if it is None."""
     return DASH if value is None else format(value, form)
 
 
@@ -29,10 +29,10 @@ def _seconds(value: float | None) -> str:
 
 
 def speedups(table: Table) -> Grid:
-    """Strategy x nodes x ranks x time x speed-up x efficiency."""
+    """The table of times, speed-ups and efficiencies."""
     with_devices = any(line.group.one.devices != line.group.one.ranks for line in table.lines)
     head = ["strategy", "nodes", "ranks", *(["GPUs"] if with_devices else []), "n", "time, s", "windows/s"]
-    head += ["least to most", "speed-up", "least to most", "efficiency"]
+    head += ["min to max", "speed-up", "min to max", "efficiency"]
     rows = []
     for line in table.lines:
         run, group = line.group.one, line.group
@@ -50,9 +50,9 @@ def speedups(table: Table) -> Grid:
 
 
 def costs(table: Table) -> Grid:
-    """What the processes of a rank took, and what was learned."""
+    """The table of process times, memory, losses and scores."""
     head = ["strategy", "ranks", "real, s", "user, s", "system, s", "memory, GiB", "exposed comm."]
-    head += ["last loss", "held against", "EM", "F1"]
+    head += ["last loss", "compared with", "EM", "F1"]
     rows = []
     for line in table.lines:
         group = line.group
@@ -72,30 +72,30 @@ def costs(table: Table) -> Grid:
 
 
 def summary(tables: Sequence[Table]) -> list[str]:
-    """For each table the strategies at their largest world, the fastest first."""
-    said = []
+    """A line per table: the strategies on the largest number of devices, fastest first."""
+    sentences = []
     for table in tables:
-        held = [line for line in table.lines if line.speedup is not None and line.group is not table.baseline]
-        maximum = max((line.group.one.devices for line in held), default=0)
+        rows = [line for line in table.lines if line.speedup is not None and line.group is not table.baseline]
+        maximum = max((line.group.one.devices for line in rows), default=0)
         best = sorted(
-            (line for line in held if line.group.one.devices == maximum), key=lambda line: -(line.speedup or 0)
+            (line for line in rows if line.group.one.devices == maximum), key=lambda line: -(line.speedup or 0)
         )
         parts = [f"{line.group.label} {line.speedup:.2f}" for line in best]
         if parts:
             over = f"times the windows/s of {table.baseline.name}"
-            said.append(f"{table.title}: on {maximum} device{'s' * (maximum > 1)} {', '.join(parts)} {over}.")
-    return said
+            sentences.append(f"{table.title}: on {maximum} device{'s' * (maximum > 1)} {', '.join(parts)} {over}.")
+    return sentences
 
 
 def reasons(tables: Iterable[Table], left_out: Sequence[LeftOut]) -> list[str]:
-    """Everything that gave no speed-up, and why."""
+    """A line per run or row without a speed-up, with the reason."""
     where: dict[tuple[str, str, str], list[str]] = {}
     for table in tables:
         for line in table.lines:
             if line.reason:
                 where.setdefault((line.group.name, _names(line), line.reason), []).append(_in(table))
-    said = [f"{name} ({'; '.join(places)}; {names}): {reason}." for (name, names, reason), places in where.items()]
-    return said + [f"{left.name}: {left.reason}." for left in left_out]
+    rows = [f"{name} ({'; '.join(places)}; {names}): {reason}." for (name, names, reason), places in where.items()]
+    return rows + [f"{left.name}: {left.reason}." for left in left_out]
 
 
 def _in(table: Table) -> str:
@@ -107,32 +107,32 @@ def _names(line: Line) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def remarks(tables: Iterable[Table], runs: Sequence[Run]) -> list[str]:
-    """What a reader should look at before believing the figures."""
-    said = []
+def caveats(tables: Iterable[Table], runs: Sequence[Run]) -> list[str]:
+    """What makes the figures less reliable."""
+    found = []
     for table in tables:
         for line in table.lines:
             if line.efficiency is not None and line.efficiency > 1.05:
-                said.append(
-                    f"{line.group.name} ({_in(table)}) has an efficiency of {line.efficiency:.2f}: more than its"
-                    " devices can give by themselves. Look at whether the baseline had its device for itself."
+                found.append(
+                    f"{line.group.name} ({_in(table)}) has an efficiency of {line.efficiency:.2f}, above the ideal of"
+                    " 1. Check whether other programs used the baseline's device."
                 )
         unchecked = [line.group.name for line in table.lines if line.speedup is not None and line.checked == UNCHECKED]
         if unchecked:
-            said.append(f"{_in(table)}: the losses of {', '.join(unchecked)} were held against no other strategy's.")
+            found.append(f"{_in(table)}: the losses of {', '.join(unchecked)} were compared with no other strategy's.")
         apart = [line.group.name for line in table.lines if line.speedup is not None and _spread(line) > SPREAD]
         if apart:
-            said.append(
+            found.append(
                 f"{_in(table)}: the repeats of {', '.join(apart)} are more than {SPREAD:.0%} apart. Differences of that"
-                " size mean nothing: look at what else ran on the machine."
+                " size are noise. Check what else ran on the machine."
             )
         if min((len(line.group.runs) for line in table.lines if not line.reason), default=3) < 3:
-            said.append(f"{table.title}: some rows have fewer than 3 runs, so their spread says little.")
+            found.append(f"{table.title}: some rows have fewer than 3 runs, too few to judge the spread.")
     for package in sorted({name for run in runs for name in run.versions}):
-        found = {run.versions.get(package, "missing") for run in runs if package in run.versions}
-        if len(found) > 1:
-            said.append(f"The runs had several versions of {package}: {', '.join(sorted(found))}.")
-    return said
+        versions = {run.versions.get(package, "missing") for run in runs if package in run.versions}
+        if len(versions) > 1:
+            found.append(f"The runs used several versions of {package}: {', '.join(sorted(versions))}.")
+    return found
 
 
 def _spread(line: Line) -> float:
@@ -141,28 +141,28 @@ def _spread(line: Line) -> float:
 
 
 def definitions(tolerance: Tolerance) -> list[str]:
-    """How the figures come about."""
+    """Definitions of the figures."""
     return [
-        "A row is all runs of one strategy, number of nodes, ranks and devices that did the same work; figures are"
-        " medians over them (n: how many).",
-        "windows/s: of all ranks together, over the logged lines after the first, which is warm-up.",
-        "Speed-up: windows/s over the median of the baseline, which is the table's first row unless said otherwise."
-        " Efficiency: speed-up over (devices over the baseline's devices).",
-        "time: of training as a whole, warm-up and pauses of checkpoints included, start-up and scoring not. real,"
-        " user, system: of a rank's whole process, start-up included; median over ranks. memory: the most of a rank.",
-        "exposed comm.: share of the step that a rank waits for gradients after its backward pass; a dash where it"
-        " cannot be told from the computing.",
+        "A row contains the runs of one strategy on one number of nodes, ranks and devices that did the same work."
+        " Figures are medians over its n runs.",
+        "windows/s: all ranks together, over the logged lines after the first, which is warm-up.",
+        "Speed-up: windows/s over the median of the table's baseline. Efficiency: speed-up over (devices over the"
+        " baseline's devices).",
+        "time: the whole training with warm-up and checkpoints, without start-up and evaluation. real, user, system:"
+        " the whole process of a rank with start-up, median over ranks. memory: the maximum over ranks.",
+        "exposed comm.: share of the step that a rank waits for gradients after its backward pass; a dash if it cannot"
+        " be separated from computation.",
         "Strong scaling: the same global batch, steps and windows on more devices. Weak scaling: the same batch per"
-        " device, so the global batch grows; the same number of steps, or of windows.",
-        f"Losses agree: without dropout and of the same seed, the logged losses of the first {EARLY_STEPS} steps to"
-        f" {tolerance.first:g} (relative); always the mean of the last quarter of the logged losses to"
-        f" {tolerance.last:.0%}, or {NATS} nats. In weak scaling they are held against those of another strategy on as"
-        " many devices: on others the batch is another. Where there is none, they were not checked (a dash).",
+        " device, so the global batch grows; the same number of steps or of windows.",
+        "Losses must agree. Without dropout and with the same seed, the logged losses of the first"
+        f" {EARLY_STEPS} steps must agree to {tolerance.first:g} (relative). In any case, the means of the last quarter"
+        f" of the logged losses must agree to {tolerance.last:.0%} or {NATS} nats. On weak scaling the batch grows, so"
+        " losses are compared with another strategy on as many devices. A dash: there is no such strategy.",
     ]
 
 
 def projection_grid(projection: Projection) -> Grid:
-    """Speed-up and efficiency for each number of devices."""
+    """The table of projected speed-ups and efficiencies per number of devices."""
     wire, series = {False: "fp32", True: "fp16"}, projection.series
     head = ["devices", *(f"{name}, {wire[fp16]}" for name, fp16 in series)]
     counts = [point.devices for point in max(series.values(), key=len)]
@@ -174,26 +174,26 @@ def projection_grid(projection: Projection) -> Grid:
 
 
 def projection_assumptions(projection: Projection, step: Step, table: Table | None, notes: Sequence[str]) -> list[str]:
-    """What the projection starts from: `step`, of one device; `table`: what was measured of the same scaling."""
+    """The assumptions of a projection from `step` on one device. `table`: the measured points, if any."""
     mb = step.gradient_bytes / 1e6
     devices = projection.baseline.one.devices
-    said = [
+    lines = [
         f"One device with {'all' if projection.kind == STRONG else 'its'} {projection.size:g}"
         f" window{'s' * (projection.size != 1)}: {step.compute_s:.4g} s forward and backward, {step.rest_s:.4g} s"
-        f" whatever the batch (measured: {projection.baseline.name})."
+        f" for any batch (measured: {projection.baseline.name})."
         f" The {'global batch' if projection.kind == STRONG else 'batch per device'} is fixed.",
-        f"{mb:.1f} MB of gradients in fp32, {step.late_bytes / 1e6:.1f} MB of them (embeddings) only at the end;"
-        f" {step.backward_share:.0%} of the time is the backward pass, behind which the others may hide.",
+        f"{mb:.1f} MB of gradients in fp32, of which {step.late_bytes / 1e6:.1f} MB (embeddings) are ready only at the"
+        f" end. The backward pass takes {step.backward_share:.0%} of the time and can hide the others.",
     ]
     if devices > 1 and projection.kind == STRONG:
-        said.append(f"The time for computing is {devices} times that of the baseline's {devices} devices.")
+        lines.append(f"The computation takes {devices} times as long as on the baseline's {devices} devices.")
     if devices > 1 and table is not None:
-        said.append(f"Measured points are not drawn: their speed-ups are over {devices} devices, and these over one.")
-    return [*said, *notes]
+        lines.append(f"Measured points are not drawn: their speed-ups are over {devices} devices, not over one.")
+    return [*lines, *notes]
 
 
 def projection_rows(projections: Iterable[Projection]) -> list[dict[str, Any]]:
-    """For CSV: a row per projection, number of devices, network and what is on the wire."""
+    """CSV rows, one per projection, number of devices, network and precision on the wire."""
     return [
         {
             "scaling": projection.kind,
@@ -214,7 +214,7 @@ def projection_rows(projections: Iterable[Projection]) -> list[dict[str, Any]]:
 
 
 def table_rows(tables: Iterable[Table]) -> list[dict[str, Any]]:
-    """For CSV: a row per group of each table."""
+    """CSV rows, one per table and group."""
     return [
         {
             "scaling": table.kind if table.scales else "side by side",
@@ -243,7 +243,7 @@ def table_rows(tables: Iterable[Table]) -> list[dict[str, Any]]:
 
 
 def run_rows(runs: Iterable[Run], left_out: Iterable[LeftOut]) -> list[dict[str, Any]]:
-    """For CSV: a row per run."""
+    """CSV rows, one per run."""
     keys = ("strategy", "nodes", "ranks", "devices", "global_batch", "steps", "windows", "seed", "device_name")
     figures = ("windows_per_s", "step_s", "exposed_share", "real_s", "user_s", "system_s", "memory_bytes", "last_loss")
     used = [

@@ -1,4 +1,4 @@
-"""The report's pictures: what was measured, and what is projected."""
+"""The report's plots, measured and projected."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hvd_bert.runs.run import Run
 
 MARKERS = ("s", "o", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", ":", "-.")
-GREYS = ("0.1", "0.55", "0.75")  # of a projection's networks: the colours are the strategies'
-LINEAR_UP_TO = 8  # times the fewest devices; more are shown on an axis of powers of two
+GREYS = ("0.1", "0.55", "0.75")  # for the networks of a projection; strategies have colours
+LINEAR_UP_TO = 8  # times the fewest devices; beyond that the axis is logarithmic
 MAX_POINTS = 60  # of a loss curve; more are averaged
 GIB = 2**30
 
@@ -47,7 +47,7 @@ def scaling(table: Table) -> bytes:
         _ideal(axes[0, 1], counts, 0)
         _panel(axes[0, 1], table, "Efficiency", lambda line: _spread(line.efficiency, *_efficiencies(line)))
         _panel(axes[1, 0], table, "Throughput, windows/s", _throughput)
-        _panel(axes[1, 1], table, "Memory of a rank, GiB", _memory)
+        _panel(axes[1, 1], table, "Memory per rank, GiB", _memory)
         handles, names = axes[1, 0].get_legend_handles_labels()
         ideal, ideal_name = axes[0, 0].get_legend_handles_labels()
         handles, names = [*handles, ideal[0]], [*names, ideal_name[0]]
@@ -73,12 +73,12 @@ def _throughput(line: Line) -> tuple[float, float, float] | None:
 def _memory(line: Line) -> tuple[float, float, float] | None:
     if line.reason:
         return None
-    held = [run.memory_bytes / GIB for run in line.group.runs if run.memory_bytes is not None]
-    return (statistics.median(held), min(held), max(held)) if held else None
+    values = [run.memory_bytes / GIB for run in line.group.runs if run.memory_bytes is not None]
+    return (statistics.median(values), min(values), max(values)) if values else None
 
 
 def _ideal(axes: Axes, counts: Sequence[int], slope: float) -> None:
-    """Speed-ups of `slope` a device; 0: an efficiency of 1."""
+    """Draw the ideal: a speed-up of `slope` per device; for 0, an efficiency of 1."""
     xs = [counts[0] + (counts[-1] - counts[0]) * part / 200 for part in range(201)]
     values = [slope * x or 1.0 for x in xs]
     axes.plot(xs, values, color="0.55", linewidth=1.0, linestyle=(0, (1, 2)), label="ideal", zorder=1)
@@ -87,15 +87,15 @@ def _ideal(axes: Axes, counts: Sequence[int], slope: float) -> None:
 def _panel(
     axes: Axes, table: Table, title: str, figure_of: Callable[[Line], tuple[float, float, float] | None]
 ) -> None:
-    """One line per strategy, side by side a little, so that none hides another; bars from least to most."""
+    """One line per strategy, shifted a little so that none hides another, with bars from minimum to maximum."""
     labels = _labels(table)
     counts = sorted({line.group.one.devices for line in table.lines})
     linear = counts[-1] <= LINEAR_UP_TO * counts[0]
     for number, label in enumerate(labels):
-        aside = (number - (len(labels) - 1) / 2) * (0.018 * (counts[-1] - counts[0]) if linear else 0.05)
+        shift = (number - (len(labels) - 1) / 2) * (0.018 * (counts[-1] - counts[0]) if linear else 0.05)
         lines = [line for line in table.lines if line.group.label == label]
-        found = [(line.group.one.devices, held) for line in lines if (held := figure_of(line))]
-        points = [(devices + aside if linear else devices * 2**aside, *held) for devices, held in found]
+        found = [(line.group.one.devices, figures) for line in lines if (figures := figure_of(line))]
+        points = [(devices + shift if linear else devices * 2**shift, *values) for devices, values in found]
         if not points:
             continue
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
@@ -120,7 +120,7 @@ def _devices_axis(axes: Axes, counts: Sequence[int], linear: bool) -> None:
 
 
 def losses(table: Table) -> bytes:
-    """The loss curves of all groups over each other: colours for strategies, dashes for the number of devices."""
+    """The loss curves of all groups in one plot: colours for strategies, dashes for the number of devices."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10, 4.4), layout="constrained")
         axes = figure.subplots()
@@ -137,27 +137,27 @@ def losses(table: Table) -> bytes:
                 alpha=0.85,
                 label=f"{line.group.label}, {run.devices}{' (left out)' if line.reason else ''}",
             )
-        axes.set_title(f"Training loss (curves that agree cover each other). {table.title}", loc="left")
-        axes.set_xlabel("optimizer step" if table.kind != WEAK else "optimizer step (of more windows on more devices)")
+        axes.set_title(f"Training loss (equal curves hide each other). {table.title}", loc="left")
+        axes.set_xlabel("optimizer step" if table.kind != WEAK else "optimizer step (more windows on more devices)")
         axes.set_ylim(bottom=0)
         axes.legend(title="strategy, devices", loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
         return _png(figure)
 
 
 def _curve(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
-    """The median over repeats of the loss at each step that all logged, in at most MOST_POINTS means."""
+    """Median loss of the repeats at each step that all logged, averaged to at most MAX_POINTS points."""
     by_step = [{row.step: row.loss for row in run.rows} for run in runs]
     steps = sorted(set.intersection(*(set(rows) for rows in by_step)))
     points = [(float(step), statistics.median(rows[step] for rows in by_step)) for step in steps]
     size = -(-len(points) // MAX_POINTS)
     bins = [points[start : start + size] for start in range(0, len(points), size)] if size else []
-    return [statistics.fmean(step for step, _ in held) for held in bins], [
-        statistics.fmean(loss for _, loss in held) for held in bins
+    return [statistics.fmean(step for step, _ in members) for members in bins], [
+        statistics.fmean(loss for _, loss in members) for members in bins
     ]
 
 
 def projected(projection: Projection, table: Table | None) -> bytes:
-    """Speed-up and efficiency of a projection, beside the points of `table`, which were measured (None: without)."""
+    """Speed-up and efficiency of a projection, with the measured points of `table` (None: without)."""
     series = projection.series
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10, 4.8), layout="constrained")
@@ -190,7 +190,7 @@ def projected(projection: Projection, table: Table | None) -> bytes:
 
 
 def _measured(axes: Axes, table: Table, figure_of: Callable[[Line], float | None]) -> None:
-    scale = 1 if table.baseline.one.devices == 1 else None  # speed-ups over one device, as the projection's
+    scale = 1 if table.baseline.one.devices == 1 else None  # the projection's speed-ups are over one device
     labels = _labels(table)
     for number, label in enumerate(labels):
         lines = [line for line in table.lines if line.group.label == label]

@@ -1,6 +1,6 @@
-"""What a step would take on more devices: a ring allreduce that the backward pass hides in part, on paper.
+"""Project the time of a step to more devices: a ring allreduce, partly hidden by the backward pass.
 
-`docs/evidence/scaling.md` has the formulas with their sources, and how far they are off.
+`docs/evidence/scaling.md` has the formulas, their sources and their errors.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ MAX_DEVICES = 1024
 
 
 class NoStep(Exception):
-    """Why the step of a group of runs cannot be projected."""
+    """The step of a group of runs cannot be projected; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What one end of a link sends per second, and how long one message of no length takes."""
+    """Bandwidth of a link in one direction, and latency per message."""
 
     bytes_per_s: float
     latency_s: float
@@ -33,7 +33,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Network:
-    """`outer`: the link of a node, which its `devices_per_node` share; `inner`: of a device to its node's others."""
+    """`outer`: a node's link, which its `devices_per_node` share. `inner`: the link between devices of a node."""
 
     outer: Link
     inner: Link | None = None
@@ -42,7 +42,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Fusion:
-    """Horovod's: once per cycle it sends the gradients that are there, at most so many bytes at once."""
+    """Horovod's tensor fusion: once per cycle it sends the gradients that are ready, up to a maximum per message."""
 
     threshold_bytes: float = 128 * 2**20
     cycle_s: float = 1e-3
@@ -50,11 +50,12 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step on one device, all of whose windows take `compute_s` forward and backward.
+    """An optimizer step on one device.
 
-    `rest_s`: what more windows do not lengthen (optimizer, waiting for data, all else). `gradient_bytes` as they are
-    sent, of which `late_bytes` are there only when the backward pass is over (embeddings). `passes`: forward and
-    backward passes of the step, behind the last of which gradients can hide, for `backward_share` of it.
+    `compute_s`: forward and backward time of all windows. `rest_s`: time that does not depend on the windows
+    (optimizer, waiting for data, everything else). `gradient_bytes`: as sent; `late_bytes` of them (embeddings) are
+    ready only after the backward pass. `passes`: micro-batches per step. Communication can be hidden during
+    `backward_share` of the last one.
     """
 
     compute_s: float
@@ -82,10 +83,10 @@ class Projected:
 
 @dataclass(frozen=True)
 class Projection:
-    """One kind of scaling from the step of `baseline`, with `size` windows fixed: of the global batch, or of a device.
+    """One kind of scaling from the step of `baseline`, with a fixed batch of `size` windows, global or per device.
 
-    `series`: for each network's name, and whether fp16 is on the wire, a step on 1, 2, 4, ... devices; `ends`: where it
-    does, and why. Without a projection `step` is None or `series` empty, and `ends` says why.
+    `series`: (network, whether fp16 is on the wire) -> a step on 1, 2, 4, ... devices. `ends`: where the series ends,
+    and why. If there is no projection, `step` is None or `series` is empty, and `ends` has the reason.
     """
 
     kind: str
@@ -97,21 +98,21 @@ class Projection:
 
     @property
     def title(self) -> str:
-        """Which scaling, and what is fixed."""
+        """The kind of scaling and the batch that is fixed."""
         return title_of(self.kind, self.size)
 
     def measured(self, tables: Sequence[Table]) -> Table | None:
-        """The table of the same scaling from the same baseline, whose points may stand beside the projection's.
+        """The table of the same kind of scaling and the same baseline, to draw its points next to the projection's.
 
-        Speed-ups of the other kind are of other work per device: beside these they would be wrong.
+        Speed-ups of the other kind have another amount of work per device and are not comparable.
         """
         return next((table for table in tables if table.kind == self.kind and table.baseline is self.baseline), None)
 
 
 def allreduce_s(num_bytes: float, devices: int, network: Network) -> float:
-    """Seconds to sum `num_bytes` over `devices`: 2(N-1) messages of 1/N of them, one after another, around a ring.
+    """Seconds of a ring allreduce of `num_bytes` over N `devices`: 2(N-1) messages of 1/N of the bytes, in sequence.
 
-    With two levels: reduce-scatter inside the nodes; rings of the nodes, which share their links; allgather inside.
+    With two levels: reduce-scatter inside the nodes, rings between the nodes over their shared links, allgather inside.
     """
     if network.inner is None:
         return _ring_s(num_bytes, devices, network.outer)
@@ -125,11 +126,11 @@ def _ring_s(num_bytes: float, ends: int, link: Link) -> float:
 
 
 def exposed_s(step: Step, backward_s: float, devices: int, network: Network, fusion: Fusion) -> float:
-    """Seconds that the allreduce goes on after a backward pass of `backward_s` during which gradients come evenly."""
+    """Seconds of the allreduce after a backward pass of `backward_s`, in which gradients become ready evenly."""
     if devices == 1:
         return 0.0
     early, total = step.gradient_bytes - step.late_bytes, step.gradient_bytes
-    now = sent = looked = 0.0
+    now = sent = cycle_start = 0.0
     while True:
         ready = total if now >= backward_s else early * now / backward_s
         while ready - sent > 1e-9 * total:
@@ -138,11 +139,11 @@ def exposed_s(step: Step, backward_s: float, devices: int, network: Network, fus
             sent += size
         if total - sent <= 1e-9 * total:
             return max(0.0, now - backward_s)
-        now = looked = max(now, looked + fusion.cycle_s)  # the next look: a cycle after the last
+        now = cycle_start = max(now, cycle_start + fusion.cycle_s)
 
 
 def project(step: Step, devices: int, kind: str, network: Network, fusion: Fusion | None = None) -> Projected:
-    """A step on `devices`, of the same global batch (`kind` strong) or of the same batch per device (weak)."""
+    """A step on `devices` with the same global batch (`kind` strong) or the same batch per device (weak)."""
     share = devices if kind == STRONG else 1
     compute_s = step.compute_s / share
     passes = math.ceil(step.passes / share)
@@ -154,32 +155,32 @@ def project(step: Step, devices: int, kind: str, network: Network, fusion: Fusio
 
 
 def in_fp16(step: Step) -> Step:
-    """The same with gradients sent as fp16; packing and unpacking them is not counted."""
+    """The same step with gradients sent as fp16; the time of the conversion is not modelled."""
     return replace(step, gradient_bytes=step.gradient_bytes / 2, late_bytes=step.late_bytes / 2)
 
 
 def device_counts(maximum: int) -> list[int]:
-    """1, 2, 4, ... up to `maximum`."""
+    """The powers of 2 up to `maximum`."""
     return [2**power for power in range(maximum.bit_length()) if 2**power <= maximum]
 
 
 def end_of(kind: str, size: float, maximum: int) -> tuple[int, str]:
-    """The largest of `device_counts(maximum)` on which `size` windows can be projected, and why there are no more."""
+    """The last number of devices of a projection with `size` windows, and why it ends there."""
     counts = device_counts(maximum)
     if kind == STRONG:
         counts = [devices for devices in counts if devices <= size]
     last = counts[-1]
-    said = f"ends at {last} device{'s' * (last > 1)}: "
+    ends = f"ends at {last} device{'s' * (last > 1)}: "
     if kind == STRONG and 2 * last > size:
         windows = f"a global batch of {size:g} window{'s' * (size != 1)}"
-        return last, f"{said}{windows}, of which each of {2 * last} devices would need one"
-    return last, f"{said}--most_devices {maximum}"
+        return last, f"{ends}{windows} has less than one for each of {2 * last} devices"
+    return last, f"{ends}--most_devices {maximum}"
 
 
 def measured_step(group: Group, kind: str, parameters: int | None, backward_share: float | None) -> Step:
-    """The step of one device, by the phases of a group: with all of its global batch (strong), or a device's (weak).
+    """The step of one device from the phases of a group: with its global batch (strong) or its batch per device (weak).
 
-    `parameters`: weights of the model, None: as recorded. Raises NoStep where the phases or these are unknown.
+    `parameters`: number of weights; None: as recorded. Raises NoStep if the phases or the weights are unknown.
     """
     run = group.one
     step_s, compute = group.median(lambda run: run.step_s), group.median(lambda run: run.phase_s("compute"))
@@ -187,39 +188,39 @@ def measured_step(group: Group, kind: str, parameters: int | None, backward_shar
     size = parameters or run.parameters
     if step_s is None or compute is None or exposed is None:
         raise NoStep(
-            f"{group.name} lacks its phases: its metrics.jsonl does not tell exposed communication (exposed_comm_s)"
-            " from computing (compute_s), as under fsdp and deepspeed. Give another strategy's run, as --baseline where"
-            " there are several"
+            f"{group.name} lacks phases: its metrics.jsonl does not separate exposed communication (exposed_comm_s)"
+            " from computation (compute_s), as with fsdp and deepspeed. Use a run of another strategy, with --baseline"
+            " if there are several"
         )
     if size is None:
-        raise NoStep(f"{group.name} does not say how many weights its model has: give --parameters")
+        raise NoStep(f"{group.name} does not record the number of weights of its model: use --parameters")
     late = run.late_parameters if parameters is None else 0
-    # Weak scaling takes what a device did as it was measured. Strong scaling takes what all of them did on one device:
-    # the shares of the baseline's devices one after another.
+    # Weak scaling starts from the measured step of a device. Strong scaling puts the work of all the baseline's devices
+    # on one device.
     scale = run.devices if kind == STRONG else 1
     step = Step(compute * scale, max(0.0, step_s - compute - exposed), 4.0 * size, 4.0 * late, run.passes * scale)
     return step if backward_share is None else replace(step, backward_share=backward_share)
 
 
 def link_of(gbps: float, latency_us: float) -> Link:
-    """From gigabits per second and microseconds."""
+    """A link from gigabits per second and microseconds."""
     return Link(gbps * 1e9 / 8, latency_us * 1e-6)
 
 
 def doctors_link(report: Mapping[str, Any], cycle_s: float) -> tuple[Link, str]:
-    """The link that `python -m hvd_bert.doctor --json` measured, and a word on how. Raises UserError.
+    """The link that `python -m hvd_bert.doctor --json` measured, and how it was measured. Raises UserError.
 
-    Latency: of the 4-byte sum, by MPI in ceil(log2 N) rounds; by Horovod alone, less its cycle, around the ring.
-    Bandwidth: of the large sum by Horovod, less the latency of a ring.
+    Latency: from the allreduce of 4 bytes: MPI's takes ceil(log2 N) rounds; Horovod's takes one cycle and a ring.
+    Bandwidth: from Horovod's large allreduce, minus the latency of a ring.
     """
     try:
         timings = [
-            (str(held["method"]), int(held["num_bytes"]), int(held["world_size"]), statistics.median(held["seconds"]))
-            for held in report["allreduce"]
+            (str(row["method"]), int(row["num_bytes"]), int(row["world_size"]), statistics.median(row["seconds"]))
+            for row in report["allreduce"]
         ]
         large = max(num_bytes for _, num_bytes, _, _ in timings)
-        method, _, ranks, seconds = next(held for held in timings if held[1] == large and held[0].startswith("Horovod"))
-        small = {name.startswith("Horovod"): held for name, size, _, held in timings if size == 4}
+        method, _, ranks, seconds = next(row for row in timings if row[1] == large and row[0].startswith("Horovod"))
+        small = {name.startswith("Horovod"): median for name, size, _, median in timings if size == 4}
         if False in small:
             latency = small[False] / math.ceil(math.log2(ranks))
         else:
@@ -227,14 +228,14 @@ def doctors_link(report: Mapping[str, Any], cycle_s: float) -> tuple[Link, str]:
         sending = max(seconds - 2 * (ranks - 1) * latency, 1e-3 * seconds)
     except (KeyError, TypeError, ValueError, StopIteration, ZeroDivisionError):
         raise UserError(
-            "holds no allreduce of two ranks or more: run `horovodrun -np 2 python -m hvd_bert.doctor --json`."
+            "has no allreduce of 2 ranks or more: run `horovodrun -np 2 python -m hvd_bert.doctor --json`."
         ) from None
     link = Link(2 * (ranks - 1) / ranks * large / sending, latency)
     return link, f"measured by doctor, {ranks} ranks, {method}"
 
 
 def baselines(tables: Sequence[Table], groups: Sequence[Group], chosen: tuple[str, int] | None) -> list[Group]:
-    """What to project: the baselines of the tables, each once; without tables the one that `groups` would have."""
+    """The groups to project: the baseline of each table or, without tables, the baseline of `groups`."""
     found = {id(table.baseline): table.baseline for table in tables}
     alone = None if found else baseline_of(groups, chosen)
     return [alone] if alone else list(found.values())
@@ -248,7 +249,7 @@ def both_kinds(
     parameters: int | None = None,
     backward_share: float | None = None,
 ) -> list[Projection]:
-    """Strong and weak scaling on up to `maximum` devices from a baseline's step, whatever else was measured.
+    """Project a baseline's step to up to `maximum` devices, with strong and with weak scaling.
 
     Strong scaling ends where a device would have less than one window.
     """
@@ -270,7 +271,7 @@ def both_kinds(
 def series(
     step: Step, kind: str, last: int, networks: Sequence[tuple[str, Network]], fusion: Fusion
 ) -> dict[tuple[str, bool], list[Projected]]:
-    """For each network's name, and whether fp16 is on the wire: a step on 1, 2, 4, ... devices up to `last`."""
+    """(network, whether fp16 is on the wire) -> a step on 1, 2, 4, ... devices up to `last`."""
     return {
         (name, fp16): [
             project(in_fp16(step) if fp16 else step, devices, kind, network, fusion) for devices in device_counts(last)

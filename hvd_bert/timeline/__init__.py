@@ -1,1 +1,1 @@
-"""What Horovod's timeline says: phases, messages, steps, slow ranks (`python -m hvd_bert.timeline FILE`)."""
+"""Analysis of Horovod timelines: phases, messages, steps, stragglers (`python -m hvd_bert.timeline FILE`)."""

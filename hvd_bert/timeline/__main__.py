@@ -1,9 +1,9 @@
-"""What a timeline of Horovod's says: phases, messages and bandwidth, exposed communication, slow ranks, advice.
+"""Analyze a Horovod timeline: phases, messages, bandwidth, exposed communication, stragglers, advice.
 
     HOROVOD_TIMELINE=timeline.json horovodrun -np 2 python -m hvd_bert.train ...
     python -m hvd_bert.timeline timeline.json --html timeline.html
 
-One process, without torch or a launcher; of a killed run, too. Exit status: 0 done, 2 bad input.
+One process, without torch or a launcher. It also reads timelines of killed runs. Exit status: 0 done, 2 bad input.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         findings = read(flags.file, flags.ranks, flags.hosts)
         if flags.one_host:
             each = analysis.ranks_of_a_host(findings)
-            analysis.take_off_inside(findings, read(flags.one_host, each))
+            analysis.subtract_inside(findings, read(flags.one_host, each))
         if flags.html:
             _write_page(findings, flags.html)
     except UserError as error:
@@ -40,12 +40,12 @@ def main(argv: list[str] | None = None) -> int:
     else:
         print(content.terminal(findings))
         if flags.html:
-            print(f"\nThe page: {flags.html}")
+            print(f"\nHTML page: {flags.html}")
     return EXIT_OK
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Of the command's flags."""
+    """The parser of the command's flags."""
     parser = argparse.ArgumentParser(prog="python -m hvd_bert.timeline")
     parser.description = (
         "Analyze a Horovod timeline: phases, bandwidth, exposed communication, stragglers, and what to change."
@@ -65,20 +65,20 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--one_host", metavar="FILE", type=Path,
-        help="Timeline of the same training on one host, with the ranks of one of the --hosts, whose sums inside the"
-        " host are subtracted; MPI only. (default: none)",
+        help="Timeline of the same training on one host, with as many ranks as on each of the --hosts, to subtract the"
+        " sums inside a host; MPI only. (default: none)",
     )  # fmt: skip
     return parser
 
 
 def read(path: Path, ranks: int | None = None, hosts: int | None = None) -> Findings:
-    """Analyse a file, with a progress bar where a terminal shows it. Raises UserError."""
+    """Analyze a file, with a progress bar on a terminal. Raises UserError."""
     for flag, number in (("--ranks", ranks), ("--hosts", hosts)):
         if number is not None and number < 1:
             raise UserError(f"{flag} {number}: must be at least 1.")
     if path.is_dir():
-        raise UserError(f"{path}: is a folder; name the timeline's file.")
-    malloc.keep_memory()  # arrays of a block are made of those of the block before
+        raise UserError(f"{path} is a folder. Name the timeline's file.")
+    malloc.keep_memory()  # the arrays of each block reuse the memory of the last
     size = path.stat().st_size if path.is_file() else None
     with tqdm(total=size, unit="B", unit_scale=True, disable=None, leave=False, desc=path.name) as bar:
         findings = analysis.analyse(path, ranks, hosts, bar.update)
@@ -90,10 +90,10 @@ def _write_page(findings: Findings, path: Path) -> None:
     from hvd_bert.timeline import plots  # matplotlib takes a second
 
     page = Page("")
-    whole = content.page(findings)
-    page.title = whole.title
+    without_plots = content.page(findings)
+    page.title = without_plots.title
     steps = Listing(content.step_lines(findings))
-    for block in whole.blocks:
+    for block in without_plots.blocks:
         page.add(block)
         if block == Text("Phases", 2):
             page.add(Picture("phases.png", plots.phases(findings), "Share of each phase in the time"))

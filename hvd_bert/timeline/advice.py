@@ -1,34 +1,32 @@
-"""Up to three lines of advice, each from a figure that is over its threshold (docs/guides/profiling.md lists them)."""
+"""Up to three lines of advice, each on a figure above its threshold (listed in docs/guides/profiling.md)."""
 
 from __future__ import annotations
 
 from hvd_bert.timeline.figures import Findings, StepFigures
 
 MAX_LINES = 3
-WAIT_SHARE = 0.05  # of the step, waited for the last rank
-SAME_RANK = 0.6  # of the steps, in which one rank is the last
-ENOUGH_STEPS = 10  # that name ranks, for one of them to be named here
+WAIT_SHARE = 0.05  # of the step, spent waiting for the last rank
+SAME_RANK = 0.6  # of the steps, with the same rank last
+ENOUGH_STEPS = 10  # that name ranks; with fewer no straggler is named
 EXPOSED_SHARE = 0.10  # of the step
-SMALL_MESSAGE = 1 << 20  # bytes: below that, latency counts more than bandwidth
-MANY_MESSAGES = 8  # a step
-COPY_SHARE = 0.25  # of the time of collectives, spent on copies to and from the fusion buffer
+SMALL_MESSAGE = 1 << 20  # bytes: below that, latency matters more than bandwidth
+MANY_MESSAGES = 8  # per step
+COPY_SHARE = 0.25  # copies to and from the fusion buffer, over the time of collectives
 COPY_OF_STEP = 0.02
 NO_CACHE = "HOROVOD_CACHE_CAPACITY=0"
 
 
 def advise(findings: Findings) -> list[str]:
-    """The lines, what costs most first; one that says so where nothing is over its threshold."""
+    """The advice, most expensive problem first, or one line that there is no problem."""
     step = findings.step
     if step is None:
-        return [
-            "No training steps can be told in this file (no tensor was allreduced in 3 steps): record more of them."
-        ]
+        return ["No training steps found in this file (no tensor was allreduced in 3 steps). Record more steps."]
     found = [*_waiting(findings, step), *_exposed(step), *_copies(findings, step)]
     if found:
         return [line for _, line in sorted(found, reverse=True)[:MAX_LINES]]
     return [
-        f"Communication does not hold this run up: {_percent(step.exposed_most_share)} of a step is exposed, "
-        f"{_percent(step.wait_share)} is waiting for the last rank. More speed has to come from the computing."
+        f"Communication does not slow this run down: {_percent(step.exposed_most_share)} of a step is exposed, "
+        f"{_percent(step.wait_share)} is waiting for the last rank. To go faster, speed up the computation."
     ]
 
 
@@ -42,8 +40,8 @@ def _waiting(findings: Findings, step: StepFigures) -> list[tuple[float, str]]:
             return [
                 (
                     cost,
-                    f"Rank {worst.rank} holds the others up: it is the last in {worst.steps} of {of_steps} steps, by "
-                    f"{_ms(worst.step_median_s)} (median), {_percent(cost)} of a step. Look at its device, its data "
+                    f"Rank {worst.rank} is a straggler: it is the last in {worst.steps} of {of_steps} steps, by "
+                    f"{_ms(worst.step_median_s)} (median), {_percent(cost)} of a step. Check its device, its data "
                     "and what else runs on its host (python -m hvd_bert.doctor under the same launcher).",
                 )
             ]
@@ -51,44 +49,45 @@ def _waiting(findings: Findings, step: StepFigures) -> list[tuple[float, str]]:
             return [
                 (
                     step.wait_share,
-                    f"Ranks wait {_ms(step.wait_s)} a step ({_percent(step.wait_share)}) for the last one, which "
-                    f"is not always the same (rank {worst.rank} in {worst.steps} of {of_steps} steps). Uneven work, or "
-                    "hosts that others use as well, look like this.",
+                    f"Ranks wait {_ms(step.wait_s)} per step ({_percent(step.wait_share)}) for the last one, which "
+                    f"is not always the same (rank {worst.rank} in {worst.steps} of {of_steps} steps). Uneven work and "
+                    "shared hosts cause this.",
                 )
             ]
         return []
     if step.wait_share < WAIT_SHARE:
         return []
     if 2 * of_steps >= step.steps:
-        hint = f"Which it is, {step.steps} steps are too few to tell: record {ENOUGH_STEPS + 1} or more."
+        hint = f"{step.steps} steps are too few to find a straggler: record {ENOUGH_STEPS + 1} or more."
     else:
         hint = (
-            f"This file names ranks in {of_steps} of {step.steps} steps only: to see which it is, record with "
-            f"{NO_CACHE} (for profiling alone)."
+            f"This file names ranks in only {of_steps} of {step.steps} steps: to find the straggler, record with "
+            f"{NO_CACHE} (for profiling only)."
         )
-    waits = f"The first rank waits {_ms(step.wait_s)} a step ({_percent(step.wait_share)}) for the last."
+    waits = f"The first rank waits {_ms(step.wait_s)} per step ({_percent(step.wait_share)}) for the last."
     return [(step.wait_share, f"{waits} {hint}")]
 
 
 def _exposed(step: StepFigures) -> list[tuple[float, str]]:
     if step.exposed_most_share < EXPOSED_SHARE:
         return []
-    how_much = f"A step waits {_range(step)} for allreduces that the backward pass does not hide"
+    how_much = f"Exposed communication takes {_range(step)} per step"
     per_message = step.size / max(step.messages, 1)
     if per_message < SMALL_MESSAGE and step.messages > MANY_MESSAGES:
         hint = (
-            f"{step.messages:.0f} messages of {bytes_text(per_message)} each: latency. Fuse more: "
-            "HOROVOD_CYCLE_TIME=5, and see that HOROVOD_FUSION_THRESHOLD is not below its 128 MiB."
+            f"{step.messages:.0f} messages of {bytes_text(per_message)} each: latency. Fuse more with "
+            "HOROVOD_CYCLE_TIME=5, and do not set HOROVOD_FUSION_THRESHOLD below its default of 128 MiB."
         )
     elif per_message < SMALL_MESSAGE:
         hint = (
-            f"{bytes_text(step.size)} a step in {step.messages:.0f} messages, so latency or ranks without a free core, "
-            "not bandwidth: fewer, larger steps (a larger batch, --gradient_accumulation_steps), a core more per rank."
+            f"{bytes_text(step.size)} per step in {step.messages:.0f} messages: latency or ranks without a free core, "
+            "not bandwidth. Use fewer, larger steps (a larger batch, --gradient_accumulation_steps) or one core more "
+            "per rank."
         )
     else:
         hint = (
-            f"{bytes_text(step.size)} a step in {step.messages:.0f} messages: bandwidth. --fp16_allreduce halves the "
-            "bytes, --gradient_accumulation_steps sends them less often; see that the fastest network is used."
+            f"{bytes_text(step.size)} per step in {step.messages:.0f} messages: bandwidth. --fp16_allreduce halves the "
+            "bytes, --gradient_accumulation_steps sends them less often. Check that the fastest network is used."
         )
     return [(step.exposed_most_share, f"{how_much}. {hint}")]
 
@@ -103,8 +102,8 @@ def _copies(findings: Findings, step: StepFigures) -> list[tuple[float, str]]:
         (
             share,
             f"Copies to and from the fusion buffer take {_percent(copies / sending)} of the time of the collectives, "
-            f"{_percent(share)} of all time, in messages of {bytes_text(findings.message_median)} (median): try a "
-            "smaller HOROVOD_FUSION_THRESHOLD (33554432), so that large tensors go without a copy.",
+            f"{_percent(share)} of all time, in messages of {bytes_text(findings.message_median)} (median). Try a "
+            "smaller HOROVOD_FUSION_THRESHOLD (33554432), so that large tensors are sent without a copy.",
         )
     ]
 
@@ -125,7 +124,7 @@ def _ms(seconds: float) -> str:
 
 
 def bytes_text(size: float) -> str:
-    """For people."""
+    """A size with its unit."""
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"

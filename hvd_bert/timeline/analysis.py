@@ -1,4 +1,4 @@
-"""A timeline's figures: phases, messages, tensors, steps, ranks. All that is kept is of bounded size."""
+"""Compute a timeline's figures: phases, messages, tensors, steps, ranks. Memory is bounded."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hvd_bert.timeline.rows import NONE, Batch, Messages
 from hvd_bert.timeline.spans import COLLECTIVE, NEGOTIATION, Spans, kind_of
 from hvd_bert.timeline.steps import FULL, Steps, StepTable
 
-LATE_US = 2000  # twice Horovod's cycle: ranks that are less apart were seen in the same look
-SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)  # bytes: where classes of messages end
+LATE_US = 2000  # twice Horovod's cycle: below that, ranks may have been seen in the same cycle
+SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)  # bytes: upper limits of the classes of messages
 SLOWEST = 10
 UNNAMED = "(without a name)"
-BIG = 1 << 20  # bytes: what messages must have for a bandwidth; smaller ones are mostly latency
-FAST = 0.05  # of those: what computing beside it, or a rank that comes late, has not held up
+BIG = 1 << 20  # bytes: smaller messages are mostly latency and do not count for the bandwidth
+FAST = 0.05  # share of the big messages that were delayed neither by computation nor by a late rank
 
 
 class _Phases:
@@ -68,7 +68,7 @@ def _activity_kind(name: str) -> str:
 
 
 class _Tensors:
-    """Sums per tensor; all without a name of their own are one."""
+    """Sums per tensor. All tensors without a name count as one."""
 
     def __init__(self, names: Names) -> None:
         self.names = names
@@ -82,9 +82,9 @@ class _Tensors:
         if not len(rows.pid):
             return
         slots = self._slots(rows.pid)
-        told = rows.negotiation != NONE
+        known = rows.negotiation != NONE
         waited = np.zeros(len(slots), np.int64)
-        waited[told] = (batch.negotiations.end - batch.negotiations.start)[rows.negotiation[told]]
+        waited[known] = (batch.negotiations.end - batch.negotiations.start)[rows.negotiation[known]]
         took = rows.end - rows.start
         width = self.sums.shape[1]
         self.sums[0] += np.bincount(slots, minlength=width)
@@ -109,7 +109,7 @@ class _Tensors:
         return self.slot_of[pid]
 
     def slowest(self) -> list[SlowTensor]:
-        """By the mean, of tensors that were sent at least half as often as any: not what was sent at the start."""
+        """The slowest tensors by mean, except those sent less than half as often as others, such as at the start."""
         count = np.maximum(self.sums[0], 1)
         per = (self.sums[1] + self.sums[2]) / count
         names = {slot: name for name, slot in self.slots.items()}
@@ -126,7 +126,7 @@ class _Tensors:
 
 
 class _Sizes:
-    """Allreduces by the bytes that went in one message."""
+    """Allreduces by the size of their message."""
 
     def __init__(self) -> None:
         self.times = [Spread() for _ in range(len(SIZES) + 1)]
@@ -161,19 +161,19 @@ class _Sizes:
         ]  # fmt: skip
 
     def bytes_per_s(self) -> float:
-        """Of messages above 1 MiB, where those carry half of all bytes; else of all."""
+        """Bandwidth of messages above 1 MiB if these carry half of all bytes, else of all messages."""
         big = SIZES.index(BIG) + 1
         start = big if self.bytes[big:].sum() * 2 >= self.bytes.sum() else 0
         took = sum(times.total for times in self.times[start:])
         return float(self.bytes[start:].sum()) / took * 1e6 if took else math.nan
 
     def fast_bytes_per_s(self) -> float:
-        """What the fastest twentieth of the messages above 1 MiB reach; NaN without such."""
+        """Bandwidth of the fastest 5 % of messages above 1 MiB; NaN if there are none."""
         return self.big_speeds.quantile(1 - FAST) * 1000
 
 
 class _Ranks:
-    """Who comes last."""
+    """How often, and by how much, each rank is last."""
 
     def __init__(self) -> None:
         self.lags: dict[int, Spread] = {}
@@ -212,7 +212,7 @@ def analyse(
     hosts: int | None = None,
     progress: Callable[[int], object] = lambda count: None,
 ) -> Findings:
-    """Read a file. `ranks`: how many there were, where the file does not say; on `hosts`. Raises UserError."""
+    """Analyze a file. `ranks`: number of ranks, if the file does not name them. Raises UserError."""
     reader = Reader(path)
     spans, steps = Spans(reader.names.spans), Steps(reader.names.spans)
     phases, tensors, sizes, by_rank = _Phases(), _Tensors(reader.names), _Sizes(), _Ranks()
@@ -230,7 +230,7 @@ def analyse(
     if len(reader.names.ranks) > 1:
         ranks = max(reader.names.ranks) + 1
     if hosts and ranks and hosts > ranks:
-        raise UserError(f"--hosts {hosts}: the file is of {ranks} ranks.")
+        raise UserError(f"--hosts {hosts}: the file has only {ranks} ranks.")
     speed, fast = sizes.bytes_per_s(), sizes.fast_bytes_per_s()
     return Findings(
         path=str(path), size=path.stat().st_size, events=reader.events, cut_short=reader.cut_short,
@@ -249,9 +249,9 @@ def _of_a_ring(ends: int) -> float:
 
 
 def _of_a_link(ranks: int | None, hosts: int | None, names: Sequence[str]) -> float:
-    """How often each byte of a message goes out of a host: a ring is over all ranks, MPI sums inside the hosts first.
+    """How often each byte of a message leaves a host: a ring spans all ranks, MPI sums inside the hosts first.
 
-    docs/guides/profiling.md says when that is so.
+    docs/guides/profiling.md has the conditions.
     """
     if ranks is None or hosts is None or hosts == 1:
         return math.nan
@@ -259,26 +259,28 @@ def _of_a_link(ranks: int | None, hosts: int | None, names: Sequence[str]) -> fl
 
 
 def ranks_of_a_host(findings: Findings) -> int:
-    """How many ranks each host has, that sum inside it first. Raises UserError if that cannot be told, or is not so."""
+    """Ranks per host, which MPI sums inside the host first. Raises UserError if this is unknown or not MPI."""
     if findings.hosts is None or findings.hosts == 1 or findings.ranks is None:
-        raise UserError("--one_host: give --hosts as well, of two hosts or more.")
+        raise UserError("--one_host needs --hosts with 2 hosts or more.")
     if not _over_mpi(phase.name for phase in findings.phases):
-        raise UserError("--one_host: only MPI sums inside the hosts first; the ring of this file sends meanwhile.")
+        raise UserError(
+            "--one_host is for MPI, which sums inside the hosts first. This file was not recorded over MPI."
+        )
     return findings.ranks // findings.hosts
 
 
-def take_off_inside(findings: Findings, inside: Findings) -> None:
-    """Of what MPI's messages take, leave the link what is not sums inside a host.
+def subtract_inside(findings: Findings, inside: Findings) -> None:
+    """Subtract the time of sums inside a host from MPI's messages, which leaves the time of the link.
 
-    `inside`: of the same training on one host, with as many ranks as each host of `findings` has. Raises UserError.
+    `inside`: the same training on one host, with as many ranks as on each host of `findings`. Raises UserError.
     """
     each = ranks_of_a_host(findings)
     if inside.ranks != each or not _over_mpi(phase.name for phase in inside.phases):
         raise UserError(
-            f"--one_host {inside.path}: is not of {each} ranks over MPI, as on each host of {findings.path}."
+            f"--one_host {inside.path}: must be of {each} ranks over MPI, as on each host of {findings.path}."
         )
     if math.isnan(findings.fast_bytes_per_s + inside.fast_bytes_per_s):
-        raise UserError("--one_host: one of the files has no message above 1 MiB, by which a bandwidth can be told.")
+        raise UserError("--one_host: one of the files has no message above 1 MiB, so its bandwidth is unknown.")
     if inside.fast_bytes_per_s <= findings.fast_bytes_per_s:
         raise UserError(f"--one_host {inside.path}: its messages are no faster than those of {findings.path}.")
     findings.inside_bytes_per_s = inside.fast_bytes_per_s
@@ -292,12 +294,12 @@ def _over_mpi(names: Iterable[str]) -> bool:
 def _check(reader: Reader, path: Path) -> None:
     own = [name for name in reader.names.spans if name != CYCLE]
     if not any(kind_of(name) == NEGOTIATION for name in own):
-        what = f"its events are {', '.join(own[:3])}" if own else "no tensor was sent while it was written"
-        raise UserError(f"{path}: there is nothing of Horovod's operations in it: {what}.")
+        reason = f"its events are {', '.join(own[:3])}" if own else "no tensor was sent while it was written"
+        raise UserError(f"{path} has none of Horovod's operations: {reason}.")
 
 
 def _full(steps: StepTable | None) -> StepTable | None:
-    """Steps of the usual number of tensors, without the first, in which everything is set up."""
+    """The steps with the usual number of tensors, without the first, which includes set-up."""
     if steps is None or len(steps) < 3:
         return None
     usual = float(np.median(steps.tensors))

@@ -1,4 +1,4 @@
-"""Numbers and names in the bytes of a timeline, many at once, as words of 8 bytes."""
+"""Parse numbers and names in the bytes of a timeline, many at once, as words of 8 bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BEGIN, END, TICK, MARK = ord("B"), ord("E"), ord("X"), ord("i")
 
 @dataclass
 class Names:
-    """What numbers stand for; grows while a file is read."""
+    """The names behind the numbers. Grows while a file is read."""
 
     spans: list[str] = field(default_factory=list)
     tensors: dict[int, str] = field(default_factory=dict)
@@ -28,27 +28,27 @@ def word(text: bytes) -> Any:
     return np.frombuffer(text, "<u8")[0]
 
 
-# Which bytes of 16, or of 8, hold a number of so many digits that ends there.
+# Masks, by number of digits, of a number at the end of 16 or 8 bytes.
 _DIGITS_16 = np.stack([np.frombuffer(b"\0" * (16 - count) + b"\x0f" * count, "<u8") for count in range(17)])
 _DIGITS_8 = np.array([word(b"\0" * (8 - count) + b"\x0f" * count) for count in range(9)])
 
 
 def words(data: bytes, at: Array, count: int) -> Array:
-    """(n, count) words from each place on."""
+    """(n, count) words, starting at each position."""
     width = 8 * count
     everywhere: Array = np.ndarray((len(data) - width + 1,), f"V{width}", data, 0, (1,))
     return everywhere[at].view("<u8").reshape(-1, count)
 
 
 def digit_counts(data: bytes, at: Array, maximum: int) -> Array:
-    """How many decimal digits stand at each place: fewer than `maximum`, which is 8 or 16, else 0."""
+    """Number of decimal digits at each position if below `maximum` (8 or 16), else 0."""
     others = (words(data, at, maximum // 8).view(np.uint8).reshape(len(at), maximum) - np.uint8(ord("0"))) > 9
     counts: Array = others.argmax(axis=1)
     return counts
 
 
 def numbers(data: bytes, ends: Array, digits: Array, maximum: int) -> Array:
-    """The numbers of so many digits, at most `maximum`, which is 8 or 16, that end before the places `ends`."""
+    """The numbers with `digits` digits that end before the positions `ends`. `maximum` of digits: 8 or 16."""
     if maximum == 8:
         return _parsed(words(data, ends - 8, 1)[:, 0] & _DIGITS_8[digits])
     masked = words(data, ends - 16, 2) & _DIGITS_16[digits]
@@ -57,7 +57,7 @@ def numbers(data: bytes, ends: Array, digits: Array, maximum: int) -> Array:
 
 
 def _parsed(digits: Array) -> Array:
-    """Numbers of 8 decimal digits each, from words of a digit's value a byte, the first the highest."""
+    """Numbers of 8 decimal digits, from words with one digit per byte, the highest first."""
     pairs = (digits * np.uint64(10) + (digits >> np.uint64(8))) & np.uint64(0x00FF00FF00FF00FF)
     fours = (pairs * np.uint64(100) + (pairs >> np.uint64(16))) & np.uint64(0x0000FFFF0000FFFF)
     eights: Array = (fours * np.uint64(10000) + (fours >> np.uint64(32))) & np.uint64(0xFFFFFFFF)
@@ -65,7 +65,7 @@ def _parsed(digits: Array) -> Array:
 
 
 class SpanNames:
-    """Numbers of names, looked up by the 16 bytes that a name ends with (with what stands before a shorter one)."""
+    """Looks up the numbers of names by the 16 bytes before the end of a name."""
 
     BITS = 12
     SHIFT = np.uint64(64 - BITS)
@@ -76,14 +76,14 @@ class SpanNames:
         self._choose()
 
     def _choose(self) -> None:
-        """Multipliers that give each known name a slot of its own."""
+        """Choose multipliers that give each known name its own slot."""
         seed = 0
         while True:
             seed += 1
             random = np.random.default_rng(seed)
             self.factors = random.integers(0, 1 << 63, 2, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
             self.mixed = np.zeros(1 << self.BITS, np.uint64)
-            self.phase, self.code = np.zeros((2, 1 << self.BITS), np.int32)  # phase 0: none of Horovod's
+            self.phase, self.code = np.zeros((2, 1 << self.BITS), np.int32)  # phase 0: not Horovod's
             slots = set()
             for first, second, phase, code in self.known:
                 mixed = self._mix(np.array([[first, second]], np.uint64))
@@ -98,16 +98,16 @@ class SpanNames:
         return mixed
 
     def look_up(self, words: Array, data: bytes, ends: Array) -> tuple[Array, Array]:
-        """Phase and code of each; phase 0 for what is none of Horovod's. `ends`: where the names end."""
+        """Phase and code of the names that end at `ends`; phase 0 if a name is not Horovod's."""
         while True:
             mixed = self._mix(words)
             slots = mixed >> self.SHIFT
-            strangers = np.flatnonzero(self.mixed[slots] != mixed)
-            if not len(strangers):
+            unknown = np.flatnonzero(self.mixed[slots] != mixed)
+            if not len(unknown):
                 return self.phase[slots], self.code[slots]
-            at = int(strangers[0])
+            at = int(unknown[0])
             if len(self.known) >= 1 << (self.BITS - 2):
-                raise UserError("it has more kinds of events than Horovod knows.")
+                raise UserError("The file has more kinds of events than Horovod writes. It is not a Horovod timeline.")
             self.known.append((int(words[at, 0]), int(words[at, 1]), *self._describe(data, int(ends[at]))))
             self._choose()
 

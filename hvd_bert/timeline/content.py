@@ -1,4 +1,4 @@
-"""Findings as text, tables and JSON, for a terminal and for the page."""
+"""Format findings as text, tables and JSON, for a terminal and for the page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FEW = 5  # tensors shown on a terminal
 KINDS = {
     "negotiation": "negotiation: until all ranks are ready",
     "wait": "waiting for the device's data",
-    "queue": "queue: NCCL is busy with another",
+    "queue": "queue: NCCL is busy with another message",
     "copy": "copies",
     "collective": "on the wire",
     "set-up": "set-up",
@@ -24,7 +24,7 @@ KINDS = {
 
 
 def seconds(value: float) -> str:
-    """With a unit that fits."""
+    """Seconds with a suitable unit."""
     if math.isnan(value):
         return DASH
     if value >= 1:
@@ -33,7 +33,7 @@ def seconds(value: float) -> str:
 
 
 def speed(bytes_per_s: float) -> str:
-    """Bytes and bits, as networks are sold."""
+    """A bandwidth in bytes and bits per second."""
     if math.isnan(bytes_per_s):
         return DASH
     if bytes_per_s < 1e6:
@@ -42,46 +42,44 @@ def speed(bytes_per_s: float) -> str:
 
 
 def percent(share: float) -> str:
-    """To a tenth."""
+    """A share in percent."""
     return f"{share:.1%}"
 
 
 def facts(findings: Findings) -> list[str]:
-    """What the file is, and what it leaves out."""
-    ranks = f"{findings.ranks} ranks" if findings.ranks else "ranks that it does not name (--ranks N tells how many)"
+    """Facts about the file, and what it does not contain."""
+    ranks = f"{findings.ranks} ranks" if findings.ranks else "an unknown number of ranks (set it with --ranks N)"
     lines = [
         f"{findings.path}: {findings.events:,} events of {ranks} in {seconds(findings.covered_s)}, "
         f"{bytes_text(findings.size)}."
     ]
     if findings.cut_short:
-        lines.append(
-            "The file has no end: the run was killed, or is still going on. All that is whole in it is counted."
-        )
+        lines.append("The file is incomplete: the run was killed or is still running. Its complete events are counted.")
     if findings.unfinished:
-        lines.append(f"Spans without an end in it, left out: {findings.unfinished}.")
+        lines.append(f"Spans without an end, left out: {findings.unfinished}.")
     if findings.cycles:
         lines.append(f"{findings.cycles:,} cycles are marked, {seconds(findings.cycle_s)} apart (median).")
     if findings.naming_ranks < findings.negotiations:
         share = findings.naming_ranks / findings.negotiations
         lines.append(
-            f"{percent(share)} of the negotiations name ranks. Horovod's response cache, which answers for tensors "
-            f"that it knows, leaves ranks out: {NO_CACHE} names them in every step."
+            f"{percent(share)} of the negotiations name ranks. Those that Horovod's response cache answers do not: "
+            f"{NO_CACHE} names ranks in every step."
         )
     return lines
 
 
 def step_lines(findings: Findings) -> list[str]:
-    """The step, and what of it is communication."""
+    """The time of a step, and how much of it is communication."""
     step = findings.step
     if step is None:
-        return ["Steps cannot be told: no tensor was allreduced in 3 of them."]
+        return ["No steps found: no tensor was allreduced in 3 steps."]
     exposed = f"{seconds(step.exposed_least_s)} ({percent(step.exposed_least_share)})"
     if step.exposed_most_s - step.exposed_least_s > 0.05 * step.exposed_most_s:
         exposed += f" to {seconds(step.exposed_most_s)} ({percent(step.exposed_most_share)})"
     return [
         f"{step.steps} steps of {seconds(step.step_s)} (median; p99 {seconds(step.p99_s)}), {step.messages:.0f} "
         f"messages and {bytes_text(step.size)} each.",
-        f"Messages are under way for {seconds(step.busy_s)} of it; {percent(step.hidden_share)} of that is hidden "
+        f"Messages take {seconds(step.busy_s)} of it; {percent(step.hidden_share)} of that is hidden "
         "behind the backward pass.",
         f"Exposed, after the last gradient was ready on all ranks: {exposed}.",
         f"The first rank waits {seconds(step.wait_s)} ({percent(step.wait_share)}; p99 {seconds(step.wait_p99_s)}) for "
@@ -90,17 +88,17 @@ def step_lines(findings: Findings) -> list[str]:
 
 
 def phases(findings: Findings) -> Grid:
-    """Time in each phase."""
+    """The table of phases."""
     rows = [
         [phase.name, KINDS[phase.kind], f"{phase.count:,}", seconds(phase.total_s), percent(phase.share),
          seconds(phase.median_s), seconds(phase.p99_s)]
         for phase in findings.phases
     ]  # fmt: skip
-    return Grid(["phase", "what it is", "count", "total", "of all time", "median", "p99"], rows, words=2)
+    return Grid(["phase", "meaning", "count", "total", "of all time", "median", "p99"], rows, words=2)
 
 
 def sizes(findings: Findings) -> Grid:
-    """Messages by size."""
+    """The table of messages by size."""
     rows = []
     for row in findings.sizes:
         name = f"up to {bytes_text(row.up_to)}" if row.up_to else "larger"
@@ -108,27 +106,27 @@ def sizes(findings: Findings) -> Grid:
         rows.append(
             [name, f"{row.messages:,}", tensors, bytes_text(row.size), seconds(row.median_s), speed(row.bytes_per_s)]
         )
-    return Grid(["allreduces", "messages", "tensors each", "bytes in all", "median", "bandwidth"], rows)
+    return Grid(["allreduces", "messages", "tensors each", "total bytes", "median", "bandwidth"], rows)
 
 
 def bandwidth(findings: Findings) -> list[str]:
-    """One figure for the network."""
+    """Lines on the bandwidth of the network."""
     if math.isnan(findings.bytes_per_s):
-        return ["Sizes and bandwidth cannot be told: the file gives no tensor's dtype and shape."]
+        return ["Sizes and bandwidth are unknown: the file has no dtypes and shapes of tensors."]
     limit = f"messages above {bytes_text(BIG)}, which carry most bytes" if _mostly_big(findings) else "all messages"
     lines = [f"Bandwidth: {speed(findings.bytes_per_s)} of gradients, over {limit}."]
     if not math.isnan(findings.wire_bytes_per_s):
         lines.append(
-            f"On the wire of each rank {speed(findings.wire_bytes_per_s)}: a ring sends 2(n-1)/n of a message, "
+            f"On the wire, per rank: {speed(findings.wire_bytes_per_s)}. A ring sends 2(n-1)/n of a message, "
             f"n = {findings.ranks}."
         )
     if not math.isnan(findings.fast_bytes_per_s):
-        fast = f"The fastest twentieth of those above {bytes_text(BIG)} reach {speed(findings.fast_bytes_per_s)}"
+        fast = f"The fastest 5 % of messages above {bytes_text(BIG)} reach {speed(findings.fast_bytes_per_s)}"
         if not math.isnan(findings.link_bytes_per_s):
             fast += f", {speed(findings.link_bytes_per_s)} on the link of each of the {findings.hosts} hosts"
         if not math.isnan(findings.inside_bytes_per_s):
-            fast += f" (sums inside a host go at {speed(findings.inside_bytes_per_s)}; their time is taken off)"
-        lines.append(f"{fast}: what the network gives, unless computing beside it held up these as well.")
+            fast += f" (sums inside a host run at {speed(findings.inside_bytes_per_s)}; their time is subtracted)"
+        lines.append(f"{fast}: the bandwidth of the network, unless computation delayed these messages, too.")
     return lines
 
 
@@ -138,18 +136,18 @@ def _mostly_big(findings: Findings) -> bool:
 
 
 def ranks(findings: Findings) -> Grid:
-    """Who comes last."""
+    """The table of ranks, with how often each is last."""
     rows = [
         [f"rank {row.rank}", f"{row.last:,}", percent(row.share), seconds(row.median_s), seconds(row.p99_s),
          f"{row.steps} of {row.of_steps}", seconds(row.step_median_s), seconds(row.waited_s or math.nan)]
         for row in findings.rank_rows
     ]  # fmt: skip
-    head = ["rank", "last for tensors", "share", "by (median)", "p99", "last in steps", "by (median)", "waited for it"]
+    head = ["rank", "last for tensors", "share", "by (median)", "p99", "last in steps", "by (median)", "total wait"]
     return Grid(head, rows)
 
 
 def tensors(findings: Findings, maximum: int) -> Grid:
-    """The slowest."""
+    """The table of the slowest tensors."""
     rows = [
         [row.name, f"{row.count:,}", DASH if row.size is None else bytes_text(row.size), seconds(row.negotiation_s),
          seconds(row.operation_s), seconds(row.longest_s)]
@@ -159,15 +157,15 @@ def tensors(findings: Findings, maximum: int) -> Grid:
 
 
 def ranks_line(findings: Findings) -> str:
-    """What the table of ranks rests on."""
+    """How many steps the table of ranks covers."""
     if not findings.rank_rows:
         return "No negotiation in this file names a rank."
-    told = findings.rank_rows[0].of_steps
-    return f"Which rank was last is told in {told} of {findings.step.steps if findings.step else told} steps."
+    known = findings.rank_rows[0].of_steps
+    return f"The last rank is known in {known} of {findings.step.steps if findings.step else known} steps."
 
 
 def page(findings: Findings) -> Page:
-    """The page, without its pictures."""
+    """The page, without its plots."""
     found = Page("Horovod timeline")
     found.add(Listing(facts(findings)), Text("Advice", 2), Listing(findings.advice))
     found.add(Text("Steps", 2), Listing(step_lines(findings)))
@@ -179,24 +177,24 @@ def page(findings: Findings) -> Page:
     if findings.sizes:
         found.add(sizes(findings))
     found.add(Text("Slowest tensors", 2), tensors(findings, len(findings.tensors)))
-    found.add(Text("How the figures come about", 2), Listing(DEFINITIONS))
+    found.add(Text("Definitions", 2), Listing(DEFINITIONS))
     return found
 
 
 DEFINITIONS = (
-    "The file is rank 0's. Tensors that go in one message count once in its phases; a negotiation is one tensor's.",
-    "Total: the time in which at least one was in that phase. Phases overlap each other, and the computing.",
-    "A step begins with the first tensor that had been allreduced in the step before; the first step is left out, and "
-    "those with less than half the usual tensors. Figures of steps are medians.",
-    "Exposed: what messages take after the last tensor of the step was ready on all ranks. Over MPI and Gloo the "
-    "thread that sends also negotiates, so a tensor may have been ready before it was seen: hence from ... to.",
-    "A rank is late where it came more than 2 ms after the first; ranks less apart were seen by Horovod at once.",
-    "Slowest tensors: of those that were sent at least half as often as any.",
+    "Rank 0 wrote the file. Tensors sent in one message count once in its phases. Each tensor has its own negotiation.",
+    "Total: the time during which at least one was in that phase. Phases overlap with each other and with computation.",
+    "A step begins with the first tensor that was already allreduced in the step before. The first step is left out, "
+    "and so are steps with less than half the usual tensors. Figures of steps are medians.",
+    "Exposed: the time of messages after the last tensor of the step was ready on all ranks. Over MPI and Gloo the "
+    "thread that sends also negotiates, so it may notice late that a tensor is ready: this gives a range.",
+    "A rank is late if it came more than 2 ms after the first. Horovod may see a smaller difference as none.",
+    "Slowest tensors: tensors sent less than half as often as the most frequent ones are left out.",
 )
 
 
 def terminal(findings: Findings) -> str:
-    """All of it in short."""
+    """The text for a terminal."""
     parts: list[Sequence[str]] = [
         facts(findings), step_lines(findings), [phases(findings).for_terminal()],
         [ranks_line(findings), *([ranks(findings).for_terminal()] if findings.rank_rows else [])],
@@ -208,7 +206,7 @@ def terminal(findings: Findings) -> str:
 
 
 def as_json(findings: Findings) -> dict[str, Any]:
-    """Plain values; what is not known is null."""
+    """Plain values for JSON; unknown values are null."""
     record = asdict(findings)
     del record["curves"]
     plain: dict[str, Any] = _plain(record)

@@ -1,4 +1,4 @@
-"""The figures that a timeline comes to."""
+"""The data classes of a timeline's figures."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hvd_bert.timeline.steps import StepTable
 
 
 class Spread:
-    """Sum and quantiles of whole numbers, to 1 %, in a table of fixed size."""
+    """Sum and quantiles of integers, accurate to 1 %, in a table of fixed size."""
 
-    FINE = 64  # bins between a number and its double; below that, a bin a number
+    FINE = 64  # bins per factor of 2; one bin per number below FINE
 
     def __init__(self) -> None:
         self.bins = np.zeros(self.FINE * 60, np.int64)
         self.total, self.maximum = 0, 0
 
     def add(self, values: Array) -> None:
-        """Count numbers, none below 0."""
+        """Add numbers. Negative ones count as 0."""
         if not len(values):
             return
         values = np.maximum(values, 0)
@@ -33,11 +33,11 @@ class Spread:
 
     @property
     def count(self) -> int:
-        """How many."""
+        """Number of values."""
         return int(self.bins.sum())
 
     def quantile(self, part: float) -> float:
-        """NaN of none."""
+        """A quantile; NaN if there are no values."""
         if not self.count:
             return math.nan
         at = int(np.searchsorted(np.cumsum(self.bins), part * self.count, side="left"))
@@ -47,7 +47,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Phase:
-    """`count`: of tensors for negotiations, else of messages. `total_s`: while at least one was in it."""
+    """`count`: of tensors for negotiations, else of messages. `total_s`: time with at least one in this phase."""
 
     name: str
     kind: str
@@ -60,7 +60,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class SlowTensor:
-    """Means of a tensor's operations: waiting until all ranks were ready, then copies and collective."""
+    """Mean times of a tensor's operations: negotiation until all ranks are ready, then copies and collective."""
 
     name: str
     count: int
@@ -84,8 +84,8 @@ class SizeClass:
 
 @dataclass(frozen=True)
 class RankRow:
-    """`last`: negotiations of a tensor in which this rank came last, by more than 2 ms; `share`: of those that name
-    ranks. `steps`: those in which it was the last by more than that, of `of_steps`; `waited_s`: for it, in all."""
+    """`last`: negotiations in which this rank was last by more than 2 ms. `share`: of the negotiations that name ranks.
+    `steps`: the same for steps, out of `of_steps`. `waited_s`: total time that ranks waited for it in these steps."""
 
     rank: int
     last: int
@@ -100,7 +100,7 @@ class RankRow:
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Of steps after the first. Seconds are medians; exposed is between `least` and `most`; shares are of `step_s`."""
+    """Figures of the steps after the first. Seconds are medians, `least` and `most` bounds, shares of `step_s`."""
 
     steps: int
     step_s: float
@@ -121,11 +121,11 @@ class StepFigures:
 
 @dataclass
 class Findings:
-    """All that is known of a file. `ranks`: how many there were, None if it cannot be told; `hosts`: as given.
+    """All findings of a file. `ranks`: number of ranks, None if unknown. `hosts`: as given.
 
-    Of large messages: `bytes_per_s`; `wire_bytes_per_s`: what a ring has each rank send for that. Of the fastest
-    twentieth of those above 1 MiB: `fast_bytes_per_s`; `link_bytes_per_s`: what each host sends to the others for that,
-    without the time that sums inside a host take where those are known: `inside_bytes_per_s`, of one host.
+    Bandwidths: `bytes_per_s` of large messages; `wire_bytes_per_s` that each rank then sends in a ring;
+    `fast_bytes_per_s` of the fastest 5 % of messages above 1 MiB; `link_bytes_per_s` that each host then sends to the
+    others, without the time of sums inside a host if their bandwidth, `inside_bytes_per_s`, is known.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""The page's pictures: where the time goes, and how the steps went."""
+"""The page's plots: time per phase, and time per step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvd_bert.timeline.figures import Findings
 from hvd_bert.timeline.rows import NONE
 from hvd_bert.timeline.steps import StepTable
 
-MAX_POINTS = 400  # along the axis; of more steps, means are drawn
+MAX_POINTS = 400  # along the axis; more steps are averaged
 MAX_PHASES = 10
 COLOUR_OF = {
     **{"negotiation": COLOURS[5], "wait": COLOURS[4], "queue": COLOURS[6]},
@@ -41,7 +41,7 @@ def phases(findings: Findings) -> bytes:
 
 
 def steps(table: StepTable) -> bytes:
-    """Each step: its time, what of it is exposed, and the wait for the last rank."""
+    """Time, exposed communication and wait for the last rank of each step."""
     took = np.diff(table.start) * 1e-3
     number = np.arange(1, len(took) + 1)
     with matplotlib.rc_context(STYLE):

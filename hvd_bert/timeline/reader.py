@@ -1,15 +1,15 @@
-"""A timeline as Horovod 0.28 writes it -> arrays of events, a block of the file at a time.
+"""Read a timeline of Horovod 0.28 into arrays of events, one block of the file at a time.
 
-The format, from horovod/common/timeline.cc: a JSON array, which rank 0 writes for all. A tensor is a "process": two
-lines of metadata name its `pid`. Other events follow each other without line breaks, most of a file being one line:
+The format, from horovod/common/timeline.cc: a JSON array, which rank 0 writes for all ranks. A tensor is a "process":
+two lines of metadata name its `pid`. Other events follow without line breaks, so most of a file is one line:
 
     {"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": 5780290, "pid": 47},{"ph": "X", "name": "1", "ts": ...}
 
-`ts` is in microseconds. `B` and `E` begin and end a span, `E` without its name; the last `E` of an operation has the
-tensor's dtype and shape. `X` is rank 1 that has become ready; `i` is the start of a cycle. After every event the file
-ends with "]", which the next event overwrites: a killed job's may lack it, and end in half an event.
+`ts` is in microseconds. `B` and `E` begin and end a span; `E` has no name. The last `E` of an operation has the
+tensor's dtype and shape. `X` means that rank 1 has become ready. `i` is the start of a cycle. After every event the
+file ends with "]", which the next event overwrites. The file of a killed job may lack it and end within an event.
 
-Blocks are taken apart by NumPy, all events of one at once, since a loop over them would be slower than `json`.
+NumPy parses all events of a block at once. A loop over the events would be slower than `json`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import numpy as np
 from hvd_bert.errors import UserError
 from hvd_bert.timeline.byte_parser import END, MARK, Array, Names, SpanNames, digit_counts, numbers, word, words
 
-BLOCK = 2 << 20  # bytes: the arrays made of it stay in a core's cache
-LONGEST_EVENT = 1 << 20  # bytes; what is longer is no event
-LONGEST_METADATA = 4096  # bytes, of a tensor's two lines
+BLOCK = 2 << 20  # bytes: its arrays fit into a core's cache
+LONGEST_EVENT = 1 << 20  # bytes; nothing longer is an event
+LONGEST_METADATA = 4096  # bytes of a tensor's two lines
 CYCLE = "CYCLE_START"
-_PAD = b"\0" * 96  # so that a look before the first event and behind the last one stays inside
+_PAD = b"\0" * 96  # so that reads before the first and after the last event stay inside
 _EVENT = b'{"ph": "'
 _TENSOR = b'{"name": "process_name"'
 _METADATA = re.compile(rb'"process_name", "ph": "M", "pid": (\d+), "args": \{"name": "(.*?)"\}\}', re.DOTALL)
@@ -44,8 +44,8 @@ ITEM_BYTES = {"uint8": 1, "int8": 1, "bool": 1, "uint16": 2, "int16": 2, "float1
 class Events:
     """Events in the file's order, a column per property.
 
-    `phase`: BEGIN, END or TICK. `code`: of a BEGIN its number in `Names.spans`, of a TICK the rank. `ts`: microseconds.
-    `pid`: the tensor. `size`: of the END of an operation the tensor's bytes, else -1.
+    `phase`: BEGIN, END or TICK. `code`: the number in `Names.spans` of a BEGIN, the rank of a TICK. `ts`: microseconds.
+    `pid`: the tensor. `size`: the tensor's bytes at the END of an operation, else -1.
     """
 
     phase: Array
@@ -61,12 +61,12 @@ class Events:
         return Events(*(column[index] for column in self.columns()))
 
     def columns(self) -> tuple[Array, ...]:
-        """All of them."""
+        """All columns."""
         return self.phase, self.code, self.ts, self.pid, self.size
 
     @staticmethod
     def joined(first: Events, second: Events) -> Events:
-        """One after the other."""
+        """Concatenate two blocks of events."""
         pairs = zip(first.columns(), second.columns(), strict=True)
         return Events(*(np.concatenate(pair) for pair in pairs))
 
@@ -77,7 +77,7 @@ _PID = word(b', "pid":')
 
 
 class Reader:
-    """Reads the file at `path`. `names` is whole once `blocks` is through."""
+    """Reads the file at `path`. `names` is complete after the last of `blocks`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -93,7 +93,7 @@ class Reader:
         self._named = np.zeros(1024, bool)  # by pid
 
     def check_start(self) -> None:
-        """Raise UserError for a file that cannot be read or does not begin as a timeline does."""
+        """Raise UserError if the file cannot be read or does not start like a timeline."""
         try:
             with self.path.open("rb") as file:
                 start = file.read(LONGEST_EVENT)
@@ -101,20 +101,20 @@ class Reader:
             raise UserError(f"{self.path}: cannot be read: {error.strerror or error}.") from None
         if not start.strip(b"[]\n\r \0"):
             raise UserError(
-                f"{self.path}: no events in it. Horovod writes them when tensors are sent: did the run end before?"
+                f"{self.path} has no events. Horovod writes them when tensors are sent: the run may have ended before."
             )
         if start[:2] == b"\x1f\x8b":
-            raise UserError(f"{self.path}: is compressed: gunzip it first.")
+            raise UserError(f"{self.path} is compressed. Decompress it with gunzip.")
         if b"traceEvents" in start or b'"schemaVersion"' in start:
-            raise UserError(f"{self.path}: is a trace of torch's profiler or of another tool, not Horovod's timeline.")
+            raise UserError(f"{self.path} is a trace of torch's profiler or of another tool, not a Horovod timeline.")
         if not start.lstrip().startswith(b"[") or not (_EVENT in start or b'"process_name"' in start):
             raise UserError(
-                f"{self.path}: is not a timeline as Horovod writes it (HOROVOD_TIMELINE=FILE,"
-                " docs/guides/profiling.md)."
+                f"{self.path} is not a Horovod timeline. Record one with HOROVOD_TIMELINE=FILE"
+                " (docs/guides/profiling.md)."
             )
 
     def blocks(self, progress: Callable[[int], object] = lambda count: None) -> Iterator[Events]:
-        """The events. `progress` is told how many bytes were read. Raises UserError."""
+        """The events. `progress` is called with the number of bytes read. Raises UserError."""
         self.check_start()
         rest = b""
         with self.path.open("rb", buffering=0) as file:
@@ -131,10 +131,10 @@ class Reader:
         yield self._events(b"".join((_PAD, rest, _PAD)))
 
     def _events(self, data: bytes) -> Events:
-        """Those of a block with padding at both ends; an event that is not whole is left out."""
+        """The events of a block with padding at both ends. An incomplete event is left out."""
         raw = np.frombuffer(data, np.uint8)
 
-        at = np.flatnonzero(raw == ord("s"))  # of "ts": once an event, and seldom elsewhere
+        at = np.flatnonzero(raw == ord("s"))  # of "ts": once per event, rarely elsewhere
         at = at[(words(data, at - 2, 1)[:, 0] & _TS_MASK) == _TS]
         phase, code = self._phases(data, at - 5)
         digits = digit_counts(data, at + 4, 16)
@@ -161,7 +161,7 @@ class Reader:
         return events
 
     def _phases(self, data: bytes, ends: Array) -> tuple[Array, Array]:
-        """Of events by what stands before the quotes at `ends`: END, or the phase and code that its name has."""
+        """Phase and code of events by the bytes before the quotes at `ends`: END, or those of the event's name."""
         phase = np.full(len(ends), END, np.int32)
         code = np.zeros(len(ends), np.int32)
         named = np.flatnonzero(words(data, ends - 8, 1)[:, 0] != _IS_END)
@@ -169,7 +169,7 @@ class Reader:
         return phase, code
 
     def _count(self, phase: Array, ts: Array, whole: Array) -> None:
-        """Cycles, and which time the file covers."""
+        """Count cycles, and update the time that the file covers."""
         times = ts[whole]
         if not len(times):
             return
@@ -197,20 +197,20 @@ class Reader:
 
     @property
     def cycle_s(self) -> float:
-        """The usual time between cycles in seconds, if they are marked; else NaN."""
+        """Median time between cycles in seconds; NaN if they are not marked."""
         gaps = np.concatenate(self.cycle_gaps) if self.cycle_gaps else np.zeros(0)
         return float(np.median(gaps)) * 1e-6 if len(gaps) else math.nan
 
 
 def _last_event(data: bytes) -> int:
-    """Where the last event begins, with the metadata that stands before it; -1: nowhere."""
+    """The start of the last event, with the metadata before it; -1 if there is none."""
     end = data.rfind(_EVENT)
     before = data.rfind(_TENSOR, max(0, end - LONGEST_METADATA), end) if end > 0 else -1
     return before if before > 0 and data.find(_EVENT, before, end) < 0 else end
 
 
 def _sizes(data: bytes, pid: Array, at: Array) -> Array:
-    """Bytes of the tensors, from the dtype and shape of each one's first event in the block; -1: not told."""
+    """Bytes of the tensors, from the dtype and shape of each one's first event in the block; -1 if unknown."""
     _, first, which = np.unique(pid, return_index=True, return_inverse=True)
     sizes = [_bytes_of(data[place : data.find(b"}", place)]) for place in at[first].tolist()]
     return np.array(sizes, np.int64)[which]
@@ -218,7 +218,7 @@ def _sizes(data: bytes, pid: Array, at: Array) -> Array:
 
 @lru_cache(4096)
 def _bytes_of(arguments: bytes) -> int:
-    """Of a tensor, from its dtype and shape; -1: not told."""
+    """Bytes of a tensor, from its dtype and shape; -1 if unknown."""
     match = _SHAPE.match(arguments)
     item = ITEM_BYTES.get(match[1].decode()) if match else None
     if match is None or item is None:

@@ -1,4 +1,4 @@
-"""What a timeline comes to, in columns: negotiations, operations, messages, their activities."""
+"""The content of a timeline in columns: negotiations, operations, messages, activities."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from hvd_bert.timeline.byte_parser import Array
 
-NONE = -1  # where there is none, or it is not told
+NONE = -1  # none, or unknown
 
 
 @dataclass
 class Negotiations:
-    """A row per tensor and negotiation. Times in us; `ticks`: ranks that are named in it, `lag` from the first to the
-    last of them in us, `last_rank`: which (NONE without ticks)."""
+    """A row per tensor and negotiation. Times in us. `ticks`: number of ranks that it names. `lag`: from the first to
+    the last of them. `last_rank`: the last of them (NONE without ticks)."""
 
     code: Array
     pid: Array
@@ -25,8 +25,8 @@ class Negotiations:
 
 @dataclass
 class Operations:
-    """A row per tensor and operation, in the order they began. `message`: the row in Messages. `negotiation`: the row
-    in Negotiations, or NONE. `size`: bytes, NONE if not told."""
+    """A row per tensor and operation, in the order in which they began. `message`: the row in Messages.
+    `negotiation`: the row in Negotiations, or NONE. `size`: bytes, NONE if unknown."""
 
     code: Array
     pid: Array
@@ -39,11 +39,11 @@ class Operations:
 
 @dataclass
 class Messages:
-    """A row per collective, whose `tensors` were sent together, in the order they began. Times in us.
+    """A row per collective, in the order in which they began. `tensors`: number of tensors sent together. Times in us.
 
-    `seen`: when the last of them was ready on the first rank, `ready`: on all ranks. `start` and `end`: of the
-    operation, copies and all; `sent` and `received`: of the collective alone. `size`: bytes, NONE if not told.
-    `collective`: the code of its (first) activity, NONE if there was none.
+    `seen`: when the last tensor was ready on the first rank; `ready`: on all ranks. `start` and `end`: of the operation
+    with its copies; `sent` and `received`: of the collective only. `size`: bytes, NONE if unknown. `collective`: the
+    code of its first activity, or NONE.
     """
 
     code: Array
@@ -69,7 +69,7 @@ class Activities:
 
 @dataclass
 class Batch:
-    """All that was over at some place of the file."""
+    """Everything that ended before some position of the file."""
 
     negotiations: Negotiations
     operations: Operations

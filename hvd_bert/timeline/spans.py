@@ -1,8 +1,8 @@
-"""Events -> operations: which tensors went together in one message, when they were ready, sent and back.
+"""Turn events into operations: which tensors were sent in one message, and when they were ready, sent and received.
 
-A tensor's life is NEGOTIATE_ALLREDUCE (from the first rank that is ready to the last, a tick for each), then ALLREDUCE
-with activities in it: MEMCPY_IN_FUSION_BUFFER, MPI_ALLREDUCE, ... (common.h). Tensors that share a buffer begin the
-collective's activity together: all their B, then all their E. Negotiations by the response cache have no ticks.
+A tensor goes through NEGOTIATE_ALLREDUCE (from the first rank that is ready to the last, with a tick per rank), then
+ALLREDUCE, which contains activities: MEMCPY_IN_FUSION_BUFFER, MPI_ALLREDUCE, ... (common.h). Tensors that share a
+buffer begin the collective's activity together: all B, then all E. Negotiations by the response cache have no ticks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hvd_bert.timeline.rows import NONE, Activities, Batch, Messages, Negotiatio
 
 NEGOTIATE = "NEGOTIATE_"
 OPERATIONS = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "ADASUM")
-WAITS = ("WAIT_FOR_DATA", "WAIT_FOR_OTHER_TENSOR_DATA")  # of each tensor its own
+WAITS = ("WAIT_FOR_DATA", "WAIT_FOR_OTHER_TENSOR_DATA")  # one per tensor
 COLLECTIVES = ("ALLREDUCE", "ALLGATHER", "BCAST", "ALLTOALL", "REDUCESCATTER", "REDUCE")
-MAX_CARRIED = 1 << 19  # events: an operation that never ends keeps no more than that back
+MAX_CARRIED = 1 << 19  # events; limits what an operation that never ends keeps back
 ACTIVITY, NEGOTIATION, OPERATION, COLLECTIVE, OTHER = range(5)
 
 
 def kind_of(name: str) -> int:
-    """What a span of this name is; OTHER: none of a tensor's."""
+    """The kind of a span by its name; OTHER: not a tensor's."""
     if name.startswith(NEGOTIATE):
         return NEGOTIATION
     if name in OPERATIONS:
@@ -37,7 +37,7 @@ def kind_of(name: str) -> int:
 
 @dataclass
 class _Pairs:
-    """Spans: places of their B and E among the events sorted by tensor; codes, and kinds."""
+    """Spans: positions of their B and E among the events sorted by tensor, their codes and kinds."""
 
     begin: Array
     end: Array
@@ -51,7 +51,7 @@ class _Pairs:
 
 
 class Spans:
-    """Pairs events up. `names`: of spans by code, which grows while the file is read."""
+    """Pairs events. `names`: of spans by code; grows while the file is read."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
@@ -60,7 +60,7 @@ class Spans:
         self.unfinished = 0  # operations and negotiations without their end
 
     def batches(self, blocks: Iterator[Events]) -> Iterator[Batch]:
-        """What the blocks come to, each as soon as it is whole."""
+        """The rows of each block's complete operations."""
         for block in blocks:
             yield self._batch(block, last=False)
         yield self._batch(None, last=True)
@@ -86,13 +86,13 @@ class Spans:
 
 
 class _Work:
-    """One batch. `events` are sorted by tensor, `order` has their places in the file."""
+    """One batch. `events` are sorted by tensor; `order` has their positions in the file."""
 
     def __init__(self, events: Events, order: Array, kinds: Array) -> None:
         self.events, self.order, self.kinds = events, order, kinds
         lasting = np.flatnonzero(events.phase != TICK)
         begins, ends = [], []
-        for _ in range(2):  # activities and negotiations, then what they stood in
+        for _ in range(2):  # activities and negotiations, then the spans around them
             phase, pid = events.phase[lasting], events.pid[lasting]
             pair = np.flatnonzero((phase[:-1] == BEGIN) & (phase[1:] == END) & (pid[:-1] == pid[1:]))
             begins.append(lasting[pair])
@@ -111,7 +111,7 @@ class _Work:
         self.unfinished = len(self.open_operations) + len(self.open_negotiations)
 
     def cut(self, last: bool) -> int:
-        """The last place in the file's order where no operation goes on."""
+        """The last position in the file's order at which no operation is open."""
         count = len(self.events)
         if last:
             return count
@@ -123,17 +123,17 @@ class _Work:
         stuck[self.order[self.open_operations]] = 1
         quiet = np.flatnonzero(np.cumsum(stuck) == 0)
         place = int(quiet[-1]) + 1 if len(quiet) else 0
-        if count - place > MAX_CARRIED:  # an operation that does not end: go on without it
+        if count - place > MAX_CARRIED:  # an operation does not end: continue without it
             quiet = np.flatnonzero(np.cumsum(change) == 0)
             place = int(quiet[-1]) + 1 if len(quiet) else count
         return place
 
     def keep(self, cut: int, last: bool) -> Events | None:
-        """Take out what goes on beyond the cut, to be paired up with what comes. Returns it, in the file's order."""
+        """Take out and return the events that continue beyond the cut, in the file's order, for the next batch."""
         pairs = self.pairs
         over = self.order[pairs.end] < cut
         whole = pairs.of(NEGOTIATION, OPERATION)
-        if not last and len(whole):  # a negotiation waits for what follows on its tensor
+        if not last and len(whole):  # a negotiation waits for its tensor's next span
             pid = self.events.pid[pairs.begin[whole]]
             followed = np.zeros(len(whole), bool)
             followed[:-1] = (pid[1:] == pid[:-1]) & (self.order[pairs.begin[whole[1:]]] < cut)
@@ -159,12 +159,12 @@ class _Work:
         return kept
 
     def batch(self) -> Batch:
-        """Rows of what is left."""
+        """The rows of the remaining spans."""
         pairs, ts = self.pairs, self.events.ts
         negotiating = pairs.of(NEGOTIATION)
         negotiations = self._negotiations(negotiating)
         rows = pairs.of(OPERATION)
-        # What stands before an operation on the same tensor is its negotiation.
+        # The span before an operation on the same tensor is its negotiation.
         whole = pairs.of(NEGOTIATION, OPERATION)
         before = np.full(len(pairs.begin), NONE)
         number = np.full(len(pairs.begin), NONE)
@@ -194,13 +194,13 @@ class _Work:
     def _negotiations(self, rows: Array) -> Negotiations:
         begin, end = self.pairs.begin[rows], self.pairs.end[rows]
         ts, ticks = self.events.ts, end - begin - 1
-        told = ticks > 0
-        lag = np.where(told, ts[end - 1] - ts[np.minimum(begin + 1, len(ts) - 1)], 0)
-        last = np.where(told, self.events.code[end - 1], NONE)
+        known = ticks > 0
+        lag = np.where(known, ts[end - 1] - ts[np.minimum(begin + 1, len(ts) - 1)], 0)
+        last = np.where(known, self.events.code[end - 1], NONE)
         return Negotiations(self.pairs.code[rows], self.events.pid[begin], ts[begin], ts[end], ticks, lag, last)
 
     def _messages_of(self, rows: Array, inside: Array, parent: Array) -> tuple[Array, Array]:
-        """Of each operation the number of its message, and of each message its collective's code."""
+        """The message number of each operation, and the collective's code of each message."""
         count = len(self.events)
         message, code = np.full(len(rows), NONE), np.full(len(rows), NONE)
         sending = self.pairs.kind[inside] == COLLECTIVE
@@ -224,7 +224,7 @@ class _Work:
         alone = np.flatnonzero(message == NONE)
         message[alone] = total + np.arange(len(alone))
         total += len(alone)
-        # Number them in the order they began.
+        # Number them in the order in which they began.
         start = np.full(total, count)
         np.minimum.at(start, message, self.order[self.pairs.begin[rows]])
         rank = np.empty(total, np.int64)
@@ -235,7 +235,7 @@ class _Work:
         return message, collective
 
     def _activities(self, inside: Array, message: Array) -> tuple[Activities, Array]:
-        """One row per message and activity, which its tensors have together; and the messages."""
+        """One row per message and activity, shared by its tensors; and the message of each row."""
         code = self.pairs.code[inside].astype(np.int64)
         key = message * (len(self.kinds) + 1) + code
         sort = np.argsort(key, kind="stable")
@@ -244,7 +244,7 @@ class _Work:
         begin, end = self.events.ts[self.pairs.begin[rows]], self.events.ts[self.pairs.end[rows]]
         if not len(first):
             return Activities(code, begin, end), message
-        # Writing 200 events takes a while: the work itself lies between the last B and the first E.
+        # Writing 200 events takes time. The activity itself is between the last B and the first E.
         latest, earliest = np.maximum.reduceat(begin, first), np.minimum.reduceat(end, first)
         return Activities(code[sort][first], latest, np.maximum(latest, earliest)), message[sort][first]
 
@@ -255,9 +255,9 @@ class _Work:
             return Messages(*[np.zeros(0, np.int64)] * 10)
         size, start, end = rows.size[sort], rows.start[sort], rows.end[sort]
         before = rows.negotiation[sort]
-        told = before != NONE
-        seen = np.where(told, past.start[before], start) if len(past.start) else start
-        ready = np.where(told, past.end[before], start) if len(past.end) else start
+        known = before != NONE
+        seen = np.where(known, past.start[before], start) if len(past.start) else start
+        ready = np.where(known, past.end[before], start) if len(past.end) else start
         minimum = np.minimum.reduceat(size, first)
         starts, ends = np.minimum.reduceat(start, first), np.maximum.reduceat(end, first)
         return Messages(

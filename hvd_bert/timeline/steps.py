@@ -1,9 +1,9 @@
-"""Messages -> training steps: when the last gradient was ready, what was sent before that and what after.
+"""Group messages into training steps: when the last gradient was ready, and what was sent before and after that.
 
-A step begins with the first tensor that had been allreduced in the step before. What is sent after the step's last
-tensor was ready on all ranks is *exposed*: the backward pass is over, and the step waits for it. What is sent before is
-hidden behind the backward pass. Over MPI, Gloo and oneCCL one thread both negotiates and sends, so it sees a tensor
-that became ready while it was sending only afterwards: exposed communication is known between two bounds there.
+A step begins with the first tensor that was already allreduced in the step before. Communication after the step's last
+tensor was ready on all ranks is *exposed*: the backward pass is over, and the step waits for it. Earlier communication
+is hidden behind the backward pass. Over MPI, Gloo and oneCCL one thread both negotiates and sends. It notices late that
+a tensor became ready while it was sending, so exposed communication is only known between two bounds.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from hvd_bert.timeline.rows import NONE, Batch, Messages
 
 REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
 ASYNCHRONOUS = "NCCL_"  # collectives that another thread waits for
-AT_ONCE_US = 5000  # a negotiation that follows a message this soon may have waited for the thread that sent it
-SMALL = 0.01  # of a step's bytes: a message after the gradients' that is smaller is a loss or a metric
-MAX_STEPS = 1 << 19  # that are kept; those after them are left out
-FULL = 0.5  # of the usual number of tensors: a step with fewer is evaluation, or something else
+AT_ONCE_US = 5000  # a negotiation this soon after a message may have waited for the thread that sent it
+SMALL = 0.01  # of a step's bytes: a smaller message after the gradients is a loss or a metric
+MAX_STEPS = 1 << 19  # to keep; later ones are left out
+FULL = 0.5  # of the usual number of tensors: a step with fewer is not a training step
 
 
 @dataclass
 class StepTable:
-    """A row per step. Times in us. `start`: when its first tensors were ready; `busy`: of it messages were under way;
-    `exposed_min` and `exposed_max`: exposed; `wait`: of the first rank for the last, at the end; `lag` and `last_rank`:
-    the most that a tensor's ranks were apart, and the last of them (NONE where none is named)."""
+    """A row per step. Times in us. `start`: when its first tensors were ready. `busy`: time with a message in flight.
+    `exposed_min` and `exposed_max`: bounds of the exposed time. `wait`: of the first rank for the last, at the end.
+    `lag`: largest time between a tensor's first and last rank; `last_rank`: the last rank then (NONE if not named)."""
 
     start: Array
     tensors: Array
@@ -43,7 +43,7 @@ class StepTable:
 
     @classmethod
     def of(cls, rows: Sequence[StepTable]) -> StepTable:
-        """One under the other."""
+        """Concatenate tables."""
         return cls(*(np.concatenate(columns) for columns in zip(*(vars(row).values() for row in rows), strict=True)))
 
     def __len__(self) -> int:
@@ -52,7 +52,7 @@ class StepTable:
 
 @dataclass
 class _Sent:
-    """Messages of reductions with their step's number, and their tensors' lag; `named`: of how many it is known."""
+    """Messages of reductions with their step and their tensors' lag. `named`: number of tensors with a known lag."""
 
     step: Array
     messages: Messages
@@ -77,19 +77,19 @@ class _Sent:
 
 @dataclass
 class Steps:
-    """Takes batches, keeps steps."""
+    """Collects the steps of all batches."""
 
     names: Sequence[str]
     tables: list[StepTable] = field(default_factory=list)
     count: int = 0
-    _step: int = 0  # the one that goes on
+    _step: int = 0  # the current one
     _began: int = 0  # its first operation
     _operations: int = 0  # seen so far
     _last_seen: Array = field(default_factory=lambda: np.full(1024, NONE))
     _open: _Sent | None = None
 
     def add(self, batch: Batch) -> None:
-        """Take a batch, and close the steps that are whole by it."""
+        """Add a batch, and close the steps that it completes."""
         reductions = [code for code, name in enumerate(self.names) if name in REDUCTIONS]
         sent = self._sent(batch, reductions)
         if sent is None:
@@ -101,7 +101,7 @@ class Steps:
         self._close(sent.only(np.flatnonzero(whole)))
 
     def close(self) -> StepTable | None:
-        """All steps; None if there was none."""
+        """All steps; None if there are none."""
         if self._open is not None:
             self._close(self._open)
         self._open = None
@@ -131,7 +131,7 @@ class Steps:
         same = np.flatnonzero(pid[sort][1:] == pid[sort][:-1]) + 1
         before = self._last_seen[pid]
         before[sort[same]] = number[sort[same - 1]]
-        self._last_seen[pid] = number  # the last one of a tensor stays
+        self._last_seen[pid] = number  # the last operation of a tensor wins
         latest = np.maximum.accumulate(before)
         found = []
         while (at := int(np.searchsorted(latest, self._began))) < len(pid):
@@ -158,30 +158,30 @@ class Steps:
 
 
 def _lags(batch: Batch, rows: Array, message: Array) -> tuple[Array, Array, Array]:
-    """Of each message: the greatest lag of its tensors, the last rank there (NONE: not told), how many name ranks."""
+    """Per message: the largest lag of its tensors, the last rank (NONE if unknown), and how many tensors name ranks."""
     lag = np.zeros(len(batch.messages.code), np.int64)
     last_rank = np.full(len(lag), NONE)
-    told = batch.operations.negotiation[rows]
-    message, told = message[told != NONE], told[told != NONE]
-    named = batch.negotiations.ticks[told] > 1
-    message, told = message[named], told[named]
-    sort = np.lexsort((batch.negotiations.lag[told], message))
-    lag[message[sort]] = batch.negotiations.lag[told[sort]]  # the greatest comes last, and stays
-    last_rank[message[sort]] = batch.negotiations.last_rank[told[sort]]
+    negotiation = batch.operations.negotiation[rows]
+    message, negotiation = message[negotiation != NONE], negotiation[negotiation != NONE]
+    named = batch.negotiations.ticks[negotiation] > 1
+    message, negotiation = message[named], negotiation[named]
+    sort = np.lexsort((batch.negotiations.lag[negotiation], message))
+    lag[message[sort]] = batch.negotiations.lag[negotiation[sort]]  # the largest comes last and wins
+    last_rank[message[sort]] = batch.negotiations.last_rank[negotiation[sort]]
     return lag, last_rank, np.bincount(message, minlength=len(lag))
 
 
 def _by_step(sent: _Sent) -> tuple[Array, Array]:
-    """The greatest lag of each step and the last rank there, where at least half of its tensors name ranks."""
+    """The largest lag of each step and its last rank, if at least half of the step's tensors name ranks."""
     sort = np.lexsort((sent.lag, sent.last_rank != NONE, sent.step))
     last = np.flatnonzero(np.diff(sent.step[sort], append=-1) != 0)
     first = np.flatnonzero(np.diff(sent.step, prepend=-1) != 0)
-    told = 2 * np.add.reduceat(sent.named, first) >= np.add.reduceat(sent.messages.tensors, first)
-    return np.where(told, sent.lag[sort[last]], 0), np.where(told, sent.last_rank[sort[last]], NONE)
+    known = 2 * np.add.reduceat(sent.named, first) >= np.add.reduceat(sent.messages.tensors, first)
+    return np.where(known, sent.lag[sort[last]], 0), np.where(known, sent.last_rank[sort[last]], NONE)
 
 
 def _without_trailing(sent: _Sent) -> _Sent:
-    """Without a step's last message where it is small, and its tensors were ready only after all others were back."""
+    """Remove a step's last message if it is small and became ready only after all others were received."""
     messages, last = sent.messages, np.diff(sent.step, append=-1) != 0
     first = np.diff(sent.step, prepend=-1) != 0
     total = np.add.reduceat(messages.size, np.flatnonzero(first))[np.cumsum(first) - 1]
@@ -199,10 +199,10 @@ def _table(sent: _Sent, synchronous: Array, lags: tuple[Array, Array]) -> StepTa
     last = np.append(first[1:], len(row)) - 1
     back = np.maximum.accumulate(messages.end)
     start = messages.start.copy()
-    start[1:] = np.maximum(start[1:], back[:-1])  # what several messages have in common counts once
+    start[1:] = np.maximum(start[1:], back[:-1])  # overlapping messages count once
     ready = np.maximum.reduceat(messages.ready, first)
     seen = np.minimum(np.maximum.reduceat(messages.seen, first), ready)
-    # Messages that were negotiated together: the thread sent them one after the other, and saw nothing new meanwhile.
+    # Messages that were negotiated together: the thread sent them one by one, and noticed no new tensor meanwhile.
     fresh = is_first.copy()
     fresh[1:] |= messages.ready[1:] > messages.start[:-1]
     list_start = np.maximum.accumulate(np.where(fresh, np.arange(len(row)), 0))

@@ -14,15 +14,11 @@ trains.
 from __future__ import annotations
 
 import functools
-import os
-import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from hvd_bert.config import command_line
-from hvd_bert.config.parser import HELP
-from hvd_bert.distributed.launch import find_launcher
-from hvd_bert.startup import collector_paused
+from hvd_bert.startup import collector_paused, start_rank
 
 if TYPE_CHECKING:
     from hvd_bert.distributed.world import World
@@ -43,8 +39,4 @@ def _loop() -> ModuleType:
 
 
 if __name__ == "__main__":
-    if HELP & set(sys.argv):
-        command_line.parse(show_help=find_launcher(os.environ).speaks_first)
-    with collector_paused():
-        from hvd_bert.distributed.runner import run_as_rank
-    run_as_rank(main, **command_line.before_joining(sys.argv[1:]))
+    start_rank(main, command_line.parse)

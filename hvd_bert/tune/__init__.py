@@ -1,1 +1,1 @@
-"""Horovod's settings tried by short trainings under the user's own launcher: `python -m hvd_bert.tune`."""
+"""Search for faster Horovod settings, by short trainings under the user's launcher: `python -m hvd_bert.tune`."""

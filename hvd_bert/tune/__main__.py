@@ -1,12 +1,12 @@
-"""Which of Horovod's settings make training faster here, and by how much: short trainings, in pairs with the defaults.
+"""Find the Horovod settings that make training faster here, by short trainings in pairs with the defaults.
 
     python -m hvd_bert.tune --ranks 4 --bf16 --train_file train-v1.1.json --model_name_or_path bert-base-uncased
     python -m hvd_bert.tune -H a100-01:2,a100-02:2 --launcher mpirun --minutes 60 --knobs cycle,fusion,fp16
     salloc --nodes=2 --ntasks-per-node=2 --gres=gpu:a100:2 python -m hvd_bert.tune
 
 Prints the HOROVOD_... lines and flags to set, with the gain and its spread, or "Keep the defaults"
-(docs/guides/tuning.md). The same command goes on where it was interrupted. Exit status: 0 an answer, 1 a run with the
-defaults failed, 2 bad input, 75 stopped by a signal.
+(docs/guides/tuning.md). Rerun the same command to resume. Exit status: 0 answered, 1 a run with the defaults failed,
+2 bad input, 75 stopped by a signal.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hvd_bert.tune import console, knobs
 from hvd_bert.tune.runs import Failed, Runs
 from hvd_bert.tune.search import FASTER, Search
 
-# So that steps are all that is timed. The user's flags win.
+# Only steps are timed. The user's flags override these.
 DEFAULTS = ("--save_steps=0", "--no_do_eval", "--eval_strategy=no", "--logging_steps=5")
 # Flags that tuning sets for each run, in all their spellings -> what to do instead.
 SET_BY_TUNE = planning.SET_BY_SWEEP | {
@@ -45,16 +45,16 @@ def main(argv: Sequence[str]) -> int:
     try:
         return exit_status(lambda: _tune(argv))
     except Failed as error:
-        print(f"hvd_bert: {error}. The same command tries again.", file=sys.stderr)
+        print(f"hvd_bert: {error}. Rerun the same command to retry.", file=sys.stderr)
         return EXIT_FAILURE
 
 
 def make_parser() -> Parser:
-    """Of tuning's own flags."""
+    """The parser of tuning's own flags."""
     parser = Parser(prog="python -m hvd_bert.tune", allow_abbrev=False)
     parser.description = (
-        "Measure which of Horovod's settings make training faster, by short trainings, and print those to use. All"
-        " other flags go to python -m hvd_bert.train. Give your own model, data and batch: the best settings depend on"
+        "Measure by short trainings which of Horovod's settings make training faster, and print those to use. All"
+        " other flags go to python -m hvd_bert.train. Use your own model, data and batch: the best settings depend on"
         " them. Without --train_file, --dataset_name or --config it trains the preset `sweep`."
     )
     parser.add_argument(
@@ -62,8 +62,8 @@ def make_parser() -> Parser:
         help="Number of ranks. (default: the slots of -H, the Slurm job's tasks, this host's GPUs, or 2)",
     )  # fmt: skip
     parser.add_argument(
-        "--knobs", metavar="NAME,...", type=lambda text: text.split(","), default=knobs.UNASKED,
-        help=f"Settings to try: {', '.join(knobs.NAMES)}. (default: all except fp16, which rounds gradients)",
+        "--knobs", metavar="NAME,...", type=lambda text: text.split(","), default=knobs.DEFAULT_NAMES,
+        help=f"Settings to tune: {', '.join(knobs.NAMES)}. (default: all except fp16, which rounds gradients)",
     )  # fmt: skip
     parser.add_argument(
         "--steps", metavar="N", type=int, default=50,
@@ -75,7 +75,7 @@ def make_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--minutes", metavar="M", type=float, default=60,
-        help="Time for everything; settings not reached by then are skipped. (default: %(default)s)",
+        help="Time budget; settings not reached within it are skipped. (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--out", metavar="DIR", type=Path, default=Path("runs/tune"),
@@ -101,7 +101,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def _tune(argv: Sequence[str]) -> int:
     flags, rest = _parse(argv)
     wanted = knobs.chosen(flags.knobs)
-    knobs.check_surroundings(os.environ, flags.launcher_flag)
+    knobs.check_environment(os.environ, flags.launcher_flag)
     launching = launches.chosen(flags, Machine.here(os.environ))
     point = Point("horovod", flags.ranks or _ranks(launching), planning.WEAK, 1, 0)
     obstacle = launching.obstacle(point)
@@ -110,7 +110,7 @@ def _tune(argv: Sequence[str]) -> int:
     planning.check_own(rest, SET_BY_TUNE, "tuning")
     threads = launching.threads(os.environ)
     common = [*planning.with_defaults(rest, threads, DEFAULTS), "--strategy=horovod", f"--max_steps={flags.steps}"]
-    config = command_line.parse(common, show_help=False)
+    config = command_line.parse(common)
     planning.check_files(config)
     values = {knob.name: knob.value(os.environ, config) for knob in knobs.KNOBS}
     environ = dict(os.environ) | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
@@ -121,17 +121,17 @@ def _tune(argv: Sequence[str]) -> int:
         launching, point, common, environ, flags.out, flags.timeout, 60 * flags.minutes,
         same | {"HOROVOD_... in the environment": users}, now,
     )  # fmt: skip
-    with ExitStack() as held:
+    with ExitStack() as stack:
         with writing(flags.out):
             flags.out.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locked(flags.out, wait=False))
+            stack.enter_context(locked(flags.out, wait=False))
             runs.begin()
         console.announce(runs, config, wanted, values, planning.names_data(rest))
         return _search(runs, config, wanted, values, flags.pairs)
 
 
 def _ranks(launching: Launching) -> int:
-    """All that there is room for; 2 on a host without GPUs."""
+    """As many ranks as there is room for; 2 on a host without GPUs."""
     allocation = launching.machine.allocation
     if launching.hosts:
         room = launching.hosts.slots
@@ -141,25 +141,25 @@ def _ranks(launching: Launching) -> int:
         room = launching.machine.gpus or 2
     if room < 2:
         raise UserError(
-            "One rank sends nothing, so there is nothing to tune: give --ranks 2 or more, and room for them."
+            "A single rank sends nothing, so there is nothing to tune. Use --ranks 2 or more, with room for them."
         )
     return room
 
 
 def _search(runs: Runs, config: Config, wanted: Sequence[knobs.Knob], values: dict[str, str], max_pairs: int) -> int:
-    search = Search(runs.measure, max_pairs, console.tell)
+    search = Search(runs.measure, max_pairs, console.print_row)
     context = knobs.Context(config, runs.warm_up())
     split = [context.candidates(knob, values[knob.name]) for knob in wanted]
-    console.plan(runs, [candidates for candidates, _ in split], [left for _, left in split], max_pairs)
+    console.print_plan(runs, [candidates for candidates, _ in split], [left for _, left in split], max_pairs)
     noise = search.measure_noise()
-    console.head(noise)
+    console.print_header(noise)
     best = search.run([candidates for candidates, _ in split])
     compared = search.compare(best) if best else None
     result: dict[str, object] = {"noise": noise, "set": [], "compared": vars(compared) if compared else None}
     if compared and compared.verdict == FASTER:
         result["set"] = list(best)
     runs.write(result)
-    console.answer(runs, compared, noise, fp16="fp16" in [knob.name for knob in wanted])
+    console.print_answer(runs, compared, noise, fp16="fp16" in [knob.name for knob in wanted])
     return EXIT_OK
 
 

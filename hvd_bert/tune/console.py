@@ -1,4 +1,4 @@
-"""What a tuning says: what it will do, each point that is decided, and the answer."""
+"""The output of a tuning: its plan, a row per point, and the answer."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ WIDTH = 52
 
 
 def announce(runs: Runs, config: Config, wanted: Sequence[Knob], values: Mapping[str, str], own_data: bool) -> None:
-    """What is tuned, and over what the gain will be."""
+    """Print what is tuned and the settings that gains are relative to."""
     launching, point = runs.launching, runs.point
-    done = f", {len(runs.pairs)} pairs of an earlier start" if runs.pairs else ""
+    done = f", {len(runs.pairs)} pairs from an earlier start" if runs.pairs else ""
     steps = config.train.max_steps
-    print(f"{point.ranks} ranks by {launching.launcher(point)}, runs of {steps} steps in {runs.out}{done}")
+    print(f"{point.ranks} ranks under {launching.launcher(point)}, runs of {steps} steps in {runs.out}{done}")
     if not own_data:
         print(
-            f"warning: no --train_file, --dataset_name or --config is named, so the preset `{PRESET}` is trained. The"
-            " best setting depends on the model and the batch: tune with your own.",
+            f"warning: no --train_file, --dataset_name or --config given, so the preset `{PRESET}` is trained. The best"
+            " settings depend on the model and the batch: tune with your own.",
             file=sys.stderr,
         )
     warning = launching.warning([point], config.parallel.num_threads or 1)
@@ -33,37 +33,37 @@ def announce(runs: Runs, config: Config, wanted: Sequence[Knob], values: Mapping
     print(f"Defaults: {' '.join(knob.word + values[knob.name] for knob in wanted)}")
     yours = [knob.word + values[knob.name] for knob in KNOBS if values[knob.name] != knob.default]
     if yours:
-        print(f"Set by you: {' '.join(yours)}: every gain is over that")
+        print(f"Set by you: {' '.join(yours)} (gains are relative to this)")
 
 
-def plan(
+def print_plan(
     runs: Runs, candidates: Sequence[Sequence[str]], left_out: Sequence[Mapping[str, str]], max_pairs: int
 ) -> None:
-    """What is left out, and how long the rest may take."""
-    held: dict[str, list[str]] = {}
+    """Print the settings that are left out, and how long the others may take."""
+    words_by_reason: dict[str, list[str]] = {}
     for words in left_out:
         for word, reason in words.items():
-            held.setdefault(reason, []).append(word)
-    for reason, words_of in held.items():
-        print(f"Left out: {' '.join(words_of)}: {reason}")
+            words_by_reason.setdefault(reason, []).append(word)
+    for reason, names in words_by_reason.items():
+        print(f"Left out: {' '.join(names)}: {reason}")
     points, each = sum(map(len, candidates)), min(SEARCH_PAIRS, max_pairs)
     lower, upper = (min(NOISE_PAIRS, max_pairs) + points + extra for extra in (0, points * (each - 1) + max_pairs))
     per_pair = 2 * runs.run_s / 60
     print(
         f"{points} points in {lower} to {upper} pairs of runs, {per_pair * lower:.0f} to {per_pair * upper:.0f} min;"
-        f" --minutes {runs.budget_s / 60:g} for all, {runs.spent_s / 60:.1f} are spent",
+        f" {runs.spent_s / 60:.1f} of --minutes {runs.budget_s / 60:g} are used",
         flush=True,
     )
 
 
-def head(noise: float) -> None:
-    """Of the table."""
-    print(f"Noise: {100 * noise:.1f} % (the defaults against themselves)")
-    print(f"{'tried':{WIDTH}}  {'gain over the best so far, by pair':36}  verdict", flush=True)
+def print_header(noise: float) -> None:
+    """Print the header of the table."""
+    print(f"Noise: {100 * noise:.1f} % (the defaults compared with themselves)")
+    print(f"{'candidate':{WIDTH}}  {'gain over the best so far, per pair':36}  verdict", flush=True)
 
 
-def tell(point: Point) -> None:
-    """A row of the table."""
+def print_row(point: Point) -> None:
+    """Print a row of the table."""
     gains = " ".join(percent(ratio) for ratio in point.ratios)
     words = " ".join(point.setting)
     print(f"{words:{WIDTH}}  {gains:36}  {_verdict(point)}", flush=True)
@@ -87,13 +87,13 @@ def spread(ratios: Sequence[float]) -> str:
     )
 
 
-def answer(runs: Runs, compared: Point | None, noise: float, fp16: bool) -> None:
-    """What to set, or that nothing is to be set; `compared`: the best point against the defaults."""
+def print_answer(runs: Runs, compared: Point | None, noise: float, fp16: bool) -> None:
+    """Print what to set, if anything. `compared`: the best point, compared with the defaults."""
     print()
     if compared is None:
-        print("Keep the defaults: nothing that was tried was faster in each of its pairs.")
+        print("Keep the defaults: no candidate was faster in all of its pairs.")
     elif compared.verdict == FAILED:
-        print(f"Keep the defaults: with {' '.join(compared.setting)} a run failed: {compared.reason}")
+        print(f"Keep the defaults: a run with {' '.join(compared.setting)} failed: {compared.reason}")
     elif compared.verdict != FASTER:
         print(
             f"Keep the defaults: {' '.join(compared.setting)} (the best found) gains {spread(compared.ratios)}:"
@@ -101,11 +101,11 @@ def answer(runs: Runs, compared: Point | None, noise: float, fp16: bool) -> None
         )
     else:
         by_chance = 2 ** len(compared.ratios)
-        print(f"Set this; it gains {spread(compared.ratios)} over the defaults. That all pairs are faster happens by")
-        print(f"chance once in {by_chance} times; the noise is {100 * noise:.1f} %.")
+        print(f"Set this: it gains {spread(compared.ratios)} over the defaults. By chance, all pairs are faster")
+        print(f"once in {by_chance} times. The noise is {100 * noise:.1f} %.")
         _lines(compared.setting, runs.launching.launcher(runs.point))
     if not fp16:
-        print("Not tried: --fp16_allreduce, which sends half the bytes and rounds gradients (--knobs fp16).")
+        print("Not tested: --fp16_allreduce, which halves the bytes sent and rounds gradients (--knobs fp16).")
     print(f"All pairs: {runs.out / 'tune.json'}")
 
 
@@ -118,7 +118,7 @@ def _lines(setting: Setting, launcher: str) -> None:
     if flags:
         print(f"    python -m hvd_bert.train ... {' '.join(flags)}")
     if "--fp16_allreduce=True" in flags:
-        print("    (gradients are rounded to fp16 on their way: compare the scores as well)")
+        print("    (gradients are sent in fp16 and rounded: compare EM and F1 as well)")
     if variables and launcher == "mpirun":
         names = [word.partition("=")[0] for word in variables]
         print(f"    mpirun -x {' -x '.join(names)} ...")

@@ -1,4 +1,4 @@
-"""What can be set about how Horovod sends gradients, which values are tried, and where one cannot matter."""
+"""Horovod's settings for sending gradients: the values to test, and when a value has no effect."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hvd_bert.config.settings import Config
 from hvd_bert.errors import UserError
 from hvd_bert.runs.run import Run
 
-# NAME=VALUE for the environment, --FLAG=VALUE for the trainer; () is the defaults.
+# NAME=VALUE for the environment, --FLAG=VALUE for the trainer. () stands for the defaults.
 Setting = tuple[str, ...]
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Knob:
-    """`name`: as --knobs has it. `word`: the variable or the flag, with "=". `default`: what holds without it."""
+    """`name`: for --knobs. `word`: the variable or flag, with "=". `default`: Horovod's or the trainer's."""
 
     name: str
     word: str
@@ -30,21 +30,21 @@ class Knob:
 
     @property
     def is_flag(self) -> bool:
-        """Whether it is the trainer's, and no variable."""
+        """Whether it is a flag of the trainer, not a variable."""
         return self.word.startswith("--")
 
     def value(self, environ: Mapping[str, str], config: Config) -> str:
-        """What holds without tuning: the user's, or the default. Raises UserError for a variable that is no number."""
+        """The value without tuning: the user's or the default. Raises UserError if a variable is not a number."""
         if self.is_flag:
             return str(getattr(config.parallel, self.key))
-        said = environ.get(self.key, self.default)
-        if _number(said) is None:
-            raise UserError(f"{self.word}{said} in the environment: must be a number.")
-        return said
+        text = environ.get(self.key, self.default)
+        if _number(text) is None:
+            raise UserError(f"{self.word}{text} in the environment: must be a number.")
+        return text
 
 
-# The defaults are Horovod 0.28.1's (horovod/common/operations.cc, global_state.h). A cache larger than 1024 tensors
-# would matter for no BERT.
+# The defaults are Horovod 0.28.1's (horovod/common/operations.cc, global_state.h). A larger cache has no effect: a BERT
+# has fewer than 1024 tensors.
 KNOBS = (
     Knob("hierarchical", "HOROVOD_HIERARCHICAL_ALLREDUCE=", "0", ("1",)),
     Knob("cycle", "HOROVOD_CYCLE_TIME=", "1", ("0.3", "3", "10")),
@@ -54,14 +54,14 @@ KNOBS = (
     Knob("fp16", "--fp16_allreduce=", "False", ("True",)),
 )
 NAMES = tuple(knob.name for knob in KNOBS)
-UNASKED = tuple(name for name in NAMES if name != "fp16")  # which changes the numbers that are sent
-# Variables that would change or slow every run -> why. With "=", as KNOBS.
-IN_THE_WAY = {
+DEFAULT_NAMES = tuple(name for name in NAMES if name != "fp16")  # fp16 rounds the gradients
+# Variables that would change or slow down every run -> why. With "=", as in KNOBS.
+REFUSED = {
     "HOROVOD_AUTOTUNE=": "it changes the same settings while a run is measured (docs/guides/tuning.md)",
-    "HOROVOD_TIMELINE=": "every run would write one, and be slower for it",
+    "HOROVOD_TIMELINE=": "every run would write a timeline, which slows it down",
 }
-# What horovodrun, by flags of its own, sets in place of the environment.
-HOROVODRUN = (
+# Flags of horovodrun that override the environment.
+HOROVODRUN_FLAGS = (
     *("--fusion-threshold-mb", "--cycle-time-ms", "--cache-capacity", "--hierarchical-allreduce"),
     *("--no-hierarchical-allreduce", "--autotune", "--timeline-filename", "--config-file"),
 )
@@ -75,24 +75,24 @@ def _number(text: str) -> float | None:
 
 
 def chosen(names: Sequence[str]) -> list[Knob]:
-    """The knobs of those names, in the order in which they are tried. Raises UserError."""
+    """The knobs of those names, in the order of the search. Raises UserError."""
     for name in names:
         if name not in NAMES:
-            raise UserError(f"--knobs {name}: no such knob. There are: {', '.join(NAMES)}.")
+            raise UserError(f"--knobs {name}: unknown knob. Choose from: {', '.join(NAMES)}.")
     return [knob for knob in KNOBS if knob.name in names]
 
 
-def check_surroundings(environ: Mapping[str, str], launcher_words: Sequence[str]) -> None:
-    """Raise UserError for what would be set in every run besides what is tried."""
-    for word, why in IN_THE_WAY.items():
+def check_environment(environ: Mapping[str, str], launcher_words: Sequence[str]) -> None:
+    """Raise UserError for settings that would apply to every run, with any candidate."""
+    for word, why in REFUSED.items():
         if environ.get(word.removesuffix("="), "0") != "0":
-            raise UserError(f"{word}{environ[word.removesuffix('=')]} in the environment: unset it; {why}.")
+            raise UserError(f"{word}{environ[word.removesuffix('=')]} is set in the environment: {why}. Unset it.")
     for word in launcher_words:
         ours = [knob.key for knob in KNOBS if not knob.is_flag and knob.key in word]
-        if ours or word.split("=")[0] in HOROVODRUN:
+        if ours or word.split("=")[0] in HOROVODRUN_FLAGS:
             raise UserError(
-                f"--launcher_flag={word}: would hold in every run. Set HOROVOD_... in the environment of this command"
-                " instead, and the gain is over that."
+                f"--launcher_flag={word} would apply to every run. Set HOROVOD_... in the environment of this command"
+                " instead. Gains are then relative to it."
             )
 
 
@@ -108,19 +108,19 @@ def flags(setting: Setting) -> list[str]:
 
 
 def exported(environ: Mapping[str, str]) -> list[str]:
-    """The variables of KNOBS that are set, and must reach the ranks on other hosts."""
+    """The variables of KNOBS that are set, to pass to ranks on other hosts."""
     return [knob.key for knob in KNOBS if not knob.is_flag and knob.key in environ]
 
 
 @dataclass(frozen=True)
 class Context:
-    """What decides whether a knob matters: the settings, and a run with the defaults."""
+    """The settings and a run with the defaults. They decide whether a knob has an effect."""
 
     config: Config
     run: Run
 
     def candidates(self, knob: Knob, now: str) -> tuple[list[str], dict[str, str]]:
-        """The words to try where `now` holds, the default's too if the user has another; and those left out -> why."""
+        """The candidates, given the value `now`; and the ones left out -> why. The default is one if `now` is not."""
         candidates, left_out = [], {}
         for value in dict.fromkeys((knob.default, *knob.values)):
             if value == now or (not knob.is_flag and _number(value) == _number(now)):
@@ -133,16 +133,16 @@ class Context:
         return candidates, left_out
 
     def _idle(self, knob: Knob, value: str, now: str) -> str:
-        """Why this value can make no difference, or cannot be set; "" where it can."""
+        """Why this value has no effect or cannot be set; "" if it can matter."""
         run, config = self.run, self.config
         if knob.name == "hierarchical":
-            # operations.cc: ignored on one host, and where the reduction is not NCCL's.
+            # Horovod ignores it on one host, and without NCCL (operations.cc).
             if run.nodes == 1:
                 return "all ranks are on one host"
             if run.on_cpu:
-                return "the ranks are on CPUs, and Horovod has it for NCCL only"
+                return "the ranks are on CPUs, and Horovod supports it with NCCL only"
             if run.nodes == run.ranks:
-                return "each rank is on a host of its own"
+                return "each host has only one rank"
         if knob.name == "fusion" and run.parameters:
             sent = run.parameters * (2 if config.parallel.fp16_allreduce else 4)
             if min(float(value), float(now)) >= sent:
@@ -151,5 +151,5 @@ class Context:
             if config.train.deterministic:
                 return "--deterministic sends all gradients as one group"
             if config.parallel.gradient_predivide_factor != 1:
-                return "Horovod groups no gradients with --gradient_predivide_factor"
+                return "Horovod does not group gradients with --gradient_predivide_factor"
         return ""

@@ -1,4 +1,4 @@
-"""The pairs of trainings that a tuning measures, and tune.json, by which the same command goes on."""
+"""The pairs of trainings that a tuning measures, and tune.json, from which it resumes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from hvd_bert.bench.launching import Launching
 from hvd_bert.bench.one_run import LOG, Trained, train
 from hvd_bert.bench.points import Point
-from hvd_bert.bench.record import replace, take_up, unreadable
+from hvd_bert.bench.record import read_previous, replace, unreadable
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.runs import reading
 from hvd_bert.runs.run import Run
@@ -21,19 +21,19 @@ from hvd_bert.tune.search import Pair
 
 FILE = "tune.json"
 WARM_UP = "warm-up"
-# A setting with which a run takes this many times as long as the longest without it is bad enough to be ended.
+# A run with a candidate is terminated if it takes this many times as long as the longest run without it.
 TOO_LONG = 3
 CANDIDATE, BASELINE = "candidate", "baseline"
 
 
 class Failed(Exception):
-    """A run with settings that are known to work failed."""
+    """The warm-up or a run of the baseline failed."""
 
 
 @dataclass
 class Runs:
-    """`flags`: the trainer's, of every run. `same`: what must not change between two starts in one folder; `now`: what
-    may. `budget_s`: for all that runs in the folder."""
+    """All runs of a tuning. `flags`: the trainer's, for every run. `same`: settings that must not change when it
+    resumes; `now`: facts that may. `budget_s`: time for all runs in the folder."""
 
     launching: Launching
     point: Point
@@ -48,41 +48,41 @@ class Runs:
     pairs: list[dict[str, Any]] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Take over what an earlier start measured; what failed then is tried again. Raises UserError."""
-        held = take_up(self.out, FILE, self.same, "tuning")
-        if held:
+        """Resume with the pairs of an earlier start, except those that failed. Raises UserError."""
+        previous = read_previous(self.out, FILE, self.same, "tuning")
+        if previous:
             try:
-                self.warm_up_s = held["warm_up_s"]
-                self.pairs = [row for row in held["pairs"] if row["ratio"] or row["too_long"]]
+                self.warm_up_s = previous["warm_up_s"]
+                self.pairs = [row for row in previous["pairs"] if row["ratio"] or row["too_long"]]
                 _ = self.spent_s
             except (KeyError, TypeError, ValueError):
                 raise unreadable(self.out / FILE) from None
         self.write()
 
     def write(self, result: Mapping[str, Any] | None = None) -> None:
-        """Write tune.json; `result`: what it all came to."""
+        """Write tune.json. `result`: the answer."""
         content = {"same": self.same, **self.now, "warm_up_s": self.warm_up_s, "pairs": self.pairs}
         replace(self.out / FILE, content | {"result": result})
 
     @property
     def spent_s(self) -> float:
-        """Seconds that everything in the folder took."""
+        """Seconds that all runs in the folder took."""
         return (self.warm_up_s or 0.0) + sum(sum(row["seconds"].values()) for row in self.pairs)
 
     @property
     def run_s(self) -> float:
-        """Seconds that a run will take."""
-        held = [row["seconds"][BASELINE] for row in self.pairs if BASELINE in row["seconds"]]
-        return sum(held) / len(held) if held else self.warm_up_s or 0.0
+        """Expected seconds per run."""
+        seconds = [row["seconds"][BASELINE] for row in self.pairs if BASELINE in row["seconds"]]
+        return sum(seconds) / len(seconds) if seconds else self.warm_up_s or 0.0
 
     def _affords(self, pairs: int) -> bool:
-        """Whether the budget has time for so many pairs more."""
+        """Whether the budget allows this many more pairs."""
         return self.spent_s + 2 * pairs * self.run_s <= self.budget_s
 
     def warm_up(self) -> Run:
-        """The first run: fills the caches, shows whether the user's settings work, and where. Its speed counts nowhere.
+        """The first run fills the caches, and shows whether and where the user's settings work. It is not compared.
 
-        Raises UserError or Failed where they do not.
+        Raises UserError or Failed if they do not work.
         """
         if self.warm_up_s is not None:
             with contextlib.suppress(reading.Unusable):
@@ -99,8 +99,8 @@ class Runs:
     def measure(
         self, kind: str, candidate: Setting, baseline: Setting, repeat: int, then: int | None = None
     ) -> Pair | None:
-        """See `search.Measure`; what an earlier start measured is known. In every second pair the tried setting runs
-        first."""
+        """As `search.Measure`. Pairs of an earlier start are not run again. The candidate runs first in every second
+        pair."""
         key: dict[str, Any] = {"kind": kind, CANDIDATE: list(candidate), BASELINE: list(baseline), "repeat": repeat}
         row = next((row for row in self.pairs if key.items() <= row.items()), None)
         if row is None:
@@ -148,9 +148,9 @@ class Runs:
         environ = knobs.environment(setting, self.environ)
         flags = [*self.flags, *knobs.flags(setting), f"--output_dir={folder}", "--overwrite_output_dir"]
         trained = train(self.launching.command(self.point, flags, knobs.exported(environ)), environ, folder, timeout)
-        (folder / "model.safetensors").unlink(missing_ok=True)  # weights are large, and nobody asks for these
+        (folder / "model.safetensors").unlink(missing_ok=True)  # weights are large and not needed here
         return trained
 
     def _failure(self, setting: Setting, trained: Trained, folder: Path) -> Failed:
-        said = f"took longer than --timeout {self.timeout:g} s" if trained.status is None else trained.reason
-        return Failed(f"a run with {' '.join(setting) or 'the defaults'} failed: {said} ({folder / LOG})")
+        reason = f"took longer than --timeout {self.timeout:g} s" if trained.status is None else trained.reason
+        return Failed(f"a run with {' '.join(setting) or 'the defaults'} failed: {reason} ({folder / LOG})")

@@ -1,6 +1,6 @@
-"""Which setting is faster than the defaults, told by pairs of runs: one with it, one without, in turns.
+"""Search for settings that are faster than the defaults, by pairs of runs: one with a candidate and one without.
 
-A machine that grows slower or faster on the way does so for both of a pair. What a pair says is a ratio of windows/s.
+A drift of the machine's speed affects both runs of a pair. The result of a pair is their ratio of windows/s.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from hvd_bert.tune.knobs import Setting
 
-NOISE, SEARCH, FINAL = "noise", "search", "final"  # what a pair is for
+NOISE, SEARCH, FINAL = "noise", "search", "final"  # the purpose of a pair
 NOISE_PAIRS, SEARCH_PAIRS = 2, 3
 MIN_NOISE = 0.01
 FASTER, SLOWER, NOT_FASTER, FAILED, NO_TIME = "faster", "clearly slower", "not faster", "failed", "no time left"
@@ -20,16 +20,17 @@ FASTER, SLOWER, NOT_FASTER, FAILED, NO_TIME = "faster", "clearly slower", "not f
 
 @dataclass(frozen=True)
 class Pair:
-    """`ratio`: windows/s of the tried setting over those of the other; None: the tried one gave none, for `reason`."""
+    """`ratio`: windows/s of the candidate over the baseline's; None if the candidate failed, for `reason`."""
 
     ratio: float | None
     reason: str = ""
 
 
 class Measure(Protocol):
-    """Runs a pair, or knows it. Each of a point's pairs has a `repeat` (1, 2, ...) of its own.
+    """Runs a pair, or returns its earlier result. `repeat`: the pair's number among its point's pairs (1, 2, ...).
 
-    `then`: pairs that must have time after it, or it is not run (None); without it, it is run at any rate.
+    `then`: number of pairs that must still fit into the budget afterwards; else the pair is not run and the result is
+    None. Without `then` it always runs.
     """
 
     def __call__(
@@ -39,7 +40,7 @@ class Measure(Protocol):
 
 @dataclass
 class Point:
-    """A setting, what it was held against, its pairs' ratios, and what they come to."""
+    """A candidate, its baseline, the ratios of its pairs, and the verdict on it."""
 
     setting: Setting
     baseline: Setting
@@ -49,40 +50,40 @@ class Point:
 
     @property
     def gain(self) -> float:
-        """The median of the ratios, less 1."""
+        """The median of the ratios, minus 1."""
         return statistics.median(self.ratios) - 1
 
 
 @dataclass
 class Search:
-    """One knob after the other, from the best so far.
+    """Tests one knob after the other, starting from the best setting so far.
 
-    `max_pairs`: of the comparison at the end. `tell`: hears of each point that is decided.
+    `max_pairs`: of the final comparison. `on_verdict`: called with each point after its verdict.
     """
 
     measure: Measure
     max_pairs: int
-    tell: Callable[[Point], None]
+    on_verdict: Callable[[Point], None]
     noise: float = MIN_NOISE
 
     def measure_noise(self) -> float:
-        """How far a pair of the defaults with themselves is from 1: what is less is no difference."""
+        """The deviation from 1 of pairs of the defaults with themselves. A smaller difference counts as none."""
         pairs = [self.measure(NOISE, (), (), repeat + 1) for repeat in range(min(NOISE_PAIRS, self.max_pairs))]
         apart = [max(pair.ratio, 1 / pair.ratio) - 1 for pair in pairs if pair and pair.ratio]
         self.noise = max(MIN_NOISE, *apart)
         return self.noise
 
     def run(self, knobs: Sequence[Sequence[str]]) -> Setting:
-        """`knobs`: the words to try of each. Returns the best setting found; (): the defaults."""
+        """Returns the best setting found; (): the defaults. `knobs`: the candidates of each knob."""
         best: Setting = ()
-        for words in knobs:
-            points = [self._try((*best, word), best) for word in words]
+        for candidates in knobs:
+            points = [self._test((*best, candidate), best) for candidate in candidates]
             faster = [point for point in points if point.verdict == FASTER]
             if faster:
                 best = max(faster, key=lambda point: point.gain).setting
         return best
 
-    def _try(self, setting: Setting, baseline: Setting) -> Point:
+    def _test(self, setting: Setting, baseline: Setting) -> Point:
         point = Point(setting, baseline)
         while not point.verdict:
             pair = self.measure(SEARCH, setting, baseline, len(point.ratios) + 1, then=self.max_pairs)
@@ -93,11 +94,11 @@ class Search:
             else:
                 point.ratios.append(pair.ratio)
                 point.verdict = self._verdict(point.ratios)
-        self.tell(point)
+        self.on_verdict(point)
         return point
 
     def _verdict(self, ratios: Sequence[float]) -> str:
-        """What a point's pairs come to; "" where another is worth its time."""
+        """The verdict on a point's pairs; "" if another pair is needed."""
         if len(ratios) == 1 and ratios[0] < 1 - self.noise:
             return SLOWER
         last = len(ratios) == min(SEARCH_PAIRS, self.max_pairs)
@@ -106,9 +107,9 @@ class Search:
         return (FASTER if min(ratios) > 1 else NOT_FASTER) if last else ""
 
     def compare(self, best: Setting) -> Point:
-        """The best setting against the defaults, by pairs of its own: those of the search chose it, and flatter it.
+        """Compare the best setting with the defaults, in new pairs: the search's own pairs overstate the winner's gain.
 
-        It is faster if it was so in each pair, and the median gain is above the noise.
+        The best setting is faster if it was faster in every pair and the median gain is above the noise.
         """
         point = Point(best, ())
         for repeat in range(self.max_pairs):

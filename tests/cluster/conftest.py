@@ -1,4 +1,4 @@
-"""Brings the cluster up once for the tests of this folder, and always down again."""
+"""Starts the cluster once for the tests of this folder, and always stops it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ CANNOT_RUN_HERE = 3
 
 
 def new_folder() -> Path:
-    """For a cluster of its own, beside those of others; short, since the paths of sockets are."""
+    """A folder for a separate cluster. Short, because paths of sockets are limited."""
     return Path(f"/tmp/hvd_{uuid.uuid4().hex[:8]}")
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """The cluster, up; skips where it cannot run. Should this process be killed, it goes down all the same."""
+    """The running cluster; skips if it cannot run here. It also stops if this process is killed."""
     place = new_folder()
     started = script("up.sh", "--owner", str(os.getpid()), HVD_BERT_CLUSTER=str(place))
     if started.returncode == CANNOT_RUN_HERE:
@@ -40,7 +40,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def folder(cluster: Cluster) -> Iterator[Path]:
-    """The folder of one more cluster, which goes down with the test."""
+    """The folder of another cluster, which stops with the test."""
     place = new_folder()
     yield place
     script("down.sh", HVD_BERT_CLUSTER=str(place)).check_returncode()
@@ -49,7 +49,7 @@ def folder(cluster: Cluster) -> Iterator[Path]:
 
 @pytest.fixture
 def watched(tmp_path: Path) -> dict[str, str]:
-    """Environment in which `python` is this environment's with watched.py in front of the trainer."""
+    """An environment whose `python` starts the trainer through watched.py."""
     folder = tmp_path / "watched" / "bin"
     folder.mkdir(parents=True)
     python = folder / "python"
@@ -65,7 +65,7 @@ def watched(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def pretended(tmp_path: Path) -> Callable[[str], dict[str, str]]:
-    """pretended(script) -> environment of a job whose `python` is a shell script: only hvd.slurm itself is tried."""
+    """pretended(script) -> environment of a job whose `python` is a shell script, to test hvd.slurm alone."""
 
     def make(script: str) -> dict[str, str]:
         folder = tmp_path / "pretended" / "bin"

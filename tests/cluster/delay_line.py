@@ -1,8 +1,8 @@
-"""A wire between the two nodes, with a delay, for kernels without tc's netem: delay_line.py MILLISECONDS
+"""Delays packets between the two nodes, for kernels without tc's netem: delay_line.py MILLISECONDS
 
-Both nodes get a device `wire`, by which they reach each other from then on: a packet that one sends is handed to the
-other so much later. The rate is tc's to set, on that device. It ends when its standard input does, and the devices go
-with it, routes and qdiscs and all. Runs on the login host, as root; says "ready".
+Both nodes get a device `wire`, through which they then reach each other. A packet from one arrives at the other after
+the delay. tc can limit the rate of that device. The program ends with its standard input, which removes the devices
+with their routes and qdiscs. Runs on the login host as root; prints "ready".
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pathlib import Path
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 TUN_F_CSUM, TUN_F_TSO4 = 0x01, 0x02
-LONGEST = 66_000  # bytes: TCP's segments come in bunches of up to 64 KiB, which go through as one
-BUNCHES = 8  # taken in before it looks again at what is due
+LONGEST = 66_000  # bytes: TCP's segments arrive in bunches of up to 64 KiB, which pass as one
+BUNCHES = 8  # read before packets that are due are sent
 NODES = {"a100-01": "10.77.0.11", "a100-02": "10.77.0.12"}
 
 
 def open_end(own: str, other: str) -> int:
-    """Make the device of a node, whose name is `own`. Returns the file that its packets go through."""
+    """Create the device of node `own`. Returns the file for its packets."""
     end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(end, TUNSETIFF, struct.pack("16sH22x", b"wire", IFF_TUN | IFF_NO_PI | IFF_VNET_HDR))
     fcntl.ioctl(end, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4)
@@ -44,12 +44,12 @@ def open_end(own: str, other: str) -> int:
 
 
 def carry(ends: list[int], delay_s: float) -> None:
-    """From each end to the other, until standard input ends."""
+    """Carry packets from each end to the other, until standard input ends."""
     first, second = ends
-    held: dict[int, deque[tuple[float, bytes]]] = {end: deque() for end in ends}  # by where they come out
+    queues: dict[int, deque[tuple[float, bytes]]] = {end: deque() for end in ends}  # by destination
     across = {first: second, second: first}
     while True:
-        due = [packets[0][0] for packets in held.values() if packets]
+        due = [packets[0][0] for packets in queues.values() if packets]
         timeout = max(0.0, min(due) - time.monotonic()) if due else None
         for file in select.select([*ends, sys.stdin], [], [], timeout)[0]:
             if file is sys.stdin:
@@ -57,9 +57,9 @@ def carry(ends: list[int], delay_s: float) -> None:
             with contextlib.suppress(BlockingIOError):
                 for _ in range(BUNCHES):
                     packet = os.read(file, LONGEST)
-                    held[across[file]].append((time.monotonic() + delay_s, packet))
+                    queues[across[file]].append((time.monotonic() + delay_s, packet))
         now = time.monotonic()
-        for end, packets in held.items():
+        for end, packets in queues.items():
             while packets and packets[0][0] <= now:
                 os.write(end, packets.popleft()[1])
 
@@ -68,7 +68,7 @@ def main() -> None:
     delay_s = float(sys.argv[1]) * 1e-3
     first, second = NODES
     ends = [open_end(first, second), open_end(second, first)]
-    # The ranks keep every core busy; a wire has no need to wait for them.
+    # The ranks keep every core busy; the wire must not wait for them.
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     print("ready", flush=True)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Takes the test cluster down, also one that is half up, and checks that nothing is left.
+# Stops the test cluster, even one that is half started, and checks that nothing is left.
 #   bash tests/cluster/down.sh [--quiet]
 set -euo pipefail
 # shellcheck source=tests/cluster/common.sh
@@ -7,11 +7,11 @@ set -euo pipefail
 
 quiet=${1:-}
 if [ ! -e "$state" ]; then
-  [ -n "$quiet" ] || echo "tests/cluster/down.sh: nothing is up"
+  [ -n "$quiet" ] || echo "tests/cluster/down.sh: no cluster is running"
   exit 0
 fi
 
-# With the first process of a PID namespace the kernel ends all others, and with the last one go networks and mounts.
+# When the first process of a PID namespace ends, the kernel kills all others, and then removes networks and mounts.
 first=$(first_process) || first=''
 namespace=''
 if [ -n "$first" ]; then

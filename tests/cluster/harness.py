@@ -1,4 +1,4 @@
-"""Commands and jobs on the hosts of the test cluster (up.sh), each with a time limit."""
+"""Run commands and jobs on the hosts of the test cluster (up.sh), each with a time limit."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from launch import REPOSITORY, Outcome, environment, programs, run
 FOLDER = Path(__file__).resolve().parent
 JOB_SCRIPT = REPOSITORY / "scripts" / "hvd.slurm"
 HOROVODRUN_SCRIPT = REPOSITORY / "scripts" / "horovodrun.sh"
-# Far above what any of these needs on two idle cores (15 to 25 s).
+# Far above the 15 to 25 s that a test needs on two idle cores.
 TIMEOUT_S = float(os.environ.get("HVD_BERT_TEST_TIMEOUT_S", "110")) * 2
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 HOSTS = ["a100-01", "a100-02"]
-# rank, host, local rank, device of four ranks on the two
+# rank, host, local rank and device of four ranks on both hosts
 RANK_INFOS = [(0, "a100-01", 0, "cpu"), (1, "a100-01", 1, "cpu"), (2, "a100-02", 0, "cpu"), (3, "a100-02", 1, "cpu")]
 SMALL = "--config sample --max_train_samples 64 --max_eval_samples 8 --dropout 0 --logging_steps 1 --max_steps"
 
@@ -47,28 +47,28 @@ class Ended:
         return f"job {self.id}: {self.state}, status {self.status}, {self.seconds:.0f} s\n{self.out}\n--\n{self.err}"
 
     def expect(self, status: int) -> Ended:
-        """Fail the test, with both logs, unless the job ended by itself with `status`."""
+        """Fail the test with both logs unless the job exited with `status`."""
         if self.status != status or self.state not in ("COMPLETED", "FAILED"):
             pytest.fail(f"expected status {status}\n{self}", pytrace=False)
         return self
 
 
 def script(name: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run a script of this folder, with more environment."""
+    """Run a script of this folder. `env`: additional variables."""
     command = ["bash", str(FOLDER / name), *arguments]
     environ = os.environ | env
     return subprocess.run(command, env=environ, text=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=180)
 
 
 class Cluster:
-    """The cluster that is up; `state` is its folder, `local` is on each node a disk of its own."""
+    """The running cluster. `state`: its folder. `local`: on each node a separate disk."""
 
     def __init__(self, state: Path) -> None:
         self.state = state
         self.local = state / "local"
 
     def serve_commands(self) -> list[subprocess.Popen[str]]:
-        """Fork the Python commands of each host from a process there (tests/fork_server). Returns these processes."""
+        """Start a process on each host that forks its Python commands (tests/fork_server). Returns these processes."""
         environ = environment() | {"HVD_BERT_CLUSTER": str(self.state)}
         enter = ["bash", str(FOLDER / "on.sh")]
         return [fork_server.start(programs(), environ, [*enter, host], host) for host in ("login", *HOSTS)]
@@ -76,7 +76,7 @@ class Cluster:
     def on(
         self, host: str, command: str | list[str], cwd: Path, env: Environment | None = None, timeout: float = TIMEOUT_S
     ) -> Outcome:
-        """Run a command on a host, in the folder `cwd`; `python` and `horovodrun` are this environment's."""
+        """Run a command on a host in the folder `cwd`, with this environment's `python` and `horovodrun`."""
         words = shlex.split(command) if isinstance(command, str) else command
         environ = {"HVD_BERT_VENV": str(programs().parent), "HVD_BERT_CLUSTER": str(self.state)}
         environ |= {"PATH": f"{programs()}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -84,20 +84,20 @@ class Cluster:
         return run(["bash", FOLDER / "on.sh", host, *words], cwd, env=environ, timeout=timeout)
 
     def submit(self, arguments: str | list[str], cwd: Path, env: Environment | None = None) -> str:
-        """`sbatch ARGUMENTS` on the login host -> the job's id."""
+        """Run `sbatch ARGUMENTS` on the login host. Returns the job's id."""
         words = shlex.split(arguments) if isinstance(arguments, str) else arguments
         outcome = self.on("login", ["sbatch", "--parsable", *words], cwd, env, timeout=60).expect(0)
         return outcome.output.strip().splitlines()[-1].split(";")[0]
 
     def show(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` knows of it."""
+        """The fields of `scontrol show job`."""
         text = self.on("login", ["scontrol", "--oneliner", "show", "job", job], self.state, timeout=60).expect(0).output
         return dict(re.findall(r"(\w+)=(\S*)", text.splitlines()[0]))
 
     def wait(self, job: str, *states: str, restarts: int = 0, timeout: float = TIMEOUT_S) -> dict[str, str]:
-        """Wait until the job is in one of `states` (default: ended); a job that takes longer is cancelled and fails.
+        """Wait until the job is in one of `states` (default: ended). Cancels a job that takes longer, and fails.
 
-        `restarts`: how often it must have been requeued by then.
+        `restarts`: minimum number of requeues by then.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -109,7 +109,7 @@ class Cluster:
                 logs = [Path(facts[name]) for name in ("StdOut", "StdErr")]
                 texts = "\n".join(path.read_text() for path in logs if path.exists())
                 pytest.fail(f"job {job} is {facts['JobState']}, not {states or FINAL}\n{texts}", pytrace=False)
-            time.sleep(0.2)  # between two looks; the deadline ends them
+            time.sleep(0.2)  # between polls, which the deadline ends
 
     def ended(self, job: str, timeout: float = TIMEOUT_S) -> Ended:
         """Wait for the end of a job."""
@@ -127,7 +127,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def results(folder: Path) -> dict[str, Any]:
-    """train_results.json of a run that was also scored."""
+    """train_results.json of a run that was also evaluated."""
     assert (folder / "eval_results.json").exists()
     found: dict[str, Any] = json.loads((folder / "train_results.json").read_text())
     return found

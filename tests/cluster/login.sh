@@ -17,7 +17,7 @@ network() {
   ip link set cluster0 up
 }
 
-# Own copies of what would otherwise be this machine's: /etc, /run, and root's home (ssh asks /etc/passwd for it).
+# Separate copies of /etc, /run, and root's home, which ssh reads from /etc/passwd.
 own_files() {
   mkdir -p "$state"/{home/.ssh,slurmctld}
   cp -a /etc "$state/etc"
@@ -44,7 +44,7 @@ ssh_files() {
     ssh-keygen -q -t ed25519 -N '' -f "$state/nodes/$host/host_key"
     echo "$host,${address[$host]} $(cut -d ' ' -f 1,2 "$state/nodes/$host/host_key.pub")" >>"$ssh/known_hosts"
   done
-  # Without the right key it asks for a password, as most do.
+  # Without the right key it asks for a password, like most servers.
   cat >"$state/sshd_config" <<END
 AuthorizedKeysFile $ssh/authorized_keys
 PermitRootLogin yes
@@ -58,7 +58,7 @@ END
 }
 
 slurm_files() {
-  touch "$state"/gpu{0,1} # stand for /dev/nvidia0 and 1
+  touch "$state"/gpu{0,1} # in place of /dev/nvidia0 and 1
   mkdir -p "$state/local"
   cat >/etc/slurm/slurm.conf <<END
 ClusterName=hvdbert
@@ -125,4 +125,4 @@ touch "$state/ready"
 trap - ERR
 set +e
 wait
-sleep infinity # the daemons are gone, their logs are not
+sleep infinity # keep the logs after the daemons have ended

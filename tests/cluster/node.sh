@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A node of the test cluster, in namespaces of its own; started by login.sh: node.sh NAME ADDRESS
+# A node of the test cluster, in separate namespaces; started by login.sh: node.sh NAME ADDRESS
 set -Eeuo pipefail
 # shellcheck source=tests/cluster/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -11,7 +11,7 @@ ip link set lo up
 wait_for 10 "the network link" ip link show dev eth0
 ip addr add "$address/24" dev eth0
 ip link set eth0 up
-# A disk of its own, under the same path on each node, and shared memory of its own.
+# A separate disk, under the same path on each node, and separate shared memory.
 mount --bind "$state/nodes/$host/local" "$state/local"
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 "$(command -v sshd)" -f "$state/sshd_config" -h "$state/nodes/$host/host_key" -E "$state/log/sshd-$host.log"

@@ -1,4 +1,4 @@
-"""Trainings on the test cluster of which Horovod writes a timeline, and what the analysis says of it."""
+"""Train on the test cluster with Horovod's timeline, and analyze it."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from launch import REPOSITORY
 ONE_HOST, TWO_HOSTS, FOUR_RANKS = "a100-01:2", "a100-01:1,a100-02:1", "a100-01:2,a100-02:2"
 # Six layers with new weights, whose gradients are 44 MB.
 SIX_LAYERS = "--config sweep --dropout 0 --num_threads 1 --no_do_eval --save_steps 0 --logging_steps 1 --output_dir out"
-# Open MPI's threads ask again and again, and four share two cores with what the ranks compute: that, and not the link,
-# then sets the pace. So little is computed, and the gradients go in one message after it.
+# Open MPI's threads poll, and four of them share two cores with the ranks' computation. This would limit the speed, not
+# the link. So these runs compute little, and send the gradients afterwards in one message.
 ONE_MESSAGE = {"windows": 4, "more": " --deterministic"}
 
 
 def ranks_of(hosts: str) -> int:
-    """Of what stands after horovodrun's -H."""
+    """Number of ranks in horovodrun's -H."""
     return sum(int(host.split(":")[1]) for host in hosts.split(","))
 
 
 def horovodrun(hosts: str, controller: str, program: str) -> str:
-    """The command, for a100-01: Gloo's is started on a host that takes part."""
+    """The command, to be started on a100-01: with Gloo it must start on one of the hosts."""
     interface = " --network-interfaces eth0" if controller == "gloo" and "," in hosts else ""
     return f"horovodrun -np {ranks_of(hosts)} -H {hosts} --{controller}{interface} python {program}"
 
 
 def six_layers(hosts: str, steps: int, windows: int = 16, more: str = "") -> str:
-    """Flags of the trainer. `windows`: in a step, however many ranks there are."""
+    """Flags of the trainer. `windows`: per step, for any number of ranks."""
     return f"{SIX_LAYERS} --max_steps {steps} --per_device_train_batch_size {windows // ranks_of(hosts)}{more}"
 
 
@@ -39,17 +39,17 @@ def recorded(
     cluster: Cluster, folder: Path, hosts: str, controller: str, flags: str, slowed: Environment | None = None,
     one_host: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train in `folder`, and analyse: the object that `python -m hvd_bert.timeline --json` prints.
+    """Train in `folder`. Returns the object that `python -m hvd_bert.timeline --json` prints.
 
-    `slowed`: the environment that slowed.py asks for; then the trainer's own flags record, all steps but the first.
-    `one_host`: the folder of the same on one host, whose sums are not the link's.
+    `slowed`: environment for slowed.py; the trainer's own flags then record all steps except the first. `one_host`:
+    folder of the same training on one host, to subtract the sums inside a host.
     """
     folder.mkdir(parents=True, exist_ok=True)
     timeline = folder / "timeline.json"
     program = f"{FOLDER / 'slowed.py'} -m hvd_bert.train" if slowed else "-m hvd_bert.train"
     if slowed:
         flags += f" --timeline_file {timeline} --timeline_steps 2:100000"
-    # Measured is what a user's own processes take.
+    # Not forked, so that the timings are those of a user's processes.
     env = {"HVD_BERT_TEST_COLD": "1"} | (slowed or {"HOROVOD_TIMELINE": str(timeline)})
     cluster.on("a100-01", f"{horovodrun(hosts, controller, program)} {flags}", folder, env).expect(0)
     count = str(hosts.count(",") + 1)

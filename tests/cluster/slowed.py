@@ -1,6 +1,6 @@
-"""`python -m hvd_bert.train` in which one rank takes longer: slowed.py -m MODULE ...
+"""`python -m hvd_bert.train` with one slow rank: slowed.py -m MODULE ...
 
-SLOWED_RANK: which; SLOWED_S: by how many seconds in each step, before its backward pass.
+SLOWED_RANK: the rank. SLOWED_S: seconds that it sleeps in each step, before the backward pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ backward = HorovodStrategy.backward
 
 
 def slow_backward(self: HorovodStrategy, loss: object) -> None:
-    time.sleep(float(os.environ["SLOWED_S"]))  # the slow device that this stands for
+    time.sleep(float(os.environ["SLOWED_S"]))  # simulates a slow device
     backward(self, loss)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""The doctor on two hosts: one table of all ranks, their allreduce beside plain MPI's, one verdict."""
+"""The doctor on two hosts: one table of all ranks, their allreduce and plain MPI's, one verdict."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def test_under_srun(cluster: Cluster, tmp_path: Path) -> None:
     table = [tuple(row[:4]) for row in cells if len(row) > 4 and row[3] == "cpu"]
     assert table == [(host, str(rank), str(local), device) for rank, host, local, device in RANK_INFOS], outcome
     for words, times in (
-        ("4 rank(s) on 2 host(s), computing on CPUs, which talk through MPI", 1),
+        ("4 rank(s) on 2 host(s), on CPUs, connected through MPI", 1),
         ("start with `srun --mpi=pmix", 1),
         ("the same on all ranks", 1),
-        ("Horovod, MPI", 2),  # of the gradients' size, and of 4 bytes
+        ("Horovod, MPI", 2),  # for the gradients' size and for 4 bytes
         ("plain MPI, host memory", 2),
         ("Ready: a training would start here", 1),
     ):
@@ -43,7 +43,7 @@ def test_under_horovodrun(cluster: Cluster, tmp_path: Path) -> None:
     assert all(t["gb_per_s"] > 0 and t["median_s"] > 0 for t in timings), outcome
 
 
-def test_worlds_of_one_are_a_failure(cluster: Cluster, tmp_path: Path) -> None:
+def test_worlds_of_size_1_are_a_failure(cluster: Cluster, tmp_path: Path) -> None:
     command = f"srun --nodes=2 --ntasks-per-node=1 --mpi=none {DOCTOR} --json"
     outcome = cluster.on("login", command, tmp_path).expect(2)
     report = report_of(outcome)

@@ -1,4 +1,4 @@
-"""What goes wrong on two hosts: the job ends soon, with a status, and says once what it was and where."""
+"""Failures on two hosts: the job ends soon, with a status, and reports the cause and the host once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from launch import REPOSITORY, TRAIN, Outcome
 pytestmark = pytest.mark.cluster
 
 RAISED = "rank 1 on a100-02 failed:"
-FAILED = r"rank \d on \S+ failed:"  # of any rank; Open MPI has a "readv failed:" of its own
+FAILED = r"rank \d on \S+ failed:"  # of any rank; Open MPI prints "readv failed:", too
 IMPORT = "ModuleNotFoundError: No module named 'hvd_bert.evaluation.evaluator'"
 STALL_TIMES = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
 WAITED = "rank 0 on a100-01 has waited 4 s for rank 1 on a100-02 to come to "
@@ -27,7 +27,7 @@ def seconds_since_failure(env: dict[str, str]) -> float:
 
 
 def faults(fault: str) -> dict[str, str]:
-    cold = {"HVD_BERT_TEST_COLD": "1"} if fault == "import" else {}  # the fork server has imported it
+    cold = {"HVD_BERT_TEST_COLD": "1"} if fault == "import" else {}  # the fork server has already imported it
     return {"WATCHED_FAULT": fault} | (STALL_TIMES if fault == "stall" else {}) | cold
 
 
@@ -41,7 +41,7 @@ def faults(fault: str) -> dict[str, str]:
     ],
     ids=["kill", "raise", "import", "stall"],
 )
-def test_rank_that_fails_ends_the_job(
+def test_failing_rank_ends_the_job(
     cluster: Cluster, tmp_path: Path, watched: dict[str, str], fault: str, once: str, first: str
 ) -> None:
     job = cluster.submit(f"--ntasks-per-node=1 {JOB_SCRIPT} {SMALL} 4", tmp_path, watched | faults(fault))
@@ -51,7 +51,7 @@ def test_rank_that_fails_ends_the_job(
     assert ended.err.count(once) == 1, ended
     assert len(re.findall(FAILED, ended.err)) == (fault in ("raise", "import")), ended
     last = ended.out.splitlines()[-1]
-    if fault == "stall":  # and the names of parameters
+    if fault == "stall":  # the names of parameters follow
         last = last[: last.rindex(" to come to ") + len(" to come to ")]
     assert last == f"hvd.slurm: first failure: {first}", ended
 
@@ -69,7 +69,7 @@ def test_rank_that_fails_ends_the_job(
         ("--gloo", "stall", WAITED, WAITED),
     ],
 )
-def test_rank_that_fails_ends_horovodrun(
+def test_failing_rank_ends_horovodrun(
     cluster: Cluster, tmp_path: Path, watched: dict[str, str], by: str, fault: str, once: str, first: str
 ) -> None:
     hosts = f"-H a100-01:1,a100-02:1 {by} --interface eth0"
@@ -91,7 +91,7 @@ def test_srun_without_pmi_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-# What MPICH's launcher does: over ssh, with the variables of its PMI, of which Open MPI knows nothing.
+# Like MPICH's launcher: over ssh, with the variables of its PMI, which Open MPI does not use.
 STAND_IN = """
 for rank in 0 1; do
   ssh -n a100-0$((rank + 1)) "cd $PWD && PMI_RANK=$rank PMI_SIZE=2 PMI_FD=5 PMI_ID=$rank exec $*" &
@@ -108,7 +108,7 @@ def test_launcher_of_another_mpi_is_refused(cluster: Cluster, tmp_path: Path, la
     if launcher == "stand-in":
         words = ["bash", "-c", STAND_IN, "bash"]
     elif shutil.which(launcher) is None:
-        pytest.skip("MPICH's mpiexec.hydra is not in PATH")
+        pytest.skip("MPICH's mpiexec.hydra is not on PATH")
     words += ["env", f"PYTHONPATH={REPOSITORY}", *TRAIN, *f"{SMALL} 4 --output_dir out".split()]
     outcome = cluster.on("login", words, tmp_path).expect(2)
     refused = "hvd_bert: mpirun started 2 processes, but Horovod sees a world of 1"
@@ -117,7 +117,7 @@ def test_launcher_of_another_mpi_is_refused(cluster: Cluster, tmp_path: Path, la
     assert not (tmp_path / "out").exists()
 
 
-def test_output_dir_that_rank_0_cannot_write(cluster: Cluster, tmp_path: Path) -> None:
+def test_output_dir_not_writable_by_rank_0(cluster: Cluster, tmp_path: Path) -> None:
     job = cluster.submit(f"--ntasks-per-node=1 {JOB_SCRIPT} {SMALL} 4 --output_dir /proc/hvd_bert", tmp_path)
     ended = cluster.ended(job).expect(2)
     refused = "hvd_bert: rank 0 on a100-01: --output_dir /proc/hvd_bert cannot be written"
@@ -125,20 +125,20 @@ def test_output_dir_that_rank_0_cannot_write(cluster: Cluster, tmp_path: Path) -
     assert "Training:" not in ended.out, ended
 
 
-# --- scripts/horovodrun.sh looks at the hosts first ------------------------------------------------
+# --- scripts/horovodrun.sh checks the hosts first --------------------------------------------------
 
 
-def look(cluster: Cluster, arguments: str, cwd: Path, host: str = "login") -> Outcome:
+def check(cluster: Cluster, arguments: str, cwd: Path, host: str = "login") -> Outcome:
     outcome = cluster.on(host, f"bash {HOROVODRUN_SCRIPT} {arguments}", cwd, timeout=60)
     assert not outcome.hung, outcome
     return outcome
 
 
-def test_hosts_that_will_do(cluster: Cluster, tmp_path: Path) -> None:
+def test_hosts_that_pass(cluster: Cluster, tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("# two nodes\na100-01 slots=2\n\na100-02:2\n")
-    look(cluster, f"--hostfile {hostfile} --interface eth0 --check-only", tmp_path).expect(0)
-    look(cluster, "-H a100-01:2,a100-02:2 --interface eth0 --gloo --check-only", tmp_path, "a100-01").expect(0)
+    check(cluster, f"--hostfile {hostfile} --interface eth0 --check-only", tmp_path).expect(0)
+    check(cluster, "-H a100-01:2,a100-02:2 --interface eth0 --gloo --check-only", tmp_path, "a100-01").expect(0)
 
 
 @pytest.mark.parametrize(
@@ -159,27 +159,29 @@ def test_hosts_that_will_do(cluster: Cluster, tmp_path: Path) -> None:
     ],
     ids=["name", "password", "port", "interface", "gloo", "ranks", "slots", "hostfile", "argument"],
 )
-def test_host_that_will_not_do_is_named(cluster: Cluster, tmp_path: Path, arguments: str, words: list[str]) -> None:
-    outcome = look(cluster, arguments, tmp_path).expect(2)
+def test_failing_host_is_named(cluster: Cluster, tmp_path: Path, arguments: str, words: list[str]) -> None:
+    outcome = check(cluster, arguments, tmp_path).expect(2)
     assert [word for word in words if word not in outcome.output] == [], outcome
 
 
 @pytest.mark.parametrize(
-    ("arguments", "host", "why"),
+    ("arguments", "host", "reason"),
     [
         ("-H a100-01:1,a100-09:1", "a100-09", "Could not resolve hostname"),
         ("-H a100-01:1,a100-02:1 --ssh-identity-file /etc/hostname", "a100-02", "Permission denied"),
     ],
     ids=["name", "password"],
 )
-def test_horovodrun_alone_names_the_host(cluster: Cluster, tmp_path: Path, arguments: str, host: str, why: str) -> None:
+def test_horovodrun_alone_names_the_host(
+    cluster: Cluster, tmp_path: Path, arguments: str, host: str, reason: str
+) -> None:
     command = f"horovodrun -np 2 {arguments} python -m hvd_bert.train {SMALL} 4"
     outcome = cluster.on("a100-01", command, tmp_path, timeout=60)
     assert not outcome.hung and outcome.status != 0, outcome
-    assert f"ssh not successful for host {host}" in outcome.output and why in outcome.output, outcome
+    assert f"ssh not successful for host {host}" in outcome.output and reason in outcome.output, outcome
 
 
-def test_what_follows_the_dashes_goes_to_the_trainer(cluster: Cluster, tmp_path: Path) -> None:
+def test_arguments_after_the_dashes_go_to_the_trainer(cluster: Cluster, tmp_path: Path) -> None:
     command = f"bash {HOROVODRUN_SCRIPT} -H a100-01:1,a100-02:1 -- --output_dir 'my runs' --learning_rat 1"
     outcome = cluster.on("login", command, tmp_path)
     assert outcome.status != 0, outcome

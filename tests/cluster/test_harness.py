@@ -1,4 +1,4 @@
-"""The cluster of these tests: it comes up beside another one, leaves nothing behind, and says where it cannot run."""
+"""The cluster of these tests: it starts next to another one, leaves nothing behind, and reports if it cannot run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cluster
 
 
 def machine() -> dict[str, object]:
-    """What a cluster that is gone must not have changed."""
+    """The state of this machine that a cluster must not change."""
     interfaces = sorted(path.name for path in Path("/sys/class/net").iterdir())
     forward = Path("/proc/sys/net/ipv4/ip_forward").read_text()
     names = [name for name in ("/etc/hosts", "/etc/passwd") if Path(name).exists()]
@@ -28,7 +28,7 @@ def machine() -> dict[str, object]:
 
 
 def users_of(folder: Path) -> list[str]:
-    """Command lines of the processes that know the folder of a cluster."""
+    """Command lines of the processes with a cluster's folder in their environment."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -38,7 +38,7 @@ def users_of(folder: Path) -> list[str]:
     return found
 
 
-def test_goes_down_when_its_owner_is_killed(cluster: Cluster, folder: Path) -> None:
+def test_stops_when_its_owner_is_killed(cluster: Cluster, folder: Path) -> None:
     before = machine()
     owner = subprocess.Popen(["tail", "-f", "/dev/null"])
     try:
@@ -47,11 +47,11 @@ def test_goes_down_when_its_owner_is_killed(cluster: Cluster, folder: Path) -> N
         assert len(users_of(folder)) > 5
         watch = os.pidfd_open(int((folder / "watch.pid").read_text()))
         again = script("up.sh", HVD_BERT_CLUSTER=str(folder))
-        assert again.returncode == 1 and "it is up already" in again.stderr, again
+        assert again.returncode == 1 and "already running" in again.stderr, again
     finally:
         owner.send_signal(signal.SIGKILL)
         owner.wait()
-    assert select.select([watch], [], [], 60)[0], "what takes it down has not ended"
+    assert select.select([watch], [], [], 60)[0], "the watching process has not ended"
     os.close(watch)
     assert not folder.exists() and users_of(folder) == []
     assert machine() == before
@@ -70,12 +70,12 @@ def test_failed_start_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     assert machine() == before
 
 
-def test_without_the_right_to_make_namespaces_it_says_so(cluster: Cluster, folder: Path) -> None:
+def test_missing_permission_for_namespaces_is_reported(cluster: Cluster, folder: Path) -> None:
     if shutil.which("setpriv") is None:
         pytest.skip("setpriv is not in PATH")
     less = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", "bash", str(FOLDER / "up.sh")]
     environ = os.environ | {"HVD_BERT_CLUSTER": str(folder)}
     ended = subprocess.run(less, env=environ, text=True, capture_output=True, timeout=60)
     assert ended.returncode == 3, ended
-    assert "cannot run here: no right to make namespaces" in ended.stderr
+    assert "cannot run here: no permission for namespaces" in ended.stderr
     assert not folder.exists()

@@ -1,4 +1,4 @@
-"""scripts/hvd.slurm itself, on real Slurm, with a shell script in place of the trainer."""
+"""scripts/hvd.slurm on real Slurm, with a shell script in place of the trainer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness import JOB_SCRIPT, REPOSITORY, Cluster, script
 pytestmark = pytest.mark.cluster
 Pretended = Callable[[str], dict[str, str]]
 
-# One line per rank: one write, so that lines do not mix.
+# One line per rank, in one write, so that lines do not mix.
 SAY = r"""
 printf '%s\n' "rank ${OMPI_COMM_WORLD_RANK:-$SLURM_PROCID} on $(hostname), threads $OMP_NUM_THREADS,\
  nccl ${NCCL_SOCKET_IFNAME:-none}, site ${OF_SITE:-none}, arguments:$(printf ' <%s>' "$@")"
@@ -35,7 +35,7 @@ def test_arguments_threads_interface_and_site(cluster: Cluster, tmp_path: Path, 
     assert re.search(rf"^hvd.slurm: job {job} on a100-\[01-02\], attempt 1, {REPOSITORY}, ", ended.out, re.M), ended
 
 
-def test_nodes_without_gpus_and_more_than_a_gpu_each(cluster: Cluster, tmp_path: Path, pretended: Pretended) -> None:
+def test_nodes_without_gpus_and_three_tasks_each(cluster: Cluster, tmp_path: Path, pretended: Pretended) -> None:
     options = "--gres=none --nodes=2 --ntasks-per-node=3 --cpus-per-task=2 --job-name=mine"
     ended = cluster.ended(cluster.submit(f"{options} {JOB_SCRIPT} --output_dir=out", tmp_path, pretended(SAY)))
     hosts = Counter(re.findall(r"^rank \d+ on (\S+),.* <--output_dir=out>$", ended.expect(0).out, re.M))
@@ -45,25 +45,25 @@ def test_nodes_without_gpus_and_more_than_a_gpu_each(cluster: Cluster, tmp_path:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_tasks_are_bound_to_cores(folder: Path, tmp_path: Path, pretended: Pretended) -> None:
-    # The nodes of the other cluster claim cores that this machine has not, and bind nothing.
+    # The nodes of the other cluster claim more cores than this machine has, and do not bind tasks.
     script("up.sh", HVD_BERT_CLUSTER=str(folder), HVD_BERT_CLUSTER_TASK_PLUGIN="task/affinity").check_returncode()
     binding = Cluster(folder)
     env = pretended('echo "$(hostname) $(sed -n "s/^Cpus_allowed_list:[[:space:]]*//p" /proc/self/status)"')
     job = binding.submit(f"--cpus-per-task=1 {JOB_SCRIPT}", tmp_path, env)
     ended = binding.ended(job).expect(0)
     assert "--cpus-per-task=1 --cpu-bind=cores python" in ended.out, ended
-    cores = re.findall(r"^(a100-0\d) (\d+)$", ended.out, re.M)  # one core each, and no two tasks of a node the same
+    cores = re.findall(r"^(a100-0\d) (\d+)$", ended.out, re.M)  # one core per task, different ones on a node
     assert Counter(host for host, _ in set(cores)) == {"a100-01": 2, "a100-02": 2}, ended
 
 
-def test_output_dir_of_a_yaml_file_is_kept(cluster: Cluster, tmp_path: Path, pretended: Pretended) -> None:
+def test_output_dir_in_a_yaml_file_is_used(cluster: Cluster, tmp_path: Path, pretended: Pretended) -> None:
     (tmp_path / "mine.yaml").write_text("seed: 1\noutput_dir: 'runs/of yaml'  # there\n")
     ended = cluster.ended(cluster.submit(f"{JOB_SCRIPT} --config mine.yaml", tmp_path, pretended(SAY))).expect(0)
     assert "results in runs/of yaml\n" in ended.out, ended
     assert "--output_dir" not in ended.out, ended
 
 
-def test_status_of_the_trainer_is_the_jobs(cluster: Cluster, tmp_path: Path, pretended: Pretended) -> None:
+def test_job_has_the_trainers_status(cluster: Cluster, tmp_path: Path, pretended: Pretended) -> None:
     script = '[ "$SLURM_PROCID" != 3 ] || exit 7'
     ended = cluster.ended(cluster.submit([str(JOB_SCRIPT)], tmp_path, pretended(script))).expect(7)
     assert "srun: error: a100-02: task 3: Exited with exit code 7" in ended.err, ended
@@ -80,7 +80,7 @@ def test_status_of_the_trainer_is_the_jobs(cluster: Cluster, tmp_path: Path, pre
     ],
     ids=["interface", "site", "venv", "launcher"],
 )
-def test_what_will_not_do_is_named(
+def test_invalid_settings_are_reported(
     cluster: Cluster, tmp_path: Path, pretended: Pretended, env: dict[str, str], words: list[str]
 ) -> None:
     ended = cluster.ended(cluster.submit([str(JOB_SCRIPT)], tmp_path, pretended(SAY) | env)).expect(2)
@@ -88,13 +88,13 @@ def test_what_will_not_do_is_named(
     assert "rank " not in ended.out, ended
 
 
-def test_environment_that_one_node_lacks(cluster: Cluster, tmp_path: Path, pretended: Pretended) -> None:
-    # On a disk of the first node only: no shared file system.
+def test_environment_missing_on_one_node(cluster: Cluster, tmp_path: Path, pretended: Pretended) -> None:
+    # On a disk of the first node only, not on a shared file system.
     env = pretended(SAY) | {"HVD_BERT_VENV": str(cluster.local / "venv")}
     copy = f"mkdir {cluster.local}/venv && cp -r {tmp_path}/pretended/bin {cluster.local}/venv"
     cluster.on("a100-01", ["sh", "-c", copy], tmp_path, timeout=60).expect(0)
     ended = cluster.ended(cluster.submit([str(JOB_SCRIPT)], tmp_path, env)).expect(2)
-    assert "a100-02: no " in ended.err and "a file system that all nodes see" in ended.err, ended
+    assert "a100-02: no " in ended.err and "on a shared file system" in ended.err, ended
     assert "a100-01: no " not in ended.err, ended
 
 
@@ -110,7 +110,7 @@ def test_environment_that_one_node_lacks(cluster: Cluster, tmp_path: Path, prete
 def test_without_pmix(
     cluster: Cluster, tmp_path: Path, pretended: Pretended, offers: str, speaks: str, launcher: str, command: str
 ) -> None:
-    # The site's srun, without PMIx, and its MPI: what each says of itself, and the real ones for all else.
+    # A site without PMIx: these programs answer with `offers` and `speaks`, and otherwise run the real ones.
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, asked, answer in (("srun", "--mpi=list", offers), ("ompi_info", "--parsable", speaks)):

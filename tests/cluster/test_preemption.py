@@ -1,4 +1,4 @@
-"""A time limit, a requeue, a host that is lost or comes: what training has done is kept, on two hosts."""
+"""Time limits, requeues, lost and added hosts: training keeps its progress, on two hosts."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ DROPOUT = f"{SMALL} 12 --dropout 0.1 --per_device_train_batch_size 8 --save_step
 def start_again(cluster: Cluster, job: str, folder: Path) -> None:
     """Wait for the job to requeue itself, and let it start."""
     cluster.wait(job, "PENDING", restarts=1)
-    # Slurm lets a requeued job wait for two minutes, since its nodes refuse credentials that are not younger than the
-    # end of the first attempt on each of them, in whole seconds: "Job credential revoked". Three seconds will do.
+    # Slurm delays a requeued job by two minutes, because its nodes refuse credentials that are not newer than the end
+    # of the first attempt, in whole seconds ("Job credential revoked"). Three seconds are enough.
     cluster.on("login", ["scontrol", "update", f"jobid={job}", "StartTime=now+3"], folder, timeout=60).expect(0)
 
 
-@pytest.mark.campaign  # Slurm looks at time limits twice a minute
+@pytest.mark.campaign  # Slurm checks time limits twice a minute
 def test_time_limit_saves_requeues_and_resumes(cluster: Cluster, tmp_path: Path) -> None:
-    """`sbatch` once is trained to the end, equal to the bit: the limit itself, and Slurm's signal before it."""
+    """One `sbatch` trains to the end, bit-identical, with a real time limit and Slurm's signal before it."""
     python = tmp_path / "waiting" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec "{served(sys.executable)}" "{FOLDER / "waiting.py"}" "$@"\n')
     python.chmod(0o755)
     waiting = {"HVD_BERT_VENV": str(python.parents[1]), "WAITING_STEP": "8"}
     waiting |= {"PATH": f"{python.parent}:{programs()}:{os.environ['PATH']}"}
-    # Slurm looks at time limits twice a minute, and sends the signal up to half a minute early: here after 60 to 90 s,
-    # when the trainer has long begun, also where the machine is slow.
+    # Slurm checks time limits twice a minute, and sends the signal up to half a minute early: here after 60 to 90 s,
+    # long after the training has started, even on a slow machine.
     options = "--nodes=2 --ntasks-per-node=1 --time=3 --signal=B:USR1@90"
     flags = f"{DROPOUT} --output_dir limited --overwrite_output_dir"
     job = cluster.submit(f"{options} {JOB_SCRIPT} {flags}", tmp_path, waiting)
@@ -47,7 +47,7 @@ def test_time_limit_saves_requeues_and_resumes(cluster: Cluster, tmp_path: Path)
     ended = cluster.ended(job).expect(0)
     first, second = ended.out.split("attempt 2", 1)
     assert first.count("warning: the time limit is near (signal USR1): saving") == 1, ended
-    assert "requeueing: the next attempt goes on from limited/checkpoint-8" in first, ended
+    assert "requeueing: the next attempt resumes from limited/checkpoint-8" in first, ended
     assert ended.err.count("Stopped after step 8 by SIGUSR1") == 1, ended
     assert "Going on from step 8: limited/checkpoint-8" in second, ended
     assert "--overwrite_output_dir=false --resume_from_checkpoint=latest" in second, ended
@@ -57,7 +57,7 @@ def test_time_limit_saves_requeues_and_resumes(cluster: Cluster, tmp_path: Path)
     assert resuming.differences(tmp_path / "whole", tmp_path / "limited") == []
 
 
-# Each attempt says through a pipe that it runs, and waits for the signal. Neither gets further than checkpoint-1.
+# Each attempt reports through a pipe that it runs, and waits for the signal. Neither gets beyond checkpoint-1.
 STUCK = r"""
 if [ "$SLURM_PROCID" = 0 ]; then
   mkdir -p out
@@ -68,7 +68,7 @@ exec tail -f /dev/null
 """
 
 
-def test_attempt_that_gets_nowhere_is_not_requeued(cluster: Cluster, tmp_path: Path, pretended: Pretended) -> None:
+def test_attempt_without_progress_is_not_requeued(cluster: Cluster, tmp_path: Path, pretended: Pretended) -> None:
     started = tmp_path / "started"
     os.mkfifo(started)
     job = cluster.submit(f"{JOB_SCRIPT} --output_dir out", tmp_path, pretended(STUCK) | {"STARTED": str(started)})
@@ -79,12 +79,12 @@ def test_attempt_that_gets_nowhere_is_not_requeued(cluster: Cluster, tmp_path: P
             start_again(cluster, job, tmp_path)
     ended = cluster.ended(job)
     assert ended.state == "FAILED" and ended.status != 0, ended
-    assert ended.out.count("requeueing: the next attempt goes on from out/checkpoint-1") == 1, ended
-    assert "not requeued: no checkpoint was made since the attempt began" in ended.out, ended
+    assert ended.out.count("requeueing: the next attempt resumes from out/checkpoint-1") == 1, ended
+    assert "not requeued: this attempt wrote no checkpoint" in ended.out, ended
 
 
 def elastic(hosts: str, size: int, steps: int, stop: str) -> list[str]:
-    """horovodrun as docs/guides/resume-and-reliability.md has it; the trainer under tests/parallel/stopping_at.py."""
+    """horovodrun as in docs/guides/resume-and-reliability.md, with the trainer in tests/parallel/stopping_at.py."""
     stopping_at = REPOSITORY / "tests" / "parallel" / "stopping_at.py"
     words = ["horovodrun", "-np", str(size), "--min-np", "2", "--max-np", "4", "--network-interfaces", "eth0"]
     words += ["--host-discovery-script", hosts, "python", str(stopping_at), *stop.split(), *SMALL.split(), str(steps)]
@@ -95,19 +95,19 @@ def rows(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_lost_host_is_done_without(cluster: Cluster, tmp_path: Path) -> None:
+def test_training_continues_without_a_lost_host(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a100-01:2\na100-02:2\n")
     discover = str(REPOSITORY / "scripts" / "discover_hosts.sh")
-    # Ranks 2 and 3 are the workers of one host, horovodrun's own or the other: both die as they begin the 11th step.
+    # Ranks 2 and 3 are on one host, horovodrun's or the other. Both die at the start of step 11.
     command = elastic(discover, 4, 16, "11 2,3 SIGKILL start")
     outcome = cluster.on("a100-01", command, tmp_path).expect(0)
     result = json.loads((tmp_path / "out" / "train_results.json").read_text())
     assert (result["world_size"], len(result["hosts"]), result["global_batch"]) == (2, 1, 16), outcome
     step = int(re.findall(r"Going on from step (\d+)", outcome.output)[0])
-    assert step in (4, 8), outcome  # the second, if it was on disk by then
+    assert step in (4, 8), outcome  # 8 if that checkpoint was already on disk
     lost, joined = (float((tmp_path / name).read_text()) for name in ("signalled", "resumed"))
     assert joined - lost < 60, outcome
-    # What the weights have seen: four ranks up to the commit, then the two that are left. An epoch is 4 steps of 16.
+    # The windows that were trained: by four ranks up to the commit, then by two. An epoch has 4 steps of 16.
     taken: dict[int, Counter[int]] = {}
     for rank in range(4):
         lines = rows(tmp_path / f"windows-{rank}.jsonl")
@@ -118,7 +118,7 @@ def test_lost_host_is_done_without(cluster: Cluster, tmp_path: Path) -> None:
         assert sum((taken[4 * epoch + i] for i in range(1, 5)), Counter()) == Counter(range(64)), outcome
 
 
-def test_host_that_comes_joins(cluster: Cluster, tmp_path: Path) -> None:
+def test_added_host_joins(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "hosts.sh").write_text("echo a100-02:2\n[ ! -e out/latest ] || echo a100-01:2\n")
     (tmp_path / "discover").write_text(f"#!/bin/sh\ncd {tmp_path} && . ./hosts.sh\n")
     (tmp_path / "discover").chmod(0o755)

@@ -22,7 +22,7 @@ def test_sweep_over_two_hosts(cluster: Cluster, tmp_path: Path) -> None:
     assert "attempt 1" in ended.out and "results in sweep\n" in ended.out, ended
     points = {point["name"]: point for point in json.loads((tmp_path / "sweep" / "sweep.json").read_text())["points"]}
     states = {name: (point["state"], point["reason"]) for name, point in points.items()}
-    too_many = ("skipped", "3 ranks, but the Slurm job asked for 2 tasks: sbatch --nodes, --ntasks-per-node")
+    too_many = ("skipped", "3 ranks, but the Slurm job has 2 tasks: raise --nodes or --ntasks-per-node of sbatch")
     assert states == {
         "none-1-strong-1": ("done", ""),
         "horovod-2-strong-1": ("done", ""), "horovod-3-strong-1": too_many,
@@ -34,7 +34,7 @@ def test_sweep_over_two_hosts(cluster: Cluster, tmp_path: Path) -> None:
         assert "--mpi=pmix" in points[f"{name}-strong-1"]["command"]
 
 
-# Finishes one point in all, warns the job script as Slurm would, and stops by the signal that this passes on.
+# Finishes one point in total, warns the job script as Slurm would, and stops at the signal that the script forwards.
 STOPPED = r"""
 printf 'asked:%s\n' "$(printf ' <%s>' "$@")"
 mkdir -p out
@@ -54,5 +54,5 @@ def test_time_limit_requeues_as_long_as_points_are_finished(
     asked = "asked: <-m> <hvd_bert.bench> <sweep> <--launcher> <srun> <--ranks> <1,4> <--out> <out>"
     first, second = ended.out.split("attempt 2", 1)
     assert asked in first and asked in second, ended
-    assert "scaling.slurm: requeueing: the next attempt goes on from out/" in first, ended
-    assert "not requeued: no point was finished since the attempt began" in second, ended
+    assert "scaling.slurm: requeueing: the next attempt resumes from out/" in first, ended
+    assert "not requeued: this attempt finished no point" in second, ended

@@ -1,4 +1,4 @@
-"""What the analysis of a timeline says when the link is slow, or a rank."""
+"""The analysis of timelines with a slow link or a slow rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_straggler_is_named(cluster: Cluster, tmp_path: Path, controller: str,
     row = seen["rank_rows"][rank]
     assert row["of_steps"] >= 10 and row["steps"] >= 0.9 * row["of_steps"]
     assert row["median_s"] == pytest.approx(SLOWED_S, rel=0.15)
-    assert any(line.startswith(f"Rank {rank} holds the others up") for line in seen["advice"]), seen["advice"]
+    assert any(line.startswith(f"Rank {rank} is a straggler") for line in seen["advice"]), seen["advice"]
 
 
 def test_one_trace_has_the_ranks_of_both_hosts(cluster: Cluster, tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_one_trace_has_the_ranks_of_both_hosts(cluster: Cluster, tmp_path: Path)
     rows = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert rows == {rank + 1: f"rank {rank} on {host}" for rank, host, *_ in RANK_INFOS}
     phases = {pid: [row for row in events if row.get("cat") == "phase" and row["pid"] == pid] for pid in rows}
-    # One machine, one clock: so the offsets that were measured must be small, and the steps side by side.
+    # Both hosts have one clock, so the measured offsets must be small and the steps end together.
     ends = [max(row["ts"] + row["dur"] for row in phases[pid] if row["name"] == "exposed_comm") for pid in rows]
     assert max(ends) - min(ends) < 1e6
     assert all(sum(row["name"] == "compute" for row in own) == 2 for own in phases.values())

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Brings up a cluster of three hosts on this machine: login, a100-01 and a100-02, with sshd, Slurm, munge and PMIx.
-#   bash tests/cluster/up.sh [--owner PID]     --owner: it goes down by itself when that process ends
+# Starts a cluster of three hosts on this machine: login, a100-01 and a100-02, with sshd, Slurm, munge and PMIx.
+#   bash tests/cluster/up.sh [--owner PID]     --owner: it stops when that process ends
 #   bash tests/cluster/on.sh login             a shell on the login host (or: on.sh a100-01 COMMAND...)
-#   bash tests/cluster/down.sh                 takes it down
+#   bash tests/cluster/down.sh                 stops it
 # The hosts are namespaces inside one PID namespace: their network, mounts, /etc, /run and processes end with its first
-# process, and nothing of this machine is changed. Needs root. Exit status: 0 up, 1 failed, 3 cannot run on this machine.
+# process, and nothing on this machine changes. Needs root. Exit status: 0 up, 1 failed, 3 cannot run on this machine.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=tests/cluster/common.sh
@@ -24,7 +24,7 @@ check_machine() {
   done
   unshare --net --uts --mount --pid --fork --mount-proc sh -c \
     'ip link add name br0 type bridge && ip link add name v0 type veth peer name v1 && mount -t tmpfs tmpfs /run' >/dev/null 2>&1 ||
-    cannot "no right to make namespaces, a bridge or mounts (in a container: --privileged)"
+    cannot "no permission for namespaces, a bridge or mounts (in a container: --privileged)"
   munged --version >/dev/null
 }
 
@@ -32,15 +32,15 @@ owner=''
 if [ "${1:-}" = --owner ]; then owner=$2; fi
 check_machine
 if is_up; then
-  echo "tests/cluster/up.sh: it is up already; 'bash tests/cluster/down.sh' takes it down" >&2
+  echo "tests/cluster/up.sh: already running; 'bash tests/cluster/down.sh' stops it" >&2
   exit 1
 fi
 start=$(date +%s%N)
-bash "$here/down.sh" --quiet # what a killed one left
+bash "$here/down.sh" --quiet # leftovers of a killed cluster
 mkdir -m 700 "$state"
 mkdir "$state/log"
 
-# setsid: a Ctrl-C in the terminal that brought it up must not end it.
+# setsid: a Ctrl-C in the terminal that started it must not end it.
 HVD_BERT_CLUSTER=$state setsid unshare --net --uts --mount --pid --fork --kill-child --mount-proc \
   bash "$here/login.sh" </dev/null >"$state/log/login.log" 2>&1 &
 echo $! >"$state/unshare.pid"

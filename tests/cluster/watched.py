@@ -1,8 +1,8 @@
-"""`python -m hvd_bert.train` that notes who tokenises, and in which one rank can fail: watched.py -m MODULE ...
+"""`python -m hvd_bert.train` that records which ranks tokenize, and in which rank 1 can fail: watched.py -m MODULE ...
 
 WATCHED_LOG: file for a line "HOST RANK tokenises" per table of windows that is built, and "failed TIME".
-WATCHED_FAULT: what rank 1 does in its second step: kill (SIGKILL), raise, stall (it reads
-  from a pipe that nobody writes to); or import: it lacks a package.
+WATCHED_FAULT: rank 1's failure in its second step: kill (SIGKILL), raise, or stall (it reads from a pipe without a
+  writer); or import: a package is missing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def fail(fault: str) -> None:
 
 
 class Lacking:
-    """An importer that says that a module is not there."""
+    """An importer for which a module is missing."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name == "hvd_bert.evaluation.evaluator":

@@ -1,4 +1,4 @@
-"""`python -m hvd_bert.bench` under a launcher: a table, and the same figures as JSON."""
+"""`python -m hvd_bert.bench` under a launcher: prints a table and writes the same figures as JSON."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def test_table_and_json(tmp_path: Path, size: int, by: str) -> None:
     assert len(record["sections"]) == 3 and len(record["memory_bytes"]) == len(record["ranks"]) == size
     assert figures["windows_per_s"]["median"] > 0 and 0 < figures["mfu"]["median"] < 1
     shares = [sum(section[name] for name in section if name.endswith("_share")) for section in record["sections"]]
-    assert shares == pytest.approx([1.0] * 3, abs=0.02)  # the phases are the step
+    assert shares == pytest.approx([1.0] * 3, abs=0.02)  # the phases add up to the step
     assert record["global_batch"] == 8 * size and record["imbalance"] >= 1
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "bench.json"}
 
 
-def test_bad_input_is_said_once(tmp_path: Path) -> None:
+def test_bad_input_is_reported_once(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "hvd_bert.bench", "--model", "nowhere"]
     outcome = run([*launcher(2, "gloo"), *words], tmp_path)
     assert outcome.status != 0 and said(outcome).count("--model nowhere: no such folder or file") == 1, outcome

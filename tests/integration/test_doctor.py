@@ -33,17 +33,17 @@ def test_broken_cache_folder(tmp_path: Path) -> None:
     assert [check["name"] for check in failed] == ["Windows"], outcome
     assert broken in failed[0]["found"]
     assert "Set HVD_BERT_CACHE" in failed[0]["hint"]
-    assert report["checks"][-1]["name"] == "World"  # those after it were looked at all the same
+    assert report["checks"][-1]["name"] == "World"  # the checks after it still ran
 
 
 @pytest.mark.parametrize("by", ["mpirun", "mpi", "gloo"])
 def test_two_ranks(by: str, tmp_path: Path) -> None:
     flags = ["--json", "--size", "1", "--repeats", "2"] if by != "mpi" else ["--size", "1", "--repeats", "2"]
     outcome = run([*launcher(2, by), *DOCTOR, *flags], tmp_path).expect(0)
-    if by == "mpi":  # as people read it
+    if by == "mpi":  # the text output
         text = said(outcome)
         assert text.count("Ready: a training would start here") == 1, outcome
-        assert "which talk through MPI" in text, outcome
+        assert "connected through MPI" in text, outcome
         assert text.count("plain MPI, host memory") == 2, outcome
         return
     report = report_of(outcome)
@@ -62,8 +62,8 @@ def test_two_ranks(by: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif("mpi" not in built(), reason="Horovod was built without MPI")
-def test_worlds_of_one_are_refused(tmp_path: Path) -> None:
-    """Two processes that a launcher of another MPI started: neither finds the other."""
+def test_worlds_of_size_1_are_refused(tmp_path: Path) -> None:
+    """Two processes started by a launcher of another MPI do not find each other."""
     env = {"PMI_SIZE": "2", "PMI_RANK": "0"}
     outcome = run([*DOCTOR, "--json"], tmp_path, env=env).expect(2)
     report = report_of(outcome)

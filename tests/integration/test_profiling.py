@@ -1,4 +1,4 @@
-"""Some steps of real runs, recorded: Horovod's timeline of exactly these, and one trace of all ranks on one clock."""
+"""Recordings of real runs: Horovod's timeline of the given steps, and one trace of all ranks on one clock."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from hvd_bert.training.meter import PHASES
 
 pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
-PARAMETERS = 16 * TINY["num_hidden_layers"] + 5 + 2  # a layer's, the embeddings', the span head's
-SLACK_US = 50.0  # Horovod's clock is read in whole us
+PARAMETERS = 16 * TINY["num_hidden_layers"] + 5 + 2  # layers, embeddings, span head
+SLACK_US = 50.0  # Horovod's clock has whole us
 
 
 def timeline(path: Path) -> list[dict[str, Any]]:
-    """Its events: a file that was closed is JSON."""
+    """The events of a timeline. A closed file is valid JSON."""
     events: list[dict[str, Any]] = json.loads(path.read_text())
     return events
 
 
 def rounds(events: list[dict[str, Any]], what: str = "ALLREDUCE") -> Counter[int]:
-    """How many tensors were sent how often."""
+    """Number of sends of a tensor -> number of tensors."""
     return Counter(Counter(event["pid"] for event in events if event.get("name") == what).values())
 
 
@@ -50,7 +50,7 @@ def test_steps_3_to_5_are_recorded(tmp_path: Path, by: str) -> None:
     outcome = run([*launcher(2, by), *small_run(2, out, *flags)], tmp_path).expect(0)
     assert said(outcome).count(f"Horovod's timeline of steps 3 to 5: {path}") == 1
     assert len([row for row in read_lines(out / "metrics.jsonl") if "loss" in row]) == 6
-    assert rounds(timeline(path))[3] >= PARAMETERS  # the gradients, and the vote; an epoch's scoring sends others
+    assert rounds(timeline(path))[3] >= PARAMETERS  # gradients and the agreement on stopping
     assert read(path).cycles > 0
     assert {event["name"] for event in timeline(path) if event["ph"] == "X"} == {"0", "1"}
 
@@ -68,7 +68,7 @@ def test_steps_3_to_5_are_recorded(tmp_path: Path, by: str) -> None:
         assert backward and all(start <= event["ts"] <= end for event in backward)
         ready = [event for event in events if event["pid"] == pid and event["ph"] == "i" and event["cat"] == "horovod"]
         assert len(ready) >= 3 * PARAMETERS
-    # One clock: a step's gradients are sent between the start of its forward pass and the end of the wait for them.
+    # One clock: a step's gradients are sent between the start of its forward pass and the end of its exposed part.
     waits = [row["ts"] + row["dur"] for row in phases_of(events, 1) if row["name"] == "exposed_comm"]
     computes = [row["ts"] for row in phases_of(events, 1) if row["name"] == "compute"]
     messages = [event for event in events if event["name"].startswith(f"{by.upper()}_ALLREDUCE")]
@@ -80,13 +80,13 @@ def test_steps_3_to_5_are_recorded(tmp_path: Path, by: str) -> None:
     assert sum(inside) >= 3
 
 
-def test_a_recording_that_is_interrupted_is_closed(tmp_path: Path) -> None:
+def test_an_interrupted_recording_is_closed(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     words = small_run(2, "out", "--timeline", path, "--timeline_steps", "2:6")[len(TRAIN) :]
     stopping = [TRAIN[0], stopping_at.__file__, "4", "1", "SIGTERM", "start"]
     stopped = run([*launcher(2, "mpirun"), *stopping, *words], tmp_path)
     assert not stopped.hung and stopped.status != 0, stopped
-    assert said(stopped).count("The recording of steps 2:6 was cut short") == 1, stopped
+    assert said(stopped).count("The recording of steps 2:6 is incomplete") == 1, stopped
     assert max(rounds(timeline(path))) == 3  # steps 2, 3 and 4
     assert read(path).step is not None
 

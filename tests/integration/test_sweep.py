@@ -1,4 +1,4 @@
-"""`python -m hvd_bert.bench sweep` with real launches: interrupted, gone on with, reported."""
+"""`python -m hvd_bert.bench sweep` with real launches: interrupted, resumed, reported."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def states(folder: Path) -> dict[str, str]:
 
 
 def test_interrupted_resumed_and_reported(tmp_path: Path) -> None:
-    """The baseline alone, Horovod under horovodrun with a flag that only it has, DDP under torchrun, and what cannot
-    run here."""
-    launcher(2, "gloo")  # skips where it is not there
+    """The baseline alone, Horovod under horovodrun with a flag of its own, DDP under torchrun, and a strategy that
+    cannot run here."""
+    launcher(2, "gloo")  # skips if there is no launcher
     words = [sys.executable, "-m", "hvd_bert.bench", "sweep", "--strategies", "none,horovod,ddp,dp", "--ranks", "2"]
     words += ["--repeats", "1", "--steps", "2", "--global_batch", "4", "--max_train_samples", "33", "--fp16_allreduce"]
     env = {"CUDA_VISIBLE_DEVICES": ""}
     outcome = run([sys.executable, "-c", INTERRUPTED, *words], tmp_path, env=env, timeout=2 * TIMEOUT_S).expect(75)
-    assert "Stopped by SIGINT, 2 points to go" in outcome.output, outcome
+    assert "Stopped by SIGINT, 2 points left" in outcome.output, outcome
     out = tmp_path / "runs" / "sweep"
     done = {"none-1-strong-1": "done", "dp-2-strong-1": "skipped"}
     assert states(out) == {"horovod-2-strong-1": "waiting", "ddp-2-strong-1": "waiting"} | done
@@ -50,17 +50,17 @@ def test_interrupted_resumed_and_reported(tmp_path: Path) -> None:
     outcome = run([*words, "--report", "report"], tmp_path, env=env, timeout=3 * TIMEOUT_S).expect(0)
     assert states(out) == {"horovod-2-strong-1": "done", "ddp-2-strong-1": "done"} | done, outcome
     assert (out / "none-1-strong-1" / "train_results.json").stat().st_mtime_ns == first
-    assert "dp drives 2 GPUs from one process, and 0 are visible here" in outcome.output
+    assert "dp needs 2 GPUs in its one process, but 0 are visible" in outcome.output
     with (tmp_path / "report" / "report.csv").open(newline="") as file:
         rows = {(row["strategy"], row["ranks"]): row for row in csv.DictReader(file)}
     assert rows.keys() == {("none", "1"), ("horovod", "2"), ("ddp", "2")}
     given = {name: yaml.safe_load((out / f"{name}-strong-1" / "train_config.yaml").read_text()) for name in TRAINED}
     assert [settings["fp16_allreduce"] for settings in given.values()] == [False, True, False]
-    # Of the same work and losses, or there would be none.
+    # Rows without the same work and losses would have no speed-up.
     assert all(float(row["speedup"]) > 0 for row in rows.values()), outcome
 
 
-def test_a_wrong_flag_is_said_once(tmp_path: Path) -> None:
+def test_a_wrong_flag_is_reported_once(tmp_path: Path) -> None:
     words = [
         sys.executable,
         "-m",
@@ -72,13 +72,13 @@ def test_a_wrong_flag_is_said_once(tmp_path: Path) -> None:
         "1e-5",
     ]
     outcome = run(words, tmp_path).expect(2)
-    said = [line for line in outcome.output.splitlines() if line.startswith("hvd_bert: ")]
-    assert said == ["hvd_bert: Unknown argument --learning_rates: did you mean --learning_rate?"], outcome
+    errors = [line for line in outcome.output.splitlines() if line.startswith("hvd_bert: ")]
+    assert errors == ["hvd_bert: Unknown argument --learning_rates: did you mean --learning_rate?"], outcome
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_launcher_that_is_missing_is_a_row(tmp_path: Path) -> None:
-    """This python from a folder of its own, with no launcher beside it and none on PATH."""
+def test_a_missing_launcher_is_a_row(tmp_path: Path) -> None:
+    """This Python from a folder without launchers, and with none on PATH."""
     bare = tmp_path / "bin" / "python"
     bare.parent.mkdir()
     bare.symlink_to(os.path.realpath(sys.executable))
@@ -86,5 +86,5 @@ def test_a_launcher_that_is_missing_is_a_row(tmp_path: Path) -> None:
     env = {"PATH": str(bare.parent), "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
     outcome = run(words, tmp_path, env=env).expect(0)
     assert set(states(tmp_path / "runs" / "sweep").values()) == {"skipped"}, outcome
-    assert "none-1-strong-1 and 2 more: there is no horovodrun on PATH: `bash env/setup.sh`" in outcome.output
+    assert "none-1-strong-1 and 2 more: horovodrun is not on PATH: run `bash env/setup.sh`" in outcome.output
     assert "0 done, 3 skipped, 0 failed." in outcome.output

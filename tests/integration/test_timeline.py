@@ -1,4 +1,4 @@
-"""Real timelines of 2 ranks, analysed by the real command: whole and cut off, with and without the response cache."""
+"""Real timelines of 2 ranks, analyzed by the real command: complete and cut, with and without the response cache."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from launch import launcher, run
 pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 STEPS = 6  # of small_run
-PARAMETERS = 16 * TINY["num_hidden_layers"] + 5 + 2  # a layer's, the embeddings', the span head's
+PARAMETERS = 16 * TINY["num_hidden_layers"] + 5 + 2  # layers, embeddings, span head
 
 
 def analysed(path: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "hvd_bert.timeline", str(path), "--json", "--html", str(path.with_suffix(".html"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stderr == ""  # no progress bar where there is no terminal
+    assert done.stderr == ""  # no progress bar without a terminal
     record: dict[str, Any] = json.loads(done.stdout)
     return record
 
@@ -44,8 +44,8 @@ def test_a_real_timeline(tmp_path: Path, by: str, cached: bool) -> None:
     sent = sum(row["size"] for row in seen["sizes"])  # the gradients, and sums for the log
     assert STEPS * step["size"] <= sent < 1.01 * STEPS * step["size"]
     assert [row["rank"] for row in seen["rank_rows"]] == [0, 1]
-    told = seen["rank_rows"][0]["of_steps"]
-    assert told == (0 if cached else STEPS - 1)
+    known = seen["rank_rows"][0]["of_steps"]
+    assert known == (0 if cached else STEPS - 1)
     assert (seen["naming_ranks"] < seen["negotiations"]) == cached
     assert seen["advice"]
     page = path.with_suffix(".html").read_text()

@@ -14,14 +14,14 @@ pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 
 def test_two_ranks_are_tuned(tmp_path: Path) -> None:
-    """As few and as short runs as there can be: an answer, and every run with the setting that its pair says."""
-    launcher(2, "gloo")  # skips where it is not there
+    """The fewest and shortest runs: there is an answer, and every run has the setting of its pair."""
+    launcher(2, "gloo")  # skips if there is no launcher
     words = [sys.executable, "-m", "hvd_bert.tune", "--knobs", "fp16", "--pairs", "1", "--steps", "2", "--ranks", "2"]
     words += ["--config", "sample", "--max_train_samples", "33", "--num_groups", "8"]
     env = {"CUDA_VISIBLE_DEVICES": "", "HOROVOD_CYCLE_TIME": "2"}
     outcome = run(words, tmp_path, env=env, timeout=2 * TIMEOUT_S).expect(0)
-    assert "Set by you: HOROVOD_CYCLE_TIME=2 --num_groups=8: every gain is over that" in outcome.output, outcome
-    assert ("Keep the defaults" in outcome.output) != ("Set this; it gains" in outcome.output), outcome
+    assert "Set by you: HOROVOD_CYCLE_TIME=2 --num_groups=8 (gains are relative to this)" in outcome.output, outcome
+    assert ("Keep the defaults" in outcome.output) != ("Set this: it gains" in outcome.output), outcome
     record = json.loads((tmp_path / "runs" / "tune" / "tune.json").read_text())
     assert record["same"]["HOROVOD_... in the environment"] == {"HOROVOD_CYCLE_TIME": "2"}
     pairs = {row["kind"]: row for row in record["pairs"]}

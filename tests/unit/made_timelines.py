@@ -1,4 +1,4 @@
-"""Timelines as Horovod's writer leaves them, with figures that are chosen."""
+"""Makes timelines in the format of Horovod's writer, with given figures."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ START = (
 
 @dataclass
 class Timeline:
-    """Grows like the file: a tensor's metadata before its first event, no line breaks between events."""
+    """Grows like a real file: a tensor's metadata before its first event, no line breaks between events."""
 
     text: str = START + '{"name": "process_sort_index", "ph": "M", "pid": 0, "args": {"sort_index": 0}},\n'
     pids: dict[str, int] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def event(self, phase: str, ts: int, tensor: str = "", name: str = "", **more: Any) -> None:
-        """One event; `more`: what stands after the pid."""
+        """Add an event. `more`: fields after the pid."""
         if tensor and tensor not in self.pids:
             self.pids[tensor] = pid = len(self.pids) + 1
             for kind, args in (("process_name", {"name": tensor}), ("process_sort_index", {"sort_index": pid})):
@@ -32,7 +32,7 @@ class Timeline:
         self.events.append(event)
 
     def negotiate(self, tensor: str, ready: dict[int, int] | tuple[int, int], what: str = "ALLREDUCE") -> None:
-        """`ready`: when each rank was; a pair: from the first to the last, as the response cache has it."""
+        """Add a negotiation. `ready`: time of each rank, or of the first and the last as with the response cache."""
         ticks = sorted(ready.items(), key=lambda item: item[1]) if isinstance(ready, dict) else []
         first, last = (ticks[0][1], ticks[-1][1]) if ticks else ready
         self.event("B", first, tensor, f"NEGOTIATE_{what}")
@@ -44,7 +44,7 @@ class Timeline:
         self, tensors: list[str], start: int, end: int, library: str = "MPI_ALLREDUCE", copy: int = 10,
         shape: tuple[int, ...] = (256, 1024), what: str = "ALLREDUCE",
     ) -> None:  # fmt: skip
-        """One message, copies of `copy` us at both ends where there are several tensors."""
+        """Add a message. With several tensors it has copies of `copy` us at both ends."""
         copy = copy if len(tensors) > 1 else 0
         for tensor in tensors:
             self.event("B", start, tensor, what)
@@ -59,7 +59,7 @@ class Timeline:
             self.event("E", end, tensor, args={"dtype": "float32", "shape": str(list(shape))})
 
     def write(self, path: Path, end: str = "]") -> Path:
-        """The file as it is left: its last comma overwritten."""
+        """Write the file, with `end` in place of the last comma."""
         path.write_text(self.text.removesuffix(",") + end, encoding="utf-8")
         return path
 
@@ -68,10 +68,10 @@ def training(
     steps: int = 12, ranks: int = 2, straggler: int | None = None, by: int = 0, cached: bool = False,
     step_us: int = 100_000, library: str = "MPI_ALLREDUCE",
 ) -> Timeline:  # fmt: skip
-    """Steps of three tensors of 1 MiB: a and b go together for 20 ms, then c for 10 ms.
+    """Steps of three tensors of 1 MiB: a and b are sent together in 20 ms, then c in 10 ms.
 
-    a is ready at 20 ms of the step, b at 30, c at 60; a and b are sent from 30 to 50, c from 60 to 70: 20 of 30 ms
-    hidden, 10 exposed. Rank `slow` is `by` us later, and everything after it.
+    a is ready at 20 ms of the step, b at 30, c at 60. a and b are sent from 30 to 50, c from 60 to 70, so 20 of 30 ms
+    are hidden and 10 exposed. Rank `straggler` is `by` us later, and so is everything after it.
     """
     made = Timeline()
     for tensor in ("w", "v"):

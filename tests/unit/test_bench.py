@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic, its workload, and its flags; that it runs is in tests/integration/test_bench.py."""
+"""The benchmark's arithmetic, workload and flags. tests/integration/test_bench.py runs it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import BertConfig
 from hvd_bert.bench import measure
 from hvd_bert.bench.flags import parse
 from hvd_bert.bench.peak import matmul_peak
-from hvd_bert.bench.workload import SQUAD_TENTHS, lengths_like_squad, random_inputs
+from hvd_bert.bench.workload import SQUAD_DECILES, lengths_like_squad, random_inputs
 from hvd_bert.data.collate import Collator
 from hvd_bert.errors import UserError
 from hvd_bert.model.bert import window_losses
@@ -36,12 +36,12 @@ def tiny(tmp_path):
 
 
 def inputs_of(model, *flags, count=24, dropout="0.1"):
-    config = parse(["--dropout", dropout, *flags], show_help=False)[1]
+    config = parse(["--dropout", dropout, *flags])[1]
     return random_inputs(model, count, config, make_world())
 
 
-def test_flops_are_those_that_torch_counts(tiny):
-    """Padded, by products that torch's counter knows: every window is as long as the longest."""
+def test_flops_match_torchs_counter(tiny):
+    """With padding to one length, and with products that torch's counter supports."""
     inputs = inputs_of(tiny, "--pad_to_max_length", "--max_seq_length", "64", dropout="0")
     inputs.model.set_attn_implementation("eager")
     for module in inputs.model.modules():
@@ -54,18 +54,18 @@ def test_flops_are_those_that_torch_counts(tiny):
 
 
 def test_flops_of_bert_base():
-    # 85.1 million weights in the encoder: 6 * 85.1e6 a token and, at 384 tokens, 7 % for the attention.
+    # 85.1 million weights in the encoder: 6 * 85.1e6 per token and, at 384 tokens, 7 % for the attention.
     assert training_flops(BertConfig(), [384]) / 384 == pytest.approx(6 * 85.1e6 * 1.083, rel=0.01)
 
 
-def test_lengths_are_those_of_squad():
+def test_lengths_are_like_squads():
     lengths = lengths_like_squad(20_000, 384, seed=0)
     assert lengths.mean() == pytest.approx(178, abs=2)
-    assert (lengths.min() >= SQUAD_TENTHS[0], lengths.max()) == (True, 383)
+    assert (lengths.min() >= SQUAD_DECILES[0], lengths.max()) == (True, 383)
     assert lengths_like_squad(100, 128, seed=0).max() == 128
 
 
-def test_random_windows_can_be_trained_on(tiny):
+def test_random_windows_train(tiny):
     inputs = inputs_of(tiny)
     plan = inputs.train.plan
     batch = Collator(inputs.train.windows, torch.device("cpu"))(plan.rank_windows(0, 0)[0])
@@ -98,14 +98,14 @@ def test_padding_share(tiny, flags, share):
     assert measure.padding_share(plan, 384 if flags else None, range(3)) == pytest.approx(expected)
 
 
-def test_memory_needed_grows_by_what_the_forward_pass_keeps(tiny):
+def test_memory_needed_includes_the_activations(tiny):
     inputs = inputs_of(tiny)
     plan, collate = inputs.train.plan, Collator(inputs.train.windows, torch.device("cpu"))
     needed = measure.memory_needed(inputs.model, plan, collate, 0, range(3), "fp32")
     state = 16 * sum(p.numel() for p in inputs.model.parameters())
     tokens = max(plan.rank_tokens(step)[0] for step in range(3))
-    kept = (needed - state) / tokens / TINY["num_hidden_layers"] / 4  # floats a token and layer
-    assert 6 * TINY["hidden_size"] < kept < 60 * TINY["hidden_size"] + 4 * 384  # attention keeps a row of probabilities
+    kept = (needed - state) / tokens / TINY["num_hidden_layers"] / 4  # floats per token and layer
+    assert 6 * TINY["hidden_size"] < kept < 60 * TINY["hidden_size"] + 4 * 384  # attention saves a row of probabilities
 
 
 def test_peak_is_a_rate(tiny):
@@ -120,24 +120,25 @@ def test_peak_is_a_rate(tiny):
         (["--steps", "x"], "hvd_bert.bench --help"),
         (["--windows", "0"], "--windows 0: must be at least 1"),
         (["--nonsense"], "--nonsense"),
-        (["--model", "m", "--train-file", "t"], "leave them out where data is named"),
+        (["--model", "m", "--train-file", "t"], "Omit them if you name the data"),
         (["--model_name_or_path", "m"], "--model_name_or_path needs --train_file or --dataset_name"),
-        (["--no_do_train"], "the benchmark trains"),
+        (["--no_do_train"], "the benchmark always trains"),
     ],
 )
 def test_wrong_flags(words, message):
     with pytest.raises(UserError, match=message):
-        parse(words, show_help=False)
+        parse(words)
 
 
-def test_flags_of_the_trainer_count():
-    flags, config = parse(["--steps", "4", "--repeats", "2", "--bf16", "--learning_rate", "1e-3"], show_help=False)
+def test_flags_of_the_trainer_are_used():
+    flags, config = parse(["--steps", "4", "--repeats", "2", "--bf16", "--learning_rate", "1e-3"])
     assert (config.train.max_steps, config.train.logging_steps, config.train.bf16) == (12, 4, True)
-    assert flags.random and not parse(["--config", "sample"], show_help=False)[0].random
+    assert flags.random and not parse(["--config", "sample"])[0].random
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("nowhere", "no such folder"), ("gpt", "is a gpt2 model"), ("empty", "no model's")]
+    ("name", "message"),
+    [("nowhere", "no such folder"), ("gpt", "is a gpt2 model"), ("empty", "cannot be read as a model's folder")],
 )
 def test_wrong_models(tmp_path, name, message):
     (tmp_path / "gpt").mkdir()

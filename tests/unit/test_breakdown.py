@@ -201,9 +201,7 @@ class Asked(TorchDispatchMode):
 def test_no_value_is_asked_for_between_two_lines(tmp_path, monkeypatch):
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "vocab_size": 1100, **shape}))
-    _, config = parse(
-        ["--steps", "4", "--repeats", "2", "--gradient_accumulation_steps", "2", "--strategy", "none"], show_help=False
-    )
+    _, config = parse(["--steps", "4", "--repeats", "2", "--gradient_accumulation_steps", "2", "--strategy", "none"])
     config.train.output_dir = str(tmp_path)
     world = make_world()
     training = Training(random_inputs(str(tmp_path), 64, config, world), None, None, Recorder(), config, world)

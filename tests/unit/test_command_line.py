@@ -429,10 +429,3 @@ def test_two_paddings_are_refused():
 
 def test_unquoted_no_in_yaml(tmp_path):
     assert parse(["--config", write(tmp_path, "eval_strategy: no\n")]).train.eval_strategy == "no"
-
-
-def test_help_is_shown_by_one_rank(capsys):
-    with pytest.raises(SystemExit) as left:
-        parse(["--help"], show_help=False)
-    assert left.value.code == 0
-    assert capsys.readouterr().out == ""

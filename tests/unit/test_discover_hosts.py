@@ -1,4 +1,4 @@
-"""scripts/discover_hosts.sh: what horovodrun is told of the hosts."""
+"""scripts/discover_hosts.sh: the hosts that it prints for horovodrun."""
 
 from __future__ import annotations
 

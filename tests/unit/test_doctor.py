@@ -1,4 +1,4 @@
-"""The doctor's decisions, on facts that are made up, and its report."""
+"""The doctor's decisions, from made-up facts, and its report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hvd_bert.doctor.checks import (
 )
 from hvd_bert.doctor.collective import Timing
 from hvd_bert.doctor.probes import Gpus, HorovodBuild, MpiLibrary, ProbeError, Slurm, mpi_kinds, mpi_version
-from hvd_bert.doctor.ranks import Rank, rank_lines, ranks_table, spans
+from hvd_bert.doctor.ranks import Rank, ranges, rank_lines, ranks_table
 from hvd_bert.doctor.report import FAILURE, OK, WARNING, Line, Report, isolated, merged
 from hvd_bert.errors import UserError
 from hvd_bert.monitoring.gpu_usage import NvmlError
@@ -40,7 +40,7 @@ from hvd_bert.monitoring.gpu_usage import NvmlError
 NO_DRIVER = NvmlError("NVML Shared Library Not Found")
 TWO_GPUS = Gpus("570.86", "12.8", ("A100", "A100"))
 BUILD = HorovodBuild("0.28.1", mpi=True, gloo=True, nccl=False, libraries=("/mpi/lib/libmpi.so.40",))
-BROKEN = ProbeError("`python -c ...` died by signal 11")
+BROKEN = ProbeError("`python -c ...` was killed by signal 11")
 LIBRARY = MpiLibrary("Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4", ("/mpi/lib/libmpi.so.40",))
 OPEN_MPI = ("/usr/bin/mpirun", "mpirun (Open MPI) 4.1.4\n\nReport bugs to ...")
 MPICH = ("/opt/bin/mpirun", "HYDRA build details:\n    Version:    4.0.2\n    Release Date: ...")
@@ -71,7 +71,14 @@ def test_torch(version, status):
         ("12.8", 2, NO_DRIVER, False, OK, "2 GPU(s): names unknown"),
         (None, 0, TWO_GPUS, False, WARNING, "built for CPUs only"),
         ("12.8", 0, TWO_GPUS, True, WARNING, "CUDA_VISIBLE_DEVICES"),
-        ("13.0", 0, TWO_GPUS, False, FAILURE, "built for CUDA 13.0, cannot use them; the driver runs CUDA up to 12.8"),
+        (
+            "13.0",
+            0,
+            TWO_GPUS,
+            False,
+            FAILURE,
+            "built for CUDA 13.0, cannot use them; the driver supports CUDA up to 12.8",
+        ),
     ],
 )
 def test_cuda(torch_cuda, visible, gpus, hidden, status, words):
@@ -81,7 +88,7 @@ def test_cuda(torch_cuda, visible, gpus, hidden, status, words):
 
 
 def test_driver():
-    assert "570.86, runs CUDA up to 12.8" in driver_line(TWO_GPUS).found
+    assert "570.86, supports CUDA up to 12.8" in driver_line(TWO_GPUS).found
     assert "Library Not Found" in driver_line(NO_DRIVER).found
 
 
@@ -149,8 +156,8 @@ OTHER_LIBRARY = replace(LIBRARY, libraries=("/other/libmpi.so.12",))
         (BUILD, LIBRARY, MPICH, False, FAILURE, "/opt/bin/mpirun is MPICH 4.0.2"),
         (BUILD, LIBRARY, MPICH, True, WARNING, "/opt/bin/mpirun is MPICH 4.0.2"),
         (BUILD, LIBRARY, (OPEN_MPI[0], "mpirun (Open MPI) 5.0.5"), False, FAILURE, "is Open MPI 5.0.5"),
-        (BUILD, LIBRARY, None, False, WARNING, "no mpirun in PATH"),
-        (BUILD, LIBRARY, None, True, OK, "no mpirun in PATH"),
+        (BUILD, LIBRARY, None, False, WARNING, "mpirun is not on PATH"),
+        (BUILD, LIBRARY, None, True, OK, "mpirun is not on PATH"),
         (BUILD, LIBRARY, ("/bin/mpirun", "unknown"), False, OK, "the same in"),
         (BUILD, OTHER_LIBRARY, OPEN_MPI, False, FAILURE, "two MPIs in one process"),
         (BUILD, BROKEN, OPEN_MPI, False, FAILURE, "mpi4py cannot be used"),
@@ -185,10 +192,10 @@ def test_mpi_kinds(listed, kinds):
     [
         (None, BUILD, [OK, OK], "not needed"),
         (SLURM, BUILD, [OK, OK], "`srun --mpi=pmix`"),
-        (replace(SLURM, mpi_kinds=("pmi2",)), BUILD, [OK, WARNING], "has none"),
+        (replace(SLURM, mpi_kinds=("pmi2",)), BUILD, [OK, WARNING], "not supported"),
         (replace(SLURM, mpi_kinds=()), BUILD, [OK, WARNING], "neither"),
         (SLURM, replace(BUILD, mpi=False), [OK, OK], "horovodrun --gloo"),
-        (ProbeError("`srun --mpi=list` did not answer"), BUILD, [WARNING, WARNING], "unknown"),
+        (ProbeError("`srun --mpi=list` did not finish"), BUILD, [WARNING, WARNING], "unknown"),
     ],
 )
 def test_slurm(slurm, build, statuses, words):
@@ -209,12 +216,12 @@ def test_folder(tmp_path):
 
 
 @pytest.mark.parametrize(("free", "required", "status"), [
-    (checks.DISK_WANTED, True, OK),
-    (checks.DISK_WANTED - 1, True, WARNING),
-    (checks.DISK_NEEDED - 1, True, FAILURE),
-    (checks.DISK_NEEDED - 1, False, WARNING),
+    (checks.DISK_RECOMMENDED, True, OK),
+    (checks.DISK_RECOMMENDED - 1, True, WARNING),
+    (checks.DISK_REQUIRED - 1, True, FAILURE),
+    (checks.DISK_REQUIRED - 1, False, WARNING),
 ])  # fmt: skip
-def test_room(tmp_path, monkeypatch, free, required, status):
+def test_free_space(tmp_path, monkeypatch, free, required, status):
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     line = folder_line("Output", tmp_path, "name another", required=required)
     assert line.status == status
@@ -232,10 +239,10 @@ def test_inputs():
     assert inputs_line(["squad"]).status == WARNING
 
 
-# --- the facts -------------------------------------------------------------------------------------
+# --- facts -----------------------------------------------------------------------------------------
 
 
-def test_free_memory_is_the_least_of_host_and_job(tmp_path):
+def test_free_memory_is_the_minimum_of_host_and_job(tmp_path):
     assert 0 < probes.free_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     job = tmp_path / "job"
     task = job / "step" / "task"
@@ -247,19 +254,19 @@ def test_free_memory_is_the_least_of_host_and_job(tmp_path):
     assert probes._cgroup_free(task) == [600]
 
 
-def test_commands_that_fail():
-    with pytest.raises(ProbeError, match=r"`no-such-program` cannot be run: No such file"):
+def test_failing_commands():
+    with pytest.raises(ProbeError, match=r"`no-such-program` cannot be started: No such file"):
         probes.output_of(["no-such-program"])
     program = "import sys; print('first'); sys.exit('last')"
-    with pytest.raises(ProbeError, match=r"ended with status 1: last$"):
+    with pytest.raises(ProbeError, match=r"exited with 1: last$"):
         probes.output_of([sys.executable, "-c", program])
-    with pytest.raises(ProbeError, match=r"died by signal 9$"):
+    with pytest.raises(ProbeError, match=r"was killed by signal 9$"):
         probes.output_of([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
-    with pytest.raises(ProbeError, match=r"did not answer within 0 s"):
+    with pytest.raises(ProbeError, match=r"did not finish within 0 s"):
         probes.output_of([sys.executable, "-c", "import sys; sys.stdin.read(); import signal; signal.pause()"], 0.2)
 
 
-# --- the ranks -------------------------------------------------------------------------------------
+# --- ranks -----------------------------------------------------------------------------------------
 
 SAME = {"python": "3.11.7", "torch": "2.8.0"}
 
@@ -294,14 +301,14 @@ def test_differing_versions():
     assert shown[3].endswith("python 3.11.7, torch 2.6.0")
 
 
-def test_versions_that_agree_are_said_once():
+def test_equal_versions_are_listed_once():
     shown = ranks_table(world("a", "b"))
     assert shown.count("2.8.0") == 1
     assert shown.count("as all") == 2
 
 
 def test_devices():
-    assert "computing on CPUs" in rank_lines(world("a", "b"), "mpi")[0].found
+    assert "on CPUs" in rank_lines(world("a", "b"), "mpi")[0].found
     assert "each with a GPU" in rank_lines(world("a", "b", device="cuda:0"), "gloo")[0].found
 
 
@@ -310,7 +317,7 @@ def test_devices():
     [
         (frozenset({0}), 2, "2 ranks share 1 core(s) on a"),
         (frozenset({0, 1}), 2, None),
-        (frozenset({3}), 64, "may use one core only, of 64"),
+        (frozenset({3}), 64, "may use only one of 64 cores"),
     ],
 )
 def test_cores(cores, host_cores, words):
@@ -320,22 +327,24 @@ def test_cores(cores, host_cores, words):
     assert words is None or words in crowded[0].found
 
 
-def test_spans():
-    assert spans([3, 0, 1, 2, 8, 10, 11]) == "0-3,8,10-11"
-    assert spans(frozenset({5})) == "5"
+def test_ranges():
+    assert ranges([3, 0, 1, 2, 8, 10, 11]) == "0-3,8,10-11"
+    assert ranges(frozenset({5})) == "5"
 
 
-# --- the allreduce ---------------------------------------------------------------------------------
+# --- allreduce -------------------------------------------------------------------------------------
 
 
 def test_bert_base(tmp_path):
-    config = {"model_type": "bert", "vocab_size": 30522}  # the rest is BERT-base by default
+    config = {"model_type": "bert", "vocab_size": 30522}  # the other defaults are BERT-base
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert collective.gradient_bytes(str(tmp_path)) == collective.BERT_BASE_BYTES
 
 
 @pytest.mark.parametrize(("content", "words"), [
-    (None, "no configuration"), ("{", "no configuration"), ('{"model_type": "gpt2"}', "is a gpt2 model")
+    (None, "its configuration cannot be read"),
+    ("{", "its configuration cannot be read"),
+    ('{"model_type": "gpt2"}', "is a gpt2 model"),
 ])  # fmt: skip
 def test_no_bert(tmp_path, content, words):
     if content is not None:
@@ -373,10 +382,10 @@ def test_slow_allreduce(own, plain, num_bytes, status):
     assert collective.allreduce_line(timings).status == status
 
 
-# --- the report ------------------------------------------------------------------------------------
+# --- report ----------------------------------------------------------------------------------------
 
 
-def test_a_check_that_breaks_hides_no_other():
+def test_a_broken_check_is_a_failure_line():
     def broken():
         raise ZeroDivisionError("by zero")
 
@@ -415,9 +424,9 @@ def test_merged():
 
 
 def test_lines_are_readable():
-    line = str(Line("Windows", FAILURE, "word " * 40, "mend it"))
+    line = str(Line("Windows", FAILURE, "word " * 40, "fix it"))
     assert all(len(row) <= 118 for row in line.splitlines())
-    assert line.splitlines()[-1].strip() == "-> mend it"
+    assert line.splitlines()[-1].strip() == "-> fix it"
 
 
 @pytest.mark.parametrize(
@@ -438,7 +447,7 @@ def test_verdict(capsys, found, status, verdict):
 def test_json(capsys):
     report = Report(as_json=True, shown=True)
     report.add([Line("a", FAILURE, "x", "y", ("h",))])
-    report.say("for people")
+    report.print_text("text")
     report.data["ranks"] = []
     assert report.close() == 2
     (only,) = capsys.readouterr().out.splitlines()
@@ -454,7 +463,7 @@ def test_other_ranks_are_silent(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-# --- the command -----------------------------------------------------------------------------------
+# --- command ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -472,8 +481,8 @@ def refuse(monkeypatch, error: Exception) -> None:
 @pytest.mark.parametrize(
     ("launcher", "error", "status", "out", "err"),
     [
-        (Launcher("srun", 4, 0), UserError("4 worlds of one"), 2, "World      4 worlds of one", ""),
-        (Launcher("srun", 4, 3), UserError("4 worlds of one"), 0, "", ""),
+        (Launcher("srun", 4, 0), UserError("4 worlds of size 1"), 2, "World      4 worlds of size 1", ""),
+        (Launcher("srun", 4, 3), UserError("4 worlds of size 1"), 0, "", ""),
         (Launcher("mpirun", 4, 3), UserError("Horovod cannot be loaded"), 0, "", "hvd_bert: rank 3 on "),
         (Launcher("none", None, None), OSError("no socket"), 2, "OSError: no socket", ""),
         (Launcher("mpirun", 4, 3), OSError("no socket"), 2, "", "hvd_bert: rank 3 on "),
@@ -484,15 +493,15 @@ def test_no_world(monkeypatch, capsys, few_checks, launcher, error, status, out,
     monkeypatch.setattr(probes, "horovod", lambda: BROKEN if "load" in str(error) else BUILD)
     report = Report(as_json=False, shown=launcher.rank in (None, 0))
     assert diagnosis.diagnose(command._parse([]), launcher, report) == status
-    said = capsys.readouterr()
-    assert out in said.out and said.err.startswith(err)
-    assert bool(said.out) == bool(out)
-    assert said.out.count("Python     3.11") == (1 if out else 0)
-    assert "Not ready: World." in said.out or not out
+    output, errors = capsys.readouterr()
+    assert out in output and errors.startswith(err)
+    assert bool(output) == bool(out)
+    assert output.count("Python     3.11") == (1 if out else 0)
+    assert "Not ready: World." in output or not out
 
 
 class FakeWorld(SimpleNamespace):
-    """A world of one whose end can be seen; `refusal`: what taking a place raises."""
+    """A world of size 1 that records its end. `refusal`: raised when the device is set up."""
 
     def __init__(self, refusal: Exception | None) -> None:
         super().__init__(rank=0, size=1, local_rank=0, local_size=1, host="a", refusal=refusal, ended=[])
@@ -516,13 +525,13 @@ class FakeWorld(SimpleNamespace):
 
 
 @pytest.mark.parametrize(
-    ("error", "said", "ended"),
+    ("error", "message", "ended"),
     [
         (CollectiveError("too few GPUs"), "World      too few GPUs", "closed"),
         (OSError("broken"), "World      rank 0 on a: OSError: broken", 2),
     ],
 )
-def test_refused_device(monkeypatch, capsys, few_checks, error, said, ended):
+def test_refused_device(monkeypatch, capsys, few_checks, error, message, ended):
     fake = FakeWorld(error)
     monkeypatch.setattr(diagnosis.HorovodWorld, "join", staticmethod(lambda: fake))
     report = Report(as_json=False, shown=True)
@@ -532,13 +541,13 @@ def test_refused_device(monkeypatch, capsys, few_checks, error, said, ended):
         status = left.code
     out = capsys.readouterr().out
     assert (status, fake.ended) == (2, [ended])
-    assert said in out and "Python     3.11" in out and out.endswith("Not ready: World.\n")
-    # A watch that is left running would end this process, and all tests with it, minutes later.
+    assert message in out and "Python     3.11" in out and out.endswith("Not ready: World.\n")
+    # A timer that is left running would end this process, and all tests, minutes later.
     timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
     assert all(timer.finished.is_set() for timer in timers)
 
 
-def test_ranks_that_never_come(monkeypatch, capsys):
+def test_ranks_that_never_join(monkeypatch, capsys):
     ended = []
     monkeypatch.setattr(diagnosis.os, "_exit", ended.append)
     report = Report(as_json=False, shown=True)
@@ -548,20 +557,20 @@ def test_ranks_that_never_come(monkeypatch, capsys):
     step_timeout._timer.join(10)
     assert ended == [2]
     out = capsys.readouterr().out
-    assert "the ranks do not find each other: no end after 0 s" in out
+    assert "the ranks do not find each other: not finished after 0 s" in out
     assert "-> name the interface" in out
-    assert diagnosis.StepTimeout(Report(as_json=False, shown=False), 1.0).timeout > 1.0  # rank 0 speaks first
+    assert diagnosis.StepTimeout(Report(as_json=False, shown=False), 1.0).timeout > 1.0  # rank 0 reports first
 
 
 @pytest.mark.parametrize(
     "flags", [["--size", "0"], ["--size", "x"], ["--repeats", "0"], ["--timeout", "-1"], ["--what"]], ids=" ".join
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_bad_flags_are_said_once(monkeypatch, capsys, flags, rank):
+def test_bad_flags_are_reported_once(monkeypatch, capsys, flags, rank):
     monkeypatch.setattr(command, "find_launcher", lambda environ: Launcher("mpirun", 2, rank))
     assert command.main(flags) == (2 if rank == 0 else 0)
-    said = capsys.readouterr().err
-    assert said.startswith("hvd_bert: ") if rank == 0 else said == ""
+    errors = capsys.readouterr().err
+    assert errors.startswith("hvd_bert: ") if rank == 0 else errors == ""
 
 
 def test_versions_of_this_process():

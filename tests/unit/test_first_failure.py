@@ -1,4 +1,4 @@
-"""scripts/first_failure.awk: what failed first, from logs as srun, mpirun and horovodrun write them."""
+"""scripts/first_failure.awk: the first failure, from logs in the formats of srun, mpirun and horovodrun."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STALLED = f"[1,0]<stderr>:{WAITED}. Look there at the file systems\n"
         (IMPORT + MPIRUN, "rank 2 on a100-02: ModuleNotFoundError: No module named 'x'"),
         (PIECES + MPIRUN, "rank 2 on a100-02: ModuleNotFoundError: No module named 'x'"),
         (SIGNAL, "rank 3 on a100-02: signal 9 (Killed)"),
-        (LOST + GLOO.format(1, 255), "rank 1 on a100-01: exit code 255, which is ssh's"),
+        (LOST + GLOO.format(1, 255), "rank 1 on a100-01: exit code 255 of ssh: killed by a signal"),
         (
             LOST + "Process 0 exit with status code 1.\nProcess 1 exit with status code 143.\n" + GLOO.format(0, 1),
             "rank 1 on a100-01: exit code 143",
@@ -53,6 +53,6 @@ STALLED = f"[1,0]<stderr>:{WAITED}. Look there at the file systems\n"
 def test_first_failure(log: str, first: str) -> None:
     hosts = "hosts=a100-01 a100-01 a100-02 a100-02"
     command = ["awk", "-v", hosts, "-f", str(PROGRAM)]
-    said = subprocess.run(command, input=log, capture_output=True, text=True, check=True, timeout=60)
-    assert said.stderr == ""
-    assert said.stdout.startswith(first) and len(said.stdout.splitlines()) == bool(first), said.stdout
+    done = subprocess.run(command, input=log, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr == ""
+    assert done.stdout.startswith(first) and len(done.stdout.splitlines()) == bool(first), done.stdout

@@ -1,4 +1,4 @@
-"""GPU usage through NVML, with a driver that is made up."""
+"""GPU usage through NVML, with a fake driver."""
 
 from __future__ import annotations
 
@@ -11,11 +11,21 @@ import pytest
 
 from hvd_bert.distributed.launch import RankInfo
 from hvd_bert.monitoring import gpu_usage as module
-from hvd_bert.monitoring.gpu_usage import GIB, GpuUsage, NvmlError, Sample, Sampler, find_gpu, look, nvml, summarise
+from hvd_bert.monitoring.gpu_usage import (
+    GIB,
+    GpuUsage,
+    NvmlError,
+    Sample,
+    Sampler,
+    find_gpu,
+    nvml,
+    summarise,
+    take_sample,
+)
 
 
 class FakeNvml(ModuleType):
-    """pynvml with GPUs 0-a (40 % busy) and 0-b, of which nothing but the memory is known; counts what is asked."""
+    """pynvml with GPUs 0-a (40 % busy) and 0-b, which reports only its memory. Counts the samples."""
 
     class NVMLError(Exception):
         pass
@@ -24,8 +34,8 @@ class FakeNvml(ModuleType):
         super().__init__("pynvml")
         self.started = 0
         self.stopped = threading.Event()
-        self.looks = 0
-        self.looked_often = threading.Event()
+        self.samples = 0
+        self.sampled_often = threading.Event()
 
     def nvmlInit(self):
         self.started += 1
@@ -39,9 +49,9 @@ class FakeNvml(ModuleType):
         return name
 
     def nvmlDeviceGetUtilizationRates(self, gpu):
-        self.looks += 1
-        if self.looks >= 3:
-            self.looked_often.set()
+        self.samples += 1
+        if self.samples >= 3:
+            self.sampled_often.set()
         if gpu.startswith("MIG"):
             raise self.NVMLError("Not Supported")
         return SimpleNamespace(gpu=40, memory=10)
@@ -63,7 +73,7 @@ def driver(monkeypatch) -> FakeNvml:
 
 
 def world_of(*device_ids: str | None, rank: int = 0) -> SimpleNamespace:
-    """A world whose other ranks say that their GPU was 90 % busy."""
+    """A world whose other ranks report a GPU that is 90 % busy."""
     rank_infos = tuple(
         RankInfo(number, "a", number, f"cuda:{number}" if device_id else "cpu", device_id, frozenset({0}))
         for number, device_id in enumerate(device_ids)
@@ -75,14 +85,14 @@ def world_of(*device_ids: str | None, rank: int = 0) -> SimpleNamespace:
     return SimpleNamespace(rank=rank, size=len(rank_infos), rank_infos=rank_infos, allgather=allgather)
 
 
-def test_look(driver):
-    assert look(driver, find_gpu(driver, "0-a")) == Sample(40.0, 3.0, 250.5)
-    assert look(driver, find_gpu(driver, "0-b")) == Sample(None, 3.0, None)
+def test_take_sample(driver):
+    assert take_sample(driver, find_gpu(driver, "0-a")) == Sample(40.0, 3.0, 250.5)
+    assert take_sample(driver, find_gpu(driver, "0-b")) == Sample(None, 3.0, None)
     with pytest.raises(NvmlError, match=r"GPU 0-c: Not Found"):
         find_gpu(driver, "0-c")
 
 
-def test_nvml_is_ended(driver):
+def test_nvml_is_shut_down(driver):
     with pytest.raises(KeyError), nvml():
         raise KeyError
     assert driver.started == 1 and driver.stopped.is_set()
@@ -107,17 +117,17 @@ def test_summarise():
 def test_sampler(monkeypatch, driver):
     monkeypatch.setattr(module, "PERIOD_S", 0.001)
     sampler = Sampler("0-a")
-    assert driver.looked_often.wait(10)
+    assert driver.sampled_often.wait(10)
     sampler.close()
     assert driver.stopped.is_set()
     taken = sampler.take()
-    assert len(taken) == driver.looks
-    assert sampler.take() == taken[-1:]  # logged again before the next look
+    assert len(taken) == driver.samples
+    assert sampler.take() == taken[-1:]  # logged again before the next sample
 
 
 def test_usage_of_all_ranks(tmp_path, driver):
     usage = GpuUsage(world_of("0-a", "0-x"), tmp_path)  # type: ignore[arg-type]
-    usage._sampler.close()  # after its first look
+    usage._sampler.close()  # after its first sample
     own = {"gpu_util_percent": 40.0, "gpu_memory_gib": 3.0, "gpu_power_w": 250.5}
     assert usage.read(7) == own
     lines = [json.loads(line) for line in (tmp_path / "gpu_usage.jsonl").read_text().splitlines()]  # already on disk
@@ -131,7 +141,7 @@ def test_usage_of_all_ranks(tmp_path, driver):
 
 def test_other_ranks_write_nothing(tmp_path, driver):
     usage = GpuUsage(world_of("0-x", "0-a", rank=1), tmp_path)  # type: ignore[arg-type]
-    assert usage.read(1) == {"gpu_util_percent": 90.0}  # rank 0's, as there
+    assert usage.read(1) == {"gpu_util_percent": 90.0}  # rank 0's figures
     usage.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -144,9 +154,9 @@ def test_nothing_on_cpus(tmp_path, driver):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unknown_gpu_is_said_and_trained_on(tmp_path, driver, caplog):
+def test_unknown_gpu_is_a_warning_only(tmp_path, driver, caplog):
     usage = GpuUsage(world_of("0-c"), tmp_path)  # type: ignore[arg-type]
     usage._sampler.close()
     assert usage.read(1) == {}
     usage.close()
-    assert "The GPU usage is not recorded: GPU 0-c: Not Found" in caplog.text
+    assert "GPU usage is not recorded: GPU 0-c: Not Found" in caplog.text

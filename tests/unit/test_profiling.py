@@ -1,4 +1,4 @@
-"""Recordings: which steps, whose clock, and what the trace of all ranks has in it."""
+"""Recordings: their steps, the clocks of hosts, and the content of the trace of all ranks."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ START_US = 1795285774578916  # of made timelines
 
 
 @pytest.mark.parametrize("steps", ["3", "0:4", "5:4", "a:b", "3:", "-1:2", "1:2:3"])
-def test_steps_that_are_none_are_refused(steps):
+def test_invalid_steps_are_refused(steps):
     with pytest.raises(UserError, match="give the first and the last step"):
         parse([*BASE, f"--timeline_steps={steps}"])
 
 
-def test_what_fits_not_together_is_refused():
+def test_conflicting_flags_are_refused():
     with pytest.raises(UserError, match="--timeline_file works only with --strategy horovod, not with ddp"):
         parse([*BASE, "--timeline", "t.json", "--strategy", "ddp"])
     with pytest.raises(UserError, match="give --timeline_file FILE"):
         parse([*BASE, "--timeline_mark_cycles"])
 
 
-def test_which_steps_are_recorded():
+def test_steps_to_record():
     assert parse([*BASE, "--timeline_steps", "3:5"]).profiling.steps_to_record == range(0)
     assert list(parse([*BASE, "--timeline", "t", "--timeline_steps", "3:5"]).profiling.steps_to_record) == [3, 4, 5]
     assert parse([*BASE, "--profile"]).profiling.steps_to_record == range(11, 31)
@@ -46,11 +46,11 @@ def test_which_steps_are_recorded():
     ("flags", "records"),
     [([], False), (["--timeline", "t"], True), (["--profile"], True), (["--profile", "--strategy", "ddp"], False)],
 )
-def test_horovod_is_told_before_it_begins(flags, records):
+def test_timeline_is_known_before_joining(flags, records):
     assert before_joining([*BASE, *flags]).get("records_timeline") == records
 
 
-def test_what_the_user_set_of_horovods_stays():
+def test_the_users_variables_are_kept():
     environ: dict[str, str] = {}
     ready_for_timeline(environ)
     assert environ == {"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_CACHE_CAPACITY": "0"}
@@ -63,8 +63,8 @@ def test_what_the_user_set_of_horovods_stays():
     ahead=st.integers(-(10**9), 10**9),
     rounds=st.lists(st.tuples(*[st.integers(0, 10**6)] * 4), min_size=1, max_size=10),
 )
-def test_offset_is_right_to_half_of_the_fastest_round(ahead, rounds):
-    """Rounds: how long after the round's start either rank enters, and how long after the later one each leaves."""
+def test_error_of_the_offset_is_at_most_half_the_fastest_round(ahead, rounds):
+    """`rounds`: delays after which each rank enters, then delays after the later entry until each rank leaves."""
     first, mine, shortest, now = [], [], [], 0
     for enters, enters_too, leaves, leaves_too in rounds:
         all_in = now + max(enters, enters_too)
@@ -76,7 +76,7 @@ def test_offset_is_right_to_half_of_the_fastest_round(ahead, rounds):
 
 
 def torch_trace(start_us: float) -> bytes:
-    """As torch's profiler exports it: a base, a thread with its name, a stream, an arrow, and marks of its own."""
+    """A trace as torch's profiler exports it: a base time, a named thread, a stream, an arrow, its own marks."""
     op = {"ph": "X", "cat": "cpu_op", "pid": 77, "tid": 78, "dur": 5.0, "args": {}}
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 77, "tid": 78, "args": {"name": "thread 78 (python)"}},

@@ -1,4 +1,4 @@
-"""The cost model: times by hand, and what must hold for all."""
+"""The cost model: times checked by hand, and properties of all projections."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLOW = Network(Link(1e9, 1e-5))
 MIB = 2**20
 
 
-def test_a_ring_sends_each_byte_twice_but_for_one_part():
+def test_time_of_a_ring():
     # 4 devices: 6 messages of a quarter of 100 MB, each 10 us and 25 ms.
     assert allreduce_s(100e6, 4, SLOW) == pytest.approx(6 * (1e-5 + 0.025))
     assert allreduce_s(100e6, 2, SLOW) == pytest.approx(2 * (1e-5 + 0.05))
@@ -33,39 +33,39 @@ def test_a_ring_sends_each_byte_twice_but_for_one_part():
 
 def test_two_levels():
     network = Network(Link(1e9, 1e-3), Link(1e10, 0.0), devices_per_node=4)
-    # Inside: 6 messages of 25 MB at 10 GB/s. Between two nodes: 2 messages, of 50 MB in all over each node's link.
+    # Inside: 6 messages of 25 MB at 10 GB/s. Between two nodes: 2 messages of 50 MB each over each node's link.
     assert allreduce_s(100e6, 8, network) == pytest.approx(0.015 + 2 * (1e-3 + 0.05))
     assert allreduce_s(100e6, 4, network) == pytest.approx(0.015)
     assert allreduce_s(100e6, 2, network) == pytest.approx(0.01)
     assert allreduce_s(100e6, 10, network) == pytest.approx(0.015 + 4 * (1e-3 + 100e6 / 3 / 1e9))  # three nodes
 
 
-def test_with_nothing_to_hide_behind_all_is_exposed():
+def test_without_a_backward_pass_everything_is_exposed():
     step = Step(1.0, 0.0, 100e6)
     assert exposed_s(step, 0.0, 4, SLOW, Fusion()) == pytest.approx(6 * (1e-5 + 0.025))
-    # In pieces of 40, 40 and 20 MB the bandwidth's part is the same, and the latency comes three times.
+    # In messages of 40, 40 and 20 MB the bandwidth's part is the same, and the latency counts three times.
     assert exposed_s(step, 0.0, 4, SLOW, Fusion(40e6)) == pytest.approx(18e-5 + 0.15)
     assert exposed_s(step, 0.0, 1, SLOW, Fusion()) == 0
 
 
-def test_late_gradients_hide_behind_nothing():
+def test_late_gradients_are_not_hidden():
     step = Step(1.0, 0.0, 100e6, late_bytes=100e6)
     assert exposed_s(step, 0.5, 4, SLOW, Fusion(cycle_s=0.1)) == pytest.approx(6 * (1e-5 + 0.025))
-    # Horovod looks at 0, 0.2, 0.4 and 0.6 s.
+    # Cycles start at 0, 0.2, 0.4 and 0.6 s.
     assert exposed_s(step, 0.5, 4, SLOW, Fusion(cycle_s=0.2)) == pytest.approx(0.1 + 6 * (1e-5 + 0.025))
 
 
-def test_messages_go_out_as_gradients_come():
-    # Two devices at 100 MB/s: 1 s for 100 MB. Backward 1 s, a look each 0.5 s: 50 MB are sent from 0.5 to 1.0 s, and
+def test_gradients_are_sent_as_they_become_ready():
+    # Two devices at 100 MB/s: 1 s for 100 MB. Backward 1 s, a cycle of 0.5 s: 50 MB are sent from 0.5 to 1.0 s, and
     # the other 50 MB from 1.0 to 1.5 s.
     network = Network(Link(100e6, 0.0))
     assert exposed_s(Step(1.5, 0.0, 100e6), 1.0, 2, network, Fusion(cycle_s=0.5)) == pytest.approx(0.5)
-    # Twice as fast, all but the last 50 MB go before the end.
+    # Twice as fast, all except the last 50 MB are sent before the end.
     network = Network(Link(200e6, 0.0))
     assert exposed_s(Step(1.5, 0.0, 100e6), 1.0, 2, network, Fusion(cycle_s=0.5)) == pytest.approx(0.25)
 
 
-def test_a_slow_network_exposes_what_the_backward_pass_does_not_hide():
+def test_a_slow_network_is_exposed_except_for_the_backward_pass():
     network = Network(Link(10e6, 0.0))  # 10 s for 100 MB
     exposed = exposed_s(Step(1.5, 0.0, 100e6), 1.0, 2, network, Fusion(cycle_s=1e-3))
     assert 9.0 <= exposed <= 9.01
@@ -75,17 +75,17 @@ def test_strong_and_weak_without_communication():
     step = Step(compute_s=1.0, rest_s=0.1, gradient_bytes=100e6)
     weak, strong = (project(step, 4, kind, FAST, Fusion(cycle_s=1e-4)) for kind in (WEAK, STRONG))
     assert (weak.step_s, weak.speedup, weak.efficiency) == pytest.approx((1.1, 4.0, 1.0), rel=2e-4)
-    assert (strong.step_s, strong.speedup) == pytest.approx((0.35, 1.1 / 0.35), rel=5e-4)  # the rest does not shrink
+    assert (strong.step_s, strong.speedup) == pytest.approx((0.35, 1.1 / 0.35), rel=5e-4)  # rest_s stays the same
     assert strong.efficiency == pytest.approx(1.1 / 0.35 / 4, rel=5e-4)
 
 
-def test_only_the_last_pass_of_a_step_hides_anything():
+def test_only_the_last_pass_of_a_step_hides_communication():
     network, fusion = Network(Link(100e6, 0.0)), Fusion(cycle_s=1e-3)
     whole = project(Step(3.0, 0.0, 100e6), 2, WEAK, network, fusion)
     four = project(Step(3.0, 0.0, 100e6, passes=4), 2, WEAK, network, fusion)
     assert whole.exposed_s < 0.01  # 1 s of sending behind 2 s of backward
     assert four.exposed_s == pytest.approx(0.5, abs=0.01)  # behind 0.5 s
-    # Four devices share the four passes of a fixed global batch: one each, as long as before.
+    # Four devices share the four passes of a fixed global batch: one pass each, as long as before.
     assert project(Step(3.0, 0.0, 100e6, passes=4), 4, STRONG, network, fusion).exposed_s == pytest.approx(
         1.0, abs=0.01
     )
@@ -119,13 +119,13 @@ networks = st.builds(
 
 @settings(max_examples=100, deadline=None)
 @given(step=steps, network=networks, devices=st.sampled_from([1, 2, 8, 64, 1024]), kind=st.sampled_from([STRONG, WEAK]))
-def test_communication_costs_at_least_nothing_and_at_most_its_whole_time(step, network, devices, kind):
+def test_exposed_communication_is_between_zero_and_its_whole_time(step, network, devices, kind):
     fusion = Fusion(cycle_s=1e-2)
     found = project(step, devices, kind, network, fusion)
     assert 0 <= found.efficiency <= 1 + 1e-9
     hidden_behind = found.step_s - step.rest_s - found.exposed_s
     if devices > 1:
-        # Every message was sent after at least a cycle, but those that are cut from what is there at once.
+        # Messages are at least a cycle apart, except those split because of the fusion threshold.
         messages = hidden_behind / fusion.cycle_s + step.gradient_bytes / fusion.threshold_bytes + 2
         maximum = allreduce_s(step.gradient_bytes, devices, network) + messages * allreduce_s(0, devices, network)
         assert found.exposed_s <= maximum + fusion.cycle_s + 1e-9
@@ -136,7 +136,7 @@ def test_communication_costs_at_least_nothing_and_at_most_its_whole_time(step, n
 
 
 def group_of(folder, **flags):
-    """The one group of a run of `folder`."""
+    """The group of a single run in `folder`."""
     make_run(folder, **flags)
     (group,) = comparison.grouped([reading.read(folder)])
     return group
@@ -146,22 +146,22 @@ def both(group, maximum=1024):
     return projection.both_kinds(group, [("net", SLOW)], Fusion(), maximum)
 
 
-def devices_of(held):
-    return [point.devices for point in held.series["net", False]]
+def devices_of(projected):
+    return [point.devices for point in projected.series["net", False]]
 
 
 def test_the_step_of_one_device_comes_from_the_phases(tmp_path):
     group = group_of(tmp_path / "run", windows_per_s=10)
     for kind in (STRONG, WEAK):
         step = projection.measured_step(group, kind, None, None)
-        # 16 windows at 10/s: 1.6 s, a tenth of them the optimizer's; a million weights, in four bytes each.
+        # 16 windows at 10/s take 1.6 s, a tenth of it in the optimizer. A million weights have four bytes each.
         assert (step.compute_s, step.rest_s, step.gradient_bytes) == pytest.approx((1.44, 0.16, 4e6))
         assert (step.passes, step.backward_share) == (1, pytest.approx(2 / 3))
     assert projection.measured_step(group, STRONG, 500, 0.5).gradient_bytes == 2000
 
 
 def test_both_kinds_from_a_baseline_of_two_devices(tmp_path):
-    # A step of 0.8 s: 0.08 the optimizer's, 0.2 exposed, and 0.52 computing of a device with its 8 windows.
+    # A step of 0.8 s: 0.08 optimizer, 0.2 exposed, and 0.52 computation of a device with its 8 windows.
     group = group_of(tmp_path / "run", strategy="horovod", ranks=2, windows_per_s=20, exposed_comm_s=0.2)
     strong, weak = both(group)
     assert (strong.size, weak.size) == (16, 8)
@@ -170,14 +170,14 @@ def test_both_kinds_from_a_baseline_of_two_devices(tmp_path):
     assert strong.step.rest_s == weak.step.rest_s == pytest.approx(0.08)
 
 
-def test_weak_scaling_keeps_the_computing_of_the_one_device(tmp_path):
+def test_weak_scaling_keeps_the_computation_of_one_device(tmp_path):
     group = group_of(tmp_path / "run", windows_per_s=10)
     strong, weak = both(group)
-    for held, computing in ((strong, 1.44 / 16), (weak, 1.44)):
-        point = held.series["net", False][4]
+    for projected, computation in ((strong, 1.44 / 16), (weak, 1.44)):
+        point = projected.series["net", False][4]
         assert point.devices == 16
-        assert point.step_s == pytest.approx(computing + 0.16 + point.exposed_s)
-    # The same messages, and more to hide them behind.
+        assert point.step_s == pytest.approx(computation + 0.16 + point.exposed_s)
+    # The same messages, and a longer backward pass to hide them.
     assert strong.step.gradient_bytes == weak.step.gradient_bytes == 4e6
     assert weak.series["net", False][4].exposed_s <= strong.series["net", False][4].exposed_s
     assert weak.series["net", False][4].speedup == pytest.approx(16 * 1.6 / weak.series["net", False][4].step_s)
@@ -186,25 +186,25 @@ def test_weak_scaling_keeps_the_computing_of_the_one_device(tmp_path):
 def test_a_fixed_global_batch_ends_at_one_window_each_and_weak_scaling_does_not(tmp_path):
     strong, weak = both(group_of(tmp_path / "run", batch=16))
     assert devices_of(strong) == [1, 2, 4, 8, 16]
-    assert strong.ends == "ends at 16 devices: a global batch of 16 windows, of which each of 32 devices would need one"
+    assert strong.ends == "ends at 16 devices: a global batch of 16 windows has less than one for each of 32 devices"
     assert devices_of(weak) == [2**power for power in range(11)]
     assert weak.ends == "ends at 1024 devices: --most_devices 1024"
     assert strong.series["net", True][1].step_s <= strong.series["net", False][1].step_s
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "maximum", "last", "why"),
+    ("kind", "size", "maximum", "last", "reason"),
     [
-        (STRONG, 24, 1024, 16, "a global batch of 24 windows, of which each of 32 devices would need one"),
+        (STRONG, 24, 1024, 16, "a global batch of 24 windows has less than one for each of 32 devices"),
         (STRONG, 100, 20, 16, "--most_devices 20"),
         (STRONG, 32, 20, 16, "--most_devices 20"),
         (STRONG, 4096, 1024, 1024, "--most_devices 1024"),
-        (STRONG, 1, 1024, 1, "a global batch of 1 window, of which each of 2 devices would need one"),
+        (STRONG, 1, 1024, 1, "a global batch of 1 window has less than one for each of 2 devices"),
         (WEAK, 1, 1024, 1024, "--most_devices 1024"),
     ],
 )
-def test_where_a_series_ends_and_why(kind, size, maximum, last, why):
-    assert projection.end_of(kind, size, maximum) == (last, f"ends at {last} device{'s' * (last > 1)}: {why}")
+def test_end_of_a_series(kind, size, maximum, last, reason):
+    assert projection.end_of(kind, size, maximum) == (last, f"ends at {last} device{'s' * (last > 1)}: {reason}")
 
 
 def test_one_window_cannot_be_shared(tmp_path):
@@ -213,14 +213,14 @@ def test_one_window_cannot_be_shared(tmp_path):
     assert devices_of(weak)[-1] == 1024
 
 
-def test_measured_points_stand_beside_the_projection_of_their_kind(tmp_path):
+def test_measured_points_are_shown_with_the_projection_of_their_kind(tmp_path):
     for ranks in (1, 2):
         make_run(tmp_path / f"strong-{ranks}", "horovod", ranks, 16, 10 * ranks)
     make_run(tmp_path / "weak-2", "horovod", 2, 32, 19)
     groups = comparison.grouped(reading.read_all(reading.find([tmp_path]))[0])
     tables = comparison.tables(groups, None, Tolerance())
     assert [(table.kind, table.size) for table in tables] == [(STRONG, 16), (WEAK, 16)]
-    assert projection.baselines(tables, groups, None) == [tables[0].baseline]  # of both
+    assert projection.baselines(tables, groups, None) == [tables[0].baseline]  # one baseline for both
     strong, weak = both(tables[0].baseline)
     assert (strong.measured(tables), weak.measured(tables)) == (tables[0], tables[1])
     assert (strong.measured(tables[1:]), weak.measured(tables[:1])) == (None, None)
@@ -235,8 +235,8 @@ def doctors(*timings):
     }
 
 
-def test_the_link_that_doctor_measured():
-    # Four ranks: latency 30 us (two rounds of 60 us in all); 6 of them and 1.5 times 400 MB at 1 GB/s.
+def test_link_measured_by_the_doctor():
+    # Four ranks: a latency of 30 us (two rounds take 60 us). The large one takes 6 of them and 1.5 * 400 MB at 1 GB/s.
     large, small = 0.6 + 6 * 30e-6, 60e-6
     report = doctors(
         ("Horovod, MPI", 400_000_000, 4, [9.0, large, 0.1]),
@@ -244,9 +244,9 @@ def test_the_link_that_doctor_measured():
         ("Horovod, MPI", 4, 4, [1e-3]),
         ("plain MPI, host memory", 4, 4, [small]),
     )
-    link, said = projection.doctors_link(report, 1e-3)
+    link, method = projection.doctors_link(report, 1e-3)
     assert (link.bytes_per_s, link.latency_s) == pytest.approx((1e9, 30e-6))
-    assert "4 ranks, Horovod, MPI" in said
+    assert "4 ranks, Horovod, MPI" in method
     # Without MPI: 4 bytes took 1.6 ms, a cycle of 1 ms and 6 messages.
     report = doctors(("Horovod, Gloo", 400_000_000, 4, [0.6006]), ("Horovod, Gloo", 4, 4, [1.6e-3]))
     link, _ = projection.doctors_link(report, 1e-3)
@@ -254,16 +254,16 @@ def test_the_link_that_doctor_measured():
 
 
 @pytest.mark.parametrize("report", [{}, {"allreduce": []}, {"allreduce": [1]}, doctors(("Horovod", 4, 1, [1.0]))])
-def test_a_doctor_that_measured_nothing(report):
-    with pytest.raises(UserError, match="holds no allreduce"):
+def test_doctor_without_an_allreduce(report):
+    with pytest.raises(UserError, match="has no allreduce"):
         projection.doctors_link(report, 1e-3)
 
 
-def test_on_the_page(tmp_path):
+def test_projection_on_the_page(tmp_path):
     for ranks in (1, 2):
         make_run(tmp_path / f"runs/{ranks}", "horovod", ranks, 16, 10 * ranks)
     report = {"ready": True, **doctors(("Horovod, MPI", 4_000_000, 2, [0.004]), ("plain MPI, host memory", 4, 2, [0]))}
-    text = json.dumps(report).replace("world", "wo[1,0]<stdout>:rld")  # as horovodrun marks pieces of a long line
+    text = json.dumps(report).replace("world", "wo[1,0]<stdout>:rld")  # horovodrun marks pieces of a long line
     (tmp_path / "doctor.json").write_text("[1,0]<stdout>:" + text)
     command = [str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--doctor", str(tmp_path / "doctor.json")]
     assert main([*command, "--gbps", "25"]) == 0
@@ -285,7 +285,7 @@ def projected_rows(out, kind, wire="fp32"):
         return [row for row in csv.DictReader(file) if (row["scaling"], row["wire"]) == (kind, wire)]
 
 
-def test_one_run_suffices(tmp_path, capsys):
+def test_one_run_is_enough(tmp_path, capsys):
     make_run(tmp_path / "run")
     out = tmp_path / "out"
     out.mkdir()
@@ -296,8 +296,8 @@ def test_one_run_suffices(tmp_path, capsys):
     ends = "ends at 16 devices: a global batch of 16 windows"
     assert ends in page and ends in text and ends in capsys.readouterr().out
     assert "## Projection. Strong scaling: global batch 16" in text
-    assert "## Projection. Weak scaling: 16 windows a step per device" in text
-    assert "1 run on " in text and "No two of these runs can be compared" in text and "Left out, and why" not in text
+    assert "## Projection. Weak scaling: 16 windows per device and step" in text
+    assert "1 run on " in text and "No two of these runs can be compared" in text and "## Left out" not in text
     for kind, last in ((STRONG, 16), (WEAK, 1024)):
         found = projected_rows(out, kind)[-1]
         expected = project(Step(1.44, 0.16, 4e6), last, kind, Network(link_of(25, 20)))
@@ -310,14 +310,14 @@ def test_one_run_suffices(tmp_path, capsys):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The kinds that were drawn, each with the kind of the points that were drawn beside it."""
+    """The kinds of projection that are drawn, each with the kind of the measured points drawn with it."""
     seen = {}
 
-    def projected(held, table):
-        seen[held.kind, held.baseline.name] = table and table.kind
+    def record(projected, table):
+        seen[projected.kind, projected.baseline.name] = table and table.kind
         return b""
 
-    monkeypatch.setattr(plots, "projected", projected)
+    monkeypatch.setattr(plots, "projected", record)
     for name in ("scaling", "losses"):
         monkeypatch.setattr(plots, name, lambda *_: b"")
     return seen
@@ -347,7 +347,7 @@ def test_two_runs_that_cannot_be_compared_are_projected_from_one(tmp_path, drawn
     command = [str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--gbps", "25"]
     assert main(command) == 0
     assert set(drawn) == {(STRONG, "none, 1 rank"), (WEAK, "none, 1 rank")}
-    assert "/runs/hvd: no other run has its global batch" in (tmp_path / "out/report.md").read_text()
+    assert "/runs/hvd: no other run has the same global batch" in (tmp_path / "out/report.md").read_text()
     drawn.clear()
     assert main([*command, "--baseline", "horovod:2"]) == 0
     assert set(drawn) == {(STRONG, "horovod, 2 ranks"), (WEAK, "horovod, 2 ranks")}
@@ -358,21 +358,25 @@ def test_a_baseline_without_phases_is_not_projected(tmp_path, drawn, capsys):
         make_run(tmp_path / f"runs/{ranks}", "fsdp", ranks, 16, 10 * ranks, exposed_comm_s=None)
     assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--gbps", "25"]) == 0
     text = (tmp_path / "out/report.md").read_text()
-    assert text.count("Not possible: fsdp, 1 rank lacks its phases") == 2 and not drawn
-    assert "not possible: fsdp, 1 rank lacks its phases" in capsys.readouterr().out
+    assert text.count("Not possible: fsdp, 1 rank lacks phases") == 2 and not drawn
+    assert "not possible: fsdp, 1 rank lacks phases" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("changed", "flags", "said"),
+    ("changed", "flags", "message"),
     [
-        ({"exposed_comm_s": None}, [], "not possible: none, 1 rank lacks its phases"),
-        ({"work": {"the model": "?"}}, [], "not possible: none, 1 rank does not say how many weights its model has"),
-        ({}, ["--baseline", "horovod:2"], "Projection: not possible: none of these runs is horovod:2"),
+        ({"exposed_comm_s": None}, [], "not possible: none, 1 rank lacks phases"),
+        (
+            {"work": {"the model": "?"}},
+            [],
+            "not possible: none, 1 rank does not record the number of weights of its model",
+        ),
+        ({}, ["--baseline", "horovod:2"], "Projection not possible: none of these runs is horovod:2"),
         ({}, ["--most_devices", "1"], "not possible: it ends at 1 device: --most_devices 1"),
     ],
 )
-def test_one_run_that_cannot_be_projected_is_an_error_with_the_reason(tmp_path, capsys, changed, flags, said):
+def test_error_for_one_run_that_cannot_be_projected(tmp_path, capsys, changed, flags, message):
     make_run(tmp_path / "run", **changed)
     assert main([str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--gbps", "25", *flags]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

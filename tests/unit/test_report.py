@@ -1,4 +1,4 @@
-"""The report: figures by hand, what it refuses and why, and the files it writes."""
+"""The report: figures checked by hand, refused input, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from hvd_bert.runs import reading
 
 
 @pytest.fixture
-def pictures() -> None:
-    """For tests that look at the pictures; the others do without, which takes a second each."""
+def plots_drawn() -> None:
+    """Request this to draw the plots. Other tests skip them, because each takes a second."""
 
 
 @pytest.fixture(autouse=True)
 def _quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "pictures" not in request.fixturenames:
+    if "plots_drawn" not in request.fixturenames:
         for name in ("scaling", "losses", "projected"):
             monkeypatch.setattr(plots, name, lambda *_: b"")
 
@@ -50,12 +50,12 @@ def row(rows: list[dict[str, str]], scaling: str, strategy: str, ranks: int) -> 
 
 
 def refused(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    """What is said where there is nothing to report."""
+    """The error message if there is nothing to report."""
     assert main([str(folder), "--out", str(folder / "not-made"), *flags]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("hvd_bert: ") and "Traceback" not in said
+    message = capsys.readouterr().err
+    assert message.startswith("hvd_bert: ") and "Traceback" not in message
     assert not (folder / "not-made").exists()
-    return said
+    return message
 
 
 def test_speedup_efficiency_and_spread_by_hand(tmp_path):
@@ -74,7 +74,7 @@ def test_speedup_efficiency_and_spread_by_hand(tmp_path):
     assert float(hvd["train_runtime_s"]) == pytest.approx(8 + 39 * 16 / 18)
 
 
-def test_warm_up_is_the_first_line_whatever_it_sums_up(tmp_path):
+def test_warm_up_is_the_first_line_regardless_of_its_steps(tmp_path):
     make_run(tmp_path / "runs/none", every=10, windows_per_s=10)
     lines = (tmp_path / "runs/none/metrics.jsonl").read_text().splitlines()
     (tmp_path / "runs/none/metrics.jsonl").write_text("\n".join(lines[1:]))  # starts with steps 1 to 10 as one
@@ -83,7 +83,7 @@ def test_warm_up_is_the_first_line_whatever_it_sums_up(tmp_path):
     assert run.windows_per_s == pytest.approx(10)
 
 
-def test_lines_of_different_speed_count_by_their_time(tmp_path):
+def test_lines_are_weighted_by_their_time(tmp_path):
     folder = make_run(tmp_path / "run", steps=3)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows[1] |= {"windows_per_s": 4.0, "step_s": 4.0}
@@ -95,7 +95,7 @@ def test_lines_of_different_speed_count_by_their_time(tmp_path):
     assert run.exposed_share == pytest.approx(0.25 / 2.5)
 
 
-def test_strong_and_weak_scaling_are_told_apart(tmp_path):
+def test_strong_and_weak_scaling_are_separated(tmp_path):
     for ranks, speed in ((1, 10.0), (2, 18.0), (4, 30.0)):
         strategy = "horovod" if ranks > 1 else "none"
         make_run(tmp_path / f"runs/strong-{ranks}", strategy, ranks, 16, speed)
@@ -108,32 +108,34 @@ def test_strong_and_weak_scaling_are_told_apart(tmp_path):
     assert float(row(rows, "weak", "horovod", 4)["speedup"]) == pytest.approx(3.0)
     assert float(row(rows, "weak", "horovod", 2)["speedup"]) == pytest.approx(2.0)
     text = (tmp_path / "out/report.md").read_text()
-    assert "## Strong scaling: global batch 16" in text and "## Weak scaling: 8 windows a step per device" in text
+    assert "## Strong scaling: global batch 16" in text and "## Weak scaling: 8 windows per device and step" in text
 
 
 def test_weak_scaling_over_the_same_epochs(tmp_path):
     make_run(tmp_path / "runs/one", "none", 1, 8, 10, steps=40)
-    make_run(tmp_path / "runs/two", "ddp", 2, 16, 19, steps=20)  # as many windows in half the steps
-    make_run(tmp_path / "runs/short", "ddp", 4, 32, 38, steps=25)  # neither as many steps nor windows
+    make_run(tmp_path / "runs/two", "ddp", 2, 16, 19, steps=20)  # the same windows in half the steps
+    make_run(tmp_path / "runs/short", "ddp", 4, 32, 38, steps=25)  # neither the same steps nor windows
     rows = report(tmp_path)
     assert float(row(rows, "weak", "ddp", 2)["efficiency"]) == pytest.approx(0.95)
     assert row(rows, "weak", "ddp", 4)["speedup"] == ""
-    assert "neither as many steps (25, the baseline's 40) nor as many windows" in row(rows, "weak", "ddp", 4)["reason"]
+    assert (
+        "neither the same steps (25, the baseline's 40) nor the same windows" in row(rows, "weak", "ddp", 4)["reason"]
+    )
 
 
-# Lab report B: 5108.80 s on one GPU, 997.45 s under DDP on two, five times as fast, with two epochs each. What made
-# the work another is not known: whatever it was, no speed-up is printed.
+# Lab report B: 5108.80 s on one GPU, 997.45 s under DDP on two, five times as fast, with two epochs each. It is not
+# known how the work differed. None of the possible differences may give a speed-up.
 LAB_B = {
     "other windows": ({"work": {"--max_seq_length": 128}}, "--max_seq_length is 128, the baseline's 384"),
     "less data": ({"work": {"the training data": "abc"}}, "the training data is abc, the baseline's fedcba987654"),
-    "fewer steps": ({"steps": 16}, "neither as many steps (16, the baseline's 40) nor as many windows (256"),
+    "fewer steps": ({"steps": 16}, "neither the same steps (16, the baseline's 40) nor the same windows (256"),
     "half precision": ({"work": {"--bf16": True}}, "--bf16 is True, the baseline's unknown"),
     "nothing learned": ({"last_loss": 4.9, "loss": 5.0}, "the losses do not agree"),
 }
 
 
 @pytest.mark.parametrize("what", LAB_B)
-def test_five_times_faster_on_two_gpus_is_caught(tmp_path, capsys, what):
+def test_five_times_faster_on_two_gpus_has_no_speedup(tmp_path, capsys, what):
     changed, reason = LAB_B[what]
     make_run(tmp_path / "runs/baseline", "none", 1, 8, 10)
     make_run(tmp_path / "runs/ddp", "ddp", 2, 16, 51.2, **changed)
@@ -145,19 +147,19 @@ def test_five_times_faster_on_two_gpus_is_caught(tmp_path, capsys, what):
     assert line.endswith("| - | - | - |")
     assert reason in ddp["reason"]
     assert float(row(rows, "weak", "horovod", 2)["speedup"]) == pytest.approx(1.8)
-    said = capsys.readouterr().out
-    assert reason in said and "5.12" not in said
+    message = capsys.readouterr().out
+    assert reason in message and "5.12" not in message
     for name in ("report.md", "report.html"):
         assert "5.12" not in (tmp_path / "out" / name).read_text()
 
 
 @pytest.mark.parametrize("what", [what for what in LAB_B if what != "nothing learned"])
-def test_alone_with_its_baseline_it_is_an_error(tmp_path, capsys, what):
+def test_only_such_a_run_and_its_baseline_are_an_error(tmp_path, capsys, what):
     changed, reason = LAB_B[what]
     make_run(tmp_path / "baseline", "none", 1, 8, 10)
     make_run(tmp_path / "ddp", "ddp", 2, 16, 51.2, **changed)
-    said = refused(tmp_path, capsys)
-    assert "No two of these runs can be compared" in said and reason in said
+    message = refused(tmp_path, capsys)
+    assert "No two of these runs can be compared" in message and reason in message
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ def test_alone_with_its_baseline_it_is_an_error(tmp_path, capsys, what):
         ({"learning_rate": 1e-4}, "learning rate: 0.0001, the baseline's 5e-05"),
     ],
 )
-def test_strong_scaling_is_of_the_same_steps_windows_and_rate(tmp_path, capsys, changed, reason):
+def test_strong_scaling_needs_the_same_steps_windows_and_learning_rate(tmp_path, capsys, changed, reason):
     make_run(tmp_path / "none")
     make_run(tmp_path / "hvd", "horovod", 2, **changed)
     assert reason in refused(tmp_path, capsys)
@@ -186,7 +188,7 @@ def test_first_losses_without_dropout(tmp_path):
     assert row(rows, "strong", "ddp", 2)["speedup"] != ""
 
 
-def test_losses_of_lines_that_sum_up_different_steps(tmp_path):
+def test_losses_of_lines_over_different_steps(tmp_path):
     make_run(tmp_path / "runs/none", every=5)
     make_run(tmp_path / "runs/same", "horovod", 2, every=2)  # another spacing, the same losses
     other = make_run(tmp_path / "runs/other", "ddp", 2, every=2)
@@ -201,7 +203,7 @@ def test_losses_of_lines_that_sum_up_different_steps(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["dropout", "another seed"])
-def test_last_losses_otherwise(tmp_path, kind):
+def test_last_losses_with_dropout_or_another_seed(tmp_path, kind):
     noisy = {"work": {"--dropout": None}} if kind == "dropout" else {"seed": 7}
     baseline = {"work": {"--dropout": None}} if kind == "dropout" else {}
     # The last ten of 40 steps: 5 - 4 * 34.5 / 39 = 1.4615 in the mean.
@@ -215,23 +217,23 @@ def test_last_losses_otherwise(tmp_path, kind):
     assert row(report(tmp_path, "--final_loss_tolerance", "0.14"), "strong", "ddp", 2)["speedup"] != ""
 
 
-def test_runs_that_part_after_the_first_steps(tmp_path):
+def test_runs_that_differ_only_after_the_first_steps(tmp_path):
     make_run(tmp_path / "runs/none")
     make_run(tmp_path / "runs/ddp", "ddp", 2)
     other = make_run(tmp_path / "runs/hvd", "horovod", 2)
     lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
-    parted = [line | {"loss": 3.0} if line["step"] > 20 and "loss" in line else line for line in lines]
-    (other / "metrics.jsonl").write_text("\n".join(map(json.dumps, parted)))
+    changed = [line | {"loss": 3.0} if line["step"] > 20 and "loss" in line else line for line in lines]
+    (other / "metrics.jsonl").write_text("\n".join(map(json.dumps, changed)))
     assert "the mean of the last quarter is 3 in " in row(report(tmp_path), "strong", "horovod", 2)["reason"]
 
 
-def test_losses_that_are_next_to_nothing_agree(tmp_path):
+def test_losses_near_zero_agree(tmp_path):
     make_run(tmp_path / "runs/none", loss=0.001, last_loss=0.001)
     make_run(tmp_path / "runs/hvd", "horovod", 2, loss=0.004, last_loss=0.004, seed=7)
     assert row(report(tmp_path), "strong", "horovod", 2)["speedup"] != ""
 
 
-def test_in_weak_scaling_losses_are_held_against_as_many_devices(tmp_path):
+def test_weak_scaling_compares_losses_on_as_many_devices(tmp_path):
     make_run(tmp_path / "runs/none", "none", 1, 8)
     make_run(tmp_path / "runs/hvd", "horovod", 2, 16, 19, loss=4.5)  # another batch, so other losses
     make_run(tmp_path / "runs/ddp", "ddp", 2, 16, 18, loss=4.5)
@@ -239,12 +241,12 @@ def test_in_weak_scaling_losses_are_held_against_as_many_devices(tmp_path):
     make_run(tmp_path / "runs/alone", "horovod", 4, 32, 36, loss=1.0)
     rows = report(tmp_path)
     assert row(rows, "weak", "horovod", 2)["speedup"] != "" != row(rows, "weak", "ddp", 2)["speedup"]
-    remark = "weak scaling: 8 windows a step per device: the losses of horovod, 4 ranks were held against no other"
-    assert remark in (tmp_path / "out/report.md").read_text()
+    caveat = "weak scaling: 8 windows per device and step: the losses of horovod, 4 ranks were compared with no other"
+    assert caveat in (tmp_path / "out/report.md").read_text()
     assert "the losses do not agree" in row(rows, "weak", "fsdp", 2)["reason"]
 
 
-def test_a_baseline_that_does_not_repeat_itself_is_none(tmp_path, capsys):
+def test_a_baseline_whose_repeats_differ_is_refused(tmp_path, capsys):
     make_run(tmp_path / "a", loss=5.0)
     make_run(tmp_path / "b", loss=4.0)
     make_run(tmp_path / "hvd", "horovod", 2)
@@ -259,8 +261,8 @@ def test_baseline(tmp_path, capsys):
     assert (four["baseline"], float(four["efficiency"])) == ("horovod, 2 ranks", pytest.approx(0.9))
     four = row(report(tmp_path, "--baseline", "ddp:2"), "strong", "horovod", 4)
     assert (four["baseline"], float(four["speedup"])) == ("ddp, 2 ranks", pytest.approx(1.5))
-    assert "together with fsdp:2" in refused(tmp_path, capsys, "--baseline", "fsdp:2")
-    assert "give STRATEGY:RANKS" in refused(tmp_path, capsys, "--baseline", "ddp")
+    assert "with a baseline of fsdp:2" in refused(tmp_path, capsys, "--baseline", "fsdp:2")
+    assert "must be STRATEGY:RANKS" in refused(tmp_path, capsys, "--baseline", "ddp")
 
 
 def test_gpus_of_one_process_are_devices(tmp_path):
@@ -276,17 +278,17 @@ def test_other_hardware_is_left_out(tmp_path):
     assert len(report(tmp_path)) == 2
     left = {r["run"]: r["left_out"] for r in read_csv(tmp_path / "out/runs.csv") if r["left_out"]}
     assert left == {
-        str(tmp_path / "runs/gpu"): "ran on NVIDIA A100, and most on AMD EPYC: report it by itself",
+        str(tmp_path / "runs/gpu"): "ran on NVIDIA A100, most runs on AMD EPYC: report it separately",
     }
 
 
-def test_ranks_with_other_numbers_of_threads_are_not_alike(tmp_path, capsys):
+def test_ranks_with_different_numbers_of_threads_are_not_comparable(tmp_path, capsys):
     make_run(tmp_path / "none", threads_per_rank=2)
     make_run(tmp_path / "hvd", "horovod", 2, threads_per_rank=1)
-    assert "1 thread(s) a rank, the baseline's 2" in refused(tmp_path, capsys)
+    assert "1 thread(s) per rank, the baseline's 2" in refused(tmp_path, capsys)
 
 
-def test_ways_of_sending_are_rows_of_their_own(tmp_path):
+def test_communication_settings_have_their_own_rows(tmp_path):
     make_run(tmp_path / "runs/none")
     for name, fp16, speed in (("fp32", False, 18), ("fp16", True, 19)):
         make_run(tmp_path / f"runs/{name}", "horovod", 2, windows_per_s=speed, work={"--fp16_allreduce": fp16})
@@ -311,7 +313,7 @@ def test_two_experiments_in_one_folder_are_two_tables(tmp_path):
         make_run(tmp_path / f"runs/{data}-2", "horovod", 2, windows_per_s=18, work=work)
     rows = report(tmp_path, "--gbps", "25")
     assert sorted(float(r["speedup"]) for r in rows) == pytest.approx([1.0, 1.0, 1.8, 1.8])
-    # None of the second's pictures takes the place of one of the first's.
+    # No plot of the second table replaces one of the first.
     names = [f"{name}{number}.png" for name in ("strong_16", "strong_16_loss") for number in ("", "_2")]
     names += [f"{kind}_16_projected{number}.png" for kind in ("strong", "weak") for number in ("", "_2")]
     assert sorted(path.name for path in (tmp_path / "out").glob("*.png")) == sorted(names)
@@ -354,7 +356,7 @@ def test_damaged_and_unfinished_runs_are_left_out(tmp_path, what, capsys):
     damage(make_run(tmp_path / "runs/bad", "ddp", 2), file, text)
     rows = report(tmp_path)
     assert [r["strategy"] for r in rows] == ["none", "horovod"]
-    assert f"{tmp_path / 'runs/bad'}: " in (said := capsys.readouterr().out) and reason in said
+    assert f"{tmp_path / 'runs/bad'}: " in (message := capsys.readouterr().out) and reason in message
 
 
 def test_a_run_of_an_older_version_is_left_out(tmp_path):
@@ -384,7 +386,7 @@ JSON_VALUES = st.recursive(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), value=JSON_VALUES)
-def test_no_value_makes_reading_fail_otherwise_than_it_should(tmp_path, data, value):
+def test_any_bad_value_makes_a_run_unusable(tmp_path, data, value):
     folder = tmp_path / "run"
     if not folder.exists():
         make_run(folder, scores=(50.0, 60.0))
@@ -399,7 +401,7 @@ def test_no_value_makes_reading_fail_otherwise_than_it_should(tmp_path, data, va
     assert run.devices >= 1 and run.windows_per_s > 0
 
 
-def test_what_is_found_below_the_named_folders(tmp_path, capsys):
+def test_runs_are_found_below_the_named_folders(tmp_path, capsys):
     make_run(tmp_path / "a/b/run")
     (tmp_path / "a/b/run/checkpoint-5").mkdir()
     (tmp_path / "a/b/run/checkpoint-5/train_config.yaml").write_text("")
@@ -412,10 +414,10 @@ def test_what_is_found_below_the_named_folders(tmp_path, capsys):
 
 def test_one_run_alone_is_an_error(tmp_path, capsys):
     make_run(tmp_path / "run")
-    said = refused(tmp_path, capsys)
-    assert "No two of these runs can be compared" in said
-    assert "no other run has its global batch, or its batch per device on other devices" in said
-    assert "One run suffices for a projection to more devices: give --gbps N or --doctor FILE." in said
+    message = refused(tmp_path, capsys)
+    assert "No two of these runs can be compared" in message
+    assert "no other run has the same global batch, or the same batch per device on other devices" in message
+    assert "One run is enough for a projection to more devices: add --gbps N or --doctor FILE." in message
 
 
 def test_processes_memory_and_scores(tmp_path):
@@ -428,14 +430,14 @@ def test_processes_memory_and_scores(tmp_path):
     cells = {
         line.split(" | ")[0]: [cell.strip(" |") for cell in line.split(" | ")] for line in lines[lines.index(head) :]
     }
-    # Of three ranks the median 101 s and the most memory, 3 GiB; 0.06 s of a step of 16/24 s are 9 %.
+    # Over three ranks, the median of 101 s and the maximum memory of 3 GiB; 0.06 s of a step of 16/24 s are 9 %.
     assert cells["| horovod"][1:7] == ["3", "101.0", "90.0", "5.0", "3.00", "9.0%"]
     assert cells["| horovod"][-2:] == ["61.00", "71.50"]
     assert cells["| fsdp"][6] == "-" and cells["| fsdp"][-2:] == ["-", "-"]
 
 
 class Links(HTMLParser):
-    """Every address in a page, and its tags."""
+    """Collects the addresses and tags of a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -447,7 +449,7 @@ class Links(HTMLParser):
         self.addresses += [value for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
 
 
-def test_html_is_one_file_that_asks_for_no_other(tmp_path):
+def test_html_is_one_file_without_external_resources(tmp_path):
     make_run(tmp_path / "runs/none")
     make_run(tmp_path / "runs/hvd", "horovod", 2, windows_per_s=18)
     make_run(tmp_path / "runs/<script>alert(1)", "ddp", 2, device_name="<img src=x>")
@@ -463,14 +465,14 @@ def test_html_is_one_file_that_asks_for_no_other(tmp_path):
     assert "<script>" not in text and "<img" not in text
 
 
-def test_pictures_are_beside_the_markdown(tmp_path, pictures):
+def test_plots_are_next_to_the_markdown(tmp_path, plots_drawn):
     for ranks in (1, 2, 4, 32):
         make_run(tmp_path / f"runs/{ranks}", "horovod", ranks, 32, 9 * ranks)
     report(tmp_path, "--gbps", "25", "200")
     text = (tmp_path / "out/report.md").read_text()
-    pictures = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
-    assert pictures == ["strong_32.png", "strong_32_loss.png", "strong_32_projected.png", "weak_32_projected.png"]
-    for name in pictures:
+    names = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
+    assert names == ["strong_32.png", "strong_32_loss.png", "strong_32_projected.png", "weak_32_projected.png"]
+    for name in names:
         assert f"]({name})" in text
         with Image.open(tmp_path / "out" / name) as image:
             assert image.size[0] >= 1000 and len(set(image.convert("L").tobytes())) > 20  # something is drawn
@@ -489,29 +491,29 @@ def test_terminal_shows_the_table(tmp_path, capsys):
     ]
 
 
-def test_an_efficiency_above_one_is_remarked_on(tmp_path):
+def test_an_efficiency_above_one_is_a_caveat(tmp_path):
     make_run(tmp_path / "runs/none")
     make_run(tmp_path / "runs/hvd", "horovod", 2, windows_per_s=25)
     report(tmp_path)
-    assert "has an efficiency of 1.25: more than its devices can give" in (tmp_path / "out/report.md").read_text()
+    assert "has an efficiency of 1.25, above the ideal of 1." in (tmp_path / "out/report.md").read_text()
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--gbps", "0"], "--gbps 0: must be above 0"),
         (["--latency_us", "-1"], "--latency_us -1: must not be negative"),
-        (["--gpus_per_node", "8"], "go together"),
-        (["--backward_share", "2"], "give a share"),
+        (["--gpus_per_node", "8"], "need each other"),
+        (["--backward_share", "2"], "must be from 0 to 1"),
         (["--loss_tolerance", "nan"], "--loss_tolerance nan"),
         (["--doctor", "nowhere.json"], "--doctor nowhere.json: cannot be read"),
-        (["--parameters", "9"], "--parameters is for the projection, which needs a bandwidth: give --gbps N or"),
+        (["--parameters", "9"], "--parameters is for the projection, which needs a bandwidth: add --gbps N or"),
         (["--gpus_per_node", "8", "--inner_gbps", "600"], "--inner_gbps is for the projection, which needs a"),
     ],
 )
-def test_flags_that_make_no_sense(tmp_path, capsys, flags, said):
+def test_invalid_flags(tmp_path, capsys, flags, message):
     make_run(tmp_path / "run")
-    assert said in refused(tmp_path, capsys, *flags)
+    assert message in refused(tmp_path, capsys, *flags)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, capsys):
@@ -528,7 +530,7 @@ def test_neither_torch_nor_horovod_is_needed():
     assert done.stdout == "set()\n"
 
 
-def test_repeats_that_are_far_apart_are_remarked_on(tmp_path):
+def test_a_large_spread_is_a_caveat(tmp_path):
     for number, speed in enumerate((9.6, 10.0, 10.4)):
         make_run(tmp_path / f"runs/none-{number}", windows_per_s=speed, seed=number)
     for number, speed in enumerate((17.0, 18.0, 20.0)):
@@ -538,14 +540,14 @@ def test_repeats_that_are_far_apart_are_remarked_on(tmp_path):
     assert "strong scaling: global batch 16: the repeats of horovod, 2 ranks are more than 10% apart" in text
 
 
-def test_whose_losses_were_looked_at(tmp_path):
+def test_the_table_names_the_group_that_losses_are_compared_with(tmp_path):
     make_run(tmp_path / "runs/none", "none", 1, 8)
     make_run(tmp_path / "runs/hvd", "horovod", 2, 16, 19)
     make_run(tmp_path / "runs/ddp", "ddp", 2, 16, 18)
     make_run(tmp_path / "runs/alone", "horovod", 4, 32, 36)
     report(tmp_path)
     lines = (tmp_path / "out/report.md").read_text().splitlines()
-    at = next(number for number, line in enumerate(lines) if "| held against |" in line)
+    at = next(number for number, line in enumerate(lines) if "| compared with |" in line)
     found = {tuple(line.strip("| ").split(" | ")[:2]): line.split(" | ")[8] for line in lines[at + 2 : at + 6]}
     assert found == {
         ("none", "1"): "baseline",
@@ -555,7 +557,7 @@ def test_whose_losses_were_looked_at(tmp_path):
     }
 
 
-def test_what_a_sweep_skipped_is_listed_with_its_reason(tmp_path, capsys):
+def test_points_that_a_sweep_skipped_are_listed_with_the_reason(tmp_path, capsys):
     make_run(tmp_path / "runs/none-1-strong-1")
     make_run(tmp_path / "runs/ddp-2-strong-1", "ddp", 2, windows_per_s=18)
     damage(make_run(tmp_path / "runs/fsdp-2-strong-1", "fsdp", 2), "train_results.json", None)
@@ -567,12 +569,12 @@ def test_what_a_sweep_skipped_is_listed_with_its_reason(tmp_path, capsys):
     ]
     (tmp_path / "runs/sweep.json").write_text(json.dumps({"points": points}))
     report(tmp_path)
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     runs = tmp_path / "runs"
-    assert f"deepspeed (deepspeed-1-strong-1, deepspeed-2-strong-1 of {runs}): skipped: not installed." in said
-    assert f"fsdp (fsdp-2-strong-1 of {runs}): failed: rank 1: out of memory." in said
-    assert "not finished" not in said
+    assert f"deepspeed (deepspeed-1-strong-1, deepspeed-2-strong-1 of {runs}): skipped: not installed." in message
+    assert f"fsdp (fsdp-2-strong-1 of {runs}): failed: rank 1: out of memory." in message
+    assert "not finished" not in message
     (tmp_path / "runs/sweep.json").write_text("[]")
     report(tmp_path)
-    said = capsys.readouterr().out
-    assert "sweep.json is damaged" in said and "not finished" in said
+    message = capsys.readouterr().out
+    assert "sweep.json is damaged" in message and "not finished" in message

@@ -1,4 +1,4 @@
-"""What env/build_horovod.sh decides from torch, the compiler, MPI and CUDA (--dry-run: nothing is built)."""
+"""The decisions of env/build_horovod.sh from torch, compiler, MPI and CUDA (--dry-run: nothing is built)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Machine:
-    """A made-up machine: a torch that only says what the script asks for, and programs put first on PATH."""
+    """A made-up machine: a torch with only the properties that the script reads, and programs first on PATH."""
 
     folder: Path
     env: dict[str, str] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Machine:
         path.chmod(0o755)
 
     def toolkit(self, release: str) -> None:
-        """A CUDA toolkit whose nvcc knows sm_80 and sm_90, and NCCL headers."""
+        """Add a CUDA toolkit whose nvcc supports sm_80 and sm_90, and NCCL headers."""
         self.program(
             "nvcc",
             'case "$1" in\n'
@@ -76,7 +76,7 @@ class Machine:
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
 
     def plan(self, *arguments: str) -> dict[str, str]:
-        """The dry run's lines by their first word."""
+        """The lines of the dry run, by their first word."""
         result = self.run("build_horovod.sh", "--python", sys.executable, "--dry-run", *arguments)
         assert result.returncode == 0, result.stderr
         return dict(line.split(" ", 1) for line in result.stdout.splitlines())
@@ -95,7 +95,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 @pytest.mark.parametrize("standard", [17, 20])
-def test_the_cxx_standard_is_the_one_torch_asks_for(machine: Machine, standard: int) -> None:
+def test_the_cxx_standard_is_torchs(machine: Machine, standard: int) -> None:
     machine.torch("2.8.0", standard=standard)
     assert f"C++{standard}," in machine.plan()["compiler"]
 
@@ -103,10 +103,10 @@ def test_the_cxx_standard_is_the_one_torch_asks_for(machine: Machine, standard: 
 def test_a_compiler_too_old_for_torch_is_refused_before_the_build(machine: Machine) -> None:
     machine.program("g++-8", 'case "$*" in *-std=c++20*) exit 1 ;; *) echo g++ 8.5.0 ;; esac\n')
     machine.env["CXX"] = "g++-8"
-    assert "does not know C++20, which torch 2.13.0+cpu needs: g++ 8.5.0" in machine.refusal()
+    assert "does not support C++20, which torch 2.13.0+cpu needs: g++ 8.5.0" in machine.refusal()
 
 
-def test_the_key_is_stable_and_follows_what_matters(machine: Machine) -> None:
+def test_the_key_is_stable_and_depends_on_the_build(machine: Machine) -> None:
     machine.program("mpicxx", "echo $MPI_VERSION\n")
     machine.env["MPI_VERSION"] = "Open MPI 4.1.4"
     keys = [machine.plan()["key"], machine.plan()["key"]]
@@ -121,13 +121,13 @@ def test_the_key_is_stable_and_follows_what_matters(machine: Machine) -> None:
     assert len(set(keys)) == 5
 
 
-def test_mpi_is_left_out_where_there_is_none_unless_demanded(machine: Machine) -> None:
+def test_mpi_is_optional_unless_required(machine: Machine) -> None:
     machine.without("mpicxx", "mpicxx.openmpi", "nvcc")
     assert machine.plan()["MPI"] == "none"
     assert "mpicxx is not on PATH" in machine.refusal("--with-mpi")
 
 
-def test_nccl_comes_with_a_cuda_torch_and_a_toolkit_of_its_major_version(machine: Machine) -> None:
+def test_nccl_needs_a_cuda_torch_and_a_toolkit_of_its_major_version(machine: Machine) -> None:
     machine.torch("2.8.0+cu128", cuda="'12.8'", standard=17)
     machine.toolkit("12.4")
     assert machine.plan()["NCCL"] == "NCCL 22803 CUDA 12.4 sm 80,90"
@@ -142,11 +142,11 @@ def test_a_toolkit_of_another_major_version_is_refused(machine: Machine) -> None
     assert "torch 2.8.0+cu128 is for CUDA 12.8, but nvcc in" in message and "--without-nccl" in message
 
 
-def test_nccl_can_not_be_demanded_of_a_cpu_torch(machine: Machine) -> None:
+def test_nccl_cannot_be_required_with_a_cpu_torch(machine: Machine) -> None:
     assert "not a CUDA build" in machine.refusal("--with-nccl")
 
 
-def test_setup_leaves_a_folder_alone_that_is_no_environment(machine: Machine) -> None:
+def test_setup_does_not_touch_a_folder_that_is_no_environment(machine: Machine) -> None:
     precious = machine.folder / "papers"
     precious.mkdir()
     (precious / "thesis.tex").write_text("done")
@@ -156,7 +156,7 @@ def test_setup_leaves_a_folder_alone_that_is_no_environment(machine: Machine) ->
 
 
 @pytest.mark.parametrize("arguments", [["--torch", "newest"], ["--tarch"], ["--python"]])
-def test_setup_refuses_arguments_it_does_not_know(machine: Machine, arguments: list[str]) -> None:
+def test_setup_refuses_unknown_arguments(machine: Machine, arguments: list[str]) -> None:
     result = machine.run("setup.sh", "--venv", str(machine.folder / "venv"), *arguments)
     assert result.returncode == 1 and result.stderr.startswith("env/setup.sh: error: ")
     assert not (machine.folder / "venv").exists()

@@ -1,9 +1,11 @@
-"""What the light commands must not import: large libraries make them wait."""
+"""The start of commands: --help must not import large libraries, and only one rank prints it."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import pytest
 
@@ -37,15 +39,23 @@ print("imported:", *sorted({{name.split(".")[0] for name in sys.modules}} & {hea
 """
 
 
-def imported_by(*argv: str, missing: tuple[str, ...] = ()) -> tuple[str, set[str]]:
-    """What a command prints, and the large libraries that it imports; it ends where it imports one of `missing`."""
+def imported_by(
+    *argv: str, missing: tuple[str, ...] = (), launcher: Mapping[str, str] | None = None
+) -> tuple[str, set[str]]:
+    """Run a command. Returns its output and the large libraries that it imports.
+
+    It ends when it imports one of `missing`. `launcher`: the variables that a launcher sets.
+    """
     program = PROGRAM.format(argv=[*argv], missing=missing, heavy=HEAVY | {"transformers", "numpy"})
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60,
+        env={**os.environ, **(launcher or {})},
+    )  # fmt: skip
     *printed, last = done.stdout.splitlines()
     return "\n".join(printed), set(last.split()[1:])
 
 
-# HfArgumentParser is transformers', and brings numpy.
+# HfArgumentParser is part of transformers, which imports numpy.
 @pytest.mark.parametrize(
     ("argv", "allowed"),
     [
@@ -67,12 +77,21 @@ def test_help(argv: list[str], allowed: set[str]) -> None:
     assert imported <= allowed
 
 
+@pytest.mark.parametrize("command", ["hvd_bert.train", "hvd_bert.bench", "hvd_bert.doctor"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_rank_0_prints_help(command: str, rank: int) -> None:
+    launcher = {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": "2"}
+    printed, imported = imported_by(command, "--help", launcher=launcher)
+    assert printed.startswith("usage: ") if rank == 0 else printed == ""
+    assert imported <= {"transformers", "numpy"}
+
+
 def test_first_line_of_the_doctor() -> None:
     printed, imported = imported_by("hvd_bert.doctor", missing=("hvd_bert.doctor.diagnosis",))
     assert printed.startswith("hvd_bert doctor on ")
     assert imported == set()
 
 
-def test_this_test_sees_what_is_imported() -> None:
+def test_these_tests_detect_imports() -> None:
     _, imported = imported_by("hvd_bert.predict", "nowhere", "--context", "a", "--question", "b", missing=("tqdm",))
     assert "torch" in imported

@@ -1,4 +1,4 @@
-"""The sweep: its plan, its commands, what becomes of points that fail, cannot run or were done. No rank is started."""
+"""The sweep: its plan, its commands, and points that fail, cannot run or are done. No rank is started."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def point(strategy: str, ranks: int) -> Point:
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The launchers that are there, whatever this machine has: all, unless a test takes one away."""
+    """The installed launchers, regardless of this machine: all, unless a test removes one."""
     there = {"horovodrun", "mpirun", "srun"}
     monkeypatch.setattr(launching, "_program", lambda name: f"/bin/{name}" if name in there else None)
     return there
@@ -61,7 +61,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 # The plan
 
 
-def test_repeats_go_through_all_points_in_turns() -> None:
+def test_repeats_run_all_points_in_alternating_order() -> None:
     names = [each.name for each in points_of(plan_of(ranks=(1, 2)))]
     first = ["none-1-strong-1", "horovod-1-strong-1", "horovod-2-strong-1", "ddp-1-strong-1", "ddp-2-strong-1"]
     assert names[:5] == first
@@ -77,7 +77,7 @@ def test_strong_and_weak_batches() -> None:
         "ddp-1-weak-1": 12, "ddp-2-weak-1": 24, "ddp-4-weak-1": 48,
     }  # fmt: skip
     given = {name: [word for word in flags if "batch_size" in word][-1] for name, (_, flags) in batches.items()}
-    assert given["ddp-4-strong-1"] == "--per_device_train_batch_size=2"  # the last of two is what counts
+    assert given["ddp-4-strong-1"] == "--per_device_train_batch_size=2"  # the last of two counts
     assert given["ddp-4-weak-1"] == "--per_device_train_batch_size=6"
     assert all("--lr_scaling=none" in flags for _, flags in batches.values())  # one learning rate, comparable losses
 
@@ -96,33 +96,33 @@ def test_dp_and_the_baseline_are_one_process() -> None:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (plan_of(global_batch=18), "--global_batch 18 does not divide over 4 ranks: give a multiple of 4"),
+        (plan_of(global_batch=18), "--global_batch 18 does not divide evenly over 4 ranks: use a multiple of 4"),
         (
             plan_of("--gradient_accumulation_steps=3"),
-            "over 1 or 2 or 4 ranks of 3 passes a step: give a multiple of 12",
+            "over 1 or 2 or 4 ranks with 3 passes per step: use a multiple of 12",
         ),
         (plan_of("--max_step=3"), "Unknown argument --max_step=3: did you mean --max_steps?"),
         (plan_of("--strategy=ddp"), "--strategy: a sweep sets it for each run: name them with --strategies"),
         (plan_of("--learning_rate=much"), "invalid float value: 'much'"),
-        (plan_of("--per_device_train_batch_size=4"), "the batch of a rank is --global_batch over the ranks"),
+        (plan_of("--per_device_train_batch_size=4"), "the per-rank batch is --global_batch over the number of ranks"),
         (plan_of("--train_file=nowhere.json"), "--train_file nowhere.json: no such file"),
-        (plan_of(strategies="dp", ranks=(1,)), "give --ranks 2 or more"),
+        (plan_of(strategies="dp", ranks=(1,)), "add 2 or more to --ranks"),
         (
             plan_of("--zero_stage", "3"),
-            "--zero_stage works only with --strategy deepspeed, not with none. Add deepspeed to --strategies, or leave",
+            "--zero_stage works only with --strategy deepspeed, not with none. Add deepspeed to --strategies, or remove",
         ),
-        (plan_of("--num_groups=-1"), "--num_groups -1: must not be negative"),  # though none could do without it
+        (plan_of("--num_groups=-1"), "--num_groups -1: must not be negative"),  # although strategy none ignores it
         (plan_of("--zero_stage"), "expected one argument"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
-def test_a_plan_that_will_not_do(plan: Plan, words: str) -> None:
+def test_invalid_plan(plan: Plan, words: str) -> None:
     with pytest.raises(UserError) as caught:
         points_of(plan)
     assert words in str(caught.value)
 
 
-def test_the_users_flags_win_and_name_the_data(tmp_path: Path) -> None:
+def test_the_users_flags_override_defaults_and_name_the_data(tmp_path: Path) -> None:
     config, refused = check_flags(plan_of("--dropout=0.2", "--logging_steps", "2"))
     assert (config.model.dropout, config.train.logging_steps, config.checkpoint.save_steps) == (0.2, 2, 0)
     assert config.data.train_file and config.data.train_file.endswith("sample/train-v1.1.json")
@@ -133,13 +133,13 @@ def test_the_users_flags_win_and_name_the_data(tmp_path: Path) -> None:
     assert (mine.data.train_file, mine.model.config_name) == (str(data), None)
 
 
-def test_a_flag_that_one_strategy_cannot_take_leaves_the_others() -> None:
+def test_a_flag_that_one_strategy_refuses_does_not_affect_the_others() -> None:
     _, refused = check_flags(plan_of("--fp16", strategies="none,deepspeed"))
     assert refused.keys() == {"deepspeed"} and "--fp16" in refused["deepspeed"]
 
 
 def given_to(plan: Plan, strategy: str) -> dict[str, object]:
-    """The settings of a strategy's runs that belong to one strategy."""
+    """The settings of a strategy's runs that belong to a single strategy and are not the default."""
     settings = parse(plan.trainer_flags(point(strategy, 1), 1, Path("out"))).as_flat()
     return {name: settings[name] for name in OWNERS if settings[name] != DEFAULT[name]}
 
@@ -147,7 +147,7 @@ def given_to(plan: Plan, strategy: str) -> dict[str, object]:
 DEFAULT = parse([]).as_flat()
 
 
-def test_a_flag_of_one_strategy_is_given_to_that_one_only() -> None:
+def test_a_flag_of_one_strategy_is_passed_to_that_strategy_only() -> None:
     plan = plan_of(
         *("--zero-stage", "1", "--bf16", "--zero_stage", "3", "--fp16_allreduce", "--learning_rate", "-1e-5"),
         strategies="none,horovod,deepspeed,ddp",
@@ -177,8 +177,8 @@ def test_a_flag_of_one_strategy_in_a_file(tmp_path: Path) -> None:
 # The commands
 
 
-def words_of(launch: Launching, each: Point) -> list[str]:
-    """The command before the trainer's flags, programs by their names."""
+def command_of(launch: Launching, each: Point) -> list[str]:
+    """The command, with programs by their names."""
     return [Path(word).name for word in launch.command(each, ["--bf16"])]
 
 
@@ -188,18 +188,18 @@ PYTHON = Path(sys.executable).name
 
 def test_commands_on_one_host() -> None:
     auto = by("auto")
-    assert words_of(auto, point("none", 1)) == [PYTHON, *TRAINED]
-    assert words_of(auto, point("horovod", 2)) == ["horovodrun", "-np", "2", PYTHON, *TRAINED]
+    assert command_of(auto, point("none", 1)) == [PYTHON, *TRAINED]
+    assert command_of(auto, point("horovod", 2)) == ["horovodrun", "-np", "2", PYTHON, *TRAINED]
     torchrun = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *TRAINED]
-    assert words_of(auto, point("fsdp", 2)) == torchrun
-    assert words_of(by("mpirun"), point("ddp", 4))[1:-4] == ["-np", "4", "-H", "localhost:4", "--bind-to", "none"]
+    assert command_of(auto, point("fsdp", 2)) == torchrun
+    assert command_of(by("mpirun"), point("ddp", 4))[1:-4] == ["-np", "4", "-H", "localhost:4", "--bind-to", "none"]
 
 
 def test_commands_on_named_hosts() -> None:
     launch = by("horovodrun", TWO_CORES, "a100-01:2,a100-02:2", "--gloo")
     hosts = ["-H", "a100-01:2,a100-02:2", "--gloo"]
-    for strategy, ranks in (("none", 1), ("ddp", 4)):  # the baseline is on those hosts, too
-        assert words_of(launch, point(strategy, ranks)) == [
+    for strategy, ranks in (("none", 1), ("ddp", 4)):  # the baseline runs on those hosts, too
+        assert command_of(launch, point(strategy, ranks)) == [
             "horovodrun", "-np", str(ranks), *hosts, PYTHON, *TRAINED
         ]  # fmt: skip
     assert by("auto", TWO_CORES, "a100-01:2").launcher(point("fsdp", 2)) == "horovodrun"
@@ -217,7 +217,7 @@ def test_commands_in_a_slurm_job(ranks: int, expected: list[str]) -> None:
     launch = by("auto", Machine(cores=64, gpus=2, allocation=Allocation(2, 2, 32)))
     start = ["srun", "--mpi=pmix", "--kill-on-bad-exit=1", *expected, "--cpus-per-task=32"]
     for strategy in ("horovod", "ddp") if ranks > 1 else ("none", "horovod"):
-        assert words_of(launch, point(strategy, ranks)) == [*start, PYTHON, *TRAINED]
+        assert command_of(launch, point(strategy, ranks)) == [*start, PYTHON, *TRAINED]
         assert launch.obstacle(point(strategy, ranks)) == ""
 
 
@@ -233,11 +233,11 @@ def test_allocation_of_a_job() -> None:
     [
         (by("torchrun", TWO_CORES, "a:2"), "--launcher torchrun takes no hosts"),
         (by("horovodrun", TWO_CORES, "a:two"), "'a:two' is not HOST:SLOTS"),
-        (by("auto", TWO_CORES, "", "--gloo"), "--launcher_flag: name the launcher"),
-        (by("srun"), "not in a Slurm job: sbatch scripts/scaling.slurm"),
+        (by("auto", TWO_CORES, "", "--gloo"), "--launcher_flag: select its launcher"),
+        (by("srun"), "this is no Slurm job. Use `sbatch scripts/scaling.slurm`"),
     ],
 )
-def test_a_launcher_that_will_not_do(launch: Launching, words: str) -> None:
+def test_invalid_launcher(launch: Launching, words: str) -> None:
     with pytest.raises(UserError, match=words):
         launch.check()
 
@@ -245,21 +245,21 @@ def test_a_launcher_that_will_not_do(launch: Launching, words: str) -> None:
 def test_a_named_launcher_that_is_missing(installed: set[str]) -> None:
     by("mpirun").check()
     installed.remove("mpirun")
-    with pytest.raises(UserError, match="--launcher mpirun: there is no mpirun on PATH: `module load openmpi`"):
+    with pytest.raises(UserError, match="--launcher mpirun: mpirun is not on PATH: run `module load openmpi`"):
         by("mpirun").check()
 
 
 @pytest.mark.parametrize(
     ("launch", "each", "words"),
     [
-        (by("auto"), point("horovod", 4), ""),  # slow, and with a warning
+        (by("auto"), point("horovod", 4), ""),  # slow, but only warned of
         (by("auto", FOUR_GPUS), point("horovod", 8), "8 ranks, but 4 GPUs: each rank needs its own"),
         (by("auto", FOUR_GPUS), point("dp", 4), ""),
-        (by("auto"), point("dp", 2), "dp drives 2 GPUs from one process, and 0 are visible here"),
-        (by("none"), point("ddp", 2), "--launcher none starts one process"),
+        (by("auto"), point("dp", 2), "dp needs 2 GPUs in its one process, but 0 are visible"),
+        (by("none"), point("ddp", 2), "--launcher none starts one process only"),
         (by("auto", TWO_CORES, "a:1,b"), point("horovod", 4), "4 ranks, but -H a:1,b has 2 slots"),
-        (by("auto", Machine(8, 0, Allocation(2, 2, 1))), point("ddp", 8), "the Slurm job asked for 4 tasks"),
-        (by("auto", Machine(8, 1, Allocation(2, 2, 1))), point("ddp", 4), "2 ranks per node, but 1 GPUs there"),
+        (by("auto", Machine(8, 0, Allocation(2, 2, 1))), point("ddp", 8), "the Slurm job has 4 tasks"),
+        (by("auto", Machine(8, 1, Allocation(2, 2, 1))), point("ddp", 4), "2 ranks per node, but 1 GPUs: raise --gres"),
     ],
 )
 def test_obstacles(launch: Launching, each: Point, words: str) -> None:
@@ -267,21 +267,21 @@ def test_obstacles(launch: Launching, each: Point, words: str) -> None:
     assert words in found and bool(words) == bool(found)
 
 
-def test_a_missing_launcher_is_in_the_way_of_what_it_would_start(
+def test_a_missing_launcher_is_an_obstacle_only_for_its_points(
     installed: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launching.importlib.util, "find_spec", lambda name: object())
     installed.clear()
     auto, hosts = by("auto"), by("auto", TWO_CORES, "a:2")
-    no_horovodrun = "there is no horovodrun on PATH: `bash env/setup.sh`"
+    no_horovodrun = "horovodrun is not on PATH: run `bash env/setup.sh`"
     assert auto.obstacle(point("horovod", 2)) == no_horovodrun
     assert auto.obstacle(point("ddp", 2)) == "" == auto.obstacle(point("none", 1))
     assert hosts.obstacle(point("ddp", 2)) == no_horovodrun == hosts.obstacle(point("none", 1))
     in_job = by("auto", Machine(8, 0, Allocation(1, 2, 1)))
-    assert "there is no srun on PATH: " in in_job.obstacle(point("ddp", 2))
+    assert "srun is not on PATH: " in in_job.obstacle(point("ddp", 2))
 
 
-def test_more_ranks_than_cores_are_warned_of() -> None:
+def test_warning_for_more_ranks_than_cores() -> None:
     assert "4 ranks share 2 cores" in by("auto").warning([point("ddp", 4)], 1)
     assert "2 ranks of 2 threads share 2 cores" in by("auto").warning([point("ddp", 2)], 2)
     assert by("auto").warning([point("ddp", 2)], 1) == "" == by("auto", FOUR_GPUS).warning([point("ddp", 4)], 99)
@@ -291,7 +291,7 @@ def test_more_ranks_than_cores_are_warned_of() -> None:
 
 
 class Pretended:
-    """In place of a launcher and its ranks; `ends`: what becomes of the runs whose names begin so."""
+    """Replaces a launcher and its ranks. `ends`: prefix of a run's name -> how the run ends."""
 
     def __init__(self) -> None:
         self.started: list[str] = []
@@ -317,7 +317,7 @@ class Pretended:
             (folder / "model.safetensors").write_bytes(b"")
             assert log_text.startswith("$ ")
         else:
-            (folder / "log.txt").write_text("noise\n[1,0]<stderr>:hvd_bert: it will not do\nlauncher's words\n")
+            (folder / "log.txt").write_text("noise\n[1,0]<stderr>:hvd_bert: bad input\nmessage of the launcher\n")
         return end
 
 
@@ -349,7 +349,7 @@ ORDER = [f"{name}-1" for name in ("none-1-strong", "horovod-1-strong", "horovod-
 ORDER += [f"{name[:-2]}-2" for name in reversed(ORDER)]
 
 
-def test_every_point_is_run_and_recorded(pretended, start, tmp_path, capsys) -> None:
+def test_all_points_are_run_and_recorded(pretended, start, tmp_path, capsys) -> None:
     assert start() == 0
     assert pretended.started == ORDER
     record = json.loads((tmp_path / "out" / "sweep.json").read_text())
@@ -360,20 +360,20 @@ def test_every_point_is_run_and_recorded(pretended, start, tmp_path, capsys) -> 
     assert record["same"]["versions"]["torch"] and record["same"]["--steps"] == 30
     kept = [name for name in ORDER if (tmp_path / "out" / name / "model.safetensors").exists()]
     assert kept == [name for name in ORDER if name.endswith("-1")]  # weights of the first repeat are enough
-    said = capsys.readouterr().out
-    assert "[6/6] none, 1 rank, strong, repeat 2: 10.0 windows/s" in said and "preset `sweep`" in said
-    assert f"python -m hvd_bert.report {tmp_path / 'out'}" in said
+    output = capsys.readouterr().out
+    assert "[6/6] none, 1 rank, strong, repeat 2: 10.0 windows/s" in output and "preset `sweep`" in output
+    assert f"python -m hvd_bert.report {tmp_path / 'out'}" in output
 
 
 def test_an_interrupted_sweep_resumes(pretended, start, tmp_path, capsys) -> None:
     pretended.ends = {"horovod-2-strong-1": Stopped("SIGINT")}
     assert start() == 75
-    assert "Stopped by SIGINT, 4 points to go: the same command goes on" in capsys.readouterr().out
+    assert "Stopped by SIGINT, 4 points left. Rerun the same command to resume." in capsys.readouterr().out
     half = tmp_path / "out" / "horovod-2-strong-1"
     assert (half / "train_config.yaml").exists()
     pretended.ends, pretended.started = {}, []
     assert start() == 0
-    assert pretended.started == ORDER[2:]  # the half one anew, the two before it not
+    assert pretended.started == ORDER[2:]  # the interrupted one again, not the two before it
     assert "half" not in (half / "train_config.yaml").read_text()
     pretended.started = []
     assert start() == 0 and pretended.started == []
@@ -382,55 +382,55 @@ def test_an_interrupted_sweep_resumes(pretended, start, tmp_path, capsys) -> Non
 def test_a_failing_point_is_a_row_and_the_sweep_continues(pretended, start, tmp_path, capsys) -> None:
     pretended.ends = {"horovod-2": 1, "none-1-strong-2": None}
     assert start("--repeats", "3") == 1
-    assert [name for name in pretended.started if name.startswith("horovod-2")] == ORDER[2:4]  # not a third time
+    assert [name for name in pretended.started if name.startswith("horovod-2")] == ORDER[2:4]  # not a third repeat
     record = {row["name"]: row for row in json.loads((tmp_path / "out" / "sweep.json").read_text())["points"]}
     failed = record["horovod-2-strong-1"]
-    assert failed["state"] == "failed" and failed["reason"].startswith("it will not do (status 1; ")
+    assert failed["state"] == "failed" and failed["reason"].startswith("bad input (status 1; ")
     assert (tmp_path / "out" / "horovod-2-strong-1" / "log.txt").exists()
     assert "took longer than --timeout 3600 s" in record["none-1-strong-2"]["reason"]
-    assert record["horovod-2-strong-3"]["reason"] == "not tried: 2 repeats before it failed"
+    assert record["horovod-2-strong-3"]["reason"] == "not run: the 2 repeats before it failed"
     assert "5 done, 0 skipped, 4 failed" in capsys.readouterr().out
     pretended.ends, pretended.started = {}, []
-    assert start("--repeats", "3") == 0  # what was mended is run
+    assert start("--repeats", "3") == 0  # fixed points are run again
     assert sorted(pretended.started) == ["horovod-2-strong-1", "horovod-2-strong-2", "horovod-2-strong-3", ORDER[-1]]
 
 
-def test_bad_input_of_the_baseline_is_that_of_all_points(pretended, start, capsys) -> None:
+def test_bad_input_of_the_baseline_ends_the_sweep(pretended, start, capsys) -> None:
     pretended.ends = {"": 2}
     assert start() == 2
-    assert pretended.started == ORDER[:1] and capsys.readouterr().err == "hvd_bert: it will not do\n"
+    assert pretended.started == ORDER[:1] and capsys.readouterr().err == "hvd_bert: bad input\n"
 
 
-def test_results_that_cannot_be_read_are_no_results(pretended, start, tmp_path) -> None:
+def test_a_point_with_unreadable_results_is_run_again(pretended, start, tmp_path) -> None:
     assert start("--repeats", "1") == 0
     (tmp_path / "out" / "none-1-strong-1" / "metrics.jsonl").write_text("{")
     pretended.started = []
     assert start("--repeats", "1") == 0 and pretended.started == ["none-1-strong-1"]
 
 
-def test_what_cannot_run_here_is_a_row(pretended, start, tmp_path, capsys, monkeypatch) -> None:
+def test_a_strategy_that_cannot_run_here_is_a_row(pretended, start, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setitem(launching.NEEDED, "deepspeed", ("no_such_package", "bash env/setup.sh --deepspeed"))
     assert start("--strategies", "none,deepspeed,dp") == 0
     assert pretended.started == ["none-1-strong-1", "none-1-strong-2"]
     rows = json.loads((tmp_path / "out" / "sweep.json").read_text())["points"]
     skipped = {(row["strategy"], row["reason"]) for row in rows if row["state"] == "skipped"}
     assert {strategy for strategy, _ in skipped} == {"deepspeed", "dp"}
-    assert ("deepspeed", "no_such_package is not installed: `bash env/setup.sh --deepspeed`") in skipped
-    said = capsys.readouterr().out
-    assert said.count("no_such_package is not installed") == 1 and "deepspeed-1-strong-1 and 3 more" in said
+    assert ("deepspeed", "no_such_package is not installed: run `bash env/setup.sh --deepspeed`") in skipped
+    output = capsys.readouterr().out
+    assert output.count("no_such_package is not installed") == 1 and "deepspeed-1-strong-1 and 3 more" in output
 
 
-def test_a_launcher_that_is_missing_is_a_row(pretended, start, installed, tmp_path, capsys) -> None:
+def test_a_missing_launcher_is_a_row(pretended, start, installed, tmp_path, capsys) -> None:
     installed.clear()
     assert start("--strategies", "none,ddp", "-H", "nohost:2", "--repeats", "1") == 0
     assert pretended.started == [] and set(states(tmp_path).values()) == {"skipped"}
-    said = capsys.readouterr()
-    assert "none-1-strong-1 and 2 more: there is no horovodrun on PATH: `bash env/setup.sh`" in said.out
-    assert "0 done, 3 skipped, 0 failed" in said.out and said.err == ""
+    output, errors = capsys.readouterr()
+    assert "none-1-strong-1 and 2 more: horovodrun is not on PATH: run `bash env/setup.sh`" in output
+    assert "0 done, 3 skipped, 0 failed" in output and errors == ""
 
 
 @pytest.mark.parametrize("threads", [None, "3"])
-def test_ranks_on_other_hosts_have_the_threads_too(pretended, start, tmp_path, monkeypatch, threads) -> None:
+def test_ranks_on_other_hosts_have_the_same_threads(pretended, start, tmp_path, monkeypatch, threads) -> None:
     if threads:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
     assert start("--launcher", "mpirun", "-H", "a:1,b:1", "--repeats", "1") == 0
@@ -440,7 +440,7 @@ def test_ranks_on_other_hosts_have_the_threads_too(pretended, start, tmp_path, m
     assert [environ["OMP_NUM_THREADS"] for environ in pretended.environs] == [threads or "1"] * 3
 
 
-def test_only_what_cannot_be_written_is_blamed_on_the_folder(pretended, start, tmp_path, capsys, monkeypatch) -> None:
+def test_only_write_errors_name_the_folder(pretended, start, tmp_path, capsys, monkeypatch) -> None:
     def full(partial: Path, path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -455,15 +455,15 @@ def test_only_what_cannot_be_written_is_blamed_on_the_folder(pretended, start, t
     assert f"--out {tmp_path / 'file'} cannot be written: File exists." in capsys.readouterr().err
 
 
-def test_a_flag_of_one_strategy_beside_a_baseline(pretended, start, tmp_path, capsys) -> None:
+def test_a_flag_of_one_strategy_with_a_baseline(pretended, start, tmp_path, capsys) -> None:
     assert start("--strategies", "none,horovod", "--repeats", "1", "--fp16_allreduce") == 0
-    said = capsys.readouterr().out
-    assert said.count("for horovod only: --fp16_allreduce\n") == 1 and "0 skipped" in said
+    output = capsys.readouterr().out
+    assert output.count("for horovod only: --fp16_allreduce\n") == 1 and "0 skipped" in output
     commands = {row["name"]: row["command"] for row in json.loads((tmp_path / "out/sweep.json").read_text())["points"]}
     assert {name for name, words in commands.items() if "--fp16_allreduce" in words} == {
         "horovod-1-strong-1", "horovod-2-strong-1"
     }  # fmt: skip
-    # Another strategy may be added with a flag of its own; one that has run may not change.
+    # Another strategy may be added with its own flag. Flags of a strategy that has run must not change.
     assert start("--strategies", "ddp,horovod", "--repeats", "1") == 2
     assert "for horovod only was --fp16_allreduce and is (none)" in capsys.readouterr().err
     pretended.started = []
@@ -474,9 +474,9 @@ def test_a_flag_of_one_strategy_beside_a_baseline(pretended, start, tmp_path, ca
 def test_a_sweep_can_grow_but_not_change(pretended, start, tmp_path, capsys) -> None:
     assert start("--strategies", "none", "--repeats", "1") == 0
     assert start("--scaling", "both") == 0
-    assert len(pretended.started) == len(set(pretended.started)) == 12  # the one that was there is not run again
+    assert len(pretended.started) == len(set(pretended.started)) == 12  # the finished point is not run again
     assert start("--strategies", "ddp", "--repeats", "1") == 0
-    assert list(states(tmp_path).values()).count("done") == 14  # those that are not named now stay
+    assert list(states(tmp_path).values()).count("done") == 14  # points that are not named now are kept
     for flags, words in (
         (["--steps", "31"], "--steps was 30 and is 31"),
         (["--learning_rate", "1e-3"], "--lr_scaling=none --num_threads=1 and is"),
@@ -486,10 +486,10 @@ def test_a_sweep_can_grow_but_not_change(pretended, start, tmp_path, capsys) -> 
         assert words in capsys.readouterr().err
 
 
-def test_out_of_other_things_is_refused(pretended, start, tmp_path, capsys) -> None:
+def test_out_with_other_files_is_refused(pretended, start, tmp_path, capsys) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("mine")
-    assert start() == 2 and "is not empty, and holds no sweep.json" in capsys.readouterr().err
+    assert start() == 2 and "is not empty and has no sweep.json" in capsys.readouterr().err
     assert pretended.started == [] and (tmp_path / "out" / "thesis.tex").exists()
 
 
@@ -502,12 +502,12 @@ def test_one_sweep_at_a_time(pretended, start, capsys) -> None:
         seen.append(start())
         return inner(*arguments)  # type: ignore[arg-type]
 
-    one_run.start_and_wait = begin_another  # pretended's fixture puts the real one back
+    one_run.start_and_wait = begin_another  # pretended's fixture restores the real one
     assert start() == 75 and seen == [2]
     assert f"in use by another command (process {os.getpid()} on " in capsys.readouterr().err
 
 
-def test_report_is_made_where_it_is_asked_for(pretended, start, tmp_path, monkeypatch) -> None:
+def test_report_is_written_on_request(pretended, start, tmp_path, monkeypatch) -> None:
     from hvd_bert.report import plots
 
     for name in ("scaling", "losses", "projected"):
@@ -519,12 +519,12 @@ def test_report_is_made_where_it_is_asked_for(pretended, start, tmp_path, monkey
 # One run
 
 
-# A launcher that does not pass signals on, as the shell that horovodrun becomes; it says its rank's number.
+# A launcher that does not forward signals, like the shell that horovodrun becomes. It prints its rank's process id.
 LAUNCHER = "sleep 600 & echo $!; {}wait"
 
 
 def ends(number: str) -> bool:
-    """Whether a process that would run for minutes is over at once: its files are closed a moment before it is."""
+    """Whether a process that would run for minutes ends now. Its files are closed shortly before it ends."""
     try:
         process = os.pidfd_open(int(number))
     except ProcessLookupError:
@@ -534,23 +534,23 @@ def ends(number: str) -> bool:
     return bool(ready)
 
 
-def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+def test_a_run_that_takes_too_long_is_terminated(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as log:
         assert start_and_wait(["sh", "-c", LAUNCHER.format("")], os.environ, log, timeout=0.5) is None
     assert ends((tmp_path / "log").read_text())
 
 
-def test_a_launcher_that_cannot_be_started_is_a_failed_run(tmp_path: Path) -> None:
-    (tmp_path / "launcher").write_text("no program")  # and may not be run
-    for name, why in (("launcher", "Permission denied"), ("nowhere", "No such file or directory")):
+def test_a_launcher_that_cannot_be_started_fails_the_run(tmp_path: Path) -> None:
+    (tmp_path / "launcher").write_text("no program")  # and is not executable
+    for name, reason in (("launcher", "Permission denied"), ("nowhere", "No such file or directory")):
         program = tmp_path / name
         trained = one_run.train([str(program)], os.environ, tmp_path / "run", 60)
         assert (trained.run, trained.status) == (None, 127)
-        assert trained.reason == f"{program} cannot be started: {why}"
+        assert trained.reason == f"{program} cannot be started: {reason}"
 
 
 @pytest.mark.parametrize("name", ["INT", "TERM", "USR1"])
-def test_a_signal_ends_the_run_and_is_told(tmp_path: Path, name: str) -> None:
+def test_a_signal_terminates_the_run_and_is_raised(tmp_path: Path, name: str) -> None:
     before = signal.getsignal(signal.SIGINT)
     with (tmp_path / "log").open("w") as log, pytest.raises(Stopped, match=f"SIG{name}"), signals():
         command = ["sh", "-c", LAUNCHER.format(f"kill -{name} {os.getpid()}; ")]
@@ -559,8 +559,8 @@ def test_a_signal_ends_the_run_and_is_told(tmp_path: Path, name: str) -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_signal_between_a_run_and_its_start_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where another thread could take the signal."""
+def test_a_signal_during_the_start_terminates_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if another thread could receive the signal."""
     started = []
 
     def start(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
@@ -572,9 +572,9 @@ def test_a_signal_between_a_run_and_its_start_ends_it(tmp_path: Path, monkeypatc
         return process
 
     begin = subprocess.Popen
-    received, told = os.pipe2(os.O_NONBLOCK)
+    received, wakeup = os.pipe2(os.O_NONBLOCK)
     os.set_blocking(received, True)
-    before = signal.set_wakeup_fd(told)
+    before = signal.set_wakeup_fd(wakeup)
     monkeypatch.setattr(one_run.subprocess, "Popen", start)
     with ThreadPoolExecutor(1) as pool, (tmp_path / "log").open("w") as log:
         pool.submit((done := threading.Event()).wait, 60)
@@ -583,11 +583,11 @@ def test_a_signal_between_a_run_and_its_start_ends_it(tmp_path: Path, monkeypatc
         done.set()
     signal.set_wakeup_fd(before)
     os.close(received)
-    os.close(told)
+    os.close(wakeup)
     assert started[0].returncode == -signal.SIGTERM
 
 
-def test_a_run_ends_with_a_sweep_that_is_killed() -> None:
+def test_a_run_ends_if_its_sweep_is_killed() -> None:
     program = "import os, sys; from hvd_bert.bench.one_run import start_and_wait as s; "
     program += f"s(['sh', '-c', {LAUNCHER.format('')!r}], os.environ, sys.stdout, 600)"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
@@ -595,7 +595,7 @@ def test_a_run_ends_with_a_sweep_that_is_killed() -> None:
         rank = os.pidfd_open(int(parent.stdout.readline()))
         parent.kill()
         ready, _, _ = select.select([rank], [], [], 30)
-    assert ready, "it still runs"
+    assert ready, "the rank still runs"
     os.close(rank)
 
 

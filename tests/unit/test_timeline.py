@@ -1,4 +1,4 @@
-"""The analysis of timelines: what is read of a file, however it ends, and figures that are known beforehand."""
+"""The analysis of timelines: reading complete and cut files, and figures of made timelines."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ EVENT = st.one_of(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(EVENT, min_size=1, max_size=80), st.integers(64, 2000))
-def test_what_is_read_is_what_json_reads(tmp_path_factory, events, block):
+def test_reads_the_same_as_json(tmp_path_factory, events, block):
     made = Timeline()
     for phase, ts, number, name in events:
         if phase == "i":
@@ -84,7 +84,7 @@ def test_what_is_read_is_what_json_reads(tmp_path_factory, events, block):
 
 
 def test_files_cut_anywhere(tmp_path):
-    """Of a killed run's file all whole events are read: of any length at which it was cut."""
+    """All complete events of a killed run's file are read, wherever it is cut."""
     made = training(steps=2)
     whole = made.text
     path = tmp_path / "t.json"
@@ -95,12 +95,12 @@ def test_files_cut_anywhere(tmp_path):
         rows, source = read_events(path)
         count = sum(end <= length for end in complete)
         assert rows[:count] == expected[:count]
-        assert len(rows) - count in (0, 1)  # an event whose args are cut off has all that counts before them
+        assert len(rows) - count in (0, 1)  # an event without its args is complete enough
         assert rows == expected[: len(rows)]
         assert source.cut_short
 
 
-def test_sizes_are_of_dtype_and_shape(tmp_path):
+def test_sizes_follow_from_dtype_and_shape(tmp_path):
     made = Timeline()
     cases = [
         ("float32", "[30522, 384]", 4 * 30522 * 384),
@@ -118,29 +118,29 @@ def test_sizes_are_of_dtype_and_shape(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
-        ("", "no events in it"),
-        ("[\n]", "no events in it"),
-        ('{"version": "1.1", "data": []}', "not a timeline as Horovod writes it"),
-        ("loss 0.3\nloss 0.2\n", "not a timeline as Horovod writes it"),
-        ('[{"ph":"B","name":"x","ts":1,"pid":2}]', "not a timeline as Horovod writes it"),
+        ("", "has no events"),
+        ("[\n]", "has no events"),
+        ('{"version": "1.1", "data": []}', "is not a Horovod timeline"),
+        ("loss 0.3\nloss 0.2\n", "is not a Horovod timeline"),
+        ('[{"ph":"B","name":"x","ts":1,"pid":2}]', "is not a Horovod timeline"),
         ('{"schemaVersion": 1, "traceEvents": [{"ph": "X"}]}', "torch's profiler"),
         ('[{"ph": "B", "name": "forward", "ts": 1, "pid": 2}, {"ph": "E", "ts": 3, "pid": 2}]', "events are forward"),
         (START + '{"ph": "i", "name": "CYCLE_START", "ts": 177, "s": "g"}]', "no tensor was sent"),
         ("\x1f\x8b\x08compressed", "gunzip"),
     ],
 )  # fmt: skip
-def test_what_is_no_timeline_is_refused_in_words(tmp_path, capsys, content, said):
+def test_other_files_are_refused_with_the_reason(tmp_path, capsys, content, message):
     path = tmp_path / "other.json"
     path.write_bytes(content.encode("latin-1"))
     assert command.main([str(path)]) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
-    assert error.startswith(f"hvd_bert: {path}: ")
-    assert said in error
+    assert error.startswith(f"hvd_bert: {path} ")
+    assert message in error
 
 
-def test_files_that_are_not_there(tmp_path, capsys):
+def test_missing_files_and_wrong_flags(tmp_path, capsys):
     assert command.main([str(tmp_path / "none.json")]) == EXIT_BAD_INPUT
     assert "cannot be read: No such file" in capsys.readouterr().err
     assert command.main([str(tmp_path)]) == EXIT_BAD_INPUT
@@ -149,7 +149,7 @@ def test_files_that_are_not_there(tmp_path, capsys):
     assert command.main([str(path), "--ranks", "0"]) == EXIT_BAD_INPUT
     assert "--ranks 0" in capsys.readouterr().err
     assert command.main([str(path), "--hosts", "3"]) == EXIT_BAD_INPUT
-    assert "--hosts 3: the file is of 2 ranks" in capsys.readouterr().err
+    assert "--hosts 3: the file has only 2 ranks" in capsys.readouterr().err
     assert command.main([str(path), "--html", str(tmp_path / "no" / "such.html")]) == EXIT_BAD_INPUT
     assert "--html" in capsys.readouterr().err
 
@@ -159,7 +159,7 @@ def test_files_that_are_not_there(tmp_path, capsys):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=300), st.sampled_from([0.01, 0.5, 0.99, 1.0]))
-def test_quantiles_are_right_to_1_percent(values, part):
+def test_quantiles_are_accurate_to_1_percent(values, part):
     spread = Spread()
     for each in np.array_split(np.array(values), 3):
         spread.add(each)
@@ -187,7 +187,7 @@ def test_phases_messages_and_steps(tmp_path, monkeypatch, block, library):
     # a and b together, then c: 2 MiB in 19.98 ms, 1 MiB in 10 ms
     assert [(row.up_to, row.messages, row.tensors) for row in seen.sizes] == [(1 << 20, 12, 12), (16 << 20, 12, 24)]
     assert seen.bytes_per_s == pytest.approx(2 * 2**20 / 0.01998)
-    assert seen.wire_bytes_per_s == seen.bytes_per_s  # of 2 ranks
+    assert seen.wire_bytes_per_s == seen.bytes_per_s  # for 2 ranks
     step = seen.step
     assert step is not None
     assert (step.steps, step.messages, step.size) == (11, 2, 3 * 2**20)
@@ -198,8 +198,8 @@ def test_phases_messages_and_steps(tmp_path, monkeypatch, block, library):
     assert step.wait_s == 0
 
 
-def test_what_one_thread_could_not_see_is_between_two_bounds(tmp_path):
-    """c becomes ready while a is sent: over MPI that is seen after it, over NCCL at once."""
+def test_one_thread_gives_two_bounds_of_exposed_communication(tmp_path):
+    """c becomes ready while a is sent. Over MPI it is noticed afterwards, over NCCL immediately."""
     exposed = {}
     for library in ("MPI_ALLREDUCE", "NCCL_ALLREDUCE"):
         made = Timeline()
@@ -216,7 +216,7 @@ def test_what_one_thread_could_not_see_is_between_two_bounds(tmp_path):
     assert exposed["NCCL_ALLREDUCE"] == pytest.approx((0.005, 0.005))
 
 
-def test_a_loss_after_the_gradients_is_not_the_end_of_the_backward_pass(tmp_path):
+def test_a_loss_after_the_gradients_is_not_exposed(tmp_path):
     made = Timeline()
     for step in range(6):
         start = 100_000 * step
@@ -239,9 +239,7 @@ def test_the_straggler_is_named(tmp_path, straggler):
     assert (rows[straggler].steps, rows[straggler].of_steps) == (19, 19)
     assert rows[straggler].waited_s == pytest.approx(19 * 0.2)
     assert all(row.last == row.steps == 0 for rank, row in rows.items() if rank != straggler)
-    assert seen.advice[0].startswith(
-        f"Rank {straggler} holds the others up: it is the last in 19 of 19 steps, by 200 ms"
-    )
+    assert seen.advice[0].startswith(f"Rank {straggler} is a straggler: it is the last in 19 of 19 steps, by 200 ms")
 
 
 def test_without_ticks_the_wait_is_known_but_not_the_rank(tmp_path):
@@ -254,8 +252,8 @@ def test_without_ticks_the_wait_is_known_but_not_the_rank(tmp_path):
     assert not any(line.startswith("Rank ") for line in seen.advice)
 
 
-def test_a_loss_that_names_ranks_does_not_speak_for_the_gradients(tmp_path):
-    """The response cache knows the gradients, but not a tensor without a name, which is new every time."""
+def test_a_loss_that_names_ranks_does_not_count_for_the_gradients(tmp_path):
+    """The response cache has the gradients, but not a tensor without a name, which is new each time."""
     made = Timeline()
     for step in range(20):
         start = 200_000 * step
@@ -281,9 +279,9 @@ def test_few_steps_name_no_straggler(tmp_path):
 def test_advice_follows_from_figures(tmp_path):
     hidden = found(training(steps=12, step_us=400_000), tmp_path)
     assert len(hidden.advice) == 1
-    assert hidden.advice[0].startswith("Communication does not hold this run up: 2.5%")
+    assert hidden.advice[0].startswith("Communication does not slow this run down: 2.5%")
     large = found(training(steps=12), tmp_path)  # 10 of 100 ms
-    assert [line[:22] for line in large.advice] == ["A step waits 10 ms (10"]
+    assert [line[:38] for line in large.advice] == ["Exposed communication takes 10 ms (10%"]
     assert "bandwidth. --fp16_allreduce" in large.advice[0]
     made = Timeline()
     for step in range(12):
@@ -294,10 +292,10 @@ def test_advice_follows_from_figures(tmp_path):
     small = found(made, tmp_path)
     assert len(small.advice) == 1
     assert "12 messages of 40 bytes each: latency" in small.advice[0]
-    assert advise(found(training(steps=2), tmp_path))[0].startswith("No training steps can be told")
+    assert advise(found(training(steps=2), tmp_path))[0].startswith("No training steps found in this file")
 
 
-def test_an_operation_without_end_is_told_and_left_out(tmp_path):
+def test_an_operation_without_end_is_counted_and_left_out(tmp_path):
     made = training(steps=12)
     made.event("B", 9_000_000, "allreduce.a", "NEGOTIATE_ALLREDUCE")
     made.event("X", 9_000_000, "allreduce.a", "0", dur=0)
@@ -307,19 +305,19 @@ def test_an_operation_without_end_is_told_and_left_out(tmp_path):
     assert seen.step is not None and seen.step.steps == 11
 
 
-@pytest.mark.parametrize(("library", "leaves"), [("MPI_ALLREDUCE", 1.0), ("GLOO_ALLREDUCE", 1.5)])
-def test_what_a_host_sends(tmp_path, library, leaves):
+@pytest.mark.parametrize(("library", "factor"), [("MPI_ALLREDUCE", 1.0), ("GLOO_ALLREDUCE", 1.5)])
+def test_bytes_that_a_host_sends(tmp_path, library, factor):
     """Four ranks on two hosts: MPI sums inside the hosts first, a ring does not."""
     path = training(steps=6, ranks=4, library=library).write(tmp_path / "t.json")
     seen = command.read(path, hosts=2)
     assert seen.wire_bytes_per_s == pytest.approx(1.5 * seen.bytes_per_s)
-    assert seen.fast_bytes_per_s == pytest.approx(2 * 2**20 / 0.02, rel=0.011)  # of a and b; c alone is as fast
-    assert seen.link_bytes_per_s == pytest.approx(leaves * seen.fast_bytes_per_s)
+    assert seen.fast_bytes_per_s == pytest.approx(2 * 2**20 / 0.02, rel=0.011)  # a and b together; c alone is as fast
+    assert seen.link_bytes_per_s == pytest.approx(factor * seen.fast_bytes_per_s)
     assert math.isnan(command.read(path, hosts=1).link_bytes_per_s)
 
 
-def test_sums_inside_a_host_are_no_work_of_the_link(tmp_path, capsys):
-    """Of a message's time on two hosts, 50 ms, those of one host took 10: the link had 40."""
+def test_sums_inside_a_host_are_subtracted_from_the_link(tmp_path, capsys):
+    """A message takes 50 ms on two hosts and 10 ms on one host, so the link takes 40 ms."""
 
     def made(name: str, ranks: int, took_us: int, library: str = "MPI_ALLREDUCE", numbers: int = 1 << 20) -> str:
         timeline = Timeline()
@@ -335,19 +333,19 @@ def test_sums_inside_a_host_are_no_work_of_the_link(tmp_path, capsys):
     assert seen["link_bytes_per_s"] == pytest.approx(4 * 2**20 / 0.04, rel=0.03)
     assert seen["inside_bytes_per_s"] == pytest.approx(4 * 2**20 / 0.01, rel=0.011)
     assert command.main([two, "--hosts", "2", "--one_host", one]) == EXIT_OK
-    assert "their time is taken off" in capsys.readouterr().out
+    assert "their time is subtracted" in capsys.readouterr().out
     ring = made("ring.json", 4, 50_000, library="GLOO_ALLREDUCE")
     ring_inside = made("one_ring.json", 2, 10_000, library="GLOO_ALLREDUCE")
-    for words, said in (
-        ([two, "--one_host", one], "give --hosts as well"),
-        ([ring, "--hosts", "2", "--one_host", one], "only MPI sums inside the hosts first"),
-        ([two, "--hosts", "2", "--one_host", two], "is not of 2 ranks over MPI"),
-        ([two, "--hosts", "2", "--one_host", ring_inside], "is not of 2 ranks over MPI"),
+    for words, message in (
+        ([two, "--one_host", one], "--one_host needs --hosts"),
+        ([ring, "--hosts", "2", "--one_host", one], "is for MPI, which sums inside the hosts first"),
+        ([two, "--hosts", "2", "--one_host", two], "must be of 2 ranks over MPI"),
+        ([two, "--hosts", "2", "--one_host", ring_inside], "must be of 2 ranks over MPI"),
         ([two, "--hosts", "2", "--one_host", made("slow.json", 2, 60_000)], "no faster"),
         ([two, "--hosts", "2", "--one_host", made("small.json", 2, 10, numbers=1000)], "no message above 1 MiB"),
     ):
         assert command.main(words) == EXIT_BAD_INPUT
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_unnamed_tensors_count_as_one(tmp_path):
@@ -370,7 +368,7 @@ def test_json_and_text(tmp_path, capsys):
     assert record["cycle_s"] is None
     assert command.main([str(path)]) == EXIT_OK
     text = capsys.readouterr().out
-    for words in ("NEGOTIATE_ALLREDUCE", "rank 1", "Bandwidth: ", "allreduce.c", "Advice:", "Rank 1 holds"):
+    for words in ("NEGOTIATE_ALLREDUCE", "rank 1", "Bandwidth: ", "allreduce.c", "Advice:", "Rank 1 is a straggler"):
         assert words in text
 
 
@@ -396,7 +394,7 @@ def test_names_do_not_become_markup(tmp_path):
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-# Put into a copy of the page: an error of the page, or one of a resource, becomes part of the document.
+# Added to a copy of the page: errors of the page or of a resource become part of the document.
 WATCH = (
     "<script>window.onerror = e => document.documentElement.dataset.error = e;"
     "addEventListener('error', e => document.documentElement.dataset.error = e.target.src || e.message, true);</script>"
@@ -404,7 +402,7 @@ WATCH = (
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's package chromium")
-def test_the_page_in_a_browser(tmp_path):
+def test_page_in_a_browser(tmp_path):
     path = training(steps=20, ranks=4, straggler=2, by=200_000).write(tmp_path / "t.json")
     page = tmp_path / "t.html"
     assert command.main([str(path), "--html", str(page)]) == EXIT_OK
@@ -420,5 +418,5 @@ def test_the_page_in_a_browser(tmp_path):
     text = " ".join(re.sub(r"<style.*?</style>|<[^>]+>", " ", done.stdout, flags=re.DOTALL).split())
     for words in ("Phases", "NEGOTIATE_ALLREDUCE", "MPI_ALLREDUCE", "Ranks", "rank 0", "rank 3", "Advice"):
         assert words in text
-    assert "Rank 2 holds the others up" in text
+    assert "Rank 2 is a straggler" in text
     assert done.stdout.count('<img src="data:image/png;base64,') == 2

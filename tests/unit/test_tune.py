@@ -1,4 +1,4 @@
-"""Tuning: the search where the speeds are known, the knobs that matter, the command. No rank is started."""
+"""Tuning: the search with known speeds, knobs without effect, the command. No rank is started."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ CANDIDATES = [[f"{CYCLE}0.3", f"{CYCLE}3", f"{CYCLE}10"], [f"{GROUPS}2", f"{GROU
 
 
 @dataclass
-class Modelled:
-    """A machine on which each word of a setting multiplies the speed by its effect, each run by a normal `jitter`, and
-    every run is 1 % slower than the one before it."""
+class SimulatedMachine:
+    """A simulated machine. Each part of a setting multiplies the speed by its effect, and `jitter` adds normal noise.
+    Every run is 1 % slower than the one before it."""
 
     effects: Mapping[str, float]
     jitter: float = 0.0
     seed: int = 0
     time_for: int = 1000
     measured: list[tuple[str, Setting, int]] = field(default_factory=list)
-    told: list[Point] = field(default_factory=list)
+    decided: list[Point] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.random, self.now = random.Random(self.seed), 1.0
@@ -59,17 +59,19 @@ class Modelled:
         if then is not None and len(self.measured) + 1 + then > self.time_for:
             return None
         self.measured.append((kind, candidate, repeat))
-        if len(self.measured) % 2:  # in turns, as the real one
+        if len(self.measured) % 2:  # in alternating order, like the real one
             slow = self.speed(baseline)
             return Pair(self.speed(candidate) / slow)
         return Pair(self.speed(candidate) / self.speed(baseline))
 
     def search(self, pairs: int = 6) -> Search:
-        return Search(self.measure, pairs, self.told.append)
+        return Search(self.measure, pairs, self.decided.append)
 
 
-def test_the_fastest_settings_are_found_and_put_together() -> None:
-    machine = Modelled({f"{CYCLE}3": 1.08, f"{CYCLE}10": 1.04, f"{GROUPS}8": 1.06, f"{GROUPS}2": 0.9}, jitter=0.004)
+def test_the_fastest_settings_are_found_and_combined() -> None:
+    machine = SimulatedMachine(
+        {f"{CYCLE}3": 1.08, f"{CYCLE}10": 1.04, f"{GROUPS}8": 1.06, f"{GROUPS}2": 0.9}, jitter=0.004
+    )
     search = machine.search()
     assert 0.01 <= search.measure_noise() < 0.03  # the drift is part of it
     best = search.run(CANDIDATES)
@@ -77,23 +79,23 @@ def test_the_fastest_settings_are_found_and_put_together() -> None:
     compared = search.compare(best)
     assert compared.verdict == FASTER and len(compared.ratios) == 6
     assert compared.gain == pytest.approx(1.08 * 1.06 - 1, abs=0.01)
-    # Groups were tried from the best cycle on, and held against it.
-    assert {point.baseline for point in machine.told[3:]} == {(f"{CYCLE}3",), best}
+    # Groups were tested on top of the best cycle, and compared with it.
+    assert {point.baseline for point in machine.decided[3:]} == {(f"{CYCLE}3",), best}
 
 
 @pytest.mark.parametrize("jitter", [0.002, 0.02, 0.08])
-def test_where_nothing_matters_the_defaults_are_kept(jitter: float) -> None:
-    said_otherwise = 0
+def test_without_any_effect_the_defaults_are_kept(jitter: float) -> None:
+    wrong = 0
     for seed in range(100):
-        search = Modelled({}, jitter, seed).search()
+        search = SimulatedMachine({}, jitter, seed).search()
         search.measure_noise()
         best = search.run(CANDIDATES)
-        said_otherwise += bool(best) and search.compare(best).verdict == FASTER
-    assert said_otherwise <= 2  # all six pairs by chance: 1 in 64, where anything was chosen
+        wrong += bool(best) and search.compare(best).verdict == FASTER
+    assert wrong <= 2  # all six pairs are faster by chance: 1 in 64, if anything was chosen
 
 
-def test_a_gain_within_the_noise_is_none() -> None:
-    machine = Modelled({f"{CYCLE}3": 1.02})
+def test_a_gain_within_the_noise_does_not_count() -> None:
+    machine = SimulatedMachine({f"{CYCLE}3": 1.02})
     search = machine.search()
     search.noise = 0.03
     compared = search.compare((f"{CYCLE}3",))
@@ -103,18 +105,18 @@ def test_a_gain_within_the_noise_is_none() -> None:
 
 
 def test_bad_points_end_early() -> None:
-    machine = Modelled({f"{CYCLE}10": 0.7, f"{CYCLE}0.3": 0.985})
+    machine = SimulatedMachine({f"{CYCLE}10": 0.7, f"{CYCLE}0.3": 0.985})
     search = machine.search()
     search.noise = 0.04
     assert search.run([[f"{CYCLE}10", f"{CYCLE}0.3"]]) == ()
-    assert [(point.verdict, len(point.ratios)) for point in machine.told] == [(SLOWER, 1), (NOT_FASTER, 2)]
+    assert [(point.verdict, len(point.ratios)) for point in machine.decided] == [(SLOWER, 1), (NOT_FASTER, 2)]
 
 
-def test_what_there_is_no_time_for_is_not_tried() -> None:
-    machine = Modelled({f"{CYCLE}3": 1.5, f"{GROUPS}8": 1.5}, time_for=11)  # 6 pairs are kept for the end
+def test_settings_beyond_the_time_budget_are_skipped() -> None:
+    machine = SimulatedMachine({f"{CYCLE}3": 1.5, f"{GROUPS}8": 1.5}, time_for=11)  # 6 pairs are reserved for the end
     search = machine.search()
     assert search.run([[f"{CYCLE}3"], [f"{CYCLE}10"], [f"{GROUPS}8"]]) == (f"{CYCLE}3",)
-    assert [point.verdict for point in machine.told][-1] == NO_TIME
+    assert [point.verdict for point in machine.decided][-1] == NO_TIME
     search.compare((f"{CYCLE}3",))
     assert len(machine.measured) <= 11
 
@@ -124,7 +126,7 @@ def test_what_there_is_no_time_for_is_not_tried() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """4 ranks on the CPUs of one host, 4 MB of gradients."""
+    """A run of 4 ranks on the CPUs of one host, with 4 MB of gradients."""
     return reading.read(make_run(tmp_path / "run", "horovod", 4))
 
 
@@ -136,14 +138,16 @@ def candidates_of(context: Context, environ: Mapping[str, str]) -> tuple[list[st
     return candidates, left_out
 
 
-def test_what_cannot_matter_is_left_out(run: Run) -> None:
+def test_values_without_effect_are_left_out(run: Run) -> None:
     candidates, left_out = candidates_of(
         Context(parse([]), replace(run, nodes=2, on_cpu=False, parameters=100_000_000)), {}
     )
     assert not left_out
     assert candidates[0] == "HOROVOD_HIERARCHICAL_ALLREDUCE=1" and "HOROVOD_FUSION_THRESHOLD=268435456" in candidates
     candidates, left_out = candidates_of(Context(parse(["--deterministic"]), replace(run, nodes=2)), {})
-    assert left_out["HOROVOD_HIERARCHICAL_ALLREDUCE=1"] == "the ranks are on CPUs, and Horovod has it for NCCL only"
+    assert (
+        left_out["HOROVOD_HIERARCHICAL_ALLREDUCE=1"] == "the ranks are on CPUs, and Horovod supports it with NCCL only"
+    )
     assert left_out["HOROVOD_FUSION_THRESHOLD=33554432"] == "all gradients together are 4 MB"
     assert left_out["--num_groups=8"] == "--deterministic sends all gradients as one group"
     assert candidates == [f"{CYCLE}0.3", f"{CYCLE}3", f"{CYCLE}10", f"{CACHE}0", "--fp16_allreduce=True"]
@@ -161,18 +165,18 @@ def test_the_users_values_are_the_defaults(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "words", "said"),
+    ("environ", "words", "message"),
     [
-        ({"HOROVOD_AUTOTUNE": "1"}, [], "HOROVOD_AUTOTUNE=1 in the environment: unset it"),
-        ({"HOROVOD_TIMELINE": "/tmp/t.json"}, [], "every run would write one"),
-        ({}, ["--cycle-time-ms=3"], "would hold in every run"),
-        ({}, ["-x", "HOROVOD_CYCLE_TIME=3"], "--launcher_flag=HOROVOD_CYCLE_TIME=3: would hold"),
+        ({"HOROVOD_AUTOTUNE": "1"}, [], "HOROVOD_AUTOTUNE=1 is set in the environment: .* Unset it"),
+        ({"HOROVOD_TIMELINE": "/tmp/t.json"}, [], "every run would write a timeline"),
+        ({}, ["--cycle-time-ms=3"], "would apply to every run"),
+        ({}, ["-x", "HOROVOD_CYCLE_TIME=3"], "--launcher_flag=HOROVOD_CYCLE_TIME=3 would apply"),
     ],
 )
-def test_what_would_hold_in_every_run_is_refused(environ: dict[str, str], words: list[str], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        knobs.check_surroundings(environ, words)
-    knobs.check_surroundings({"HOROVOD_AUTOTUNE": "0", "HOROVOD_LOG_LEVEL": "info"}, ["--gloo"])
+def test_settings_that_apply_to_every_run_are_refused(environ: dict[str, str], words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        knobs.check_environment(environ, words)
+    knobs.check_environment({"HOROVOD_AUTOTUNE": "0", "HOROVOD_LOG_LEVEL": "info"}, ["--gloo"])
 
 
 def test_variables_reach_the_ranks_on_other_hosts() -> None:
@@ -190,7 +194,7 @@ def test_variables_reach_the_ranks_on_other_hosts() -> None:
 
 
 class Pretended:
-    """In place of a launcher and its ranks: windows/s by the words of the setting; `ends`: what else becomes of one."""
+    """Replaces a launcher and its ranks. Part of a setting -> its effect (`speeds`), or how its runs end (`ends`)."""
 
     def __init__(self) -> None:
         self.speeds: dict[str, float] = {}
@@ -215,7 +219,7 @@ class Pretended:
                 file.rename(folder / file.name)
             (folder / "model.safetensors").write_bytes(b"weights")
         else:
-            (folder / "log.txt").write_text("hvd_bert: it will not do\n")
+            (folder / "log.txt").write_text("hvd_bert: bad input\n")
         return end
 
 
@@ -239,15 +243,15 @@ def record(folder: Path) -> dict[str, object]:
     return json.loads((folder / "out" / "tune.json").read_text())
 
 
-def test_what_to_set_is_said(pretended, start, tmp_path, capsys) -> None:
+def test_the_settings_to_use_are_printed(pretended, start, tmp_path, capsys) -> None:
     pretended.speeds = {f"{CYCLE}3": 1.1, f"{GROUPS}2": 1.05, f"{CACHE}0": 0.5}
     assert start("--launcher", "mpirun") == 0
-    said, warned = capsys.readouterr()
-    assert "    export HOROVOD_CYCLE_TIME=3\n    python -m hvd_bert.train ... --num_groups=2\n" in said
-    assert "it gains +15.5 % (+15.5 % to +15.5 %, 6 pairs) over the defaults" in said and "once in 64 times" in said
-    assert "    mpirun -x HOROVOD_CYCLE_TIME ...\n" in said and "Not tried: --fp16_allreduce" in said
-    assert "tune with your own" in warned
-    assert pretended.started.count(f"{GROUPS}2 {CYCLE}3 {CACHE}0") == 1  # ended early
+    output, warnings = capsys.readouterr()
+    assert "    export HOROVOD_CYCLE_TIME=3\n    python -m hvd_bert.train ... --num_groups=2\n" in output
+    assert "it gains +15.5 % (+15.5 % to +15.5 %, 6 pairs) over the defaults" in output and "once in 64 times" in output
+    assert "    mpirun -x HOROVOD_CYCLE_TIME ...\n" in output and "Not tested: --fp16_allreduce" in output
+    assert "tune with your own" in warnings
+    assert pretended.started.count(f"{GROUPS}2 {CYCLE}3 {CACHE}0") == 1  # dropped after the first pair
     result = record(tmp_path)["result"]
     assert result["set"] == [f"{CYCLE}3", f"{GROUPS}2"] and len(result["compared"]["ratios"]) == 6
     assert not list((tmp_path / "out").rglob("model.safetensors"))
@@ -255,71 +259,71 @@ def test_what_to_set_is_said(pretended, start, tmp_path, capsys) -> None:
 
 def test_keep_the_defaults(pretended, start, tmp_path, capsys) -> None:
     assert start() == 0
-    assert "Keep the defaults: nothing that was tried was faster" in capsys.readouterr().out
+    assert "Keep the defaults: no candidate was faster in all of its pairs" in capsys.readouterr().out
     assert record(tmp_path)["result"] == {"noise": 0.01, "set": [], "compared": None}
-    # Slightly faster, but less than a percent.
+    # Faster by less than a percent.
     pretended.speeds = {f"{CYCLE}3": 1.004}
     assert start("--out", str(tmp_path / "other")) == 0
-    said = capsys.readouterr().out
-    assert f"Keep the defaults: {CYCLE}3 (the best found) gains +0.4 %" in said and "export" not in said
+    output = capsys.readouterr().out
+    assert f"Keep the defaults: {CYCLE}3 (the best found) gains +0.4 %" in output and "export" not in output
 
 
-def test_the_gain_is_over_what_the_user_has_set(pretended, start, monkeypatch, capsys) -> None:
+def test_gains_are_relative_to_the_users_settings(pretended, start, monkeypatch, capsys) -> None:
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "3")
     pretended.speeds = {f"{CYCLE}3": 0.5}
     assert start("--knobs", "cycle") == 0
-    said = capsys.readouterr().out
-    assert "Set by you: HOROVOD_CYCLE_TIME=3: every gain is over that" in said
-    assert "export HOROVOD_CYCLE_TIME=1" in said and "+100.0 %" in said
+    output = capsys.readouterr().out
+    assert "Set by you: HOROVOD_CYCLE_TIME=3 (gains are relative to this)" in output
+    assert "export HOROVOD_CYCLE_TIME=1" in output and "+100.0 %" in output
 
 
 def test_an_interrupted_tuning_resumes(pretended, start, tmp_path, capsys) -> None:
     pretended.speeds = {f"{CYCLE}3": 1.1}
     pretended.ends = {f"{GROUPS}8": Stopped("SIGINT")}
     assert start() == 75
-    assert "Stopped by SIGINT: the same command goes on" in capsys.readouterr().out
+    assert "Stopped by SIGINT. Rerun the same command to resume." in capsys.readouterr().out
     measured = record(tmp_path)["pairs"]
     pretended.started, pretended.ends = [], {}
     assert start() == 0
-    assert f"{len(measured)} pairs of an earlier start" in capsys.readouterr().out
-    # Both runs of the pair that was interrupted are new, those before it are not run again.
+    assert f"{len(measured)} pairs from an earlier start" in capsys.readouterr().out
+    # Both runs of the interrupted pair are run again, but not the runs before it.
     assert set(pretended.started[:2]) == {f"{CYCLE}3", f"{GROUPS}8 {CYCLE}3"} and f"{CYCLE}10" not in pretended.started
     assert record(tmp_path)["pairs"][: len(measured)] == measured
     found = record(tmp_path)["result"]
-    assert start("--minutes", "0") == 0 and record(tmp_path)["result"] == found  # nothing is left to need time
+    assert start("--minutes", "0") == 0 and record(tmp_path)["result"] == found  # nothing is left to run
     assert start("--steps", "20") == 2
-    assert "holds a tuning of other runs: the trainer's flags was" in capsys.readouterr().err
+    assert "holds a tuning with other settings: the trainer's flags was" in capsys.readouterr().err
 
 
-def test_a_setting_that_fails_is_a_row(pretended, start, tmp_path, capsys) -> None:
+def test_a_failing_setting_is_a_row(pretended, start, tmp_path, capsys) -> None:
     pretended.ends = {f"{GROUPS}8": 1, f"{CYCLE}10": None}
     assert start() == 0
-    said = capsys.readouterr().out
-    assert "failed: it will not do (" in said and "failed: it took longer than" in said
+    output = capsys.readouterr().out
+    assert "failed: bad input (" in output and "failed: it took longer than" in output
     pretended.ends, pretended.started = {}, []
     assert start() == 0
-    assert f"{GROUPS}8" in pretended.started and f"{CYCLE}10" not in pretended.started  # too slow stays too slow
+    assert f"{GROUPS}8" in pretended.started and f"{CYCLE}10" not in pretended.started  # a timeout is not retried
 
 
-def test_defaults_that_fail_end_it(pretended, start, capsys) -> None:
+def test_failing_defaults_end_the_tuning(pretended, start, capsys) -> None:
     pretended.ends = {"": 1}
     assert start() == 1
-    assert "a run with the defaults failed: it will not do (" in capsys.readouterr().err
+    assert "a run with the defaults failed: bad input (" in capsys.readouterr().err
     pretended.ends = {"": 2}
-    assert start() == 2 and capsys.readouterr().err.endswith("hvd_bert: it will not do\n")
+    assert start() == 2 and capsys.readouterr().err.endswith("hvd_bert: bad input\n")
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--ranks", "1"], "--ranks 1: must be at least 2"),
-        (["--knobs", "speed"], "--knobs speed: no such knob. There are: hierarchical, cycle"),
+        (["--knobs", "speed"], "--knobs speed: unknown knob. Choose from: hierarchical, cycle"),
         (["--strategy", "ddp"], "--strategy: tuning sets it for each run: only Horovod is tuned"),
         (["--num_group", "2"], "Unknown argument --num_group: did you mean --num_groups?"),
-        (["--launcher", "none"], "--launcher none starts one process: name a launcher"),
+        (["--launcher", "none"], "--launcher none starts one process only: choose another launcher"),
         (["--train_file", "nowhere.json"], "--train_file nowhere.json: no such file"),
     ],
 )
-def test_bad_input(pretended, start, capsys, flags: list[str], said: str) -> None:
+def test_bad_input(pretended, start, capsys, flags: list[str], message: str) -> None:
     assert start(*flags) == 2
-    assert said in capsys.readouterr().err and not pretended.started
+    assert message in capsys.readouterr().err and not pretended.started

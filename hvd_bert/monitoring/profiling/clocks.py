@@ -1,4 +1,4 @@
-"""The clocks of hosts, which differ by what NTP leaves: how far each rank's is from rank 0's."""
+"""Measure the offset of each host's clock from rank 0's, because NTP does not align clocks exactly."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ ROUNDS = 10
 
 
 def clock_offset_ns(world: World) -> int:
-    """By how many ns this host's clock is ahead of rank 0's; 0 on rank 0's own host. A collective.
+    """Nanoseconds by which this host's clock is ahead of rank 0's; 0 on rank 0's own host. A collective.
 
-    From when each rank went into an allgather and came out of it, ROUNDS times: right to half of the fastest one.
+    Uses the times at which each rank enters and leaves ROUNDS allgathers. The error is at most half the fastest one.
     """
     moments = []
     for _ in range(ROUNDS):
@@ -26,7 +26,7 @@ def clock_offset_ns(world: World) -> int:
 
 
 def _offset(first: Sequence[tuple[int, int]], mine: Sequence[tuple[int, int]]) -> int:
-    """Nobody leaves an allgather before the last has entered it, which bounds the offset from both sides."""
+    """No rank leaves an allgather before the last has entered it. This bounds the offset from both sides."""
     minimum = max(entered - left for (_, left), (entered, _) in zip(first, mine, strict=True))
     maximum = min(left - entered for (entered, _), (_, left) in zip(first, mine, strict=True))
     return (minimum + maximum) // 2

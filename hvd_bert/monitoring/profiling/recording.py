@@ -1,7 +1,7 @@
-"""Steps A to B of a training, recorded: Horovod's timeline by rank 0, torch's profiler by every rank.
+"""Record steps A to B of a training: Horovod's timeline on rank 0, torch's profiler on every rank.
 
-Horovod writes a timeline of certain steps only where HOROVOD_TIMELINE=DYNAMIC was set when it began
-(`hvd_bert.distributed.horovod_world`). A recording that does not come to its last step is closed as it is.
+Horovod can start a timeline during training only if HOROVOD_TIMELINE=DYNAMIC was set when it was initialized
+(`hvd_bert.distributed.horovod_world`). A recording that is interrupted is closed with the steps it has.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ TRACE = "trace.json.gz"
 
 
 class Recording:
-    """Told before and after each step; does nothing but at the first and the last of those to be recorded."""
+    """Called before and after each step; starts at the first step to record and stops after the last."""
 
     def __init__(self, config: Config, total_steps: int, meter: Meter, world: World) -> None:
-        """A collective. Raises CollectiveError where the file cannot be written, or the run has no such steps."""
+        """A collective. Raises CollectiveError if the file cannot be written or the run has no such steps."""
         self.config, self.meter, self.world = config.profiling, meter, world
         self.folder = config.train.folder
         wanted = self.config.steps_to_record
@@ -42,26 +42,28 @@ class Recording:
         with world.raise_on_all_ranks():
             if wanted and not self.steps:
                 flag = f"--timeline_steps {self.config.timeline_steps}"
-                raise UserError(f"{flag}: this run has {total_steps} steps. Name some of them.")
+                raise UserError(f"{flag}: this run has only {total_steps} steps. Choose some of them.")
             if self.file and world.size == 1:
-                raise UserError("--timeline_file: one rank alone sends no gradients. Start more, or --profile alone.")
+                raise UserError(
+                    "--timeline_file: a single rank sends no gradients. Start more ranks, or use --profile instead."
+                )
             if self.file and world.rank == 0:
                 _check_writable(self.file)
 
     def _file(self, config: Config) -> Path | None:
-        """Where Horovod's timeline goes; None without one."""
+        """The file of Horovod's timeline; None without one."""
         if self.config.timeline:
             return Path(self.config.timeline)
-        is_horovods = config.parallel.strategy == "horovod" and self.world.size > 1
-        return self.folder / TIMELINE if self.config.profile and is_horovods else None
+        uses_horovod = config.parallel.strategy == "horovod" and self.world.size > 1
+        return self.folder / TIMELINE if self.config.profile and uses_horovod else None
 
     def before(self, step: int) -> None:
-        """Step `step` (1, 2, ...) is about to begin. A collective at the first one to be recorded."""
+        """Call before step `step` (1, 2, ...). A collective before the first step to record."""
         if not self.running and step in self.steps:
             self._start(step)
 
     def after(self, step: int) -> None:
-        """Step `step` is over. A collective at the last one to be recorded."""
+        """Call after step `step`. A collective after the last step to record."""
         if self.running and step == self.steps[-1]:
             self._finish()
 
@@ -73,7 +75,7 @@ class Recording:
             self.profiler.start()
         if self.file and self.world.rank == 0:
             self.world.start_timeline(self.file, self.config.timeline_mark_cycles)
-        self.world.allgather(None)  # nobody sends a gradient before rank 0 takes it down
+        self.world.allgather(None)  # no rank sends a gradient before rank 0 records it
         self.meter.lap("other")
         if self.profiler:
             self.laps.append(("", time.time_ns()))
@@ -89,11 +91,11 @@ class Recording:
 
     def _finish(self) -> None:
         self._stop()
-        self.world.allgather(None)  # nobody goes on before rank 0 has closed the file
+        self.world.allgather(None)  # no rank continues before rank 0 has closed the file
         steps = f"steps {self.steps[0]} to {self.steps[-1]}"
         if self.file:
             log.info(
-                "Horovod's timeline of %s: %s. What it says: python -m hvd_bert.timeline %s", steps, *[self.file] * 2
+                "Horovod's timeline of %s: %s. To analyze it: python -m hvd_bert.timeline %s", steps, *[self.file] * 2
             )
         if self.profiler:
             traces = [trace for trace in self.world.gather(self._my_trace()) if trace]
@@ -102,7 +104,7 @@ class Recording:
         self.profiler = None
 
     def _my_trace(self) -> RankTrace | None:
-        """None where it could not be made: the training goes on without."""
+        """This rank's trace; None if it could not be written, as training continues without it."""
         assert self.profiler is not None
         try:
             with tempfile.TemporaryDirectory() as folder:
@@ -118,16 +120,19 @@ class Recording:
         try:
             write_trace(path, traces, self.file)
         except (OSError, ValueError, UserError) as error:
-            log.warning("The trace of %s could not be written: %s. Training goes on.", steps, error)
+            log.warning("The trace of %s could not be written: %s. Training continues.", steps, error)
         else:
-            log.info("What every rank did in %s: %s, for ui.perfetto.dev or chrome://tracing", steps, path)
+            log.info("Trace of all ranks in %s: %s, for ui.perfetto.dev or chrome://tracing", steps, path)
 
     def close(self) -> None:
-        """The training ends, or is interrupted: close what is open, alone. There is no trace of all ranks then."""
+        """Close an unfinished recording when the training ends. Not a collective, so there is no trace of all ranks."""
         if not self.running:
             return
         self._stop()
-        log.info("The recording of steps %s was cut short.", self.config.timeline_steps)
+        log.info(
+            "The recording of steps %s is incomplete: training was interrupted.",
+            self.config.timeline_steps,
+        )
 
 
 def _check_writable(path: Path) -> None:

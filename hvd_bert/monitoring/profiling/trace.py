@@ -1,7 +1,7 @@
-"""One trace of all ranks for Perfetto and chrome://tracing: a process row per rank, times of rank 0's clock.
+"""Write one trace of all ranks for Perfetto and chrome://tracing: a process row per rank, on rank 0's clock.
 
-In a rank's row: the phases of its steps, its threads and GPU streams as torch's profiler saw them, and when its
-gradients were ready for Horovod; in rank 0's also Horovod's messages. The format: Google, *Trace Event Format*, 2016.
+A rank's row has the phases of its steps, its threads and GPU streams from torch's profiler, and the times at which its
+gradients were ready. Rank 0's also has Horovod's messages. The format: Google, *Trace Event Format*, 2016.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hvd_bert.timeline.spans import Spans
 
 Event = dict[str, Any]
 
-# Rows of a rank. Its threads and streams come after them, then more rows of messages where they overlap.
+# Rows of a rank. Then come its threads and streams, and more rows for messages that overlap.
 PHASES, NEGOTIATION, MESSAGES, READY, THREADS, MORE_MESSAGES = 1, 2, 3, 4, 5, 1000
 NAMES = {
     PHASES: "phases of the step",
     NEGOTIATION: "Horovod: waiting until all ranks are ready",
     MESSAGES: "Horovod: messages",
-    READY: "Horovod: tensor ready, as rank 0 hears of it",
+    READY: "Horovod: tensor ready, as received by rank 0",
 }
 _EPOCH = re.compile(rb'"start_time_since_epoch_in_micros":(-?\d+)')
 _KEPT = "Xsfi"  # spans, the arrows between them, instants
@@ -36,8 +36,8 @@ _KEPT = "Xsfi"  # spans, the arrows between them, instants
 
 @dataclass
 class RankTrace:
-    """What a rank recorded. `offset_ns`: its clock is ahead of rank 0's by; `laps`: ends of phases in ns since 1970,
-    the first being the start; `packed`: torch's trace, by `pack`."""
+    """The recording of a rank. `offset_ns`: by which its clock is ahead of rank 0's. `laps`: the start, then the end of
+    each phase, in ns since 1970. `packed`: torch's trace, by `pack`."""
 
     rank: int
     host: str
@@ -47,12 +47,12 @@ class RankTrace:
 
 
 def pack(text: bytes) -> bytes:
-    """For the way to rank 0."""
+    """Compress a trace before it is sent to rank 0."""
     return gzip.compress(text, 1)
 
 
 def write_trace(path: Path, ranks: Sequence[RankTrace], timeline: Path | None) -> None:
-    """Write the trace, gzipped; `timeline`: Horovod's of the same steps. Raises OSError."""
+    """Write the gzipped trace. `timeline`: Horovod's timeline of the same steps. Raises OSError."""
     start_us = min(trace.laps[0][1] - trace.offset_ns for trace in ranks) / 1000
     with replacing(path) as partial, gzip.open(partial, "wt", compresslevel=6, encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
@@ -66,7 +66,7 @@ def write_trace(path: Path, ranks: Sequence[RankTrace], timeline: Path | None) -
 
 
 def _events(ranks: Sequence[RankTrace], timeline: Path | None) -> Iterator[Event]:
-    """All events, `ts` in us since 1970 by rank 0's clock."""
+    """All events, with `ts` in us since 1970 on rank 0's clock."""
     for trace in ranks:
         pid = _pid(trace.rank)
         yield _metadata("process_name", pid, name=f"rank {trace.rank} on {trace.host}")
@@ -81,7 +81,7 @@ def _events(ranks: Sequence[RankTrace], timeline: Path | None) -> Iterator[Event
 
 
 def _pid(rank: int) -> int:
-    return rank + 1  # Perfetto takes 0 for the idle process
+    return rank + 1  # Perfetto treats 0 as the idle process
 
 
 def _metadata(kind: str, pid: int, tid: int = 0, **args: Any) -> Event:
@@ -109,7 +109,7 @@ def _phases(trace: RankTrace) -> Iterator[Event]:
 
 
 def _torch(trace: RankTrace) -> Iterator[Event]:
-    """torch's events. It has a process per device and threads in them: here they are rows of the rank's process."""
+    """torch's events. Its threads of several processes become rows of the rank's process."""
     whole = json.loads(gzip.decompress(trace.packed))
     shift_us = (whole.get("baseTimeNanoseconds", 0) - trace.offset_ns) / 1000
     pid = _pid(trace.rank)
@@ -119,19 +119,19 @@ def _torch(trace: RankTrace) -> Iterator[Event]:
         if event["ph"] == "M" and event["name"] == "thread_name":
             names[event["pid"], event["tid"]] = event["args"]["name"]
     for event in whole["traceEvents"]:
-        if event["ph"] not in _KEPT or not isinstance(event["pid"], int):  # the profiler's own marks have names there
+        if event["ph"] not in _KEPT or not isinstance(event["pid"], int):  # the profiler's own marks have a name as pid
             continue
         key = event["pid"], event["tid"]
         if key not in rows:
             rows[key] = THREADS + len(rows)
             yield from _row(pid, rows[key], names.get(key, f"thread {event['tid']}"))
-        if "id" in event:  # of an arrow: each rank counts its own
+        if "id" in event:  # of an arrow: ids are unique only within a rank
             event["id"] = f"{trace.rank}.{event['id']}"
         yield event | {"pid": pid, "tid": rows[key], "ts": event["ts"] + shift_us}
 
 
 def _horovod(path: Path) -> Iterator[Event]:
-    """Horovod's messages and negotiations, and every rank's ticks where the timeline has them."""
+    """Horovod's messages and negotiations, and all ranks' ticks if the timeline has them."""
     with path.open("rb") as file:
         epoch = _EPOCH.search(file.read(4096))
     start_us = int(epoch[1]) if epoch else 0
@@ -160,8 +160,8 @@ def _horovod(path: Path) -> Iterator[Event]:
 
 
 def _without_overlap(spans: list[Event]) -> Iterator[Event]:
-    """Spans of one row may only follow each other or nest. NCCL's messages overlap: these get rows of their own."""
-    rows: list[list[float]] = []  # of each the ends of the spans that go on, the innermost last
+    """Move overlapping spans, as of NCCL's messages, to further rows: spans of a row must follow each other or nest."""
+    rows: list[list[float]] = []  # per row, the ends of its open spans, the innermost last
     for event in sorted(spans, key=lambda event: (event["ts"], -event["dur"])):
         start, end = event["ts"], event["ts"] + event["dur"]
         for ends in rows:
