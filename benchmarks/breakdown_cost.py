@@ -1,13 +1,13 @@
-"""What it costs that a run says where its time goes: steps with all of its records over the same steps without.
+"""Measures the cost of the step breakdown: steps with all of its records over the same steps without them.
 
     python benchmarks/breakdown_cost.py --model MODEL
     horovodrun -np 2 python benchmarks/breakdown_cost.py --model MODEL
 
-Trains on random windows of one length, so that each step is the same work, in blocks of --block steps. Every other
-block goes without laps and sums, and without the line of metrics at its end: its collective, its record on disk and for
-TensorBoard. In every second pair it comes first. Other flags are the trainer's. Prints the ratio of each pair's blocks
-(median and quartiles; by the clock, and in processor time), and what each of these calls took by itself in some further
-blocks: where the machine is busy, or its cores are few, that is the figure that says something.
+Trains on random windows of one length, so that all steps do the same work, in blocks of --block steps. Each pair has
+one block with and one without laps, sums and the line of metrics at its end (its collective, its record on disk and for
+TensorBoard); every second pair in reverse order. Other flags go to the trainer. Prints the ratio of a pair's blocks in
+wall and CPU time (median, quartiles, range), and the time of each of these calls in some further blocks. On a busy
+machine the calls are the more precise figure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,33 +26,31 @@ from typing import Any
 import numpy as np
 import torch
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
-
-from hvd_bert.bench.workload import random_inputs, random_windows  # noqa: E402
-from hvd_bert.config import command_line  # noqa: E402
-from hvd_bert.config.settings import Config  # noqa: E402
-from hvd_bert.distributed.runner import run_as_rank  # noqa: E402
-from hvd_bert.distributed.world import World  # noqa: E402
-from hvd_bert.train.loop import Training, set_up  # noqa: E402
-from hvd_bert.training.breakdown import Breakdown  # noqa: E402
-from hvd_bert.training.inputs import Inputs, TrainingSet  # noqa: E402
-from hvd_bert.training.meter import Meter  # noqa: E402
-from hvd_bert.training.metrics_log import MetricsLogger  # noqa: E402
+from hvd_bert.bench.workload import random_inputs, random_windows
+from hvd_bert.config import command_line
+from hvd_bert.config.settings import Config
+from hvd_bert.distributed.runner import run_as_rank
+from hvd_bert.distributed.world import World
+from hvd_bert.train.loop import Training, set_up
+from hvd_bert.training.breakdown import Breakdown
+from hvd_bert.training.inputs import Inputs, TrainingSet
+from hvd_bert.training.meter import Meter
+from hvd_bert.training.metrics_log import MetricsLogger
 
 Method = Callable[..., Any]
-Seconds = tuple[float, float]  # by the clock, and of this process's processor time
+Seconds = tuple[float, float]  # wall time, and CPU time of this process
 OF_A_STEP = [(Meter, "lap"), (Meter, "add"), (Breakdown, "count")]
 ALL = [*OF_A_STEP, (Breakdown, "read"), (MetricsLogger, "logged")]
 TIMED_BLOCKS = 3
 
 
 def parse() -> tuple[argparse.Namespace, Config]:
-    parser = argparse.ArgumentParser(description="What the breakdown of the steps costs.", allow_abbrev=False)
-    parser.add_argument("--model", help="a BERT's folder or config.json (default: BERT-base)")
-    parser.add_argument("--length", type=int, default=178, help="tokens of a window (default: SQuAD's mean)")
-    parser.add_argument("--block", type=int, default=10, help="steps of a block, and from line to line (default 10)")
-    parser.add_argument("--pairs", type=int, default=20, help="blocks with and without (default 20)")
+    """This program's flags, and the trainer's settings."""
+    parser = argparse.ArgumentParser(description="Cost of the step breakdown.", allow_abbrev=False)
+    parser.add_argument("--model", help="Folder or config.json of a BERT. (default: BERT-base)")
+    parser.add_argument("--length", type=int, default=178, help="Tokens per window. (default: SQuAD's mean)")
+    parser.add_argument("--block", type=int, default=10, help="Steps per block and log line. (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=20, help="Pairs of blocks. (default: %(default)s)")
     flags, rest = parser.parse_known_args()
     total = flags.block * (2 * flags.pairs + TIMED_BLOCKS + 1)
     ours = ["--no_do_eval", "--eval_strategy=no", "--save_steps=0", f"--max_steps={total + 1}"]
@@ -61,7 +58,7 @@ def parse() -> tuple[argparse.Namespace, Config]:
 
 
 def even_inputs(flags: argparse.Namespace, config: Config, world: World) -> Inputs:
-    """Those of `python -m hvd_bert.bench`, with windows of one length and no smaller step at an epoch's end."""
+    """The inputs of `python -m hvd_bert.bench`, with windows of one length and no smaller step at an epoch's end."""
     inputs = random_inputs(flags.model, world.size, config, world)
     assert inputs.train is not None
     plan = inputs.train.plan
@@ -73,7 +70,7 @@ def even_inputs(flags: argparse.Namespace, config: Config, world: World) -> Inpu
 
 @contextmanager
 def replaced(methods: list[tuple[type, str]], by: Callable[[str, Method], Method]) -> Iterator[None]:
-    """Inside, each of the methods is `by(its name, itself)`."""
+    """Inside, `by(name, method)` replaces each method."""
     before = [getattr(owner, name) for owner, name in methods]
     for (owner, name), method in zip(methods, before, strict=True):
         setattr(owner, name, by(f"{owner.__name__}.{name}", method))
@@ -85,7 +82,7 @@ def replaced(methods: list[tuple[type, str]], by: Callable[[str, Method], Method
 
 
 def block(training: Training, steps: int, world: World, with_records: bool = True) -> Seconds:
-    """Of `steps` steps."""
+    """The time of `steps` steps."""
     world.allgather(None)
     start = time.perf_counter(), time.process_time()
     for _ in range(steps):
@@ -98,13 +95,13 @@ def block(training: Training, steps: int, world: World, with_records: bool = Tru
 
 
 def without(training: Training, steps: int, world: World) -> Seconds:
-    """The same without the records."""
+    """The time of `steps` steps without the records."""
     with training.state.meter.paused(), replaced(OF_A_STEP, lambda name, method: lambda *arguments: None):
         return block(training, steps, world, with_records=False)
 
 
 def calls(training: Training, steps: int, world: World) -> dict[str, dict[str, float]]:
-    """What each call took by itself: how many in a step, microseconds, share of the step."""
+    """The cost of each call: calls per step, microseconds, share of the step."""
     taken: dict[str, list[float]] = {}
 
     def timed(name: str, method: Method) -> Method:
@@ -130,13 +127,14 @@ def calls(training: Training, steps: int, world: World) -> dict[str, dict[str, f
 
 
 def ratio(pairs: list[tuple[Seconds, Seconds]], kind: int) -> dict[str, Any]:
-    """Of the blocks with to those without: the median of the pairs, their quartiles and their range."""
+    """Blocks with records over blocks without: median, quartiles and range over the pairs."""
     ratios = [recorded[kind] / plain[kind] for recorded, plain in pairs]
     minimum, middle, maximum = statistics.quantiles(ratios, n=4)
     return {"median": middle, "quartiles": [minimum, maximum], "range": [min(ratios), max(ratios)]}
 
 
 def main(world: World) -> None:
+    """The measurement on one rank. Called by all ranks."""
     with world.raise_on_all_ranks():
         flags, config = parse()
     set_up(config, world)

@@ -1,12 +1,12 @@
-"""This trainer and its peers in one run: the same windows, model, global batch and threads; the ratios of their speed.
+"""Compares the speed of this trainer with its peers: the same windows, model, global batch and threads.
 
     bash env/setup.sh --bench
     python benchmarks/compare_peers.py --model_name_or_path MODEL --train_file train-v1.1.json --out DIR
 
-First a preflight: a few steps of each without dropout, on windows of one length and in the same order, must give the
-same losses, or nothing is compared. Then the variants take turns for --repeats rounds, each time in fresh processes on
-the CPUs of this host, with the model's own dropout; the steps before the timed ones are not timed. Prints a Markdown
-table and writes DIR/peers.json. docs/evidence/benchmarks.md says what each variant is.
+Begins with a preflight: a few steps of each variant without dropout, on windows of one length in the same order, must
+give the same losses. Otherwise nothing is compared. Then the variants take turns for --repeats rounds, each time in new
+processes on the CPUs of this host, with the model's own dropout. Prints a Markdown table and writes DIR/peers.json.
+docs/evidence/benchmarks.md describes the variants.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 
 PEERS = Path(__file__).resolve().parent / "peers"
 
-# Of glibc: keep the memory of a step for the next. Of oneDNN: no kernel is kept for each new length.
+# glibc keeps the memory of a step for the next. oneDNN does not keep a kernel for each new length.
 ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": "4294967296",
     "MALLOC_TRIM_THRESHOLD_": "8589934592",
@@ -41,12 +41,12 @@ ALLOCATOR = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train. `script`: of a peer; None: this trainer. `padded`: every window to the longest length."""
+    """A way to train. `script`: the peer's; None: this trainer. `padded`: every window to --max_seq_length."""
 
     label: str
     script: str | None = None
     flags: Sequence[str] = ()
-    shuffling: Sequence[str] = ()  # flags that are left out where the windows must come in order
+    shuffling: Sequence[str] = ()  # flags that the preflight omits, since it needs the windows in order
     padded: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -76,7 +76,7 @@ VARIANTS = {
 
 
 def command(name: str, args: argparse.Namespace, work: Work, out: Path, steps: int, seed: int | None) -> list[str]:
-    """What starts a variant for `steps` steps. `seed` None: in the order of the tables, and with the losses kept."""
+    """The command of a variant. `seed` None: the preflight, in the order of the tables and with losses."""
     variant = VARIANTS[name]
     common = ["--max_steps", str(steps), "--output_dir", str(out)]
     used_seed = work.seed if seed is None else seed
@@ -100,7 +100,7 @@ def command(name: str, args: argparse.Namespace, work: Work, out: Path, steps: i
 
 
 def environment(variant: Variant, threads: int) -> dict[str, str]:
-    """A user's environment, on CPUs: of what has to do with memory, only what the variant asks for."""
+    """The user's environment, on CPUs; of settings for memory only those of the variant."""
     own = {"LD_PRELOAD", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"}
     env = {name: value for name, value in os.environ.items() if name not in own and not name.startswith("MALLOC_")}
     env |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
@@ -111,7 +111,7 @@ def environment(variant: Variant, threads: int) -> dict[str, str]:
 
 
 def run(words: Sequence[str], env: dict[str, str], log: Path, timeout_s: float) -> None:
-    """Run to the end, all its processes; raises UserError with the last lines of `log` if it fails."""
+    """Run a command, terminate all its processes if it takes too long. Raises UserError if it fails."""
     with log.open("w") as output:
         process = subprocess.Popen(
             words, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -119,10 +119,10 @@ def run(words: Sequence[str], env: dict[str, str], log: Path, timeout_s: float) 
         try:
             status: int | str = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            status = f"none after {timeout_s:.0f} s"
+            status = f"none after {timeout_s:.0f} s"  # it is terminated below
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)  # the launchers end their ranks at this
+                os.killpg(process.pid, signal.SIGTERM)  # launchers then terminate their ranks
                 try:
                     process.wait(30)
                 except subprocess.TimeoutExpired:
@@ -131,12 +131,12 @@ def run(words: Sequence[str], env: dict[str, str], log: Path, timeout_s: float) 
     if status != 0:
         last = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
         raise UserError(
-            f"{last}\nended with status {status}; above are the last lines of {log}:\n  {shlex.join(words)}"
+            f"{last}\nended with status {status}; above are the last lines of {log}. Command:\n  {shlex.join(words)}"
         )
 
 
 def rows_of(name: str, out: Path) -> list[Row]:
-    """A row per optimizer step, with the seconds, the loss and the tokens where they were kept."""
+    """A row per optimizer step: seconds, and the loss and the tokens if they were recorded."""
     if VARIANTS[name].script is not None:
         return list(json.loads((out / "times.json").read_text()))
     logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -155,17 +155,17 @@ def train(name: str, args: argparse.Namespace, work: Work, run_name: str, steps:
     words = command(name, args, work, out, steps, seed)
     run(words, environment(VARIANTS[name], args.threads), out.with_suffix(".log"), args.timeout)
     rows = rows_of(name, out)
-    shutil.rmtree(out)  # the model that a run leaves
+    shutil.rmtree(out)  # it holds the model
     return rows
 
 
 def timed_steps(name: str, args: argparse.Namespace) -> int:
-    """Fewer where every window is padded: all steps are alike."""
+    """Fewer if every window is padded, since all steps then do the same work."""
     return int(args.padded_steps if VARIANTS[name].padded else args.steps)
 
 
 def compare(args: argparse.Namespace, work: Work) -> dict[str, list[Timing]]:
-    """The rounds; every second one in reverse order, so that a drift of the machine's speed does not favour any."""
+    """The rounds, every second one in reverse order, so that a drift of the machine's speed favours no variant."""
     runs: dict[str, list[Timing]] = {name: [] for name in args.variants}
     for number in range(args.repeats):
         for name in args.variants if number % 2 == 0 else reversed(args.variants):
@@ -182,26 +182,27 @@ def compare(args: argparse.Namespace, work: Work) -> dict[str, list[Timing]]:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(description="This trainer and its peers: the same work, and the ratios of speed.")
-    parser.add_argument("--model_name_or_path", required=True, help="a BERT's folder or hub name")
-    parser.add_argument("--train_file", type=Path, required=True, help="questions in SQuAD's JSON")
-    parser.add_argument("--out", type=Path, required=True, help="new folder to work in")
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--repeats", type=int, default=3, help="rounds (default: 3)")
-    parser.add_argument("--warmup", type=int, default=3, help="untimed steps of a run (default: 3)")
-    # The HF Trainer sorts 50 batches of a rank at a time by length, the longest first: 25 steps of two ranks, which so
-    # have long and short windows as the data has them.
-    parser.add_argument("--steps", type=int, default=25, help="timed steps (default: 25)")
-    parser.add_argument("--padded_steps", type=int, default=10, help="the same where all steps are alike (default: 10)")
-    parser.add_argument("--preflight_steps", type=int, default=4, help="steps whose losses must agree (default: 4)")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="of these losses, relative (default: 1e-4)")
-    parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
-    parser.add_argument("--threads", type=int, default=1, help="threads of each (default: 1)")
-    parser.add_argument("--per_device_train_batch_size", type=int, default=8, help="windows of a rank (default: 8)")
-    parser.add_argument("--max_seq_length", type=int, default=384, help="longest window (default: 384)")
-    parser.add_argument("--max_windows", type=int, help="use the first questions only, with at most this many windows")
-    parser.add_argument("--seed", type=int, default=42, help="of the first round; each has its own (default: 42)")
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that a run may take (default: 1800)")
+    parser = argparse.ArgumentParser(description="Compare the speed of this trainer with its peers.")
+    add = parser.add_argument
+    add("--model_name_or_path", required=True, help="Folder or hub name of a BERT.")
+    add("--train_file", type=Path, required=True, help="SQuAD file.")
+    add("--out", type=Path, required=True, help="New folder to work in.")
+    add("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="(default: all)")
+    add("--repeats", type=int, default=3, help="Rounds. (default: %(default)s)")
+    add("--warmup", type=int, default=3, help="Untimed steps per run. (default: %(default)s)")
+    # The HF Trainer sorts 50 batches of a rank at a time by length, the longest first. 25 steps of two ranks are one
+    # such group, so they have long and short windows in the data's proportions.
+    add("--steps", type=int, default=25, help="Timed steps per run. (default: %(default)s)")
+    add("--padded_steps", type=int, default=10, help="Timed steps if every window is padded. (default: %(default)s)")
+    add("--preflight_steps", type=int, default=4, help="Steps whose losses must agree. (default: %(default)s)")
+    add("--tolerance", type=float, default=1e-4, help="Their maximum relative difference. (default: %(default)s)")
+    add("--ranks", type=int, default=2, help="World size. (default: %(default)s)")
+    add("--threads", type=int, default=1, help="Threads per rank. (default: %(default)s)")
+    add("--per_device_train_batch_size", type=int, default=8, help="Windows per rank. (default: %(default)s)")
+    add("--max_seq_length", type=int, default=384, help="Maximum tokens per window. (default: %(default)s)")
+    add("--max_windows", type=int, help="Use only the first questions, up to this many windows. (default: all)")
+    add("--seed", type=int, default=42, help="Seed of the first round; each round has its own. (default: %(default)s)")
+    add("--timeout", type=float, default=1800.0, help="Maximum seconds per run. (default: %(default)g)")
     args = parser.parse_args(argv)
     for name in ("repeats", "steps", "padded_steps", "preflight_steps", "ranks", "threads", "max_windows"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
@@ -212,10 +213,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Prepare, check the losses, compare, print."""
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     if any(args.out.iterdir()):
-        raise UserError(f"--out {args.out}: the folder is not empty; name a new one.")
+        raise UserError(f"--out {args.out}: the folder is not empty. Name a new one.")
     preflight, timed = prepare(args)
     losses = {
         name: [row["loss"] for row in train(name, args, preflight, f"preflight-{name}", args.preflight_steps, None)]
@@ -250,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the run under way is ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the current run ends, too
     try:
         main()
     except UserError as error:

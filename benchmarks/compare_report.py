@@ -1,4 +1,4 @@
-"""The arithmetic of compare_peers.py: times of steps -> windows/s, ratios, a table; and whether losses agree."""
+"""The arithmetic of compare_peers.py: windows/s and ratios from step times, the table, the comparison of losses."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hvd_bert.machine import cpu_name, version_of
 
 PACKAGES = ("torch", "horovod", "transformers", "accelerate", "lightning", "datasets", "numpy")
 
-Row = Mapping[str, Any]  # of a step: step_s (seconds), loss, tokens; None where it was not kept
+Row = Mapping[str, Any]  # of a step: step_s (seconds), loss, tokens; None: not recorded
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The timed steps of one run; `tokens`, without padding, where they were counted."""
+    """The timed steps of one run. `tokens`: without padding; None: not counted."""
 
     windows: int
     seconds: float
@@ -37,7 +37,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Spread:
-    """Median, least and most of a figure over the rounds."""
+    """Median and range of a figure over the rounds."""
 
     median: float
     least: float
@@ -52,22 +52,22 @@ class Spread:
 
 
 def timing(rows: Sequence[Row], warmup: int, steps: int, global_batch: int) -> Timing:
-    """What `steps` steps took after `warmup` untimed ones. Raises UserError if there are not that many rows."""
+    """The time of `steps` steps after `warmup` untimed ones. Raises UserError if the run has fewer."""
     timed = rows[warmup : warmup + steps]
     if len(timed) < steps:
-        raise UserError(f"{len(rows)} steps were run, and {warmup} untimed and {steps} timed ones are wanted.")
+        raise UserError(f"The run has {len(rows)} steps. It needs {warmup} untimed and {steps} timed ones.")
     tokens = [row["tokens"] for row in timed]
     counted = None if None in tokens else sum(tokens)
     return Timing(steps * global_batch, sum(row["step_s"] for row in timed), counted)
 
 
 def ratios(runs: Mapping[str, Sequence[Timing]], ours: str, peer: str) -> Spread:
-    """Windows/s of `ours` over the peer's, round by round."""
+    """Windows/s of `ours` over the peer's, per round."""
     return Spread.of([a.windows_per_s / b.windows_per_s for a, b in zip(runs[ours], runs[peer], strict=True)])
 
 
 def token_ratios(runs: Mapping[str, Sequence[Timing]], ours: str, peer: str) -> Spread | None:
-    """The same with tokens/s, which chance does not change: which windows the timed steps held. None: not counted."""
+    """Tokens/s of `ours` over the peer's: does not depend on which windows the timed steps had. None: not counted."""
     pairs = [(a.tokens_per_s, b.tokens_per_s) for a, b in zip(runs[ours], runs[peer], strict=True)]
     known = [a / b for a, b in pairs if a is not None and b is not None]
     return Spread.of(known) if len(known) == len(pairs) else None
@@ -76,8 +76,8 @@ def token_ratios(runs: Mapping[str, Sequence[Timing]], ours: str, peer: str) -> 
 def check_losses(losses: Mapping[str, Sequence[float | None]], tolerance: float) -> float:
     """The largest relative difference from the first variant's losses, step by step.
 
-    Raises UserError if it is above `tolerance`, or if a loss is missing or no number: variants that do not train alike
-    must not be compared in speed.
+    Raises UserError if it is above `tolerance`, or if a loss is missing, NaN or infinite: the speed of variants that
+    train differently must not be compared.
     """
     reference = next(iter(losses.values()))
     worst = 0.0
@@ -91,8 +91,8 @@ def check_losses(losses: Mapping[str, Sequence[float | None]], tolerance: float)
     if worst > tolerance:
         said = "\n".join(f"  {name:12} {' '.join(_number(v) for v in values)}" for name, values in losses.items())
         raise UserError(
-            f"The losses of the first steps, without dropout and in the same order, differ by {worst:.1e} (relative),"
-            f" more than {tolerance:.1e}: these variants do not train alike, so their speeds are not compared.\n{said}"
+            f"The losses of the preflight's steps differ by {worst:.1e} (relative), more than --tolerance"
+            f" {tolerance:.1e}: the variants do not train alike, so their speeds are not compared.\n{said}"
         )
     return worst
 
@@ -102,10 +102,10 @@ def _number(value: float | None) -> str:
 
 
 def table(runs: Mapping[str, Sequence[Timing]], labels: Mapping[str, str], ours: str) -> str:
-    """A Markdown table: a row for each variant, in the order of `runs`."""
+    """A Markdown table with a row per variant, in the order of `runs`."""
     lines = [
         f"| medians of {len(next(iter(runs.values())))} rounds (range) | windows/s | useful tokens/s"
-        " | windows/s of ours over it | tokens/s of ours over it |",
+        " | windows/s of this trainer over it | tokens/s of this trainer over it |",
         "| --- | --- | --- | --- | --- |",
     ]
     for name, timings in runs.items():
@@ -119,7 +119,7 @@ def table(runs: Mapping[str, Sequence[Timing]], labels: Mapping[str, str], ours:
 
 
 def compared(runs: Mapping[str, Sequence[Timing]], ours: str) -> dict[str, dict[str, Any]]:
-    """The ratios of `ours` over each of the others, for the record; none if `ours` was not run."""
+    """The ratios of `ours` over each of the others, for the record; empty if `ours` was not run."""
     found = {}
     for name in runs if ours in runs else ():
         if name != ours:

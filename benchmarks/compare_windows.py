@@ -1,4 +1,4 @@
-"""What all variants of compare_peers.py are given: one model, the same windows in the order of the batch plan."""
+"""The input of all variants of compare_peers.py: one model, and the same windows in the order of the batch plan."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.data.squad import Question
+from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.training.inputs import Inputs, load_inputs
 
@@ -21,10 +21,10 @@ LEARNING_RATE = 5e-5
 
 @dataclass(frozen=True)
 class Work:
-    """The same work twice: as this trainer reads it (`train_file`, `max_samples`) and as the peers do.
+    """The same work as this trainer reads it (`train_file`, `max_samples`) and as the peers do.
 
-    `model`: a folder, the span head in it; `windows`, `padded_windows`: tables as run_qa's tokenisation makes them, in
-    the order of the batch plan of `seed`; `rank_batch`: windows of a rank.
+    `model`: a folder, with the span head; `windows`, `padded_windows`: tables as run_qa's tokenization makes them, in
+    the order of the batch plan of `seed`; `rank_batch`: windows per rank.
     """
 
     train_file: Path
@@ -40,28 +40,31 @@ class Work:
 
 
 def our_flags(train_file: Path, model: str, max_seq_length: int, rank_batch: int, seed: int) -> list[str]:
-    """The trainer's command line without the steps, the output folder and how many of the questions to use."""
+    """The trainer's flags, except for the number of steps, the output folder and the number of questions."""
     flags = ["--model_name_or_path", model, "--train_file", str(train_file), "--no_do_eval", "--seed", str(seed)]
     flags += ["--per_device_train_batch_size", str(rank_batch), "--learning_rate", str(LEARNING_RATE)]
-    flags += ["--lr_scaling", "none", "--warmup_ratio", "0"]  # as the peers do
+    flags += ["--lr_scaling", "none", "--warmup_ratio", "0"]  # as the peers
     flags += ["--max_seq_length", str(max_seq_length), "--doc_stride", str(min(128, max_seq_length // 3))]
     return [*flags, "--eval_strategy", "no", "--save_steps", "0", "--logging_steps", "1"]
 
 
 def prepare(args: argparse.Namespace) -> tuple[Work, Work]:
-    """What the preflight trains on, without dropout, and what is timed. Raises UserError for too little data."""
+    """The work of the preflight, without dropout, and the timed work. Raises UserError for too little data."""
     length, rank_batch = args.max_seq_length, args.per_device_train_batch_size
     inputs, max_samples = _load(args, args.train_file, length, rank_batch), None
     assert inputs.train
     preflight_file, preflight_length, preflight_batch = _preflight_data(args, inputs)
     if args.max_windows is not None and args.max_windows < inputs.train.plan.num_windows:
-        # The questions that are there with all their windows: the trainer counts in questions.
+        # The trainer counts in questions: those of which all windows are among the first.
         max_samples = max(1, int(inputs.train.windows.column("question")[args.max_windows]))
         inputs = _load(args, args.train_file, length, rank_batch, "--max_train_samples", str(max_samples))
     timed = _lay_out(args.out / "timed", inputs, args.train_file, max_samples, length, rank_batch, args.seed)
     needed = args.ranks * rank_batch * (args.warmup + max(args.steps, args.padded_steps))
     if timed.num_windows < needed:
-        raise UserError(f"The data gives {timed.num_windows} windows; the timed steps and the warm-up need {needed}.")
+        raise UserError(
+            f"--train_file {args.train_file}: it has {timed.num_windows} windows, and warm-up and timed steps need"
+            f" {needed}. Use more questions or fewer --steps."
+        )
     inputs = _load(args, preflight_file, preflight_length, preflight_batch, "--dropout", "0")
     folder = args.out / "preflight"
     preflight = _lay_out(folder, inputs, preflight_file, None, preflight_length, preflight_batch, args.seed)
@@ -70,16 +73,16 @@ def prepare(args: argparse.Namespace) -> tuple[Work, Work]:
 
 def _load(args: argparse.Namespace, train_file: Path, length: int, rank_batch: int, *flags: str) -> Inputs:
     config = parse([*our_flags(train_file, args.model_name_or_path, length, rank_batch, args.seed), *flags])
-    # In place of a world, which only ranks have, what the loading asks of it.
-    world: Any = SimpleNamespace(size=args.ranks, local_rank=0, cross_rank=0)
+    world = World()
+    world.size = args.ranks  # the plan depends on it; loading does not communicate
     return load_inputs(config, world)
 
 
 def _preflight_data(args: argparse.Namespace, inputs: Inputs) -> tuple[Path, int, int]:
-    """Questions with one window each, all of one length: a file of them, that length, and the batch of a rank.
+    """Questions of one window each, all of one length: their file, the length, and the windows per rank.
 
-    Where nothing is padded all variants have the same loss. Elsewhere they have not: the softmax of
-    BertForQuestionAnswering, over the positions of a window, counts those of its padding.
+    All variants have the same loss only without padding, since the softmax of BertForQuestionAnswering over the
+    positions of a window includes its padding.
     """
     assert inputs.train
     table, lengths = inputs.train.windows, inputs.train.windows.lengths
@@ -90,8 +93,8 @@ def _preflight_data(args: argparse.Namespace, inputs: Inputs) -> tuple[Path, int
     batch = min(args.per_device_train_batch_size, len(chosen) // (args.ranks * args.preflight_steps))
     if batch < 1:
         raise UserError(
-            f"The preflight wants {args.ranks * args.preflight_steps} windows of one length, and {args.train_file} has"
-            f" {len(chosen)} (of {length} tokens): use more questions, or a smaller --preflight_steps."
+            f"--train_file {args.train_file}: it has {len(chosen)} windows of one length ({length} tokens), and the"
+            f" preflight needs {args.ranks * args.preflight_steps}. Use more questions or fewer --preflight_steps."
         )
     questions = inputs.train.source.questions()
     path = args.out / "preflight.json"
@@ -117,7 +120,7 @@ def _lay_out(
     rank_batch: int,
     seed: int,
 ) -> Work:
-    """Leave in `folder` what every variant reads."""
+    """Write what the variants read to `folder`."""
     from datasets import Dataset, disable_progress_bars
 
     disable_progress_bars()

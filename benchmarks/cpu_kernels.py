@@ -1,16 +1,15 @@
-"""What the trainer's own layers for the CPU save: products by oneDNN, quick dropout, attention with dropout.
+"""Measures the trainer's CPU layers: products by oneDNN, dropout, attention with dropout, each next to torch's.
 
     OMP_NUM_THREADS=1 python benchmarks/cpu_kernels.py --model_name_or_path FOLDER --train_file train-v1.1.json
 
-Measured on one thread, in CPU time, so that a busy machine counts less; the ways take turns, and ratios are taken
-turn by turn:
+Measures CPU time on one thread. The variants take turns, and ratios are taken turn by turn:
 
-1. fp32 products of the model's shapes, for the output and both gradients: torch's (MKL on x86) and oneDNN's;
-2. attention's fp32 products in windows of some lengths: torch's and numpy's BLAS, as the environment has it;
-3. dropout p = 0.1 of as many elements as a batch's hidden states have: torch's and `hvd_bert.model.cpu.dropout`'s;
-4. forward and backward of the model on real batches (`--batch` windows), with torch's ways and with each of ours.
+1. fp32 products of the model's shapes, for the output and both gradients, by torch (MKL on x86) and by oneDNN;
+2. attention's fp32 products for several window lengths, by torch and by numpy's BLAS;
+3. dropout with p = 0.1 of a batch's hidden states, by torch and by `hvd_bert.model.cpu.dropout`;
+4. forward and backward pass of the model on real batches of `--batch` windows, with each layer replaced.
 
-Prints Markdown tables of medians; `--profile` adds each kind of operation's share of a step, AdamW's included.
+Prints Markdown tables of medians. `--profile` adds the share of a step per kind of operation, AdamW included.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from shared import markdown_table, spread
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -38,14 +38,14 @@ from hvd_bert.model.cpu.malloc import keep_memory
 
 CHOOSE = attention.choose
 AVAILABLE = linear.available()
-WAYS = {  # which of ours are on: products, dropout, attention
-    "torch's": (False, False, False),
+VARIANTS = {  # which layers are replaced: products, dropout, attention
+    "none": (False, False, False),
     "products": (True, False, False),
     "dropout": (False, True, False),
-    "attention": (False, False, True),
+    "attention with dropout": (False, False, True),
     "all": (True, True, True),
 }
-# The first that is in an operation's name says what kind it is.
+# Kinds of operations -> parts of their names; the first match counts.
 KINDS = {
     "products of linear layers": ("mm", "addmm", "linear_pointwise"),
     "attention's products": ("bmm", "baddbmm"),
@@ -53,29 +53,29 @@ KINDS = {
     "GELU": ("gelu",),
     "layer norm": ("layer_norm",),
     "random numbers": ("random_", "bernoulli"),
-    "dropout's masks": ("mul", "mul_"),
-    "attention itself, with numpy's products": ("Attention", "AttentionBackward"),
+    "dropout's factors": ("mul", "mul_"),
+    "attention, with numpy's products": ("Attention", "AttentionBackward"),
     "optimizer": ("fused_adamw", "foreach", "linalg_vector_norm", "clip"),
     "loss": ("nll", "log_softmax"),
     "copies, cat, split": ("copy_", "cat", "clone", "contiguous"),
-    "residuals, sums": ("add", "add_", "sum"),
+    "residuals": ("add", "add_", "sum"),
     "embeddings": ("embedding", "index_select"),
 }
 
 
-def take_way(name: str) -> None:
-    """Switch each of our layers on or off."""
-    products, drop, attend = WAYS[name]
+def use(name: str) -> None:
+    """Replace the layers of a variant, and no others."""
+    products, drop, attend = VARIANTS[name]
     linear.available = lambda: products and AVAILABLE
     dropout.supports = lambda tensor: drop
     attention.choose = CHOOSE if attend else lambda *_: attention.by_window
 
 
-def in_turns(ways: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
-    """CPU seconds of each way, `turns` times after one that does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+def in_turns(variants: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
+    """CPU seconds of each variant, `turns` times after a warm-up."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(turns + 1):
-        for name, work in ways.items():
+        for name, work in variants.items():
             start = time.process_time()
             work()
             seconds[name].append(time.process_time() - start)
@@ -89,8 +89,8 @@ def products(shapes: Sequence[tuple[int, int]], rows: int, turns: int) -> None:
         x, w, b, dy = (torch.randn(s) for s in ((rows, size_in), (size_out, size_in), (size_out,), (rows, size_out)))
         cases: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
             "forward": (lambda: torch.addmm(b, x, w.t()), lambda: linear.product(x, w, b)),  # noqa: B023
-            "of the rows": (lambda: dy @ w, lambda: linear.product(dy, w.t())),  # noqa: B023
-            "of the weight": (lambda: dy.t() @ x, lambda: linear.product(dy.t(), x.t())),  # noqa: B023
+            "gradient of the input": (lambda: dy @ w, lambda: linear.product(dy, w.t())),  # noqa: B023
+            "gradient of the weight": (lambda: dy.t() @ x, lambda: linear.product(dy.t(), x.t())),  # noqa: B023
         }
         for name, (of_torch, of_onednn) in cases.items():
             times = in_turns({"torch": of_torch, "oneDNN": of_onednn}, turns)
@@ -99,15 +99,15 @@ def products(shapes: Sequence[tuple[int, int]], rows: int, turns: int) -> None:
 
 
 def attention_products(lengths: Sequence[int], heads: int, size: int, turns: int) -> None:
-    """Table 2: the products as attention takes them, of views of [tokens, heads, head size]."""
+    """Table 2: products of views of [tokens, heads, head size], as attention computes them."""
     print(f"\n| tokens, {heads} heads of {size} | product | torch, GFLOP/s | numpy, GFLOP/s |\n|---|---|---|---|")
     for length in lengths:
         rows, others, to = (torch.randn(length, heads, size).transpose(0, 1) for _ in range(3))
         square, scores = torch.rand(heads, length, length), torch.empty(heads, length, length)
         cases = {
             "scores": (rows, others.transpose(1, 2), scores),
-            "of probabilities": (square, rows, to),
-            "of them transposed": (square.transpose(1, 2), rows, to),
+            "of the probabilities": (square, rows, to),
+            "of the transposed probabilities": (square.transpose(1, 2), rows, to),
         }
         for name, given in cases.items():
             left, right, out = (tensor.numpy() for tensor in given)
@@ -123,12 +123,15 @@ def attention_products(lengths: Sequence[int], heads: int, size: int, turns: int
 
 
 def dropouts(count: int, turns: int) -> None:
-    """Time 3."""
+    """Measurement 3."""
     values = torch.randn(count, requires_grad=True)
     upstream = torch.randn(count)
-    layers = {"torch": nn.Dropout(0.1), "ours": dropout.Dropout(0.1)}
-    ways = {n: lambda layer=layer: layer(values).backward(upstream) for n, layer in layers.items()}
-    for name, seconds in in_turns(ways, turns).items():
+
+    def both_passes(layer: nn.Module) -> Callable[[], object]:
+        return lambda: layer(values).backward(upstream)
+
+    variants = {"torch": both_passes(nn.Dropout(0.1)), "hvd_bert": both_passes(dropout.Dropout(0.1))}
+    for name, seconds in in_turns(variants, turns).items():
         print(
             f"\ndropout of {count:,} elements, forward and backward, {name}: {statistics.median(seconds) * 1e3:.2f} ms"
         )
@@ -137,9 +140,9 @@ def dropouts(count: int, turns: int) -> None:
 def steps(model: nn.Module, batches: list[Batch], turns: int) -> None:
     """Table 4."""
 
-    def step(way: str, batch: Batch) -> Callable[[], None]:
+    def step(variant: str, batch: Batch) -> Callable[[], None]:
         def work() -> None:
-            take_way(way)
+            use(variant)
             window_losses(model, batch).mean().backward()
             model.zero_grad()
 
@@ -147,27 +150,28 @@ def steps(model: nn.Module, batches: list[Batch], turns: int) -> None:
 
     seconds: dict[str, list[float]] = defaultdict(list)
     for batch in batches:
-        for way, values in in_turns({way: step(way, batch) for way in WAYS}, turns).items():
-            seconds[way].append(statistics.median(values))
-    print(f"\n| ours | s per batch, median of {len(batches)} | faster than torch's, median (range) |\n|---|---|---|")
-    for way, values in seconds.items():
-        ratios = sorted(a / b for a, b in zip(seconds["torch's"], values, strict=True))
-        middle = statistics.median(ratios)
-        print(f"| {way} | {statistics.median(values):.3f} | {middle:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |")
+        for variant, values in in_turns({name: step(name, batch) for name in VARIANTS}, turns).items():
+            seconds[variant].append(statistics.median(values))
+    rows = []
+    for variant, values in seconds.items():
+        ratios = [before / after for before, after in zip(seconds["none"], values, strict=True)]
+        rows.append([variant, f"{statistics.median(values):.3f}", spread(ratios, 2)])
+    head = ["replaced", f"s per batch, median of {len(batches)}", "times as fast as torch's"]
+    print("\n" + markdown_table(head, rows))
 
 
 def kind_of(operation: str) -> str:
-    """The kind of an operation by its profiler's name."""
+    """The kind of an operation, from its name in the profiler."""
     name = operation.split("::")[-1].lstrip("_")
     for kind, parts in KINDS.items():
         if any(name == part or (len(part) > 4 and part in name) for part in parts):
             return kind
-    return "the rest"
+    return "other"
 
 
-def shares(model: nn.Module, batches: list[Batch], way: str) -> None:
-    """Each kind of operation's share of a step: loss, backward, clipping, AdamW."""
-    take_way(way)
+def shares(model: nn.Module, batches: list[Batch], variant: str) -> None:
+    """The share of a step per kind of operation: loss, backward pass, clipping, AdamW."""
+    use(variant)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def step(batch: Batch) -> None:
@@ -184,19 +188,19 @@ def shares(model: nn.Module, batches: list[Batch], way: str) -> None:
     for event in recorded.key_averages():
         times[kind_of(event.key)] += event.self_cpu_time_total
     total = sum(times.values())
-    print(f"\n| kind of operation ({way}) | share of a step |\n|---|---|")
-    for kind, spent in sorted(times.items(), key=lambda item: -item[1]):
-        print(f"| {kind} | {spent / total:.1%} |")
+    rows = [[kind, f"{spent / total:.1%}"] for kind, spent in sorted(times.items(), key=lambda item: -item[1])]
+    print("\n" + markdown_table([f"kind of operation (replaced: {variant})", "share of a step"], rows))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model_name_or_path", required=True)
-    parser.add_argument("--train_file", required=True, type=Path)
-    parser.add_argument("--batch", type=int, default=8, help="windows of a batch")
-    parser.add_argument("--batches", type=int, default=6)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--profile", action="store_true")
+    """Load the data, measure, print."""
+    parser = argparse.ArgumentParser(description="CPU time of the trainer's CPU layers next to torch's.")
+    parser.add_argument("--model_name_or_path", required=True, help="Folder of a BERT.")
+    parser.add_argument("--train_file", required=True, type=Path, help="SQuAD file.")
+    parser.add_argument("--batch", type=int, default=8, help="Windows per batch. (default: %(default)s)")
+    parser.add_argument("--batches", type=int, default=6, help="Number of batches. (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=3, help="Runs per variant and batch. (default: %(default)s)")
+    parser.add_argument("--profile", action="store_true", help="Also print the share of a step per kind of operation.")
     flags = parser.parse_args()
     torch.set_num_threads(1)
     keep_memory()
@@ -206,20 +210,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         options = windows.WindowOptions(max_samples=2000)
         collate = Collator(windows.prepare(source, tokenizer, options, cache_dir=cache), torch.device("cpu"))
-        order = np.random.default_rng(0).permutation(len(collate.rows))
+        order = np.random.default_rng(0).permutation(len(collate.windows))
         batches = [collate(order[i * flags.batch :][: flags.batch]) for i in range(flags.batches)]
     model = load_model(args, tokenizer, options.max_seq_length, seed=0).train()
     hidden, inner, rows = model.config.hidden_size, model.config.intermediate_size, batches[0].num_tokens
     tokens = [batch.num_tokens for batch in batches]
-    print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, tokens of the batches: {tokens}")
+    print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, tokens per batch: {tokens}")
     products([(hidden, hidden), (hidden, inner), (inner, hidden)], rows, flags.turns)
     heads = model.config.num_attention_heads
     attention_products((64, 128, 179, 256, 384), heads, hidden // heads, flags.turns)
     dropouts(rows * hidden, flags.turns)
     steps(model, batches, flags.turns)
     if flags.profile:
-        for way in ("torch's", "all"):
-            shares(model, batches, way)
+        for variant in ("none", "all"):
+            shares(model, batches, variant)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""Kills a training at random moments, again and again, and looks at what it left each time.
+"""Kills a training at random moments and checks what each kill leaves.
 
     python benchmarks/kill_campaign.py --kills 200 --out DIR
 
-Each attempt goes on where the one before was killed. Some are killed while they start, most while they train, many
-while a checkpoint is being written (the writer is slowed, or that would be too rare to be tried). In the end the run is
-let through, and must equal one that was never killed, to the bit. Prints the figures of
-docs/evidence/benchmarks.md; status 1
-if anything was lost that should not be.
+Each attempt resumes the run that the last kill interrupted. Some kills hit the start, most the training, and many the
+write of a checkpoint, which is slowed down for that. The last attempt is not killed. The run must then equal one that
+was never killed, bit for bit. Prints the figures of docs/evidence/benchmarks.md as JSON. Exit status 1 if a checkpoint
+was damaged, more than --save_steps steps were lost, or the two runs differ.
 """
 
 from __future__ import annotations
@@ -18,157 +17,173 @@ import random
 import select
 import shutil
 import signal
+import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "parallel")]
+import forked_training
 
-import resuming  # noqa: E402  # what makes two runs the same
-
-from hvd_bert.checkpoint import files, resume  # noqa: E402
-from hvd_bert.data.prefetch import Prefetcher  # noqa: E402
-from hvd_bert.distributed.runner import run_as_rank  # noqa: E402
-from hvd_bert.train.__main__ import main as train  # noqa: E402
+from hvd_bert.checkpoint import files
+from hvd_bert.storage.writing import flush
 
 SAVE_STEPS = 4
 SLOWER_S = 0.02  # per file of a checkpoint
+TIMES = ("_s", "_share", "mfu")  # ends of the keys of metrics.jsonl that depend on time
 
 
 @dataclass
 class Tally:
+    """What the kills met, and what they left."""
+
     kills: int = 0
     while_starting: int = 0
     while_writing: int = 0
     without_checkpoint_yet: int = 0
     damaged: list[str] = field(default_factory=list)
-    not_loadable: list[str] = field(default_factory=list)
+    went_back: list[str] = field(default_factory=list)
     steps_lost: list[int] = field(default_factory=list)
 
 
-def attempt(words: list[str], kill_after: int | None, delay_s: float) -> tuple[int, bool]:
-    """Train in a child process; kill it `delay_s` after it began its `kill_after`-th step (None: let it through).
+def slowed(function: Callable[[Path], None]) -> Callable[[Path], None]:
+    """The function, after a pause."""
 
-    Returns the last step that it began (0: none), and whether it ended by itself, well.
-    """
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        _become_trainer(words, writing, slow=kill_after is not None)
-    os.close(writing)
-    begun = last = 0
-    deadline = None if kill_after is None else (time.monotonic() + delay_s if kill_after == 0 else float("inf"))
-    while True:
-        timeout = None if deadline in (None, float("inf")) else max(0.0, deadline - time.monotonic())
-        ready, _, _ = select.select([reading], [], [], timeout)
-        if not ready:
-            break
-        message = os.read(reading, 8)
-        if not message:
-            break
-        last = int.from_bytes(message, "little")
-        begun += 1
-        if begun == kill_after:
-            deadline = time.monotonic() + delay_s
-    if ready == []:
-        os.kill(child, signal.SIGKILL)
-    os.close(reading)
-    status = os.waitpid(child, 0)[1]
-    return last, status == 0
-
-
-def _become_trainer(words: list[str], writing: int, slow: bool) -> None:
-    """The child: tells of each step that it begins, writes its checkpoints slowly."""
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 1)
-    of_step, fingerprint = Prefetcher.of_step, files._fingerprint
-
-    def telling(self: Prefetcher, step: int) -> object:
-        os.write(writing, (step + 1).to_bytes(8, "little"))
-        return of_step(self, step)
-
-    def slower(path: Path) -> object:
+    def slow(path: Path) -> None:
         time.sleep(SLOWER_S)
-        return fingerprint(path)
+        function(path)
 
-    Prefetcher.of_step = telling  # type: ignore[method-assign, assignment]
-    if slow:
-        files._fingerprint = slower  # type: ignore[assignment]
-    sys.argv = ["hvd_bert.train", *words]
-    try:
-        run_as_rank(train)
-    except SystemExit as end:
-        sys.stdout.flush()
-        os._exit(int(end.code or 0))
+    return slow
 
 
-def look(out: Path, last: int, before: int, tally: Tally) -> int:
-    """Judge what a killed attempt left; returns the step that the next one will go on from."""
+def let_through(flags: list[str]) -> bool:
+    """Train to the end. Returns whether the run succeeded."""
+    child, pipe = forked_training.start(flags)
+    while forked_training.read_step(pipe):
+        pass
+    os.close(pipe)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def train_and_kill(flags: list[str], begun: int, delay_s: float) -> tuple[int, bool]:
+    """Train, and send SIGKILL `delay_s` seconds after the attempt has begun `begun` steps (0: after its start).
+
+    Returns the number of the last step that began (0: none), and whether the run ended before the kill.
+    """
+    with patch.object(files, "flush", slowed(flush)):
+        child, pipe = forked_training.start(flags)
+    last = 0
+    for _ in range(begun):
+        last = forked_training.read_step(pipe) or last
+    deadline = time.monotonic() + delay_s
+    ended = False
+    while not ended and select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        step = forked_training.read_step(pipe)
+        last, ended = step or last, step is None
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+    os.close(pipe)
+    status = os.waitpid(child, 0)[1]
+    if ended and status:
+        raise SystemExit(f"The training failed with status {os.waitstatus_to_exitcode(status)}.")
+    return last, ended
+
+
+def inspect(out: Path, last: int, before: int, tally: Tally) -> int:
+    """Count what a kill left in `out`; returns the step of the newest checkpoint.
+
+    `last`: the last step that began; `before`: the newest checkpoint's step before the attempt.
+    """
     tally.while_writing += any(out.glob(".partial-checkpoint-*"))
+    saved = 0
     found = files.candidates(out)
     for folder in found:
         try:
-            files.verify(folder)
+            files.read(folder)
+            saved = max(saved, files.step_of(folder))
         except files.CorruptCheckpoint as error:
             tally.damaged.append(str(error))
-    if not found:
-        tally.without_checkpoint_yet += 1
-        saved = 0
-    else:
-        newest, damage = resume._newest_whole(out)
-        tally.not_loadable += damage
-        saved = newest.step if newest else 0
+    tally.without_checkpoint_yet += not found
     if saved < before:
-        tally.not_loadable.append(f"went back from step {before} to {saved}")
+        tally.went_back.append(f"from step {before} to {saved}")
     if last:
-        tally.steps_lost.append(last - 1 - saved)  # of the step that had begun nothing counts
+        tally.steps_lost.append(last - 1 - saved)  # the last step had only begun
     else:
         tally.while_starting += 1
     return saved
 
 
+def differences(one: Path, other: Path) -> list[str]:
+    """Where two finished runs differ, bit for bit; times are exempt."""
+    found = []
+    mine, theirs = (result_of(out) for out in (one, other))
+    for name in mine.keys() | theirs.keys():
+        if mine.get(name) != theirs.get(name):
+            found.append(f"{name}: {mine.get(name)} and {theirs.get(name)}")
+    return found
+
+
+def result_of(out: Path) -> dict[str, Any]:
+    """Checksums of the last checkpoint's tensors, its state, and the lines of metrics.jsonl; all without times."""
+    newest = files.candidates(out)[0]
+    sums = json.loads((newest / "manifest.json").read_text(encoding="utf-8"))["files"]
+    result: dict[str, Any] = {name: entry for name, entry in sums.items() if name.endswith(".safetensors")}
+    state = files.read(newest).documents["state"]
+    for time_key in ("train_s", "seconds"):
+        del state["meter"][time_key]
+    result |= {f"state: {key}": value for key, value in state.items()}
+    for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        kept = {key: value for key, value in row.items() if not key.endswith(TIMES) or key == "padding_share"}
+        result[f"metrics.jsonl: step {row['step']}: {', '.join(kept)}"] = kept
+    return result
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Kill a training at random moments and check what each kill leaves.")
+    parser.add_argument("--kills", type=int, default=200, help="Number of kills. (default: %(default)s)")
+    parser.add_argument("--out", type=Path, required=True, help="Working folder; its content is deleted first.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the moments. (default: %(default)s)")
+    return parser.parse_args()
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Kill a training at random moments; look at what it leaves.")
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--out", type=Path, required=True, help="folder to work in; emptied first")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    """The campaign. Returns the exit status."""
+    args = parse()
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
     os.environ.update(HVD_BERT_CACHE=str(args.out / "cache"), OMP_NUM_THREADS="1")
     steps = 8 * args.kills
-    words = ["--config", "sample", "--max_train_samples", "64", "--max_eval_samples", "4", "--max_steps", str(steps)]
-    words += ["--per_device_train_batch_size", "4", "--logging_steps", "1", "--save_steps", str(SAVE_STEPS)]
-    words += ["--dropout", "0.1", "--eval_strategy", "no"]
-    attempt([*words, "--output_dir", str(args.out / "whole")], None, 0.0)
+    flags = ["--config", "sample", "--max_train_samples", "64", "--max_eval_samples", "4", "--max_steps", str(steps)]
+    flags += ["--per_device_train_batch_size", "4", "--logging_steps", "1", "--save_steps", str(SAVE_STEPS)]
+    flags += ["--dropout", "0.1", "--eval_strategy", "no"]
+    whole, out = args.out / "whole", args.out / "killed"
+    let_through([*flags, "--output_dir", str(whole)])
 
-    dice, tally, saved = random.Random(args.seed), Tally(), 0
-    out = args.out / "killed"
-    while tally.kills < args.kills:
-        kill_after = 0 if dice.random() < 0.1 else dice.randint(1, 3 * SAVE_STEPS)
-        last, ended = attempt(
-            [*words, "--output_dir", str(out)], kill_after, dice.random() * (2.0 if not kill_after else 0.2)
-        )
-        if ended:
-            print(f"ended after {tally.kills} kills", file=sys.stderr)
-            break
-        tally.kills += 1
-        saved = look(out, last, saved, tally)
-    _, ended = attempt([*words, "--output_dir", str(out)], None, 0.0)
-    differences = resuming.differences(args.out / "whole", out)
-    lost = sorted(tally.steps_lost)
+    dice, tally, saved, ended = random.Random(args.seed), Tally(), 0, False
+    while tally.kills < args.kills and not ended:
+        begun = 0 if dice.random() < 0.1 else dice.randint(1, 3 * SAVE_STEPS)
+        delay_s = dice.random() * (0.2 if begun else 2.0)
+        last, ended = train_and_kill([*flags, "--output_dir", str(out)], begun, delay_s)
+        if not ended:
+            tally.kills += 1
+            saved = inspect(out, last, saved, tally)
+    if ended:
+        print(f"The run ended after {tally.kills} kills.", file=sys.stderr)
+    succeeded = let_through([*flags, "--output_dir", str(out)])
+    differing, lost = differences(whole, out), max(tally.steps_lost, default=0)
     figures = asdict(tally) | {
-        "steps_lost": {"median": lost[len(lost) // 2], "most": lost[-1], "save_steps": SAVE_STEPS},
-        "ended_well": ended,
+        "steps_lost": {"median": statistics.median(tally.steps_lost or [0]), "most": lost, "save_steps": SAVE_STEPS},
+        "succeeded": succeeded,
         "steps": steps,
-        "differs_from_a_run_never_killed": differences,
+        "differs_from_a_run_never_killed": differing,
     }
     print(json.dumps(figures, indent=1))
-    bad = tally.damaged or tally.not_loadable or differences or not ended
-    return 1 if bad or lost[-1] > SAVE_STEPS else 0
+    return 1 if tally.damaged or tally.went_back or differing or not succeeded or lost > SAVE_STEPS else 0
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""How fast `python -m hvd_bert.timeline` is on a big timeline, and in how much memory; beside Python's json.
+"""Measures time and memory of `python -m hvd_bert.timeline` on a large timeline, next to Python's json.
 
-    python benchmarks/timeline_scan.py --out timeline_scan.json            # 2 GB, 4 ranks, 200 tensors a step
+    python benchmarks/timeline_scan.py --out timeline_scan.json            # 2 GB, 4 ranks, 200 tensors per step
     python benchmarks/timeline_scan.py --gigabytes 0.2 --folder /scratch
 
-A timeline of so many bytes is made in `--folder`, as Horovod's writer would (one line for nearly all of it), and a
-second one of a quarter. Then, each in a fresh process, by what the kernel counts for it (`wait4`, as `/usr/bin/time -v`
-shows): the command on the big file, and `json.load` on the quarter. Both files have just been written, so both are read
-from the page cache. They are deleted at the end.
+Writes a timeline as Horovod does, nearly all of it on one line, and a second one of a quarter of the size. Then runs
+the command on the large file and `json.load` on the small one, each in a new process, and reads their usage from the
+kernel (`wait4`, as `/usr/bin/time -v`). Both files come from the page cache. They are deleted at the end.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from shared import REPOSITORY, markdown_table, spread
+
 RANKS, TENSORS, FUSED = 4, 200, 20
 STEP_US = 250_000
 LOAD = "import json, sys; print(len(json.load(open(sys.argv[1], encoding='utf-8'))))"
@@ -30,7 +31,7 @@ ACTIVITIES = ("MEMCPY_IN_FUSION_BUFFER", "NCCL_ALLREDUCE", "MEMCPY_OUT_FUSION_BU
 
 
 def step_of(number: int) -> str:
-    """The events of one step: each buffer's tensors become ready, are copied in, allreduced, copied out."""
+    """The events of one step: the tensors of each buffer are negotiated, copied in, reduced and copied out."""
     events: list[str] = []
 
     def add(phase: str, time_us: int, pid: int, name: str = "", more: str = "") -> None:
@@ -78,24 +79,24 @@ def _write_start(file: BinaryIO) -> None:
 
 
 def measured(command: list[str]) -> dict[str, float]:
-    """Wall time, processor time and the most memory of a process that must end with status 0."""
+    """Wall time, CPU time and peak memory of a command."""
     began = time.perf_counter()
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=REPOSITORY)
     _, status, usage = os.wait4(child.pid, 0)
     wall = time.perf_counter() - began
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
-        raise SystemExit(f"{' '.join(command)}: status {child.returncode}")
+        raise SystemExit(f"{shlex.join(command)}: status {child.returncode}")
     return {"wall_s": wall, "cpu_s": usage.ru_utime + usage.ru_stime, "resident_mb": usage.ru_maxrss * 1024e-6}
 
 
 def main() -> None:
-    """Make the files, measure, print, write `--out`, delete the files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="of the big file (2)")
-    parser.add_argument("--repeats", type=int, default=3, help="(3)")
-    parser.add_argument("--folder", type=Path, help="where the files are made (default: the temporary folder)")
-    parser.add_argument("--out", type=Path, help="every single figure, as JSON")
+    """Write the files, measure, print."""
+    parser = argparse.ArgumentParser(description="Time and memory of the analysis of a large timeline.")
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="Size of the large file. (default: %(default)g)")
+    parser.add_argument("--repeats", type=int, default=3, help="Runs of each program. (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="Folder for the files. (default: the temporary folder)")
+    parser.add_argument("--out", type=Path, help="JSON file for all figures. (default: none)")
     flags = parser.parse_args()
     size = int(flags.gigabytes * 1e9)
     with tempfile.TemporaryDirectory(dir=flags.folder) as folder:
@@ -103,19 +104,17 @@ def main() -> None:
         write(big, size)
         write(quarter, size // 4)
         commands = {
-            "hvd_bert.timeline": [sys.executable, "-m", "hvd_bert.timeline", str(big), "--json"],
-            "json.load of a quarter": [sys.executable, "-c", LOAD, str(quarter)],
+            "hvd_bert.timeline, whole file": [sys.executable, "-m", "hvd_bert.timeline", str(big), "--json"],
+            "json.load, a quarter": [sys.executable, "-c", LOAD, str(quarter)],
         }
         figures: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
-        for _ in range(flags.repeats):  # in turn, so that a busy neighbour meets both
+        for _ in range(flags.repeats):  # in turns, so that other load affects both
             for name, command in commands.items():
                 figures[name].append(measured(command))
         sizes = {"big": big.stat().st_size, "quarter": quarter.stat().st_size}
     print(f"{sizes['big'] / 1e9:.2f} GB; Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}")
-    print("| | wall s | CPU s | resident MB |\n| --- | ---: | ---: | ---: |")
-    for name, runs in figures.items():
-        cells = [f"{min(r[key] for r in runs):.1f} to {max(r[key] for r in runs):.1f}" for key in runs[0]]
-        print(f"| {name} | " + " | ".join(cells) + " |")
+    rows = [[name, *(spread([run[key] for run in runs]) for key in runs[0])] for name, runs in figures.items()]
+    print(markdown_table(["program", "wall, s", "CPU, s", "resident, MB"], rows))
     record: dict[str, Any] = {"bytes": sizes, "runs": figures, "python": platform.python_version()}
     if flags.out:
         flags.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

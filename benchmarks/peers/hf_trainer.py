@@ -3,8 +3,8 @@
     torchrun --nproc_per_node 2 benchmarks/peers/hf_trainer.py --use_cpu --model_name_or_path MODEL \
         --windows TABLE --times_file TIMES.json --output_dir OUT --max_steps 28
 
-All flags of TrainingArguments, with their defaults. --windows names a data set as run_qa's tokenisation leaves it and
-`save_to_disk` writes it: padded to --max_seq_length, or, with --no_pad_to_max_length, not padded.
+Takes all flags of TrainingArguments, with their defaults. --windows is a data set as run_qa's tokenization makes it and
+`save_to_disk` writes it: padded to --max_seq_length or, with --no_pad_to_max_length, not padded.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class PeerArguments:
     windows: str
     times_file: Path
     pad_to_max_length: bool = True
-    count_tokens: bool = False  # without padding: one number more is gathered at each step
+    count_tokens: bool = False  # without padding; gathers one more number per step
 
 
 class StepTimes(TrainerCallback):
-    """When each step ended, and how many tokens had been seen by then (0: not counted)."""
+    """The end of each step, and the tokens up to there (0: not counted)."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.ends, self.tokens = [time.perf_counter()], [0]
@@ -50,7 +50,7 @@ class StepTimes(TrainerCallback):
 def main() -> None:
     peer, args = HfArgumentParser((PeerArguments, TrainingArguments)).parse_args_into_dataclasses()
     if peer.count_tokens:
-        args.include_num_input_tokens_seen = "non_padding"  # the command line's own flag takes true and false only
+        args.include_num_input_tokens_seen = "non_padding"  # the flag itself takes only true and false
     tokenizer = AutoTokenizer.from_pretrained(peer.model_name_or_path)
     times = StepTimes()
     trainer = Trainer(

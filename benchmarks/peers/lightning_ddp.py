@@ -3,8 +3,8 @@
     torchrun --nproc_per_node 2 benchmarks/peers/lightning_ddp.py --model_name_or_path MODEL --windows TABLE \
         --times_file TIMES.json --output_dir OUT --max_steps 28
 
---windows names a data set of padded windows as `save_to_disk` writes it. --in_order: do not shuffle, and keep the loss
-of each step.
+--windows is a data set of padded windows as `save_to_disk` writes it. With --in_order the windows are not shuffled, and
+the loss of each step is recorded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class QuestionAnswering(lightning.LightningModule):
     def __init__(self, model_name: str, learning_rate: float) -> None:
         super().__init__()
         self.learning_rate = learning_rate
-        # from_pretrained leaves the model in evaluation mode and Lightning keeps it so: without this, no dropout.
+        # from_pretrained returns a model in evaluation mode, and Lightning keeps the mode.
         self.model = AutoModelForQuestionAnswering.from_pretrained(model_name).train()
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
@@ -42,7 +42,7 @@ class QuestionAnswering(lightning.LightningModule):
 
 
 class StepTimes(lightning.Callback):
-    """When each step ended; with `keep_losses`, the mean of the ranks' losses, too."""
+    """The end of each step and, with `keep_losses`, the mean of the ranks' losses."""
 
     def __init__(self, keep_losses: bool) -> None:
         self.keep_losses = keep_losses
@@ -73,7 +73,7 @@ def main() -> None:
     lightning.seed_everything(args.seed)
     windows = Dataset.load_from_disk(args.windows).with_format("torch")
     loader = DataLoader(windows, batch_size=args.per_device_train_batch_size, shuffle=True)
-    if args.in_order:  # a sampler of our own: what Lightning puts in for the ranks shuffles in any case
+    if args.in_order:  # Lightning's own sampler for ranks always shuffles
         world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
         sampler = DistributedSampler(windows, num_replicas=world_size, rank=rank, shuffle=False)
         loader = DataLoader(windows, batch_size=args.per_device_train_batch_size, sampler=sampler)

@@ -1,4 +1,4 @@
-"""What a peer leaves for compare_peers.py: a row for each optimizer step."""
+"""The file that a peer writes for compare_peers.py: a row per optimizer step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def write_times(path: Path, ends: Sequence[float], losses: Mapping[int, float], tokens: Sequence[int] = ()) -> None:
-    """`ends`: seconds, the start's and then each step's end; `losses` by step (1, 2, ...), where they were kept;
-    `tokens`: counted up to each of the `ends`, where they were."""
+    """Write the rows. `ends`: the start, then the end of each step, in seconds; `losses`: by step (1, 2, ...), if
+    recorded; `tokens`: up to each of the `ends`, if counted."""
     rows = [
         {
             "step": step,

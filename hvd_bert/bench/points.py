@@ -43,6 +43,7 @@ class Point:
     scaling: str
     repeat: int
     global_batch: int
+    by_seed: bool = False  # whether `repeat` is the seed of the run
 
     @property
     def name(self) -> str:
@@ -61,12 +62,16 @@ class Point:
 
     def __str__(self) -> str:
         unit = "GPU" if self.strategy == "dp" else "rank"
-        return f"{self.strategy}, {self.ranks} {unit}{'s' * (self.ranks > 1)}, {self.scaling}, repeat {self.repeat}"
+        repeat = f"{'seed' if self.by_seed else 'repeat'} {self.repeat}"
+        return f"{self.strategy}, {self.ranks} {unit}{'s' * (self.ranks > 1)}, {self.scaling}, {repeat}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a sweep varies and what it keeps fixed. `flags`: the trainer's, as given by the user."""
+    """What a sweep varies, and what it keeps fixed. `flags`: the trainer's, as given by the user.
+
+    `epochs` replaces `steps`, and `seeds` replaces `repeats`: one run per seed.
+    """
 
     strategies: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -76,6 +81,13 @@ class Plan:
     global_batch: int
     threads: int | None
     flags: tuple[str, ...]
+    epochs: float | None = None
+    seeds: tuple[int, ...] = ()
+
+    @property
+    def length(self) -> str:
+        """Of each run, for a message."""
+        return f"{self.steps} steps" if self.epochs is None else f"{self.epochs:g} epoch{'s' * (self.epochs != 1)}"
 
     @property
     def names_data(self) -> bool:
@@ -99,9 +111,9 @@ class Plan:
         if any(scaling == STRONG for _, _, scaling, _ in settings):
             self._check_division([ranks for _, ranks, scaling, _ in settings if scaling == STRONG], passes)
         return [
-            Point(strategy, ranks, scaling, repeat, global_batch)
-            for repeat in range(1, self.repeats + 1)
-            for strategy, ranks, scaling, global_batch in (settings if repeat % 2 else reversed(settings))
+            Point(strategy, ranks, scaling, repeat, global_batch, by_seed=bool(self.seeds))
+            for number, repeat in enumerate(self.seeds or range(1, self.repeats + 1))
+            for strategy, ranks, scaling, global_batch in (reversed(settings) if number % 2 else settings)
         ]
 
     def _sizes(self, strategy: str) -> Sequence[int]:
@@ -127,12 +139,19 @@ class Plan:
         """The arguments of `python -m hvd_bert.train` for a point. `passes`: micro-batches per step."""
         own = [
             f"--strategy={point.strategy}",
-            f"--max_steps={self.steps}",
+            *self.length_flags(),
+            *([f"--seed={point.repeat}"] if point.by_seed else []),
             f"--per_device_train_batch_size={point.global_batch // (point.ranks * passes)}",
             f"--output_dir={folder}",
             "--overwrite_output_dir",  # the folder already holds the log
         ]
         return [*self.flags_of(point.strategy), *own]
+
+    def length_flags(self) -> list[str]:
+        """The trainer's flags for the length of a run."""
+        if self.epochs is None:
+            return [f"--max_steps={self.steps}"]
+        return ["--max_steps=-1", f"--num_train_epochs={self.epochs}"]  # -1: also if the --config file limits the steps
 
     def flags_of(self, strategy: str) -> list[str]:
         """The trainer's flags for all points of a strategy."""
@@ -206,12 +225,14 @@ def check_flags(plan: Plan) -> tuple[Config, dict[str, str]]:
             "--per_device_train_batch_size: with --scaling strong the per-rank batch is --global_batch over the"
             " number of ranks. Use --global_batch, or --scaling weak."
         )
+    if plan.seeds and "seed" in command_line.names_of(plan.flags):
+        raise UserError("--seed: --seeds sets it for each run. Give one of the two flags.")
     _check_owned(plan)
     configs, refused = {}, {}
     for strategy in plan.strategies:
         try:
             configs[strategy] = command_line.parse(
-                [*plan.flags_of(strategy), f"--strategy={strategy}", f"--max_steps={plan.steps}"]
+                [*plan.flags_of(strategy), f"--strategy={strategy}", *plan.length_flags()]
             )
         except UserError as error:
             refused[strategy] = str(error)

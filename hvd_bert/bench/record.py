@@ -129,6 +129,8 @@ def replace(path: Path, content: Any) -> None:
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return "not set"
     return (shlex.join(value) or "(none)") if isinstance(value, list) else str(value)
 
 

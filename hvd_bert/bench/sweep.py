@@ -50,6 +50,8 @@ def _sweep(argv: Sequence[str]) -> int:
         planning.check_strategies(flags.strategies),
         tuple(sorted(set(flags.ranks))),
         *(flags.scaling, flags.repeats, flags.steps, flags.global_batch, threads, tuple(rest)),
+        epochs=flags.epochs,
+        seeds=tuple(dict.fromkeys(flags.seeds)),
     )
     return Sweep(plan, launching, flags.out, flags.timeout, argv).run(flags.report)
 
@@ -70,12 +72,20 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--ranks", metavar="N,...", type=_numbers, default=[1, 2], help="Numbers of ranks. (default: 1,2)"
     )
-    parser.add_argument(
-        "--repeats", metavar="N", type=int, default=3, help="Runs per point. (default: %(default)s)"
+    number = parser.add_mutually_exclusive_group()
+    number.add_argument("--repeats", metavar="N", type=int, default=3, help="Runs per point. (default: %(default)s)")
+    number.add_argument(
+        "--seeds", metavar="N,...", type=lambda text: _numbers(text, 0, "seeds"), default=[],
+        help="In place of --repeats: one run per point and seed. (default: none)",
     )  # fmt: skip
-    parser.add_argument(
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument(
         "--steps", metavar="N", type=int, default=30,
         help="Optimizer steps per run; the first is warm-up. (default: %(default)s)",
+    )  # fmt: skip
+    length.add_argument(
+        "--epochs", metavar="X", type=float,
+        help="In place of --steps: passes over the training windows per run. (default: none)",
     )  # fmt: skip
     parser.add_argument(
         "--scaling", choices=sorted(planning.SCALINGS), default="strong",
@@ -107,6 +117,8 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         minimum = 2 if name == "steps" else 1  # the first step is warm-up
         if getattr(flags, name) < minimum:
             raise UserError(f"--{name} {getattr(flags, name):g}: must be at least {minimum}.")
+    if flags.epochs is not None and not 0 < flags.epochs < float("inf"):
+        raise UserError(f"--epochs {flags.epochs:g}: must be a positive number.")
     return flags, rest
 
 
@@ -114,10 +126,10 @@ def _names(text: str) -> list[str]:
     return text.split(",")
 
 
-def _numbers(text: str) -> list[int]:
+def _numbers(text: str, minimum: int = 1, name: str = "numbers of ranks") -> list[int]:
     parts = text.split(",")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers of ranks such as 1,2,4")
+    if not all(part.isdecimal() and int(part) >= minimum for part in parts):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of {name} such as 1,2,4")
     return [int(part) for part in parts]
 
 
@@ -138,7 +150,9 @@ class Sweep:
         owned = plan.owned_flags()
         owners = [strategy for strategy in plan.strategies if strategy in planning.OWNERS.values()]
         return {
-            "--steps": plan.steps,
+            "--steps": plan.steps if plan.epochs is None else None,
+            "--epochs": plan.epochs,
+            "--seeds": "set" if plan.seeds else None,
             **({"--global_batch": plan.global_batch} if planning.STRONG in scalings else {}),
             "the trainer's flags": plan.common_flags(),
             # By strategy, so that a strategy with its own flags can be added later.
@@ -188,7 +202,7 @@ class Sweep:
         plan, record = self.plan, self.record
         waiting = record.of_state(WAITING)
         counts = ", ".join(f"{len(record.of_state(state))} {state}" for state in STATES if record.of_state(state))
-        print(f"{len(self.points)} run{'s' * (len(self.points) > 1)} of {plan.steps} steps in {self.out}: {counts}")
+        print(f"{len(self.points)} run{'s' * (len(self.points) > 1)} of {plan.length} in {self.out}: {counts}")
         if not plan.names_data:
             print(
                 f"No --train_file, --dataset_name or --config given: training the preset `{planning.PRESET}` (the"
@@ -241,7 +255,7 @@ class Sweep:
             return
         result.state, result.windows_per_s = DONE, trained.run.windows_per_s
         self.failures[point.setting] = 0
-        if point.repeat > 1:  # the report reads the model's parameters from repeat 1; weights are large
+        if point.repeat != self.points[0].repeat:  # the report needs one saved model per point; weights are large
             with writing(self.out):
                 (folder / "model.safetensors").unlink(missing_ok=True)
 

@@ -81,8 +81,9 @@ class TrainArguments:
     adam_epsilon: float = flag("training", 1e-8, "AdamW's epsilon.")
     max_grad_norm: float = flag("training", 1.0, "Clip the averaged gradient to this norm; 0: do not clip.")
     num_train_epochs: float = flag(
-        "training", 3.0, "Number of passes over the training windows.", sweep_hint="give --steps"
-    )
+        "training", 3.0, "Number of passes over the training windows.",
+        sweep_hint="give --steps or --epochs", tune_hint="give --steps",
+    )  # fmt: skip
     max_steps: int = flag(
         "training",
         -1,

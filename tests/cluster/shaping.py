@@ -1,63 +1,89 @@
-"""The link between the two nodes, as slow as one wants it: tc's token bucket, and a wire with a delay."""
+"""Limits the rate and adds a delay to the link between the two nodes, for tests, benchmarks and experiments.
+
+    python tests/cluster/shaping.py 1 0.5        1 Gb/s, and each packet 0.5 ms later, until standard input ends
+
+Prints "ready" as soon as the link is shaped. The cluster must be up (up.sh); HVD_BERT_CLUSTER names its folder.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from harness import FOLDER, HOSTS, Cluster
-
-QUEUE_MS = 20  # of packets that wait for the bucket; what is beyond is lost, as in a switch
+FOLDER = Path(__file__).resolve().parent
+NODES = ("a100-01", "a100-02")
+QUEUE_MS = 20  # of packets that wait for the bucket; longer queues lose packets, as in a switch
 MIN_BURST = 128 * 1024  # bytes: two bunches of TCP's segments
-TIMER_S = 250e-6  # within which the kernel looks at the bucket again, with room
+TIMER_S = 250e-6  # upper bound for the kernel's interval between two looks at the bucket
+TIMEOUT_S = 30.0  # of one command
 
 
 @contextmanager
-def shaped(cluster: Cluster, gbps: float, latency_ms: float = 0.0) -> Iterator[None]:
-    """What a node sends to the other: at most `gbps` gigabits per second, each packet `latency_ms` later.
+def shaped(cluster: Path, gbps: float, latency_ms: float = 0.0) -> Iterator[None]:
+    """Inside, a node sends at most `gbps` gigabits per second, and each packet arrives `latency_ms` later.
 
-    On every way out the link is again as it was. Connections that are open stay so.
+    `cluster`: the folder of a cluster that is up. Open connections stay open, and the link is always restored.
     """
+    environ = os.environ | {"HVD_BERT_CLUSTER": str(cluster)}
     if latency_ms:
-        with _wire(cluster, latency_ms), _rate(cluster, "wire", gbps):
+        with _wire(environ, latency_ms), _rate(environ, "wire", gbps):
             yield
     else:
-        with _rate(cluster, "eth0", gbps):
+        with _rate(environ, "eth0", gbps):
             yield
 
 
+def _command(host: str, *words: str) -> list[str]:
+    return ["bash", str(FOLDER / "on.sh"), host, *words]
+
+
 @contextmanager
-def _rate(cluster: Cluster, device: str, gbps: float) -> Iterator[None]:
+def _rate(environ: dict[str, str], device: str, gbps: float) -> Iterator[None]:
     burst = max(MIN_BURST, round(gbps * 1e9 / 8 * TIMER_S))
-    bucket = f"rate {gbps:g}gbit burst {burst} latency {QUEUE_MS}ms"
+    bucket = f"rate {gbps:g}gbit burst {burst} latency {QUEUE_MS}ms".split()
+    qdisc = ("tc", "qdisc")
     try:
-        for host in HOSTS:
-            cluster.on(host, f"tc qdisc replace dev {device} root tbf {bucket}", FOLDER, timeout=30).expect(0)
+        for host in NODES:
+            replace = _command(host, *qdisc, "replace", "dev", device, "root", "tbf", *bucket)
+            subprocess.run(replace, env=environ, check=True, timeout=TIMEOUT_S)
         yield
     finally:
-        for host in HOSTS:
-            cluster.on(host, f"tc qdisc delete dev {device} root", FOLDER, timeout=30)
+        for host in NODES:
+            delete = _command(host, *qdisc, "delete", "dev", device, "root")
+            subprocess.run(delete, env=environ, check=False, timeout=TIMEOUT_S)
 
 
 @contextmanager
-def _wire(cluster: Cluster, latency_ms: float) -> Iterator[None]:
-    line = [sys.executable, str(FOLDER / "delay_line.py"), f"{latency_ms:g}"]
-    process = subprocess.Popen(
-        ["bash", str(FOLDER / "on.sh"), "login", *line],
-        env=os.environ | {"HVD_BERT_CLUSTER": str(cluster.state)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def _wire(environ: dict[str, str], latency_ms: float) -> Iterator[None]:
+    command = _command("login", sys.executable, str(FOLDER / "delay_line.py"), f"{latency_ms:g}")
+    process = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
     try:
         if process.stdout.readline() != "ready\n":
-            raise RuntimeError(f"delay_line.py ended with status {process.wait(30)}")
+            raise RuntimeError(f"delay_line.py ended with status {process.wait(TIMEOUT_S)}")
         yield
     finally:
         process.stdin.close()  # by which it ends
-        process.wait(30)
+        process.wait(TIMEOUT_S)
         process.stdout.close()
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description="Shape the link between the two nodes until standard input ends.")
+    parser.add_argument("gbps", type=float, help="rate of each node, in gigabits per second")
+    parser.add_argument("latency_ms", type=float, nargs="?", default=0.0, help="delay of each packet (default: none)")
+    flags = parser.parse_args()
+    cluster = Path(os.environ.get("HVD_BERT_CLUSTER", "/tmp/hvd_bert_cluster"))
+    with shaped(cluster, flags.gbps, flags.latency_ms):
+        print("ready", flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

@@ -27,7 +27,7 @@ def test_a_slow_link_is_found(
     inside = tmp_path / "loopback"
     loopback = recorded(cluster, inside, ONE_HOST, controller, six_layers(ONE_HOST, 6, **setting))
     one_host = inside if controller == "mpi" else None
-    with shaped(cluster, GBPS, LATENCY_MS):
+    with shaped(cluster.state, GBPS, LATENCY_MS):
         flags = six_layers(FOUR_RANKS, steps, **setting)
         slow = recorded(cluster, tmp_path / "slow", FOUR_RANKS, controller, flags, one_host=one_host)
     assert (loopback["ranks"], slow["ranks"]) == (2, 4)
@@ -41,7 +41,7 @@ def test_a_slow_link_is_found(
 def test_a_straggler_is_named(cluster: Cluster, tmp_path: Path, controller: str, rank: int) -> None:
     env = {"SLOWED_RANK": str(rank), "SLOWED_S": str(SLOWED_S)}
     flags = f"{SMALL} 14 --per_device_train_batch_size 4 --no_do_eval --output_dir out"
-    with shaped(cluster, GBPS, LATENCY_MS):
+    with shaped(cluster.state, GBPS, LATENCY_MS):
         seen = recorded(cluster, tmp_path, FOUR_RANKS, controller, flags, env)
     row = seen["rank_rows"][rank]
     assert row["of_steps"] >= 10 and row["steps"] >= 0.9 * row["of_steps"]

@@ -7,18 +7,17 @@ import os
 import sys
 from pathlib import Path
 
+import compare_peers
+import compare_report
+import compare_windows
 import pytest
+from compare_report import Spread, Timing
+from compare_windows import Work
+from datasets import Dataset
+from transformers import BertConfig, BertForQuestionAnswering
 
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.errors import UserError
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import compare_peers  # noqa: E402
-import compare_report  # noqa: E402
-from compare_report import Spread, Timing  # noqa: E402
-from compare_windows import Work  # noqa: E402
 
 
 def rows(seconds: list[float], tokens: int | None = 100) -> list[dict[str, float | None]]:
@@ -37,7 +36,7 @@ def test_timing_without_tokens():
 
 
 def test_a_run_that_ended_early_is_not_timed():
-    with pytest.raises(UserError, match="3 steps were run, and 1 untimed and 3 timed"):
+    with pytest.raises(UserError, match=r"has 3 steps\. It needs 1 untimed and 3 timed"):
         compare_report.timing(rows([1.0] * 3), warmup=1, steps=3, global_batch=16)
 
 
@@ -131,6 +130,29 @@ def test_a_folder_with_files_is_not_emptied(tmp_path, monkeypatch, work):
     with pytest.raises(UserError, match="not empty"):
         start(tmp_path, monkeypatch, work, {"ours": 6.0})
     assert (tmp_path / "out" / "thesis.tex").exists()
+
+
+# --- what they train on --------------------------------------------------------------------------
+
+
+def test_all_are_given_the_windows_of_the_batch_plan(tmp_path, tokenizer, make_questions, write_squad):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
+    model = BertForQuestionAnswering(BertConfig(vocab_size=len(tokenizer), **sizes))
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    words = ["--model_name_or_path", str(tmp_path / "model"), "--train_file", str(write_squad(make_questions(30)))]
+    words += ["--out", str(tmp_path / "out"), "--per_device_train_batch_size", "3", "--max_seq_length", "128"]
+    words += ["--warmup", "1", "--steps", "3", "--padded_steps", "1", "--preflight_steps", "2"]
+    args = compare_peers.parse(words)
+    args.out.mkdir()
+    preflight, timed = compare_windows.prepare(args)
+    assert (timed.num_windows, timed.rank_batch) == (30, 3)
+    tables = [Dataset.load_from_disk(table) for table in (timed.windows, timed.padded_windows)]
+    unpadded = [[token for token in ids if token != tokenizer.pad_token_id] for ids in tables[1]["input_ids"]]
+    assert unpadded == list(tables[0]["input_ids"])
+    assert {len(ids) for ids in tables[1]["input_ids"]} == {128}
+    assert len({len(ids) for ids in Dataset.load_from_disk(preflight.windows)["input_ids"]}) == 1
+    assert BertForQuestionAnswering.from_pretrained(preflight.model).config.hidden_size == 16
 
 
 # --- how each is started -------------------------------------------------------------------------

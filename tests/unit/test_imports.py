@@ -1,4 +1,7 @@
-"""Horovod and the launcher's variables are used only where they belong; `lint-imports` checks the layers."""
+"""Horovod, the launcher's variables and the tests' helpers are used only where they belong.
+
+`lint-imports` checks the layers.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +77,15 @@ READERS = (
 def test_launcher_variables_are_read_at_home_only(module):
     texts = [node.value for node in ast.walk(tree(module)) if isinstance(node, ast.Constant)]
     assert [text for text in texts if isinstance(text, str) and LAUNCHER_VARIABLE.fullmatch(text)] == []
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples", "hvd_bert", "scripts"])
+def test_only_tests_import_from_tests(folder):
+    helpers = {"tests", *(path.stem for path in (PACKAGE.parent / "tests").rglob("*.py"))}
+    texts = {path: path.read_text(encoding="utf-8") for path in (PACKAGE.parent / folder).rglob("*.py")}
+    assert texts
+    assert [path for path, text in texts.items() if brings(ast.walk(ast.parse(text)), *helpers)] == []
+    assert [path for path, text in texts.items() if "sys.path" in text] == []
 
 
 def test_the_checks_above_see_what_is_there():

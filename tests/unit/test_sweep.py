@@ -82,6 +82,18 @@ def test_strong_and_weak_batches() -> None:
     assert all("--lr_scaling=none" in flags for _, flags in batches.values())  # one learning rate, comparable losses
 
 
+def test_a_run_per_seed_of_so_many_epochs(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("max_steps: 7\nseed: 5\n")
+    plan = plan_of(f"--config={file}", strategies="horovod", ranks=(1, 2), epochs=2.5, seeds=(7, 3))
+    points = points_of(plan)
+    first = ["horovod-1-strong-7", "horovod-2-strong-7"]
+    assert [each.name for each in points] == [*first, *(name[:-1] + "3" for name in reversed(first))]
+    assert str(points[-1]) == "horovod, 1 rank, strong, seed 3"
+    train = parse(plan.trainer_flags(points[-1], 1, Path("out"))).train
+    assert (train.seed, train.num_train_epochs, train.max_steps) == (3, 2.5, -1)
+
+
 def test_dp_and_the_baseline_are_one_process() -> None:
     points = points_of(plan_of(strategies="none,dp", repeats=1))
     assert [(each.name, each.processes) for each in points] == [
@@ -103,6 +115,8 @@ def test_dp_and_the_baseline_are_one_process() -> None:
         ),
         (plan_of("--max_step=3"), "Unknown argument --max_step=3: did you mean --max_steps?"),
         (plan_of("--strategy=ddp"), "--strategy: a sweep sets it for each run: name them with --strategies"),
+        (plan_of("--num_train_epochs=2"), "--num_train_epochs: a sweep sets it for each run: give --steps or --epochs"),
+        (plan_of("--seed=2", seeds=(1, 2)), "--seed: --seeds sets it for each run. Give one of the two flags."),
         (plan_of("--learning_rate=much"), "invalid float value: 'much'"),
         (plan_of("--per_device_train_batch_size=4"), "the per-rank batch is --global_batch over the number of ranks"),
         (plan_of("--train_file=nowhere.json"), "--train_file nowhere.json: no such file"),
@@ -365,6 +379,43 @@ def test_all_points_are_run_and_recorded(pretended, start, tmp_path, capsys) -> 
     assert f"python -m hvd_bert.report {tmp_path / 'out'}" in output
 
 
+def test_every_seed_is_a_run_of_each_point(pretended, start, tmp_path, capsys) -> None:
+    def begin(seeds: str) -> int:
+        words = ["--strategies", "none,horovod", "--ranks", "2", "--out", str(tmp_path / "out"), "--epochs", "2"]
+        return sweep.main([*words, "--seeds", seeds])
+
+    assert begin("40,50") == 0
+    names = ["none-1-strong-40", "horovod-2-strong-40", "horovod-2-strong-50", "none-1-strong-50"]
+    assert pretended.started == names
+    assert "4 runs of 2 epochs" in capsys.readouterr().out
+    record = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    given = [row["command"] for row in record["points"]]
+    assert all("--num_train_epochs=2.0" in words for words in given)
+    assert [word for words in given for word in words if word.startswith("--seed")] == [
+        "--seed=40", "--seed=40", "--seed=50", "--seed=50"
+    ]  # fmt: skip
+    kept = [name for name in names if (tmp_path / "out" / name / "model.safetensors").exists()]
+    assert kept == names[:2]
+    pretended.started = []
+    assert begin("40,50,60") == 0
+    assert [name[-2:] for name in pretended.started] == ["60", "60"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--seeds", "1,2", "--repeats", "4"], "not allowed with argument"),
+        (["--epochs", "1", "--steps", "4"], "not allowed with argument"),
+        (["--seeds", "1,-2"], "'1,-2': give seeds, 1,2,4 for example"),
+        (["--epochs", "0"], "--epochs 0: must be a positive number."),
+        (["--epochs", "nan"], "--epochs nan: must be a positive number."),
+    ],
+)
+def test_seeds_and_epochs_that_will_not_do(pretended, tmp_path, capsys, flags: list[str], words: str) -> None:
+    assert sweep.main(["--out", str(tmp_path / "out"), *flags]) == 2
+    assert words in capsys.readouterr().err and pretended.started == []
+
+
 def test_an_interrupted_sweep_resumes(pretended, start, tmp_path, capsys) -> None:
     pretended.ends = {"horovod-2-strong-1": Stopped("SIGINT")}
     assert start() == 75
@@ -479,6 +530,7 @@ def test_a_sweep_can_grow_but_not_change(pretended, start, tmp_path, capsys) -> 
     assert list(states(tmp_path).values()).count("done") == 14  # points that are not named now are kept
     for flags, words in (
         (["--steps", "31"], "--steps was 30 and is 31"),
+        (["--epochs", "1"], "--steps was 30 and is not set; --epochs was not set and is 1.0"),
         (["--learning_rate", "1e-3"], "--lr_scaling=none --num_threads=1 and is"),
         (["--launcher", "mpirun"], "--launcher was auto, one host and is mpirun"),
     ):
