@@ -125,7 +125,8 @@ check_nodes() {
     exit 2
   fi
   if command -v nvidia-smi >/dev/null; then hostname; nvidia-smi; fi'
-  srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 --mpi=none \
+  # --overlap: otherwise Slurm may refuse the ranks' step while it still counts the GPUs as this step's.
+  srun --overlap --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 --mpi=none \
     bash -c "$check" bash "$venv" "${HVD_BERT_INTERFACE:-}" "$script"
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hvd_bert.distributed import rendezvous, watchdog
+from hvd_bert.distributed import rendezvous, waiting, watchdog
 from hvd_bert.distributed.launch import Launcher, check_pmi, check_size, find_launcher, is_elastic
 from hvd_bert.distributed.world import CollectiveError, World, log, log_on_rank_zero
 from hvd_bert.errors import UserError
@@ -93,6 +93,8 @@ class HorovodWorld(World):
             NOTICES.watch()
         stalled_after_s = watchdog.inspect(os.environ, elastic)
         hvd.init()
+        if not by_mpi:
+            waiting.pause_between_polls()
         if not elastic:  # there the launcher's variables stay those of the first world
             check_size(launcher, hvd.size())
         controller = "none" if hvd.size() == 1 else "mpi" if by_mpi else "gloo"

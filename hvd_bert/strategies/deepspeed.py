@@ -37,6 +37,14 @@ def load_deepspeed() -> Any:
         ) from None
 
 
+def _bucket_size(model: nn.Module) -> int:
+    """Elements of a gradient bucket: as in DeepSpeed, but no more than there are.
+
+    It allocates a whole bucket, of 2 GB by default, in every backward pass: 0.5 s of each on a CPU.
+    """
+    return min(500_000_000, sum(parameter.numel() for parameter in model.parameters()))
+
+
 class DeepSpeedStrategy(Strategy):
     """ZeRO over the ranks. DeepSpeed clips and steps in one, so `clip` does both."""
 
@@ -70,7 +78,7 @@ class DeepSpeedStrategy(Strategy):
                 "train_micro_batch_size_per_gpu": 1,  # it counts passes, and leaves batches to the loop
                 "gradient_accumulation_steps": options.accumulation,
                 "gradient_clipping": options.max_grad_norm,
-                "zero_optimization": {"stage": options.zero_stage},
+                "zero_optimization": {"stage": options.zero_stage, "reduce_bucket_size": _bucket_size(model)},
                 "zero_allow_untested_optimizer": True,  # torch's AdamW, as under the other strategies
                 # It turns off the autocast around it, unless it knows of it; no module's gradients are sent as bf16.
                 "torch_autocast": {"enabled": options.bf16, "dtype": "bfloat16", "lower_precision_safe_modules": []},

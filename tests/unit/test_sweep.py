@@ -406,7 +406,7 @@ def test_every_seed_is_a_run_of_each_point(pretended, start, tmp_path, capsys) -
     [
         (["--seeds", "1,2", "--repeats", "4"], "not allowed with argument"),
         (["--epochs", "1", "--steps", "4"], "not allowed with argument"),
-        (["--seeds", "1,-2"], "'1,-2': give seeds, 1,2,4 for example"),
+        (["--seeds", "1,-2"], "'1,-2' is not a list of seeds such as 1,2,4"),
         (["--epochs", "0"], "--epochs 0: must be a positive number."),
         (["--epochs", "nan"], "--epochs nan: must be a positive number."),
     ],
