@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hvd_bert.distributed import rendezvous, waiting, watchdog
+from hvd_bert.distributed import rendezvous, watchdog
 from hvd_bert.distributed.launch import Launcher, check_pmi, check_size, find_launcher, is_elastic
 from hvd_bert.distributed.world import CollectiveError, World, log, log_on_rank_zero
 from hvd_bert.errors import UserError
@@ -94,7 +95,7 @@ class HorovodWorld(World):
         stalled_after_s = watchdog.inspect(os.environ, elastic)
         hvd.init()
         if not by_mpi:
-            waiting.pause_between_polls()
+            _pause_between_polls()
         if not elastic:  # there the launcher's variables stay those of the first world
             check_size(launcher, hvd.size())
         controller = "none" if hvd.size() == 1 else "mpi" if by_mpi else "gloo"
@@ -222,3 +223,28 @@ def _mpi_world(launcher: Launcher) -> Any:
             " `horovodrun --gloo`."
         )
     return MPI.COMM_WORLD.Dup()  # our messages must not meet Horovod's
+
+
+def _pause_between_polls() -> None:
+    """Replace Horovod's `synchronize`, by which all its operations wait, with one that sleeps between two polls.
+
+    Horovod 0.28 polls in a loop (WaitAndClear in handle_manager.cc) and has no setting for it. On CPUs it takes that
+    time from its own thread, which sends the gradients, and from other ranks on the same cores. Not for MPI, whose
+    thread polls as well: there the pauses cost more than they free (tests of four ranks on two cores: Gloo 72 to 41 s,
+    MPI 50 to 63 s).
+    """
+    import horovod.torch as hvd
+    from horovod.torch import functions, mpi_ops, optimizer
+
+    wait = mpi_ops.synchronize
+    if wait.__module__ == __name__:  # a later world of Horovod elastic
+        return
+
+    def synchronize(handle: int) -> Any:
+        while not mpi_ops.poll(handle):
+            time.sleep(5e-5)
+        return wait(handle)
+
+    for module in (hvd, functions, mpi_ops, optimizer):
+        if hasattr(module, "synchronize"):
+            module.synchronize = synchronize

@@ -123,7 +123,7 @@ def test_dp_and_the_baseline_are_one_process() -> None:
         (plan_of(strategies="dp", ranks=(1,)), "add 2 or more to --ranks"),
         (
             plan_of("--zero_stage", "3"),
-            "--zero_stage works only with --strategy deepspeed, not with none. Add deepspeed to --strategies, or remove",
+            "--zero_stage works only with --strategy deepspeed, not with none. Add deepspeed to --strategies, or",
         ),
         (plan_of("--num_groups=-1"), "--num_groups -1: must not be negative"),  # although strategy none ignores it
         (plan_of("--zero_stage"), "expected one argument"),
