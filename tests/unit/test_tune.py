@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from documented import undocumented
 from made_runs import make_run
 
 from hvd_bert.bench import launching, one_run
@@ -248,6 +249,7 @@ def test_what_to_set_is_said(pretended, start, tmp_path, capsys) -> None:
     assert "    mpirun -x HOROVOD_CYCLE_TIME ...\n" in said and "Not tried: --fp16_allreduce" in said
     assert "tune with your own" in warned
     assert pretended.started.count(f"{GROUPS}2 {CYCLE}3 {CACHE}0") == 1  # ended early
+    assert undocumented(record(tmp_path), "tune.json", "sweep.json", without=("same",)) == []
     result = record(tmp_path)["result"]
     assert result["set"] == [f"{CYCLE}3", f"{GROUPS}2"] and len(result["compared"]["ratios"]) == 6
     assert not list((tmp_path / "out").rglob("model.safetensors"))
