@@ -26,6 +26,8 @@ def main() -> None:
     name, words, environ = os.path.basename(sys.argv[0]), sys.argv[1:], dict(os.environ)
     if name != "python":
         words = [os.path.join(os.path.dirname(served["python"]), name), *words]
+    if words[:1] == ["-u"] and "PYTHONUNBUFFERED" in environ:  # torchrun's, which then says nothing new
+        words = words[1:]
     read = {name for name in {**served["environ"], **environ} if name.startswith(READ_AT_IMPORT)}
     alike = all(served["environ"].get(name) == environ.get(name) for name in read)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

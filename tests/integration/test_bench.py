@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from commands import said
+from documented import undocumented
 from launch import launcher, run
 
 pytestmark = pytest.mark.integration
@@ -34,6 +35,7 @@ def test_table_and_json(tmp_path: Path, size: int, by: str) -> None:
     shares = [sum(section[name] for name in section if name.endswith("_share")) for section in record["sections"]]
     assert shares == pytest.approx([1.0] * 3, abs=0.02)  # the phases add up to the step
     assert record["global_batch"] == 8 * size and record["imbalance"] >= 1
+    assert undocumented(record, "Benchmark JSON", "train_results.json", without=("settings",)) == []
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "bench.json"}
 
 

@@ -6,11 +6,13 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 from commands import GLOBAL_BATCH, questions_of, read_lines, said, small_run
+from documented import undocumented
 from launch import Outcome, launcher, run
 
 from hvd_bert.config import command_line
@@ -112,6 +114,22 @@ def test_scores_and_predictions(finished: Run) -> None:
         assert sum(rival["probability"] for rival in rivals) == pytest.approx(1)
 
 
+def test_every_key_is_documented(finished: Run) -> None:
+    def read(name: str) -> Any:
+        return json.loads((finished.out / name).read_text())
+
+    results = read("train_results.json")
+    assert undocumented(results, "train_results.json", without=("breakdown", "work")) == []
+    assert undocumented(results["breakdown"], "breakdown") == []
+    assert undocumented(read_lines(finished.out / "metrics.jsonl"), "metrics.jsonl") == []
+    assert undocumented(read("eval_results.json"), "eval_results.json") == []
+    assert undocumented(list(read("eval_nbest_predictions.json").values()), "Predictions") == []
+    settings = ("identity", "meter", "schedule", "strategy")
+    assert undocumented(read("checkpoint-6/state.json"), "state.json", without=settings) == []
+    manifest = read("checkpoint-6/manifest.json")
+    assert undocumented([manifest, *manifest["files"].values()], "Checkpoints", without=("files",)) == []
+
+
 def test_folder_is_a_model(finished: Run) -> None:
     from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
@@ -158,7 +176,8 @@ def test_v2_with_every_option_of_horovod(tmp_path: Path) -> None:
     options += ["--per_device_train_batch_size", 4, "--eval_strategy", "epoch", "--lr_scaling", "sqrt"]
     outcome = run([*launcher(2, "mpi"), *small_run(2, "out", *options, preset="sample_v2")], tmp_path).expect(0)
     out = tmp_path / "out"
-    assert json.loads((out / "eval_results.json").read_text()).keys() == V2_SCORES, outcome
+    scores = json.loads((out / "eval_results.json").read_text())
+    assert scores.keys() == V2_SCORES and undocumented(scores, "eval_results.json") == [], outcome
     odds = json.loads((out / "eval_null_odds.json").read_text())
     assert list(odds) == questions_of("dev-v2.0.json", 7)
     assert [line["step"] for line in read_lines(out / "metrics.jsonl") if "eval_f1" in line] == [3, 6]

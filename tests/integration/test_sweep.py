@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from documented import undocumented
 from launch import TIMEOUT_S, launcher, run
 
 pytestmark = [pytest.mark.integration, pytest.mark.alone]
@@ -50,6 +51,7 @@ def test_interrupted_resumed_and_reported(tmp_path: Path) -> None:
     outcome = run([*words, "--report", "report"], tmp_path, env=env, timeout=3 * TIMEOUT_S).expect(0)
     assert states(out) == {"horovod-2-strong-1": "done", "ddp-2-strong-1": "done"} | done, outcome
     assert (out / "none-1-strong-1" / "train_results.json").stat().st_mtime_ns == first
+    assert undocumented(json.loads((out / "sweep.json").read_text()), "sweep.json", without=("same",)) == []
     assert "dp needs 2 GPUs in its one process, but 0 are visible" in outcome.output
     with (tmp_path / "report" / "report.csv").open(newline="") as file:
         rows = {(row["strategy"], row["ranks"]): row for row in csv.DictReader(file)}

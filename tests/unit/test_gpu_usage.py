@@ -8,6 +8,7 @@ import threading
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from documented import undocumented
 
 from hvd_bert.distributed.launch import RankInfo
 from hvd_bert.monitoring import gpu_usage as module
@@ -132,6 +133,7 @@ def test_usage_of_all_ranks(tmp_path, driver):
     assert usage.read(7) == own
     lines = [json.loads(line) for line in (tmp_path / "gpu_usage.jsonl").read_text().splitlines()]  # already on disk
     usage.close()
+    assert undocumented(lines, "gpu_usage.jsonl") == undocumented(own, "metrics.jsonl") == []
     assert [line.pop("seconds") >= 0 for line in lines] == [True, True]
     assert lines == [
         {"step": 7, "rank": 0, "host": "a", "device": "cuda:0", **own},

@@ -6,6 +6,7 @@ import csv
 import json
 
 import pytest
+from documented import undocumented
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import make_run
@@ -276,6 +277,7 @@ def test_projection_on_the_page(tmp_path):
     assert rows[0].startswith(f"| 2 | {expected.speedup:.2f} ({expected.efficiency:.0%}) |")
     with (tmp_path / "out/projection.csv").open(newline="") as file:
         found = [row for row in csv.DictReader(file) if row["devices"] == "2"]
+    assert undocumented(found, "Report CSV files") == []
     assert float(found[0]["speedup"]) == pytest.approx(expected.speedup)
     assert (found[0]["network"], found[0]["wire"], found[1]["wire"]) == ("25 Gb/s", "fp32", "fp16")
 

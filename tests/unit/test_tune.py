@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from documented import undocumented
 from made_runs import make_run
 
 from hvd_bert.bench import launching, one_run
@@ -252,6 +253,7 @@ def test_the_settings_to_use_are_printed(pretended, start, tmp_path, capsys) -> 
     assert "    mpirun -x HOROVOD_CYCLE_TIME ...\n" in output and "Not tested: --fp16_allreduce" in output
     assert "tune with your own" in warnings
     assert pretended.started.count(f"{GROUPS}2 {CYCLE}3 {CACHE}0") == 1  # dropped after the first pair
+    assert undocumented(record(tmp_path), "tune.json", "sweep.json", without=("same",)) == []
     result = record(tmp_path)["result"]
     assert result["set"] == [f"{CYCLE}3", f"{GROUPS}2"] and len(result["compared"]["ratios"]) == 6
     assert not list((tmp_path / "out").rglob("model.safetensors"))

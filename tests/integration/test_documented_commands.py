@@ -1,0 +1,103 @@
+"""The commands of the README, the quick start and the guides run as they are written.
+
+They run in a folder that has what the pages speak of: the scripts and examples, a tiny bert-base-uncased and a few of
+SQuAD's questions in the hub's cache and as files, and finished runs of a sweep. What takes longer, or needs hosts, is
+marked in the page; tests/unit/test_documented_commands.py checks the arguments of all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import documented
+import pytest
+from documented import Fence
+from fork_server import start as fork_server
+from launch import REPOSITORY, built, environment, run
+from made_runs import make_run
+
+pytestmark = pytest.mark.integration
+
+# What `<!-- needs: ... -->` above a fence says -> the commands of the fence that need it.
+NEEDS = {
+    "cluster": r"(for|done|s(alloc|batch|info|run))\b|.*(a100-\d|--host(file|-discovery)|tests/cluster|cluster_pack)",
+    "cores": r"mpirun -np 4",
+    "names": r".*( \.\.\.|[A-Z]{4}\.\.\.|/scratch/|run_qa\.py)",  # that the reader replaces
+    "server": r"tensorboard",
+    "time": r".*(hvd_bert\.(bench|tune)\b|scripts/(demo|test)\.sh|--config sample\b)",
+}
+PREPARES = ("source ", "export ")
+
+
+def runs_here(fence: Fence) -> list[str]:
+    """The commands of a fence that its mark does not exempt."""
+    exempt = [re.compile(NEEDS[need]) for need in fence.needs]
+    return [command for command in fence.commands if not any(pattern.match(command) for pattern in exempt)]
+
+
+def prepares_only(commands: Sequence[str]) -> bool:
+    return all(command.startswith(PREPARES) for command in commands)
+
+
+class Clone:
+    """The folder that the commands run in, and those that have run there."""
+
+    def __init__(self, folder: Path, hub_home: Path) -> None:
+        self.folder = folder
+        self.done: set[str] = set()
+        environ = {"HF_HOME": str(hub_home), "HVD_BERT_CACHE": str(folder / "cache")}
+        programs = fork_server.programs(environment() | environ)
+        self.environ = environ | {"PATH": f"{programs}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+
+    def run(self, commands: Sequence[str]) -> None:
+        """Run commands in one shell, those left out that ran before; the first that fails fails the test."""
+        new = [command for command in commands if command.startswith(PREPARES) or command not in self.done]
+        if not prepares_only(new):
+            script = ["bash", "-euxo", "pipefail", "-c", "\n".join(new)]
+            run(script, self.folder, env=self.environ, cold=True).expect(0)  # cold: its server is its own
+        self.done.update(new)
+
+
+@pytest.fixture(scope="module")
+def clone(
+    tmp_path_factory: pytest.TempPathFactory,
+    hub_home: Path,
+    make_questions: Callable[..., Any],
+    to_squad: Callable[..., Any],
+) -> Clone:
+    if not built() >= {"mpi", "gloo"}:
+        pytest.skip("the commands need a Horovod with MPI and Gloo")
+    folder = tmp_path_factory.mktemp("clone")
+    for name in ("env", "examples", "hvd_bert", "scripts"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    (folder / ".venv" / "bin" / "activate").touch()
+    for name, count in (("train-v1.1.json", 20), ("dev-v1.1.json", 5)):
+        (folder / name).write_text(json.dumps(to_squad(make_questions(count))))
+    (folder / "models").mkdir()
+    (snapshot,) = (hub_home / "hub" / "models--bert-base-uncased" / "snapshots").iterdir()
+    (folder / "models" / "bert-base-uncased").symlink_to(snapshot)
+    for strategy, ranks in (("none", 1), ("horovod", 2)):
+        make_run(folder / "runs" / "sweep" / f"{strategy}-{ranks}-strong-1", strategy, ranks)
+    return Clone(folder, hub_home)
+
+
+@pytest.mark.parametrize("page", documented.GUIDES)
+def test_every_mark_is_needed(page: str) -> None:
+    for fence in documented.fences(page):
+        for need in fence.needs:
+            assert any(re.match(NEEDS[need], command) for command in fence.commands), f"{fence} does not need {need}"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in documented.GUIDES if not all(prepares_only(runs_here(f)) for f in documented.fences(page))],
+)
+def test_commands_run(page: str, clone: Clone) -> None:
+    for fence in documented.fences(page):
+        clone.run(runs_here(fence))

@@ -1,0 +1,232 @@
+"""The README and docs/: flags, paths, names, links and quoted messages are those of the code.
+
+`mkdocs build --strict` checks links and anchors between the pages of docs/ (mkdocs.yml, `validation`).
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import documented
+import flags_page
+import pytest
+import yaml
+from documented import PAGES, REPOSITORY, code_spans, headings, section, text_of
+from markdown.extensions.toc import slugify
+
+from hvd_bert.config import command_line
+from hvd_bert.config.settings import FLAGS
+
+TROUBLESHOOTING = "docs/guides/troubleshooting.md"
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+# Flags of other programs that the pages name.
+FOREIGN_FLAGS = {
+    "horovodrun": {"--autotune", "--no-stall-check", "--stall-check-shutdown-time-seconds", "--timeline-filename"},
+    "mpirun": {"--oversubscribe"},
+    "run_qa and TrainingArguments": {
+        *("--data_seed", "--dataloader_", "--ddp_", "--do_predict", "--evaluation_strategy", "--fsdp"),
+        *("--full_determinism", "--greater_is_better", "--group_by_length", "--max_predict_samples", "--push_to_hub"),
+        *("--report_to", "--test_file", "--token", "--trust_remote_code"),
+    },
+    "Slurm": {"--mem", "--no-requeue", "--partition"},
+    "docker": {"--cap-add", "--ipc", "--shm-size"},
+    "tensorboard": {"--logdir"},
+    "torchrun": {"--max-restarts"},
+}
+GROUPS_OF_FLAGS = {"--save_*"}  # as a page writes them
+
+
+# --- Flags ----------------------------------------------------------------------------------------
+
+
+@cache
+def own_flags() -> set[str]:
+    """Of the commands, and what the scripts, benchmarks and examples take or pass on."""
+    parsers = [command_line.make_parser(), *(command.make_parser() for command in flags_page.OTHERS.values())]
+    found = {option for parser in parsers for option in parser._option_string_actions}
+    for pattern in ("env/*.sh", "scripts/*", "benchmarks/**/*.py", "examples/*.py", "tests/cluster/*"):
+        for path in filter(Path.is_file, REPOSITORY.glob(pattern)):
+            found |= set(FLAG.findall(path.read_text(encoding="utf-8")))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_flags_exist(page: str) -> None:
+    known = own_flags().union(*FOREIGN_FLAGS.values(), {name.rstrip("*") for name in GROUPS_OF_FLAGS})
+    assert set(FLAG.findall(text_of(page))) - known == set()
+
+
+def test_every_flag_is_on_its_page() -> None:
+    assert {f"--{name}" for name in FLAGS} - set(FLAG.findall(text_of("docs/reference/flags.md"))) == set()
+
+
+def test_defaults_that_differ_from_run_qas() -> None:
+    """Of the flags that TrainingArguments has, too, the guide lists exactly those with another default."""
+    from transformers import TrainingArguments
+
+    theirs = {field.name: field for field in dataclasses.fields(TrainingArguments)}
+    differing = {
+        f"--{name}"
+        for name, flag in FLAGS.items()
+        if name in theirs and _default(theirs[name]) != flag.default and (_default(theirs[name]) or flag.default)
+    }
+    table = section("docs/guides/migrating.md", "Defaults that differ")
+    rows = [line for line in table.splitlines() if line.startswith("| ")]
+    assert differing - set(FLAG.findall(" ".join(rows))) == set()
+    equal = set(FLAG.findall(table)) - set(FLAG.findall(" ".join(rows)))
+    assert equal & differing == set()
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    made = field.default_factory() if callable(field.default_factory) else field.default
+    return getattr(made, "value", made)  # of an enum
+
+
+# --- Paths, names, variables ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_exist(page: str) -> None:
+    path = re.compile(r"(?:benchmarks|docs|env|examples|hvd_bert|scripts|tests)/[\w./-]*")
+    generated = re.compile(r"env/site\.sh|hvd_bert/sample/.*-v\d\.\d\.json|.*\bNAME\b.*")  # or a name to choose
+    named = {span for span in code_spans(text_of(page)) if path.fullmatch(span) and not generated.fullmatch(span)}
+    assert {name for name in named if not (REPOSITORY / name).exists()} == set()
+
+
+def test_file_tree_has_every_folder() -> None:
+    tree = text_of("docs/architecture.md").split("## File tree")[1].split("```")[1]
+    listed = set(re.findall(r"^ *([\w.]+/?)", tree, re.MULTILINE))
+    package = REPOSITORY / "hvd_bert"
+    folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    assert folders - listed == set()
+
+
+def test_import_layers_are_those_that_are_checked() -> None:
+    layers = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8").split("layers = [")[1].split("]")[0]
+    checked = [sorted(names.split(" | ")) for names in re.findall(r'"([^"]+)"', layers)]
+    table = section("docs/architecture.md", "Import layers")
+    rows = re.findall(r"^\| \d+ \| (.*) \|$", table, re.MULTILINE)
+    assert [sorted(code_spans(row)) for row in rows] == checked
+
+
+def test_python_api_has_these_names_and_parameters() -> None:
+    rows = [line for line in text_of("docs/reference/python-api.md").splitlines() if "`hvd_bert." in line]
+    assert len(rows) > 15
+    for row in rows:
+        (module,) = {span for span in code_spans(row) if re.fullmatch(r"hvd_bert(\.\w+)+", span)}
+        cells = row.strip("| ").split(" | ")
+        spans = code_spans(" ".join(cells[:2]))
+        names = [span for span in spans if re.fullmatch(r"[A-Z]\w+|\w+\(.*\)(\.\w+\(\))?", span) and span != "None"]
+        defined = _defined(module)
+        for span in names:
+            name, _, rest = span.partition("(")
+            assert name in defined, f"{module} has no {name}"
+            parameters = [word.strip() for word in rest.split(")")[0].split(",") if word.strip(" .")]
+            assert not parameters or parameters == defined[name][: len(parameters)], f"{module}: {span}"
+
+
+def _defined(module: str) -> dict[str, list[str]]:
+    """What a module's top level defines or imports -> the parameters of its functions."""
+    path = REPOSITORY.joinpath(*module.removesuffix(".__version__").split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    found: dict[str, list[str]] = {}
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = [argument.arg for argument in node.args.args]
+        elif isinstance(node, ast.ClassDef):
+            found[node.name] = []
+        elif isinstance(node, (ast.Assign, ast.ImportFrom)):
+            names = node.names if isinstance(node, ast.ImportFrom) else node.targets
+            found |= {getattr(name, "name", "") or getattr(name, "id", ""): [] for name in names}
+    return found
+
+
+def test_environment_variables_are_listed() -> None:
+    page = text_of("docs/reference/environment-variables.md")
+    variable = re.compile(r"\bHVD_BERT_[A-Z_]+\b")
+    files = [path for folder in ("hvd_bert", "scripts", "env") for path in (REPOSITORY / folder).rglob("*")]
+    read = {
+        name
+        for path in files
+        if path.suffix in (".py", ".sh", ".slurm")
+        for name in variable.findall(path.read_text(encoding="utf-8"))
+    }
+    assert read - set(variable.findall(page)) == set()
+
+
+# --- Links ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_links_of_pages_outside_of_docs(page: str) -> None:
+    links = re.findall(r"\]\((?!https?://)([^)#]*)(?:#([^)]*))?\)", text_of(page))
+    for target, anchor in links:
+        assert (REPOSITORY / (target or page)).exists(), target
+        if anchor:
+            assert anchor in {slugify(heading, "-") for heading in headings(text_of(target or page))}, (target, anchor)
+
+
+def test_readme_links_to_every_page() -> None:
+    class Loader(yaml.SafeLoader):
+        """Reads mkdocs.yml, with its tags for paths."""
+
+    Loader.add_constructor("!relative", lambda loader, node: node.value)
+    site = yaml.load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"), Loader)
+    assert site["validation"]["links"]["anchors"] == site["validation"]["nav"]["omitted_files"] == "warn"
+    pages = [page for part in site["nav"] for entries in part.values() for entry in entries for page in entry.values()]
+    linked = text_of("README.md")
+    assert [page for page in pages if f"(docs/{page}" not in linked and page != "contributing.md"] == []
+
+
+# --- Troubleshooting ------------------------------------------------------------------------------
+
+
+def messages() -> list[str]:
+    """Every text in the code and the scripts; NUL stands for a value."""
+    found = []
+    for path in sorted((REPOSITORY / "hvd_bert").rglob("*.py")):
+        found += [_text(node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    value = re.compile(r"\$\{[^}]*\}|\$\([^()]*\)|\$\w+")
+    for folder in ("scripts", "env"):
+        for path in filter(Path.is_file, (REPOSITORY / folder).iterdir()):
+            found += [value.sub("\0", line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [text for text in found if text]
+
+
+def _text(node: ast.AST) -> str:
+    if isinstance(node, ast.Constant):
+        return re.sub(r"%[.\d]*[a-z]", "\0", node.value) if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) if isinstance(part, ast.Constant) else "\0" for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return (_text(node.left) or "\0") + (_text(node.right) or "\0")
+    return ""
+
+
+def test_quoted_messages_are_ours() -> None:
+    """A heading that is code alone is one of our messages; a word in capitals, or `...`, stands for anything."""
+    said = messages()
+    quoted = [title[1:-1] for title in headings(text_of(TROUBLESHOOTING)) if re.fullmatch(r"`[^`]+`", title)]
+    assert len(quoted) > 20
+    unknown = []
+    for quote in quoted:
+        literal = re.split(rf"{documented.PLACEHOLDER}|\.\.\.", quote)
+        assert len("".join(literal)) > 12, f"too little is literal in: {quote}"
+        longest, pattern = max(literal, key=len), re.compile(".+?".join(map(re.escape, literal)), re.DOTALL)
+        unknown += [quote] if not any(longest in text and pattern.search(text) for text in said) else []
+    assert unknown == [], "no message of the code or the scripts reads so"
+
+
+def test_symptoms_have_a_cause_and_a_fix() -> None:
+    symptoms = re.split(r"^### ", text_of(TROUBLESHOOTING), flags=re.MULTILINE)[1:]
+    assert len(symptoms) >= 30
+    for symptom in symptoms:
+        title, _, body = symptom.partition("\n")
+        assert "**Cause:**" in body and "**Fix:**" in body, title
+        ours = re.fullmatch(r"`[^`]+`", title)
+        assert ours or re.fullmatch(r"[\w+ ]+: `[^`]+`", title), f"{title}: name the program before its message"

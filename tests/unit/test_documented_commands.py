@@ -1,0 +1,161 @@
+"""The commands in the documentation: the parsers of the programs that they name accept them, and their files exist.
+
+bash reads each ```bash fence with programs that only write down their arguments. tests/integration runs what it can.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import documented
+import flags_page
+import pytest
+from documented import REPOSITORY, Fence
+
+from hvd_bert.config import command_line
+
+FENCES = [fence for page in documented.PAGES for fence in documented.fences(page)]
+COMMANDS = ("python -m hvd_bert.", "horovodrun ", "bash ")
+SCRIPTS = [
+    str(path.relative_to(REPOSITORY)) for folder in ("scripts", "env") for path in REPOSITORY.glob(f"{folder}/*.sh")
+]
+PROGRAMS = {"bash", "horovodrun", "mkdocs", "module", "mpirun", "python", "salloc", "sbatch", "sinfo", "srun"}
+PROGRAMS |= {"tensorboard", "torchrun"}
+# Writes a line per call: the program and its arguments, between marks that no documented command has.
+RECORDER = """#!/bin/sh
+{ printf '%s\\037' "$0" "$@"; printf '\\036'; } >> "$RECORD"
+"""
+JOBS = {"scripts/hvd.slurm": "hvd_bert.train", "scripts/scaling.slurm": "hvd_bert.bench sweep"}
+PARSERS = {
+    parser.prog.removeprefix("python -m "): parser
+    for parser in (command.make_parser() for command in flags_page.OTHERS.values())
+}
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which every program and script only writes down how it was called."""
+    folder = tmp_path_factory.mktemp("clone")
+    for place in (*(f"bin/{name}" for name in PROGRAMS), *SCRIPTS):
+        path = folder / place
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(RECORDER)
+        path.chmod(0o755)
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    (folder / ".venv" / "bin" / "activate").touch()
+    return folder
+
+
+def calls(text: str, clone: Path) -> list[list[str]]:
+    """How bash calls programs for `text`: words, without those that stand for further ones."""
+    record = clone / "record"
+    record.write_text("")
+    environ = {"PATH": str(clone / "bin"), "RECORD": str(record), "USER": "user"}
+    words = [shutil.which("bash") or "bash", "-euo", "pipefail", "-c", text]
+    done = subprocess.run(words, cwd=clone, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = []
+    for call in record.read_text().split("\036")[:-1]:
+        program, *arguments = call.split("\037")[:-1]
+        found.append([program.removeprefix(f"{clone}/bin/"), *(word for word in arguments if word not in ("...", "…"))])
+    return found
+
+
+def check(words: list[str]) -> None:
+    """Raise what the named program raises for its arguments; fail if a file is not there."""
+    if not words:
+        return
+    program, *arguments = words
+    if program in LAUNCHERS:
+        check(LAUNCHERS[program](arguments))
+    elif program == "python" and arguments[0] == "-m":
+        check_module(arguments[1:])
+    elif program in ("python", "bash"):
+        check(arguments)
+    elif program not in PROGRAMS:
+        check_script(program, arguments)
+
+
+def check_module(words: list[str]) -> None:
+    name, *flags = words
+    if flags[:1] == ["sweep"]:
+        name, flags = f"{name} sweep", flags[1:]
+    if "--help" in flags:
+        assert name in PARSERS or name == "hvd_bert.train"
+    elif name == "hvd_bert.train":
+        command_line.parse(flags)
+    elif name in ("hvd_bert.bench", "hvd_bert.bench sweep", "hvd_bert.tune"):
+        _, rest = PARSERS[name].parse_known_args(flags)
+        command_line.make_parser().parse_args(rest)  # no more: in a sweep a flag may be one strategy's alone
+    else:
+        PARSERS[name].parse_args(flags)
+
+
+def check_script(script: str, arguments: list[str]) -> None:
+    if script == "run_qa.py":  # of transformers
+        return
+    text = (REPOSITORY / script).read_text(encoding="utf-8")
+    if script in JOBS:
+        check_module([*JOBS[script].split(), *arguments])
+    elif "--" in arguments:  # scripts/horovodrun.sh: the trainer's follow
+        split = arguments.index("--")
+        check_script(script, arguments[:split])
+        check_module(["hvd_bert.train", *arguments[split + 1 :]])
+    elif script not in ("scripts/demo.sh", "scripts/test.sh"):  # these hand their arguments on
+        unknown = [word for word in arguments if word.startswith("--") and word.split("=")[0] not in text]
+        assert not unknown, f"{script} has no {unknown}"
+
+
+def of_horovodrun(arguments: list[str]) -> list[str]:
+    from horovod.runner import launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["horovodrun", *arguments])
+        command: list[str] = launch.parse_args().command
+    return command
+
+
+def after_options(arguments: list[str]) -> list[str]:
+    """What mpirun, torchrun or a program of Slurm starts; without a command salloc starts a shell."""
+    while arguments and arguments[0].startswith("-") and arguments[0] != "-m":
+        arguments = arguments[2 if arguments[0] in ("-np", "--nproc-per-node") else 1 :]
+    if not arguments or arguments[0].endswith(".slurm"):
+        return arguments
+    return arguments if arguments[0] == "python" else ["python", *arguments]
+
+
+LAUNCHERS = {"horovodrun": of_horovodrun} | dict.fromkeys(
+    ("mpirun", "salloc", "sbatch", "srun", "torchrun"), after_options
+)
+
+
+@pytest.mark.parametrize("fence", FENCES, ids=str)
+def test_commands_of_a_fence(fence: Fence, clone: Path) -> None:
+    found = calls(fence.content, clone)
+    assert found or fence.content.startswith(("source ", "export ")), fence.content
+    for words in found:
+        check(words)
+
+
+def test_commands_of_the_readmes_table(clone: Path) -> None:
+    spans = [span for span in documented.code_spans(documented.text_of("README.md")) if span.startswith(COMMANDS)]
+    assert len(spans) > 5
+    for span in spans:
+        for words in calls(span, clone):
+            check(words)
+
+
+def test_a_wrong_command_is_found(clone: Path) -> None:
+    for text, wrong in (
+        ("python -m hvd_bert.train --no_such_flag", "no_such_flag"),
+        ("horovodrun -np 2 python -m hvd_bert.train --config no_such_preset", "no_such_preset"),
+        ("sbatch --nodes=1 scripts/hvd.slurm --seed one", "seed"),
+        ("python -m hvd_bert.tune --knobs cycle --stepps 3", "stepps"),
+        ("bash env/setup.sh --with-mpy", "with-mpy"),
+    ):
+        with pytest.raises((ValueError, AssertionError), match=wrong):
+            for words in calls(text, clone):
+                check(words)
