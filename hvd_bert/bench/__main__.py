@@ -28,8 +28,8 @@ def main(world: World) -> None:
     """The whole measurement on one rank. Called by all ranks."""
     with world.raise_on_all_ranks():
         own, config = flags.parse(sys.argv[1:], show_help=False)
-    with collector_paused():
-        from hvd_bert.bench import speed
+        with collector_paused():
+            from hvd_bert.bench import speed
     speed.run(own, config, world)
 
 

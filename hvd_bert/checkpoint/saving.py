@@ -170,16 +170,15 @@ class Checkpoints:
         self.finish()
         if not self.args.load_best_model_at_end or best.step in (0, self.state.step):
             return
-        folder, model, problem = self.folder / checkpoint_files.name_of(best.step), self._inputs.model, None
+        folder, model, usable = self.folder / checkpoint_files.name_of(best.step), self._inputs.model, True
         if world.rank == 0:
             try:
                 checkpoint_files.verify(folder)
                 model.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
             except (checkpoint_files.CorruptCheckpoint, OSError) as error:
-                problem = str(error)
-        problem = world.broadcast(problem)
-        if problem is not None:
-            log.warning("The best model, that of step %d, is not there; the last one is left: %s.", best.step, problem)
+                log.warning("The best model, of step %d, cannot be loaded: %s. The last one is kept.", best.step, error)
+                usable = False
+        if not world.broadcast(usable):
             return
         world.broadcast_tensors(model.state_dict())
         log.info("The model is that of step %d (%s %.4g).", best.step, best.metric, best.value)

@@ -12,7 +12,7 @@ import torch
 
 from hvd_bert.distributed import rendezvous, watchdog
 from hvd_bert.distributed.launch import Launcher, check_pmi, check_size, find_launcher, is_elastic
-from hvd_bert.distributed.world import CollectiveError, World, log, log_on_rank_zero
+from hvd_bert.distributed.world import CollectiveError, World, log
 from hvd_bert.errors import UserError
 
 
@@ -97,7 +97,6 @@ class HorovodWorld(World):
             check_size(launcher, hvd.size())
         controller = "none" if hvd.size() == 1 else "mpi" if by_mpi else "gloo"
         world = HorovodWorld(hvd, controller, comm, stalled_after_s)
-        log_on_rank_zero(world.rank)
         world.elastic, world.generation = elastic, generation
         if launcher.size is None and int(os.environ.get("SLURM_NTASKS", "1")) > 1:
             log.warning("This job has %s tasks, but this is one process: start with srun.", os.environ["SLURM_NTASKS"])
@@ -119,8 +118,9 @@ class HorovodWorld(World):
         address = rendezvous.address_of(os.environ.get("HOROVOD_GLOO_IFACE")) or self.host
         try:
             return watchdog.StoreArrivals(rendezvous.store_of(self, address), self.rank, self.size)
-        except CollectiveError as error:  # training goes without it
-            log.warning("A rank that stalls will not be named: %s", error)
+        except CollectiveError as error:  # of all ranks; training goes without it
+            if self.rank == 0:
+                log.warning("A rank that stalls will not be named: %s", error)
             return watchdog.UnknownArrivals(self.rank, self.size)
 
     def _take_device(self) -> tuple[str, str | None]:

@@ -8,7 +8,7 @@ import torch
 
 from hvd_bert.distributed.horovod_world import HorovodWorld
 from hvd_bert.distributed.launch import WorldsOfOne, find_launcher, is_elastic
-from hvd_bert.distributed.world import World, log_on_rank_zero
+from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 
 
@@ -35,7 +35,6 @@ def _alone(strategy: str) -> World:
         )
     world = World()
     world.elastic = is_elastic(os.environ)  # to be refused: only Horovod is
-    log_on_rank_zero(world.rank)
     if strategy == "dp":
         world.devices = torch.cuda.device_count()
         if world.devices < 2:

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import torch
 
+from hvd_bert.distributed import logs
 from hvd_bert.distributed.horovod_world import ready_for_timeline
 from hvd_bert.distributed.joining import join
 from hvd_bert.distributed.launch import WorldsOfOne, find_launcher
@@ -28,18 +29,24 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 _PEER_IS_GONE = ("Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
-def run_as_rank(entry: Callable[[World], None], strategy: str = "horovod", records_timeline: bool = False) -> NoReturn:
+def run_as_rank(
+    entry: Callable[[World], None],
+    strategy: str = "horovod",
+    records_timeline: bool = False,
+    log_format: str | None = None,
+) -> NoReturn:
     """Join the world, call `entry(world)`, leave with 0, or say once what is wrong and end every rank.
 
     It does not return, nor need it raise SystemExit: `entry` leaves everything in order itself.
 
     `records_timeline`: whether Horovod is to record its timeline of some steps, which it must know from the start.
+    `log_format`: as `logs.start` takes it.
     """
     if records_timeline:
         ready_for_timeline(os.environ)
     generation = 0
     while True:
-        world = _join(strategy, generation)
+        world = _join(strategy, generation, log_format)
         try:
             world.set_up_device()
             entry(world)
@@ -53,28 +60,28 @@ def run_as_rank(entry: Callable[[World], None], strategy: str = "horovod", recor
         except KeyboardInterrupt:
             world.abort(EXIT_FAILURE)
         except torch.OutOfMemoryError as error:
-            print(
+            logs.report(
                 f"hvd_bert: rank {world.rank} on {world.host}: the GPU's memory is full ({error}). Halve"
-                " --per_device_train_batch_size (or _eval_) and double --gradient_accumulation_steps, or use --bf16.",
-                file=sys.stderr,
+                " --per_device_train_batch_size (or _eval_) and double --gradient_accumulation_steps, or use --bf16."
             )
             world.abort(EXIT_FAILURE)
         except Exception as error:
             where = f"rank {world.rank} on {world.host}"
             if not (world.elastic and _can_be_done_without(error)):
-                print(_failure(error, where), file=sys.stderr)
+                logs.report(_failure(error, where))
                 world.abort(EXIT_FAILURE)
             reason = next(iter(str(error).splitlines()), type(error).__name__)
-            print(f"{where}: {reason}: joining the world of those that are left.", file=sys.stderr, flush=True)
+            logs.report(f"{where}: {reason}: joining the world of those that are left.")
         else:
             world.end(EXIT_OK)
         world.leave()
         generation += 1
 
 
-def _join(strategy: str, generation: int) -> World:
+def _join(strategy: str, generation: int, log_format: str | None) -> World:
     try:
-        return join(strategy, generation)
+        logs.start(find_launcher(os.environ).rank or 0, log_format)
+        world = join(strategy, generation)
     except (WorldsOfOne, CollectiveError) as error:
         # All processes see it, and in worlds of one none can talk to another: one speaks, and alone fails, or the
         # others' end could make the launcher kill it before it has spoken.
@@ -83,8 +90,10 @@ def _join(strategy: str, generation: int) -> World:
     except UserError as error:
         sys.exit(_report(error, shown=True))
     except Exception as error:
-        print(_failure(error, f"a rank on {socket.gethostname()}"), file=sys.stderr, flush=True)
+        logs.report(_failure(error, f"a rank on {socket.gethostname()}"))
         _abort_all()
+    logs.start(world.rank, log_format)  # a world may number its ranks in another way than the launcher
+    return world
 
 
 def _abort_all() -> NoReturn:
@@ -118,5 +127,5 @@ def _failure(error: Exception, where: str) -> str:
 
 def _report(error: UserError, shown: bool) -> int:
     if shown:
-        print(f"hvd_bert: {error}", file=sys.stderr, flush=True)
+        logs.report(f"hvd_bert: {error}")
     return EXIT_BAD_INPUT

@@ -17,7 +17,7 @@ from torch import distributed
 from hvd_bert.distributed import rendezvous
 from hvd_bert.distributed.horovod_world import HorovodWorld
 from hvd_bert.distributed.launch import find_launcher, is_elastic, slurm_address
-from hvd_bert.distributed.world import World, log_on_rank_zero
+from hvd_bert.distributed.world import World
 
 # Ranks wait for one that writes a checkpoint or scores the rest of its questions. Who is gone Gloo notices at once.
 TIMEOUT = timedelta(hours=2)
@@ -56,7 +56,6 @@ class DistributedWorld(World):
         rendezvous.choose_interface(store, rank, size, "GLOO_SOCKET_IFNAME")
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-        log_on_rank_zero(rank)
         world = DistributedWorld(rank, size, comm)
         world.elastic = is_elastic(os.environ)  # to be refused: only Horovod is
         return world

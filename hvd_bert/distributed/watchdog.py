@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from hvd_bert.distributed import logs
 from hvd_bert.errors import EXIT_FAILURE
 
 DISABLED = "HOROVOD_STALL_CHECK_DISABLE"
@@ -165,7 +165,7 @@ class Watchdog:
         try:
             self._arrivals.announce(number)
         except RuntimeError as error:  # rank 0 is gone, and with it its store: others say it
-            print(f"rank {self._rank} cannot reach rank 0: {error}", file=sys.stderr, flush=True)
+            logs.report(f"rank {self._rank} cannot reach rank 0: {error}")
 
     def _end(self, number: int, waited_s: float, names: Sequence[str]) -> None:
         try:
@@ -175,12 +175,10 @@ class Watchdog:
         ranks = _shortened([f"rank {rank} on {self._hosts[rank]}" for rank in missing])
         what = _shortened(names)
         text = f"for {ranks} to come to {what}" if missing else f"for {what}, to which all ranks have come (NCCL?)"
-        print(
+        logs.report(
             f"rank {self._rank} on {self._hosts[self._rank]} has waited {waited_s:.0f} s {text}. Look there at the file"
             " systems and the GPU (dmesg, nvidia-smi); the same command goes on from the last checkpoint. Where a step"
-            f" is rightly so slow, set {ENDS_AFTER} higher (docs/guides/resume-and-reliability.md).",
-            file=sys.stderr,
-            flush=True,
+            f" is rightly so slow, set {ENDS_AFTER} higher (docs/guides/resume-and-reliability.md)."
         )
         self._abort(EXIT_FAILURE)
 

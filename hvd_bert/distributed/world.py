@@ -5,7 +5,6 @@ Here is what all worlds share, and the world of one; `horovod_world.py` and `tor
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import sys
@@ -16,10 +15,12 @@ from typing import Any, NoReturn
 
 import torch
 
+from hvd_bert.distributed import logs
 from hvd_bert.distributed.launch import RankInfo, check_devices, choose_device, choose_threads, find_job, share_cores
+from hvd_bert.distributed.logs import log
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 
-log = logging.getLogger("hvd_bert")
+__all__ = ["CollectiveError", "HostsChanged", "World", "log"]
 
 
 class CollectiveError(UserError):
@@ -176,14 +177,20 @@ class World:
         all.
 
         `status`: the exit status of such a failure. No collective may stand inside: a rank that fails would leave the
-        others waiting in it.
+        others waiting in it. A warning that several ranks give inside is one line, with the list of ranks.
         """
         message = None
-        try:
-            yield
-        except UserError as error:
-            message = str(error)
-        messages = self.allgather(message)
+        with logs.collected() as warnings:
+            try:
+                yield
+            except UserError as error:
+                message = str(error)
+            mine = warnings[:]
+            everyone = self.allgather((message, mine))
+            del warnings[: len(mine)]
+        if self.rank == 0:
+            logs.show([theirs for _, theirs in everyone])
+        messages = [text for text, _ in everyone]
         failed = [rank for rank, text in enumerate(messages) if text is not None]
         if failed:
             first = failed[0]
@@ -209,18 +216,9 @@ class World:
 
     def abort(self, status: int) -> NoReturn:
         """End every rank now: one that failed alone must not leave the others waiting for it."""
+        logs.flush()
         sys.stdout.flush()
         sys.stderr.flush()
         if self._comm is not None:
             self._comm.Abort(status)
         os._exit(status)  # the launcher sees the status and ends the others
-
-
-def log_on_rank_zero(rank: int) -> None:
-    """Print what is logged: rank 0's all, the others' errors only."""
-    logging.basicConfig(
-        format="%(message)s" if rank == 0 else f"rank {rank}: %(message)s",
-        stream=sys.stdout,
-        force=True,  # in a later world of Horovod elastic the rank is another one
-    )
-    log.setLevel(logging.INFO if rank == 0 else logging.ERROR)

@@ -32,7 +32,8 @@ def main(world: World) -> None:
     """A whole run on one rank, from the command line to the output files. Called by all ranks."""
     with world.raise_on_all_ranks():
         config = command_line.parse()
-    _loop().run(config, world)
+        loop = _loop()  # here, so that warnings of the imports are shown once
+    loop.run(config, world)
 
 
 @functools.cache  # in a later world of Horovod elastic, freezing again would keep the memory of the one before

@@ -8,6 +8,7 @@ from contextlib import closing, nullcontext
 from typing import Any
 
 from torch import Tensor
+from transformers.utils import logging as transformers_logging
 
 from hvd_bert.checkpoint import resume, run_folder
 from hvd_bert.checkpoint.resume import ResumePoint
@@ -89,13 +90,15 @@ def run(config: Config, world: World) -> None:
 
 
 def set_up(config: Config, world: World) -> None:
-    """Threads, precision and memory of this process, before anything large is made."""
+    """Threads, precision, memory and logs of this process, before anything large is made."""
     world.set_threads(config.parallel.num_threads)
     set_precision(config.train)
     if world.device.type == "cpu":
         keep_memory()
         # transformers looks into DeepSpeed where it is installed, and that would tell every rank's user of the CPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    transformers_logging.disable_default_handler()  # its warnings are shown as ours are
+    transformers_logging.enable_propagation()
 
 
 class Training:
@@ -135,8 +138,9 @@ class Training:
         state, checkpoints, world = self.state, self.checkpoints, self.world
         effective = run_folder.effective_settings(self.config, self.plan, state.schedule.base_lrs[0], world)
         log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))
-        for advice in scaling_advice(self.config.train, world.size * world.devices, effective["learning_rate"]):
-            log.warning(advice)
+        if world.rank == 0:
+            for advice in scaling_advice(self.config.train, world.size * world.devices, effective["learning_rate"]):
+                log.warning(advice)
         state.strategy.module.train()
         self.metrics_logger.begin(self.total_steps, state.step, self.plan.steps_per_epoch)
         watched = self.stop_requests.watched() if stoppable else nullcontext()

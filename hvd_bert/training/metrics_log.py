@@ -14,6 +14,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter  # torch's SummaryWriter is slow to import
 from tqdm import tqdm
 
+from hvd_bert.distributed.logs import log
+
 # Without a terminal (a job's log file, a launcher's pipe) a progress line at most this often.
 LINE_EVERY_S = 10.0
 
@@ -59,7 +61,7 @@ class MetricsLogger:
         self._record({"epoch": self.epoch, **named})
         after = f"step {self.step}/{self.total_steps}: " if self.step else ""
         scores = f"EM {metrics['exact_match']:.2f}  F1 {metrics['f1']:.2f}  loss {metrics['eval_loss']:.3f}"
-        self.say(f"{after}{scores}  on {metrics['total']:.0f} questions")
+        log.info(f"{after}{scores}  on {metrics['total']:.0f} questions")
 
     def _record(self, values: dict[str, float]) -> None:
         # An overflow (fp16) may leave an infinite norm, which JSON cannot hold.
@@ -89,14 +91,7 @@ class MetricsLogger:
             done = self.step - self.first_step
             eta = tqdm.format_interval((now - self.start) / done * (self.total_steps - self.step))
             said = "  ".join(f"{name} {value}" for name, value in shown.items())
-            self.say(f"step {self.step}/{self.total_steps} ({self.step / self.total_steps:.0%})  {said}  ETA {eta}")
-
-    def say(self, line: str) -> None:
-        """A line on standard output that does not break the bar, in one write: launchers tag every write."""
-        if self.enabled:
-            with self.bar.external_write_mode(file=sys.stdout, nolock=True):
-                sys.stdout.write(line + "\n")
-                sys.stdout.flush()
+            log.info(f"step {self.step}/{self.total_steps} ({self.step / self.total_steps:.0%})  {said}  ETA {eta}")
 
     def close(self) -> None:
         """Flush and close the files."""

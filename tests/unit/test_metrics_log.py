@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from hvd_bert.distributed import logs
 from hvd_bert.training import metrics_log as module
 from hvd_bert.training.metrics_log import MetricsLogger
 
@@ -27,6 +28,11 @@ class Clock:
         return self.now
 
     perf_counter = time = monotonic
+
+
+@pytest.fixture(autouse=True)
+def console() -> None:
+    logs.start(rank=0, log_format="plain")
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ Horovod writes a timeline of certain steps only where HOROVOD_TIMELINE=DYNAMIC w
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -110,7 +109,7 @@ class Recording:
                 self.profiler.export_chrome_trace(str(path))
                 return RankTrace(self.world.rank, self.world.host, self.offset_ns, self.laps, pack(path.read_bytes()))
         except (OSError, RuntimeError) as error:
-            print(f"rank {self.world.rank}: no trace: {error}", file=sys.stderr)
+            log.warning("No trace: %s", error)
             return None
 
     def _write_trace(self, traces: Sequence[RankTrace], steps: str) -> None:
