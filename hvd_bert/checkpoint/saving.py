@@ -72,10 +72,10 @@ class Checkpoints:
     def _pause(self) -> Iterator[None]:
         """What is done inside, training waits for."""
         self.state.meter.lap("other")
-        start = time.perf_counter()
-        yield
-        self._count("checkpoint_pause_s", time.perf_counter() - start)
-        self.state.meter.lap("checkpoint")
+        with self.state.meter.phase("checkpoint"):
+            start = time.perf_counter()
+            yield
+            self._count("checkpoint_pause_s", time.perf_counter() - start)
 
     @cached_property
     def _of_the_run(self) -> tuple[dict[str, Any], dict[str, bytes]]:

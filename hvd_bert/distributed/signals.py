@@ -21,6 +21,7 @@ class StopRequests:
     def __init__(self, world: World) -> None:
         self._world = world
         self._received: str | None = None
+        self._vote: Callable[[], bool] = lambda: False
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -37,9 +38,13 @@ class StopRequests:
             raise KeyboardInterrupt
         self._received = signal.Signals(number).name
 
-    def ask(self) -> Callable[[], bool]:
-        """Ask all ranks, in the background: call the result, on all ranks, for whether any was asked to stop."""
-        return self._world.any_rank_async(self._received is not None or NOTICES.changed)
+    def start_vote(self) -> None:
+        """Start to ask all ranks whether any was asked to stop. The vote travels alongside the gradients."""
+        self._vote = self._world.any_rank_async(self._received is not None or NOTICES.changed)
+
+    def any_rank_stops(self) -> bool:
+        """Wait for the result of the vote: whether any rank was asked to stop before it."""
+        return self._vote()
 
     def reason(self) -> str | None:
         """The signals that came, and where; None: only the hosts change. A collective."""

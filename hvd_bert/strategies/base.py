@@ -44,8 +44,6 @@ class Strategy:
     whatever the autocast.
     """
 
-    # In which phase of the step (`meter.PHASES`) the end of `backward` lies, from the call of `mark` on.
-    backward_ends_in = "compute"
     # Whether the time that the step waits for other ranks can be told from its computing.
     tells_exposed_comm = True
 

@@ -20,7 +20,6 @@ _SYNC_BUFFERS = "forward_sync_buffers" if _NEWER else "broadcast_buffers"
 class DDPStrategy(Strategy):
     """Wraps the model: its backward pass averages buckets of gradients, and ends when all have arrived."""
 
-    backward_ends_in = "exposed_comm"
     module: DistributedDataParallel
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:

@@ -149,10 +149,11 @@ class Training:
                 self._evaluate()
             while state.step < self.total_steps and not checkpoints.patience_is_over:
                 self.recording.before(state.step + 1)
-                learning_rate, grad_norm, stops = self._step()
+                learning_rate, grad_norm = self._step()
                 self.recording.after(state.step)
-                self._after_step(learning_rate, grad_norm, stops)
-            if self.stop_requests.ask()():  # since the last step: while the model was scored, say
+                self._after_step(learning_rate, grad_norm)
+            self.stop_requests.start_vote()  # for a signal since the last step, for example during an evaluation
+            if self.stop_requests.any_rank_stops():
                 checkpoints.stop(self.stop_requests.reason())
             state.strategy.whole_model()  # from here on inputs.model is what was trained
             checkpoints.end()
@@ -160,37 +161,39 @@ class Training:
         sums = {"breakdown": self.breakdown.results()}
         return state.meter.results() | sums | checkpoints.totals | skipped | effective
 
-    def _step(self) -> tuple[float, Tensor, bool]:
-        """One optimizer step. Returns its learning rate, the norm of its gradient, and whether to stop now."""
-        state, world = self.state, self.world
-        strategy, meter = state.strategy, state.meter
+    def _step(self) -> tuple[float, Tensor]:
+        """One optimizer step. Returns its learning rate and the norm of its gradient."""
+        state, strategy, meter = self.state, self.state.strategy, self.state.meter
         step_windows = len(self.plan.step_windows(state.step))
-        for batch in self.batches.of_step(state.step):
-            meter.lap("data")
-            with autocast(world.device, self.config.train.precision):
-                losses = window_losses(strategy.module, batch)[: batch.num_windows]
-            # Horovod takes the mean over the ranks; this makes it the mean over the windows of the step.
-            loss = losses.sum() * (world.size / step_windows)
-            strategy.backward(loss)
-            meter.lap(strategy.backward_ends_in)
+        for batch in meter.timed("data", self.batches.of_step(state.step)):
+            with meter.phase("compute"):
+                with autocast(self.world.device, self.config.train.precision):
+                    losses = window_losses(strategy.module, batch)[: batch.num_windows]
+                # Horovod takes the mean over the ranks; this makes it the mean over the windows of the step.
+                loss = losses.sum() * (self.world.size / step_windows)
+                strategy.backward(loss)
             meter.add(loss, batch)
-        any_stop = self.stop_requests.ask()
-        self.breakdown.count(state.step)
-        self.checkpoints.await_write()
-        meter.lap("other")
-        strategy.synchronize()
-        meter.lap("exposed_comm")
-        grad_norm = strategy.clip()
-        learning_rate = state.schedule.get_last_lr()[0]
-        if strategy.step():
-            state.schedule.step()
+        with meter.phase("other"):
+            self._while_gradients_travel()
+        with meter.phase("exposed_comm"):
+            strategy.synchronize()
+        with meter.phase("optimizer"):
+            grad_norm = strategy.clip()
+            learning_rate = state.schedule.get_last_lr()[0]
+            if strategy.step():
+                state.schedule.step()
         state.step += 1
-        stops = any_stop()
-        meter.lap("optimizer")
-        return learning_rate, grad_norm, stops
+        return learning_rate, grad_norm
 
-    def _after_step(self, learning_rate: float, grad_norm: Tensor, stops: bool) -> None:
+    def _while_gradients_travel(self) -> None:
+        """Work that does not need the step's gradients, while the last of them are averaged."""
+        self.stop_requests.start_vote()
+        self.breakdown.count(self.state.step)
+        self.checkpoints.await_write()
+
+    def _after_step(self, learning_rate: float, grad_norm: Tensor) -> None:
         """Log, stop, score, save: whatever is due after this step."""
+        stops = self.stop_requests.any_rank_stops()
         state, checkpoints, total_steps = self.state, self.checkpoints, self.total_steps
         per_epoch = self.plan.steps_per_epoch
         evaluates = self.config.evaluates_after_step(state.step, per_epoch, total_steps)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -14,6 +15,7 @@ from hvd_bert.distributed.world import World
 
 # What a step's time is split into, in the loop's order; docs/reference/output-files.md says what each holds.
 PHASES = ("data", "compute", "exposed_comm", "optimizer", "checkpoint", "other")
+Item = TypeVar("Item")
 _TOTALS = ("last_step", "train_s", "loss_sum", "windows", "tokens")
 
 
@@ -95,6 +97,7 @@ class Meter:
         self.last_step = 0
         self.train_s = self.loss_sum = 0.0
         self.windows = self.tokens = 0
+        self._phase = "other"  # of `phase`'s innermost block
         self._stopwatch = Stopwatch(world.device)
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._windows = self._tokens = self._positions = 0
@@ -110,6 +113,25 @@ class Meter:
         self._stopwatch.lap(phase)
         if self.on_lap:
             self.on_lap(phase)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Inside, the step is in phase `name`. Phases leave no gaps: each begins where the one before ended."""
+        outer, self._phase = self._phase, name
+        yield
+        self.lap(self._phase)
+        self._phase = outer
+
+    def timed(self, phase: str, items: Iterable[Item]) -> Iterator[Item]:
+        """The items; waiting for each is `phase`."""
+        for item in items:
+            self.lap(phase)
+            yield item
+
+    def gradients_computed(self) -> None:
+        """The rest of the current phase is not "compute" but waiting for the other ranks' gradients."""
+        self.lap("compute")
+        self._phase = "exposed_comm"
 
     def add(self, loss: torch.Tensor, batch: Batch) -> None:
         """Count one forward pass; `loss`: this rank's share of its step's loss, as given to the strategy."""

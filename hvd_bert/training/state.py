@@ -76,7 +76,7 @@ class TrainState:
         if args.torch_compile:
             compile_layers(strategy.trained)
         meter = Meter(world, strategy.tells_exposed_comm)
-        strategy.mark_gradients(lambda: meter.lap("compute"))
+        strategy.mark_gradients(meter.gradients_computed)
         return TrainState(strategy, schedule, meter, plan, world, Best(config.checkpoint.metric_for_best_model))
 
     def snapshot(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:

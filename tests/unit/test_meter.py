@@ -114,6 +114,43 @@ def test_phases_of_two_ranks(clock):
     assert meter.read(3)["data_max_s"] == 1.0
 
 
+def test_phases_leave_no_gaps(clock):
+    """A step as the loop takes it: two passes whose backward waits for other ranks, and a checkpoint within."""
+    meter = Meter(world_of(1))
+
+    def waited_for():
+        for item in "ab":
+            clock.now += 1.0
+            yield item
+
+    def after(seconds: float) -> None:
+        clock.now += seconds
+
+    for item in meter.timed("data", waited_for()):
+        with meter.phase("compute"):
+            after(2.0)
+            if item == "b":
+                meter.gradients_computed()
+                after(0.25)
+                meter.gradients_computed()  # of the last parameter
+            after(0.5)
+        meter.add(torch.tensor(1.0), batch(1, 1))
+    with meter.phase("other"):
+        after(4.0)
+        meter.lap("other")
+        with meter.phase("checkpoint"):
+            after(8.0)
+        after(16.0)
+    with meter.phase("exposed_comm"):
+        after(32.0)
+    after(64.0)  # belongs to what comes next
+    with meter.phase("optimizer"):
+        after(128.0)
+    row = meter.read(1)
+    assert [row[f"{phase}_s"] for phase in PHASES] == [2.0, 4.75, 32.5, 192.0, 8.0, 20.0]
+    assert row["step_s"] == sum([2.0, 4.75, 32.5, 192.0, 8.0, 20.0])
+
+
 class Event:
     """A CUDA event of one that turns the GPU's clock by hand (milliseconds); counts who waits for it."""
 
