@@ -44,7 +44,7 @@ BEGIN { split(hosts, host, " ") }
 # A rank that has waited too long for others, which it names.
 /^rank [0-9]+ on [^ ]+ has waited [0-9]+ s for/ && waited == "" {
   waited = $0
-  sub(/\. Look there at.*/, "", waited)
+  sub(/\. Check the file systems.*/, "", waited)
 }
 
 # The launcher's word on a rank that could say nothing itself.

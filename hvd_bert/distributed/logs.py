@@ -67,14 +67,14 @@ def report(text: str) -> None:
 
 
 def start(rank: int, log_format: str | None = None) -> None:
-    """Print what is logged: all of rank 0, from the other ranks warnings and errors. Includes Python's warnings.
+    """Print what is logged, also Python's warnings. Ranks other than 0 print warnings and errors only.
 
     `log_format`: a key of FORMATS; None: plain if standard output is a terminal, else full.
     """
     global _console
     _console = _Console()
     _console.setFormatter(_Formatter(log_format or ("plain" if sys.stdout.isatty() else "full"), rank))
-    logging.basicConfig(handlers=[_console], force=True)  # in a new world of Horovod elastic the rank may differ
+    logging.basicConfig(handlers=[_console], force=True)  # replaces an earlier world's, under Horovod elastic
     logging.captureWarnings(True)
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
 

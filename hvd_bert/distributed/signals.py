@@ -1,4 +1,4 @@
-"""Stopping in good order: signals set a flag, and all ranks agree on it at the end of a step."""
+"""Stop requests: signals set a flag, and all ranks vote on stopping in each step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvd_bert.distributed.world import World
 
 # From a scheduler that ends or preempts the job, from the keyboard, and from hvd.slurm before the time limit.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-HOSTS = "hosts"  # what Horovod elastic has to say
+HOSTS = "hosts"  # Horovod elastic has hosts to add or remove
 
 
 class StopRequests:
@@ -25,7 +25,7 @@ class StopRequests:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Take the signals inside; a second SIGINT (Ctrl-C again) ends the process at once."""
+        """Handle the signals inside. A second SIGINT (Ctrl-C again) ends the process at once."""
         before = {number: signal.signal(number, self._receive) for number in SIGNALS}
         try:
             yield
@@ -47,7 +47,7 @@ class StopRequests:
         return self._vote()
 
     def reason(self) -> str | None:
-        """The signals that came, and where; None: only the hosts change. A collective."""
+        """The signals received, with their ranks; None if only the hosts have changed. A collective."""
         received = self._world.allgather(self._received or (HOSTS if NOTICES.changed else None))
         return (
             ", ".join(f"{name} to rank {rank}" for rank, name in enumerate(received) if name not in (None, HOSTS))

@@ -1,4 +1,4 @@
-"""Signals ask the run to stop; a second Ctrl-C ends it at once."""
+"""Signals request a stop; a second Ctrl-C ends the run at once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_second_interrupt_ends_at_once(first):
 
 def test_hosts_that_change_are_no_reason_to_end(monkeypatch):
     requests = StopRequests(make_world())
-    monkeypatch.setattr(NOTICES, "changed", False)  # and put back in the end
+    monkeypatch.setattr(NOTICES, "changed", False)  # restored at the end
     NOTICES.on_hosts_updated(0.0, 2)
     assert stops(requests)
     assert requests.reason() is None

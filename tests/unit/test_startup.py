@@ -1,4 +1,4 @@
-"""What the light commands must not import: large libraries make them wait."""
+"""Large libraries that commands must not import before they print."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ print("imported:", *sorted({{name.split(".")[0] for name in sys.modules}} & {hea
 
 
 def imported_by(*argv: str, missing: tuple[str, ...] = ()) -> tuple[str, set[str]]:
-    """What a command prints, and the large libraries that it imports; it ends where it imports one of `missing`."""
+    """A command's output and the large libraries that it imports. It ends if it imports one of `missing`."""
     program = PROGRAM.format(argv=[*argv], missing=missing, heavy=HEAVY | {"transformers", "numpy"})
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     *printed, last = done.stdout.splitlines()
     return "\n".join(printed), set(last.split()[1:])
 
 
-# HfArgumentParser is transformers', and brings numpy.
+# HfArgumentParser is from transformers, which imports numpy.
 @pytest.mark.parametrize(
     ("argv", "allowed"),
     [

@@ -1,4 +1,4 @@
-"""The world: how all ranks agree on an error, and where they sit."""
+"""The world: errors of all ranks, hosts and devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_bert.errors import UserError
 
 
 def make_world(rank: int = 0, size: int = 1) -> World:
-    """A world whose collectives are not there; `size` > 1: see `heard`."""
+    """A world without collectives. For `size` > 1 see `heard`."""
     numbers = {"rank": rank, "size": size, "local_rank": rank, "local_size": size, "cross_rank": 0, "cross_size": 1}
     world = World()
     for name, value in numbers.items():
@@ -22,7 +22,7 @@ def make_world(rank: int = 0, size: int = 1) -> World:
 
 
 def heard(world: World, messages: Sequence[object]) -> World:
-    """Let the world's other ranks say `messages` in `allgather`; this rank says its own."""
+    """Let the world's other ranks pass `messages` to `allgather`; this rank passes its own."""
 
     def allgather(mine):
         return [mine if rank == world.rank else said for rank, said in enumerate(messages)]
@@ -58,7 +58,7 @@ def test_error_of_one_rank_becomes_an_error_of_all():
     assert caught.value.rank == 1
 
 
-def test_error_of_all_ranks_is_said_by_the_first():
+def test_error_of_all_ranks_is_reported_by_the_first():
     world = failing(make_world(rank=2, size=3), ["bad flag"] * 3)
     with pytest.raises(CollectiveError, match=r"^bad flag$") as caught, world.raise_on_all_ranks():
         raise UserError("bad flag")

@@ -1,7 +1,7 @@
-"""Steps A to B of a training, recorded: Horovod's timeline by rank 0, torch's profiler by every rank.
+"""Records steps of a training: Horovod's timeline on rank 0, torch's profiler on every rank.
 
-Horovod writes a timeline of certain steps only where HOROVOD_TIMELINE=DYNAMIC was set when it began
-(`hvd_bert.distributed.horovod_world`). A recording that does not come to its last step is closed as it is.
+Horovod records a timeline of certain steps only if HOROVOD_TIMELINE=DYNAMIC was set when it started
+(`hvd_bert.distributed.horovod_world`). A recording that does not reach its last step is closed as it is.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ TRACE = "trace.json.gz"
 
 
 class Recording:
-    """Told before and after each step; does nothing but at the first and the last of those to be recorded."""
+    """Called before and after each step. Starts at the first step to be recorded and finishes at the last one."""
 
     def __init__(self, config: Config, total_steps: int, meter: Meter, world: World) -> None:
-        """A collective. Raises CollectiveError where the file cannot be written, or the run has no such steps."""
+        """A collective. Raises CollectiveError if the file cannot be written or the run has no such steps."""
         self.config, self.meter, self.world = config.profiling, meter, world
         self.folder = config.train.folder
         wanted = self.config.steps_to_record
@@ -41,21 +41,21 @@ class Recording:
         with world.raise_on_all_ranks():
             if wanted and not self.steps:
                 flag = f"--timeline_steps {self.config.timeline_steps}"
-                raise UserError(f"{flag}: this run has {total_steps} steps. Name some of them.")
+                raise UserError(f"{flag}: this run has {total_steps} steps. Choose some of them.")
             if self.file and world.size == 1:
-                raise UserError("--timeline_file: one rank alone sends no gradients. Start more, or --profile alone.")
+                raise UserError("--timeline_file: a single rank sends no gradients. Use --profile, or more ranks.")
             if self.file and world.rank == 0:
                 _check_writable(self.file)
 
     def _file(self, config: Config) -> Path | None:
-        """Where Horovod's timeline goes; None without one."""
+        """The file of Horovod's timeline; None without one."""
         if self.config.timeline:
             return Path(self.config.timeline)
         is_horovods = config.parallel.strategy == "horovod" and self.world.size > 1
         return self.folder / TIMELINE if self.config.profile and is_horovods else None
 
     def before(self, step: int) -> None:
-        """Step `step` (1, 2, ...) is about to begin. A collective at the first one to be recorded."""
+        """Step `step` (1, 2, ...) is about to start. A collective at the first one to be recorded."""
         if not self.running and step in self.steps:
             self._start(step)
 
@@ -72,7 +72,7 @@ class Recording:
             self.profiler.start()
         if self.file and self.world.rank == 0:
             self.world.start_timeline(self.file, self.config.timeline_mark_cycles)
-        self.world.allgather(None)  # nobody sends a gradient before rank 0 takes it down
+        self.world.allgather(None)  # no rank sends a gradient before rank 0 records
         self.meter.lap("other")
         if self.profiler:
             self.laps.append(("", time.time_ns()))
@@ -88,11 +88,11 @@ class Recording:
 
     def _finish(self) -> None:
         self._stop()
-        self.world.allgather(None)  # nobody goes on before rank 0 has closed the file
+        self.world.allgather(None)  # no rank continues before rank 0 has closed the file
         steps = f"steps {self.steps[0]} to {self.steps[-1]}"
         if self.file:
             log.info(
-                "Horovod's timeline of %s: %s. What it says: python -m hvd_bert.timeline %s", steps, *[self.file] * 2
+                "Horovod's timeline of %s: %s. To analyze it: python -m hvd_bert.timeline %s", steps, *[self.file] * 2
             )
         if self.profiler:
             traces = [trace for trace in self.world.gather(self._my_trace()) if trace]
@@ -101,7 +101,7 @@ class Recording:
         self.profiler = None
 
     def _my_trace(self) -> RankTrace | None:
-        """None where it could not be made: the training goes on without."""
+        """None if it could not be made: training continues without it."""
         assert self.profiler is not None
         try:
             with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +109,7 @@ class Recording:
                 self.profiler.export_chrome_trace(str(path))
                 return RankTrace(self.world.rank, self.world.host, self.offset_ns, self.laps, pack(path.read_bytes()))
         except (OSError, RuntimeError) as error:
-            log.warning("No trace: %s", error)
+            log.warning("The trace lacks this rank: %s", error)
             return None
 
     def _write_trace(self, traces: Sequence[RankTrace], steps: str) -> None:
@@ -117,12 +117,12 @@ class Recording:
         try:
             write_trace(path, traces, self.file)
         except (OSError, ValueError, UserError) as error:
-            log.warning("The trace of %s could not be written: %s. Training goes on.", steps, error)
+            log.warning("The trace of %s could not be written: %s. Training continues.", steps, error)
         else:
-            log.info("What every rank did in %s: %s, for ui.perfetto.dev or chrome://tracing", steps, path)
+            log.info("Trace of all ranks in %s: %s, for ui.perfetto.dev or chrome://tracing", steps, path)
 
     def close(self) -> None:
-        """The training ends, or is interrupted: close what is open, alone. There is no trace of all ranks then."""
+        """At the end, also after an error: close what is open. No collective, so no trace of all ranks."""
         if not self.running:
             return
         self._stop()
