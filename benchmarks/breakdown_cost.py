@@ -89,6 +89,8 @@ def block(training: Training, steps: int, world: World, with_records: bool = Tru
         outcome = training._step()
         if with_records:
             training._after_step(*outcome)
+        else:
+            training.stop_requests.any_rank_stops()  # every vote needs its result
     if world.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start[0], time.process_time() - start[1]

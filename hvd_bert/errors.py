@@ -5,7 +5,7 @@ from __future__ import annotations
 EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
-EXIT_STOPPED = 75  # stopped on request after saving; the same command resumes the run (EX_TEMPFAIL of sysexits.h)
+EXIT_STOPPED = 75  # stopped and saved: rerun the same command to resume (EX_TEMPFAIL of sysexits.h)
 
 
 class UserError(ValueError):

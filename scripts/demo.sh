@@ -14,7 +14,7 @@ if [ "$(id -u)" -eq 0 ]; then # Open MPI refuses to run as root otherwise
 fi
 
 command=(horovodrun -np 2 -H localhost:2 python -m hvd_bert.train
-  --config sample --output_dir runs/demo --overwrite_output_dir "$@")
+  --config sample --output_dir runs/demo --overwrite_output_dir --log_format plain "$@")
 printf '\n$ %s\n' "${command[*]}"
 # Remove horovodrun's tags of ranks: only rank 0 prints here.
 "${command[@]}" </dev/null 2>&1 | sed -u 's/\[[0-9,]*\]<std[a-z]*>://g'

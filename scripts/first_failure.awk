@@ -44,7 +44,7 @@ BEGIN { split(hosts, host, " ") }
 # A rank that timed out waiting for others. It names them.
 /^rank [0-9]+ on [^ ]+ has waited [0-9]+ s for/ && waited == "" {
   waited = $0
-  sub(/\. Look there at.*/, "", waited)
+  sub(/\. Check the file systems.*/, "", waited)
 }
 
 # The launcher's message about a rank that could print nothing itself.

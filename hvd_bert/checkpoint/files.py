@@ -1,12 +1,12 @@
-"""Checkpoints on disk: a folder that is whole or is not there, and whose every byte can be checked.
+"""Checkpoints on disk: folders that are complete or absent, with a checksum of each file.
 
     OUTPUT_DIR/checkpoint-120/   model.safetensors, config.json, tokenizer: loads as a model
-                                 optimizer.safetensors, rng.safetensors, state.json: what goes on from there
+                                 optimizer.safetensors, rng.safetensors, state.json: needed to resume
                                  manifest.json: format version; size and SHA-256 of each file above
     OUTPUT_DIR/latest            the name of the newest one, for people and scripts
 
-Written into a temporary folder, flushed to disk, renamed, and only then pointed to: whatever kills the writer leaves
-the checkpoints that were there. No file is unpickled: tensors are safetensors, the rest JSON.
+A checkpoint is written into a temporary folder, flushed to disk, renamed, and only then named in `latest`, so a killed
+writer leaves the earlier checkpoints intact. No file is unpickled: tensors are safetensors, the rest JSON.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _BLOCK = 1 << 20
 
 
 class CorruptCheckpoint(ValueError):
-    """A checkpoint that cannot be used; the message says which file, and what is wrong with it."""
+    """A checkpoint cannot be used. The message names the file and the problem."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds: `tensors` by file stem and name, `documents` for JSON by file stem, other `files`."""
+    """A checkpoint's content: `tensors` by file stem and name, `documents` for JSON by file stem, other `files`."""
 
     tensors: dict[str, dict[str, Tensor]]
     documents: Mapping[str, Any]
@@ -53,13 +53,13 @@ def name_of(step: int) -> str:
 
 
 def step_of(folder: Path) -> int:
-    """The step that a checkpoint's folder is named after; -1 for any other folder."""
+    """The step in the name of a checkpoint's folder; -1 for any other folder."""
     match = _NAME.fullmatch(folder.name)
     return int(match[1]) if match else -1
 
 
 def write(output_dir: Path, step: int, contents: Contents) -> Path:
-    """Write a checkpoint, replacing one of the same step, and point to it. Raises OSError; then nothing has changed."""
+    """Write a checkpoint, replacing one of the same step, and update `latest`. After an OSError nothing has changed."""
     partial = output_dir / f"{_PARTIAL}{name_of(step)}"
     _remove(partial)
     try:
@@ -74,7 +74,7 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
         manifest = {"format": FORMAT, "step": step, "files": files}
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for file in partial.iterdir():
-            shutil.copymode(partial / "manifest.json", file)  # safetensors lets nobody else read what it writes
+            shutil.copymode(partial / "manifest.json", file)  # safetensors gives nobody else access
             flush(file)
         flush(partial)
         folder = output_dir / name_of(step)
@@ -82,7 +82,7 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
             discard(folder)
         partial.rename(folder)
         flush(output_dir)
-    except SafetensorError as error:  # its way of saying that the disk is full
+    except SafetensorError as error:  # a full disk, for example
         raise OSError(str(error)) from None
     finally:
         with contextlib.suppress(OSError):
@@ -92,20 +92,20 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
 
 
 def point_to(folder: Path) -> None:
-    """Name `folder` in `latest`, for people and scripts; `candidates` goes by the steps."""
+    """Name `folder` in `latest`, for people and scripts. The trainer uses `candidates`."""
     with replacing(folder.parent / POINTER, durable=True) as partial:
         partial.write_text(f"{folder.name}\n", encoding="utf-8")
 
 
 def candidates(output_dir: Path) -> list[Path]:
-    """The checkpoints of a folder, whole or not, from the newest on. Raises OSError where it cannot be looked into."""
+    """The checkpoints of a folder, newest first, complete or not. Raises OSError if the folder cannot be read."""
     if not output_dir.exists():
         return []
     return sorted((path for path in output_dir.iterdir() if step_of(path) >= 0), key=step_of, reverse=True)
 
 
 def verify(folder: Path) -> None:
-    """Raise CorruptCheckpoint unless every file is there with the size and the content that it was written with."""
+    """Raise CorruptCheckpoint unless every file exists with its original size and content."""
     for name, expected in _manifest(folder).items():
         path = folder / name
         try:
@@ -113,7 +113,7 @@ def verify(folder: Path) -> None:
             if size != expected["bytes"]:
                 raise CorruptCheckpoint(f"{path} has {size:,} bytes instead of {expected['bytes']:,}")
             if _fingerprint(path) != expected:
-                raise CorruptCheckpoint(f"{path} is not what was written (its SHA-256 differs)")
+                raise CorruptCheckpoint(f"{path} has changed since it was written (its SHA-256 differs)")
         except OSError as error:
             raise CorruptCheckpoint(f"{path}: {error.strerror or error}") from None
 
@@ -130,9 +130,9 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
     except OSError as error:
         raise CorruptCheckpoint(f"{path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{path} is no list of files with their sizes ({error})") from None
+        raise CorruptCheckpoint(f"{path} is not a list of files with sizes ({error})") from None
     if version > FORMAT:
-        raise CorruptCheckpoint(f"{path}: format {version} is of a later hvd_bert; this one reads up to {FORMAT}")
+        raise CorruptCheckpoint(f"{path}: format {version} needs a newer hvd_bert; this one reads up to {FORMAT}")
     if any(Path(name).name != name for name in named):
         raise CorruptCheckpoint(f"{path} names files outside its folder")
     return named
@@ -150,7 +150,7 @@ def read(folder: Path) -> Contents:
 
 
 def discard(folder: Path) -> None:
-    """Remove a checkpoint so that a crash on the way leaves no half of it under its name."""
+    """Remove a checkpoint so that a crash meanwhile leaves no partial one under its name."""
     aside = folder.with_name(f"{_PARTIAL}old-{folder.name}")
     _remove(aside)
     folder.rename(aside)
@@ -168,13 +168,13 @@ def prune(output_dir: Path, limit: int, keep: Collection[str] = ()) -> None:
 
 
 def remove_leftovers(output_dir: Path) -> None:
-    """Remove what a writer left that was killed. Only for who holds the run's lock."""
+    """Remove files of a killed writer. The caller must hold the run's lock."""
     for left in output_dir.glob(f"{_PARTIAL}*"):
         _remove(left)
 
 
 def clear(output_dir: Path) -> None:
-    """Remove every checkpoint, and what was set aside."""
+    """Remove all checkpoints, also those set aside."""
     for folder in candidates(output_dir):
         discard(folder)
     for aside in output_dir.glob("checkpoint-*.aside"):
@@ -184,7 +184,7 @@ def clear(output_dir: Path) -> None:
 
 
 def set_aside_after(output_dir: Path, step: int) -> list[str]:
-    """Rename the checkpoints of later steps, which the run will write anew: damaged, or of a way not taken."""
+    """Rename the checkpoints of later steps, damaged or not. The run will write them again."""
     renamed = []
     for folder in candidates(output_dir):
         if step_of(folder) > step:

@@ -1,4 +1,4 @@
-"""The output folder: what a run leaves, and the names of its files."""
+"""The output folder and its files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hvd_bert.training.optim import warmup_steps
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# All that a run writes; with --overwrite_output_dir these, and nothing else, make room for the new run's.
+# All files that a run writes. --overwrite_output_dir removes these, and no others.
 RUN_FILES = {
     "train_results.json": "time, throughput, loss, world, versions",
     "eval_results.json": "EM, F1 and validation loss",
@@ -41,14 +41,14 @@ RUN_FILES = {
     "eval_nbest_predictions.json": "the best answers to each question, with probabilities",
     "eval_null_odds.json": "v2.0: the odds that a question has no answer",
     "metrics.jsonl": "one line per logged step and evaluation",
-    "gpu_usage.jsonl": "the same steps: how busy each GPU was",
+    "gpu_usage.jsonl": "the same steps: utilization, memory and power of each GPU",
     "timeline.json": "Horovod's timeline of some steps (python -m hvd_bert.timeline)",
-    "trace.json.gz": "what every rank did in these steps, for ui.perfetto.dev",
-    "tb": "the same for TensorBoard (tensorboard --logdir)",
-    "checkpoint-*": "the model at a step, and all that training needs to go on from there",
-    "latest": "the name of the newest of them",
-    "train_config.yaml": "every setting of this run; --config reads it back",
-    "eval_config.yaml": "every setting of a run that only scored",
+    "trace.json.gz": "trace of all ranks in these steps, for ui.perfetto.dev",
+    "tb": "metrics for TensorBoard (tensorboard --logdir)",
+    "checkpoint-*": "the model at a step, and all state needed to resume",
+    "latest": "the name of the newest checkpoint",
+    "train_config.yaml": "all settings of this run; --config reads it",
+    "eval_config.yaml": "all settings of a run that only evaluated",
     "model.safetensors": "the weights; from_pretrained loads this folder",
     "config.json": "the model's configuration",
     "tokenizer.json": "the tokenizer",
@@ -59,10 +59,10 @@ _HELD: dict[Path, locks.Lock] = {}  # by this process, until it ends
 
 
 def check(config: Config) -> None:
-    """Raise UserError if the output folder cannot be written, is in use, or holds what the run would have to replace.
+    """Raise UserError if the output folder cannot be written, is in use, or has files that the run would replace.
 
-    Changes nothing (but locks a folder that is there). A run that only scores adds to a folder; one that trains goes
-    on with what it left unfinished there, and wants --overwrite_output_dir for any other that is not empty.
+    Changes nothing, except that it locks an existing folder. A run that only evaluates adds to a folder. A training
+    resumes an unfinished run; in any other folder that is not empty it needs --overwrite_output_dir.
     """
     folder = Path(config.train.output_dir or "runs").absolute()
     above = next(path for path in (folder, *folder.parents) if path.exists())
@@ -75,29 +75,26 @@ def check(config: Config) -> None:
         raise _unwritable(folder, error) from None
     source = config.model.model_name_or_path
     if config.train.do_train and source and named and folder.resolve() == Path(source).resolve():
-        raise UserError(
-            f"--output_dir {folder} is the folder of the model that training starts from: name another one."
-        )
+        raise UserError(f"--output_dir {folder} is the folder of the model that training starts from: use another one.")
     resumes = config.checkpoint.resume_from_checkpoint == resume.LATEST or resume.unfinished(folder)
     if held and config.train.do_train and not config.train.overwrite_output_dir and not resumes:
         shown = ", ".join(held[:3]) + (", ..." if len(held) > 3 else "")
         raise UserError(
-            f"--output_dir {folder} is not empty ({shown}): name another one, or add --overwrite_output_dir to replace"
+            f"--output_dir {folder} is not empty ({shown}): use another one, or add --overwrite_output_dir to replace"
             " an earlier run's files."
         )
     if held and config.train.do_train:
         try:
-            lock(folder)  # before what a living run is writing is looked at
+            lock(folder)  # before reading files that another run may be writing
         except OSError as error:
             raise _unwritable(folder, error) from None
 
 
 def make_ready(config: Config, resume_point: ResumePoint | None) -> None:
-    """Make the folder (settling its name in `config`), remove what will be written anew, keep the settings.
+    """Create the folder (and set its name in `config`), remove files that will be written again, save the settings.
 
-    By default a new runs/<date>-<time>; of several jobs that start in the same second each gets its own.
-    `resume_point`: the checkpoint that training goes on from; if it is this folder's, what the run left before it
-    stays.
+    The default is a new folder runs/DATE-TIME, a different one for each of several jobs that start in the same second.
+    If `resume_point` is a checkpoint of this folder, the run's files up to that step stay.
     """
     try:
         if config.train.output_dir is None:
@@ -131,26 +128,30 @@ def _unwritable(folder: Path, error: OSError) -> UserError:
 
 
 def lock(folder: Path) -> None:
-    """Lock the folder until this process ends, however it ends. Raises OSError, and UserError if another run has it."""
+    """Lock the folder until this process ends, however it ends. Raises OSError, or UserError if another run has it."""
     if folder.resolve() in _HELD:
         return
     try:
         held = locks.take(folder / LOCK, wait=False)
     except locks.InUse as error:
-        raise UserError(f"--output_dir {folder} is in use by another run ({error.holder}): wait for its end.") from None
+        raise UserError(
+            f"--output_dir {folder} is in use by another run ({error.holder}): wait for it to end."
+        ) from None
     if held.missing:
-        log.warning("%s has no file locks (%s): do not start a run in it on another host.", folder, held.missing)
+        log.warning(
+            "%s does not support file locks (%s): do not start a run in it on another host.", folder, held.missing
+        )
     _HELD[folder.resolve()] = held
 
 
 def unlock() -> None:
-    """Let other processes use the folders that were locked."""
+    """Release all locked folders."""
     while _HELD:
         _HELD.popitem()[1].release()
 
 
 def forget_after(folder: Path, step: int) -> None:
-    """Remove what a run left of the steps after `step`, which it makes anew: lines of its records, checkpoints."""
+    """Remove the lines of records, and set aside the checkpoints, of steps after `step`, which will be taken again."""
     for path in (folder / "train_results.json", *folder.glob("eval_*.json")):
         path.unlink(missing_ok=True)
     for name in ("metrics.jsonl", "gpu_usage.jsonl"):
@@ -163,7 +164,7 @@ def forget_after(folder: Path, step: int) -> None:
     files.remove_leftovers(folder)
     aside = files.set_aside_after(folder, step)
     if aside:
-        log.warning("Set aside, since training goes on from step %d: %s.", step, ", ".join(aside))
+        log.warning("Set aside the checkpoints after step %d, from which training resumes: %s.", step, ", ".join(aside))
 
 
 def _step_of(line: str) -> float:
@@ -174,7 +175,7 @@ def _step_of(line: str) -> float:
 
 
 def clear(folder: Path, train: bool) -> None:
-    """Remove what a run writes: all of it, or with `train` false its evaluation; no other files."""
+    """Remove a run's files or, with `train` false, those of its evaluation; no other files."""
     if train:
         files.clear(folder)
     names = [name for name in RUN_FILES if train or name.startswith("eval_")]
@@ -188,7 +189,7 @@ def clear(folder: Path, train: bool) -> None:
 
 @contextmanager
 def writing(folder: Path, world: World) -> Iterator[bool]:
-    """Rank 0 (yields True there) writes what a run leaves; a full disk ends the run on all ranks, in one message."""
+    """Around rank 0's writes (yields True there). An OSError, such as a full disk, ends the run on all ranks."""
     with world.raise_on_all_ranks(EXIT_FAILURE):
         try:
             yield world.rank == 0
@@ -197,7 +198,7 @@ def writing(folder: Path, world: World) -> Iterator[bool]:
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
-    """run_qa's files: scores, predictions, the n best of each question and, for v2.0, the odds of "no answer"."""
+    """run_qa's files: metrics, predictions, n best answers per question and, for v2.0, the odds of "no answer"."""
     answers = evaluation.answers
     write_json(folder / "eval_results.json", evaluation.metrics)
     write_json(folder / "eval_predictions.json", {answer.id: answer.text for answer in answers})
@@ -208,19 +209,19 @@ def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
-    """Leave what `AutoModelForQuestionAnswering.from_pretrained(folder)` and `AutoTokenizer` load."""
+    """Write files that `AutoModelForQuestionAnswering.from_pretrained(folder)` and `AutoTokenizer` load."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        # config.json, by which a folder counts as a model, comes last: a crash leaves no half of one.
+        # config.json makes the folder a model and comes last: a crash leaves no partial model.
         for file in Path(partial).glob("*.safetensors"):
-            shutil.copymode(Path(partial) / "config.json", file)  # safetensors lets nobody else read what it writes
+            shutil.copymode(Path(partial) / "config.json", file)  # safetensors gives nobody else access
         for file in sorted(Path(partial).iterdir(), key=lambda path: path.name == "config.json"):
             os.replace(file, folder / file.name)
 
 
 def effective_settings(config: Config, plan: BatchPlan, learning_rate: float, world: World) -> dict[str, float]:
-    """What the settings come to in this world; `learning_rate`: the peak."""
+    """Settings that depend on the world size. `learning_rate`: the peak."""
     total_steps = config.train.total_steps(plan.steps_per_epoch)
     return {
         "world_size": world.size,
@@ -234,7 +235,7 @@ def effective_settings(config: Config, plan: BatchPlan, learning_rate: float, wo
 
 
 def facts(config: Config, world: World) -> dict[str, Any]:
-    """What the run ran on: the ranks and their places, threads, precision, versions."""
+    """The run's environment: ranks with host and device, threads, precision, versions."""
     return {
         "strategy": config.parallel.strategy,
         "devices_per_rank": world.devices,
@@ -262,6 +263,6 @@ def _nccl_version() -> str | None:
 
 
 def describe(folder: Path) -> str:
-    """The files that a run left, one a line, with what each holds."""
+    """The run's output files, one per line with its content."""
     lines = [f"  {name:<28} {what}" for name, what in RUN_FILES.items() if any(folder.glob(name))]
     return "\n".join([f"In {folder}:", *lines])

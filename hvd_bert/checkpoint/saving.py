@@ -1,4 +1,4 @@
-"""Checkpoints while training: when one is due, the copy that training waits for, the write that it does not."""
+"""Checkpoints during training: when one is due, the copy that training waits for, the write in the background."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Checkpoints:
         self.overwrites = config.train.overwrite_output_dir
         self._config, self._inputs = config, inputs
         self._writer = Writer()
-        self._writes = False  # on rank 0; known to all
-        self._last_saved = -1  # not the step gone on from, which may be in another run's folder
+        self._writes = False  # whether rank 0 is writing; equal on all ranks
+        self._last_saved = -1  # not the resumed step, which may be in another run's folder
         self._diverged = False
         self._new: dict[str, float] = {}
         self.totals = {"checkpoints": 0, "checkpoint_pause_s": 0.0, "checkpoint_write_s": 0.0}
@@ -46,9 +46,9 @@ class Checkpoints:
         return every > 0 and (step % every == 0 or step == total_steps or self.patience_is_over)
 
     def save(self, whole: bool = False) -> None:
-        """Save the state after this step: training waits for the copy; the write runs beside the next step.
+        """Save the state after this step. Training waits for the copy; the write runs alongside the next step.
 
-        `whole`: all that is needed to go on, whatever --save_only_model says.
+        `whole`: save everything needed to resume, also with --save_only_model.
         """
         model_only = self.args.save_only_model and not whole
         if self.state.step == self._last_saved and not (whole and self.args.save_only_model):
@@ -59,7 +59,7 @@ class Checkpoints:
             if self.state.world.rank == 0:
                 self._diverged = not all(math.isfinite(loss) for loss, *_ in rest["since_last_look"])
                 if self._diverged:
-                    log.warning("No checkpoint is made at step %d: the loss is no number any more.", rest["step"])
+                    log.warning("No checkpoint is saved at step %d: the loss is NaN or infinite.", rest["step"])
                 else:
                     keep = (
                         {checkpoint_files.name_of(self.state.best.step)} if self.args.load_best_model_at_end else set()
@@ -70,16 +70,16 @@ class Checkpoints:
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
-        """What is done inside, training waits for."""
+        """Around work that training waits for."""
         self.state.meter.lap("other")
-        start = time.perf_counter()
-        yield
-        self._count("checkpoint_pause_s", time.perf_counter() - start)
-        self.state.meter.lap("checkpoint")
+        with self.state.meter.phase("checkpoint"):
+            start = time.perf_counter()
+            yield
+            self._count("checkpoint_pause_s", time.perf_counter() - start)
 
     @cached_property
     def _of_the_run(self) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """What all checkpoints of the run share: their part of state.json, and the model's small files."""
+        """Content that all checkpoints of the run share: a part of state.json, and the model's small files."""
         config, inputs = self._config, self._inputs
         return {"identity": identity(config, inputs), "rank_batch": rank_batch(config)}, model_files(inputs)
 
@@ -103,27 +103,27 @@ class Checkpoints:
         self.totals[name] += seconds
 
     def await_write(self) -> None:
-        """Wait for the write, if one runs. Called before a step counts: no kill loses more than --save_steps of them.
+        """Wait for the write, if one runs. Called before each step counts, so that a kill loses at most --save_steps.
 
-        If the write failed that is said; training goes on, and the next may succeed.
+        A failed write is only a warning: training continues, and the next write may succeed.
         """
         if not self._writes:
             return
         with self._pause():
             error = self._writer.wait()
-            # The others wait here: at the gradients of the step after it a slow file system would look like a stall.
+            # The other ranks wait here: at the next gradients a slow file system would look like a stall.
             self.state.world.allgather(None)
         self._writes = False
         if error is not None:
-            log.warning("A checkpoint could not be written in %s: %s. Training goes on.", self.folder, error)
+            log.warning("A checkpoint could not be written in %s: %s. Training continues.", self.folder, error)
 
     def close(self) -> None:
-        """Under Horovod elastic: let the write that runs come to its end before another rank may begin one."""
+        """Under Horovod elastic, finish a running write before another rank may start one."""
         if self.state.world.elastic:
             self._writer.wait()
 
     def metrics(self) -> dict[str, float]:
-        """Seconds of the pause and of the write (which ran beside the training) of a save since the last call."""
+        """Seconds of pauses and of writes in the background since the last call."""
         new, self._new = self._new, {}
         return new
 
@@ -132,27 +132,26 @@ class Checkpoints:
         with self.state.world.raise_on_all_ranks(EXIT_FAILURE):
             error = self._writer.wait()  # None on ranks that do not write
             if self._diverged:
-                raise UserError(f"The loss is no number any more at step {self._last_saved}: training has diverged.")
+                raise UserError(f"The loss is NaN or infinite at step {self._last_saved}: training has diverged.")
             if error is not None:
                 raise UserError(f"The checkpoint of step {self._last_saved} could not be written: {error}.")
 
     def stop(self, reason: str | None) -> None:
-        """Save, and leave: raises CollectiveError with EXIT_STOPPED, or HostsChanged without `reason` (a signal's
-        name)."""
+        """Save and stop: raises CollectiveError with EXIT_STOPPED, or HostsChanged if `reason` (signals) is None."""
         self.save(whole=True)
         self.finish()
         if reason is None:
             raise HostsChanged
-        without = " without --overwrite_output_dir" if self.overwrites else ""
+        without = " and without --overwrite_output_dir" if self.overwrites else ""
         where = self.folder / checkpoint_files.name_of(self.state.step)
         raise CollectiveError(
-            f"Stopped after step {self.state.step} by {reason}, saved in {where}. To go on from there: the same"
-            f" command, with --output_dir {self.folder}{without}.",
+            f"Stopped after step {self.state.step} by {reason}, saved in {where}. To resume, rerun the"
+            f" same command with --output_dir {self.folder}{without}.",
             status=EXIT_STOPPED,
         )
 
     def evaluated(self, metrics: dict[str, float]) -> None:
-        """Take note of a scoring; save if it is the best and the best is wanted."""
+        """Record an evaluation. Save if it is the best one and --load_best_model_at_end is given."""
         if self.state.best.update(self.state.step, metrics) and self.args.load_best_model_at_end:
             self.save()
 
@@ -163,26 +162,25 @@ class Checkpoints:
         return patience is not None and self.state.best.since >= patience
 
     def end(self) -> None:
-        """The training is over: wait for the last write; with --load_best_model_at_end take the best weights."""
+        """After the training: wait for the last write. With --load_best_model_at_end load the best weights."""
         best, world = self.state.best, self.state.world
         if self.patience_is_over:
-            log.info("Ended early: no %s better than that of step %d.", best.metric, best.step)
+            log.info("Early stopping: no %s better than at step %d.", best.metric, best.step)
         self.finish()
         if not self.args.load_best_model_at_end or best.step in (0, self.state.step):
             return
-        folder, model, problem = self.folder / checkpoint_files.name_of(best.step), self._inputs.model, None
+        folder, model, usable = self.folder / checkpoint_files.name_of(best.step), self._inputs.model, True
         if world.rank == 0:
             try:
                 checkpoint_files.verify(folder)
                 model.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
             except (checkpoint_files.CorruptCheckpoint, OSError) as error:
-                problem = str(error)
-        problem = world.broadcast(problem)
-        if problem is not None:
-            log.warning("The best model, that of step %d, is not there; the last one is left: %s.", best.step, problem)
+                log.warning("The best model, of step %d, cannot be loaded: %s. The last one is kept.", best.step, error)
+                usable = False
+        if not world.broadcast(usable):
             return
         world.broadcast_tensors(model.state_dict())
-        log.info("The model is that of step %d (%s %.4g).", best.step, best.metric, best.value)
+        log.info("The model is the best one, of step %d (%s %.4g).", best.step, best.metric, best.value)
 
 
 class Writer:
@@ -193,19 +191,19 @@ class Writer:
         self._error: Exception | None = None
 
     def start(self, job: Callable[[], None]) -> None:
-        """Start a job; the one before must have been waited for."""
-        # Not a daemon: a process that ends finishes what it began to write.
+        """Start a job. The previous one must have been waited for."""
+        # Not a daemon: the process finishes the write before it ends.
         self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint writer")
         self._thread.start()
 
     def _run(self, job: Callable[[], None]) -> None:
         try:
             job()
-        except Exception as error:  # a full disk, most likely; whatever it is, nobody else would hear of it
+        except Exception as error:  # such as a full disk; `wait` returns it
             self._error = error
 
     def wait(self) -> Exception | None:
-        """Wait for the job; the error it ended with."""
+        """Wait for the job. Returns the error that it ended with."""
         if self._thread is not None:
             self._thread.join()
         self._thread, error, self._error = None, self._error, None
@@ -213,7 +211,7 @@ class Writer:
 
 
 def model_files(inputs: Inputs) -> dict[str, bytes]:
-    """What makes a folder load as a model and its tokenizer, beside the weights."""
+    """Files besides the weights that make a folder load as a model and its tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         inputs.model.config.save_pretrained(folder)
         inputs.tokenizer.save_pretrained(folder)

@@ -125,7 +125,11 @@ def before_joining(argv: list[str], parse: Callable[[list[str]], Config] = parse
         if not HELP & set(argv):
             config = parse(argv)
             records = config.parallel.strategy == "horovod" and bool(config.profiling.steps_to_record)
-            return {"strategy": config.parallel.strategy, "records_timeline": records}
+            return {
+                "strategy": config.parallel.strategy,
+                "records_timeline": records,
+                "log_format": config.train.log_format,
+            }
     except UserError:
         pass
     return {"strategy": _strategy_flag(argv)}

@@ -116,6 +116,14 @@ class TrainArguments:
         "Steps between two lines of metrics.jsonl; the first and the last step are always logged.",
         may_change_on_resume=True,
     )
+    log_format: str | None = flag(
+        "output",
+        None,
+        "Format of log lines: the message alone (plain), or with time and level (full).",
+        default_text="plain if rank 0's standard output is a terminal, else full",
+        choices=("plain", "full"),
+        may_change_on_resume=True,
+    )
     eval_strategy: str = flag(
         "evaluation",
         "epoch",

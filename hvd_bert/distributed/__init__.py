@@ -1,1 +1,1 @@
-"""The ranks: what the launcher says, the world they join, how their processes start and end."""
+"""Ranks: their launcher, the world they join, how their processes start and end."""

@@ -13,26 +13,26 @@ import torch
 
 from hvd_bert.distributed import rendezvous, watchdog
 from hvd_bert.distributed.launch import Launcher, check_pmi, check_size, find_launcher, is_elastic
-from hvd_bert.distributed.world import CollectiveError, World, log, log_on_rank_zero
+from hvd_bert.distributed.world import CollectiveError, World, log
 from hvd_bert.errors import UserError
 
 
 def ready_for_timeline(environ: MutableMapping[str, str]) -> None:
-    """Have Horovod, when it begins, make ready for a timeline of some steps. What the user has set stays."""
+    """Prepare Horovod, before it starts, for a timeline of some steps. Keeps what the user has set."""
     environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
-    # Horovod's response cache leaves out of the timeline which rank was ready when (docs/guides/profiling.md).
+    # With Horovod's response cache, timelines lack the times at which each rank was ready (docs/guides/profiling.md).
     environ.setdefault("HOROVOD_CACHE_CAPACITY", "0")
 
 
 class HostNotices:
-    """Whether Horovod elastic has hosts to add or to remove. It tells rank 0, once, from a thread of its own."""
+    """Whether Horovod elastic has hosts to add or remove. Horovod notifies rank 0 once, from its own thread."""
 
     def __init__(self) -> None:
         self.changed = False
         self._watches = False
 
     def watch(self) -> None:
-        """Listen for changes from now on; those of before are in the world that is joined next."""
+        """Listen for changes from now on. Earlier ones are part of the next world."""
         from horovod.common.elastic import notification_manager
 
         self.changed = False
@@ -42,7 +42,7 @@ class HostNotices:
             self._watches = True
 
     def on_hosts_updated(self, time: float, kind: int) -> None:
-        """Horovod's call."""
+        """Called by Horovod."""
         self.changed = True
 
 
@@ -50,7 +50,7 @@ NOTICES = HostNotices()
 
 
 class HorovodWorld(World):
-    """Horovod's ranks. `node`: under MPI the communicator of this host's ranks (mpi4py), once all have their places."""
+    """Horovod's ranks. `node`: under MPI the communicator of this host's ranks (mpi4py), after `set_up_device`."""
 
     def __init__(self, hvd: Any, controller: str, comm: Any, stalled_after_s: float) -> None:
         self._hvd = hvd
@@ -69,13 +69,13 @@ class HorovodWorld(World):
 
     @staticmethod
     def join(generation: int = 0) -> HorovodWorld:
-        """Join the world that the launcher made. Raises UserError where it is not one world.
+        """Join the launcher's world. Raises UserError if the ranks are not in one world.
 
-        `generation`: how many worlds this process has been in before, under Horovod elastic.
+        `generation`: under Horovod elastic, how many worlds this process was in before.
         """
         launcher = find_launcher(os.environ)
         if launcher.size in (None, 1):
-            # Alone: no need to start MPI, which on some clusters cannot be started outside a job.
+            # A single process needs no MPI, which on some clusters only starts inside a job.
             os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
         try:
             if launcher.name == "torchrun" and launcher.size != 1:
@@ -86,8 +86,8 @@ class HorovodWorld(World):
             comm = _mpi_world(launcher) if by_mpi else None
         except (ImportError, OSError, RuntimeError) as error:
             raise UserError(
-                f"Horovod or MPI cannot be loaded ({error}): load the modules that were loaded at set-up, or run"
-                " `bash env/setup.sh` with those of now."
+                f"Horovod or MPI cannot be loaded ({error}). Load the modules that were loaded at set-up, or rerun"
+                " `bash env/setup.sh` with the current ones."
             ) from None
         elastic = is_elastic(os.environ)
         if elastic:
@@ -96,14 +96,13 @@ class HorovodWorld(World):
         hvd.init()
         if not by_mpi:
             _pause_between_polls()
-        if not elastic:  # there the launcher's variables stay those of the first world
+        if not elastic:  # there the launcher's variables describe the first world
             check_size(launcher, hvd.size())
         controller = "none" if hvd.size() == 1 else "mpi" if by_mpi else "gloo"
         world = HorovodWorld(hvd, controller, comm, stalled_after_s)
-        log_on_rank_zero(world.rank)
         world.elastic, world.generation = elastic, generation
         if launcher.size is None and int(os.environ.get("SLURM_NTASKS", "1")) > 1:
-            log.warning("This job has %s tasks, but this is one process: start with srun.", os.environ["SLURM_NTASKS"])
+            log.warning("The job has %s tasks, but this process is alone: use srun.", os.environ["SLURM_NTASKS"])
         return world
 
     def set_up_device(self) -> None:
@@ -122,15 +121,16 @@ class HorovodWorld(World):
         address = rendezvous.address_of(os.environ.get("HOROVOD_GLOO_IFACE")) or self.host
         try:
             return watchdog.StoreArrivals(rendezvous.store_of(self, address), self.rank, self.size)
-        except CollectiveError as error:  # training goes without it
-            log.warning("A rank that stalls will not be named: %s", error)
+        except CollectiveError as error:  # on all ranks; training works without it
+            if self.rank == 0:
+                log.warning("If a rank stalls, it cannot be named: %s", error)
             return watchdog.UnknownArrivals(self.rank, self.size)
 
     def _take_device(self) -> tuple[str, str | None]:
         device, device_id = super()._take_device()
         if device != "cpu" and self.size > 1 and not self._hvd.nccl_built():
             raise UserError(
-                "Horovod was built without NCCL and cannot average gradients on GPUs: build it anew with"
+                "Horovod was built without NCCL and cannot average gradients on GPUs. Build it again with"
                 " `bash env/setup.sh --with-nccl`, or hide the GPUs (CUDA_VISIBLE_DEVICES= ) to train on CPUs."
             )
         return device, device_id
@@ -141,8 +141,7 @@ class HorovodWorld(World):
         with self._apart():
             if self._comm is not None:
                 return list(self._comm.allgather(value))
-            # Named, or Horovod 0.28 would name it by the value's type, and ranks with values of different types would
-            # wait for each other for ever.
+            # Without a name Horovod 0.28 uses the value's type, and ranks with different types would hang.
             return list(self._hvd.allgather_object(value, name="hvd_bert.allgather"))
 
     def gather(self, value: Any) -> list[Any]:
@@ -178,9 +177,9 @@ class HorovodWorld(World):
         return self._watchdog.over(self._stalled_after_s, names) if self._watchdog else nullcontext()
 
     def _apart(self) -> AbstractContextManager[None]:
-        """Around a wait for what ranks do apart, as tokenising: it may take long."""
+        """Around a wait for work that ranks do independently, such as tokenizing: it may take long."""
         return (
-            self._watchdog.over(max(watchdog.LONGEST_S, self._stalled_after_s), lambda: ["the others"])
+            self._watchdog.over(max(watchdog.LONGEST_S, self._stalled_after_s), lambda: ["the next collective"])
             if self._watchdog
             else nullcontext()
         )
@@ -200,10 +199,10 @@ class HorovodWorld(World):
 
 
 def _mpi_world(launcher: Launcher) -> Any:
-    """mpi4py's communicator of all ranks; initialises MPI, before Horovod does.
+    """mpi4py's communicator of all ranks. Initializes MPI before Horovod does.
 
-    Who initialises MPI also finalises it. Horovod would do so as soon as the first rank leaves, under the feet of
-    ranks that still use it (segmentation faults, seen with 0.28.1); mpi4py does when its own process ends.
+    Whoever initializes MPI finalizes it. Horovod 0.28.1 would when the first rank leaves, while other ranks still use
+    MPI (segmentation faults). mpi4py does at the end of its own process.
     """
     import mpi4py
 
@@ -212,17 +211,16 @@ def _mpi_world(launcher: Launcher) -> Any:
 
     check_pmi(launcher, os.environ, MPI.Get_library_version())
     if not torch.cuda.is_available():
-        # Open MPI waits by asking again and again. On CPUs Horovod's thread would so take the core from the training
-        # of its own rank: two ranks on two cores made 12.6 windows/s, and 18.1 since it lets others go first.
+        # Open MPI polls while it waits: on CPUs Horovod's thread would take the core from the training of its own rank.
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         raise UserError(
-            "This MPI gives no THREAD_MULTIPLE, which Horovod's background thread needs: use an MPI built with it, or"
-            " `horovodrun --gloo`."
+            "This MPI does not provide THREAD_MULTIPLE, which Horovod's background thread needs. Use an MPI built with"
+            " it, or `horovodrun --gloo`."
         )
-    return MPI.COMM_WORLD.Dup()  # our messages must not meet Horovod's
+    return MPI.COMM_WORLD.Dup()  # keeps our messages apart from Horovod's
 
 
 def _pause_between_polls() -> None:

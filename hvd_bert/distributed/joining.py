@@ -8,20 +8,20 @@ import torch
 
 from hvd_bert.distributed.horovod_world import HorovodWorld
 from hvd_bert.distributed.launch import WorldsOfOne, find_launcher, is_elastic
-from hvd_bert.distributed.world import World, log_on_rank_zero
+from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 
 
 def join(strategy: str = "horovod", generation: int = 0) -> World:
-    """Join the world that the launcher made, for a strategy of `settings.STRATEGIES`. Raises UserError where it cannot.
+    """Join the launcher's world, for a strategy of `settings.STRATEGIES`. Raises UserError if it cannot.
 
-    `generation`: how many worlds this process has been in before, under Horovod elastic.
+    `generation`: under Horovod elastic, how many worlds this process was in before.
     """
     if strategy == "horovod":
         return HorovodWorld.join(generation)
     if strategy in ("none", "dp"):
         return _alone(strategy)
-    from hvd_bert.distributed.torch_world import DistributedWorld  # torch's part, which Horovod's runs need not load
+    from hvd_bert.distributed.torch_world import DistributedWorld  # Horovod's runs do not need it
 
     return DistributedWorld.join()
 
@@ -30,17 +30,16 @@ def _alone(strategy: str) -> World:
     launcher = find_launcher(os.environ)
     if (launcher.size or 1) > 1:
         raise WorldsOfOne(
-            f"--strategy {strategy} is one process, but {launcher.name} started {launcher.size}: start it without a"
-            " launcher, or choose another strategy."
+            f"--strategy {strategy} runs in one process, but {launcher.name} started {launcher.size}. Start it without"
+            " a launcher, or choose another strategy."
         )
     world = World()
-    world.elastic = is_elastic(os.environ)  # to be refused: only Horovod is
-    log_on_rank_zero(world.rank)
+    world.elastic = is_elastic(os.environ)  # refused later: only Horovod is elastic
     if strategy == "dp":
         world.devices = torch.cuda.device_count()
         if world.devices < 2:
             raise UserError(
-                f"--strategy dp drives several GPUs from one process, and {world.devices} are visible here: take"
+                f"--strategy dp needs at least 2 GPUs in one process, but {world.devices} are visible. Use"
                 " --strategy none, or horovod with one rank per GPU."
             )
     return world

@@ -1,8 +1,6 @@
-"""What the launcher and the scheduler say: which world this process is to join, on which device, with which cores.
+"""World, device and cores of a process, from the variables of the launcher and the scheduler.
 
-Decisions only, made from what is handed in (the environment, counts, every rank's place), so that each can be tested
-without a cluster. Few other modules of the package name a launcher's variables: `worlds`, the doctor, and DeepSpeed's
-strategy.
+These functions only decide, from their arguments (environment, counts, rank infos), so that tests need no cluster.
 """
 
 from __future__ import annotations
@@ -16,12 +14,12 @@ from hvd_bert.errors import UserError
 
 
 class WorldsOfOne(UserError):
-    """The launcher's processes do not find each other, and cannot agree on anything."""
+    """The launcher's processes cannot find each other: each would be a world of one."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """What started this process, by the variables it left; `size` and `rank` are None where nothing did."""
+    """The program that started this process, by its variables. `size` and `rank` are None without one."""
 
     name: str
     size: int | None
@@ -29,11 +27,11 @@ class Launcher:
 
     @property
     def speaks_first(self) -> bool:
-        """Whether this process is rank 0, or was started alone: until the ranks have met, it prints for all."""
+        """Whether this process prints for all until they have joined: rank 0, or a process without a launcher."""
         return self.rank in (None, 0)
 
 
-TORCHRUN = "TORCHELASTIC_RUN_ID"  # only torchrun's processes have it
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # only torchrun sets it
 # Most specific first: mpirun inside srun inherits Slurm's variables, never the other way round.
 _LAUNCHERS = (
     ("torchrun", "WORLD_SIZE", "RANK"),
@@ -49,7 +47,7 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher:
     """The launcher of this process, from its environment."""
     for name, size, rank in _LAUNCHERS:
         if name == "torchrun" and TORCHRUN not in environ:
-            continue  # job scripts set these for programs that they start otherwise
+            continue  # job scripts may set these variables for other launchers
         if size in environ and rank in environ:
             return Launcher(name, int(environ[size]), int(environ[rank]))
     return Launcher("none", None, None)
@@ -61,7 +59,7 @@ def is_elastic(environ: Mapping[str, str]) -> bool:
 
 
 def check_size(launcher: Launcher, horovod_size: int) -> None:
-    """Raise WorldsOfOne if Horovod sees another world than the launcher made: N worlds of one would train N times."""
+    """Raise WorldsOfOne if Horovod's world size is not the launcher's: N worlds of one would train N times."""
     if launcher.size is None or launcher.size == horovod_size:
         return
     if launcher.name == "srun":
@@ -69,7 +67,7 @@ def check_size(launcher: Launcher, horovod_size: int) -> None:
             "Start with `srun --mpi=pmix` (`srun --mpi=list` shows what this Slurm has), or with mpirun or horovodrun."
         )
     else:
-        hint = "Use the launcher of the MPI that Horovod was built with, or build it anew with this one (env/setup.sh)."
+        hint = "Use the launcher of the MPI that Horovod was built with, or rebuild it with this one (env/setup.sh)."
     raise WorldsOfOne(
         f"{launcher.name} started {launcher.size} processes, but Horovod sees a world of {horovod_size}: they cannot"
         f" find each other, and each would train alone. {hint}"
@@ -77,9 +75,9 @@ def check_size(launcher: Launcher, horovod_size: int) -> None:
 
 
 def check_pmi(launcher: Launcher, environ: Mapping[str, str], mpi: str) -> None:
-    """Raise WorldsOfOne if srun gave the tasks no PMI to find each other by: Open MPI would abort each in MPI_Init.
+    """Raise WorldsOfOne if srun started the tasks without PMI: Open MPI would abort each in MPI_Init.
 
-    Others are left to `check_size`: MPICH's kin may speak Slurm's oldest PMI, which leaves no variable.
+    Other MPIs are left to `check_size`: those based on MPICH may use Slurm's oldest PMI, which sets no variable.
     """
     if launcher.name != "srun" or launcher.size == 1 or not mpi.startswith("Open MPI"):
         return
@@ -92,23 +90,22 @@ def check_pmi(launcher: Launcher, environ: Mapping[str, str], mpi: str) -> None:
 
 
 def slurm_address(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Host and port at which the tasks of a Slurm step can meet: its first node, and a port by the job and the step.
+    """Rendezvous host and port for the tasks of a Slurm step: its first node, and a port by job and step.
 
-    Raises UserError where Slurm's variables do not say. Steps of one job, and of the jobs after it, have other ports.
+    Other steps and jobs get other ports. Raises UserError if Slurm's variables are missing.
     """
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     first = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
     if first is None:
-        raise UserError("Slurm does not say on which nodes this job step runs (SLURM_STEP_NODELIST): start with srun.")
+        raise UserError("The nodes of this job step are unknown (SLURM_STEP_NODELIST is not set). Start with srun.")
     number = int(environ.get("SLURM_JOB_ID", "0")) * 1009 + int(environ.get("SLURM_STEP_ID", "0"))
     return first[1] + (first[2] or ""), 10_000 + number % 20_000
 
 
 def choose_device(num_devices: int, local_rank: int, local_size: int) -> str:
-    """Device of a rank, "cpu" or "cuda:i", from the number of GPUs that are visible to it.
+    """Device of a rank, "cpu" or "cuda:i", from the number of visible GPUs. Raises UserError if there are too few.
 
-    A scheduler may show each task its own GPU only, as number 0, whatever the local rank; that two ranks do not
-    share one is checked once all of them are known (`check_devices`). Raises UserError if there are too few.
+    A scheduler may show each task only its own GPU, as number 0. `check_devices` checks that no two ranks share one.
     """
     if num_devices == 0:
         return "cpu"
@@ -116,8 +113,8 @@ def choose_device(num_devices: int, local_rank: int, local_size: int) -> str:
         return "cuda:0"
     if local_rank >= num_devices:
         raise UserError(
-            f"{local_size} ranks on this host, but only {num_devices} GPUs are visible: start at most"
-            f" {num_devices} ranks per host, or ask for more GPUs (Slurm: --gres=gpu:N)."
+            f"{local_size} ranks on this host, but only {num_devices} GPUs are visible. Start at most"
+            f" {num_devices} ranks per host, or request more GPUs (Slurm: --gres=gpu:N)."
         )
     return f"cuda:{local_rank}"
 
@@ -133,7 +130,7 @@ def find_job(environ: Mapping[str, str]) -> dict[str, str] | None:
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes of a Slurm job, and how many tasks with how many cores it asked for on each."""
+    """A Slurm job's nodes, tasks per node and cores per task."""
 
     nodes: int
     tasks_per_node: int
@@ -141,7 +138,7 @@ class Allocation:
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """What the Slurm job around this process, which is no task of a step, may start; None without a job."""
+    """The allocation of the Slurm job around this process, outside of its steps; None without a job."""
     if "SLURM_JOB_ID" not in environ:
         return None
 
@@ -150,7 +147,7 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
         return next((int(text[0]) for text in texts if text), None)
 
     nodes = number("JOB_NUM_NODES", "NNODES") or 1
-    # TASKS_PER_NODE may be "2(x3)" or "2,1": the first node's counts.
+    # TASKS_PER_NODE may be "2(x3)" or "2,1": take the first node's number.
     return Allocation(nodes, number("NTASKS_PER_NODE", "TASKS_PER_NODE") or 1, number("CPUS_PER_TASK"))
 
 
@@ -161,17 +158,17 @@ def share_cores(mine: frozenset[int], on_this_host: Sequence[frozenset[int]]) ->
 
 
 def choose_threads(environ: Mapping[str, str], share: int) -> int:
-    """Threads of a rank: what the user said, else its `share` of the cores, within Slurm's --cpus-per-task."""
-    said = environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    if said.isdecimal() and int(said) > 0:
-        return int(said)
+    """Threads per rank: OMP_NUM_THREADS, else its `share` of the cores, at most Slurm's --cpus-per-task."""
+    chosen = environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if chosen.isdecimal() and int(chosen) > 0:
+        return int(chosen)
     allotted = environ.get("SLURM_CPUS_PER_TASK", "")
     return min(share, int(allotted)) if allotted.isdecimal() and int(allotted) > 0 else share
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where one rank sits. `device_id`: the GPU's UUID, the same for every process that uses it; None on a CPU."""
+    """Host, device and cores of a rank. `device_id`: the GPU's UUID, equal in all processes; None on a CPU."""
 
     rank: int
     host: str
@@ -182,17 +179,17 @@ class RankInfo:
 
 
 def check_devices(rank_infos: Sequence[RankInfo]) -> None:
-    """Raise UserError if two ranks were given the same GPU, or only some of them have one."""
+    """Raise UserError if two ranks share a GPU, or only some ranks have one."""
     if len({info.device == "cpu" for info in rank_infos}) > 1:
         without = dict.fromkeys(info.host for info in rank_infos if info.device == "cpu")
         raise UserError(
-            f"Some ranks have a GPU, others on {', '.join(without)} have none: look there with `nvidia-smi`, leave that"
-            " host out, or ask for a GPU per rank."
+            f"Some ranks have a GPU, but those on {', '.join(without)} have none. Run `nvidia-smi` there, leave that"
+            " host out, or request a GPU per rank."
         )
     taken = Counter((info.host, info.device_id) for info in rank_infos if info.device_id is not None)
     for (host, device_id), times in taken.items():
         if times > 1:
             raise UserError(
-                f"{times} ranks on {host} would share one GPU ({device_id}): start one rank per GPU, or ask for more"
+                f"{times} ranks on {host} would share one GPU ({device_id}). Start one rank per GPU, or request more"
                 " GPUs (Slurm: --gres=gpu:N, with --gpus-per-task=1 or all of them visible to each task)."
             )

@@ -1,4 +1,4 @@
-"""Where ranks meet: what the launcher gave them, made into what torch.distributed or Horovod asks for."""
+"""Rendezvous of the ranks for torch.distributed and Horovod, from what each launcher provides."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from datetime import timedelta
 from typing import Any
 
 import psutil
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # there, but for type checkers
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # missing in its type stubs
 from torch.distributed.rendezvous import rendezvous
 
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 
-TIMEOUT_S = 300  # for a rank that starts late; afterwards the group's own timeout counts
-MET_TIMEOUT_S = 30  # where all ranks are there already; torch tries for two to three times as long
+TIMEOUT_S = 300  # for ranks that start late; later the group's own timeout applies
+MET_TIMEOUT_S = 30  # for ranks that have all started; torch tries for two to three times as long
 
 
 def torchrun_store() -> Any:
-    """The key-value store of torchrun's agent, which every process of the launch sees; a restart finds it empty."""
+    """The key-value store of torchrun's agent, with other keys after each restart."""
     store, _, _ = next(iter(rendezvous("env://")))
     return PrefixStore(f"hvd_bert/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def store_at(host: str, port: int, rank: int, size: int, patience_s: float = TIMEOUT_S) -> Any:
-    """A key-value store that rank 0 keeps at host:port. Raises UserError where it cannot be met there, or some do not.
+    """A key-value store that rank 0 serves at host:port. Raises UserError if ranks do not reach it in `patience_s`.
 
-    Port 0 is any free one, for rank 0: it waits for none of the others, who cannot know it yet. `patience_s`: seconds.
+    With port 0, rank 0 takes a free one and does not wait for the others, which do not have its number yet.
     """
     patience, waits = timedelta(seconds=patience_s), port != 0
     try:
         return TCPStore(host, port, size, is_master=rank == 0, timeout=patience, wait_for_workers=waits)
     except RuntimeError as error:
         raise UserError(
-            f"{socket.gethostname()} cannot meet the other ranks at {host}{f':{port}' if port else ''}"
-            f" ({str(error).splitlines()[0]}): all hosts must know that host's name and let each other connect"
-            f"{', and nobody else may listen at the port' if waits else ''}."
+            f"{socket.gethostname()} cannot reach the other ranks at {host}{f':{port}' if port else ''}"
+            f" ({str(error).splitlines()[0]}). All hosts must resolve that host's name and accept connections from"
+            f" each other{', and no other program may listen at the port' if waits else ''}."
         ) from None
 
 
 def store_of(world: World, address: str) -> Any:
-    """A key-value store of a world's ranks, which rank 0 keeps at its `address` and a port that is free there.
+    """A key-value store for a world's ranks, which rank 0 serves at its `address` and a free port.
 
-    Raises CollectiveError on all ranks where one of them cannot meet the others.
+    Raises CollectiveError on all ranks if one of them cannot reach it.
     """
     store = None
     with world.raise_on_all_ranks():
@@ -55,16 +55,16 @@ def store_of(world: World, address: str) -> Any:
 
 
 def address_of(interface: str | None) -> str | None:
-    """An IPv4 address of a network interface of this host; None where it has none."""
+    """An IPv4 address of a network interface of this host; None if it has none."""
     addresses = psutil.net_if_addrs().get(interface or "", [])
     return next((str(address.address) for address in addresses if address.family == socket.AF_INET), None)
 
 
 def interface_to(host: str) -> str | None:
-    """The network interface by which this host reaches `host`; None where that cannot be told."""
+    """The network interface through which this host reaches `host`; None if unknown."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # no packet is sent: it only finds the way
+            probe.connect((host, 9))  # sends no packet, only chooses the route
             mine = probe.getsockname()[0]
     except OSError:
         return None
@@ -75,9 +75,9 @@ def interface_to(host: str) -> str | None:
 
 
 def serve_horovod() -> None:
-    """Give this process of torchrun what horovodrun --gloo would: its place, and the address of a key-value store.
+    """Set what horovodrun --gloo would set, for a process of torchrun: its ranks, and the address of a key-value store.
 
-    Rank 0 keeps the store, as long as its process lives.
+    Rank 0 serves the store until its process ends.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = torchrun_store()
@@ -86,10 +86,10 @@ def serve_horovod() -> None:
 
         server = RendezvousServer()
         store.set("hvd_bert.horovod", f"{os.environ['MASTER_ADDR']} {server.start()}")
-        server.init([])  # it need not know who will come
+        server.init([])  # it needs no list of ranks
     address, port = store.get("hvd_bert.horovod").decode().split()
     local_rank, local_size = os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
-    place = {
+    variables = {
         "HOROVOD_RANK": rank,
         "HOROVOD_SIZE": size,
         "HOROVOD_LOCAL_RANK": local_rank,
@@ -102,14 +102,14 @@ def serve_horovod() -> None:
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
     }
-    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update({name: str(value) for name, value in variables.items()})
     choose_interface(store, rank, size, "HOROVOD_GLOO_IFACE")
 
 
 def choose_interface(store: Any, rank: int, size: int, variable: str) -> None:
-    """Name in `variable` the interface by which this rank's host reaches another of the world's hosts.
+    """Set `variable` to the interface through which this host reaches the world's other hosts.
 
-    Gloo would take the one that the host's own name leads to, which on many systems is the loopback.
+    Gloo's default is the interface of the host's own name, which on many systems is the loopback.
     """
     if variable in os.environ:
         return

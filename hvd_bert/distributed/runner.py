@@ -1,9 +1,9 @@
-"""How a rank's process starts and ends: `run_as_rank(entry)` is the way into every command.
+"""Start and end of a rank's process. Commands call `run_as_rank(entry)`.
 
-Exit status: 0 done, 1 failure, 2 bad input, and what a CollectiveError says. What is wrong is said once.
+Exit status: 0 done, 1 failure, 2 bad input, or the status of a CollectiveError. An error is reported once.
 
-Under `horovodrun --min-np ... --host-discovery-script ...` (Horovod elastic) a rank whose peers are lost, or that is
-told of new hosts, does not end: it joins the new world and calls `entry` again, which goes on from the last checkpoint.
+Under Horovod elastic (`horovodrun --min-np ... --host-discovery-script ...`) a rank that loses other ranks, or is
+notified of new hosts, joins the new world and calls `entry` again, which resumes from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -17,34 +17,40 @@ from typing import NoReturn
 
 import torch
 
+from hvd_bert.distributed import logs
 from hvd_bert.distributed.horovod_world import ready_for_timeline
 from hvd_bert.distributed.joining import join
 from hvd_bert.distributed.launch import WorldsOfOne, find_launcher
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, World, log
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 
-# Of Horovod's and Gloo's messages, where another rank has died. Others (shapes that differ, NCCL's) are shown with a
-# traceback.
+# From Horovod's and Gloo's messages after another rank has died. Other errors are reported with a traceback.
 _PEER_IS_GONE = ("Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
-def run_as_rank(entry: Callable[[World], None], strategy: str = "horovod", records_timeline: bool = False) -> NoReturn:
-    """Join the world, call `entry(world)`, leave with 0, or say once what is wrong and end every rank.
+def run_as_rank(
+    entry: Callable[[World], None],
+    strategy: str = "horovod",
+    records_timeline: bool = False,
+    log_format: str | None = None,
+) -> NoReturn:
+    """Join the world, call `entry(world)` and exit with 0. After an error, report it once and end all ranks.
 
-    It does not return, nor need it raise SystemExit: `entry` leaves everything in order itself.
+    It does not return, and may skip `finally` blocks around this call: `entry` must clean up itself.
 
-    `records_timeline`: whether Horovod is to record its timeline of some steps, which it must know from the start.
+    `records_timeline`: whether Horovod records a timeline of some steps. It prepares for that when it starts.
+    `log_format`: as `logs.start` takes it.
     """
     if records_timeline:
         ready_for_timeline(os.environ)
     generation = 0
     while True:
-        world = _join(strategy, generation)
+        world = _join(strategy, generation, log_format)
         try:
             world.set_up_device()
             entry(world)
         except HostsChanged:
-            log.info("The hosts change: joining the new world.")
+            log.info("The hosts have changed: joining the new world.")
         except CollectiveError as error:
             _report(error, shown=world.rank == error.rank)
             world.end(error.status)
@@ -53,42 +59,44 @@ def run_as_rank(entry: Callable[[World], None], strategy: str = "horovod", recor
         except KeyboardInterrupt:
             world.abort(EXIT_FAILURE)
         except torch.OutOfMemoryError as error:
-            print(
-                f"hvd_bert: rank {world.rank} on {world.host}: the GPU's memory is full ({error}). Halve"
-                " --per_device_train_batch_size (or _eval_) and double --gradient_accumulation_steps, or use --bf16.",
-                file=sys.stderr,
+            logs.report(
+                f"hvd_bert: rank {world.rank} on {world.host}: out of GPU memory ({error}). Halve"
+                " --per_device_train_batch_size (or _eval_) and double --gradient_accumulation_steps, or use --bf16."
             )
             world.abort(EXIT_FAILURE)
         except Exception as error:
             where = f"rank {world.rank} on {world.host}"
-            if not (world.elastic and _can_be_done_without(error)):
-                print(_failure(error, where), file=sys.stderr)
+            if not (world.elastic and _may_be_lost_rank(error)):
+                logs.report(_failure(error, where))
                 world.abort(EXIT_FAILURE)
             reason = next(iter(str(error).splitlines()), type(error).__name__)
-            print(f"{where}: {reason}: joining the world of those that are left.", file=sys.stderr, flush=True)
+            logs.report(f"{where}: {reason}. Joining the world of the remaining ranks.")
         else:
             world.end(EXIT_OK)
         world.leave()
         generation += 1
 
 
-def _join(strategy: str, generation: int) -> World:
+def _join(strategy: str, generation: int, log_format: str | None) -> World:
     try:
-        return join(strategy, generation)
+        logs.start(find_launcher(os.environ).rank or 0, log_format)
+        world = join(strategy, generation)
     except (WorldsOfOne, CollectiveError) as error:
-        # All processes see it, and in worlds of one none can talk to another: one speaks, and alone fails, or the
-        # others' end could make the launcher kill it before it has spoken.
+        # All processes have this error. Only the one that reports it fails: another's failure could make the launcher
+        # kill it before it has.
         mine = error.mine if isinstance(error, CollectiveError) else find_launcher(os.environ).speaks_first
         sys.exit(_report(error, shown=True) if mine else EXIT_OK)
     except UserError as error:
         sys.exit(_report(error, shown=True))
     except Exception as error:
-        print(_failure(error, f"a rank on {socket.gethostname()}"), file=sys.stderr, flush=True)
+        logs.report(_failure(error, f"a rank on {socket.gethostname()}"))
         _abort_all()
+    logs.start(world.rank, log_format)  # which may differ from the launcher's rank
+    return world
 
 
 def _abort_all() -> NoReturn:
-    """End all ranks where there is no world yet: those that MPI has brought together would wait for this one."""
+    """End all ranks while there is no world yet: ranks that have initialized MPI would wait for this one."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(EXIT_FAILURE)
@@ -99,10 +107,10 @@ def _lost_another_rank(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _PEER_IS_GONE)
 
 
-def _can_be_done_without(error: Exception) -> bool:
-    """Under Horovod elastic any failed collective may be another rank's end: NCCL and timeouts have words of their own.
+def _may_be_lost_rank(error: Exception) -> bool:
+    """Under Horovod elastic, whether another rank may be lost: any failed collective, whatever its message.
 
-    But ranks that ask for different things would do so again.
+    Mismatched collectives are a defect, which would repeat in the next world.
     """
     from horovod.common.exceptions import HorovodInternalError
 
@@ -110,7 +118,7 @@ def _can_be_done_without(error: Exception) -> bool:
 
 
 def _failure(error: Exception, where: str) -> str:
-    """What to say of a rank that failed. One that has only noticed that another is gone has no traceback to show."""
+    """The report of a rank that failed. Without a traceback if it only noticed that another rank is gone."""
     if _lost_another_rank(error):
         return f"{where} lost another rank: {str(error).splitlines()[0]}"
     return f"{where} failed:\n{traceback.format_exc()}"
@@ -118,5 +126,5 @@ def _failure(error: Exception, where: str) -> str:
 
 def _report(error: UserError, shown: bool) -> int:
     if shown:
-        print(f"hvd_bert: {error}", file=sys.stderr, flush=True)
+        logs.report(f"hvd_bert: {error}")
     return EXIT_BAD_INPUT

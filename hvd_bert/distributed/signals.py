@@ -1,4 +1,4 @@
-"""Stopping in good order: signals set a flag, and all ranks agree on it at the end of a step."""
+"""Stop requests: signals set a flag, and all ranks vote on stopping in each step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvd_bert.distributed.world import World
 
 # From a scheduler that ends or preempts the job, from the keyboard, and from hvd.slurm before the time limit.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-HOSTS = "hosts"  # what Horovod elastic has to say
+HOSTS = "hosts"  # Horovod elastic has hosts to add or remove
 
 
 class StopRequests:
@@ -21,10 +21,11 @@ class StopRequests:
     def __init__(self, world: World) -> None:
         self._world = world
         self._received: str | None = None
+        self._vote: Callable[[], bool] = lambda: False
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Take the signals inside; a second SIGINT (Ctrl-C again) ends the process at once."""
+        """Handle the signals inside. A second SIGINT (Ctrl-C again) ends the process at once."""
         before = {number: signal.signal(number, self._receive) for number in SIGNALS}
         try:
             yield
@@ -37,12 +38,16 @@ class StopRequests:
             raise KeyboardInterrupt
         self._received = signal.Signals(number).name
 
-    def ask(self) -> Callable[[], bool]:
-        """Ask all ranks, in the background: call the result, on all ranks, for whether any was asked to stop."""
-        return self._world.any_rank_async(self._received is not None or NOTICES.changed)
+    def start_vote(self) -> None:
+        """Start to ask all ranks whether any was asked to stop. The vote travels alongside the gradients."""
+        self._vote = self._world.any_rank_async(self._received is not None or NOTICES.changed)
+
+    def any_rank_stops(self) -> bool:
+        """Wait for the result of the vote: whether any rank was asked to stop before it."""
+        return self._vote()
 
     def reason(self) -> str | None:
-        """The signals that came, and where; None: only the hosts change. A collective."""
+        """The signals received, with their ranks; None if only the hosts have changed. A collective."""
         received = self._world.allgather(self._received or (HOSTS if NOTICES.changed else None))
         return (
             ", ".join(f"{name} to rank {rank}" for rank, name in enumerate(received) if name not in (None, HOSTS))

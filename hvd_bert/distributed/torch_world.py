@@ -1,4 +1,4 @@
-"""The world of torch.distributed's ranks, for every strategy but Horovod's: torchrun, horovodrun, mpirun or srun."""
+"""The world of torch.distributed's ranks, for strategies other than Horovod's, under any launcher."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch import distributed
 from hvd_bert.distributed import rendezvous
 from hvd_bert.distributed.horovod_world import HorovodWorld
 from hvd_bert.distributed.launch import find_launcher, is_elastic, slurm_address
-from hvd_bert.distributed.world import World, log_on_rank_zero
+from hvd_bert.distributed.world import World
 
-# Ranks wait for one that writes a checkpoint or scores the rest of its questions. Who is gone Gloo notices at once.
+# Ranks wait for one that writes a checkpoint or finishes its share of an evaluation. Gloo notices a dead rank at once.
 TIMEOUT = timedelta(hours=2)
 
 
@@ -38,17 +38,17 @@ class DistributedWorld(World):
 
     @staticmethod
     def join() -> DistributedWorld:
-        """Join the world that the launcher made. Raises UserError where it is not one world."""
+        """Join the launcher's world. Raises UserError if the ranks are not in one world."""
         launcher = find_launcher(os.environ)
         rank, size, comm = launcher.rank or 0, launcher.size or 1, None
         if launcher.name == "torchrun":
             store = rendezvous.torchrun_store()
         elif size == 1:
-            store = distributed.HashStore()  # type: ignore[attr-defined]  # it is there, but for type checkers
+            store = distributed.HashStore()  # type: ignore[attr-defined]  # missing in its type stubs
         elif launcher.name == "srun":
             store = rendezvous.store_at(*slurm_address(os.environ), rank, size)
         else:
-            # horovodrun and mpirun tell a rank where to meet the others, each in words of its own, which Horovod knows.
+            # horovodrun and mpirun pass the other ranks' addresses in different ways. Horovod supports both.
             meeting = HorovodWorld.join()
             rank, size, comm = meeting.rank, meeting.size, meeting._comm
             store = rendezvous.store_of(meeting, meeting.host)
@@ -56,9 +56,8 @@ class DistributedWorld(World):
         rendezvous.choose_interface(store, rank, size, "GLOO_SOCKET_IFNAME")
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-        log_on_rank_zero(rank)
         world = DistributedWorld(rank, size, comm)
-        world.elastic = is_elastic(os.environ)  # to be refused: only Horovod is
+        world.elastic = is_elastic(os.environ)  # refused later: only Horovod is elastic
         return world
 
     def allgather(self, value: Any) -> list[Any]:
@@ -98,22 +97,22 @@ class DistributedWorld(World):
         distributed.destroy_process_group()
 
     def end(self, status: int) -> NoReturn:
-        """Python's threads and exit functions end as they do at any exit, but Python does not take itself apart.
+        """Finish threads and exit functions, but end without finalizing Python.
 
-        So nothing outside this call is left in order: no `finally`, no file that is still open.
+        So `finally` blocks around this call do not run, and open files are not flushed.
 
-        destroy_process_group leaves Gloo's threads alive where anything still holds the group (FSDP's mesh does). One
-        that lets go of its last tensor while Python is taken apart aborts the process (pytorch#190489, #117762; seen
-        here once, with 2.13): a run that had done all its work would end with status 134.
+        destroy_process_group leaves Gloo's threads alive if anything still holds the group (FSDP's mesh does). A thread
+        that frees its last tensor during finalization aborts the process (pytorch#190489, #117762): a finished run
+        would end with status 134.
         """
         self.close()
         try:
-            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads
             atexit._run_exitfuncs()
             if self._comm is not None:
                 from mpi4py import MPI
 
-                MPI.Finalize()  # mpi4py's own comes after Python, and mpirun takes a rank without it for crashed
+                MPI.Finalize()  # mpi4py would do it after finalization; mpirun reports a rank without it as crashed
             sys.stdout.flush()
             sys.stderr.flush()
         finally:

@@ -1,11 +1,10 @@
-"""The world: who this process is among its peers, where it runs, and what all of them do together.
+"""The world: rank, size and device of this process, and the collectives.
 
-Here is what all worlds share, and the world of one; `horovod_world.py` and `torch_world.py` talk to other ranks.
+The base class is the world of a single process. `horovod_world.py` and `torch_world.py` have those of several ranks.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import sys
@@ -16,16 +15,18 @@ from typing import Any, NoReturn
 
 import torch
 
+from hvd_bert.distributed import logs
 from hvd_bert.distributed.launch import RankInfo, check_devices, choose_device, choose_threads, find_job, share_cores
+from hvd_bert.distributed.logs import log
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 
-log = logging.getLogger("hvd_bert")
+__all__ = ["CollectiveError", "HostsChanged", "World", "log"]
 
 
 class CollectiveError(UserError):
-    """An error that every rank knows of, so that the world can be left in good order; `rank` is the one to say it.
+    """An error that all ranks raise, so that they can leave the world together. `rank` reports it.
 
-    `mine`: whether that is this rank, where there is no world yet to compare with.
+    `mine`: whether `rank` is this process, for errors before there is a world.
     """
 
     def __init__(self, message: str, rank: int = 0, status: int = EXIT_BAD_INPUT, mine: bool = False) -> None:
@@ -36,17 +37,22 @@ class CollectiveError(UserError):
 
 
 class HostsChanged(Exception):
-    """Horovod elastic has hosts to add or to remove; every rank knows, and all that is to be kept is on disk."""
+    """Horovod elastic has hosts to add or remove. Raised on all ranks, once the state is saved."""
 
 
 class World:
-    """Rank, size, device and the collectives: of a world of one. Every method that communicates is called by all ranks.
+    """Rank, size, device and collectives, here of a single process. All ranks must call a collective.
 
-    Attributes: `rank` in `size` ranks; `local_rank` in `local_size` on this host; `cross_rank` in `cross_size`: the
-    number of this host among the hosts; `controller`: what the ranks talk through, "mpi", "gloo", "torch.distributed"
-    or "none"; `device`; `devices`: how many GPUs this rank drives; `elastic`: whether ranks may be lost and come;
-    `generation`: of how many worlds this process was a rank before; `rank_infos`: one RankInfo per rank; `host_ranks`:
-    the ranks on this host.
+    Attributes:
+        rank, size: This rank, and the number of ranks.
+        local_rank, local_size: The same among the ranks of this host.
+        cross_rank, cross_size: The number of this host, and the number of hosts.
+        controller: What the ranks communicate through: "mpi", "gloo", "torch.distributed" or "none".
+        device, devices: The device of this rank, and the number of GPUs that it uses.
+        elastic: Whether ranks may be lost or added.
+        generation: In how many worlds this process was before.
+        rank_infos: One RankInfo per rank.
+        host_ranks: The ranks on this host.
     """
 
     controller = "none"
@@ -64,7 +70,7 @@ class World:
         self.host_ranks: tuple[int, ...] = (self.rank,)
 
     def set_up_device(self) -> None:
-        """Find out where every rank sits; take a device and threads. Raises CollectiveError where devices are short."""
+        """Choose device and threads, and gather `rank_infos`. Raises CollectiveError if there are too few devices."""
         with self.raise_on_all_ranks():
             name, device_id = self._take_device()
         self.device = torch.device(name)
@@ -85,12 +91,12 @@ class World:
         except (RuntimeError, AssertionError) as error:
             raise UserError(
                 f"{name} cannot be used ({error}). This torch is built for CUDA {torch.version.cuda}: if `nvidia-smi`"
-                " shows an older one, take a torch of that (docs/start/install.md):"
+                " shows an older version, install a torch for that (docs/start/install.md):"
                 " `bash env/setup.sh --torch 2.8.0`."
             ) from None
 
     def set_threads(self, num_threads: int | None) -> None:
-        """CPU threads of this rank; None: OMP_NUM_THREADS, or else a fair share of the cores left to it."""
+        """Set the CPU threads of this rank. None: OMP_NUM_THREADS, else a fair share of the cores."""
         here = [self.rank_infos[rank].cores for rank in self.host_ranks]
         torch.set_num_threads(
             num_threads or choose_threads(os.environ, share_cores(self.rank_infos[self.rank].cores, here))
@@ -107,7 +113,7 @@ class World:
         return find_job(os.environ)
 
     def describe(self) -> list[str]:
-        """For the log: the world in a line, the Slurm job, and host by host which rank has which device."""
+        """Log lines: the world, the Slurm job, and per host its ranks with their devices."""
         lines = [f"{self.size} rank(s) on {', '.join(self.hosts)}, {self.device.type}, controller {self.controller}"]
         if self.job:
             lines.append("Slurm job " + ", ".join(f"{key} {value}" for key, value in self.job.items()))
@@ -137,30 +143,29 @@ class World:
         """Rank 0's tensors, in place, into those of every rank; all have the same names, shapes and types."""
 
     def any_rank_async(self, mine: bool) -> Callable[[], bool]:
-        """Start to ask whether any rank says yes; the answer comes by calling the result. One vote at a time.
+        """Start a vote: calling the result returns whether `mine` is true on any rank. One vote at a time.
 
-        It travels beside the step's gradients (and never in one buffer with them: its type is another).
+        It runs alongside the step's gradients, and never in one buffer with them, since its type differs.
         """
         return lambda: mine
 
     def start_timeline(self, path: Path, mark_cycles: bool) -> None:
-        """Rank 0 alone: have Horovod take down in a new file what tensors go through from now on."""
+        """On rank 0 only: have Horovod record its timeline in a new file from now on."""
         raise NotImplementedError("only Horovod has a timeline")
 
     def stop_timeline(self) -> None:
-        """Rank 0 alone: close that file. Returns when all is written."""
+        """On rank 0 only: close the timeline. Returns when it is written."""
         raise NotImplementedError("only Horovod has a timeline")
 
     def waiting(self, names: Callable[[], Sequence[str]]) -> AbstractContextManager[None]:
-        """Around a wait for what all ranks do in a step: Horovod's worlds end the job if one does not come to it.
+        """Around a wait for a step's collective. In Horovod's worlds a rank that does not reach it ends the job.
 
-        `names`: what has not come yet, for the message.
+        `names`: what has not arrived yet, for the message.
         """
         return nullcontext()
 
     def check_same(self, values: Mapping[str, object]) -> None:
-        """Raise CollectiveError if a value differs between ranks: hosts that hold other files would train on other
-        data."""
+        """Raise CollectiveError if a value differs between ranks, for example because their hosts' files differ."""
         everyone = self.allgather(dict(values))
         for name, value in everyone[0].items():
             for info, theirs in zip(self.rank_infos, everyone, strict=True):
@@ -172,18 +177,23 @@ class World:
 
     @contextmanager
     def raise_on_all_ranks(self, status: int = EXIT_BAD_INPUT) -> Iterator[None]:
-        """What is done inside succeeds on all ranks or fails on all: a UserError of one becomes a CollectiveError of
-        all.
+        """Turn a UserError of one rank inside into a CollectiveError on all ranks, with exit status `status`.
 
-        `status`: the exit status of such a failure. No collective may stand inside: a rank that fails would leave the
-        others waiting in it.
+        No collective may be inside: a rank that fails would leave the others waiting in it. Equal warnings of several
+        ranks inside become one line with the list of ranks.
         """
         message = None
-        try:
-            yield
-        except UserError as error:
-            message = str(error)
-        messages = self.allgather(message)
+        with logs.collected() as warnings:
+            try:
+                yield
+            except UserError as error:
+                message = str(error)
+            mine = warnings[:]
+            everyone = self.allgather((message, mine))
+            del warnings[: len(mine)]
+        if self.rank == 0:
+            logs.show([theirs for _, theirs in everyone])
+        messages = [text for text, _ in everyone]
         failed = [rank for rank, text in enumerate(messages) if text is not None]
         if failed:
             first = failed[0]
@@ -194,13 +204,13 @@ class World:
         return self.rank_infos[rank].host if self.rank_infos else "its host"
 
     def close(self) -> None:
-        """Leave the world in good order, once every rank has come this far."""
+        """Leave the world, once all ranks have called this."""
 
     def leave(self) -> None:
         """Leave a world whose other ranks may be gone."""
 
     def end(self, status: int) -> NoReturn:
-        """Leave the world in good order, once every rank has come this far, and end this process.
+        """Leave the world, once all ranks have called this, and end this process.
 
         Whether `finally` and `with` around this call still run depends on the world.
         """
@@ -208,19 +218,10 @@ class World:
         sys.exit(status)
 
     def abort(self, status: int) -> NoReturn:
-        """End every rank now: one that failed alone must not leave the others waiting for it."""
+        """End all ranks now: the others must not wait for a rank that failed alone."""
+        logs.flush()
         sys.stdout.flush()
         sys.stderr.flush()
         if self._comm is not None:
             self._comm.Abort(status)
         os._exit(status)  # the launcher sees the status and ends the others
-
-
-def log_on_rank_zero(rank: int) -> None:
-    """Print what is logged: rank 0's all, the others' errors only."""
-    logging.basicConfig(
-        format="%(message)s" if rank == 0 else f"rank {rank}: %(message)s",
-        stream=sys.stdout,
-        force=True,  # in a later world of Horovod elastic the rank is another one
-    )
-    log.setLevel(logging.INFO if rank == 0 else logging.ERROR)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_bert.distributed.world import World, log
+from hvd_bert.distributed import logs
+from hvd_bert.distributed.world import World
 
 PERIOD_S = 1.0
 GIB = 2**30
@@ -99,6 +100,7 @@ class Sampler:
     """Samples one GPU every PERIOD_S seconds, until closed."""
 
     def __init__(self, device_id: str) -> None:
+        self.problem = ""  # why there are no samples
         self._device_id = device_id
         self._samples: list[Sample] = []
         self._last: Sample | None = None
@@ -119,7 +121,7 @@ class Sampler:
                     if self._end.wait(PERIOD_S):
                         return
         except NvmlError as error:
-            log.warning("GPU usage is not recorded: %s", error)
+            self.problem = str(error)
 
     def take(self) -> list[Sample]:
         """The samples since the last call; if there are none, the latest one."""
@@ -155,7 +157,14 @@ class GpuUsage:
         """
         if not self.enabled:
             return {}
-        rows = self.world.allgather(summarise(self._sampler.take()) if self._sampler else {})
+        seen: dict[str, Any] = {}
+        if self._sampler:
+            problem, self._sampler.problem = self._sampler.problem, ""  # reported once
+            seen = summarise(self._sampler.take()) | ({"problem": problem} if problem else {})
+        rows = self.world.allgather(seen)
+        problems = [row.pop("problem", "") for row in rows]
+        if self.world.rank == 0:
+            logs.warn(["The GPU usage is not recorded: " + problem if problem else "" for problem in problems])
         if self._file is not None:
             now = {"step": step, "seconds": round(time.monotonic() - self._start, 1)}
             for info, row in zip(self.world.rank_infos, rows, strict=True):

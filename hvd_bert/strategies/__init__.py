@@ -1,1 +1,1 @@
-"""Strategies apply data parallelism from outside of the model; the training loop knows only their methods."""
+"""Strategies add data parallelism to a model. The training loop uses only the methods of `base.Strategy`."""

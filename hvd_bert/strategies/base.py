@@ -1,6 +1,6 @@
-"""What a strategy is: how a model is trained by the ranks of a world. The base is one process (--strategy none).
+"""A strategy: how the ranks of a world train a model. The base class is a single process (--strategy none).
 
-One optimizer step of the loop is `backward` x accumulation, `synchronize`, `clip`, `step`.
+One optimizer step of the loop is `backward` once per micro-batch, then `synchronize`, `clip`, `step`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,16 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class StrategyOptions:
-    """`accumulation`: backward passes before a step; they are summed (and not averaged), so the losses must already be
-    shares of the step's loss. `max_grad_norm`: 0 never clips. `fp16`: scale the losses for fp16's range. `bf16`: the
-    forward pass is autocast. `deterministic`: sums in the same order in each run. `fp16_allreduce`,
-    `gradient_predivide_factor`, `num_groups` (0: none): Horovod's. `zero_stage`: DeepSpeed's.
+    """Options of all strategies, and some of a single one.
+
+    Attributes:
+        accumulation: Backward passes per step. Their gradients are summed, so each loss is a share of the step's loss.
+        max_grad_norm: Clip to this norm; 0: do not clip.
+        fp16: Scale the losses to the range of fp16.
+        bf16: The forward pass runs in bf16 autocast.
+        deterministic: Sum in the same order in each run.
+        fp16_allreduce, gradient_predivide_factor, num_groups: Horovod's; 0 groups: do not group.
+        zero_stage: DeepSpeed's.
     """
 
     accumulation: int = 1
@@ -37,20 +43,19 @@ class StrategyOptions:
 
 
 class Strategy:
-    """Trains `model` with the mean of all ranks' gradients.
+    """Trains `model` with the gradients averaged over all ranks. Gradients are fp32, also with autocast.
 
-    Attributes: `module`: what the loop calls for the forward pass; `optimizer`: whose learning rate the schedule sets;
-    `skipped_steps`: steps that left the weights as they were, because a gradient had overflowed. Gradients are fp32
-    whatever the autocast.
+    Attributes:
+        module: The module that the loop calls for the forward pass.
+        optimizer: The optimizer whose learning rate the schedule sets.
+        skipped_steps: Number of steps skipped because a gradient overflowed.
     """
 
-    # In which phase of the step (`meter.PHASES`) the end of `backward` lies, from the call of `mark` on.
-    backward_ends_in = "compute"
-    # Whether the time that the step waits for other ranks can be told from its computing.
+    # Whether waiting for other ranks can be told from computing.
     tells_exposed_comm = True
 
     def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, options: StrategyOptions, world: World) -> None:
-        """A collective: the weights are rank 0's afterwards. `make_optimizer` is called with `module`."""
+        """A collective: all ranks get rank 0's weights. `make_optimizer` is called with `module`."""
         self.model = model
         self.options = options
         self.module = self._distribute(model, world)
@@ -65,31 +70,31 @@ class Strategy:
 
     @property
     def trained(self) -> nn.Module:
-        """The model that `module` trains: `model`, or the copy of it that the ranks share out."""
+        """The model that `module` trains: `model`, or a copy of it that is sharded over the ranks."""
         return self.model
 
     def mark_gradients(self, mark: Callable[[], None]) -> None:
-        """Have `mark` called when the last gradients are computed, if `backward` then waits for the other ranks."""
+        """Have `mark` called once the last gradients are computed, if `backward` then waits for other ranks."""
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a share of this rank's step loss; the last of a step's passes starts the averaging."""
+        """Add the gradients of a share of the step's loss. The last pass of a step starts the averaging."""
         self.scaler.scale(loss).backward()
         self._passes = (self._passes + 1) % self.options.accumulation
         self._average_next(self._passes == self.options.accumulation - 1)
 
     def _average_next(self, averages: bool) -> None:
-        """Told before each pass: whether it is a step's last, whose backward pass averages the gradients."""
+        """Called before each pass. `averages`: it is the last one of a step, whose backward pass averages."""
 
     def synchronize(self) -> None:
-        """Wait for the mean gradients: unscaling and clipping are of the mean, not of one rank's part."""
+        """Wait for the averaged gradients, which `clip` needs."""
 
     def clip(self) -> Tensor:
-        """Clip the mean gradients. Returns their norm before that (0-dim, on the device)."""
+        """Clip the averaged gradients. Returns their norm before clipping (0-dim, on the device)."""
         self.scaler.unscale_(self.optimizer)
         return nn.utils.clip_grad_norm_(self.module.parameters(), self.options.max_grad_norm or float("inf"))
 
     def step(self) -> bool:
-        """Apply the clipped gradients and forget them. False if they had overflowed: the weights stay as they are."""
+        """Apply and clear the clipped gradients. Returns False if they overflowed and the step was skipped."""
         applied = self._apply()
         self.skipped_steps += not applied
         self.optimizer.zero_grad()
@@ -99,20 +104,20 @@ class Strategy:
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return self.scaler.get_scale() >= scale  # it is lowered after an overflow
+        return self.scaler.get_scale() >= scale  # the scale is lowered after an overflow
 
     def whole_model(self) -> nn.Module:
-        """The model with the weights of now, whole on every rank, to be scored or saved. A collective."""
+        """The model with current weights, whole on every rank, to evaluate or save. A collective."""
         return self.model
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-        """What a checkpoint needs, whole on rank 0: weights, the optimizer's tensors as "parameter/slot", and the rest
+        """State for a checkpoint, whole on rank 0: weights, the optimizer's tensors as "parameter/slot", and the rest
         for JSON. A collective."""
         rest = {"groups": self._groups(), "scaler": self.scaler.state_dict(), "skipped_steps": self.skipped_steps}
         return self._weights(), self._optimizer_tensors(), rest
 
     def load_state(self, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
-        """Take over what `state` gave, in this or another process; all of it is whole on every rank. A collective."""
+        """Restore what `state` returned. The arguments are whole on every rank. A collective."""
         self._load(weights, tensors, rest["groups"])
         if rest["scaler"]:
             self.scaler.load_state_dict(rest["scaler"])

@@ -1,6 +1,6 @@
-"""DeepSpeed's ZeRO: the ranks share out the optimizer's state (stage 1), gradients (2), weights (3). An extra.
+"""DeepSpeed's ZeRO shards the optimizer's state (stage 1), also gradients (2), also weights (3). An optional package.
 
-Forward and backward are the other strategies', in fp32 or torch's autocast: what differs is where things are kept.
+Forward and backward pass are those of the other strategies, in fp32 or torch's autocast.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.strategies.base import MakeOptimizer, Strategy, StrategyOptions
 
-# It is imported where a strategy is made, since its import takes seconds and looks for accelerators.
+# Imported only when a strategy is made: the import takes seconds and probes for accelerators.
 if find_spec("deepspeed") is None:
     raise ImportError("No module named 'deepspeed'")
 
 
 def load_deepspeed() -> Any:
-    """The package. Raises UserError where it is installed and cannot be imported, as after another torch came."""
+    """Import the package. Raises UserError if it cannot be imported, for example after torch was replaced."""
     try:
         return import_module("deepspeed")
-    except Exception as error:  # its look for compilers and accelerators raises what it likes
+    except Exception as error:  # its probes for compilers and accelerators raise anything
         raise UserError(
-            f"--strategy deepspeed: DeepSpeed cannot be imported ({type(error).__name__}: {error}). Install it anew by"
+            f"--strategy deepspeed: DeepSpeed cannot be imported ({type(error).__name__}: {error}). Reinstall it with"
             " `bash env/setup.sh --deepspeed`, or choose another strategy."
         ) from None
 
@@ -46,15 +46,15 @@ def _bucket_size(model: nn.Module) -> int:
 
 
 class DeepSpeedStrategy(Strategy):
-    """ZeRO over the ranks. DeepSpeed clips and steps in one, so `clip` does both."""
+    """ZeRO over the ranks. DeepSpeed clips and steps in one call, so `clip` does both."""
 
     module: Any
-    tells_exposed_comm = False  # its waiting lies within backward and step
+    tells_exposed_comm = False  # it waits inside backward and step
 
     def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, options: StrategyOptions, world: World) -> None:
-        os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # else it looks for one, and tells of it
+        os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # else it probes for one, and logs that
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        # What torch says of DeepSpeed's calls is not for our users.
+        # Our users cannot act on torch's warnings about DeepSpeed's calls.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         with world.raise_on_all_ranks():
             deepspeed = load_deepspeed()
@@ -63,10 +63,10 @@ class DeepSpeedStrategy(Strategy):
         self._partitioned = options.zero_stage == 3
         self._applied = True
         world.broadcast_tensors(model.state_dict())
-        # Its own allreduce for the ranks of one host would be compiled now; a rank killed meanwhile leaves a lock that
-        # all later ones wait for.
+        # DeepSpeed would compile an allreduce for one host's ranks. A rank killed meanwhile leaves a lock that blocks
+        # all later ones.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        # Which device a rank has, and that the launcher said so, it takes from here.
+        # DeepSpeed takes the rank's device from these variables.
         os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
         os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
         deepspeed.init_distributed(dist_backend="nccl" if world.device.type == "cuda" else "gloo")
@@ -75,12 +75,12 @@ class DeepSpeedStrategy(Strategy):
             model=self.module,
             optimizer=self.optimizer,
             config={
-                "train_micro_batch_size_per_gpu": 1,  # it counts passes, and leaves batches to the loop
+                "train_micro_batch_size_per_gpu": 1,  # it only counts passes: the loop makes the batches
                 "gradient_accumulation_steps": options.accumulation,
                 "gradient_clipping": options.max_grad_norm,
                 "zero_optimization": {"stage": options.zero_stage, "reduce_bucket_size": _bucket_size(model)},
                 "zero_allow_untested_optimizer": True,  # torch's AdamW, as under the other strategies
-                # It turns off the autocast around it, unless it knows of it; no module's gradients are sent as bf16.
+                # Without this it disables autocast. No module's gradients are sent as bf16.
                 "torch_autocast": {"enabled": options.bf16, "dtype": "bfloat16", "lower_precision_safe_modules": []},
             },
         )
@@ -96,10 +96,10 @@ class DeepSpeedStrategy(Strategy):
         return trained
 
     def backward(self, loss: Tensor) -> None:
-        self.module.backward(loss * self.options.accumulation)  # of which it takes the mean
+        self.module.backward(loss * self.options.accumulation)  # which it divides by that
         self._passes += 1
         if self._passes < self.options.accumulation:
-            self.module.step()  # which only counts
+            self.module.step()  # only counts the pass
 
     def clip(self) -> Tensor:
         self._passes = 0
@@ -124,7 +124,7 @@ class DeepSpeedStrategy(Strategy):
         return dict(self.model.state_dict()) | {name: whole(p) for name, p in self._named_parameters().items()}
 
     def _slots(self) -> dict[str, Tensor]:
-        """AdamW's state of one of this rank's flat parts."""
+        """AdamW's state of one of this rank's flat partitions."""
         slots: dict[str, Tensor] = next(iter(self.optimizer.state.values()))
         return slots
 
@@ -142,7 +142,7 @@ class DeepSpeedStrategy(Strategy):
         self._make_slots(next(value for name, value in tensors.items() if name.endswith("/step")))
         for name, parameter in self._named_parameters().items():
             value = weights[name].to(parameter.device)
-            with self._gathered(parameter, modifier_rank=0):  # stage 3: what is computed with; nothing in the others
+            with self._gathered(parameter, modifier_rank=0):  # the weights of the forward pass in stage 3
                 parameter.data.copy_(value)
             self._utils.safe_set_full_fp32_param(parameter, value)
             for slot in self._slots():
@@ -151,9 +151,9 @@ class DeepSpeedStrategy(Strategy):
                     self._utils.safe_set_full_optimizer_state(parameter, whole, slot)
 
     def _make_slots(self, step: Tensor) -> None:
-        """AdamW's state as after `step` steps, its moments to be filled.
+        """Create AdamW's state as of `step`, with moments of zero.
 
-        Left to DeepSpeed 0.19, it would be found for the first parameter group only, and after the first step.
+        DeepSpeed 0.19 itself would make it available for the first parameter group only, and after the first step.
         """
         zero = self._zero
         for part in zero.fp32_partitioned_groups_flat if self._partitioned else zero.single_partition_of_fp32_groups:

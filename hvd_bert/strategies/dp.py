@@ -1,4 +1,4 @@
-"""torch's DataParallel: one process, several GPUs. Slower than a process per GPU, and here to show by how much."""
+"""torch's DataParallel: one process with several GPUs. For comparison, since a process per GPU is faster."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from hvd_bert.strategies.base import Strategy
 
 
 class DPStrategy(Strategy):
-    """Splits each batch over the GPUs of this process, and adds up their gradients on the first."""
+    """Splits each batch over the GPUs of this process, and sums their gradients on the first one."""
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
         return WindowParallel(model, device_ids=list(range(world.devices)))
 
 
 class WindowParallel(nn.DataParallel[nn.Module]):
-    """Splits windows laid end to end between windows; padded windows, and other models' batches, as torch does."""
+    """Splits packed batches between windows. Splits padded batches, and other models' batches, as torch does."""
 
-    _end_to_end = False
+    _packed = False
 
     def scatter(self, inputs: Any, kwargs: dict[str, Any] | None, device_ids: Any) -> Any:
-        self._end_to_end = bool(kwargs and kwargs.get("window_lengths"))
-        if not kwargs or not self._end_to_end:
+        self._packed = bool(kwargs and kwargs.get("window_lengths"))
+        if not kwargs or not self._packed:
             return super().scatter(inputs, kwargs, device_ids)
         parts = split_windows(kwargs, len(device_ids))
         return [() for _ in parts], [
@@ -39,13 +39,13 @@ class WindowParallel(nn.DataParallel[nn.Module]):
         ]
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
-        return join_windows(outputs, output_device) if self._end_to_end else super().gather(outputs, output_device)
+        return join_windows(outputs, output_device) if self._packed else super().gather(outputs, output_device)
 
 
 def split_windows(tokens: dict[str, Any], parts: int) -> list[dict[str, Any]]:
-    """Windows laid end to end, as `bert.span_logits` hands them over -> as many batches of them, in order.
+    """Split packed windows, as `bert.span_logits` passes them, into `parts` batches in order.
 
-    Each has nearly as many windows as the others; with fewer windows than `parts`, there are fewer batches.
+    Their numbers of windows differ by at most one. With fewer windows than `parts` there are fewer batches.
     """
     lengths: list[int] = tokens["window_lengths"]
     shares = [share.tolist() for share in np.array_split(lengths, min(parts, len(lengths)))]
@@ -62,7 +62,7 @@ def split_windows(tokens: dict[str, Any], parts: int) -> list[dict[str, Any]]:
 
 
 def join_windows(outputs: list[Any], device: Any) -> Any:
-    """The outputs of `split_windows`' batches as one, end to end on `device`."""
+    """Concatenate the outputs of `split_windows`' batches on `device`."""
     first = outputs[0]
     for name in ("start_logits", "end_logits"):
         first[name] = torch.cat([output[name].to(device) for output in outputs], dim=1)

@@ -1,4 +1,4 @@
-"""torch's FSDP2 (`fully_shard`): each rank keeps its part of weights, gradients and optimizer, of every layer."""
+"""torch's FSDP2 (`fully_shard`): shards weights, gradients and optimizer state of each layer over the ranks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ WHOLE = StateDictOptions(full_state_dict=True)
 
 
 class FSDPStrategy(Strategy):
-    """Shards a copy of the model, layer by layer; the model given stays whole, for scoring and saving.
+    """Shards a copy of the model, layer by layer. The model itself stays whole, to evaluate and save.
 
-    So every rank holds the weights once more than FSDP itself would.
+    So every rank holds one more copy of the weights than FSDP needs.
     """
 
     module: Any
-    tells_exposed_comm = False  # its waiting lies within forward and backward
+    tells_exposed_comm = False  # it waits inside forward and backward
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
         world.broadcast_tensors(model.state_dict())

@@ -1,4 +1,4 @@
-"""The table of strategies: which class trains, and what it needs."""
+"""Strategies by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.strategies.base import MakeOptimizer, Strategy, StrategyOptions
 
-# Each in a file of its own, which is read only if it is chosen.
+# A strategy's module is imported only if it is chosen.
 STRATEGY_CLASSES = {
     "horovod": "hvd_bert.strategies.horovod:HorovodStrategy",
     "ddp": "hvd_bert.strategies.ddp:DDPStrategy",
@@ -22,13 +22,13 @@ STRATEGY_CLASSES = {
 
 
 def strategy_class(strategy: str) -> type[Strategy]:
-    """Raises UserError, with the line that installs it, if what the strategy needs is not installed."""
+    """The class of a strategy. Raises UserError, with the install command, if a package is missing."""
     module, name = STRATEGY_CLASSES[strategy].split(":")
     try:
         found: type[Strategy] = getattr(import_module(module), name)
     except ImportError as error:
-        hint = "install it by `bash env/setup.sh --deepspeed`" if strategy == "deepspeed" else "take a newer torch"
-        raise UserError(f"--strategy {strategy} cannot be loaded ({error}): {hint}, or choose another.") from None
+        hint = "install it with `bash env/setup.sh --deepspeed`" if strategy == "deepspeed" else "install a newer torch"
+        raise UserError(f"--strategy {strategy} cannot be loaded ({error}): {hint}, or choose another one.") from None
     return found
 
 

@@ -1,14 +1,13 @@
-"""Fine-tune BERT on SQuAD over every rank of the world.
+"""Fine-tune BERT on SQuAD on all ranks of the world.
 
     python -m hvd_bert.train --config sample                                 one process
     horovodrun -np 4 -H a100-01:2,a100-02:2 python -m hvd_bert.train         four ranks on two hosts
     srun --mpi=pmix python -m hvd_bert.train                                 every task of a Slurm job
 
-Exit status: 0 done, 1 failure, 2 bad input (reported once, before any training), 75 stopped by a signal: everything is
-saved, and the same command resumes.
+Exit status: 0 done, 1 failure, 2 bad input (reported once, before any training), 75 stopped by a signal with everything
+saved. Rerun the same command to resume.
 
-This file only reads the command line: --help and a mistyped flag need not wait for the imports of `loop.py`, which
-trains.
+This file only reads the command line, so that --help and a mistyped flag do not wait for the imports of `loop.py`.
 """
 
 from __future__ import annotations
@@ -28,10 +27,11 @@ def main(world: World) -> None:
     """A whole run on one rank, from the command line to the output files. Called by all ranks."""
     with world.raise_on_all_ranks():
         config = command_line.parse()
-    _loop().run(config, world)
+        loop = _loop()  # inside, so that warnings of the imports are shown once
+    loop.run(config, world)
 
 
-@functools.cache  # in a later world of Horovod elastic, freezing again would keep the memory of the one before
+@functools.cache  # in a later world of Horovod elastic, freezing again would keep the previous world's memory
 def _loop() -> ModuleType:
     with collector_paused():
         from hvd_bert.train import loop

@@ -1,4 +1,4 @@
-"""A training run, from the settings to the output files: the page to read first (`__main__.py` is the command)."""
+"""A training run from the settings to the output files. Read this file first; `__main__.py` is the command."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import closing, nullcontext
 from typing import Any
 
 from torch import Tensor
+from transformers.utils import logging as transformers_logging
 
 from hvd_bert.checkpoint import resume, run_folder
 from hvd_bert.checkpoint.resume import ResumePoint
@@ -38,8 +39,8 @@ def run(config: Config, world: World) -> None:
     """A whole run: load, restore, train, evaluate, write. Called by all ranks."""
     with world.raise_on_all_ranks():
         resume.check_elastic(config, world)
-        strategy_class(config.parallel.strategy)  # whether it is installed
-        run_folder.unlock()  # what this process held in an earlier world
+        strategy_class(config.parallel.strategy)  # raises if it is not installed
+        run_folder.unlock()  # locks from an earlier world of Horovod elastic
     set_up(config, world)
     log.info("%s", "\n".join(world.describe()))
     resume_point = None
@@ -80,7 +81,7 @@ def run(config: Config, world: World) -> None:
         usage = {"rank": world.rank} | process_usage(world.device)
         results |= run_folder.facts(config, world) | {"processes": world.gather(usage)}
         with run_folder.writing(folder, world) as writes:
-            if writes and inputs.train:  # last: by this file a run counts as finished
+            if writes and inputs.train:  # last: a run with this file counts as finished
                 work = {"work": resume.identity(config, inputs)}
                 write_json(folder / "train_results.json", results | work)
     if results.get("breakdown"):
@@ -89,17 +90,19 @@ def run(config: Config, world: World) -> None:
 
 
 def set_up(config: Config, world: World) -> None:
-    """Threads, precision and memory of this process, before anything large is made."""
+    """Threads, precision, memory and logs of this process, before large allocations."""
     world.set_threads(config.parallel.num_threads)
     set_precision(config.train)
     if world.device.type == "cpu":
         keep_memory()
-        # transformers looks into DeepSpeed where it is installed, and that would tell every rank's user of the CPU.
+        # transformers imports DeepSpeed if it is installed, which would log its choice of the CPU on every rank.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    transformers_logging.disable_default_handler()  # its warnings go through our handler instead
+    transformers_logging.enable_propagation()
 
 
 class Training:
-    """All that a training is made of, and its loop."""
+    """The parts of a training, and its loop."""
 
     def __init__(
         self,
@@ -110,7 +113,7 @@ class Training:
         config: Config,
         world: World,
     ) -> None:
-        """A collective. `resume_point`, on rank 0: the checkpoint to go on from."""
+        """A collective. `resume_point`: on rank 0, the checkpoint to resume from."""
         data, args = inputs.train, config.train
         assert data is not None
         self.config, self.world, self.evaluator, self.metrics_logger = config, world, evaluator, metrics_logger
@@ -128,65 +131,69 @@ class Training:
         self.stop_requests = StopRequests(world)
 
     def run(self, stoppable: bool = True) -> dict[str, Any]:
-        """Train to the end. Returns what it came to, for train_results.json.
+        """Train to the end. Returns the results for train_results.json.
 
-        `stoppable`: signals end it with a checkpoint, and a CollectiveError; else they do what they do to any process.
+        `stoppable`: a signal saves a checkpoint and raises CollectiveError. Otherwise signals have their usual effect.
         """
         state, checkpoints, world = self.state, self.checkpoints, self.world
         effective = run_folder.effective_settings(self.config, self.plan, state.schedule.base_lrs[0], world)
         log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))
-        for advice in scaling_advice(self.config.train, world.size * world.devices, effective["learning_rate"]):
-            log.warning(advice)
+        if world.rank == 0:
+            for advice in scaling_advice(self.config.train, world.size * world.devices, effective["learning_rate"]):
+                log.warning(advice)
         state.strategy.module.train()
         self.metrics_logger.begin(self.total_steps, state.step, self.plan.steps_per_epoch)
         watched = self.stop_requests.watched() if stoppable else nullcontext()
         with closing(checkpoints), closing(self.gpus), closing(self.batches), closing(self.recording), watched:
-            if state.eval_pending and self.evaluator:  # a signal came before it
+            if state.eval_pending and self.evaluator:  # a signal stopped the run before it
                 self._evaluate()
             while state.step < self.total_steps and not checkpoints.patience_is_over:
                 self.recording.before(state.step + 1)
-                learning_rate, grad_norm, stops = self._step()
+                learning_rate, grad_norm = self._step()
                 self.recording.after(state.step)
-                self._after_step(learning_rate, grad_norm, stops)
-            if self.stop_requests.ask()():  # since the last step: while the model was scored, say
+                self._after_step(learning_rate, grad_norm)
+            self.stop_requests.start_vote()  # for a signal since the last step, for example during an evaluation
+            if self.stop_requests.any_rank_stops():
                 checkpoints.stop(self.stop_requests.reason())
-            state.strategy.whole_model()  # from here on inputs.model is what was trained
+            state.strategy.whole_model()  # from here on inputs.model has the trained weights
             checkpoints.end()
         skipped = {"skipped_steps": state.strategy.skipped_steps}
         sums = {"breakdown": self.breakdown.results()}
         return state.meter.results() | sums | checkpoints.totals | skipped | effective
 
-    def _step(self) -> tuple[float, Tensor, bool]:
-        """One optimizer step. Returns its learning rate, the norm of its gradient, and whether to stop now."""
-        state, world = self.state, self.world
-        strategy, meter = state.strategy, state.meter
+    def _step(self) -> tuple[float, Tensor]:
+        """One optimizer step. Returns its learning rate and the norm of its gradient."""
+        state, strategy, meter = self.state, self.state.strategy, self.state.meter
         step_windows = len(self.plan.step_windows(state.step))
-        for batch in self.batches.of_step(state.step):
-            meter.lap("data")
-            with autocast(world.device, self.config.train.precision):
-                losses = window_losses(strategy.module, batch)[: batch.num_windows]
-            # Horovod takes the mean over the ranks; this makes it the mean over the windows of the step.
-            loss = losses.sum() * (world.size / step_windows)
-            strategy.backward(loss)
-            meter.lap(strategy.backward_ends_in)
+        for batch in meter.timed("data", self.batches.of_step(state.step)):
+            with meter.phase("compute"):
+                with autocast(self.world.device, self.config.train.precision):
+                    losses = window_losses(strategy.module, batch)[: batch.num_windows]
+                # The strategy averages over the ranks. The factor makes that the mean over the step's windows.
+                loss = losses.sum() * (self.world.size / step_windows)
+                strategy.backward(loss)
             meter.add(loss, batch)
-        any_stop = self.stop_requests.ask()
-        self.breakdown.count(state.step)
-        self.checkpoints.await_write()
-        meter.lap("other")
-        strategy.synchronize()
-        meter.lap("exposed_comm")
-        grad_norm = strategy.clip()
-        learning_rate = state.schedule.get_last_lr()[0]
-        if strategy.step():
-            state.schedule.step()
+        with meter.phase("other"):
+            self._while_gradients_travel()
+        with meter.phase("exposed_comm"):
+            strategy.synchronize()
+        with meter.phase("optimizer"):
+            grad_norm = strategy.clip()
+            learning_rate = state.schedule.get_last_lr()[0]
+            if strategy.step():
+                state.schedule.step()
         state.step += 1
-        stops = any_stop()
-        meter.lap("optimizer")
-        return learning_rate, grad_norm, stops
+        return learning_rate, grad_norm
 
-    def _after_step(self, learning_rate: float, grad_norm: Tensor, stops: bool) -> None:
-        """Log, stop, score, save: whatever is due after this step."""
+    def _while_gradients_travel(self) -> None:
+        """Work that does not need the step's gradients, while the last of them are averaged."""
+        self.stop_requests.start_vote()
+        self.breakdown.count(self.state.step)
+        self.checkpoints.await_write()
+
+    def _after_step(self, learning_rate: float, grad_norm: Tensor) -> None:
+        """Log, stop, evaluate, save: whatever is due after this step."""
+        stops = self.stop_requests.any_rank_stops()
         state, checkpoints, total_steps = self.state, self.checkpoints, self.total_steps
         per_epoch = self.plan.steps_per_epoch
         evaluates = self.config.evaluates_after_step(state.step, per_epoch, total_steps)
@@ -218,11 +225,11 @@ class Training:
 
 
 def check_finite(step: int, loss: float) -> None:
-    """End the run, on all ranks alike, when the mean loss is no number any more."""
+    """End the run on all ranks if the mean loss is NaN or infinite."""
     if math.isfinite(loss):
         return
     raise CollectiveError(
         f"The loss is {loss} at step {step}: training has diverged. Lower --learning_rate, lengthen the warm-up"
-        " (--warmup_ratio 0.1), or clip (--max_grad_norm 1).",
+        " (--warmup_ratio 0.1), or clip the gradient (--max_grad_norm 1).",
         status=EXIT_FAILURE,
     )

@@ -1,1 +1,1 @@
-"""What the training loop is made of: inputs, optimizer, state, step times, metrics."""
+"""Parts of the training loop: inputs, optimizer, state, step times, metrics."""

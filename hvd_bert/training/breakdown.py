@@ -1,4 +1,4 @@
-"""What each line of the metrics says of the steps' work, and what all lines come to: the table at a training's end."""
+"""Work and step times for each line of metrics.jsonl, and the step-time summary at the end of a training."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ NAMES = {
     "checkpoint": "checkpoint pause",
     "other": "other",
 }
-# What to do where a phase takes this much of the step.
+# A phase that takes a larger share of the step than LARGE_SHARE gets this advice.
 LARGE_SHARE = 0.1
 ADVICE = {
-    "data": "batches are made too slowly: look at a rank's cores (the job's CPUs per task) and the file system.",
-    "exposed_comm": "--timeline_file or --profile records some steps that say why (docs/guides/profiling.md).",
-    "checkpoint": "--save_steps says how often one is made.",
+    "data": "batches are prepared too slowly. Check the cores per rank (the job's CPUs per task) and the file system.",
+    "exposed_comm": "record some steps with --timeline_file or --profile to find the cause (docs/guides/profiling.md).",
+    "checkpoint": "raise --save_steps to save less often.",
 }
 
 
 class Breakdown:
-    """Reads a training's meter, adds what follows from the windows' lengths alone, and sums up.
+    """Reads the meter, adds figures that follow from the windows' lengths, and sums up all lines.
 
-    The first line is left out of the sums where there are more: its steps, as a rule one, are warm-up.
+    If there are several lines, the sums leave out the first: its steps (usually one) are warm-up.
     """
 
     def __init__(self, meter: Meter, plan: BatchPlan, shape: Any, peak_flops: float | None, step: int) -> None:
-        """`shape`: the model's config; `peak_flops`: of all devices, None: not known; `step`: how many were taken."""
+        """`shape`: the model's config. `peak_flops`: of all devices; None if unknown. `step`: steps done before."""
         self.meter, self.plan, self.shape, self.peak_flops = meter, plan, shape, peak_flops
         self.taken = 0  # steps, by this process
         self._imbalances = sum(plan.imbalance(before) for before in range(meter.last_step, step))
@@ -49,15 +49,12 @@ class Breakdown:
         self._phases = torch.zeros(self.plan.size, len(self.meter.phases), dtype=torch.float64)
 
     def count(self, step: int) -> None:
-        """Step number `step` (0, 1, ...) is being taken."""
+        """Count step `step` (0, 1, ...), which is being taken."""
         self.taken += 1
-        self._imbalances += self.plan.imbalance(step)  # now, while the plan remembers who has which windows
+        self._imbalances += self.plan.imbalance(step)  # now, while the plan still has the step's assignment
 
     def read(self, step: int) -> dict[str, float]:
-        """What the meter gives (`Meter.read`), and `imbalance`, `tflops_per_s`, `mfu` if the peak is known.
-
-        A collective.
-        """
+        """The row of `Meter.read` with `imbalance`, `tflops_per_s` and, if the peak is known, `mfu`. A collective."""
         steps = range(self.meter.last_step, step)
         row = self.meter.read(step)
         windows = np.concatenate([self.plan.step_windows(before) for before in steps])
@@ -87,7 +84,7 @@ class Breakdown:
         self._phases += look.phases
 
     def results(self) -> dict[str, Any]:
-        """For train_results.json (docs/reference/output-files.md); empty if there was no line."""
+        """For train_results.json (docs/reference/output-files.md); empty without a line."""
         if not self._lines:
             return {}
         milliseconds = 1000 * self._phases / self._watched  # [ranks, phases]
@@ -108,20 +105,20 @@ class Breakdown:
 
 
 def _over_ranks(milliseconds: torch.Tensor, step: torch.Tensor) -> dict[str, float]:
-    """Of each rank's milliseconds [ranks], of as many in a `step` [ranks]."""
+    """Mean, minimum and maximum of `milliseconds` [ranks], and the mean's share of the `step` [ranks]."""
     mean, minimum, maximum = milliseconds.mean(), milliseconds.min(), milliseconds.max()
     figures = {"ms": mean, "min_ms": minimum, "max_ms": maximum, "share": mean / step.mean()}
     return {name: float(value) for name, value in figures.items()}
 
 
 def describe_steps(results: Mapping[str, Any]) -> list[str]:
-    """The lines that end a training, from what train_results.json gets; none if it took no step."""
+    """The step-time summary, from the content of train_results.json. Empty if no step was taken."""
     found = results["breakdown"]
     if not found:
         return []
     of_ranks = results["world_size"] > 1
-    lines = [f"Where a step's time went, mean of {found['steps']} step(s):"]
-    lines.append(f"  {'':<24}{'ms':>10}" + (f"{'least':>10}{'most':>10}" if of_ranks else "") + f"{'share':>9}")
+    lines = [f"Step time by phase, mean of {found['steps']} step(s):"]
+    lines.append(f"  {'':<24}{'ms':>10}" + (f"{'min':>10}{'max':>10}" if of_ranks else "") + f"{'share':>9}")
 
     def row(name: str, ms: float, share: float, minimum: float | None = None, maximum: float | None = None) -> None:
         ends = "".join(f"{'' if end is None else f'{end:.1f}':>10}" for end in (minimum, maximum))
@@ -133,19 +130,19 @@ def describe_steps(results: Mapping[str, Any]) -> list[str]:
     row("step", found["step"]["ms"], 1.0, found["step"]["min_ms"], found["step"]["max_ms"])
     if results.get("evaluations"):
         per_step = 1000 * results["evaluation_s"] / found["taken_steps"]
-        row("evaluation, on top", per_step, per_step / found["step"]["ms"])
+        row("evaluation (additional)", per_step, per_step / found["step"]["ms"])
     return [*lines, *_totals(results, found), *_largest(found)]
 
 
 def _totals(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Evaluations, checkpoints, rates and work, a line each."""
+    """One line each: evaluations, checkpoints, rates and work."""
     lines = []
     if results.get("evaluations"):
         lines.append(f"{results['evaluations']} evaluation(s) in {results['evaluation_s']:.1f} s.")
     if results["checkpoints"]:
         lines.append(
             f"{results['checkpoints']} checkpoint(s): training waited {results['checkpoint_pause_s']:.2f} s,"
-            f" {results['checkpoint_write_s']:.2f} s of writing ran beside it."
+            f" writing took {results['checkpoint_write_s']:.2f} s in the background."
         )
     mfu = f", MFU {found['mfu']:.1%}" if "mfu" in found else ""
     tflops = found["tflops_per_s"]
@@ -153,17 +150,17 @@ def _totals(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     lines.append(
         f"{found['windows_per_s']:.1f} windows/s, {found['tokens_per_s']:,.0f} tokens/s,"
         f" {useful} useful{mfu}; padding {found['padding_share']:.1%};"
-        f" the most tokens of a rank {found['imbalance']:.3f} times the mean."
+        f" maximum tokens per rank {found['imbalance']:.3f} times the mean."
     )
     if not mfu and results["ranks"][0]["device"] != "cpu":
         lines.append(
-            f"No MFU: no peak of {results['device_name']} in {results['precision']} is known; give --peak_tflops."
+            f"No MFU: the peak of {results['device_name']} in {results['precision']} is unknown. Give --peak_tflops."
         )
     return lines
 
 
 def _largest(found: Mapping[str, Any]) -> list[str]:
-    """What takes most of the step, of that which might be mended, if it takes much."""
+    """Advice on the largest phase that can be shortened, if its share is large."""
     shares = {phase: found["phases"][phase]["share"] for phase in ADVICE if phase in found["phases"]}
     phase = max(shares, key=lambda name: shares[name])
     if shares[phase] < LARGE_SHARE:

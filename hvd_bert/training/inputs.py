@@ -1,6 +1,6 @@
-"""Everything that a run needs before its ranks talk: tokenizer, windows, batch plan, model.
+"""A run's inputs: tokenizer, windows, batch plan, model.
 
-All of it is checked here, so that bad input ends the run before any training.
+They are checked here, so that bad input ends the run before any training.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """The table of training windows, and the plan of who takes which of them when."""
+    """The training windows, and the plan that assigns them to steps and ranks."""
 
     source: Source
     windows: WindowTable
@@ -34,7 +34,7 @@ class TrainingSet:
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """Questions to score, and the table of their windows."""
+    """Questions to evaluate on, and their windows."""
 
     source: Source
     questions: list[Question]
@@ -43,7 +43,7 @@ class QuestionSet:
 
 @dataclass(frozen=True)
 class Inputs:
-    """`train` is None without training, `dev` without scoring."""
+    """`train` is None without training, `dev` without evaluation."""
 
     tokenizer: Any
     model: BertForQuestionAnswering
@@ -52,21 +52,21 @@ class Inputs:
 
     @property
     def tokenizer_digest(self) -> str:
-        """Of the vocabulary and the rules of the tokenizer."""
+        """Hash of the tokenizer's vocabulary and rules."""
         return hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:12]
 
     def fingerprint(self) -> dict[str, object]:
-        """What must be the same on all ranks: the content of the data, how it is cut into windows, the vocabulary."""
+        """Properties that must be equal on all ranks: content of the data, windows, vocabulary."""
         same: dict[str, object] = {"the tokenizer": self.tokenizer_digest}
         for name, part in (("training", self.train), ("validation", self.dev)):
             if part is not None:
-                cut = f"{len(part.windows)} windows of {part.windows.lengths.sum()} tokens"
-                same[f"the {name} data {part.source.name}"] = f"{part.source.digest[:12]}, {cut}"
+                size = f"{len(part.windows)} windows of {part.windows.lengths.sum()} tokens"
+                same[f"the {name} data {part.source.name}"] = f"{part.source.digest[:12]}, {size}"
         return same
 
 
 def load_inputs(config: Config, world: World) -> Inputs:
-    """Load and check everything. No collectives; the ranks of a host tokenise once. Raises UserError."""
+    """Load and check all inputs, without collectives. The ranks of a host tokenize once. Raises UserError."""
     tokenizer = load_tokenizer(config.model)
     padded = config.data.pad_to is not None
     model = load_model(config.model, tokenizer, config.data.max_seq_length, config.train.seed, padded)
@@ -93,7 +93,7 @@ def _training_set(config: Config, tokenizer: Any, crossover: int, world: World) 
 def _question_set(config: Config, tokenizer: Any, world: World) -> QuestionSet | None:
     data = config.data
     if data.train_file and not data.validation_file:
-        log.info("No --validation_file is given: the model is not scored.")
+        log.info("No --validation_file is given: the model is not evaluated.")
         return None
     source = open_split(data, "validation", config.model.cache_dir)
     table = _windows(source, tokenizer, data, data.max_eval_samples, world)
@@ -101,7 +101,7 @@ def _question_set(config: Config, tokenizer: Any, world: World) -> QuestionSet |
 
 
 def open_split(data: DataArguments, split: str, cache_dir: str | None) -> Source:
-    """The "train" or "validation" questions: a file, or a data set of the hub."""
+    """The "train" or "validation" questions, from a file or from the hub."""
     if data.dataset_name:
         return squad.open_hub(
             data.dataset_name, split, data.version_2_with_negative, data.dataset_config_name, cache_dir
@@ -109,7 +109,7 @@ def open_split(data: DataArguments, split: str, cache_dir: str | None) -> Source
     path = data.train_file if split == "train" else data.validation_file
     if path is None:
         raise UserError(
-            f"--{split}_file is missing: name a file of questions, or leave all files out for the hub's squad."
+            f"--{split}_file is missing: give a file of questions, or omit all files to use squad from the hub."
         )
     return squad.open_file(path, data.version_2_with_negative)
 

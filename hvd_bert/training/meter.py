@@ -1,31 +1,33 @@
-"""What training costs, summed up between two looks: work, loss, and where the time of a step goes on each rank."""
+"""Sums of work, loss and time per phase of a step, between two reads."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from hvd_bert.data.collate import Batch
 from hvd_bert.distributed.world import World
 
-# What a step's time is split into, in the loop's order; docs/reference/output-files.md says what each holds.
+# The phases of a step in the loop's order, described in docs/reference/output-files.md.
 PHASES = ("data", "compute", "exposed_comm", "optimizer", "checkpoint", "other")
+Item = TypeVar("Item")
 _TOTALS = ("last_step", "train_s", "loss_sum", "windows", "tokens")
 
 
 class Stopwatch:
-    """Splits time into laps, by the device's clock: on a GPU that is the time its work takes, and nothing waits."""
+    """Splits time into laps by the device's clock: on a GPU with CUDA events, so that nothing waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self.restart()
 
     def restart(self) -> None:
-        """Forget all laps; the first begins now."""
+        """Forget all laps and start the first one."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._events: list[tuple[str, torch.cuda.Event]] = []
         self._last: float | torch.cuda.Event = self._now()
@@ -38,7 +40,7 @@ class Stopwatch:
         return event
 
     def lap(self, phase: str) -> None:
-        """The time since the lap before, or since the start, was `phase`."""
+        """Add the time since the previous lap, or since the start, to `phase`."""
         now = self._now()
         if isinstance(now, float):
             assert isinstance(self._last, float)
@@ -48,11 +50,11 @@ class Stopwatch:
             self._events.append((phase, now))
 
     def now_s(self) -> float:
-        """The host's clock, in seconds; on the CPU as of the last lap, so that the laps are all there is."""
+        """The host's clock in seconds. On the CPU as of the last lap, so that laps add up to the whole time."""
         return self._last if isinstance(self._last, float) else time.perf_counter()
 
     def take(self) -> dict[str, float]:
-        """Seconds of each phase since the start, or since they were last taken. Waits for the device."""
+        """Seconds per phase since the start or the previous call. Waits for the device."""
         for phase, event in self._events:
             assert not isinstance(self._last, float)
             event.synchronize()
@@ -65,10 +67,10 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Look:
-    """What was summed up between two looks, over all ranks: `seconds` by this rank's clock.
+    """Sums over all ranks between two reads; `seconds` by this rank's clock.
 
-    `phases`: seconds of each rank in each phase, [ranks, phases], in the last `watched` of the steps: all but those
-    made before a stop, in another process.
+    `phases`: seconds per rank and phase, [ranks, phases], in the last `watched` of these steps. Steps before a resume
+    are not among them.
     """
 
     seconds: float
@@ -80,21 +82,22 @@ class Look:
 
 
 class Meter:
-    """Sums up the work, the loss and the time between two looks, without looking at the device in between.
+    """Sums up work, loss and time between two reads, without reading from the device in between.
 
-    Times leave evaluations out. `phases`: the names of those that are told apart; `look`: the last one.
+    Times exclude evaluations. `phases`: names of the phases that are told apart. `look`: sums of the last read.
     """
 
     look: Look
 
     def __init__(self, world: World, tells_exposed_comm: bool = True) -> None:
-        """`tells_exposed_comm`: whether that phase can be told from "compute"; else it is part of it."""
+        """`tells_exposed_comm`: whether "exposed_comm" can be told from "compute". If not, it counts as "compute"."""
         self.world = world
         self.phases = tuple(phase for phase in PHASES if tells_exposed_comm or phase != "exposed_comm")
-        self.on_lap: Callable[[str], None] | None = None  # a recording's
+        self.on_lap: Callable[[str], None] | None = None  # set while steps are recorded
         self.last_step = 0
         self.train_s = self.loss_sum = 0.0
         self.windows = self.tokens = 0
+        self._phase = "other"  # of `phase`'s innermost block
         self._stopwatch = Stopwatch(world.device)
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._windows = self._tokens = self._positions = 0
@@ -106,24 +109,43 @@ class Meter:
         self._watched_from = step
 
     def lap(self, phase: str) -> None:
-        """The step has come to the end of `phase`, one of PHASES."""
+        """End `phase`, one of PHASES: it has lasted since the previous lap."""
         self._stopwatch.lap(phase)
         if self.on_lap:
             self.on_lap(phase)
 
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Around the code of phase `name`. Phases leave no gaps: each starts where the previous one ended."""
+        outer, self._phase = self._phase, name
+        yield
+        self.lap(self._phase)
+        self._phase = outer
+
+    def timed(self, phase: str, items: Iterable[Item]) -> Iterator[Item]:
+        """Yield the items. Waiting for each is `phase`."""
+        for item in items:
+            self.lap(phase)
+            yield item
+
+    def gradients_computed(self) -> None:
+        """The last gradients are computed: the rest of this phase is waiting for other ranks."""
+        self.lap("compute")
+        self._phase = "exposed_comm"
+
     def add(self, loss: torch.Tensor, batch: Batch) -> None:
-        """Count one forward pass; `loss`: this rank's share of its step's loss, as given to the strategy."""
+        """Count one forward pass. `loss`: this rank's share of the step's loss, as passed to the strategy."""
         self._loss += loss.detach()
         self._windows += batch.num_windows
         self._tokens += batch.num_tokens
         self._positions += batch.num_positions
 
     def read(self, step: int) -> dict[str, float]:
-        """Means since the last look, over all ranks. A collective.
+        """Means over all ranks since the previous read. A collective.
 
-        `loss`, `windows_per_s`, `tokens_per_s`, `padding_share`, `step_s`; of each phase the seconds per step and the
-        share of it: `data_s`, `data_share`, ..., and where there are more ranks than one the least and the most of a
-        rank: `data_min_s`, `data_max_s`, ...
+        `loss`, `windows_per_s`, `tokens_per_s`, `padding_share`, `step_s`. Per phase the seconds per step and the share
+        of the step: `data_s`, `data_share`, ... With several ranks also the minimum and the maximum over the ranks:
+        `data_min_s`, `data_max_s`, ...
         """
         self.lap("other")
         laps = self._stopwatch.take()
@@ -131,7 +153,7 @@ class Meter:
             laps["compute"] += laps.pop("exposed_comm")
         mine = [float(self._loss), self._windows, self._tokens, self._positions, *laps.values()]
         now = self._stopwatch.now_s()
-        seconds, self._since = now - self._since, now  # what comes below is of the next step
+        seconds, self._since = now - self._since, now  # what follows counts for the next step
         self._loss.zero_()
         self._windows = self._tokens = self._positions = 0
         table = torch.zeros(self.world.size, len(mine), dtype=torch.float64)
@@ -157,35 +179,32 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The time spent inside does not count; call right after `read`."""
+        """Around work whose time does not count. Call right after `read`."""
         yield
         self._start(self.last_step)
 
     def state(self) -> dict[str, float]:
-        """The totals up to the last look, which are the same on all ranks, and the time since."""
+        """Totals up to the last read, equal on all ranks, and the time since."""
         totals = {name: getattr(self, name) for name in _TOTALS}
         return totals | {"seconds": time.perf_counter() - self._since}
 
     def since_last_look(self) -> list[float]:
-        """This rank's sums since the last look: loss, windows, tokens, positions. Waits for the device."""
+        """This rank's sums since the last read: loss, windows, tokens, positions. Waits for the device."""
         return [float(self._loss), self._windows, self._tokens, self._positions]
 
     def restore(self, state: dict[str, float], since_last_look: list[float], step: int) -> None:
-        """Take over what `state` and `since_last_look` gave after `step`, in this or another process.
-
-        The phases are those of the steps from here on.
-        """
+        """Restore what `state` and `since_last_look` returned after `step`. Phases are counted from here on."""
         for name in _TOTALS:
             setattr(self, name, state[name])
         loss, windows, tokens, *positions = since_last_look
         self._loss.fill_(loss)
         self._windows, self._tokens = int(windows), int(tokens)
-        self._positions = int(positions[0]) if positions else int(tokens)  # not in an older checkpoint
+        self._positions = int(positions[0]) if positions else int(tokens)  # missing in older checkpoints
         self._start(step)
         self._since -= state["seconds"]
 
     def results(self) -> dict[str, float]:
-        """The whole training, in run_qa's names: samples are windows, train_runtime (s) is without evaluations."""
+        """Totals of the training by run_qa's names: samples are windows, train_runtime (s) excludes evaluations."""
         return {
             "train_runtime": self.train_s,
             "train_samples": self.windows,
@@ -197,7 +216,7 @@ class Meter:
 
 
 def _spread(phases: Sequence[str], seconds: torch.Tensor) -> dict[str, float]:
-    """Under the phases' names the mean of `seconds` [ranks, phases], its share of all, its least and its most."""
+    """Per phase: mean of `seconds` [ranks, phases], its share of the step, minimum and maximum."""
     row: dict[str, float] = {}
     whole = float(seconds.mean(0).sum())
     for phase, column in zip(phases, seconds.T, strict=True):

@@ -1,4 +1,4 @@
-"""What a run tells while it runs: metrics.jsonl, TensorBoard, and progress on the terminal, all from rank 0."""
+"""Metrics and progress of a run, from rank 0: metrics.jsonl, TensorBoard, terminal."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter  # torch's SummaryWriter is slow to import
 from tqdm import tqdm
 
-# Without a terminal (a job's log file, a launcher's pipe) a progress line at most this often.
+from hvd_bert.distributed.logs import log
+
+# Minimum time between progress lines without a terminal (a job's log file, a launcher's pipe).
 LINE_EVERY_S = 10.0
 
 
 class MetricsLogger:
-    """Writes what it is given; on ranks other than 0 (`enabled` false) every method does nothing."""
+    """Records metrics and shows progress. On ranks other than 0 (`enabled` false) every method does nothing."""
 
     def __init__(self, folder: Path, enabled: bool, resumed_step: int | None = None) -> None:
-        """`resumed_step`: TensorBoard is to forget what it was told of later steps."""
+        """`resumed_step`: TensorBoard discards values of later steps."""
         self.enabled = enabled
         self.step = self.first_step = self.total_steps = 0
         self.epoch = 0.0
@@ -35,7 +37,7 @@ class MetricsLogger:
         self.bar = tqdm(disable=True)
 
     def begin(self, total_steps: int, step: int, steps_per_epoch: int) -> None:
-        """Training starts, for `total_steps` steps in all; after `step` of them, if it goes on from a checkpoint."""
+        """Training starts. `step`: how many of the `total_steps` steps are done, if it resumes."""
         self.total_steps = total_steps
         self.step = self.first_step = step
         self.epoch = step / steps_per_epoch
@@ -52,14 +54,14 @@ class MetricsLogger:
             self._show_progress(metrics)
 
     def evaluated(self, metrics: dict[str, float]) -> None:
-        """Record and show the scores of the model as it is after the last step logged."""
+        """Record and show an evaluation of the model after the last logged step."""
         if not self.enabled:
             return
         named = {name if name.startswith("eval_") else f"eval_{name}": value for name, value in metrics.items()}
         self._record({"epoch": self.epoch, **named})
         after = f"step {self.step}/{self.total_steps}: " if self.step else ""
         scores = f"EM {metrics['exact_match']:.2f}  F1 {metrics['f1']:.2f}  loss {metrics['eval_loss']:.3f}"
-        self.say(f"{after}{scores}  on {metrics['total']:.0f} questions")
+        log.info(f"{after}{scores}  on {metrics['total']:.0f} questions")
 
     def _record(self, values: dict[str, float]) -> None:
         # An overflow (fp16) may leave an infinite norm, which JSON cannot hold.
@@ -67,7 +69,7 @@ class MetricsLogger:
         self.jsonl.write(json.dumps({"step": self.step, **row}, allow_nan=False) + "\n")
         self.jsonl.flush()
         scalars = dict(_scalar(name, value) for name, value in values.items())
-        # In one event: add_scalar makes one of each, and takes as much longer.
+        # One event for all values: add_scalar would write one per value and take that many times longer.
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()])
         self._add_event(self.step, summary=summary)
 
@@ -88,15 +90,8 @@ class MetricsLogger:
             self.last_line = now
             done = self.step - self.first_step
             eta = tqdm.format_interval((now - self.start) / done * (self.total_steps - self.step))
-            said = "  ".join(f"{name} {value}" for name, value in shown.items())
-            self.say(f"step {self.step}/{self.total_steps} ({self.step / self.total_steps:.0%})  {said}  ETA {eta}")
-
-    def say(self, line: str) -> None:
-        """A line on standard output that does not break the bar, in one write: launchers tag every write."""
-        if self.enabled:
-            with self.bar.external_write_mode(file=sys.stdout, nolock=True):
-                sys.stdout.write(line + "\n")
-                sys.stdout.flush()
+            values = "  ".join(f"{name} {value}" for name, value in shown.items())
+            log.info(f"step {self.step}/{self.total_steps} ({self.step / self.total_steps:.0%})  {values}  ETA {eta}")
 
     def close(self) -> None:
         """Flush and close the files."""
@@ -107,7 +102,7 @@ class MetricsLogger:
 
 
 def _scalar(name: str, value: float) -> tuple[str, float]:
-    """A metric's name and value on TensorBoard, which shows what has the same word before the slash together."""
+    """A metric's tag and value for TensorBoard, which groups tags by the word before the slash."""
     if name.endswith("_share"):
         return f"share/{name.removesuffix('_share')}", value
     if name.endswith("_s") and not name.endswith("_per_s"):

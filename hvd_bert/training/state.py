@@ -1,7 +1,7 @@
-"""The training's state: all that the next step depends on, to be saved, and to go on from as if nothing had been.
+"""The training's state: everything that the next step depends on, saved to resume exactly.
 
-Whatever a rank holds alone (random numbers, the sums since the last log line) is gathered; the rest is the same on all
-ranks. The batch plan is a pure function of the step, so nothing is replayed, whatever the step.
+State per rank (random numbers, sums since the last log line) is gathered; the rest is equal on all ranks. The batch
+plan is a pure function of the step, so resuming replays nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hvd_bert.training.optim import make_optimizer, make_schedule
 
 @dataclass
 class Best:
-    """The best score so far, at which step, and how many scorings since were no better."""
+    """The best evaluation so far: its value, its step, and how many evaluations since were not better."""
 
     metric: str
     value: float | None = None
@@ -35,7 +35,7 @@ class Best:
     since: int = 0
 
     def update(self, step: int, metrics: dict[str, float]) -> bool:
-        """Take note of a scoring; whether it is the best so far. A score that is no number never is."""
+        """Record an evaluation. Returns whether it is the best so far; NaN never is."""
         value = metrics[self.metric]
         gain = value == value and (
             self.value is None or (value < self.value if self.metric == "eval_loss" else value > self.value)
@@ -58,11 +58,11 @@ class TrainState:
     world: World
     best: Best
     step: int = 0
-    eval_pending: bool = False  # the scoring that is due after this step has not been made
+    eval_pending: bool = False  # the evaluation due after this step has not run
 
     @staticmethod
     def fresh(model: nn.Module, plan: BatchPlan, config: Config, world: World) -> TrainState:
-        """The state before the first step; the weights are rank 0's. A collective."""
+        """The state before the first step, with rank 0's weights. A collective."""
         args = config.train
         strategy = make_strategy(
             config.parallel.strategy,
@@ -76,13 +76,13 @@ class TrainState:
         if args.torch_compile:
             compile_layers(strategy.trained)
         meter = Meter(world, strategy.tells_exposed_comm)
-        strategy.mark_gradients(lambda: meter.lap("compute"))
+        strategy.mark_gradients(meter.gradients_computed)
         return TrainState(strategy, schedule, meter, plan, world, Best(config.checkpoint.metric_for_best_model))
 
     def snapshot(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """Copies on the CPU of tensors by file and name, and the rest for JSON; empty on ranks other than 0.
+        """Tensors by file and name, copied to the CPU, and the rest for JSON; empty on ranks other than 0.
 
-        A collective. The copy is what training waits for; it may change the originals afterwards.
+        A collective. Training waits for the copies only, not for the write.
         """
         parts = self.world.gather((_random_numbers(self.world.device), self.meter.since_last_look()))
         weights, optimizer, rest = self.strategy.state()
@@ -104,14 +104,14 @@ class TrainState:
             "schedule": schedule,
             "meter": self.meter.state(),
             "since_last_look": [sums for _, sums in parts],
-            "best": dict(vars(self.best)),  # a copy: the next scoring may come before this is written
+            "best": dict(vars(self.best)),  # a copy: it may change before the write
             "eval_pending": self.eval_pending,
         }
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], rest: dict[str, Any], seed: int) -> None:
-        """Become what `snapshot` saw. A collective; only rank 0's arguments count, so only it need see the files.
+        """Restore what `snapshot` returned. A collective; only rank 0's arguments count, so only it needs the files.
 
-        With another world size the random numbers of dropout begin anew, by `seed` and step; all else goes on.
+        With another world size, dropout's random numbers are seeded again by `seed` and step.
         """
         world = self.world
         rest = world.broadcast(rest)
@@ -128,14 +128,14 @@ class TrainState:
         self.step = rest["step"]
         self.best = Best(**rest["best"])
         self.eval_pending = rest["eval_pending"]
-        seed_ranks(seed, self.step, world)  # for what the checkpoint has no numbers of
+        seed_ranks(seed, self.step, world)  # for generators that are not in the checkpoint
         if rest["world_size"] == world.size:
             mine = f"rank{world.rank}."
             own = {name.removeprefix(mine): v for name, v in tensors["rng"].items() if name.startswith(mine)}
             _set_random_numbers(own, world.device)
             since = rest["since_last_look"][world.rank]
         else:
-            # Sums over the old ranks; `Meter.read` divides the loss by the new number of them.
+            # Sums over the old ranks. `Meter.read` divides the loss by the new world size.
             loss, *counts = (sum(column) for column in zip(*rest["since_last_look"], strict=True))
             sums = [loss * world.size / rest["world_size"], *counts]
             since = sums if world.rank == 0 else [0 for _ in sums]
@@ -143,7 +143,7 @@ class TrainState:
 
 
 def strategy_options(config: Config, accumulation: int) -> StrategyOptions:
-    """What the settings say to a strategy."""
+    """The strategy's options, from the settings."""
     train, parallel = config.train, config.parallel
     return StrategyOptions(
         accumulation=accumulation,
@@ -159,9 +159,9 @@ def strategy_options(config: Config, accumulation: int) -> StrategyOptions:
 
 
 def seed_ranks(seed: int, step: int, world: World) -> None:
-    """Start each rank's random numbers: the ranks' dropout must differ; their weights were broadcast.
+    """Seed each rank's random numbers differently: the ranks' dropout must differ.
 
-    `step` is 0 at the start, and later where a checkpoint of another world size is gone on with.
+    `step`: 0 at the start, else the step of a checkpoint with another world size.
     """
     number = step * 2**32 + seed + world.rank
     random.seed(number)
@@ -170,7 +170,7 @@ def seed_ranks(seed: int, step: int, world: World) -> None:
 
 
 def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    # Non-blocking into pinned memory, one wait at the end: the device's queue is read as fast as the bus allows.
+    # Non-blocking copies into pinned memory, with one wait at the end, use the whole bandwidth of the bus.
     copies = {}
     for name, tensor in tensors.items():
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -181,7 +181,7 @@ def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _random_numbers(device: torch.device) -> dict[str, Tensor]:
-    """This process's generators as integers (and one float): torch, CUDA, numpy, Python."""
+    """The states of this process's generators: torch, CUDA, numpy, Python."""
     _, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, next_gauss = random.getstate()
     state = {

@@ -18,7 +18,7 @@ RAISED = "rank 1 on a100-02 failed:"
 FAILED = r"rank \d on \S+ failed:"  # of any rank; Open MPI prints "readv failed:", too
 IMPORT = "ModuleNotFoundError: No module named 'hvd_bert.evaluation.evaluator'"
 STALL_TIMES = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
-WAITED = "rank 0 on a100-01 has waited 4 s for rank 1 on a100-02 to come to "
+WAITED = "rank 0 on a100-01 has waited 4 s for rank 1 on a100-02 to reach "
 
 
 def seconds_since_failure(env: dict[str, str]) -> float:
@@ -51,8 +51,8 @@ def test_failing_rank_ends_the_job(
     assert ended.err.count(once) == 1, ended
     assert len(re.findall(FAILED, ended.err)) == (fault in ("raise", "import")), ended
     last = ended.out.splitlines()[-1]
-    if fault == "stall":  # the names of parameters follow
-        last = last[: last.rindex(" to come to ") + len(" to come to ")]
+    if fault == "stall":  # and the names of parameters
+        last = last[: last.rindex(" to reach ") + len(" to reach ")]
     assert last == f"hvd.slurm: first failure: {first}", ended
 
 

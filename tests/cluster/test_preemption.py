@@ -49,7 +49,7 @@ def test_time_limit_saves_requeues_and_resumes(cluster: Cluster, tmp_path: Path)
     assert first.count("warning: the time limit is near (signal USR1): saving") == 1, ended
     assert "requeueing: the next attempt resumes from limited/checkpoint-8" in first, ended
     assert ended.err.count("Stopped after step 8 by SIGUSR1") == 1, ended
-    assert "Going on from step 8: limited/checkpoint-8" in second, ended
+    assert "Resuming from step 8: limited/checkpoint-8" in second, ended
     assert "--overwrite_output_dir=false --resume_from_checkpoint=latest" in second, ended
 
     whole = cluster.submit(f"--nodes=2 --ntasks-per-node=1 {JOB_SCRIPT} {DROPOUT} --output_dir whole", tmp_path)
@@ -103,8 +103,8 @@ def test_training_continues_without_a_lost_host(cluster: Cluster, tmp_path: Path
     outcome = cluster.on("a100-01", command, tmp_path).expect(0)
     result = json.loads((tmp_path / "out" / "train_results.json").read_text())
     assert (result["world_size"], len(result["hosts"]), result["global_batch"]) == (2, 1, 16), outcome
-    step = int(re.findall(r"Going on from step (\d+)", outcome.output)[0])
-    assert step in (4, 8), outcome  # 8 if that checkpoint was already on disk
+    step = int(re.findall(r"Resuming from step (\d+)", outcome.output)[0])
+    assert step in (4, 8), outcome  # the second, if it was on disk by then
     lost, joined = (float((tmp_path / name).read_text()) for name in ("signalled", "resumed"))
     assert joined - lost < 60, outcome
     # The windows that were trained: by four ranks up to the commit, then by two. An epoch has 4 steps of 16.

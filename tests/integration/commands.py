@@ -17,6 +17,7 @@ from hvd_bert.sample.files import generated
 _PREFIX = re.compile(r"\[\d+(,\d+)?\]<std(out|err)>:")
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
 GLOBAL_BATCH = 16
+TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (INFO|WARNING) ", re.MULTILINE)  # of --log_format full
 
 
 def skip_without(strategy: str) -> None:
@@ -34,11 +35,11 @@ def small_run(size: int, out: Path | str, *flags: str | float | Path, preset: st
 
 
 def said(outcome: Outcome) -> str:
-    """What the ranks wrote, without the launcher's marks and, under horovodrun, without its own lines."""
+    """What the ranks wrote, without times and launchers' marks and, under horovodrun, without its own lines."""
     lines = outcome.output.splitlines(keepends=True)
     if "horovodrun" in outcome.command[0]:
         lines = [line for line in lines if _PREFIX.match(line)]
-    return _PREFIX.sub("", "".join(lines))
+    return TIME.sub("", _PREFIX.sub("", "".join(lines)))
 
 
 def report_of(outcome: Outcome) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""An entry that leaves work for its process's end.
+"""An entry that leaves work to the end of its process.
 
 python ending.py FOLDER STRATEGY [STATUS]
 
-In FOLDER each rank appends to a file of its own: what ended its process, in order.
+Each rank appends the stages of its process's end to its own file in FOLDER.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def say(path: Path, words: str) -> None:
 
 
 class Remains:
-    """What is there until Python takes itself apart."""
+    """An object that lives until Python is finalized."""
 
     def __init__(self, path: Path) -> None:
         self.file = path.open("a")
@@ -39,7 +39,7 @@ def entry(world: World) -> None:
     remains = Remains(path)
     atexit.register(partial(say, path, "atexit"))
 
-    def write() -> None:  # as a checkpoint's writer that is not done yet
+    def write() -> None:  # like a checkpoint's writer that has not finished
         threading.main_thread().join()
         say(path, "thread")
 

@@ -1,8 +1,11 @@
 """A training in which ranks wait for one: `python stalling.py KIND TRAIN'S ARGUMENTS...`.
 
-KIND: "block": in its fourth step rank 1 reads from a pipe that nobody writes to; "stop": its process stops there. When
-that was, and the process, are left in the file `stalled`. "slow": rank 1 loads its model, rank 0 writes its
-first checkpoint and scores for HELD_S each, as they may with a slow hub, disk or metric.
+KIND:
+  block  In its fourth step rank 1 reads from a pipe without a writer.
+  stop   In its fourth step rank 1's process stops (SIGSTOP).
+  slow   Rank 1 loads its model, rank 0 writes its first checkpoint and evaluates, HELD_S longer each.
+
+The file `stalled` gets the time and the process of a block or stop.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from hvd_bert.train.__main__ import main
 from hvd_bert.train.loop import Training
 from hvd_bert.training import inputs
 
-HELD_S = 6.0  # the inspector of the test warns within 4 s, the watch ends a step after 4
-STEP = 4  # by then Horovod has cached what the steps reduce
+HELD_S = 6.0  # the test's inspector warns within 4 s, the watchdog ends a step after 4
+STEP = 4  # by then Horovod has cached the steps' tensors
 
 
 def stall(kind: str) -> None:
@@ -49,7 +52,7 @@ def stalling(kind: str) -> None:
 
 
 def held(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which takes so long when it is first called."""
+    """The function, whose first call takes HELD_S longer."""
     calls: list[int] = []
 
     def holds(*arguments: Any, **options: Any) -> Any:
@@ -65,7 +68,7 @@ def held(function: Callable[..., Any]) -> Callable[..., Any]:
 if __name__ == "__main__":
     kind = sys.argv.pop(1)
     rank = find_launcher(os.environ).rank
-    if kind == "slow" and rank == 1:  # rank 0 has no turn to wait for, and would end the job first
+    if kind == "slow" and rank == 1:  # rank 0 would end the job first, since it reports without delay
         inputs.load_model = held(inputs.load_model)
     elif kind == "slow":
         files.write = held(files.write)

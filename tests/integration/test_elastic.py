@@ -1,4 +1,4 @@
-"""Horovod elastic on this machine under two names: a host's worker is killed, a host comes."""
+"""Horovod elastic on this machine under two host names: a worker is killed, a host is added."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WINDOWS, STEPS_PER_EPOCH = 33, 3  # of small_run
 
 
 def elastic(folder: Path, hosts: str, np: int, *flags: object, stop: str = "0 0 SIGKILL start") -> Outcome:
-    """small_run on one rank per host; `hosts`: the shell that names them."""
+    """small_run on one rank per host. `hosts`: shell code that lists them."""
     if "gloo" not in built():
         pytest.skip("this Horovod was built without gloo")
     (folder / "discover").write_text(f"#!/bin/sh\n{hosts}\n")
@@ -34,14 +34,14 @@ def rows(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_killed_worker_is_done_without(tmp_path: Path) -> None:
+def test_training_continues_without_a_killed_worker(tmp_path: Path) -> None:
     both = "echo localhost:1; echo 127.0.0.1:1"
     outcome = elastic(tmp_path, both, 2, "--elastic", "--save_steps", 2, stop="5 1 SIGKILL start").expect(0)
-    assert "joining the world of those that are left" in outcome.output, outcome
-    step = int(re.findall(r"Going on from step (\d+)", said(outcome))[0])
+    assert "Joining the world of the remaining ranks" in outcome.output, outcome
+    step = int(re.findall(r"Resuming from step (\d+)", said(outcome))[0])
     assert step in (2, 4), outcome
     assert json.loads((tmp_path / "out" / "train_results.json").read_text())["world_size"] == 1
-    # What the weights have seen: both ranks up to the commit, then the one that is left.
+    # The windows trained on: of both ranks up to the checkpoint, then of the remaining one.
     survivor = rows(tmp_path / "windows-0.jsonl")
     again = next(i for i in range(1, len(survivor)) if survivor[i]["step"] <= survivor[i - 1]["step"])
     before = [*survivor[:again], *rows(tmp_path / "windows-1.jsonl")]
@@ -56,8 +56,8 @@ def test_host_that_comes_joins(tmp_path: Path) -> None:
     later = f"echo localhost:1; [ ! -e {tmp_path}/out/latest ] || echo 127.0.0.1:1"
     flags = ("--elastic", "--save_steps", 2)
     outcome = elastic(tmp_path, later, 1, *flags, stop="4 0 hosts start").expect(0)
-    assert said(outcome).count("The hosts change: joining the new world.") == 1, outcome
-    assert re.search(r"Going on from step \d+", said(outcome)), outcome
+    assert said(outcome).count("The hosts have changed: joining the new world.") == 1, outcome
+    assert re.search(r"Resuming from step \d+", said(outcome)), outcome
     results = json.loads((tmp_path / "out" / "train_results.json").read_text())
     assert (results["world_size"], results["global_batch"], results["train_steps"]) == (2, 8, 10)
 

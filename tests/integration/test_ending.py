@@ -1,4 +1,4 @@
-"""How a rank's process ends when all is done, or when all know that it cannot be done."""
+"""The end of a rank's process after success, or after an error of all ranks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.integration
     [("mpirun", "horovod", True), ("mpirun", "fsdp", False), ("torchrun", "ddp", False)],
 )
 def test_rank_finishes_what_it_began(tmp_path: Path, by: str, strategy: str, taken_apart: bool, status: int) -> None:
-    """Beside threads of torch's Gloo, Python must not take itself apart: they abort the process (pytorch#190489)."""
+    """Python must not be finalized alongside threads of torch's Gloo: they abort the process (pytorch#190489)."""
     worker = Path(__file__).with_name("ending.py")
     words = [*launcher(2, by), sys.executable, worker, tmp_path, strategy, *([status] if status else [])]
     outcome = run(map(str, words), tmp_path, cold=True)
     if by == "mpirun":
-        outcome.expect(status)  # torchrun's own status says only that a rank failed
+        outcome.expect(status)  # torchrun's own status is 1 for any failed rank
     assert not outcome.hung and bool(outcome.status) == bool(status), outcome
     assert said(outcome).count("hvd_bert: all know it") == bool(status), outcome
     for rank in range(2):

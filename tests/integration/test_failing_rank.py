@@ -1,4 +1,4 @@
-"""A rank that fails alone ends all the others, and says which one it was."""
+"""A rank that fails alone ends all others and is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that Horovod has brought together, and that do not find each other's key-value store."""
+"""Ranks that have joined through Horovod but do not reach the key-value store."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ UNMET = Path(__file__).with_name("unmet.py")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_that_cannot_meet_the_others_is_named_once(tmp_path: Path, rank: int) -> None:
+def test_rank_that_cannot_reach_the_others_is_named_once(tmp_path: Path, rank: int) -> None:
     outcome = run([*launcher(2, "mpirun"), sys.executable, str(UNMET), str(rank), "ddp", "store"], tmp_path)
     outcome.expect(EXIT_BAD_INPUT)
     assert said(outcome).count("hvd_bert: ") == 1, outcome
     here = socket.gethostname()
-    assert f"hvd_bert: rank {rank} on its host: {here} cannot meet the other ranks at {here}" in said(outcome), outcome
+    assert f"hvd_bert: rank {rank} on its host: {here} cannot reach the other ranks at {here}" in said(outcome), outcome
     assert "is in" not in outcome.output
 
 
@@ -35,8 +35,8 @@ def test_rank_that_fails_while_the_group_is_made_ends_all(tmp_path: Path, by: st
 
 
 def test_horovod_trains_without_that_store(tmp_path: Path) -> None:
-    """It serves to name a rank that stalls."""
+    """Without the store a stalled rank cannot be named."""
     outcome = run([*launcher(2, "gloo"), sys.executable, str(UNMET), "0", "horovod", "store"], tmp_path)
     outcome.expect(0)
-    assert said(outcome).count("A rank that stalls will not be named: ") == 1, outcome
+    assert said(outcome).count("If a rank stalls, it cannot be named: ") == 1, outcome
     assert said(outcome).count("is in") == 2, outcome

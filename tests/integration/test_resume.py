@@ -1,4 +1,4 @@
-"""The real command stopped and started again: by signals, by SIGKILL, in other worlds, from damaged checkpoints."""
+"""The real command, stopped and resumed: by signals, by SIGKILL, in other worlds, from damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS_PER_EPOCH, STEPS = 3, 6  # of small_run
 
 
 def train(folder: Path, size: int, by: str, *flags: object, stop: str = "0 0 SIGTERM start") -> Outcome:
-    """small_run into FOLDER/out; `stop`: step, rank, signal and place of what stops it."""
+    """small_run into FOLDER/out. `stop`: step, rank, signal and place of a stop."""
     words = small_run(size, "out", *DROPOUT, *flags)[len(small_run(1, "")[:3]) :]  # without "python -m hvd_bert.train"
     cache = {"HVD_BERT_CACHE": str(folder.parent / "cache")}
     folder.mkdir(exist_ok=True)
@@ -39,7 +39,7 @@ def train(folder: Path, size: int, by: str, *flags: object, stop: str = "0 0 SIG
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """size -> the output of a run that nothing stopped."""
+    """size -> the output folder of an uninterrupted run."""
     outputs = {}
     for size, by in ((1, "none"), (2, "gloo")):
         folder = tmp_path_factory.mktemp("whole") / str(size)
@@ -51,11 +51,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 @pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGINT"])
 def test_stopped_by_a_signal_and_started_again(tmp_path: Path, whole: dict[int, Path], signal_name: str) -> None:
     stopped = train(tmp_path / "run", 1, "none", stop=f"4 0 {signal_name} start").expect(EXIT_STOPPED)
-    said_once = f"Stopped after step 4 by {signal_name} to rank 0, saved in out/checkpoint-4. To go on from there: "
-    said_once += "the same command, with --output_dir out.\n"
+    said_once = f"Stopped after step 4 by {signal_name} to rank 0, saved in out/checkpoint-4. To resume, rerun the"
+    said_once += " same command with --output_dir out.\n"
     assert stopped.output.count(said_once) == 1
     again = train(tmp_path / "run", 1, "none").expect(0)
-    assert again.output.count("Going on from step 4: out/checkpoint-4") == 1, again
+    assert again.output.count("Resuming from step 4: out/checkpoint-4") == 1, again
     assert resuming.differences(whole[1], tmp_path / "run" / "out") == []
 
 
@@ -64,7 +64,7 @@ def test_signal_to_one_rank_stops_all(tmp_path: Path, whole: dict[int, Path], by
     stopped = train(tmp_path / "run", 2, by, stop=f"3 1 {name} start")
     assert not stopped.hung and stopped.status != 0, stopped
     assert said(stopped).count(f"Stopped after step 3 by {name} to rank 1, saved in out/checkpoint-3") == 1, stopped
-    assert "Going on from step 3" in said(train(tmp_path / "run", 2, by).expect(0))
+    assert "Resuming from step 3" in said(train(tmp_path / "run", 2, by).expect(0))
     assert resuming.differences(whole[2], tmp_path / "run" / "out") == []
 
 
@@ -81,7 +81,7 @@ def test_one_of_two_ranks_killed_and_started_again(tmp_path: Path, whole: dict[i
     killed = train(tmp_path / "run", 2, by, stop=f"5 {rank} SIGKILL start")
     assert not killed.hung and killed.status != 0, killed
     again = said(train(tmp_path / "run", 2, by).expect(0))
-    assert re.search(r"Going on from step [24]:", again), again  # the last save may not have been on disk yet
+    assert re.search(r"Resuming from step [24]:", again), again  # the last save may not have been on disk yet
     assert resuming.differences(whole[2], tmp_path / "run" / "out") == []
 
 
@@ -122,7 +122,7 @@ def stopped_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stopped(tmp_path: Path, stopped_once: Path) -> Path:
-    """The folder of a run that was stopped, with checkpoints of steps 2 and 4, to do with as the test likes."""
+    """The test's own copy of a stopped run's folder, with checkpoints of steps 2 and 4."""
     return Path(shutil.copytree(stopped_once, tmp_path / "run"))
 
 
@@ -135,8 +135,8 @@ def flip(path: Path) -> None:
 def test_corrupt_checkpoint_is_named_and_the_one_before_taken(stopped: Path, whole: dict[int, Path]) -> None:
     flip(stopped / "out" / "checkpoint-4" / "optimizer.safetensors")
     again = train(stopped, 1, "none").expect(0)
-    assert "passed over: out/checkpoint-4/optimizer.safetensors is not what was written" in again.output
-    assert "Going on from step 2" in again.output
+    assert "Skipping a damaged checkpoint: out/checkpoint-4/optimizer.safetensors has changed" in again.output
+    assert "Resuming from step 2" in again.output
     assert resuming.differences(whole[1], stopped / "out") == []
 
 
@@ -150,8 +150,8 @@ def test_nothing_is_touched_when_no_checkpoint_is_left(stopped: Path) -> None:
     (stopped / "out" / "checkpoint-2" / "state.json").unlink()
     before = listing(stopped / "out")
     refused = train(stopped, 1, "none").expect(EXIT_BAD_INPUT)
-    for said_of in ("checkpoint-4/model.safetensors is not what was written", "checkpoint-2/state.json: No such file"):
-        assert said_of in refused.output, refused
+    for damage in ("checkpoint-4/model.safetensors has changed since", "checkpoint-2/state.json: No such file"):
+        assert damage in refused.output, refused
     assert listing(stopped / "out") == before
 
 
@@ -187,7 +187,7 @@ def test_second_run_in_one_folder_is_refused(stopped: Path) -> None:
 def test_model_only_is_not_enough_but_a_stop_saves_all(tmp_path: Path, whole: dict[int, Path]) -> None:
     stopped = train(tmp_path / "run", 1, "none", "--save_only_model", stop="4 0 SIGTERM start").expect(EXIT_STOPPED)
     assert not (tmp_path / "run" / "out" / "checkpoint-2" / "optimizer.safetensors").exists(), stopped
-    assert "Going on from step 4" in train(tmp_path / "run", 1, "none").expect(0).output
+    assert "Resuming from step 4" in train(tmp_path / "run", 1, "none").expect(0).output
     assert resuming.differences(whole[1], tmp_path / "run" / "out") == []
 
 
@@ -205,15 +205,15 @@ def test_best_model_and_early_end(tmp_path: Path) -> None:
     evaluated = [row for row in resuming.rows(out) if "eval_loss" in row]
     best = min(evaluated, key=lambda row: row["eval_loss"])
     assert evaluated[-2]["step"] == best["step"] + 2 < 12, outcome
-    assert "Ended early: no eval_loss better than that of step" in outcome.output
+    assert "Early stopping: no eval_loss better than at step" in outcome.output
     results = json.loads((out / "eval_results.json").read_text())
-    assert results["eval_loss"] == best["eval_loss"]  # the model that is left is the best one
+    assert results["eval_loss"] == best["eval_loss"]  # the saved model is the best one
     assert (out / f"checkpoint-{best['step']}").is_dir()
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MB: room for two checkpoints, and not for three."""
+    """A file system of 4 MB, with room for two checkpoints but not for three."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk]).returncode:
@@ -231,7 +231,7 @@ def test_full_disk(tmp_path: Path, small_disk: Path) -> None:
     assert names, outcome
     copied = shutil.copytree(small_disk, tmp_path / "run" / "copied")
     again = train(tmp_path / "run", 1, "none", "--output_dir", copied)
-    assert f"Going on from step {names[-1].removeprefix('checkpoint-')}" in again.expect(0).output
+    assert f"Resuming from step {names[-1].removeprefix('checkpoint-')}" in again.expect(0).output
 
 
 def test_read_only_disk(stopped: Path, whole: dict[int, Path], small_disk: Path) -> None:
@@ -240,4 +240,4 @@ def test_read_only_disk(stopped: Path, whole: dict[int, Path], small_disk: Path)
     refused = train(stopped, 1, "none", "--output_dir", small_disk / "out").expect(EXIT_BAD_INPUT)
     assert "cannot be written: Read-only file system" in refused.output, refused
     elsewhere = ("--resume_from_checkpoint", small_disk / "out" / "checkpoint-4", "--output_dir", "new")
-    assert "Going on from step 4" in train(stopped, 1, "none", *elsewhere).expect(0).output
+    assert "Resuming from step 4" in train(stopped, 1, "none", *elsewhere).expect(0).output

@@ -1,4 +1,4 @@
-"""What a run leaves and says, by each launcher: one process, horovodrun over MPI and over Gloo, plain mpirun."""
+"""Output files and log of a run under each launcher: one process, horovodrun over MPI and Gloo, mpirun."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_stored_settings_give_the_same_run(finished: Run) -> None:
     assert command_line.parse(["--config", str(stored)]).as_flat() == yaml.safe_load(stored.read_text())
 
 
-def test_no_line_is_said_twice(finished: Run) -> None:
+def test_no_line_is_logged_twice(finished: Run) -> None:
     lines = [line for line in said(finished.outcome).splitlines() if line.strip() and not line.startswith("Tokenizing")]
     assert [line for line, times in Counter(lines).items() if times > 1] == []
     for words in (
@@ -183,7 +183,7 @@ def test_v2_with_every_option_of_horovod(tmp_path: Path) -> None:
     assert [line["step"] for line in read_lines(out / "metrics.jsonl") if "eval_f1" in line] == [3, 6]
     results = json.loads((out / "train_results.json").read_text())
     assert (results["global_batch"], results["precision"]) == (GLOBAL_BATCH, "bf16")
-    assert said(outcome).count("peak is 0.0028, 1.41 times --learning_rate (--lr_scaling sqrt)") == 1, outcome
+    assert said(outcome).count("learning rate is 0.0028, 1.41 times --learning_rate (--lr_scaling sqrt)") == 1, outcome
 
 
 def test_overwriting_leaves_foreign_files(tmp_path: Path) -> None:

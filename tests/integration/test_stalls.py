@@ -1,4 +1,4 @@
-"""A rank that stalls in a step ends the job, with its name and what it did not send; one that is slow ends nothing."""
+"""A rank that stalls in a step ends the job and is named with its missing gradients; a straggler is not."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_stalled_rank_ends_the_job_and_is_named(size: int, by: str, kind: str, t
     script = REPOSITORY / "scripts" / "first_failure.awk"
     command = ["awk", "-f", str(script)]
     first = subprocess.run(command, input=outcome.output, capture_output=True, text=True, check=True, timeout=60).stdout
-    waited = rf"rank 0 on {host} has waited {END_S} s for rank 1 on {host} to come to {NAMES} and \d+ more\n"
+    waited = rf"rank 0 on {host} has waited {END_S} s for rank 1 on {host} to reach {NAMES} and \d+ more\n"
     assert re.fullmatch(waited, first), first
 
 
 @pytest.mark.parametrize("by", ["mpi", "gloo"])
 def test_straggler_is_no_stall(by: str, tmp_path: Path) -> None:
-    """Though it is longer than a step may take: while it starts, writes a checkpoint, and scores."""
+    """Starting, writing a checkpoint and evaluating may take longer than a step."""
     outcome = train(2, by, "slow", tmp_path, "--save_steps", 5).expect(0)
     assert [name for name in ("load_model", "write", "_score") if f"held in {name}" not in outcome.output] == []
     assert "Missing ranks" not in outcome.output and "has waited" not in outcome.output, outcome

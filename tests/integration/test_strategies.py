@@ -1,4 +1,4 @@
-"""Strategies by the real command: what one leaves, another takes up; what cannot be is said once."""
+"""Strategies by the real command: one resumes another's checkpoint; errors are reported once."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_two_ranks_of_any_strategy_leave_what_one_process_leaves(tmp_path, basel
 
 def test_checkpoint_of_one_strategy_is_resumed_under_another(tmp_path, baseline):
     out = tmp_path / "out"
-    # As a signal leaves it: some steps, a checkpoint, no results. A launcher's own status says only that it failed.
+    # As after a signal: some steps, a checkpoint, no results. Launchers replace the status by their own.
     for step, by, strategy, size in ((2, "torchrun", "fsdp", 2), (4, "none", "none", 1)):
         stop = [sys.executable, stopping_at.__file__, step, 0, "SIGTERM", "start"]
         words = small_run(size, out, "--strategy", strategy)[len(TRAIN) :]
         outcome = run([*launcher(size, by), *map(str, stop), *words], tmp_path)
         assert not outcome.hung and (out / "latest").read_text().strip() == f"checkpoint-{step}", outcome
     last = run([*launcher(2, "torchrun"), *small_run(2, out, "--strategy", "ddp")], tmp_path).expect(0)
-    assert "Going on from step 4" in last.output
+    assert "Resuming from step 4" in last.output
     scores, expected = (json.loads((folder / "eval_results.json").read_text()) for folder in (out, baseline))
     assert scores == pytest.approx(expected, abs=1e-3)
     assert losses(out) == pytest.approx(losses(baseline), abs=1e-4)
@@ -63,7 +63,7 @@ def test_checkpoint_of_one_strategy_is_resumed_under_another(tmp_path, baseline)
 
 @pytest.mark.parametrize("flags", [("fsdp",), ("deepspeed", "--zero_stage", 3)], ids=lambda flags: flags[0])
 def test_checkpoint_of_one_strategy_opens_under_others(tmp_path, baseline, flags):
-    """It answers questions, scores as it did, and its weights are what another strategy fine-tunes."""
+    """It answers questions, evaluates as before, and another strategy fine-tunes its weights."""
     skip_without(flags[0])
     out = tmp_path / "out"
     run([*launcher(2, "torchrun"), *small_run(2, out, "--strategy", *flags, "--save_steps", 6)], tmp_path).expect(0)
@@ -87,12 +87,12 @@ def test_checkpoint_of_one_strategy_opens_under_others(tmp_path, baseline, flags
         run([*launcher(size, by), *small_run(size, tmp_path / name, *words)], tmp_path).expect(0)
         first += losses(tmp_path / name)
     assert first[0] == pytest.approx(first[1], abs=1e-6)
-    assert abs(first[0] - losses(baseline)[0]) > 1e-3, "it began anew"
+    assert abs(first[0] - losses(baseline)[0]) > 1e-3, "it started from the beginning"
 
 
 @pytest.mark.parametrize("flags", [("fsdp",), ("deepspeed", "--zero_stage", 1), ("deepspeed", "--zero_stage", 3)])
-def test_best_model_is_the_one_that_is_left(tmp_path, flags):
-    """A learning rate that spoils the model again: the last scoring is not the best one."""
+def test_best_model_is_kept(tmp_path, flags):
+    """The learning rate is so high that the last evaluation is not the best one."""
     skip_without(flags[0])
     out = tmp_path / "out"
     best = ["--load_best_model_at_end", "--metric_for_best_model", "eval_loss", "--eval_steps", 1]
@@ -113,20 +113,20 @@ def test_fp16_of_fsdp_is_that_of_horovod(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--strategy", "dp"], "drives several GPUs from one process, and 0 are visible"),
+        (["--strategy", "dp"], "needs at least 2 GPUs in one process, but 0 are visible"),
         (
             ["--strategy", "ddp", "--fp16_allreduce"],
             "--fp16_allreduce works only with --strategy horovod, not with ddp",
         ),
     ],
 )
-def test_strategy_that_cannot_be_is_said_once(tmp_path, flags, words):
+def test_impossible_strategy_is_reported_once(tmp_path, flags, words):
     outcome = run([*TRAIN, "--config", "sample", *flags], tmp_path, env={"CUDA_VISIBLE_DEVICES": ""}).expect(2)
     assert outcome.output.count(words) == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_baseline_under_a_launcher_of_two_is_said_once(tmp_path):
+def test_baseline_under_a_launcher_of_two_is_reported_once(tmp_path):
     outcome = run([*launcher(2, "mpirun"), *TRAIN, "--config", "sample", "--strategy", "none"], tmp_path)
     assert outcome.status != 0 and not outcome.hung
-    assert said(outcome).count("--strategy none is one process, but mpirun started 2") == 1
+    assert said(outcome).count("--strategy none runs in one process, but mpirun started 2") == 1

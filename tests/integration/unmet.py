@@ -1,4 +1,4 @@
-"""Ranks of which RANK cannot meet the others, at the store that rank 0 keeps or in the group made with its help.
+"""Ranks of which RANK cannot reach the others, at rank 0's store or in the group made through it.
 
 python unmet.py RANK STRATEGY store|group
 """
@@ -22,7 +22,7 @@ def lost() -> bool:
 
 
 def connect(host: str, *args: Any, **options: Any) -> Any:
-    """The host that keeps the store calls itself by a name that RANK does not know."""
+    """The store's host uses a name that RANK cannot resolve."""
     return connects("unknown.invalid" if lost() else host, *args, **options)
 
 

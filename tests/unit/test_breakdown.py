@@ -1,4 +1,4 @@
-"""The sums of a training's lines, the table at its end, the MFU; that steps between two lines look at no device."""
+"""Sums over the lines, the step-time summary, the MFU; steps between two lines read nothing from the device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPE = BertConfig(num_hidden_layers=1)
 
 
 class Meter:
-    """Gives the looks that it is given: phases in seconds of each of two ranks, [ranks, phases]."""
+    """Returns the given looks: seconds per phase of two ranks, [ranks, phases]."""
 
     phases = PHASES
 
@@ -67,7 +67,7 @@ def trained(peak: float | None = None) -> Breakdown:
 
 
 def test_report_reads_the_phases_that_the_meter_tells_apart():
-    """It does without torch, and so has its own list."""
+    """The report does not import torch, so it has its own list."""
     assert reading.PHASES == PHASES
 
 
@@ -83,7 +83,7 @@ def test_sums_leave_the_first_line_out():
     assert found["tflops_per_s"] == pytest.approx(flops / 6.0 / 1e12)
     assert found["mfu"] == pytest.approx(flops / 6.0 / 1e12)
     assert (found["windows_per_s"], found["tokens_per_s"], found["padding_share"]) == pytest.approx((1.0, 40.0, 0.2))
-    ratios = [tokens(step).max() / tokens(step).sum() * 2 for step in (1, 2, 3)]  # a window a rank, at most
+    ratios = [tokens(step).max() / tokens(step).sum() * 2 for step in (1, 2, 3)]  # at most one window per rank
     assert found["imbalance"] == pytest.approx(np.mean(ratios))
     assert "mfu" not in trained().results()
 
@@ -130,23 +130,23 @@ def results(peak: float | None = None, device: str = "cpu") -> dict:
 def test_table_at_the_end():
     lines = describe_steps(results(peak=1e12))
     words = [line.split() for line in lines]
-    assert words[1] == ["ms", "least", "most", "share"]
+    assert words[1] == ["ms", "min", "max", "share"]
     assert ["exposed", "communication", "200.0", "116.7", "283.3", "10.0%"] in words
     assert ["step", "2000.0", "2000.0", "2000.0", "100.0%"] in words
-    assert ["evaluation,", "on", "top", "1000.0", "50.0%"] in words
+    assert ["evaluation", "(additional)", "1000.0", "50.0%"] in words
     assert "2 evaluation(s) in 4.0 s." in lines
-    assert "2 checkpoint(s): training waited 0.25 s, 1.00 s of writing ran beside it." in lines
+    assert "2 checkpoint(s): training waited 0.25 s, writing took 1.00 s in the background." in lines
     assert any("MFU" in line and "padding 20.0%" in line for line in lines)
     assert lines[-1].startswith("Waiting for data takes 10% of the step: ")
 
 
-def test_unknown_peak_is_said_of_gpus_only():
+def test_unknown_peak_is_reported_for_gpus_only():
     (line,) = [line for line in describe_steps(results(device="cuda:0")) if "MFU" in line]
     assert "GPU of tomorrow in bf16" in line and "--peak_tflops" in line
     assert not [line for line in describe_steps(results()) if "MFU" in line]
 
 
-def test_nothing_is_said_of_small_shares():
+def test_small_shares_get_no_advice():
     found = results()
     for name in ("data", "exposed_comm"):
         found["breakdown"]["phases"][name]["share"] = 0.09
@@ -159,7 +159,7 @@ def test_nothing_is_said_of_small_shares():
         ("NVIDIA A100-PCIE-40GB", "bf16", 312.0),
         ("NVIDIA A100-SXM4-80GB", "tf32", 156.0),
         ("Tesla V100-SXM2-32GB", "fp16", 125.0),
-        ("Tesla V100-SXM2-32GB", "tf32", 15.7),  # it has none, and takes plain fp32
+        ("Tesla V100-SXM2-32GB", "tf32", 15.7),  # it has no TF32 and uses fp32
         ("Tesla V100-SXM2-32GB", "bf16", None),
         ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
         ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "bf16", None),
@@ -171,7 +171,7 @@ def test_published_peaks(name, precision, tflops):
 
 
 def test_peaks_are_dense_ones():
-    """Where both are given, TF32 is half of bf16; a figure with sparsity would be twice as much."""
+    """TF32 is half of bf16 where both are listed. A figure with sparsity would be twice as large."""
     both = [figures for figures in PEAKS.values() if {"tf32", "bf16"} <= figures.keys()]
     assert all(0.49 < figures["tf32"] / figures["bf16"] < 0.51 for figures in both)
 
@@ -189,7 +189,7 @@ def test_peak_of_all_devices(monkeypatch):
 
 
 class Asked(TorchDispatchMode):
-    """Counts how often a tensor's value is asked for, which on a GPU waits until all of its work is done."""
+    """Counts reads of a tensor's value, which on a GPU wait for all of its work."""
 
     times = 0
 
@@ -198,7 +198,7 @@ class Asked(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_no_value_is_asked_for_between_two_lines(tmp_path, monkeypatch):
+def test_no_value_is_read_between_two_lines(tmp_path, monkeypatch):
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "vocab_size": 1100, **shape}))
     _, config = parse(["--steps", "4", "--repeats", "2", "--gradient_accumulation_steps", "2", "--strategy", "none"])

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not there, every byte checked, the newest found, the oldest discarded."""
+"""Checkpoints on disk: complete or absent, every byte checked, the newest found, the oldest discarded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_what_is_written_is_read(tmp_path):
     assert torch.equal(found.tensors["rng"]["rank0.torch"], torch.arange(5))
     assert found.documents["state"] == {"step": 7, "learning_rate": 0.1}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-7", "latest"]
-    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # what the umask allows, others may read
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # readable as the umask allows
 
 
 def test_the_newest_comes_first_whatever_is_pointed_to(tmp_path):
@@ -90,7 +90,7 @@ def test_flipped_bit_in_the_manifest_never_gives_other_content(tmp_path, data):
     content[position // 8] ^= 1 << position % 8
     path.write_bytes(content)
     try:
-        found = files.read(folder)  # a bit of its white space or of the step may not matter
+        found = files.read(folder)  # a bit in white space or in the step may have no effect
     except CorruptCheckpoint:
         return
     assert torch.equal(found.tensors["model"]["weight"], torch.full((3, 2), 7.0))
@@ -101,7 +101,7 @@ def test_later_format_is_refused(tmp_path):
     folder = files.write(tmp_path, 7, contents(7))
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | {"format": files.FORMAT + 1}))
-    with pytest.raises(CorruptCheckpoint, match="is of a later hvd_bert"):
+    with pytest.raises(CorruptCheckpoint, match="needs a newer hvd_bert"):
         files.read(folder)
 
 

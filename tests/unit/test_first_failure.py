@@ -18,8 +18,8 @@ MPIRUN = "The first process to do so was:\n\n  Process name: [[207,1],2]\n  Exit
 SIGNAL = "mpirun noticed that process rank 3 with PID 933 on node a100-02 exited on signal 9 (Killed).\n"
 SRUN = "srun: error: a100-02: task 2: Killed\nsrun: error: a100-01: tasks 0-1: Terminated\n"
 LOST = "[0]<stderr>:rank 0 on a100-01 lost another rank: Horovod has been shut down.\n"
-WAITED = "rank 0 on a100-01 has waited 600 s for rank 1 on a100-02 to come to a.b, c.d"
-STALLED = f"[1,0]<stderr>:{WAITED}. Look there at the file systems\n"
+WAITED = "rank 0 on a100-01 has waited 600 s for rank 1 on a100-02 to reach a.b, c.d"
+STALLED = f"[1,0]<stderr>:{WAITED}. Check the file systems\n"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the launcher and the scheduler say: the world to join, the device, the threads, the job."""
+"""Decisions from the launcher's and the scheduler's variables: world, device, threads, job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvd_bert.distributed.launch import (
 )
 from hvd_bert.errors import UserError
 
-# What the launchers leave in the environment of rank 3 of 4.
+# Variables that the launchers set for rank 3 of 4.
 HOROVODRUN = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_CONTROLLER": "gloo"}
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 MVAPICH = {"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4"}
@@ -37,7 +37,7 @@ INSIDE_SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS":
         (HOROVODRUN, ("horovodrun", 4, 3)),
         (TORCHRUN, ("torchrun", 4, 3)),
         (TORCHRUN | SRUN | INSIDE_SRUN, ("torchrun", 4, 3)),
-        ({"RANK": "0", "WORLD_SIZE": "4"}, ("none", None, None)),  # set by many a job script, for itself
+        ({"RANK": "0", "WORLD_SIZE": "4"}, ("none", None, None)),  # some job scripts set them for themselves
         (HOROVODRUN | INSIDE_SRUN, ("horovodrun", 4, 3)),
         (MPIRUN, ("mpirun", 4, 3)),
         (MPIRUN | BATCH_STEP, ("mpirun", 4, 3)),
@@ -111,7 +111,7 @@ def test_srun_without_pmi():
     ("visible", "devices"),
     [
         (0, ["cpu", "cpu", "cpu"]),
-        (1, ["cuda:0", "cuda:0", "cuda:0"]),  # each its own; if it is the same one, check_devices says so
+        (1, ["cuda:0", "cuda:0", "cuda:0"]),  # each its own; check_devices refuses a shared one
         (3, ["cuda:0", "cuda:1", "cuda:2"]),
         (8, ["cuda:0", "cuda:1", "cuda:2"]),
     ],

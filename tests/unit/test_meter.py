@@ -1,4 +1,4 @@
-"""The meter's arithmetic: work and loss over the ranks, and where the time of a step goes."""
+"""The meter's arithmetic: work and loss over the ranks, and the time per phase of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvd_bert.training.meter import PHASES, Meter
 
 
 class Clock:
-    """The `time` module of one that turns it by hand."""
+    """A `time` module whose clock the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -29,7 +29,7 @@ def clock(monkeypatch) -> Clock:
 
 
 def world_of(size: int) -> SimpleNamespace:
-    """Ranks that all do the same as this one."""
+    """Ranks that are all equal to this one."""
     same = lambda table: table[:1].expand_as(table)  # noqa: E731
     return SimpleNamespace(size=size, rank=0, device=torch.device("cpu"), sum=same)
 
@@ -51,7 +51,7 @@ def test_meter(clock, size, passes):
 
     def steps(values):
         for value in values:
-            for _ in range(passes):  # each a share of the step's loss, as the strategy gets it
+            for _ in range(passes):  # each is a share of the step's loss, as for the strategy
                 meter.add(torch.tensor(value / passes, requires_grad=True), batch(4, 100))
             clock.now += 0.5
 
@@ -114,8 +114,45 @@ def test_phases_of_two_ranks(clock):
     assert meter.read(3)["data_max_s"] == 1.0
 
 
+def test_phases_leave_no_gaps(clock):
+    """A step like the loop's: two passes, a backward pass that waits for other ranks, and a checkpoint."""
+    meter = Meter(world_of(1))
+
+    def waited_for():
+        for item in "ab":
+            clock.now += 1.0
+            yield item
+
+    def after(seconds: float) -> None:
+        clock.now += seconds
+
+    for item in meter.timed("data", waited_for()):
+        with meter.phase("compute"):
+            after(2.0)
+            if item == "b":
+                meter.gradients_computed()
+                after(0.25)
+                meter.gradients_computed()  # of the last parameter
+            after(0.5)
+        meter.add(torch.tensor(1.0), batch(1, 1))
+    with meter.phase("other"):
+        after(4.0)
+        meter.lap("other")
+        with meter.phase("checkpoint"):
+            after(8.0)
+        after(16.0)
+    with meter.phase("exposed_comm"):
+        after(32.0)
+    after(64.0)  # counts for the next phase
+    with meter.phase("optimizer"):
+        after(128.0)
+    row = meter.read(1)
+    assert [row[f"{phase}_s"] for phase in PHASES] == [2.0, 4.75, 32.5, 192.0, 8.0, 20.0]
+    assert row["step_s"] == sum([2.0, 4.75, 32.5, 192.0, 8.0, 20.0])
+
+
 class Event:
-    """A CUDA event of one that turns the GPU's clock by hand (milliseconds); counts who waits for it."""
+    """A CUDA event of a GPU whose clock (milliseconds) the test sets; counts the waits."""
 
     clock = 0.0
     waits = 0
@@ -139,7 +176,7 @@ def test_laps_on_a_gpu_are_by_its_own_clock(monkeypatch):
     for phase, milliseconds in (("data", 10.0), ("compute", 300.0), ("exposed_comm", 40.0), ("compute", 200.0)):
         Event.clock += milliseconds
         stopwatch.lap(phase)
-    assert Event.waits == 0  # until somebody wants to know
+    assert Event.waits == 0  # until the times are read
     none = dict.fromkeys(PHASES, 0.0)
     assert stopwatch.take() == pytest.approx(none | {"data": 0.01, "compute": 0.5, "exposed_comm": 0.04})
     Event.clock += 50.0
@@ -147,7 +184,7 @@ def test_laps_on_a_gpu_are_by_its_own_clock(monkeypatch):
     assert stopwatch.take() == pytest.approx(none | {"optimizer": 0.05})
 
 
-def test_phases_after_going_on_are_of_the_steps_since(clock):
+def test_phases_after_a_resume_are_of_the_steps_since(clock):
     meter = Meter(world_of(1))
     meter.restore(
         {"last_step": 4, "train_s": 8.0, "loss_sum": 4.0, "windows": 4, "tokens": 4, "seconds": 4.0}, [2.0, 2, 2], 6

@@ -1,4 +1,4 @@
-"""metrics.jsonl, TensorBoard, progress lines, and the meter's arithmetic."""
+"""metrics.jsonl, TensorBoard and progress lines."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from hvd_bert.distributed import logs
 from hvd_bert.training import metrics_log as module
 from hvd_bert.training.metrics_log import MetricsLogger
 
@@ -18,7 +19,7 @@ SCORES = {"exact_match": 50.0, "f1": 61.25, "total": 8.0, "eval_loss": 1.5}
 
 
 class Clock:
-    """The `time` module of one that turns it by hand."""
+    """A `time` module whose clock the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -27,6 +28,11 @@ class Clock:
         return self.now
 
     perf_counter = time = monotonic
+
+
+@pytest.fixture(autouse=True)
+def console() -> None:
+    logs.start(rank=0, log_format="plain")
 
 
 @pytest.fixture
@@ -49,7 +55,7 @@ def metrics(step: int) -> dict[str, float]:
 
 
 def run(folder: Path, clock: Clock, enabled: bool = True, seconds: float = 4.0) -> None:
-    """Eight steps of `seconds` each, scored in the middle and at the end."""
+    """Eight steps of `seconds` each, with evaluations in the middle and at the end."""
     metrics_logger = MetricsLogger(folder, enabled)
     metrics_logger.begin(8, step=0, steps_per_epoch=4)
     for step in range(1, 9):
@@ -118,7 +124,7 @@ def test_progress_on_a_terminal(tmp_path, clock, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal)
     run(tmp_path, clock)
     out = capsys.readouterr().out
-    assert "ETA" not in out  # the bar tells it
+    assert "ETA" not in out  # the bar shows it
     assert out.count("EM 50.00") == 2
     bar = terminal.getvalue().split("\r")[-1]
     assert "8/8" in bar and "loss=0.500" in bar and "lr=1.00e-04" in bar

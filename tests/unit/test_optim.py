@@ -86,24 +86,24 @@ def advice_of(args, devices):
     return scaling_advice(args, devices, scaled_learning_rate(args, devices))
 
 
-def test_learning_rate_that_scaling_made_high_is_said():
+def test_high_scaled_learning_rate_gets_advice():
     args = TrainArguments(learning_rate=5e-5)
     assert advice_of(args, 2) == []
     (advice,) = advice_of(args, 4)
-    assert "peak is 0.0002, 4 times --learning_rate" in advice and "sqrt" in advice
+    assert "The peak learning rate is 0.0002, 4 times --learning_rate" in advice and "sqrt" in advice
     by_root = TrainArguments(learning_rate=5e-5, lr_scaling="sqrt")
     (advice,) = advice_of(by_root, 8)
-    assert "0.00014, 2.83 times" in advice and "give" not in advice
-    high = TrainArguments(learning_rate=2e-3, lr_scaling="none")  # as the sample's tiny model takes it
+    assert "0.00014, 2.83 times" in advice and "or use" not in advice
+    high = TrainArguments(learning_rate=2e-3, lr_scaling="none")  # as for the sample's tiny model
     assert advice_of(high, 8) == []
 
 
-def test_learning_rate_that_met_its_limit_is_said():
+def test_learning_rate_at_its_limit_gets_advice():
     (advice,) = advice_of(TrainArguments(learning_rate=1e-5), 8)
-    assert "4 times --learning_rate (--lr_scaling_limit), and not the 8 times of --lr_scaling linear" in advice
+    assert "4 times --learning_rate: --lr_scaling_limit caps the factor 8 of --lr_scaling linear" in advice
     assert len(advice_of(TrainArguments(learning_rate=5e-5), 8)) == 2
     by_root = TrainArguments(learning_rate=1e-5, lr_scaling="sqrt")
-    assert "not the 5 times of --lr_scaling sqrt" in advice_of(by_root, 25)[0]
+    assert "caps the factor 5 of --lr_scaling sqrt" in advice_of(by_root, 25)[0]
 
 
 def test_run_that_keeps_its_learning_rate_met_no_limit():
@@ -112,7 +112,7 @@ def test_run_that_keeps_its_learning_rate_met_no_limit():
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
 def test_learning_rate_of_a_given_batch(rule, factor):
-    """However the ranks share it: 8 ranks x 8 windows x 2 passes, and 32 x 4, are 4 times a batch of 32."""
+    """Whatever the split over ranks: 8 ranks x 8 windows x 2 passes, and 32 x 4, are 4 times a batch of 32."""
     for batch, passes, devices in ((8, 2, 8), (4, 1, 32)):
         args = TrainArguments(
             learning_rate=3e-5, lr_scaling=rule, lr_base_batch_size=32,

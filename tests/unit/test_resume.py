@@ -1,4 +1,4 @@
-"""Whether a checkpoint's settings are those of the run that would go on from it."""
+"""Whether a checkpoint's settings fit the run that resumes from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvd_bert.errors import UserError
 
 @pytest.fixture
 def check(monkeypatch):
-    """check(saved settings, flags): go on from a checkpoint of these settings with a run of these flags."""
+    """check(saved settings, flags): resume a checkpoint of these settings with these flags."""
 
     def settings(config, inputs=None):
         flat = config.as_flat()

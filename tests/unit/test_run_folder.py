@@ -1,4 +1,4 @@
-"""The output folder: when it is refused, what is removed, and that files are whole."""
+"""The output folder: when it is refused, which files are removed, and that files are complete."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_folder_with_files_is_refused_and_left_alone(tmp_path):
     with pytest.raises(UserError, match=r"is not empty \(a, b, c, \.\.\.\): .* --overwrite_output_dir"):
         run_folder.check(config(tmp_path))
     run_folder.check(config(tmp_path, "--overwrite_output_dir"))
-    run_folder.check(config(tmp_path, "--no_do_train"))  # scoring adds to a folder
+    run_folder.check(config(tmp_path, "--no_do_train"))  # an evaluation adds to a folder
     assert sorted(path.name for path in tmp_path.iterdir()) == [run_folder.LOCK, "a", "b", "c", "d"]
 
 
@@ -132,7 +132,7 @@ def test_saved_model_is_loaded_by_transformers(tmp_path, tokenizer):
     )
     run_folder.save_model(tmp_path, model, tokenizer)
     assert set(os.listdir(tmp_path)) <= run_folder.RUN_FILES.keys()
-    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # what the umask allows, others may read
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # readable as the umask allows
     loaded = AutoModelForQuestionAnswering.from_pretrained(tmp_path).state_dict()
     assert all(value.equal(loaded[name]) for name, value in model.state_dict().items())
     text = "what colour is the box?"

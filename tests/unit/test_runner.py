@@ -1,4 +1,4 @@
-"""How a rank's process ends, whatever its entry does."""
+"""The end of a rank's process, for each outcome of its entry."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def raising(error: BaseException):
     ],
     ids=["done", "bad input", "failure", "another rank speaks"],
 )
-def test_ranks_that_agree_leave_in_order(monkeypatch, capsys, entry, status, said):
+def test_ranks_that_agree_exit_with_the_status(monkeypatch, capsys, entry, status, said):
     assert leave(monkeypatch, make_world(), entry) == status
     assert capsys.readouterr().err == said
 
@@ -70,11 +70,11 @@ def test_rank_that_fails_alone_ends_all(monkeypatch, capsys, error, status, said
             CollectiveError("no world", rank=2, mine=True),
             3,
             EXIT_BAD_INPUT,
-        ),  # a world may number its ranks in another way
+        ),  # a world's rank may differ from the launcher's
         (CollectiveError("no world", rank=2), 0, EXIT_OK),
     ],
 )
-def test_no_world_to_join_is_said_by_one(monkeypatch, capsys, error, rank, status):
+def test_missing_world_is_reported_by_one_rank(monkeypatch, capsys, error, rank, status):
     def start(strategy, generation):
         raise error
 

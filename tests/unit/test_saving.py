@@ -1,4 +1,4 @@
-"""Checkpoints while training: what is written is what was there at the step, however long the write takes."""
+"""Checkpoints during training: a checkpoint has the state of its step, however long the write takes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Strategy:
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """run(*flags) -> Checkpoints of a model of one matrix, with everything around it left out."""
+    """run(*flags) -> Checkpoints of a model with one matrix, without the rest of a training."""
     monkeypatch.setattr(saving, "identity", lambda config, inputs: {"of": "a test"})
     monkeypatch.setattr(saving, "model_files", lambda inputs: {"config.json": b"{}"})
 
@@ -67,7 +67,7 @@ def test_slow_write_holds_what_was_there(run, tmp_path, monkeypatch):
     state.step = 4
     before = state.strategy.weight.clone()
     checkpoints.save()
-    with torch.no_grad():  # the training goes on
+    with torch.no_grad():  # training continues
         state.strategy.weight.add_(1)
         state.strategy.moment.add_(1)
     checkpoints.evaluated({"f1": 50.0})
@@ -93,7 +93,7 @@ def test_no_step_counts_before_the_write_of_the_last_save(run, monkeypatch):
     assert set(checkpoints.metrics()) == {"checkpoint_pause_s", "checkpoint_write_s"} and not checkpoints.metrics()
 
 
-def test_failed_write_is_said_and_the_next_one_succeeds(run, tmp_path, monkeypatch, caplog):
+def test_failed_write_is_a_warning_and_the_next_one_succeeds(run, tmp_path, monkeypatch, caplog):
     checkpoints = run()
     with monkeypatch.context() as patch:
         patch.setattr(files, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
@@ -115,7 +115,7 @@ def test_no_space_for_the_small_files_is_a_failed_write(run, monkeypatch, caplog
     with caplog.at_level(logging.WARNING, "hvd_bert"):
         checkpoints.save()
         checkpoints.await_write()
-    assert "could not be written" in caplog.text and "Training goes on" in caplog.text
+    assert "could not be written" in caplog.text and "Training continues" in caplog.text
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("no memory")], ids=repr)
@@ -128,7 +128,7 @@ def test_failed_last_write_is_no_stop(run, monkeypatch, error):
     assert failed.value.status == 1
 
 
-def test_stop_says_how_to_resume(run, tmp_path):
+def test_stop_reports_how_to_resume(run, tmp_path):
     checkpoints = run("--overwrite_output_dir", "--save_only_model")
     checkpoints.state.step = 7
     with pytest.raises(
@@ -149,10 +149,10 @@ def test_diverged_state_replaces_no_good_one(run, tmp_path, caplog):
     checkpoints.state.step = 2
     with caplog.at_level(logging.WARNING, "hvd_bert"):
         checkpoints.save()
-    with pytest.raises(CollectiveError, match="no number any more at step 2: training has diverged") as diverged:
+    with pytest.raises(CollectiveError, match="NaN or infinite at step 2: training has diverged") as diverged:
         checkpoints.stop("SIGTERM to rank 0")
     assert diverged.value.status == EXIT_FAILURE
-    assert "No checkpoint is made at step 2: the loss is no number" in caplog.text
+    assert "No checkpoint is saved at step 2: the loss is NaN or infinite" in caplog.text
     assert [path.name for path in files.candidates(tmp_path)] == ["checkpoint-1"]
 
 

@@ -1,4 +1,4 @@
-"""The training's state: random numbers to the bit, the best score."""
+"""The training's state: exact random numbers, the best evaluation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvd_bert.training.state import Best, seed_ranks
 
 
 def draw() -> list[float]:
-    gauss = [random.gauss(0, 1), float(np.random.standard_normal())]  # both keep a spare number
+    gauss = [random.gauss(0, 1), float(np.random.standard_normal())]  # both generators keep a spare number
     return [*gauss, random.random(), float(np.random.rand()), *torch.rand(3).tolist(), *torch.randn(5).tolist()]
 
 
@@ -25,7 +25,7 @@ def test_random_numbers_continue(drawn_before):
     seed_ranks(5, 0, make_world())
     for _ in range(drawn_before):
         draw()
-    kept = load(save(state._random_numbers(torch.device("cpu"))))  # as a checkpoint keeps them
+    kept = load(save(state._random_numbers(torch.device("cpu"))))  # as in a checkpoint
     expected = [draw() for _ in range(3)]
     seed_ranks(6, 0, make_world())
     state._set_random_numbers(kept, torch.device("cpu"))

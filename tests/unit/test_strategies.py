@@ -1,4 +1,4 @@
-"""The table of strategies, what each asks for, and the parts of them that need no second process."""
+"""The strategies' table and requirements, and their parts that need no second process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_strategy_that_is_not_installed_names_the_line_that_installs_it(monkeypa
         strategy_class("deepspeed")
 
 
-def test_deepspeed_that_cannot_be_imported_is_said_with_the_line_that_installs_it(monkeypatch):
+def test_deepspeed_that_cannot_be_imported_names_the_line_that_installs_it(monkeypatch):
     module = pytest.importorskip("hvd_bert.strategies.deepspeed")
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(CollectiveError, match=r"cannot be imported \(ModuleNotFound.*`bash env/setup\.sh --deepspeed`"):
@@ -80,7 +80,7 @@ def test_settings_that_do_not_go_together(flags, said):
         ([], "horovod"),
         (["--strategy", "ddp", "--bf16"], "ddp"),
         (["--strategy=fsdp"], "fsdp"),
-        (["--strategy", "ddp", "--no_such_flag"], "ddp"),  # what is wrong is said once the ranks have met
+        (["--strategy", "ddp", "--no_such_flag"], "ddp"),  # the error is reported after the ranks have joined
         (["--strategy", "no_such_strategy"], "horovod"),
         (["--strategy"], "horovod"),
         (["--help", "--strategy", "none"], "none"),
@@ -100,13 +100,13 @@ def test_strategy_of_a_file_is_known_too(tmp_path):
 def test_one_process_is_refused_under_a_launcher_of_several(monkeypatch, strategy):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    with pytest.raises(WorldsOfOne, match=f"--strategy {strategy} is one process, but mpirun started 2"):
+    with pytest.raises(WorldsOfOne, match=f"--strategy {strategy} runs in one process, but mpirun started 2"):
         joining.join(strategy)
 
 
 def test_dp_needs_two_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UserError, match="1 are visible here"):
+    with pytest.raises(UserError, match="but 1 are visible"):
         joining.join("dp")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert joining.join("dp").devices == 4
@@ -172,7 +172,7 @@ def test_interface_is_the_one_towards_another_host(monkeypatch):
     monkeypatch.setattr(rendezvous.os, "environ", environ := {})
     rendezvous.choose_interface(fake, 0, 2, "GLOO_SOCKET_IFNAME")
     assert environ == {"GLOO_SOCKET_IFNAME": "ib0"}
-    environ["GLOO_SOCKET_IFNAME"] = "eth7"  # what the user chose stands
+    environ["GLOO_SOCKET_IFNAME"] = "eth7"  # keeps the user's choice
     rendezvous.choose_interface(fake, 0, 2, "GLOO_SOCKET_IFNAME")
     assert environ == {"GLOO_SOCKET_IFNAME": "eth7"}
 

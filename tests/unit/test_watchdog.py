@@ -1,4 +1,4 @@
-"""Stalls: after how long a wait for other ranks ends the job, and who is named."""
+"""Stalls: after how long a wait for other ranks ends the job, and which ranks are named."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is there, but for type checkers
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # missing in its type stubs
 
 from hvd_bert.distributed import watchdog
 from hvd_bert.distributed.watchdog import DISABLED, ENDS_AFTER, WARNS_AFTER, StoreArrivals, Watchdog
@@ -21,14 +21,14 @@ SHUT_DOWN = "Horovod has been shut down. This was caused by an exception on one 
     ("given", "times"),
     [
         ({}, (120, 600)),
-        ({WARNS_AFTER: "900"}, (900, 4500)),  # an end before the warning Horovod would ignore
+        ({WARNS_AFTER: "900"}, (900, 4500)),  # Horovod would ignore an end before the warning
         ({ENDS_AFTER: "60"}, (12, 60)),
         ({ENDS_AFTER: "3"}, (1, 3)),
         ({ENDS_AFTER: "7200"}, (120, 7200)),
         ({ENDS_AFTER: "0"}, (120, math.inf)),
         ({WARNS_AFTER: "100", ENDS_AFTER: "50"}, (100, math.inf)),
         ({DISABLED: "1"}, (120, math.inf)),
-        ({WARNS_AFTER: " 30s"}, (30, 600)),  # as strtol reads it
+        ({WARNS_AFTER: " 30s"}, (30, 600)),  # parsed like strtol
     ],
     ids=str,
 )
@@ -41,7 +41,7 @@ def test_times_are_the_users_or_fit_them(given, times):
     assert watchdog.inspect(environ, elastic=False) == ends
 
 
-def test_under_elastic_a_stall_is_warned_of_only():
+def test_under_elastic_a_stall_is_only_a_warning():
     environ: dict[str, str] = {}
     assert watchdog.inspect(environ, elastic=True) == math.inf
     assert environ == {WARNS_AFTER: "600"}
@@ -49,7 +49,7 @@ def test_under_elastic_a_stall_is_warned_of_only():
 
 @pytest.fixture
 def end(monkeypatch, capsys) -> Callable[..., str]:
-    """end(rank, wait) -> what the watch of that rank of four says when it ends a wait; the roll is a store."""
+    """end(rank, wait) -> the report of that rank's watchdog, of four, when it ends a wait; arrivals go to a store."""
 
     def wait_for_end(rank: int, *present: int, store: Any = None, names: list[str]) -> str:
         store, ended = store or HashStore(), threading.Event()
@@ -77,19 +77,19 @@ def end(monkeypatch, capsys) -> Callable[..., str]:
 def test_ranks_that_did_not_come_are_named_and_what_they_did_not_send(end):
     said = end(0, 2, names=["a.weight", "a.bias", "b.weight", "b.bias", "c.weight"])
     assert said.startswith(
-        "rank 0 on a100-01 has waited 0 s for rank 1 on a100-01, rank 3 on a100-02 to come to"
-        " a.weight, a.bias, b.weight and 2 more. Look there"
+        "rank 0 on a100-01 has waited 0 s for rank 1 on a100-01, rank 3 on a100-02 to reach"
+        " a.weight, a.bias, b.weight and 2 more. Check the file systems"
     )
     assert said.count("\n") == 1
 
 
 def test_collective_that_hangs_though_all_have_come(end):
-    assert "has waited 0 s for a.weight, to which all ranks have come" in end(0, 1, 2, 3, names=["a.weight"])
+    assert "has waited 0 s for a.weight, which all ranks have reached" in end(0, 1, 2, 3, names=["a.weight"])
 
 
-def test_rank_one_speaks_where_rank_zero_does_not(end, monkeypatch):
+def test_rank_one_reports_if_rank_zero_does_not(end, monkeypatch):
     monkeypatch.setattr(watchdog, "TURN_S", 0.2)
-    assert "for rank 0 on a100-01, rank 3 on a100-02 to come to a.weight" in end(1, 2, names=["a.weight"])
+    assert "for rank 0 on a100-01, rank 3 on a100-02 to reach a.weight" in end(1, 2, names=["a.weight"])
 
 
 @pytest.mark.parametrize(("waited", "message", "ends"), [
@@ -104,4 +104,4 @@ def test_inspector_that_comes_first_is_a_stall(monkeypatch, capsys, waited, mess
         now[0] += waited
         raise RuntimeError(message)
     assert statuses == [EXIT_FAILURE] * ends
-    assert ("the tensors that Horovod names above" in capsys.readouterr().err) == ends
+    assert ("the tensors that Horovod lists above" in capsys.readouterr().err) == ends

@@ -1,6 +1,8 @@
-"""The world: how all ranks agree on an error, and where they sit."""
+"""The world: errors of all ranks, hosts and devices."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hvd_bert.errors import UserError
 
 
 def make_world(rank: int = 0, size: int = 1) -> World:
-    """A world whose collectives are not there; `size` > 1: see `heard`."""
+    """A world without collectives. For `size` > 1 see `heard`."""
     numbers = {"rank": rank, "size": size, "local_rank": rank, "local_size": size, "cross_rank": 0, "cross_size": 1}
     world = World()
     for name, value in numbers.items():
@@ -19,14 +21,19 @@ def make_world(rank: int = 0, size: int = 1) -> World:
     return world
 
 
-def heard(world: World, messages: list[str | None]) -> World:
-    """Let the world's other ranks say `messages` in `raise_on_all_ranks`; this rank says its own."""
+def heard(world: World, messages: Sequence[object]) -> World:
+    """Let the world's other ranks pass `messages` to `allgather`; this rank passes its own."""
 
     def allgather(mine):
         return [mine if rank == world.rank else said for rank, said in enumerate(messages)]
 
     world.allgather = allgather  # type: ignore[method-assign]
     return world
+
+
+def failing(world: World, messages: list[str | None]) -> World:
+    """Let the world's other ranks fail with `messages`, and without warnings, in `raise_on_all_ranks`."""
+    return heard(world, [(message, []) for message in messages])
 
 
 def test_world_of_one_needs_no_collective():
@@ -42,7 +49,7 @@ def test_world_of_one_needs_no_collective():
 
 
 def test_error_of_one_rank_becomes_an_error_of_all():
-    world = heard(make_world(rank=0, size=3), [None, "disk is full", None])
+    world = failing(make_world(rank=0, size=3), [None, "disk is full", None])
     with (
         pytest.raises(CollectiveError, match=r"^rank 1 on its host: disk is full$") as caught,
         world.raise_on_all_ranks(),
@@ -51,8 +58,8 @@ def test_error_of_one_rank_becomes_an_error_of_all():
     assert caught.value.rank == 1
 
 
-def test_error_of_all_ranks_is_said_by_the_first():
-    world = heard(make_world(rank=2, size=3), ["bad flag"] * 3)
+def test_error_of_all_ranks_is_reported_by_the_first():
+    world = failing(make_world(rank=2, size=3), ["bad flag"] * 3)
     with pytest.raises(CollectiveError, match=r"^bad flag$") as caught, world.raise_on_all_ranks():
         raise UserError("bad flag")
     assert caught.value.rank == 0

@@ -6,7 +6,6 @@ Horovod can start a timeline during training only if HOROVOD_TIMELINE=DYNAMIC wa
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -112,7 +111,7 @@ class Recording:
                 self.profiler.export_chrome_trace(str(path))
                 return RankTrace(self.world.rank, self.world.host, self.offset_ns, self.laps, pack(path.read_bytes()))
         except (OSError, RuntimeError) as error:
-            print(f"rank {self.world.rank}: no trace: {error}", file=sys.stderr)
+            log.warning("The trace lacks this rank: %s", error)
             return None
 
     def _write_trace(self, traces: Sequence[RankTrace], steps: str) -> None:
