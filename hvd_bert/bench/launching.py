@@ -100,7 +100,7 @@ class Launching:
             raise UserError("--launcher_flag: select its launcher with --launcher.")
         if self.choice == "srun" and self.machine.allocation is None:
             raise UserError(
-                "--launcher srun: this is no Slurm job. Use `sbatch scripts/scaling.slurm`, or `salloc` first."
+                "--launcher srun: this is not a Slurm job. Use `sbatch scripts/scaling.slurm`, or `salloc` first."
             )
         missing = _missing(self.choice)
         if missing:
@@ -247,7 +247,7 @@ def chosen(flags: argparse.Namespace, machine: Machine) -> Launching:
 
 
 def _missing(launcher: str) -> str:
-    """That a launcher's program is missing and how to get it; "" if it is there or none is needed."""
+    """The error if a launcher's program is missing; "" if it is installed or none is needed."""
     absent = launcher in PROGRAMS and _program(launcher) is None
     return f"{launcher} is not on PATH: {PROGRAMS[launcher]}" if absent else ""
 

@@ -247,7 +247,7 @@ class Sweep:
         trained = train(result.command, environ, folder, self.timeout)
         result.seconds = trained.seconds
         if trained.status == EXIT_BAD_INPUT and point.strategy == "none" and not self.record.of_state(DONE):
-            raise UserError(trained.reason)  # in a setting that all points share
+            raise UserError(trained.reason)  # all points share the wrong setting
         if trained.run is None:
             late = f"took longer than --timeout {self.timeout:g} s"
             how = late if trained.status is None else f"status {trained.status}"

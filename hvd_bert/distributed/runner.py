@@ -21,7 +21,7 @@ from hvd_bert.distributed import logs
 from hvd_bert.distributed.horovod_world import ready_for_timeline
 from hvd_bert.distributed.joining import join
 from hvd_bert.distributed.launch import WorldsOfOne, find_launcher
-from hvd_bert.distributed.world import CollectiveError, HostsChanged, World, log
+from hvd_bert.distributed.world import CollectiveError, HostsChanged, World, abort_mpi, log
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 
 # From Horovod's and Gloo's messages after another rank has died. Other errors are reported with a traceback.
@@ -99,7 +99,7 @@ def _abort_all() -> NoReturn:
     """End all ranks while there is no world yet: ranks that have initialized MPI would wait for this one."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.COMM_WORLD.Abort(EXIT_FAILURE)
+        abort_mpi(mpi.COMM_WORLD, EXIT_FAILURE)
     os._exit(EXIT_FAILURE)  # the launcher sees the status and ends the others
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -223,5 +224,16 @@ class World:
         sys.stdout.flush()
         sys.stderr.flush()
         if self._comm is not None:
-            self._comm.Abort(status)
+            abort_mpi(self._comm, status)
         os._exit(status)  # the launcher sees the status and ends the others
+
+
+def abort_mpi(comm: Any, status: int) -> None:
+    """End all ranks of MPI. Under srun after a pause, in which srun receives the last output of this rank.
+
+    MPI_Abort makes Slurm kill the step at once. srun then drops what it has not yet received, often the last lines of
+    a traceback (seen with Slurm 22.05), and no interface tells a task what srun has received.
+    """
+    if "SLURM_STEP_ID" in os.environ:
+        time.sleep(1)
+    comm.Abort(status)

@@ -248,7 +248,7 @@ def test_allocation_of_a_job() -> None:
         (by("torchrun", TWO_CORES, "a:2"), "--launcher torchrun takes no hosts"),
         (by("horovodrun", TWO_CORES, "a:two"), "'a:two' is not HOST:SLOTS"),
         (by("auto", TWO_CORES, "", "--gloo"), "--launcher_flag: select its launcher"),
-        (by("srun"), "this is no Slurm job. Use `sbatch scripts/scaling.slurm`"),
+        (by("srun"), "this is not a Slurm job. Use `sbatch scripts/scaling.slurm`"),
     ],
 )
 def test_invalid_launcher(launch: Launching, words: str) -> None:
