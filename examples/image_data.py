@@ -69,7 +69,7 @@ def _read_pair(folder: Path, part: str) -> tuple[Any, Any]:
     images, labels = _find(folder, f"{part}-images", 3), _find(folder, f"{part}-labels", 1)
     pixels, classes = read_idx(images, 3), read_idx(labels, 1)
     if len(pixels) != len(classes):
-        raise UserError(f"{images} has {len(pixels)} images, but {labels} {len(classes)} labels: fetch both anew.")
+        raise UserError(f"{images} has {len(pixels)} images, but {labels} {len(classes)} labels: download both again.")
     return pixels, classes
 
 
@@ -92,15 +92,15 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
         if content[:2] == b"\x1f\x8b":
             content = gzip.decompress(content)
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{path} cannot be read ({error}): fetch it anew.") from None
+        raise UserError(f"{path} cannot be read ({error}): download it again.") from None
     start = 4 + 4 * dimensions
     if content[:4] != bytes([0, 0, _UINT8, dimensions]) or len(content) < start:
-        raise UserError(f"{path} is no IDX file of {dimensions} dimension(s) of bytes: fetch it anew.")
+        raise UserError(f"{path} is no IDX file of {dimensions} dimension(s) of bytes: download it again.")
     shape = [int(size) for size in np.frombuffer(content, ">i4", dimensions, offset=4)]
     if min(shape) < 1 or math.prod(shape) != len(content) - start:
         raise UserError(
             f"{path} says that it holds {' x '.join(map(str, shape))} bytes, but has {len(content) - start}:"
-            " fetch it anew."
+            " download it again."
         )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 

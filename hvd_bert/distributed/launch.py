@@ -58,6 +58,11 @@ def is_elastic(environ: Mapping[str, str]) -> bool:
     return environ.get("HOROVOD_ELASTIC") == "1"
 
 
+def is_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process."""
+    return "SLURM_STEP_ID" in environ
+
+
 def check_size(launcher: Launcher, horovod_size: int) -> None:
     """Raise WorldsOfOne if Horovod's world size is not the launcher's: N worlds of one would train N times."""
     if launcher.size is None or launcher.size == horovod_size:

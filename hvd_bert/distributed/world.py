@@ -17,7 +17,15 @@ from typing import Any, NoReturn
 import torch
 
 from hvd_bert.distributed import logs
-from hvd_bert.distributed.launch import RankInfo, check_devices, choose_device, choose_threads, find_job, share_cores
+from hvd_bert.distributed.launch import (
+    RankInfo,
+    check_devices,
+    choose_device,
+    choose_threads,
+    find_job,
+    is_slurm_step,
+    share_cores,
+)
 from hvd_bert.distributed.logs import log
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 
@@ -234,6 +242,6 @@ def abort_mpi(comm: Any, status: int) -> None:
     MPI_Abort makes Slurm kill the step at once. srun then drops what it has not yet received, often the last lines of
     a traceback (seen with Slurm 22.05), and no interface tells a task what srun has received.
     """
-    if "SLURM_STEP_ID" in os.environ:
+    if is_slurm_step(os.environ):
         time.sleep(1)
     comm.Abort(status)
