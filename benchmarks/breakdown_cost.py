@@ -87,10 +87,9 @@ def block(training: Training, steps: int, world: World, with_records: bool = Tru
     start = time.perf_counter(), time.process_time()
     for _ in range(steps):
         outcome = training._step()
+        stops = training.stop_requests.any_rank_stops()
         if with_records:
-            training._after_step(*outcome)
-        else:
-            training.stop_requests.any_rank_stops()  # every vote needs its result
+            training._after_step(*outcome, stops)
     if world.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start[0], time.process_time() - start[1]

@@ -41,8 +41,8 @@ def leave_help_to_one_rank(argv: Sequence[str]) -> None:
 def collector_paused() -> Iterator[None]:
     """Pause the garbage collector around large imports, in a command's entry point only: it would find nothing.
 
-    Imported objects are never collected later either. For torch and transformers this saves 2 s of CPU time per
-    process, half of it at exit (benchmarks/startup.py).
+    The imported objects are then frozen, so that later collections skip them. For torch and transformers this
+    saves 2 s of CPU time per process, half of it at exit (benchmarks/startup.py).
     """
     gc.disable()
     try:

@@ -195,8 +195,8 @@ def _end(process: subprocess.Popen[bytes], alive: int) -> None:
             signal.signal(number, handler)
 
 
-# "[1,0]<stderr>:" of horovodrun --mpi, "[0]<stderr>:" of --gloo
-_MARK = re.compile(r"^\[\d+(,\d+)?\]<std(out|err)>:")
+# "[1,0]<stderr>:" of horovodrun --mpi, "[0]<stderr>:" of --gloo; then time and level of a log line
+_MARK = re.compile(r"^(\[\d+(,\d+)?\]<std(out|err)>:)?(\d{4}-\d\d-\d\d [\d:]{8} [A-Z]+ )?")
 _EXCEPTION = re.compile(r"^[A-Za-z_.]*(Error|Exception|Interrupt)\b")
 
 

@@ -1,9 +1,9 @@
 """The batch plan: which windows a step trains on, and which rank takes which of them.
 
-The plan is a pure function of (seed, epoch, world size): no state is kept or replayed. The windows of a step depend
-on the global batch only, so worlds of different size with the same global batch train on the same windows in each
-step. Each step's windows are balanced over the ranks: ranks get the same number of windows and nearly the same cost,
-since all ranks wait for the slowest one.
+Which windows a step takes depends only on the seed, the step and the global batch; which rank takes them, also on the
+world size. So a resume replays nothing, and worlds of different size with the same global batch train on the same
+windows in each step. Each step's windows are balanced over the ranks, since all ranks wait for the slowest one: the
+numbers of windows differ by at most one, and the costs are nearly equal.
 """
 
 from __future__ import annotations
@@ -75,9 +75,10 @@ class BatchPlan:
     def rank_windows(self, step: int, rank: int) -> list[Ids]:
         """Ids of the windows that `rank` takes in each of the step's `accumulation` micro-batches.
 
-        Every rank has the same number of micro-batches, or the others would wait forever. In an epoch's last step,
-        some may have fewer windows or none. The ranks' totals are balanced first, since ranks wait for each other
-        once per step. Each rank's micro-batches are balanced next, since the largest needs the most memory.
+        All ranks have the same number of micro-batches: a rank with fewer would leave the others waiting forever. In an
+        epoch's last step, some micro-batches have fewer windows or none. The ranks' totals are balanced first, since
+        ranks wait for each other once per step. Each rank's micro-batches are balanced next, since the largest needs
+        the most memory.
         """
         ids = _shares(self, step)[rank]
         return [ids[part] for part in balanced_partition(self._costs(ids), self.accumulation)]

@@ -242,6 +242,8 @@ def abort_mpi(comm: Any, status: int) -> None:
     MPI_Abort makes Slurm kill the step at once. srun then drops what it has not yet received, often the last lines of
     a traceback (seen with Slurm 22.05), and no interface tells a task what srun has received.
     """
-    if is_slurm_step(os.environ):
-        time.sleep(1)
-    comm.Abort(status)
+    try:
+        if is_slurm_step(os.environ):
+            time.sleep(1)
+    finally:  # also after Ctrl-C
+        comm.Abort(status)

@@ -34,7 +34,7 @@ from hvd_bert.training.inputs import Inputs
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`metrics`: exact_match, f1, total, eval_loss, ... in percent, on every rank. `answers`: in the order of the
+    """`metrics`: exact_match and f1 in percent, total, eval_loss, ..., on every rank. `answers`: in the order of the
     questions on rank 0, empty on the others. `seconds`: duration."""
 
     metrics: dict[str, float]

@@ -1,4 +1,4 @@
-"""Spans to metrics: exact match and F1 as the official SQuAD scripts compute them, for v1.1 and v2.0.
+"""Answers to metrics: exact match and F1 as the official SQuAD scripts compute them, for v1.1 and v2.0.
 
 Both scripts compare texts in lower case, without ASCII punctuation, without the words a, an and the, and with
 single spaces. They take the best value over a question's gold answers. They differ for texts that have no words
@@ -49,8 +49,8 @@ def score(
     (--na-prob-thresh) count as answered with "". The answers of `hvd_bert.evaluation.postprocess` already have
     empty texts there.
 
-    A threshold can turn a given text into "", but cannot restore the text if "" was predicted. For exact best
-    thresholds, predict `Answer.best_span` for every question; the other metrics do not change.
+    For exact best thresholds, predict `Answer.best_span`, the best text that is not empty, for every question: no
+    threshold can restore the text where "" was predicted. The other metrics do not change.
 
     Raises UserError if a question has no prediction or no odds, if there are no questions, or if a v1.1
     question has no gold answer. Entries for other ids are ignored. Equal odds are processed in the order of

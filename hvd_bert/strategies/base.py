@@ -51,7 +51,7 @@ class Strategy:
         skipped_steps: Number of steps skipped because a gradient overflowed.
     """
 
-    # Whether waiting for other ranks can be told from computing.
+    # Whether time spent waiting for other ranks can be measured apart from computation.
     tells_exposed_comm = True
 
     def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, options: StrategyOptions, world: World) -> None:
@@ -74,7 +74,7 @@ class Strategy:
         return self.model
 
     def mark_gradients(self, mark: Callable[[], None]) -> None:
-        """Have `mark` called once the last gradients are computed, if `backward` then waits for other ranks."""
+        """Register `mark`, called when the last gradient is ready, if `backward` also waits for other ranks."""
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a share of the step's loss. The last pass of a step starts the averaging."""

@@ -30,8 +30,9 @@ class HorovodStrategy(Strategy):
             backward_passes_per_step=options.accumulation,
             compression=hvd.Compression.fp16 if options.fp16_allreduce else hvd.Compression.none,
             gradient_predivide_factor=options.gradient_predivide_factor,
-            # Which gradients share a buffer depends on when they are ready and, from 3 ranks on, the order of a sum on
-            # its place in the buffer. A single group always has the same buffers, but no overlap.
+            # Gradients are put into buffers in the order in which they become ready. From 3 ranks on, a gradient's
+            # place in its buffer decides the order of its sum, and so the rounding. A single group always has the
+            # same buffer, but no overlap.
             groups=1 if options.deterministic else options.num_groups or None,
         )
         # Only the parameters: broadcasting a fresh AdamW's state takes a hidden step that decays every weight.

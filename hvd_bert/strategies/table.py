@@ -22,7 +22,7 @@ STRATEGY_CLASSES = {
 
 
 def strategy_class(strategy: str) -> type[Strategy]:
-    """The class of a strategy. Raises UserError, with the install command, if a package is missing."""
+    """The class of a strategy. Raises UserError, with the install command, if DeepSpeed or FSDP is missing."""
     module, name = STRATEGY_CLASSES[strategy].split(":")
     try:
         found: type[Strategy] = getattr(import_module(module), name)

@@ -150,8 +150,9 @@ class Training:
             while state.step < self.total_steps and not checkpoints.patience_is_over:
                 self.recording.before(state.step + 1)
                 learning_rate, grad_norm = self._step()
+                stops = self.stop_requests.any_rank_stops()  # the vote is the last message of a recorded step
                 self.recording.after(state.step)
-                self._after_step(learning_rate, grad_norm)
+                self._after_step(learning_rate, grad_norm, stops)
             self.stop_requests.start_vote()  # for a signal since the last step, for example during an evaluation
             if self.stop_requests.any_rank_stops():
                 checkpoints.stop(self.stop_requests.reason())
@@ -191,9 +192,8 @@ class Training:
         self.breakdown.count(self.state.step)
         self.checkpoints.await_write()
 
-    def _after_step(self, learning_rate: float, grad_norm: Tensor) -> None:
+    def _after_step(self, learning_rate: float, grad_norm: Tensor, stops: bool) -> None:
         """Log, stop, evaluate, save: whatever is due after this step."""
-        stops = self.stop_requests.any_rank_stops()
         state, checkpoints, total_steps = self.state, self.checkpoints, self.total_steps
         per_epoch = self.plan.steps_per_epoch
         evaluates = self.config.evaluates_after_step(state.step, per_epoch, total_steps)

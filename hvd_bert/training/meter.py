@@ -13,7 +13,7 @@ import torch
 from hvd_bert.data.collate import Batch
 from hvd_bert.distributed.world import World
 
-# The phases of a step in the loop's order, described in docs/reference/output-files.md.
+# The phases of a step in the order of the step-time summary, described in docs/reference/output-files.md.
 PHASES = ("data", "compute", "exposed_comm", "optimizer", "checkpoint", "other")
 Item = TypeVar("Item")
 _TOTALS = ("last_step", "train_s", "loss_sum", "windows", "tokens")

@@ -1,7 +1,7 @@
 """The training's state: everything that the next step depends on, saved to resume exactly.
 
 State per rank (random numbers, sums since the last log line) is gathered; the rest is equal on all ranks. The batch
-plan is a pure function of the step, so resuming replays nothing.
+plan is a function of the seed, the step and the global batch, so resuming replays nothing.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class TrainState:
         }
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], rest: dict[str, Any], seed: int) -> None:
-        """Restore what `snapshot` returned. A collective; only rank 0's arguments count, so only it needs the files.
+        """Restore what `snapshot` returned. A collective. Rank 0 broadcasts its arguments; the other ranks' are
+        ignored, so they need not read the files.
 
         With another world size, dropout's random numbers are seeded again by `seed` and step.
         """
