@@ -147,7 +147,7 @@ def writing(folder: Path) -> Iterator[None]:
 def locked(folder: Path, wait: bool) -> Iterator[None]:
     """Hold a folder's lock. A run locks its own folder in the same way.
 
-    If another process holds it, waits or raises UserError.
+    If another process has locked it, waits or raises UserError.
     """
     try:
         lock = locks.take(folder / LOCK, wait=False)

@@ -243,6 +243,5 @@ def _pause_between_polls() -> None:
             time.sleep(5e-5)
         return wait(handle)
 
-    for module in (hvd, functions, mpi_ops, optimizer):
-        if hasattr(module, "synchronize"):
-            module.synchronize = synchronize
+    for module in (hvd, functions, mpi_ops, optimizer):  # each has imported it by name
+        module.synchronize = synchronize
