@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Config]) -> NoReturn:
     """Join the world and run `main` on every rank. `parse` reads the command line, and prints --help."""
-    from hvd_bert.config import command_line  # brings transformers
-
     argv = sys.argv[1:]
     leave_help_to_one_rank(argv)
+    with collector_paused():
+        from hvd_bert.config import command_line, flags_parser  # noqa: F401  the second brings transformers
     if HELP & set(argv):
         parse(argv)
     with collector_paused():

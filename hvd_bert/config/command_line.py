@@ -12,15 +12,16 @@ import difflib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from transformers.hf_argparser import HfArgumentParser
 
-from hvd_bert.config.flag import GROUPS, Flag
-from hvd_bert.config.parser import HELP, HelpFormatter, Parser
-from hvd_bert.config.settings import FLAGS, PACKAGE, SECTIONS, STRATEGIES, Config
+from hvd_bert.config.parser import HELP
+from hvd_bert.config.settings import FLAGS, PACKAGE, STRATEGIES, Config
 from hvd_bert.errors import EXIT_OK, UserError
+
+if TYPE_CHECKING:
+    from transformers.hf_argparser import HfArgumentParser
 
 PRESETS = PACKAGE / "config" / "presets"
 
@@ -34,51 +35,13 @@ RUN_QA_FLAGS_NOT_HERE = {
     "greater_is_better": ": --metric_for_best_model determines it.",
     "optim": ": the optimizer is always AdamW.",
 }
-EPILOG = (
-    "A switch such as --bf16 also takes a value (--bf16 False). Flags may be written with hyphens"
-    " (--max-seq-length). Flags on the command line override those of --config."
-)
-
-
-class _Parser(Parser, HfArgumentParser):
-    """Puts each flag into its group, with the default that a run uses."""
-
-    def __init__(self) -> None:
-        self.groups: dict[str, argparse._ArgumentGroup] = {}
-        super().__init__(
-            SECTIONS,
-            prog="python -m hvd_bert.train",
-            usage="%(prog)s [-h] [--config NAME|FILE.yaml] [--FLAG VALUE ...]",
-            description="Fine-tune BERT on SQuAD over many ranks, with Horovod or another strategy.",
-            epilog=EPILOG,
-            formatter_class=HelpFormatter,
-            allow_abbrev=False,
-        )
-        self.add_argument(
-            "--config",
-            metavar="NAME|FILE.yaml",
-            help=f"Preset ({', '.join(_presets())}) or YAML file of flags. (default: none)",
-        )
-
-    def add_argument(self, *names: str, flag: Flag | None = None, **options: Any) -> argparse.Action:
-        """Like argparse's. `flag`: a field's properties, which HfArgumentParser passes on with the metadata."""
-        if flag is None:
-            return super().add_argument(*names, **options)
-        if not self.groups:
-            self.groups = {group: self.add_argument_group(group) for group in GROUPS}
-        if options.get("action") == "store_false":  # --no_X
-            options["help"] = flag.negated_help
-        else:
-            options["help"] = f"{flag.help} (default: {flag.shown_default})"
-            placeholder = {int: "N", float: "X"}.get(options["type"])
-            if placeholder:
-                options.setdefault("metavar", placeholder)
-        return self.groups[flag.group].add_argument(*names, **options)
 
 
 def make_parser() -> HfArgumentParser:
     """The parser of the trainer's flags."""
-    return _Parser()
+    from hvd_bert.config.flags_parser import FlagsParser  # brings transformers, which not every command needs
+
+    return FlagsParser(_presets())
 
 
 def _presets() -> list[str]:

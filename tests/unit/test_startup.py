@@ -61,8 +61,8 @@ def imported_by(
     [
         (["hvd_bert.train"], {"transformers", "numpy"}),
         (["hvd_bert.bench"], {"transformers", "numpy"}),
-        (["hvd_bert.bench", "sweep"], {"transformers", "numpy"}),
-        (["hvd_bert.tune"], {"transformers", "numpy"}),
+        (["hvd_bert.bench", "sweep"], set()),
+        (["hvd_bert.tune"], set()),
         (["hvd_bert.report"], {"numpy", "matplotlib"}),
         (["hvd_bert.timeline"], {"numpy"}),
         (["hvd_bert.predict"], set()),
