@@ -85,7 +85,7 @@ def steps_by_shape(cluster: Cluster, hosts: str, folder: Path, rounds: int, step
     """One training during which the link changes."""
     folder.mkdir()
     maximum = FIRST + rounds * len(SHAPES) * (steps + 4)  # some steps pass while the link changes
-    command = horovodrun(hosts, "mpi", f"-m hvd_bert.train {six_layers(ranks_of(hosts), maximum)}")
+    command = horovodrun(hosts, "mpi", f"-m hvd_bert.train {six_layers(hosts, maximum)}")
     found: dict[Shape, list[list[float]]] = {shape: [] for shape in SHAPES}
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(cluster.run, command, folder)
@@ -105,7 +105,7 @@ def steps_by_shape(cluster: Cluster, hosts: str, folder: Path, rounds: int, step
 def one_rank(cluster: Cluster, folder: Path, steps: int) -> Step:
     """The step of one rank."""
     folder.mkdir()
-    cluster.run(f"python -m hvd_bert.train --strategy none {six_layers(1, steps)}", folder)
+    cluster.run(f"python -m hvd_bert.train --strategy none {six_layers('localhost:1', steps)}", folder)
     run = reading.read(folder / "out")
     assert run.parameters is not None
     steady = [row for _, row in run.steady]
@@ -200,7 +200,7 @@ def timelines_table(cluster: Cluster, folder: Path, steps: int) -> None:
             sums_inside_hosts = controller == "mpi" and hosts == FOUR_RANKS
             one_host = folder / f"{controller}{kind}-{ONE_HOST}-None" if sums_inside_hosts else None
             place = folder / f"{controller}{kind}-{hosts}-{shape.gbps}"
-            flags = six_layers(ranks_of(hosts), FIRST + steps, **setting)
+            flags = six_layers(hosts, FIRST + steps, **setting)
             with cluster.shaped(shape):
                 report = record_timeline(cluster, place, hosts, controller, flags, one_host)
             rows.append(timeline_row(hosts, controller + kind, shape, report))

@@ -100,6 +100,6 @@ def horovodrun(hosts: str, controller: str, program: str) -> str:
     return f"horovodrun -np {ranks_of(hosts)} -H {hosts} --{controller}{interface} python {program}"
 
 
-def six_layers(ranks: int, steps: int, windows: int = 16, more: str = "") -> str:
-    """Flags of the trainer; `windows`: the global batch."""
-    return f"{SIX_LAYERS} --max_steps {steps} --per_device_train_batch_size {windows // ranks}{more}"
+def six_layers(hosts: str, steps: int, windows: int = 16, more: str = "") -> str:
+    """Flags of the trainer on these hosts; `windows`: the global batch."""
+    return f"{SIX_LAYERS} --max_steps {steps} --per_device_train_batch_size {windows // ranks_of(hosts)}{more}"

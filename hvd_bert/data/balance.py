@@ -49,19 +49,21 @@ def balanced_partition(costs: Ints, parts: int) -> list[Ints]:
         ranking = np.argsort(-totals, kind="stable")
         most_loaded, least_loaded = ranking[:half], ranking[::-1][:half]
         gap = totals[most_loaded] - totals[least_loaded]
-        moved = member_costs[most_loaded, ::stride, None] - member_costs[least_loaded, None, ::stride]
-        new_gap = np.abs(gap[:, None, None] - 2 * moved)
+        # [pairs, candidates of the most loaded part, candidates of the least loaded part]
+        moved_cost = member_costs[most_loaded, ::stride, None] - member_costs[least_loaded, None, ::stride]
+        new_gap = np.abs(gap[:, None, None] - 2 * moved_cost)
         # Swapping with an empty slot would change the part sizes.
         new_gap[empty[most_loaded, ::stride, None] | empty[least_loaded, None, ::stride]] = np.iinfo(np.int64).max
         new_gap = new_gap.reshape(half, -1)
         best = new_gap.argmin(axis=1)
-        helps = np.flatnonzero(new_gap[np.arange(half), best] < gap)
-        if not len(helps):  # the loop ends: each swap lowers the sum of the squared totals
+        swapping = np.flatnonzero(new_gap[np.arange(half), best] < gap)  # the pairs whose best swap helps
+        if not len(swapping):  # the loop ends: each swap lowers the sum of the squared totals
             break
-        give, take = (stride * candidate for candidate in np.divmod(best[helps], -(-members.shape[1] // stride)))
-        ours, theirs = (most_loaded[helps], give), (least_loaded[helps], take)
-        members[ours], members[theirs] = members[theirs], members[ours]
-        member_costs[ours], member_costs[theirs] = member_costs[theirs], member_costs[ours]
+        candidates = -(-members.shape[1] // stride)
+        given, taken = (stride * candidate for candidate in np.divmod(best[swapping], candidates))
+        in_most, in_least = (most_loaded[swapping], given), (least_loaded[swapping], taken)
+        for table in (members, member_costs):
+            table[in_most], table[in_least] = table[in_least], table[in_most]
     members.sort(axis=1)
     return [row[row >= 0] for row in members]
 

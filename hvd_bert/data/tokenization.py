@@ -99,7 +99,7 @@ class WindowTokenizer:
             )
 
 
-class Batch:
+class QuestionBatch:
     """A batch of questions, their tokens and the borders of their windows."""
 
     def __init__(self, window_tokenizer: WindowTokenizer, questions: Sequence[Question], first_index: int) -> None:

@@ -35,7 +35,7 @@ from tqdm.auto import tqdm
 from hvd_bert.data import cache
 from hvd_bert.data.cache import default_cache_dir
 from hvd_bert.data.squad import Source
-from hvd_bert.data.tokenization import SCHEMA, Batch, WindowCounts, WindowOptions, WindowTokenizer
+from hvd_bert.data.tokenization import SCHEMA, QuestionBatch, WindowCounts, WindowOptions, WindowTokenizer
 from hvd_bert.errors import UserError
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ def _write(folder: Path, source: Source, window_tokenizer: WindowTokenizer, show
     ):
         for first in range(0, len(questions), _QUESTIONS_AT_ONCE):
             some = questions[first : first + _QUESTIONS_AT_ONCE]
-            batch = Batch(window_tokenizer, some, first)
+            batch = QuestionBatch(window_tokenizer, some, first)
             for table_batch in batch.record_batches():
                 writer.write_batch(table_batch)
             total += batch.counts

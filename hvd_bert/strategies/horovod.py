@@ -27,6 +27,7 @@ class HorovodStrategy(Strategy):
         self.optimizer = hvd.DistributedOptimizer(
             self.optimizer,
             named_parameters=model.named_parameters(),
+            op=hvd.Average,
             backward_passes_per_step=options.accumulation,
             compression=hvd.Compression.fp16 if options.fp16_allreduce else hvd.Compression.none,
             gradient_predivide_factor=options.gradient_predivide_factor,

@@ -10,29 +10,11 @@ from typing import Any
 
 from harness import FOLDER, Cluster, Environment
 from launch import REPOSITORY
+from two_hosts import horovodrun
 
-ONE_HOST, TWO_HOSTS, FOUR_RANKS = "a100-01:2", "a100-01:1,a100-02:1", "a100-01:2,a100-02:2"
-# Six layers with new weights, whose gradients are 44 MB.
-SIX_LAYERS = "--config sweep --dropout 0 --num_threads 1 --no_do_eval --save_steps 0 --logging_steps 1 --output_dir out"
 # Open MPI's threads poll, and four of them share two cores with the ranks' computation. This would limit the speed, not
 # the link. So these runs compute little, and send the gradients afterwards in one message.
 ONE_MESSAGE = {"windows": 4, "more": " --deterministic"}
-
-
-def ranks_of(hosts: str) -> int:
-    """Number of ranks in horovodrun's -H."""
-    return sum(int(host.split(":")[1]) for host in hosts.split(","))
-
-
-def horovodrun(hosts: str, controller: str, program: str) -> str:
-    """The command, to be started on a100-01: with Gloo it must start on one of the hosts."""
-    interface = " --network-interfaces eth0" if controller == "gloo" and "," in hosts else ""
-    return f"horovodrun -np {ranks_of(hosts)} -H {hosts} --{controller}{interface} python {program}"
-
-
-def six_layers(hosts: str, steps: int, windows: int = 16, more: str = "") -> str:
-    """Flags of the trainer. `windows`: per step, for any number of ranks."""
-    return f"{SIX_LAYERS} --max_steps {steps} --per_device_train_batch_size {windows // ranks_of(hosts)}{more}"
 
 
 def recorded(

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from harness import RANK_INFOS, SMALL, Cluster
-from recorded import FOUR_RANKS, ONE_HOST, ONE_MESSAGE, horovodrun, recorded, six_layers
+from recorded import ONE_MESSAGE, recorded
 from shaping import shaped
+from two_hosts import FOUR_RANKS, ONE_HOST, horovodrun, six_layers
 
 pytestmark = [
     pytest.mark.cluster,

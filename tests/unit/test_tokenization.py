@@ -13,13 +13,13 @@ from tokenizers import normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from hvd_bert.data.squad import Question
-from hvd_bert.data.tokenization import Batch, WindowCounts, WindowOptions, WindowTokenizer
+from hvd_bert.data.tokenization import QuestionBatch, WindowCounts, WindowOptions, WindowTokenizer
 from hvd_bert.errors import UserError
 
 
 def to_windows(tokenizer, questions, length=384, stride=128):
     """(rows of the table, counts)"""
-    batch = Batch(WindowTokenizer(tokenizer, WindowOptions(length, stride)), questions, 0)
+    batch = QuestionBatch(WindowTokenizer(tokenizer, WindowOptions(length, stride)), questions, 0)
     return [row for part in batch.record_batches() for row in part.to_pylist()], batch.counts
 
 
@@ -217,7 +217,7 @@ def test_texts_without_a_token_still_give_a_window(tokenizer):
 
 
 def test_question_index_continues_from_batch_to_batch(tokenizer):
-    batch = Batch(WindowTokenizer(tokenizer, WindowOptions()), [ask("the box"), ask("red")], first_index=1000)
+    batch = QuestionBatch(WindowTokenizer(tokenizer, WindowOptions()), [ask("the box"), ask("red")], first_index=1000)
     (part,) = batch.record_batches()
     assert part.column("question").to_pylist() == [1000, 1001]
 
@@ -272,4 +272,4 @@ def test_tokens_out_of_order_are_refused(tokenizer):
 
     window_tokenizer.backend = Backwards()
     with pytest.raises(UserError, match="not in the order of the text"):
-        Batch(window_tokenizer, [ask("the red box")], 0)
+        QuestionBatch(window_tokenizer, [ask("the red box")], 0)
