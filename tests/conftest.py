@@ -194,7 +194,7 @@ def write_hub_cache(
 
 @pytest.fixture(scope="session")
 def hub_home(tmp_path_factory: pytest.TempPathFactory, write_hub_cache: Callable[..., None]) -> Path:
-    """An $HF_HOME as downloads leave it: bert-base-uncased, here a tiny BERT, and squad, 20 + 5 of the sample's."""
+    """An $HF_HOME as downloads leave it: bert-base-uncased (tiny), squad and squad_v2 (20 + 5 questions each)."""
     from commands import TINY
     from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 
@@ -206,7 +206,8 @@ def hub_home(tmp_path_factory: pytest.TempPathFactory, write_hub_cache: Callable
         split: squad.open_file(sample / f"{file}-v1.1.json", False).questions()[:count]
         for split, file, count in (("train", "train", 20), ("validation", "dev", 5))
     }
-    write_hub_cache(home / "datasets", splits)
+    for name in ("rajpurkar/squad", "rajpurkar/squad_v2"):
+        write_hub_cache(home / "datasets", splits, name)
     commit = "0123456789abcdef0123456789abcdef01234567"
     root = home / "hub" / "models--bert-base-uncased"
     (root / "refs").mkdir(parents=True)

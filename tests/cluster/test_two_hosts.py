@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -81,19 +80,3 @@ def test_srun_inside_salloc(cluster: Cluster, tmp_path: Path) -> None:
     command = f"salloc --nodes=2 --ntasks-per-node=1 srun --mpi=pmix python -m hvd_bert.train {SMALL} 2"
     cluster.on("login", f"{command} --output_dir out", tmp_path).expect(0)
     assert results(tmp_path / "out")["hosts"] == HOSTS
-
-
-def test_horovodrun_without_a_flag(cluster: Cluster, tmp_path: Path, hub_home: Path) -> None:
-    command = "horovodrun -np 4 -H a100-01:2,a100-02:2 python -m hvd_bert.train"
-    cluster.on("login", command, tmp_path, {"HF_HOME": str(hub_home)}).expect(0)
-    (folder,) = (tmp_path / "runs").iterdir()
-    found = results(folder)
-    assert (found["train_windows"], found["train_steps"], found["hosts"]) == (20, 3, HOSTS)
-
-
-def test_job_without_a_flag(cluster: Cluster, tmp_path: Path, hub_home: Path) -> None:
-    job = cluster.submit([str(JOB_SCRIPT)], tmp_path, {"HF_HOME": str(hub_home)})
-    cluster.ended(job).expect(0)
-    found = results(tmp_path / "runs" / f"hvd_bert-{job}")
-    assert (found["train_windows"], found["train_steps"], found["hosts"]) == (20, 3, HOSTS)
-    assert len(json.loads((tmp_path / "runs" / f"hvd_bert-{job}" / "eval_predictions.json").read_text())) == 5
