@@ -43,7 +43,7 @@ def our_flags(train_file: Path, model: str, max_seq_length: int, rank_batch: int
     """The trainer's flags, except for the number of steps, the output folder and the number of questions."""
     flags = ["--model_name_or_path", model, "--train_file", str(train_file), "--no_do_eval", "--seed", str(seed)]
     flags += ["--per_device_train_batch_size", str(rank_batch), "--learning_rate", str(LEARNING_RATE)]
-    flags += ["--lr_scaling", "none", "--warmup_ratio", "0"]  # as the peers
+    flags += ["--warmup_ratio", "0"]  # as the peers
     flags += ["--max_seq_length", str(max_seq_length), "--doc_stride", str(min(128, max_seq_length // 3))]
     return [*flags, "--eval_strategy", "no", "--save_steps", "0", "--logging_steps", "1"]
 

@@ -142,6 +142,7 @@ class Plan:
             *self.length_flags(),
             *([f"--seed={point.repeat}"] if point.by_seed else []),
             f"--per_device_train_batch_size={point.global_batch // (point.ranks * passes)}",
+            "--global_batch=-1",  # also if the --config file fixes it
             f"--output_dir={folder}",
             "--overwrite_output_dir",  # the folder already holds the log
         ]

@@ -65,9 +65,8 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
 def _inputs(flags: argparse.Namespace, config: Config, world: World) -> Inputs:
     if not flags.random:
         return load_inputs(config, world)
-    args = config.train
-    step = args.per_device_train_batch_size * args.gradient_accumulation_steps * world.size * world.devices
-    return random_inputs(flags.model, flags.windows or step * args.max_steps, config, world)
+    step = config.train.windows_per_step(world.size * world.devices)
+    return random_inputs(flags.model, flags.windows or step * config.train.max_steps, config, world)
 
 
 def _fingerprint(inputs: Inputs) -> dict[str, object]:

@@ -12,12 +12,11 @@ from transformers import AutoConfig, BertConfig
 from hvd_bert.config.settings import Config
 from hvd_bert.data import squad
 from hvd_bert.data.balance import crossover
-from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.data.windows import WindowTable
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.model.bert import new_model
-from hvd_bert.training.inputs import Inputs, TrainingSet
+from hvd_bert.training.inputs import Inputs, TrainingSet, make_plan
 
 # Tokens per window: minimum, deciles and maximum over the 3,889 windows of the first 11 articles of SQuAD v1.1's
 # training set, with bert-base-uncased's vocabulary, at most 384 tokens and stride 128.
@@ -55,14 +54,7 @@ def random_inputs(model: str | None, num_windows: int, config: Config, world: Wo
     args, data = config.train, config.data
     shape = _config_of(model)
     lengths = lengths_like_squad(num_windows, min(data.max_seq_length, shape.max_position_embeddings), args.seed)
-    plan = BatchPlan.of_rank_batch(
-        lengths,
-        args.per_device_train_batch_size * world.devices,
-        args.gradient_accumulation_steps,
-        world.size,
-        args.seed,
-        crossover(shape),
-    )
+    plan = make_plan(lengths, args, crossover(shape), world)
     table = random_windows(lengths, shape.vocab_size, args.seed)
     source = squad.from_questions("random windows", [])
     try:

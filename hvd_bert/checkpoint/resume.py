@@ -180,7 +180,8 @@ def check(resume_point: ResumePoint, config: Config, inputs: Inputs) -> None:
         if saved.get(name) != now.get(name)
     ]
     global_batch = resume_point.state["global_batch"]
-    if global_batch != plan.global_batch and resume_point.state["rank_batch"] != rank_batch(config):
+    same_flags = config.train.global_batch == -1 and resume_point.state["rank_batch"] == rank_batch(config)
+    if global_batch != plan.global_batch and not same_flags:
         differing.append(f"the global batch was {global_batch} and is {plan.global_batch}")
     if differing:
         raise UserError(

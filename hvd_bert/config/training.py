@@ -66,15 +66,14 @@ class TrainArguments:
     gradient_accumulation_steps: int = flag(
         "training", 1, "Micro-batches (forward and backward passes) per rank and step.", may_change_on_resume=True
     )
-    learning_rate: float = flag(
-        "training", 5e-5, "Peak learning rate of AdamW for a step of --lr_base_batch_size windows; see --lr_scaling."
-    )
-    lr_base_batch_size: int | None = flag(
+    global_batch: int = flag(
         "training",
-        None,
-        "Windows per step that --learning_rate is meant for.",
-        default_text="the windows per step of one device",
+        -1,
+        "Windows per step over all ranks, in as many passes as --per_device_train_batch_size needs.",
+        default_text="--per_device_train_batch_size x --gradient_accumulation_steps x devices",
+        may_change_on_resume=True,
     )
+    learning_rate: float = flag("training", 5e-5, "Peak learning rate of AdamW, on any number of devices.")
     weight_decay: float = flag("training", 0.0, "AdamW's weight decay; biases and layer norms have none.")
     adam_beta1: float = flag("training", 0.9, "AdamW's beta1.")
     adam_beta2: float = flag("training", 0.999, "AdamW's beta2.")
@@ -95,7 +94,7 @@ class TrainArguments:
         "training", "linear", f"Learning-rate schedule: {', '.join(SCHEDULES)}.", choices=tuple(SCHEDULES),
         metavar="NAME",
     )  # fmt: skip
-    # As in BERT's own run_squad. run_qa has no warm-up by default, but does not scale the learning rate either.
+    # As in BERT's own run_squad; run_qa has none by default.
     warmup_ratio: float = flag("training", 0.1, "Share of the steps in which the learning rate rises from 0.")
     warmup_steps: float = flag(
         "training",
@@ -105,9 +104,15 @@ class TrainArguments:
     )
     lr_scaling: str = flag(
         "training",
-        "linear",
+        "none",
         "How the learning rate grows with the global batch relative to --lr_base_batch_size.",
         choices=("none", "sqrt", "linear"),
+    )
+    lr_base_batch_size: int | None = flag(
+        "training",
+        None,
+        "Windows per step that --learning_rate is meant for, for --lr_scaling.",
+        default_text="--global_batch, else the windows per step of one device",
     )
     lr_scaling_limit: float = flag("training", 4.0, "Maximum factor by which --lr_scaling raises the learning rate.")
     logging_steps: int = flag(
@@ -173,9 +178,16 @@ class TrainArguments:
             require(math.isfinite(value) and value >= 0, f"--{name} {value}: must not be negative.")
         for name in ("adam_beta1", "adam_beta2", "warmup_ratio"):
             require(0 <= getattr(self, name) < 1, f"--{name} {getattr(self, name)}: must be in [0, 1).")
+        batch = self.global_batch
+        require(batch >= 1 or batch == -1, f"--global_batch {batch}: must be at least 1, or -1 to leave it out.")
         require(self.seed < 2**32, f"--seed {self.seed}: must be below 2^32.")
         require(self.max_steps != 0, "--max_steps 0: give a positive number of steps, or leave it out.")
         require(not (self.bf16 and self.fp16), "--bf16 and --fp16 are both given: choose one.")
+
+    def windows_per_step(self, devices: int) -> int:
+        """The global batch of `devices` GPUs (or processes on CPUs)."""
+        rank_batch = self.per_device_train_batch_size * self.gradient_accumulation_steps
+        return self.global_batch if self.global_batch > 0 else devices * rank_batch
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Optimizer steps of the whole training."""

@@ -31,7 +31,7 @@ from hvd_bert.strategies.table import strategy_class
 from hvd_bert.training.breakdown import Breakdown, describe_steps
 from hvd_bert.training.inputs import Inputs, load_inputs
 from hvd_bert.training.metrics_log import MetricsLogger
-from hvd_bert.training.optim import scaling_advice
+from hvd_bert.training.optim import large_batch_note
 from hvd_bert.training.state import TrainState
 
 
@@ -138,9 +138,9 @@ class Training:
         state, checkpoints, world = self.state, self.checkpoints, self.world
         effective = run_folder.effective_settings(self.config, self.plan, state.schedule.base_lrs[0], world)
         log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))
-        if world.rank == 0:
-            for advice in scaling_advice(self.config.train, world.size * world.devices, effective["learning_rate"]):
-                log.warning(advice)
+        note = large_batch_note(self.config.train, self.plan.global_batch, effective["learning_rate"])
+        if note:
+            log.info("%s", note)
         state.strategy.module.train()
         self.metrics_logger.begin(self.total_steps, state.step, self.plan.steps_per_epoch)
         watched = self.stop_requests.watched() if stoppable else nullcontext()

@@ -9,10 +9,10 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hvd_bert.config.settings import Config, DataArguments
+from hvd_bert.config.settings import Config, DataArguments, TrainArguments
 from hvd_bert.data import squad
 from hvd_bert.data.balance import crossover
-from hvd_bert.data.batch_plan import BatchPlan
+from hvd_bert.data.batch_plan import BatchPlan, Lengths
 from hvd_bert.data.squad import Question, Source
 from hvd_bert.data.windows import WindowOptions, WindowTable, prepare
 from hvd_bert.distributed.world import World, log
@@ -78,16 +78,31 @@ def load_inputs(config: Config, world: World) -> Inputs:
 def _training_set(config: Config, tokenizer: Any, crossover: int, world: World) -> TrainingSet:
     source = open_split(config.data, "train", config.model.cache_dir)
     table = _windows(source, tokenizer, config.data, config.data.max_train_samples, world)
-    args = config.train
-    plan = BatchPlan.of_rank_batch(
-        table.lengths,
-        args.per_device_train_batch_size * world.devices,
-        args.gradient_accumulation_steps,
-        world.size,
-        args.seed,
-        crossover,
-    )
-    return TrainingSet(source, table, plan)
+    return TrainingSet(source, table, make_plan(table.lengths, config.train, crossover, world))
+
+
+def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: World) -> BatchPlan:
+    """The batch plan of the settings. Raises UserError if the global batch does not fit the ranks.
+
+    A fixed global batch need not divide evenly: ranks may differ by one window, as in the last step of an epoch.
+    """
+    rank_batch, passes = args.per_device_train_batch_size * world.devices, args.gradient_accumulation_steps
+    plan = BatchPlan.of_rank_batch(lengths, rank_batch, passes, world.size, args.seed, crossover)
+    if args.global_batch == -1:
+        return plan
+    devices = world.size * world.devices
+    if args.global_batch < devices:
+        raise UserError(
+            f"--global_batch {args.global_batch}: fewer windows than the {devices} devices. Use fewer ranks."
+        )
+    plan = plan.with_global_batch(args.global_batch)
+    if passes not in (1, plan.accumulation):
+        raise UserError(
+            f"--gradient_accumulation_steps {passes}: --global_batch {args.global_batch} takes {plan.accumulation}"
+            f" pass(es) of at most {rank_batch} windows on each of {world.size} rank(s). Omit the flag, or change"
+            " --per_device_train_batch_size."
+        )
+    return plan
 
 
 def _question_set(config: Config, tokenizer: Any, world: World) -> QuestionSet | None:

@@ -174,6 +174,7 @@ def test_no_line_is_logged_twice(finished: Run) -> None:
 def test_v2_with_every_option_of_horovod(tmp_path: Path) -> None:
     options = ["--bf16", "--fp16_allreduce", "--gradient_predivide_factor", 2, "--gradient_accumulation_steps", 2]
     options += ["--per_device_train_batch_size", 4, "--eval_strategy", "epoch", "--lr_scaling", "sqrt"]
+    options += ["--lr_base_batch_size", 8]
     outcome = run([*launcher(2, "mpi"), *small_run(2, "out", *options, preset="sample_v2")], tmp_path).expect(0)
     out = tmp_path / "out"
     scores = json.loads((out / "eval_results.json").read_text())
@@ -183,7 +184,7 @@ def test_v2_with_every_option_of_horovod(tmp_path: Path) -> None:
     assert [line["step"] for line in read_lines(out / "metrics.jsonl") if "eval_f1" in line] == [3, 6]
     results = json.loads((out / "train_results.json").read_text())
     assert (results["global_batch"], results["precision"]) == (GLOBAL_BATCH, "bf16")
-    assert said(outcome).count("learning rate is 0.0028, 1.41 times --learning_rate (--lr_scaling sqrt)") == 1, outcome
+    assert said(outcome).count("peak learning rate is 0.00283 (--lr_scaling sqrt, at most 4 times)") == 1, outcome
 
 
 def test_overwriting_leaves_foreign_files(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from hvd_bert.train.__main__ import main as train
 
 def run_command(ranks: Ranks, name: str, *flags: str | float, passes: int = 1) -> None:
     """Train into the folder `name`, with the global batch of all checks taken in so many passes."""
-    batch = ["--per_device_train_batch_size", GLOBAL_BATCH // ranks.world.size // passes]
-    batch += ["--gradient_accumulation_steps", passes]
+    batch = ["--global_batch", GLOBAL_BATCH]
+    batch += ["--per_device_train_batch_size", GLOBAL_BATCH // ranks.world.size // passes]
     before = sys.argv
     # sample() reads the folder from the real command line, so the words are made before this.
     sys.argv = ["hvd_bert.train", *sample(*batch, *flags, "--output_dir", ranks.folder / name)]
@@ -65,7 +65,8 @@ def no_step_counts_before_the_last_save_is_on_disk(ranks: Ranks) -> None:
 
 
 CLIP = 0.5
-TWENTY_STEPS = ("--max_steps", 20, "--logging_steps", 1, "--learning_rate", 1e-4)
+LEARNING_RATE = 1e-4
+TWENTY_STEPS = ("--max_steps", 20, "--logging_steps", 1, "--learning_rate", LEARNING_RATE)
 
 
 @check_every_strategy

@@ -165,6 +165,10 @@ def test_losses_of_20_steps_are_those_of_one_rank(launch: Launch, alone: Launch,
     assert len(found) == len(expected) == 20
     assert min(expected[10:]) < expected[0], "nothing was learnt, so that nothing is shown"
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    results = launch.read(f"{run}/train_results.json")
+    assert (results["learning_rate"], results["global_batch"]) == (
+        command_checks.LEARNING_RATE, training_checks.GLOBAL_BATCH
+    )  # fmt: skip
 
 
 def test_padded_run_is_clipped(alone: Launch) -> None:

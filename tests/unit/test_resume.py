@@ -24,11 +24,12 @@ def check(monkeypatch):
 
     def run(saved: dict, *flags: str) -> None:
         monkeypatch.setattr(resume, "identity", settings)
-        document = {"identity": saved, "global_batch": 8, "rank_batch": 8, "step": 10}
+        document = {"identity": saved, "global_batch": run.saved_batch, "rank_batch": 8, "step": 10}
         resume_point = ResumePoint(Path("checkpoint-10"), SimpleNamespace(documents={"state": document}))
         inputs = SimpleNamespace(train=SimpleNamespace(plan=SimpleNamespace(global_batch=8)))
         resume.check(resume_point, parse(list(flags)), inputs)
 
+    run.saved_batch = 8
     run.saved = lambda *flags: settings(parse(list(flags)))
     return run
 
@@ -53,3 +54,11 @@ def test_checkpoint_from_before_a_flag_has_its_default(check):
     check(old)
     with pytest.raises(UserError, match="--padding was none and is longest"):
         check(old, "--padding", "longest")
+
+
+def test_another_global_batch_is_refused(check):
+    """With the per-rank flags of the checkpoint another world size keeps its global batch; a flag states another."""
+    check.saved_batch = 16
+    check(check.saved())
+    with pytest.raises(UserError, match="the global batch was 16 and is 8"):
+        check(check.saved(), "--global_batch", "8")

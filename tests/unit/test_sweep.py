@@ -82,6 +82,15 @@ def test_strong_and_weak_batches() -> None:
     assert all("--lr_scaling=none" in flags for _, flags in batches.values())  # one learning rate, comparable losses
 
 
+def test_a_sweeps_batch_replaces_the_files(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("global_batch: 24\n")
+    plan = plan_of(f"--config={file}", scaling="both")
+    for point in points_of(plan):
+        train = parse(plan.trainer_flags(point, 1, Path("out"))).train
+        assert train.windows_per_step(point.ranks) == point.global_batch
+
+
 def test_a_run_per_seed_of_so_many_epochs(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("max_steps: 7\nseed: 5\n")
