@@ -7,6 +7,8 @@ trap 'echo "env/setup.sh: error: line $LINENO failed: $BASH_COMMAND" >&2' ERR
 
 default_torch=2.13.0
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=env/apt.sh
+. "$root/env/apt.sh"
 
 usage() {
   cat <<END
@@ -14,6 +16,7 @@ usage: env/setup.sh [option...]
 
 Creates .venv with torch, Horovod built against it (env/build_horovod.sh), requirements.txt and this package.
 The environment remembers these options. Later runs without an option keep its value.
+As root on Debian it prints which system packages are missing, and why it needs them, and installs them with apt.
 
   --python PY       Python 3.10 or later for the environment (default: python3, else the newest on PATH)
   --venv DIR        the environment's folder (default: .venv in this clone)
@@ -25,7 +28,7 @@ The environment remembers these options. Later runs without an option keep its v
   --dev             add packages for scripts/test.sh (env/requirements-dev.txt)
   --bench           add packages for benchmarks/compare_peers.py (env/requirements-bench.txt)
   --deepspeed       add packages for --strategy deepspeed (env/requirements-deepspeed.txt)
-  --no-apt          never install system packages, even as root
+  --no-apt          never install system packages, even as root (not remembered)
   -h, --help        print this help
 END
 }
@@ -40,7 +43,7 @@ warn() { printf 'env/setup.sh: warning: %s\n' "$*" >&2; }
 say() { printf '%s\n' "$*"; }
 
 parse_arguments() {
-  python='' venv=$root/.venv extras=() use_apt=yes auto=no
+  python='' venv=$root/.venv extras=() auto=no
   given_torch='' given_torch_index='' given_mpi='' given_nccl=''
   while [ $# -gt 0 ]; do
     case $1 in
@@ -182,17 +185,10 @@ find_python() {
     "RHEL or Rocky: dnf install python3.11 python3.11-devel    a cluster: module load python    or select one: --python PY"
 }
 
-can_apt() { [ "$use_apt" = yes ] && [ "$(id -u)" -eq 0 ] && [ -f /etc/debian_version ] && command -v apt-get >/dev/null; }
-
 # Installs Debian packages if possible. The caller checks the result.
 try_apt() {
   can_apt && [ -n "$*" ] || return 0
-  say "      apt-get install $*"
-  {
-    export DEBIAN_FRONTEND=noninteractive
-    apt-get -o DPkg::Lock::Timeout=300 update
-    apt-get -o DPkg::Lock::Timeout=300 install -y --no-install-recommends "$@"
-  } </dev/null >>"$log" 2>&1 || warn "apt-get install $* failed; see $log"
+  apt_install "$log" "$@" || warn "apt-get install $* failed; see $log"
 }
 
 provide_system_packages() {

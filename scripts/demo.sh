@@ -3,10 +3,16 @@
 # cores), evaluates it on held-out questions, and answers three of them.
 #   bash scripts/demo.sh                          writes to runs/demo
 #   bash scripts/demo.sh --config sample_v2       flags of the trainer, which override those below
+#   bash scripts/demo.sh --no-apt                 as root on Debian: install no system packages
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-bash env/setup.sh </dev/null
+apt=() flags=()
+for word in "$@"; do
+  if [ "$word" = --no-apt ]; then apt=(--no-apt); else flags+=("$word"); fi
+done
+
+bash env/setup.sh ${apt[@]+"${apt[@]}"} </dev/null
 # Always on the CPU: two ranks would need two GPUs.
 export PATH="$PWD/.venv/bin:$PATH" CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1
 if [ "$(id -u)" -eq 0 ]; then # Open MPI refuses to run as root otherwise
@@ -14,7 +20,7 @@ if [ "$(id -u)" -eq 0 ]; then # Open MPI refuses to run as root otherwise
 fi
 
 command=(horovodrun -np 2 -H localhost:2 python -m hvd_bert.train
-  --config sample --output_dir runs/demo --overwrite_output_dir --log_format plain "$@")
+  --config sample --output_dir runs/demo --overwrite_output_dir --log_format plain ${flags[@]+"${flags[@]}"})
 printf '\n$ %s\n' "${command[*]}"
 # Remove horovodrun's tags of ranks: only rank 0 prints here.
 "${command[@]}" </dev/null 2>&1 | sed -u 's/\[[0-9,]*\]<std[a-z]*>://g'

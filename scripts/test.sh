@@ -5,15 +5,19 @@
 #   bash scripts/test.sh --quick               before a commit: static checks, unit tests, a run stopped and resumed
 #   bash scripts/test.sh --full                everything and the campaigns, which wait for timers (CONTRIBUTING.md)
 #   bash scripts/test.sh tests/unit -k plan    only pytest, with these arguments
-# The tier cluster (docs/guides/cluster.md) needs root and Debian's Slurm packages, which this script installs.
-# Elsewhere it is skipped.
+# The tier cluster (docs/guides/cluster.md) needs root and Debian's Slurm packages, which this script installs, except
+# with --no-apt. Elsewhere it is skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-extent=default
+extent=default apt=() words=()
+for word in "$@"; do
+  if [ "$word" = --no-apt ]; then apt=(--no-apt); else words+=("$word"); fi
+done
+set -- ${words[@]+"${words[@]}"}
 case ${1:-} in --quick | --full) extent=${1#--} && shift ;; esac
 
-bash env/setup.sh --dev --deepspeed </dev/null
+bash env/setup.sh --dev --deepspeed ${apt[@]+"${apt[@]}"} </dev/null
 SECONDS=0
 export PATH="$PWD/.venv/bin:$PATH"
 # One thread per process: the tests start up to four ranks, often on two cores.
@@ -25,7 +29,7 @@ if [ "$(id -u)" -eq 0 ]; then
 fi
 
 if [ $# -eq 0 ] && [ "$extent" != quick ] || [[ $* == *tests/cluster* ]]; then
-  bash env/cluster_packages.sh </dev/null || echo "-- without these the tests on two hosts are skipped"
+  bash env/cluster_packages.sh ${apt[@]+"${apt[@]}"} </dev/null || echo "-- without these the tests on two hosts are skipped"
 fi
 if [ $# -gt 0 ]; then
   exec python -m pytest "$@" </dev/null
