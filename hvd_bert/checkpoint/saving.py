@@ -161,14 +161,17 @@ class Checkpoints:
         patience = self.args.early_stopping_patience
         return patience is not None and self.state.best.since >= patience
 
-    def end(self) -> None:
-        """After the training: wait for the last write. With --load_best_model_at_end load the best weights."""
+    def end(self) -> int:
+        """After the training: wait for the last write. With --load_best_model_at_end load the best weights.
+
+        Returns the step of the model that is left.
+        """
         best, world = self.state.best, self.state.world
         if self.patience_is_over:
             log.info("Early stopping: no %s better than at step %d.", best.metric, best.step)
         self.finish()
         if not self.args.load_best_model_at_end or best.step in (0, self.state.step):
-            return
+            return self.state.step
         folder, model, usable = self.folder / checkpoint_files.name_of(best.step), self._inputs.model, True
         if world.rank == 0:
             try:
@@ -178,9 +181,10 @@ class Checkpoints:
                 log.warning("The best model, of step %d, cannot be loaded: %s. The last one is kept.", best.step, error)
                 usable = False
         if not world.broadcast(usable):
-            return
+            return self.state.step
         world.broadcast_tensors(model.state_dict())
         log.info("The model is the best one, of step %d (%s %.4g).", best.step, best.metric, best.value)
+        return best.step
 
 
 class Writer:

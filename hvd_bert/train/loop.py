@@ -19,7 +19,7 @@ from hvd_bert.data.prefetch import Prefetcher
 from hvd_bert.distributed.signals import StopRequests
 from hvd_bert.distributed.world import CollectiveError, World, log
 from hvd_bert.errors import EXIT_FAILURE
-from hvd_bert.evaluation.evaluator import Evaluator
+from hvd_bert.evaluation.evaluator import Evaluation, Evaluator
 from hvd_bert.model.bert import autocast, set_precision, window_losses
 from hvd_bert.model.cpu.malloc import keep_memory
 from hvd_bert.model.peaks import peak_flops
@@ -66,14 +66,18 @@ def run(config: Config, world: World) -> None:
         MetricsLogger(folder, enabled=world.rank == 0, resumed_step=resume_point.step if resume_point else None)
     ) as metrics_logger:
         results: dict[str, Any] = {}
+        evaluation, model_step = None, 0
         if inputs.train:
-            results = Training(inputs, resume_point, evaluator, metrics_logger, config, world).run()
+            training = Training(inputs, resume_point, evaluator, metrics_logger, config, world)
+            results = training.run()
+            evaluation, model_step = training.evaluation, training.model_step
             with run_folder.writing(folder, world) as writes:
                 if writes:
                     run_folder.save_model(folder, inputs.model, inputs.tokenizer)
         if evaluator:
-            evaluation = evaluator(inputs.model)
-            metrics_logger.evaluated(evaluation.metrics | {"eval_s": evaluation.seconds})
+            if evaluation is None:
+                evaluation = evaluator(inputs.model)
+                metrics_logger.evaluated(evaluation.metrics | {"eval_s": evaluation.seconds}, model_step)
             results |= evaluator.totals
             with run_folder.writing(folder, world) as writes:
                 if writes:
@@ -102,7 +106,8 @@ def set_up(config: Config, world: World) -> None:
 
 
 class Training:
-    """The parts of a training, and its loop."""
+    """The parts of a training, and its loop. After `run`: `model_step`, the step of the model that training leaves, and
+    `evaluation` if that model was evaluated."""
 
     def __init__(
         self,
@@ -129,6 +134,8 @@ class Training:
         self.recording = Recording(config, self.total_steps, self.state.meter, world)
         self.gpus = GpuUsage(world, args.folder)
         self.stop_requests = StopRequests(world)
+        self.model_step = self.state.step
+        self.evaluation: Evaluation | None = None
 
     def run(self, stoppable: bool = True) -> dict[str, Any]:
         """Train to the end. Returns the results for train_results.json.
@@ -157,7 +164,9 @@ class Training:
             if self.stop_requests.any_rank_stops():
                 checkpoints.stop(self.stop_requests.reason())
             state.strategy.whole_model()  # from here on inputs.model has the trained weights
-            checkpoints.end()
+            self.model_step = checkpoints.end()
+            if self.model_step != state.step:
+                self.evaluation = None  # it is the last model's, and an earlier one is the best
         skipped = {"skipped_steps": state.strategy.skipped_steps}
         sums = {"breakdown": self.breakdown.results()}
         return state.meter.results() | sums | checkpoints.totals | skipped | effective
@@ -219,9 +228,12 @@ class Training:
         assert self.evaluator is not None
         with self.state.meter.paused():
             evaluation = self.evaluator(self.state.strategy.whole_model())
-        self.metrics_logger.evaluated(evaluation.metrics | {"eval_s": evaluation.seconds})
+        step = self.state.step
+        self.metrics_logger.evaluated(evaluation.metrics | {"eval_s": evaluation.seconds}, step)
         self.state.eval_pending = False
         self.checkpoints.evaluated(evaluation.metrics)
+        is_last = step == self.total_steps or self.checkpoints.patience_is_over
+        self.evaluation = evaluation if is_last else None  # the answers are large
 
 
 def check_finite(step: int, loss: float) -> None:

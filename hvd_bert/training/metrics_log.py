@@ -27,7 +27,7 @@ class MetricsLogger:
         """`resumed_step`: TensorBoard discards values of later steps."""
         self.enabled = enabled
         self.step = self.first_step = self.total_steps = 0
-        self.epoch = 0.0
+        self.steps_per_epoch = 1
         if not enabled:
             return
         self.jsonl = (folder / "metrics.jsonl").open("a", encoding="utf-8")
@@ -40,7 +40,7 @@ class MetricsLogger:
         """Training starts. `step`: how many of the `total_steps` steps are done, if it resumes."""
         self.total_steps = total_steps
         self.step = self.first_step = step
-        self.epoch = step / steps_per_epoch
+        self.steps_per_epoch = steps_per_epoch
         self.start = self.last_line = time.monotonic()
         if self.enabled:
             shown = sys.stderr.isatty()
@@ -48,30 +48,30 @@ class MetricsLogger:
 
     def logged(self, step: int, metrics: dict[str, float]) -> None:
         """Record and show a step's metrics (keys: docs/reference/output-files.md)."""
-        self.step, self.epoch = step, metrics["epoch"]
+        self.step = step
         if self.enabled:
-            self._record(metrics)
+            self._record(step, metrics)
             self._show_progress(metrics)
 
-    def evaluated(self, metrics: dict[str, float]) -> None:
-        """Record and show an evaluation of the model after the last logged step."""
+    def evaluated(self, metrics: dict[str, float], step: int) -> None:
+        """Record and show an evaluation of the model of step `step`."""
         if not self.enabled:
             return
         named = {name if name.startswith("eval_") else f"eval_{name}": value for name, value in metrics.items()}
-        self._record({"epoch": self.epoch, **named})
-        after = f"step {self.step}/{self.total_steps}: " if self.step else ""
+        self._record(step, {"epoch": step / self.steps_per_epoch, **named})
+        after = f"step {step}/{self.total_steps}: " if step else ""
         scores = f"EM {metrics['exact_match']:.2f}  F1 {metrics['f1']:.2f}  loss {metrics['eval_loss']:.3f}"
         log.info(f"{after}{scores}  on {metrics['total']:.0f} questions")
 
-    def _record(self, values: dict[str, float]) -> None:
+    def _record(self, step: int, values: dict[str, float]) -> None:
         # An overflow (fp16) may leave an infinite norm, which JSON cannot hold.
         row = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self.jsonl.write(json.dumps({"step": self.step, **row}, allow_nan=False) + "\n")
+        self.jsonl.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
         self.jsonl.flush()
         scalars = dict(_scalar(name, value) for name, value in values.items())
         # One event for all values: add_scalar would write one per value and take that many times longer.
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()])
-        self._add_event(self.step, summary=summary)
+        self._add_event(step, summary=summary)
 
     def _add_event(self, step: int, **content: Any) -> None:
         self.board.add_event(Event(wall_time=time.time(), step=step, **content))

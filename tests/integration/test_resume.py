@@ -205,10 +205,30 @@ def test_best_model_and_early_end(tmp_path: Path) -> None:
     evaluated = [row for row in resuming.rows(out) if "eval_loss" in row]
     best = min(evaluated, key=lambda row: row["eval_loss"])
     assert evaluated[-2]["step"] == best["step"] + 2 < 12, outcome
+    assert evaluated[-1] == best, "the score of the saved model is recorded at its step"
     assert "Early stopping: no eval_loss better than at step" in outcome.output
     results = json.loads((out / "eval_results.json").read_text())
     assert results["eval_loss"] == best["eval_loss"]  # the saved model is the best one
     assert (out / f"checkpoint-{best['step']}").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said_at_end"),
+    [
+        (["--load_best_model_at_end", "--learning_rate", 1e-3, "--max_steps", 3], ""),
+        (["--early_stopping_patience", 1, "--learning_rate", 0.5], "Early stopping: no eval_loss better than"),
+    ],
+    ids=["best is last", "stopped early"],
+)
+def test_model_of_the_last_evaluation_is_evaluated_once(tmp_path: Path, flags: list[object], said_at_end: str) -> None:
+    every_step = ("--eval_steps", 1, "--metric_for_best_model", "eval_loss", "--warmup_ratio", 0.0)
+    outcome = train(tmp_path / "run", 1, "none", *every_step, *flags).expect(0)
+    out = tmp_path / "run" / "out"
+    evaluated = [row for row in resuming.rows(out) if "eval_loss" in row]
+    assert said_at_end in outcome.output and "The model is the best one, of step" not in outcome.output, outcome
+    assert [row["step"] for row in evaluated] == list(range(1, len(evaluated) + 1)), outcome
+    assert json.loads((out / "eval_results.json").read_text())["eval_loss"] == evaluated[-1]["eval_loss"]
+    assert json.loads((out / "train_results.json").read_text())["evaluations"] == len(evaluated)
 
 
 @pytest.fixture
