@@ -50,7 +50,8 @@ def section_figures(row: dict[str, float], lengths: Iterable[np.ndarray], model:
         "tokens_per_s": row["tokens_per_s"],
         "step_s": row["step_s"],
         "useful_gflops": flops / 1e9,
-        "mfu": flops / peak,
+        "matmul_utilization": flops / peak,
+        **({"mfu": row["mfu"]} if "mfu" in row else {}),
         **{f"{phase}_share": row[f"{phase}_s"] / row["step_s"] for phase in PHASES if f"{phase}_s" in row},
     }
 

@@ -32,7 +32,8 @@ FIGURES = {
     "tokens_per_s": ("tokens/s", "{:,.0f}"),
     "step_s": ("seconds per step", "{:.4f}"),
     "useful_gflops": ("useful GFLOP/s, all ranks", "{:.1f}"),
-    "mfu": ("share of the matmul peak (MFU)", "{:.3f}"),
+    "matmul_utilization": ("share of the measured matmul peak", "{:.3f}"),
+    "mfu": ("MFU, share of the vendor's peak", "{:.3f}"),
     "data_share": ("waiting for batches, share of the step", "{:.4f}"),
     "compute_share": ("forward and backward", "{:.4f}"),
     "exposed_comm_share": ("exposed communication", "{:.4f}"),
@@ -125,7 +126,7 @@ def _print_table(record: dict[str, Any], path: Path | None) -> None:
     spreads = record["figures"]
     lines = [f"{'':<40} {'median':>12} {'min':>12} {'max':>12}"]
     for name, (label, form) in FIGURES.items():
-        if name not in spreads:  # exposed communication, under strategies that do not separate it
+        if name not in spreads:  # the MFU without a known peak, communication that a strategy does not separate
             continue
         values = [form.format(spreads[name][kind]) for kind in ("median", "least", "most")]
         lines.append(f"{label:<40} " + " ".join(f"{value:>12}" for value in values))

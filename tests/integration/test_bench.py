@@ -26,12 +26,15 @@ TINY = {
 def test_table_and_json(tmp_path: Path, size: int, by: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **TINY}))
     words = [sys.executable, "-m", "hvd_bert.bench", "--model", "config.json", "--steps", "10", "--repeats", "3"]
-    outcome = run([*launcher(size, by), *words, "--json", "bench.json"], tmp_path).expect(0)
-    assert "windows/s " in said(outcome) and said(outcome).count("(MFU)") == 1, outcome
+    outcome = run([*launcher(size, by), *words, "--peak_tflops", "2", "--json", "bench.json"], tmp_path).expect(0)
+    for label in ("windows/s ", "share of the measured matmul peak ", "MFU, share of the vendor's peak "):
+        assert said(outcome).count(label) == 1, outcome
     record = json.loads((tmp_path / "bench.json").read_text())
     figures = record["figures"]
     assert len(record["sections"]) == 3 and len(record["memory_bytes"]) == len(record["ranks"]) == size
-    assert figures["windows_per_s"]["median"] > 0 and 0 < figures["mfu"]["median"] < 1
+    assert figures["windows_per_s"]["median"] > 0 and 0 < figures["matmul_utilization"]["median"] < 1
+    for section in record["sections"]:
+        assert section["mfu"] == pytest.approx(section["useful_gflops"] / (2000 * size), rel=0.01)
     shares = [sum(section[name] for name in section if name.endswith("_share")) for section in record["sections"]]
     assert shares == pytest.approx([1.0] * 3, abs=0.02)  # the phases add up to the step
     assert record["global_batch"] == 8 * size and record["imbalance"] >= 1

@@ -84,7 +84,9 @@ def test_figures_of_a_section():
     lengths = [np.array([100, 200]), np.array([150, 150])]
     flops = training_flops(BertConfig(), [100, 200, 150, 150])
     figures = measure.section_figures(row, lengths, BertConfig(), peak=4 * flops)
-    assert figures["mfu"] == pytest.approx(0.25)  # in 2 steps of half a second
+    assert figures["matmul_utilization"] == pytest.approx(0.25)  # in 2 steps of half a second
+    assert "mfu" not in figures, "without the vendor's peak"
+    assert measure.section_figures(row | {"mfu": 0.2}, lengths, BertConfig(), peak=4 * flops)["mfu"] == 0.2
     assert figures["exposed_comm_share"] == pytest.approx(0.2)
     spread = measure.spread([figures, figures | {"step_s": 0.7}, figures | {"step_s": 0.4}])
     assert spread["step_s"] == {"median": 0.5, "least": 0.4, "most": 0.7}
