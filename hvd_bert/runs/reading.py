@@ -108,6 +108,7 @@ def read(folder: Path) -> Run:
     if not work:
         raise Unusable(f"its {RESULTS} has no `work`: it was written by an older version")
     ranks = results.count("world_size")
+    devices = ranks * (results.count("devices_per_rank") if "devices_per_rank" in results.values else 1)
     processes = _processes(results)
     scores = _Record(SCORES, _load(folder / SCORES)) if (folder / SCORES).exists() else None
     settings = _settings(folder)
@@ -123,7 +124,7 @@ def read(folder: Path) -> Run:
         variant=variant | {"controller": str(results.values.get("controller"))},
         nodes=max(1, len(results.sequence("hosts"))),
         ranks=ranks,
-        devices=ranks * (results.count("devices_per_rank") if "devices_per_rank" in results.values else 1),
+        devices=devices,
         global_batch=results.count("global_batch"),
         steps=results.count("train_steps"),
         windows=results.count("train_samples"),
@@ -143,7 +144,7 @@ def read(folder: Path) -> Run:
         memory_bytes=max((p["memory_peak_bytes"] for p in processes if "memory_peak_bytes" in p), default=None),
         exact_match=scores.number("exact_match") if scores else None,
         f1=scores.number("f1") if scores else None,
-        passes=_passes(settings, results.count("global_batch") / ranks),
+        passes=_passes(settings, results.count("global_batch") / devices),
         parameters=parameters,
         late_parameters=late,
     )
@@ -245,7 +246,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _passes(settings: Mapping[str, Any], windows: float) -> int:
-    """Micro-batches per step of a rank that takes `windows` per step."""
+    """Micro-batches per step of a device that takes `windows` per step."""
     batch = settings.get("per_device_train_batch_size")
     return math.ceil(windows / batch) if isinstance(batch, int) and batch > 0 else 1
 

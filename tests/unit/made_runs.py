@@ -83,7 +83,8 @@ def make_run(
         ],
     }
     (folder / "train_results.json").write_text(json.dumps(record | results))
-    (folder / "train_config.yaml").write_text(f"per_device_train_batch_size: {max(1, batch // ranks)}\n")
+    devices = ranks * results.get("devices_per_rank", 1)
+    (folder / "train_config.yaml").write_text(f"per_device_train_batch_size: {max(1, batch // devices)}\n")
     if scores:
         (folder / "eval_results.json").write_text(json.dumps({"exact_match": scores[0], "f1": scores[1]}))
     return folder

@@ -13,7 +13,7 @@ from made_runs import make_run
 from PIL import Image
 
 from hvd_bert.errors import UserError
-from hvd_bert.report import comparison, plots, projection
+from hvd_bert.report import comparison, content, plots, projection
 from hvd_bert.report.__main__ import main
 from hvd_bert.report.comparability import STRONG, WEAK, Tolerance
 from hvd_bert.report.projection import Fusion, Link, Network, Step, allreduce_s, exposed_s, in_fp16, link_of, project
@@ -169,6 +169,16 @@ def test_both_kinds_from_a_baseline_of_two_devices(tmp_path):
     assert (strong.step.compute_s, strong.step.passes) == (pytest.approx(1.04), 2)  # all 16 windows on one device
     assert (weak.step.compute_s, weak.step.passes) == (pytest.approx(0.52), 1)
     assert strong.step.rest_s == weak.step.rest_s == pytest.approx(0.08)
+
+
+def test_the_gpus_of_one_process_share_its_passes(tmp_path):
+    # dp: one process with four GPUs, each with 4 of the 16 windows in a single pass.
+    strong, weak = both(group_of(tmp_path / "run", strategy="dp", devices_per_rank=4, windows_per_s=40))
+    assert (weak.size, weak.step.passes) == (4, 1)
+    assert (strong.size, strong.step.passes) == (16, 4)  # one device takes them one after the other
+    assert strong.step.compute_s == pytest.approx(4 * weak.step.compute_s)
+    notes = content.projection_assumptions(weak, weak.step, None, [])
+    assert any("copies between the GPUs of dp" in note for note in notes)
 
 
 def test_weak_scaling_keeps_the_computation_of_one_device(tmp_path):
