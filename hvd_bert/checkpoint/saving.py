@@ -23,6 +23,9 @@ from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED, UserError
 from hvd_bert.training.inputs import Inputs
 from hvd_bert.training.state import TrainState
 
+# Rank 0's seconds: training waits, the writes take, and the part of the writes that training did not wait for.
+SECONDS = ("checkpoint_pause_s", "checkpoint_write_s", "checkpoint_overlap_s")
+
 
 class Checkpoints:
     """Saves a TrainState. Every method is called by all ranks; rank 0 writes."""
@@ -38,7 +41,7 @@ class Checkpoints:
         self._last_saved = -1  # not the resumed step, which may be in another run's folder
         self._diverged = False
         self._new: dict[str, float] = {}
-        self.totals = {"checkpoints": 0, "checkpoint_pause_s": 0.0, "checkpoint_write_s": 0.0}
+        self.totals = {"checkpoints": 0} | dict.fromkeys(SECONDS, 0.0)
 
     def due(self, total_steps: int) -> bool:
         """Whether to save after this step: every --save_steps, and at the end."""
@@ -90,13 +93,11 @@ class Checkpoints:
         return Contents(tensors, {"state": rest | same}, files)
 
     def _write(self, tensors: dict[str, Any], rest: dict[str, Any], model_only: bool, keep: set[str]) -> None:
-        start = time.perf_counter()
         checkpoint_files.write(self.folder, rest["step"], self._contents(tensors, rest, model_only))
         try:
             checkpoint_files.prune(self.folder, self.args.save_total_limit, keep)
         except OSError as error:
             log.warning("An old checkpoint in %s could not be removed: %s.", self.folder, error)
-        self._count("checkpoint_write_s", time.perf_counter() - start)
 
     def _count(self, name: str, seconds: float) -> None:
         self._new[name] = self._new.get(name, 0.0) + seconds
@@ -110,12 +111,21 @@ class Checkpoints:
         if not self._writes:
             return
         with self._pause():
-            error = self._writer.wait()
+            error = self._end_of_write()
             # The other ranks wait here: at the next gradients a slow file system would look like a stall.
             self.state.world.allgather(None)
         self._writes = False
         if error is not None:
             log.warning("A checkpoint could not be written in %s: %s. Training continues.", self.folder, error)
+
+    def _end_of_write(self) -> Exception | None:
+        """Wait for the write and count its time. Returns its error; None on ranks that don't write."""
+        start = time.perf_counter()
+        error, written = self._writer.wait()
+        waited = time.perf_counter() - start
+        self._count("checkpoint_write_s", written)
+        self._count("checkpoint_overlap_s", max(0.0, written - waited))
+        return error
 
     def close(self) -> None:
         """Under Horovod elastic, finish a running write before another rank may start one."""
@@ -123,14 +133,18 @@ class Checkpoints:
             self._writer.wait()
 
     def metrics(self) -> dict[str, float]:
-        """Seconds of pauses and of writes in the background since the last call."""
+        """SECONDS since the last call."""
         new, self._new = self._new, {}
         return new
 
     def finish(self) -> None:
         """Wait for the last write. Raises CollectiveError on all ranks if it failed."""
         with self.state.world.raise_on_all_ranks(EXIT_FAILURE):
-            error = self._writer.wait()  # None on ranks that do not write
+            error = None
+            if self._writes:
+                with self._pause():
+                    error = self._end_of_write()
+            self._writes = False
             if self._diverged:
                 raise UserError(f"The loss is NaN or infinite at step {self._last_saved}: training has diverged.")
             if error is not None:
@@ -193,6 +207,7 @@ class Writer:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._seconds = 0.0
 
     def start(self, job: Callable[[], None]) -> None:
         """Start a job. The previous one must have been waited for."""
@@ -201,17 +216,20 @@ class Writer:
         self._thread.start()
 
     def _run(self, job: Callable[[], None]) -> None:
+        start = time.perf_counter()
         try:
             job()
         except Exception as error:  # such as a full disk; `wait` returns it
             self._error = error
+        self._seconds = time.perf_counter() - start
 
-    def wait(self) -> Exception | None:
-        """Wait for the job. Returns the error that it ended with."""
+    def wait(self) -> tuple[Exception | None, float]:
+        """Wait for the job, if there is one. Returns the error that it ended with, and its seconds."""
         if self._thread is not None:
             self._thread.join()
-        self._thread, error, self._error = None, self._error, None
-        return error
+        ended = self._error, self._seconds
+        self._thread, self._error, self._seconds = None, None, 0.0
+        return ended
 
 
 def model_files(inputs: Inputs) -> dict[str, bytes]:

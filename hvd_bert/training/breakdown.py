@@ -141,8 +141,9 @@ def _totals(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
         lines.append(f"{results['evaluations']} evaluation(s) in {results['evaluation_s']:.1f} s.")
     if results["checkpoints"]:
         lines.append(
-            f"{results['checkpoints']} checkpoint(s): training waited {results['checkpoint_pause_s']:.2f} s,"
-            f" writing took {results['checkpoint_write_s']:.2f} s in the background."
+            f"{results['checkpoints']} checkpoint(s): training waited {results['checkpoint_pause_s']:.2f} s."
+            f" Writing took {results['checkpoint_write_s']:.2f} s, of which {results['checkpoint_overlap_s']:.2f} s"
+            " overlapped with training."
         )
     mfu = f", MFU {found['mfu']:.1%}" if "mfu" in found else ""
     tflops = found["tflops_per_s"]

@@ -116,7 +116,7 @@ def test_counting_a_step_partitions_nothing_again():
 
 
 def results(peak: float | None = None, device: str = "cpu") -> dict:
-    checkpoints = {"checkpoints": 2, "checkpoint_pause_s": 0.25, "checkpoint_write_s": 1.0}
+    checkpoints = {"checkpoints": 2, "checkpoint_pause_s": 0.25, "checkpoint_write_s": 1.0, "checkpoint_overlap_s": 0.8}
     place = {"world_size": 2, "ranks": [{"device": device}], "device_name": "GPU of tomorrow", "precision": "bf16"}
     return {
         "breakdown": trained(peak).results(),
@@ -135,7 +135,8 @@ def test_table_at_the_end():
     assert ["step", "2000.0", "2000.0", "2000.0", "100.0%"] in words
     assert ["evaluation", "(additional)", "1000.0", "50.0%"] in words
     assert "2 evaluation(s) in 4.0 s." in lines
-    assert "2 checkpoint(s): training waited 0.25 s, writing took 1.00 s in the background." in lines
+    wrote = "Writing took 1.00 s, of which 0.80 s overlapped with training."
+    assert f"2 checkpoint(s): training waited 0.25 s. {wrote}" in lines
     assert any("MFU" in line and "padding 20.0%" in line for line in lines)
     assert lines[-1].startswith("Waiting for data takes 10% of the step: ")
 

@@ -14,7 +14,7 @@ import torch
 from test_world import make_world
 
 from hvd_bert.checkpoint import files, saving
-from hvd_bert.checkpoint.saving import Checkpoints
+from hvd_bert.checkpoint.saving import Checkpoints, Writer
 from hvd_bert.config.command_line import parse
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, HostsChanged
@@ -90,7 +90,40 @@ def test_no_step_counts_before_the_write_of_the_last_save(run, monkeypatch):
     go.set()
     waiting.join(30)
     assert order == ["written", "next step"]
-    assert set(checkpoints.metrics()) == {"checkpoint_pause_s", "checkpoint_write_s"} and not checkpoints.metrics()
+    counted = {"checkpoint_pause_s", "checkpoint_write_s", "checkpoint_overlap_s"}
+    assert set(checkpoints.metrics()) == counted and not checkpoints.metrics()
+
+
+def test_waiting_for_a_write_does_not_count_as_overlap(run, monkeypatch):
+    """Training waits for the end of the first write, and for the whole last one."""
+    checkpoints, whole, wait = run(), files.write, Writer.wait
+    clock, began, waited_for = SimpleNamespace(now=0.0), threading.Event(), threading.Event()
+
+    def write(*arguments):
+        began.set()
+        assert waited_for.wait(30)
+        clock.now += 3
+        return whole(*arguments)
+
+    monkeypatch.setattr(saving, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(files, "write", write)
+    monkeypatch.setattr(Writer, "wait", lambda writer: (waited_for.set(), wait(writer))[1])
+    for step, seconds in ((4, 7), (8, 0)):
+        waited_for.clear()
+        began.clear()
+        checkpoints.state.step = step
+        checkpoints.save()
+        assert began.wait(30)
+        clock.now += seconds  # of training
+        if step == 4:
+            checkpoints.await_write()
+            checkpoints.await_write()  # nothing to wait for
+    counted = {"checkpoint_pause_s": 3, "checkpoint_write_s": 10, "checkpoint_overlap_s": 7}
+    assert checkpoints.metrics() == counted
+    for _ in range(2):
+        checkpoints.finish()
+    counted = {"checkpoint_pause_s": 6, "checkpoint_write_s": 13, "checkpoint_overlap_s": 7}
+    assert checkpoints.totals == {"checkpoints": 2} | counted
 
 
 def test_failed_write_is_a_warning_and_the_next_one_succeeds(run, tmp_path, monkeypatch, caplog):
