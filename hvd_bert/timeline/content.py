@@ -9,8 +9,8 @@ from typing import Any
 
 from hvd_bert.rendering.page import DASH, Grid, Listing, Page, Text
 from hvd_bert.timeline.advice import NO_CACHE, bytes_text
-from hvd_bert.timeline.analysis import BIG
 from hvd_bert.timeline.figures import Findings
+from hvd_bert.timeline.sums import BIG
 
 FEW = 5  # tensors shown on a terminal
 KINDS = {
