@@ -21,6 +21,8 @@ def advise(findings: Findings) -> list[str]:
     step = findings.step
     if step is None:
         return ["No training steps found in this file (no tensor was allreduced in 3 steps). Record more steps."]
+    if findings.ranks == 1:
+        return ["One rank sends nothing. Record a run of several ranks for advice on communication."]
     found = [*_waiting(findings, step), *_exposed(step), *_copies(findings, step)]
     if found:
         return [line for _, line in sorted(found, reverse=True)[:MAX_LINES]]

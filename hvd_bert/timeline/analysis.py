@@ -37,10 +37,10 @@ def analyse(
     _check(reader, path)
     full = _full(steps.close())
     covered_us = reader.last_ts - (reader.first_ts or 0)
-    if len(reader.names.ranks) > 1:
+    if by_rank.named or len(reader.names.ranks) > 1:
         ranks = max(reader.names.ranks) + 1
     if hosts and ranks and hosts > ranks:
-        raise UserError(f"--hosts {hosts}: the file has only {ranks} ranks.")
+        raise UserError(f"--hosts {hosts}: the file has only {ranks} rank{'s' * (ranks > 1)}.")
     speed, fast = sizes.bytes_per_s(), sizes.fast_bytes_per_s()
     return Findings(
         path=str(path), size=path.stat().st_size, events=reader.events, cut_short=reader.cut_short,
@@ -115,14 +115,14 @@ def _full(steps: StepTable | None) -> StepTable | None:
     usual = float(np.median(steps.tensors))
     rows = np.flatnonzero(steps.tensors >= FULL * usual)
     rows = rows[rows > 0]
-    return StepTable(*(column[rows] for column in vars(steps).values())) if len(rows) > 1 else None
+    return steps.only(rows) if len(rows) > 1 else None
 
 
 def _step_figures(steps: StepTable | None) -> StepFigures | None:
     if steps is None:
         return None
-    took = np.diff(steps.start)
-    step_us = float(np.median(took))
+    _, took = steps.timed()
+    step_us = float(np.median(took)) if len(took) else 0.0
     if step_us <= 0:
         return None
     middle = {name: float(np.median(column)) for name, column in vars(steps).items()}

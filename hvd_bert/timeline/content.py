@@ -48,7 +48,9 @@ def percent(share: float) -> str:
 
 def facts(findings: Findings) -> list[str]:
     """Facts about the file, and what it does not contain."""
-    ranks = f"{findings.ranks} ranks" if findings.ranks else "an unknown number of ranks (set it with --ranks N)"
+    ranks = "an unknown number of ranks (set it with --ranks N)"
+    if findings.ranks:
+        ranks = f"{findings.ranks} rank{'s' * (findings.ranks > 1)}"
     lines = [
         f"{findings.path}: {findings.events:,} events of {ranks} in {seconds(findings.covered_s)}, "
         f"{bytes_text(findings.size)}."
@@ -103,14 +105,15 @@ def sizes(findings: Findings) -> Grid:
     for row in findings.sizes:
         name = f"up to {bytes_text(row.up_to)}" if row.up_to else "larger"
         tensors = f"{row.tensors / row.messages:.1f}"
-        rows.append(
-            [name, f"{row.messages:,}", tensors, bytes_text(row.size), seconds(row.median_s), speed(row.bytes_per_s)]
-        )
+        rate = DASH if findings.ranks == 1 else speed(row.bytes_per_s)
+        rows.append([name, f"{row.messages:,}", tensors, bytes_text(row.size), seconds(row.median_s), rate])
     return Grid(["allreduces", "messages", "tensors each", "total bytes", "median", "bandwidth"], rows)
 
 
 def bandwidth(findings: Findings) -> list[str]:
     """Lines on the bandwidth of the network."""
+    if findings.ranks == 1:
+        return ["Bandwidth: none, as one rank sends nothing. Its messages are copies in its memory."]
     if math.isnan(findings.bytes_per_s):
         return ["Sizes and bandwidth are unknown: the file has no dtypes and shapes of tensors."]
     limit = f"messages above {bytes_text(BIG)}, which carry most bytes" if _mostly_big(findings) else "all messages"
@@ -156,8 +159,14 @@ def tensors(findings: Findings, maximum: int) -> Grid:
     return Grid(["tensor", "times", "bytes", "negotiation (mean)", "operation (mean)", "longest"], rows)
 
 
+def _has_ranks(findings: Findings) -> bool:
+    return bool(findings.rank_rows) and findings.ranks != 1
+
+
 def ranks_line(findings: Findings) -> str:
-    """How many steps the table of ranks covers."""
+    """How many steps the table of ranks covers, or why there is no table."""
+    if findings.ranks == 1:
+        return "There is one rank, so none waits for another."
     if not findings.rank_rows:
         return "No negotiation in this file names a rank."
     known = findings.rank_rows[0].of_steps
@@ -171,7 +180,7 @@ def page(findings: Findings) -> Page:
     found.add(Text("Steps", 2), Listing(step_lines(findings)))
     found.add(Text("Phases", 2), phases(findings))
     found.add(Text("Ranks", 2), Text(ranks_line(findings)))
-    if findings.rank_rows:
+    if _has_ranks(findings):
         found.add(ranks(findings))
     found.add(Text("Messages", 2), Listing(bandwidth(findings)))
     if findings.sizes:
@@ -185,7 +194,8 @@ DEFINITIONS = (
     "Rank 0 wrote the file. Tensors sent in one message count once in its phases. Each tensor has its own negotiation.",
     "Total: the time during which at least one was in that phase. Phases overlap with each other and with computation.",
     "A step begins with the first tensor that was already allreduced in the step before. The first step is left out, "
-    "and so are steps with less than half the usual tensors. Figures of steps are medians.",
+    "and so are steps with less than half the usual tensors. Figures of steps are medians. A step's time ends where "
+    "the next step begins; the time of a step before one that is left out is not counted.",
     "Exposed: the time of messages after the last tensor of the step was ready on all ranks. Over MPI and Gloo the "
     "thread that sends also negotiates, so it may notice late that a tensor is ready: this gives a range.",
     "A rank is late if it came more than 2 ms after the first. Horovod may see a smaller difference as none.",
@@ -197,7 +207,7 @@ def terminal(findings: Findings) -> str:
     """The text for a terminal."""
     parts: list[Sequence[str]] = [
         facts(findings), step_lines(findings), [phases(findings).for_terminal()],
-        [ranks_line(findings), *([ranks(findings).for_terminal()] if findings.rank_rows else [])],
+        [ranks_line(findings), *([ranks(findings).for_terminal()] if _has_ranks(findings) else [])],
         bandwidth(findings) + ([sizes(findings).for_terminal()] if findings.sizes else []),
         [tensors(findings, FEW).for_terminal()],
         ["Advice:", *(f"  - {line}" for line in findings.advice)],

@@ -42,16 +42,15 @@ def phases(findings: Findings) -> bytes:
 
 def steps(table: StepTable) -> bytes:
     """Time, exposed communication and wait for the last rank of each step."""
-    took = np.diff(table.start) * 1e-3
-    number = np.arange(1, len(took) + 1)
+    table, took_us = table.timed()
+    took = took_us * 1e-3
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9, 3.2), layout="constrained")
         axes = figure.subplots()
-        _curve(axes, number, took, "step", COLOURS[0])
-        _curve(axes, number, table.exposed_max[:-1] * 1e-3, "exposed communication (at most)", COLOURS[1])
-        named = table.last_rank[:-1] != NONE
-        waiting = np.where(named, table.lag[:-1], table.wait[:-1]) * 1e-3
-        _curve(axes, number, waiting, "waiting for the last rank", COLOURS[2])
+        _curve(axes, table.number, took, "step", COLOURS[0])
+        _curve(axes, table.number, table.exposed_max * 1e-3, "exposed communication (at most)", COLOURS[1])
+        waiting = np.where(table.last_rank != NONE, table.lag, table.wait) * 1e-3
+        _curve(axes, table.number, waiting, "waiting for the last rank", COLOURS[2])
         axes.set_ylim(0, 1.15 * float(np.quantile(took, 0.98)))
         axes.set_xlabel("step (the first is left out)")
         axes.set_ylabel("ms")

@@ -14,6 +14,7 @@ NumPy parses all events of a block at once. A loop over the events would be slow
 
 from __future__ import annotations
 
+import codecs
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -96,7 +97,7 @@ class Reader:
         """Raise UserError if the file cannot be read or does not start like a timeline."""
         try:
             with self.path.open("rb") as file:
-                start = file.read(LONGEST_EVENT)
+                start = file.read(LONGEST_EVENT).removeprefix(codecs.BOM_UTF8)
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read: {error.strerror or error}.") from None
         if not start.strip(b"[]\n\r \0"):

@@ -26,10 +26,12 @@ FULL = 0.5  # of the usual number of tensors: a step with fewer is not a trainin
 
 @dataclass
 class StepTable:
-    """A row per step. Times in us. `start`: when its first tensors were ready. `busy`: time with a message in flight.
+    """A row per step. Times in us. `number`: 0, 1, ... in the file; a table may leave some out.
+    `start`: when its first tensors were ready. `busy`: time with a message in flight.
     `exposed_min` and `exposed_max`: bounds of the exposed time. `wait`: of the first rank for the last, at the end.
     `lag`: largest time between a tensor's first and last rank; `last_rank`: the last rank then (NONE if not named)."""
 
+    number: Array
     start: Array
     tensors: Array
     messages: Array
@@ -45,6 +47,15 @@ class StepTable:
     def of(cls, rows: Sequence[StepTable]) -> StepTable:
         """Concatenate tables."""
         return cls(*(np.concatenate(columns) for columns in zip(*(vars(row).values() for row in rows), strict=True)))
+
+    def only(self, rows: Array) -> StepTable:
+        """Some of the rows."""
+        return StepTable(*(column[rows] for column in vars(self).values()))
+
+    def timed(self) -> tuple[StepTable, Array]:
+        """The steps that are followed by the next one of the file, and their times: from start to start."""
+        rows = np.flatnonzero(np.diff(self.number) == 1)
+        return self.only(rows), self.start[rows + 1] - self.start[rows]
 
     def __len__(self) -> int:
         return len(self.start)
@@ -216,6 +227,7 @@ def _table(sent: _Sent, synchronous: Array, lags: tuple[Array, Array]) -> StepTa
         return total
 
     return StepTable(
+        number=sent.step[first],
         start=np.minimum.reduceat(messages.seen, first),
         tensors=np.add.reduceat(messages.tensors, first),
         messages=last - first + 1,

@@ -178,7 +178,7 @@ class Ranks:
 
     def add(self, batch: Batch) -> None:
         rows = batch.negotiations
-        named = rows.ticks > 1
+        named = rows.ticks > 0
         self.negotiations += len(named)
         self.named += int(named.sum())
         late = named & (rows.lag > LATE_US)
