@@ -6,12 +6,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hvd_bert.errors import UserError
 from hvd_bert.report.comparability import STRONG, WEAK, Group, Tolerance, differences, losses_differ
 from hvd_bert.runs.run import LeftOut, Run
 
 STRATEGIES = ("none", "horovod", "ddp", "fsdp", "deepspeed", "dp")
-
+RESAMPLES = 10_000
+RANGE = 0.95
 
 # `Line.checked` if no other row has the same batch.
 UNCHECKED = ""
@@ -19,7 +23,8 @@ UNCHECKED = ""
 
 @dataclass(frozen=True)
 class Line:
-    """A row of a table. `reason`: why it has no speed-up. `checked`: the group that its losses were compared with."""
+    """A row of a table. `reason`: why it has no speed-up. `checked`: the group that its losses were compared with.
+    `speedup_min`, `speedup_max`: None if a side has only one run, which says nothing about its variance."""
 
     group: Group
     speedup: float | None
@@ -187,9 +192,23 @@ def _line(base: Group, group: Group, table: Sequence[Group], kind: str, toleranc
     if reason:
         return Line(group, None, None, None, None, reason, checked)
     speedup = group.windows_per_s / base.windows_per_s
-    minimum, maximum = (speed / base.windows_per_s for speed in group.spread())
     efficiency = speedup / (group.one.devices / base.one.devices)
-    return Line(group, speedup, minimum, maximum, efficiency, "", checked)
+    return Line(group, speedup, *speedup_range(base, group), efficiency, "", checked)
+
+
+def speedup_range(base: Group, group: Group) -> tuple[float, float] | tuple[None, None]:
+    """The range of the speed-up by a bootstrap of the repeats of both sides."""
+    if len(base.runs) < 2 or len(group.runs) < 2:
+        return None, None
+    random = np.random.default_rng(0)  # the same runs give the same report
+
+    def medians(runs: Sequence[Run]) -> NDArray[np.float64]:
+        speeds = [run.windows_per_s for run in runs]
+        return np.median(random.choice(speeds, (RESAMPLES, len(speeds))), axis=1)
+
+    ratios = medians(group.runs) / medians(base.runs)
+    minimum, maximum = np.quantile(ratios, (0.5 - RANGE / 2, 0.5 + RANGE / 2), method="inverted_cdf").tolist()
+    return minimum, maximum
 
 
 def _reference(base: Group, group: Group, table: Sequence[Group], kind: str) -> tuple[Group, str]:

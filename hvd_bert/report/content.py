@@ -7,7 +7,7 @@ from typing import Any
 
 from hvd_bert.rendering.page import DASH, Grid
 from hvd_bert.report.comparability import EARLY_STEPS, NATS, STRONG, Tolerance
-from hvd_bert.report.comparison import UNCHECKED, Line, Table
+from hvd_bert.report.comparison import RANGE, RESAMPLES, UNCHECKED, Line, Table
 from hvd_bert.report.projection import Projection, Step
 from hvd_bert.runs.run import LeftOut, Run
 
@@ -32,7 +32,7 @@ def speedups(table: Table) -> Grid:
     """The table of times, speed-ups and efficiencies."""
     with_devices = any(line.group.one.devices != line.group.one.ranks for line in table.lines)
     head = ["strategy", "nodes", "ranks", *(["GPUs"] if with_devices else []), "n", "time, s", "windows/s"]
-    head += ["min to max", "speed-up", "min to max", "efficiency"]
+    head += ["min to max", "speed-up", f"{RANGE:.0%} range", "efficiency"]
     rows = []
     for line in table.lines:
         run, group = line.group.one, line.group
@@ -148,6 +148,9 @@ def definitions(tolerance: Tolerance) -> list[str]:
         "windows/s: all ranks together, over the logged lines after the first, which is warm-up.",
         "Speed-up: windows/s over the median of the table's baseline. Efficiency: speed-up over (devices over the"
         " baseline's devices).",
+        f"{RANGE:.0%} range: of the speed-up, with the variance of both sides, by a bootstrap. The repeats of the row"
+        f" and those of the baseline are drawn again, with replacement, {RESAMPLES:,} times. The baseline's own row"
+        " shows how far two sets of its repeats may be apart. A dash: a side has only one run.",
         "time: the whole training with warm-up and checkpoints, without start-up and evaluation. real, user, system:"
         " the whole process of a rank with start-up, median over ranks. memory: the maximum over ranks.",
         "exposed comm.: share of the step that a rank waits for gradients after its backward pass; a dash if it cannot"

@@ -63,7 +63,10 @@ def _efficiencies(line: Line) -> tuple[float | None, float | None]:
 
 
 def _spread(value: float | None, minimum: float | None, maximum: float | None) -> tuple[float, float, float] | None:
-    return None if value is None or minimum is None or maximum is None else (value, minimum, maximum)
+    """A point with its bar; without a range the point alone."""
+    if value is None:
+        return None
+    return (value, value, value) if minimum is None or maximum is None else (value, minimum, maximum)
 
 
 def _throughput(line: Line) -> tuple[float, float, float] | None:
