@@ -95,7 +95,13 @@ def _projections(
         projected
         for baseline in baselines
         for projected in projection.both_kinds(
-            baseline, networks, fusion, flags.most_devices, flags.parameters, flags.backward_share
+            baseline,
+            networks,
+            fusion,
+            flags.most_devices,
+            flags.parameters,
+            flags.backward_share,
+            flags.ns_per_weight,
         )
     ]
 
@@ -178,7 +184,11 @@ def _add_projection(
     if flags.inner_gbps:
         inside = f"{flags.inner_gbps:g} Gb/s and {flags.inner_latency_us:g} us inside"
         notes.append(f"Nodes of {flags.gpus_per_node} GPUs, {inside}; the bandwidths above are per node.")
-    notes.append("Not modelled: waiting for stragglers, and computation that communication slows down.")
+    notes.append(
+        f"On 2 devices or more {projected.step.overhead_s * 1e3:.3g} ms per step are added ({flags.ns_per_weight:g} ns"
+        " per weight, --ns_per_weight), which published runs need beyond the network."
+    )
+    notes.append("Not modelled: stragglers that become slower with the number of devices, and ranks that share cores.")
     name = _free(page, f"{projected.kind}_{projected.size:g}_projected")
     page.add(
         Text(

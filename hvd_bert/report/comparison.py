@@ -193,7 +193,8 @@ def _line(base: Group, group: Group, table: Sequence[Group], kind: str, toleranc
         return Line(group, None, None, None, None, reason, checked)
     speedup = group.windows_per_s / base.windows_per_s
     efficiency = speedup / (group.one.devices / base.one.devices)
-    return Line(group, speedup, *speedup_range(base, group), efficiency, "", checked)
+    minimum, maximum = speedup_range(base, group)
+    return Line(group, speedup, minimum, maximum, efficiency, "", checked)
 
 
 def speedup_range(base: Group, group: Group) -> tuple[float, float] | tuple[None, None]:
@@ -204,7 +205,8 @@ def speedup_range(base: Group, group: Group) -> tuple[float, float] | tuple[None
 
     def medians(runs: Sequence[Run]) -> NDArray[np.float64]:
         speeds = [run.windows_per_s for run in runs]
-        return np.median(random.choice(speeds, (RESAMPLES, len(speeds))), axis=1)
+        found: NDArray[np.float64] = np.median(random.choice(speeds, (RESAMPLES, len(speeds))), axis=1)
+        return found
 
     ratios = medians(group.runs) / medians(base.runs)
     minimum, maximum = np.quantile(ratios, (0.5 - RANGE / 2, 0.5 + RANGE / 2), method="inverted_cdf").tolist()

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from hvd_bert.errors import UserError
-from hvd_bert.report.projection import MAX_DEVICES
+from hvd_bert.report.projection import MAX_DEVICES, NS_PER_WEIGHT
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -56,6 +56,8 @@ def _add_projection(parser: argparse.ArgumentParser) -> None:
     add("--parameters", type=int, metavar="N", help="Number of weights of the model. (default: as the run recorded)")
     add("--backward_share", type=float, metavar="X",
         help="Share of the backward pass in the computation. (default: 2/3)")  # fmt: skip
+    add("--ns_per_weight", type=float, default=NS_PER_WEIGHT, metavar="N",
+        help="Fixed cost of averaging gradients, in ns per step and weight. (default: %(default)g)")  # fmt: skip
     add("--fusion_mb", type=float, default=128.0, metavar="N",
         help="HOROVOD_FUSION_THRESHOLD, in MiB. (default: %(default)g)")  # fmt: skip
     add("--cycle_ms", type=float, default=1.0, metavar="N",
@@ -74,7 +76,7 @@ def check(flags: argparse.Namespace) -> None:
     for value in flags.gbps or []:
         if not 0 < value < float("inf"):
             raise UserError(f"--gbps {value:g}: must be above 0.")
-    for name in ("latency_us", "inner_latency_us"):
+    for name in ("latency_us", "inner_latency_us", "ns_per_weight"):
         if not 0 <= getattr(flags, name) < float("inf"):
             raise UserError(f"--{name} {getattr(flags, name):g}: must not be negative.")
     if flags.backward_share is not None and not 0 <= flags.backward_share <= 1:

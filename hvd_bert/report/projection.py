@@ -17,6 +17,7 @@ from hvd_bert.report.comparability import STRONG, WEAK, Group
 from hvd_bert.report.comparison import Table, baseline_of, title_of
 
 MAX_DEVICES = 1024
+NS_PER_WEIGHT = 0.1  # cost of averaging that no network explains, fitted to published runs
 
 
 class NoStep(Exception):
@@ -55,7 +56,7 @@ class Step:
     `compute_s`: forward and backward time of all windows. `rest_s`: time that does not depend on the windows
     (optimizer, waiting for data, everything else). `gradient_bytes`: as sent; `late_bytes` of them (embeddings) are
     ready only after the backward pass. `passes`: micro-batches per step. Communication can be hidden during
-    `backward_share` of the last one.
+    `backward_share` of the last one. `overhead_s`: added on 2 devices or more, whatever the network.
     """
 
     compute_s: float
@@ -64,6 +65,7 @@ class Step:
     late_bytes: float = 0.0
     passes: int = 1
     backward_share: float = BACKWARD / (1 + BACKWARD)
+    overhead_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def project(step: Step, devices: int, kind: str, network: Network, fusion: Fusio
     passes = math.ceil(step.passes / share)
     hidden_behind = step.backward_share * compute_s / passes
     exposed = exposed_s(step, hidden_behind, devices, network, fusion or Fusion())
-    step_s = compute_s + step.rest_s + exposed
+    step_s = compute_s + step.rest_s + exposed + (step.overhead_s if devices > 1 else 0.0)
     alone_s = step.compute_s + step.rest_s
     return Projected(devices, step_s, exposed, (devices / share) * alone_s / step_s)
 
@@ -177,7 +179,13 @@ def end_of(kind: str, size: float, maximum: int) -> tuple[int, str]:
     return last, f"{ends}--most_devices {maximum}"
 
 
-def measured_step(group: Group, kind: str, parameters: int | None, backward_share: float | None) -> Step:
+def measured_step(
+    group: Group,
+    kind: str,
+    parameters: int | None,
+    backward_share: float | None,
+    ns_per_weight: float = NS_PER_WEIGHT,
+) -> Step:
     """The step of one device from the phases of a group: with its global batch (strong) or its batch per device (weak).
 
     `parameters`: number of weights; None: as recorded. Raises NoStep if the phases or the weights are unknown.
@@ -198,7 +206,8 @@ def measured_step(group: Group, kind: str, parameters: int | None, backward_shar
     # Weak scaling starts from the measured step of a device. Strong scaling puts the work of all the baseline's devices
     # on one device.
     scale = run.devices if kind == STRONG else 1
-    step = Step(compute * scale, max(0.0, step_s - compute - exposed), 4.0 * size, 4.0 * late, run.passes * scale)
+    rest, overhead = max(0.0, step_s - compute - exposed), ns_per_weight * 1e-9 * size
+    step = Step(compute * scale, rest, 4.0 * size, 4.0 * late, run.passes * scale, overhead_s=overhead)
     return step if backward_share is None else replace(step, backward_share=backward_share)
 
 
@@ -248,6 +257,7 @@ def both_kinds(
     maximum: int = MAX_DEVICES,
     parameters: int | None = None,
     backward_share: float | None = None,
+    ns_per_weight: float = NS_PER_WEIGHT,
 ) -> list[Projection]:
     """Project a baseline's step to up to `maximum` devices, with strong and with weak scaling.
 
@@ -256,7 +266,7 @@ def both_kinds(
     made = []
     for kind, size in ((STRONG, float(baseline.one.global_batch)), (WEAK, baseline.windows_per_device)):
         try:
-            step = measured_step(baseline, kind, parameters, backward_share)
+            step = measured_step(baseline, kind, parameters, backward_share, ns_per_weight)
         except NoStep as error:
             made.append(Projection(kind, size, baseline, f"not possible: {error}"))
             continue

@@ -159,6 +159,8 @@ def test_the_step_of_one_device_comes_from_the_phases(tmp_path):
         assert (step.compute_s, step.rest_s, step.gradient_bytes) == pytest.approx((1.44, 0.16, 4e6))
         assert (step.passes, step.backward_share) == (1, pytest.approx(2 / 3))
     assert projection.measured_step(group, STRONG, 500, 0.5).gradient_bytes == 2000
+    assert projection.measured_step(group, WEAK, 500, None).overhead_s == pytest.approx(50e-9)
+    assert projection.measured_step(group, WEAK, 500, None, 0.0).overhead_s == 0
 
 
 def test_both_kinds_from_a_baseline_of_two_devices(tmp_path):
@@ -187,7 +189,7 @@ def test_weak_scaling_keeps_the_computation_of_one_device(tmp_path):
     for projected, computation in ((strong, 1.44 / 16), (weak, 1.44)):
         point = projected.series["net", False][4]
         assert point.devices == 16
-        assert point.step_s == pytest.approx(computation + 0.16 + point.exposed_s)
+        assert point.step_s == pytest.approx(computation + 0.16 + point.exposed_s + 1e-4)
     # The same messages, and a longer backward pass to hide them.
     assert strong.step.gradient_bytes == weak.step.gradient_bytes == 4e6
     assert weak.series["net", False][4].exposed_s <= strong.series["net", False][4].exposed_s
@@ -283,7 +285,7 @@ def test_projection_on_the_page(tmp_path):
     assert "| devices | 25 Gb/s, fp32 | 25 Gb/s, fp16 | 8 Gb/s (doctor), fp32 | 8 Gb/s (doctor), fp16 |" in text
     rows = [line for line in text.splitlines() if line.startswith("| 2 | ")]
     network, fusion = Network(link_of(25, 20)), Fusion()
-    expected = project(Step(1.44, 0.16, 4e6), 2, STRONG, network, fusion)
+    expected = project(Step(1.44, 0.16, 4e6, overhead_s=1e-4), 2, STRONG, network, fusion)
     assert rows[0].startswith(f"| 2 | {expected.speedup:.2f} ({expected.efficiency:.0%}) |")
     with (tmp_path / "out/projection.csv").open(newline="") as file:
         found = [row for row in csv.DictReader(file) if row["devices"] == "2"]
@@ -312,7 +314,7 @@ def test_one_run_is_enough(tmp_path, capsys):
     assert "1 run on " in text and "No two of these runs can be compared" in text and "## Left out" not in text
     for kind, last in ((STRONG, 16), (WEAK, 1024)):
         found = projected_rows(out, kind)[-1]
-        expected = project(Step(1.44, 0.16, 4e6), last, kind, Network(link_of(25, 20)))
+        expected = project(Step(1.44, 0.16, 4e6, overhead_s=1e-4), last, kind, Network(link_of(25, 20)))
         assert (found["devices"], found["size"], found["baseline"]) == (str(last), "16", "none, 1 rank")
         assert float(found["step_s"]) == pytest.approx(expected.step_s)
         with Image.open(out / f"{kind}_16_projected.png") as image:

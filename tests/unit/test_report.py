@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from made_runs import make_run
 from PIL import Image
 
-from hvd_bert.report import comparison, plots
+from hvd_bert.report import plots
 from hvd_bert.report.__main__ import main
-from hvd_bert.report.comparability import Group
 from hvd_bert.runs import reading
 
 
@@ -75,34 +74,6 @@ def test_speedup_efficiency_and_spread_by_hand(tmp_path):
     assert (hvd["runs"], hvd["reason"]) == ("3", "")
     # 16 windows at 2/s in warm-up, then 39 steps of 16 windows at 18/s.
     assert float(hvd["train_runtime_s"]) == pytest.approx(8 + 39 * 16 / 18)
-
-
-def test_range_of_a_speedup_includes_the_baselines_variance(tmp_path):
-    def group(name: str, *speeds: float) -> Group:
-        folders = [make_run(tmp_path / f"{name}-{i}", windows_per_s=speed) for i, speed in enumerate(speeds)]
-        return Group(tuple(map(reading.read, folders)), name)
-
-    steady, noisy = group("steady", 10, 10, 10, 10, 10), group("noisy", 8, 9, 10, 11, 12)
-    faster = group("faster", 18, 19, 20, 21, 22)
-    own, both = comparison.speedup_range(steady, faster), comparison.speedup_range(noisy, faster)
-    assert own == pytest.approx((1.8, 2.2))
-    assert both[0] < 1.7 and both[1] > 2.3
-    # All extremes at once are less likely than 2.5 %: 0.058 squared.
-    assert both[0] > 18 / 12 and both[1] < 22 / 8
-    assert comparison.speedup_range(noisy, faster) == both
-    assert comparison.speedup_range(group("one", 10), faster) == (None, None)
-
-
-def test_report_says_how_the_range_was_made(tmp_path, plots_drawn):
-    """Without a range the plots still have the point."""
-    make_run(tmp_path / "runs/none")
-    for number, speed in enumerate((17.0, 18.0)):
-        make_run(tmp_path / f"runs/hvd-{number}", "horovod", 2, windows_per_s=speed, seed=number)
-    (hvd,) = [r for r in report(tmp_path) if r["strategy"] == "horovod"]
-    assert float(hvd["speedup"]) == pytest.approx(1.75)
-    assert (hvd["speedup_least"], hvd["speedup_most"]) == ("", "")
-    text = (tmp_path / "out/report.md").read_text()
-    assert "| 95% range |" in text and "by a bootstrap" in text and "1.75 | - |" in text
 
 
 def test_warm_up_is_the_first_line_regardless_of_its_steps(tmp_path):

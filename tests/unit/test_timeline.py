@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import math
 import re
@@ -101,16 +100,6 @@ def test_files_cut_anywhere(tmp_path):
         assert source.cut_short
 
 
-def test_a_byte_order_mark_is_ignored(tmp_path, capsys):
-    path = training(steps=4).write(tmp_path / "t.json")
-    expected, _ = read_events(path)
-    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
-    assert read_events(path)[0] == expected
-    path.write_bytes(codecs.BOM_UTF8 + b"[\n]")
-    assert command.main([str(path)]) == EXIT_BAD_INPUT
-    assert "has no events" in capsys.readouterr().err
-
-
 def test_sizes_follow_from_dtype_and_shape(tmp_path):
     made = Timeline()
     cases = [
@@ -207,33 +196,6 @@ def test_phases_messages_and_steps(tmp_path, monkeypatch, block, library):
     assert step.exposed_least_s == step.exposed_most_s == pytest.approx(0.01)
     assert step.hidden_share == pytest.approx(2 / 3)
     assert step.wait_s == 0
-
-
-def test_a_step_with_few_tensors_lengthens_no_other(tmp_path):
-    """Steps of 1 ms. One of them sends only a metric and is left out, and the one before it has no known end."""
-    made = Timeline()
-    for step in range(12):
-        start = 1000 * step
-        for tensor in ("a",) if step == 6 else ("a", "b", "c"):
-            made.negotiate(tensor, (start, start))
-            made.send([tensor], start, start + 100)
-    seen = found(made, tmp_path)
-    assert seen.step is not None and seen.curves is not None
-    assert (seen.step.steps, seen.step.step_s, seen.step.p99_s) == (10, pytest.approx(1e-3), pytest.approx(1e-3))
-    shown, took = seen.curves.timed()
-    assert (shown.number.tolist(), set(took)) == ([1, 2, 3, 4, 7, 8, 9, 10], {1000})
-
-
-def test_one_rank_is_not_called_unknown_and_gets_no_advice_on_the_network(tmp_path, capsys):
-    path = training(steps=12, ranks=1).write(tmp_path / "t.json")
-    assert command.main([str(path)]) == EXIT_OK
-    text = capsys.readouterr().out
-    assert " events of 1 rank in " in text and "unknown number" not in text
-    assert "name ranks" not in text and "There is one rank, so none waits for another." in text
-    assert "one rank sends nothing" in text and "MB/s" not in text
-    assert text.endswith("- One rank sends nothing. Record a run of several ranks for advice on communication.\n")
-    assert command.main([str(path), "--hosts", "2"]) == EXIT_BAD_INPUT
-    assert "--hosts 2: the file has only 1 rank." in capsys.readouterr().err
 
 
 def test_one_thread_gives_two_bounds_of_exposed_communication(tmp_path):

@@ -1,0 +1,45 @@
+"""The projection's cost per weight, and the model's error against published figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import published_scaling
+import pytest
+from made_runs import make_run
+
+from hvd_bert.report import plots, projection
+from hvd_bert.report.__main__ import main
+from hvd_bert.report.comparability import STRONG, WEAK
+from hvd_bert.report.projection import Link, Network, Step, project
+
+FAST = Network(Link(1e18, 0.0))
+
+
+def test_the_cost_per_weight_starts_with_the_second_device():
+    step = Step(1.0, 0.1, 100e6, overhead_s=0.2)
+    for kind in (WEAK, STRONG):
+        one, four = (project(step, devices, kind, FAST) for devices in (1, 4))
+        bare = project(replace(step, overhead_s=0.0), 4, kind, FAST)
+        assert (one.step_s, four.step_s - bare.step_s) == pytest.approx((1.1, 0.2))
+        assert four.exposed_s == bare.exposed_s  # it is no communication
+
+
+def test_published_series_are_off_by_less_than_3_points():
+    (model,) = published_scaling.errors(published_scaling.FITTED, [{"ns_per_weight": projection.NS_PER_WEIGHT}])
+    (bound,) = published_scaling.errors(published_scaling.FITTED, [{}])
+    assert model.mean() < 3 < bound.mean()
+
+
+@pytest.mark.parametrize(("flags", "text"), [([], "0.1 ms per step are added (0.1 ns"), (["0"], "0 ms per step are")])
+def test_page_names_the_cost_per_weight(tmp_path, monkeypatch, flags, text):
+    monkeypatch.setattr(plots, "projected", lambda *_: b"")
+    make_run(tmp_path / "run")
+    command = [str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--gbps", "25"]
+    assert main([*command, *(f"--ns_per_weight={value}" for value in flags)]) == 0
+    assert f"On 2 devices or more {text}" in (tmp_path / "out/report.md").read_text()
+
+
+def test_a_negative_cost_is_refused(tmp_path, capsys):
+    assert main([str(tmp_path), "--out", str(tmp_path / "out"), "--ns_per_weight", "-1"]) == 2
+    assert "--ns_per_weight -1: must not be negative" in capsys.readouterr().err
