@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
+import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +34,17 @@ def load(
     The local cache comes first: it needs no network, and N ranks do not all contact the hub.
     """
     import datasets  # slow to import, and not needed for files
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
 
+    try:
+        validate_repo_id(dataset_name)
+    except HFValidationError:
+        if not os.path.isdir(dataset_name):
+            raise UserError(
+                f"--dataset_name {dataset_name}: not the name of a data set on the hub, such as rajpurkar/squad."
+                f" {ways_out}"
+            ) from None
     names = [dataset_name]
     for old, new in _ALIASES.items():
         names += [new] if dataset_name == old else [old] if dataset_name == new else []
@@ -47,10 +59,10 @@ def load(
             # The exceptions for an unreachable hub differ between releases and HTTP libraries.
             except Exception as error:
                 reason = error
-    details = " ".join(str(reason).split())
+    details = textwrap.shorten(str(reason), 600, placeholder=" ...")
     raise UserError(
         f"--dataset_name {dataset_name}: split {split!r} is not in the Hugging Face cache on this machine and could "
-        f"not be downloaded ({type(reason).__name__}: {details[:300]}). {ways_out}"
+        f"not be downloaded ({type(reason).__name__}: {details}). {ways_out}"
     ) from reason
 
 

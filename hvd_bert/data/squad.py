@@ -23,9 +23,18 @@ from typing import Any, BinaryIO
 from hvd_bert.data import hub
 from hvd_bert.errors import UserError
 from hvd_bert.sample import files as sample
+from hvd_bert.storage.reading import open_regular
 
 _PIECE_BYTES = 2**20
+_GIVE = "Give a file in the format of train-v1.1.json."
 _ROW_COLUMNS = ("id", "title", "context", "question", "answers")
+_ARCHIVES = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\0": "xz",
+    b"PK\x03\x04": "zip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+}
 _KINDS = {str: "text", int: "a whole number", list: "a list", dict: "an object"}
 
 
@@ -143,7 +152,7 @@ def _read(name: str) -> bytes:
 def _opened(name: str) -> Iterator[BinaryIO]:
     """Open a file for reading; errors inside the block become a UserError."""
     try:
-        with open(name, "rb") as file:
+        with open_regular(name) as file:
             yield file
     except FileNotFoundError as error:
         raise UserError(f"{name}: no such file (working directory: {os.getcwd()}). Check the path.") from error
@@ -159,7 +168,7 @@ def _from_json(name: str, content: bytes) -> Iterator[tuple[str, Question]]:
     if not isinstance(document, dict) or not isinstance(document.get("data"), list):
         raise UserError(
             f'{name}: not in SQuAD\'s format: the file must be an object with a list under "data" '
-            f"({_found(document)}). Give a file in the format of train-v1.1.json."
+            f"({_found(document)}). {_GIVE}"
         )
     entries = document["data"]
     if any(isinstance(entry, dict) and "paragraphs" in entry for entry in entries):
@@ -168,6 +177,9 @@ def _from_json(name: str, content: bytes) -> Iterator[tuple[str, Question]]:
 
 
 def _parse(name: str, content: bytes) -> Any:
+    for magic, archive in _ARCHIVES.items():
+        if content.startswith(magic):
+            raise UserError(f"{name}: compressed with {archive}. Decompress the file first.")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -180,6 +192,8 @@ def _parse(name: str, content: bytes) -> Any:
         if error.msg == "Extra data":  # a whole JSON value, then more: one row per line
             return _parse_lines(name, text)
         raise UserError(f"{name}: not JSON: {error.msg} at line {error.lineno}, column {error.colno}.") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, lists inside thousands of lists
+        raise UserError(f"{name}: not in SQuAD's format: {error}. {_GIVE}") from error
     return [document] if isinstance(document, dict) and "context" in document else document
 
 
@@ -194,6 +208,8 @@ def _parse_lines(name: str, text: str) -> list[Any]:
                     f"{name}: not JSON: {error.msg} at line {number}, column {error.colno} "
                     "(read as one JSON row per line)."
                 ) from error
+            except (ValueError, RecursionError) as error:  # as in _parse
+                raise UserError(f"{name}: not in SQuAD's format: {error} at line {number}. {_GIVE}") from error
     return rows
 
 
@@ -273,9 +289,12 @@ def _expect(name: str, where: str, value: Any, kind: type) -> Any:
 
 def _found(value: Any) -> str:
     if isinstance(value, dict):
-        return f"found an object with {', '.join(map(repr, list(value)[:5])) or 'nothing in it'}"
-    text = json.dumps(value, ensure_ascii=False)
-    return f"found {text if len(text) <= 40 else text[:40] + '...'}"
+        return f"found an object with {', '.join(_start(repr(key)) for key in list(value)[:5]) or 'nothing in it'}"
+    return f"found {_start(json.dumps(value, ensure_ascii=False))}"
+
+
+def _start(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 # --- checks --------------------------------------------------------------------------------------

@@ -60,6 +60,12 @@ def test_without_hub_and_cache_the_error_names_two_alternatives():
         assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["/dev/zero", "train.json/", "a/b/c", " ", "..."])
+def test_names_that_no_data_set_has(name):
+    with pytest.raises(UserError, match=r"--dataset_name .*: not the name of a data set on the hub.*--train_file"):
+        squad.open_hub(name, "train", False)
+
+
 def test_missing_split(no_network, write_hub_cache, make_questions):
     write_hub_cache(no_network, {"train": make_questions(3)})
     with pytest.raises(UserError, match="'validation'"):
