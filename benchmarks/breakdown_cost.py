@@ -54,7 +54,7 @@ def parse() -> tuple[argparse.Namespace, Config]:
     flags, rest = parser.parse_known_args()
     total = flags.block * (2 * flags.pairs + TIMED_BLOCKS + 1)
     ours = ["--no_do_eval", "--eval_strategy=no", "--save_steps=0", f"--max_steps={total + 1}"]
-    return flags, command_line.parse([*rest, *ours, f"--logging_steps={flags.block}"])
+    return flags, command_line.parse(command_line.overriding(rest, [*ours, f"--logging_steps={flags.block}"]))
 
 
 def even_inputs(flags: argparse.Namespace, config: Config, world: World) -> Inputs:

@@ -1,8 +1,9 @@
-"""The first steps of every command: print --help once, import large libraries late and without garbage collection."""
+"""The first steps of every command: accept any text for printing, print --help once, import large libraries late."""
 
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Config]) -> NoReturn:
     """Join the world and run `main` on every rank. `parse` reads the command line, and prints --help."""
+    escape_unprintable()
     argv = sys.argv[1:]
     leave_help_to_one_rank(argv)
     with collector_paused():
@@ -29,6 +31,13 @@ def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Confi
     with collector_paused():
         from hvd_bert.distributed.runner import run_as_rank
     run_as_rank(main, **command_line.before_joining(argv, parse))
+
+
+def escape_unprintable() -> None:
+    """Print characters that the locale cannot encode as \\u20ac; they would raise UnicodeEncodeError."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def leave_help_to_one_rank(argv: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 # Sets up the environment, trains a small BERT from scratch on the sample with 2 ranks (about 2 minutes on 2 idle
 # cores), evaluates it on held-out questions, and answers three of them.
 #   bash scripts/demo.sh                          writes to runs/demo
-#   bash scripts/demo.sh --config sample_v2       flags of the trainer, which override those below
+#   bash scripts/demo.sh --config sample_v2       further flags of the trainer
 #   bash scripts/demo.sh --no-apt                 as root on Debian: install no system packages
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -19,8 +19,9 @@ if [ "$(id -u)" -eq 0 ]; then # Open MPI refuses to run as root otherwise
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 fi
 
+case " $*" in *" --config"*) preset=() ;; *) preset=(--config sample) ;; esac
 command=(horovodrun -np 2 -H localhost:2 python -m hvd_bert.train
-  --config sample --output_dir runs/demo --overwrite_output_dir --log_format plain ${flags[@]+"${flags[@]}"})
+  "${preset[@]}" --output_dir runs/demo --overwrite_output_dir --log_format plain ${flags[@]+"${flags[@]}"})
 printf '\n$ %s\n' "${command[*]}"
 # Remove horovodrun's tags of ranks: only rank 0 prints here.
 "${command[@]}" </dev/null 2>&1 | sed -u 's/\[[0-9,]*\]<std[a-z]*>://g'

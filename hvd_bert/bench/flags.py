@@ -26,6 +26,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--model",
         metavar="PATH",
+        type=str,
         help="Folder or config.json of a BERT, which gets new weights. (default: BERT-base)",
     )
     parser.add_argument(
@@ -66,4 +67,4 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         raise UserError("--do_train: the benchmark always trains and does nothing else. Remove the flag.")
     total = flags.steps * (flags.repeats + 1)
     ours = ["--no_do_eval", "--eval_strategy=no", "--save_steps=0", f"--max_steps={total}"]
-    return flags, command_line.parse([*rest, *ours, f"--logging_steps={flags.steps}"])
+    return flags, command_line.parse(command_line.overriding(rest, [*ours, f"--logging_steps={flags.steps}"]))

@@ -146,7 +146,7 @@ class Plan:
             f"--output_dir={folder}",
             "--overwrite_output_dir",  # the folder already holds the log
         ]
-        return [*self.flags_of(point.strategy), *own]
+        return command_line.overriding(self.flags_of(point.strategy), own)
 
     def length_flags(self) -> list[str]:
         """The trainer's flags for the length of a run."""
@@ -252,7 +252,8 @@ def names_data(flags: Sequence[str]) -> bool:
 def with_defaults(flags: Sequence[str], threads: int | None, defaults: Sequence[str] = DEFAULTS) -> list[str]:
     """The trainer's flags: defaults, then the user's, which override them. `threads`: per rank."""
     preset = [] if names_data(flags) else [f"--config={PRESET}"]
-    return [*preset, *defaults, *([] if threads is None else [f"--num_threads={threads}"]), *flags]
+    ours = [*defaults, *([] if threads is None else [f"--num_threads={threads}"])]
+    return [*preset, *command_line.overriding(ours, flags)]
 
 
 def check_own(flags: Sequence[str], own: Mapping[str, str], who: str) -> None:

@@ -8,22 +8,24 @@ are errors.
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from hvd_bert.config.parser import HELP
-from hvd_bert.config.settings import FLAGS, PACKAGE, STRATEGIES, Config
+from hvd_bert.config import settings_file
+from hvd_bert.config.parser import HELP, Parser
+from hvd_bert.config.settings import FLAGS, PACKAGE, SECTIONS, STRATEGIES, Config
+from hvd_bert.config.values import shortened
 from hvd_bert.errors import EXIT_OK, UserError
+from hvd_bert.storage.places import path_problem
 
 if TYPE_CHECKING:
     from transformers.hf_argparser import HfArgumentParser
 
 PRESETS = PACKAGE / "config" / "presets"
+_FLAG_OF = {spelling: name for name, flag in FLAGS.items() for spelling in flag.spellings(name)}
 
 # run_qa's flags that have no field here -> what to do instead.
 RUN_QA_FLAGS_NOT_HERE = {
@@ -58,25 +60,20 @@ def parse(argv: list[str] | None = None) -> Config:
     if HELP & set(argv):
         parser.print_help()
         sys.exit(EXIT_OK)
-    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    chooser.add_argument("--config")
-    try:
-        chosen, flags = chooser.parse_known_args(argv)
-    except argparse.ArgumentError:
-        raise UserError("--config needs a value: a preset's name or a YAML file.") from None
+    chooser = Parser(prog=parser.prog, add_help=False, allow_abbrev=False)
+    chooser.add_argument("--config", nargs="?", const="")
+    chosen, flags = chooser.parse_known_args(argv)
+    from_file: dict[str, Any] = {}
     if chosen.config is not None:
-        from_file = load_yaml(chosen.config)
-        given = names_of(flags)
-        replaced = {name for flag in given & FLAGS.keys() for name in FLAGS[flag].replaces} - given
-        # With "=", or argparse would take a value such as -1e-05 for a flag.
-        flags = [f"--{name}={value}" for name, value in from_file.items() if name not in replaced] + flags
-    *parts, _, unknown = parser.parse_args_into_dataclasses(
-        flags, look_for_args_file=False, return_remaining_strings=True
-    )
+        given = flags_in(flags)
+        replaced = {name for flag in given for name in FLAGS[flag].replaces} - given
+        from_file = {name: value for name, value in load_yaml(chosen.config).items() if name not in replaced}
+    settings, unknown = parser.parse_known_args(flags, argparse.Namespace(**from_file))
     if unknown:
         name = unknown[0].lstrip("-").split("=")[0].replace("-", "_")
-        raise UserError(f"Unknown argument {unknown[0]}{RUN_QA_FLAGS_NOT_HERE.get(name) or _hint(name, '--')}")
-    return Config(*parts)
+        what_to_do = RUN_QA_FLAGS_NOT_HERE.get(name) or settings_file.hint(name, "--")
+        raise UserError(f"Unknown argument {shortened(unknown[0])}{what_to_do}")
+    return Config(*(section(**{f.name: getattr(settings, f.name) for f in fields(section)}) for section in SECTIONS))
 
 
 def before_joining(argv: list[str], parse: Callable[[list[str]], Config] = parse) -> dict[str, Any]:
@@ -108,35 +105,46 @@ def _strategy_flag(argv: list[str]) -> str:
 
 
 def names_of(words: Sequence[str]) -> set[str]:
-    """The names of the flags on a command line, as in `hvd_bert.config.settings`."""
+    """The names of the flags on a command line, as they are spelled there, with underscores."""
     return {word.lstrip("-").split("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+
+
+def flags_in(words: Sequence[str]) -> set[str]:
+    """The flags on a command line, whatever their spelling."""
+    return {_FLAG_OF[spelling] for spelling in names_of(words) & _FLAG_OF.keys()}
+
+
+def without(words: Sequence[str], names: Iterable[str]) -> list[str]:
+    """The words of a command line except those flags, in all their spellings, with their values."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in names:
+        spellings = FLAGS[name].spellings(name)
+        forms = spellings | {spelling.replace("_", "-") for spelling in spellings}
+        parser.add_argument(*(f"--{form}" for form in forms), nargs="?")
+    return parser.parse_known_args(words)[1]
+
+
+def overriding(words: Sequence[str], later: Sequence[str]) -> list[str]:
+    """The words of a command line, with the flags of `later` in place of the same flags in `words`."""
+    return [*without(words, flags_in(later)), *later]
 
 
 def load_yaml(name: str) -> dict[str, Any]:
     """Flag names and values of a preset or a YAML file; `{package}` in a value stands for this package's folder."""
-    path = PRESETS / f"{name}.yaml"
-    if not path.is_file():
-        path = Path(name)
+    if not name:
+        raise UserError("--config needs a value: a preset's name or a YAML file.")
+    problem = path_problem(name)
+    if problem:
+        raise UserError(f"--config {shortened(ascii(name))}: {problem}.")
+    preset = PRESETS / f"{name}.yaml"
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        texts = settings_file.read(name, preset if name in _presets() else Path(name))
     except FileNotFoundError:
         presets = ", ".join(_presets())
         raise UserError(f"--config {name}: no such file, and no preset of that name. Presets: {presets}.") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"--config {name}: cannot be read as YAML: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"--config {name}: must be lines of `flag: value`.")
-    for key, value in content.items():
-        if key not in FLAGS:
-            raise UserError(f"--config {name}: unknown key '{key}'{_hint(str(key), '')}")
-        if isinstance(value, (dict, list)):
-            raise UserError(f"--config {name}: '{key}' must be a single value, not {type(value).__name__}.")
-    values = {key: value for key, value in content.items() if value is not None}
-    if values.get("eval_strategy") is False:  # how YAML reads an unquoted no
-        values["eval_strategy"] = "no"
+    try:
+        parsed = vars(make_parser().parse_args([f"--{flag}={text}" for flag, text in texts.items()]))
+    except UserError as error:
+        raise UserError(f"--config {name}: {error}") from None
+    values = {flag: parsed[flag] for flag in texts}
     return {k: v.replace("{package}", str(PACKAGE)) if isinstance(v, str) else v for k, v in values.items()}
-
-
-def _hint(name: str, prefix: str) -> str:
-    close = difflib.get_close_matches(name.replace("-", "_"), FLAGS, n=1)
-    return f": did you mean {prefix}{close[0]}?" if close else "."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hvd_bert.config.flag import flag, require
+from hvd_bert.config.flag import MAX_THREADS, flag, require
 from hvd_bert.errors import UserError
 
 DEFAULT_DATASET = "squad"
@@ -113,6 +113,8 @@ class DataArguments:
         for name in ("max_train_samples", "max_eval_samples", "preprocessing_num_workers"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"--{name} {value}: must be at least 1.")
+        workers = self.preprocessing_num_workers or 1
+        require(workers <= MAX_THREADS, f"--preprocessing_num_workers {workers}: must be at most {MAX_THREADS}.")
 
     @property
     def pad_to(self) -> int | None:

@@ -12,6 +12,7 @@ from hvd_bert.errors import UserError
 Group = Literal["model", "data", "training", "evaluation", "checkpoints", "distributed", "profiling", "output"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 KEY = "flag"
+MAX_THREADS = 1024  # beyond, starting them takes seconds, and a million end the process with a segmentation fault
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from transformers.hf_argparser import HfArgumentParser
 from hvd_bert.config.flag import GROUPS, Flag
 from hvd_bert.config.parser import HelpFormatter, Parser
 from hvd_bert.config.settings import SECTIONS
+from hvd_bert.config.values import StoreOnce
 
 EPILOG = (
     "A switch such as --bf16 also takes a value (--bf16 False). Flags may be written with hyphens"
@@ -44,10 +45,12 @@ class FlagsParser(Parser, HfArgumentParser):
         if not self.groups:
             self.groups = {group: self.add_argument_group(group) for group in GROUPS}
         if options.get("action") == "store_false":  # --no_X
-            options["help"] = flag.negated_help
+            options |= {"help": flag.negated_help, "action": "store", "nargs": 0, "const": False}
         else:
             options["help"] = f"{flag.help} (default: {flag.shown_default})"
             placeholder = {int: "N", float: "X"}.get(options["type"])
             if placeholder:
                 options.setdefault("metavar", placeholder)
+        if options.get("action", "store") == "store":
+            options["action"] = StoreOnce
         return self.groups[flag.group].add_argument(*names, **options)

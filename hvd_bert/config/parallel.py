@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from hvd_bert.config.flag import flag, properties_of, require
+from hvd_bert.config.flag import MAX_THREADS, flag, properties_of, require
 
 # Implementations: hvd_bert.strategies.table. none: a single process.
 STRATEGIES = ["horovod", "ddp", "fsdp", "deepspeed", "dp", "none"]
@@ -66,7 +66,7 @@ class ParallelArguments:
         factor = self.gradient_predivide_factor
         require(
             math.isfinite(factor) and factor > 0,
-            f"--gradient_predivide_factor {factor}: must be a positive number.",
+            f"--gradient_predivide_factor {factor}: must be a positive, finite number.",
         )
         require(self.num_groups >= 0, f"--num_groups {self.num_groups}: must not be negative.")
         # Horovod ignores the factor for grouped gradients, so their sums could overflow.
@@ -75,7 +75,6 @@ class ParallelArguments:
             f"--num_groups {self.num_groups}: Horovod cannot group gradients with --gradient_predivide_factor."
             " Leave one of them out.",
         )
-        require(
-            self.num_threads is None or self.num_threads >= 1,
-            f"--num_threads {self.num_threads}: must be at least 1.",
-        )
+        threads = self.num_threads
+        require(threads is None or threads >= 1, f"--num_threads {threads}: must be at least 1.")
+        require(threads is None or threads <= MAX_THREADS, f"--num_threads {threads}: must be at most {MAX_THREADS}.")

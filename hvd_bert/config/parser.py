@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
+from hvd_bert.config.values import CheckedParser, shortened
 from hvd_bert.errors import UserError
 
 HELP = {"-h", "--help"}
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(CheckedParser):
     """Raises UserError for a wrong command line; argparse would print it on every rank and exit."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}. `{self.prog} --help` lists the flags.")
+        raise UserError(f"{shortened(message, 1000)}. `{self.prog} --help` lists the flags.")
 
 
 def invocation(action: argparse.Action) -> str:

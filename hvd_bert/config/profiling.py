@@ -50,12 +50,15 @@ class ProfilingArguments:
     )
 
     def __post_init__(self) -> None:
-        fits = re.fullmatch(r"[1-9]\d*:[1-9]\d*", self.timeline_steps) and self._steps()
+        fits = re.fullmatch(r"[1-9][0-9]{0,8}:[1-9][0-9]{0,8}", self.timeline_steps) and self._steps()
         require(bool(fits), f"--timeline_steps {self.timeline_steps}: give the first and the last step, as in 11:30.")
         unused = self.timeline_mark_cycles and not (self.timeline or self.profile)
         require(not unused, "--timeline_mark_cycles needs a recording: give --timeline_file FILE.")
         peak = self.peak_tflops
-        require(peak is None or (math.isfinite(peak) and peak > 0), f"--peak_tflops {peak}: must be a positive number.")
+        require(
+            peak is None or (math.isfinite(peak) and peak > 0),
+            f"--peak_tflops {peak}: must be a positive, finite number.",
+        )
 
     def _steps(self) -> range:
         first, last = self.timeline_steps.split(":")

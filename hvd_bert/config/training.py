@@ -172,10 +172,12 @@ class TrainArguments:
         finite_positive = ("learning_rate", "adam_epsilon", "num_train_epochs")
         for name in finite_positive:
             value = getattr(self, name)
-            require(math.isfinite(value) and value > 0, f"--{name} {value}: must be a positive number.")
+            require(math.isfinite(value) and value > 0, f"--{name} {value}: must be a positive, finite number.")
+        require(self.num_train_epochs <= 1e6, f"--num_train_epochs {self.num_train_epochs}: must be at most 1000000.")
         for name in ("weight_decay", "max_grad_norm", "warmup_steps", "seed"):
             value = getattr(self, name)
-            require(math.isfinite(value) and value >= 0, f"--{name} {value}: must not be negative.")
+            require(math.isfinite(value), f"--{name} {value}: must be a finite number.")
+            require(value >= 0, f"--{name} {value}: must not be negative.")
         for name in ("adam_beta1", "adam_beta2", "warmup_ratio"):
             require(0 <= getattr(self, name) < 1, f"--{name} {getattr(self, name)}: must be in [0, 1).")
         batch = self.global_batch

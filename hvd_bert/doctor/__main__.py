@@ -19,7 +19,7 @@ from hvd_bert.config.parser import Parser
 from hvd_bert.distributed.launch import find_launcher
 from hvd_bert.doctor.report import Report
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.startup import collector_paused, leave_help_to_one_rank
+from hvd_bert.startup import collector_paused, escape_unprintable, leave_help_to_one_rank
 
 MAX_REPEATS = 1000
 
@@ -34,6 +34,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--model",
         metavar="FOLDER",
+        type=str,
         help="Measure the allreduce of this BERT's gradients. (default: BERT-base)",
     )
     parser.add_argument(
@@ -95,4 +96,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    escape_unprintable()
     sys.exit(main())

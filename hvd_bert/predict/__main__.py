@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from hvd_bert.startup import collector_paused
+from hvd_bert.config.values import CheckedParser, passage
+from hvd_bert.startup import collector_paused, escape_unprintable
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,15 +25,18 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
-    parser = argparse.ArgumentParser(
+    parser = CheckedParser(
         prog="python -m hvd_bert.predict", description="Answer questions about a passage with a trained model."
     )
-    parser.add_argument("model", metavar="MODEL", help="Output folder of a training, or a hub name.")
-    parser.add_argument("--context", metavar="TEXT", help="Passage that contains the answer. (default: none)")
-    parser.add_argument("--question", metavar="TEXT", help="Question about the passage. (default: none)")
+    parser.add_argument("model", metavar="MODEL", type=str, help="Output folder of a training, or a hub name.")
+    parser.add_argument(
+        "--context", metavar="TEXT", type=passage, help="Passage that contains the answer. (default: none)"
+    )
+    parser.add_argument("--question", metavar="TEXT", type=passage, help="Question about the passage. (default: none)")
     parser.add_argument(
         "--questions_file",
         metavar="FILE",
+        type=str,
         help="Questions in SQuAD's JSON, instead of --context and --question. (default: none)",
     )
     parser.add_argument(
@@ -55,4 +59,5 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    escape_unprintable()
     sys.exit(main())

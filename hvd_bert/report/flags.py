@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from hvd_bert.config.values import CheckedParser
 from hvd_bert.errors import UserError
 from hvd_bert.report.projection import MAX_DEVICES, NS_PER_WEIGHT
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the report's flags."""
-    parser = argparse.ArgumentParser(prog="python -m hvd_bert.report")
+    parser = CheckedParser(prog="python -m hvd_bert.report")
     parser.description = "Compare finished runs: speed-up, efficiency, losses and scores, as an HTML page and tables."
     parser.add_argument(
         "runs", metavar="RUNS", nargs="+", type=Path, help="Output folders of trainings, or folders above them."
@@ -72,13 +73,13 @@ def check(flags: argparse.Namespace) -> None:
     for name in [*positive, "loss_tolerance", "final_loss_tolerance"]:
         value = getattr(flags, name)
         if value is not None and not 0 < value < float("inf"):
-            raise UserError(f"--{name} {value:g}: must be above 0.")
+            raise UserError(f"--{name} {value:g}: must be above 0 and finite.")
     for value in flags.gbps or []:
         if not 0 < value < float("inf"):
-            raise UserError(f"--gbps {value:g}: must be above 0.")
+            raise UserError(f"--gbps {value:g}: must be above 0 and finite.")
     for name in ("latency_us", "inner_latency_us", "ns_per_weight"):
         if not 0 <= getattr(flags, name) < float("inf"):
-            raise UserError(f"--{name} {getattr(flags, name):g}: must not be negative.")
+            raise UserError(f"--{name} {getattr(flags, name):g}: must not be negative or infinite.")
     if flags.backward_share is not None and not 0 <= flags.backward_share <= 1:
         raise UserError(f"--backward_share {flags.backward_share:g}: must be from 0 to 1.")
     if (flags.gpus_per_node > 1) != (flags.inner_gbps is not None):

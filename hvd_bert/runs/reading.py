@@ -240,7 +240,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     """The run's flags; empty if their file is missing or damaged, since no comparison depends on them."""
     try:
         settings = yaml.safe_load((folder / SETTINGS).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return settings if isinstance(settings, dict) else {}
 

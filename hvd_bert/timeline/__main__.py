@@ -15,9 +15,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from hvd_bert.config.values import CheckedParser
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.model.cpu import malloc
 from hvd_bert.rendering.page import Listing, Page, Picture, Text
+from hvd_bert.startup import escape_unprintable
 from hvd_bert.timeline import advice, analysis, content
 from hvd_bert.timeline.figures import Findings
 
@@ -46,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
-    parser = argparse.ArgumentParser(prog="python -m hvd_bert.timeline")
+    parser = CheckedParser(prog="python -m hvd_bert.timeline")
     parser.description = (
         "Analyze a Horovod timeline: phases, bandwidth, exposed communication, stragglers, and what to change."
     )
@@ -108,4 +110,5 @@ def _write_page(findings: Findings, path: Path) -> None:
 
 
 if __name__ == "__main__":
+    escape_unprintable()
     sys.exit(main())

@@ -86,6 +86,11 @@ def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: Wor
 
     A fixed global batch need not divide evenly: ranks may differ by one window, as in the last step of an epoch.
     """
+    if args.gradient_accumulation_steps > len(lengths):
+        raise UserError(
+            f"--gradient_accumulation_steps {args.gradient_accumulation_steps}: a step would have more micro-batches"
+            f" than the {len(lengths)} windows of the training data. Use a smaller number or more data."
+        )
     rank_batch, passes = args.per_device_train_batch_size * world.devices, args.gradient_accumulation_steps
     plan = BatchPlan.of_rank_batch(lengths, rank_batch, passes, world.size, args.seed, crossover)
     if args.global_batch == -1:

@@ -28,6 +28,7 @@ from hvd_bert.config import command_line
 from hvd_bert.config.parser import Parser
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
+from hvd_bert.startup import escape_unprintable
 from hvd_bert.tune import console, knobs
 from hvd_bert.tune.runs import Failed, Runs
 from hvd_bert.tune.search import FASTER, Search
@@ -164,4 +165,5 @@ def _search(runs: Runs, config: Config, wanted: Sequence[knobs.Knob], values: di
 
 
 if __name__ == "__main__":
+    escape_unprintable()
     sys.exit(main(sys.argv[1:]))

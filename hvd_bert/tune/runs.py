@@ -12,6 +12,7 @@ from hvd_bert.bench.launching import Launching
 from hvd_bert.bench.one_run import LOG, Trained, train
 from hvd_bert.bench.points import Point
 from hvd_bert.bench.record import read_previous, replace, unreadable
+from hvd_bert.config.command_line import overriding
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.runs import reading
 from hvd_bert.runs.run import Run
@@ -146,7 +147,8 @@ class Runs:
 
     def _train(self, setting: Setting, folder: Path, timeout: float) -> Trained:
         environ = knobs.environment(setting, self.environ)
-        flags = [*self.flags, *knobs.flags(setting), f"--output_dir={folder}", "--overwrite_output_dir"]
+        ours = [*knobs.flags(setting), f"--output_dir={folder}", "--overwrite_output_dir"]
+        flags = overriding(self.flags, ours)
         trained = train(self.launching.command(self.point, flags, knobs.exported(environ)), environ, folder, timeout)
         (folder / "model.safetensors").unlink(missing_ok=True)  # weights are large and not needed here
         return trained

@@ -18,7 +18,7 @@ from launch import REPOSITORY, programs, served
 pytestmark = pytest.mark.cluster
 Pretended = Callable[[str], dict[str, str]]
 
-DROPOUT = f"{SMALL} 12 --dropout 0.1 --per_device_train_batch_size 8 --save_steps 5"
+DROPOUT = f"{SMALL.replace('--dropout 0', '--dropout 0.1')} 12 --per_device_train_batch_size 8 --save_steps 5"
 
 
 def start_again(cluster: Cluster, job: str, folder: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from harness import HOSTS, RANK_INFOS, SMALL, Cluster, losses, results
 
 pytestmark = pytest.mark.cluster
-STEPS = f"{SMALL} 4 --per_device_train_batch_size 4 --output_dir out"
+STEPS = f"{SMALL} 4 --output_dir out --per_device_train_batch_size"
 TORCHRUN = "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint a100-01:29400"
 FOUR = "salloc --nodes=2 --ntasks-per-node=2 srun"
 STARTED = {
@@ -26,7 +26,7 @@ STARTED = {
 def one_process(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of the same steps by one process."""
     folder = tmp_path_factory.mktemp("one_process")
-    command = f"python -m hvd_bert.train {STEPS} --strategy none --per_device_train_batch_size 16"
+    command = f"python -m hvd_bert.train {STEPS} 16 --strategy none"
     cluster.on("a100-01", command, folder).expect(0)
     return losses(folder / "out")
 
@@ -35,7 +35,7 @@ def one_process(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> l
 def test_four_ranks_on_two_hosts(cluster: Cluster, tmp_path: Path, one_process: list[float], how: str) -> None:
     if "deepspeed" in how:
         pytest.importorskip("deepspeed")
-    cluster.on("login", f"{STARTED[how].format(train='hvd_bert.train')} {STEPS}", tmp_path).expect(0)
+    cluster.on("login", f"{STARTED[how].format(train='hvd_bert.train')} {STEPS} 4", tmp_path).expect(0)
     found = results(tmp_path / "out")
     controller = "gloo" if "horovod" in how.split(", ")[1] else "torch.distributed"
     assert (found["world_size"], found["hosts"], found["controller"]) == (4, HOSTS, controller)

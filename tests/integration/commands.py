@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from launch import TRAIN, Outcome
 
+from hvd_bert.config.command_line import overriding
 from hvd_bert.sample.files import generated
 
 # "[1,0]<stdout>:" of horovodrun --mpi, "[0]<stdout>:" of --gloo
@@ -28,10 +29,11 @@ def skip_without(strategy: str) -> None:
 
 def small_run(size: int, out: Path | str, *flags: str | float | Path, preset: str = "sample") -> list[str]:
     """A command of 2 epochs of 3 steps, the last of each with one window, then the scores of 7 questions."""
-    words = ["--config", preset, "--max_train_samples", 33, "--max_eval_samples", 7, "--num_train_epochs", 2]
+    words = [] if "--config" in flags else ["--config", preset]
+    words += ["--max_train_samples", 33, "--max_eval_samples", 7, "--num_train_epochs", 2]
     words += ["--per_device_train_batch_size", GLOBAL_BATCH // size, "--logging_steps", 1, "--dropout", 0]
-    words += ["--output_dir", out, *flags]
-    return [*TRAIN, *map(str, words)]
+    words += ["--output_dir", out]
+    return [*TRAIN, *overriding([str(word) for word in words], [str(flag) for flag in flags])]
 
 
 def said(outcome: Outcome) -> str:

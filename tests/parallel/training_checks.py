@@ -43,7 +43,8 @@ def sample(*flags: str | float | Path) -> list[str]:
     fixed = ["--config", "sample", "--config_name", tiny, "--tokenizer_name", tiny, "--dropout", 0]
     strategy, _, stage = sys.argv[3].partition(":")  # as in "deepspeed:3"
     fixed += ["--strategy", strategy, *(["--zero_stage", stage] if stage else [])]
-    return [str(word) for word in (*fixed, "--max_train_samples", WINDOWS, "--weight_decay", 0.01, *flags)]
+    fixed += ["--max_train_samples", WINDOWS, "--weight_decay", 0.01]
+    return command_line.overriding([str(word) for word in fixed], [str(word) for word in flags])
 
 
 class Training:

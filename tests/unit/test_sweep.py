@@ -358,7 +358,8 @@ def start(tmp_path: Path) -> Callable[..., int]:
     """start(*flags) -> the exit status of a small sweep in tmp_path/out."""
 
     def begin(*flags: str) -> int:
-        words = ["--strategies", "none,horovod", "--ranks", "1,2", "--repeats", "2", "--out", str(tmp_path / "out")]
+        defaults = {"--strategies": "none,horovod", "--ranks": "1,2", "--repeats": "2", "--out": str(tmp_path / "out")}
+        words = [f"{name}={value}" for name, value in defaults.items() if name not in flags]
         return sweep.main([*words, *flags])
 
     return begin

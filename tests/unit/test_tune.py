@@ -237,7 +237,11 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Pretended:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., int]:
-    return lambda *flags: tune.main(["--out", str(tmp_path / "out"), "--knobs", "cycle,groups,cache", *flags])
+    def begin(*flags: str) -> int:
+        defaults = {"--out": str(tmp_path / "out"), "--knobs": "cycle,groups,cache"}
+        return tune.main([*(f"{name}={value}" for name, value in defaults.items() if name not in flags), *flags])
+
+    return begin
 
 
 def record(folder: Path) -> dict[str, object]:

@@ -1,0 +1,83 @@
+"""Values on a command line, checked for all commands: numbers, names and paths, and flags that are given twice."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hvd_bert.storage.places import path_problem
+
+LARGEST = 2**32 - 1  # more fits none of the libraries that take these numbers
+
+
+class StoreOnce(argparse.Action):
+    """Stores a flag's value, and refuses a second one that differs."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        value = self.const if self.nargs == 0 else values
+        first = vars(namespace).setdefault("_given", {}).setdefault(self.dest, str(value))
+        if first != str(value):
+            both = f"as {shortened(first)} and as {shortened(str(value))}"
+            raise argparse.ArgumentError(self, f"given twice, {both}; remove one")
+        setattr(namespace, self.dest, value)
+
+
+class CheckedParser(argparse.ArgumentParser):
+    """Checks numbers and paths while it parses them, and refuses a flag that is given twice with different values."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for action in (None, "store"):
+            self.register("action", action, StoreOnce)
+        for kind, check in ((int, whole_number), (str, name_or_path), (Path, path)):
+            self.register("type", kind, check)
+
+    def error(self, message: str) -> NoReturn:
+        """As argparse's, without repeating a long value in full."""
+        super().error(shortened(message, 1000))
+
+
+def whole_number(text: str) -> int:
+    """Parse a number of reasonable size."""
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid int value: {shortened(repr(text))}") from None
+    if abs(number) > LARGEST:
+        raise argparse.ArgumentTypeError(f"{shortened(text)} is out of range: the largest number is {LARGEST}")
+    return number
+
+
+def name_or_path(text: str) -> str:
+    """A name or path that can be opened, written to UTF-8 files, and passed to libraries."""
+    problem = path_problem(text)
+    if problem:
+        raise argparse.ArgumentTypeError(f"{shortened(ascii(text))} {problem}")
+    return text
+
+
+def path(text: str) -> Path:
+    """`name_or_path` as a path."""
+    return Path(name_or_path(text))
+
+
+def passage(text: str) -> str:
+    """Text of any length."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:  # without UTF-8 in the locale, Python does not decode it
+        pass
+    try:
+        return os.fsencode(text).decode()
+    except UnicodeError:
+        raise argparse.ArgumentTypeError(f"{shortened(ascii(text))} is not UTF-8 text") from None
+
+
+def shortened(text: str, maximum: int = 200) -> str:
+    """The start of a text, as much as fits into a message."""
+    return text if len(text) <= maximum else f"{text[:maximum]}... ({len(text)} characters)"

@@ -1,0 +1,185 @@
+"""Checks of values that all commands share: numbers, names and paths, flags given twice, text in any locale."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_bert.bench import flags as bench
+from hvd_bert.config.command_line import overriding, parse, without
+from hvd_bert.config.settings import FLAGS
+from hvd_bert.config.values import passage, shortened
+from hvd_bert.errors import UserError
+from hvd_bert.predict.__main__ import make_parser as predict_parser
+from hvd_bert.report.flags import make_parser as report_parser
+from hvd_bert.timeline.__main__ import make_parser as timeline_parser
+
+NAMES = [name for name, flag in FLAGS.items() if flag.metavar in ("FILE", "FOLDER", "NAME", "REVISION")]
+NUMBERS = ("seed", "max_steps", "gradient_accumulation_steps", "num_threads", "n_best_size", "max_train_samples")
+
+
+def refusal(*flags: str) -> str:
+    with pytest.raises(UserError) as refused:
+        parse(list(flags))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["train_file", "output_dir", "model_name_or_path", "dataset_name", "timeline"])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("", "'' is empty: give a value, or leave the flag out"),
+        ("a\0b", r"'a\x00b' contains a NUL character"),
+        ("a\ud800b", r"'a\ud800b' is not valid UTF-8"),
+        ("a\udcffb", r"'a\udcffb' is not valid UTF-8"),  # the byte 0xff
+        ("a" * 256, "is too long for a file: a name has at most 255 bytes"),
+        ("é" * 128, "is too long for a file"),
+        ("a/" * 2048, "is too long for a file"),
+    ],
+    ids=["empty", "NUL", "surrogate", "byte", "long name", "many bytes", "long path"],
+)
+def test_names_that_no_file_has(name: str, value: str, words: str) -> None:
+    message = refusal(f"--{name}={value}")
+    assert words in message and f"--{name}" in message and len(message) < 600
+    message.encode()
+
+
+def test_longest_names() -> None:
+    names = ["a" * 255, "é" * 127, "a/" * 2047 + "a"]
+    assert [parse([f"--output_dir={name}"]).train.output_dir for name in names] == names
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", ["9" * 5000, "1" + "0" * 12, "-1" + "0" * 12, str(2**32)], ids=len)
+def test_numbers_that_are_too_large(name: str, value: str) -> None:
+    message = refusal(f"--{name}={value}")
+    assert f"--{name}" in message and len(message) < 600
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--num_threads 1000000", "--num_threads 1000000: must be at most 1024"),
+        ("--preprocessing_num_workers 1000000", "--preprocessing_num_workers 1000000: must be at most 1024"),
+        ("--num_train_epochs 1e300", "--num_train_epochs 1e+300: must be at most 1000000"),
+        ("--timeline_steps 1:999999999999", "--timeline_steps 1:999999999999: give the first and the last step"),
+        ("--weight_decay inf", "--weight_decay inf: must be a finite number"),
+        ("--max_grad_norm nan", "--max_grad_norm nan: must be a finite number"),
+        ("--weight_decay -1", "--weight_decay -1.0: must not be negative"),
+        ("--learning_rate inf", "--learning_rate inf: must be a positive, finite number"),
+        ("--seed 1 --seed 2", "given twice, as 1 and as 2"),
+        ("--seed=1 --bf16 --seed=2", "given twice, as 1 and as 2"),
+        ("--max_seq_length 9 --max-seq-length 8", "given twice, as 9 and as 8"),
+        ("--timeline a --timeline_file b", "given twice, as a and as b"),
+        ("--do_train --no_do_train", "given twice, as True and as False"),
+        ("--bf16 --bf16 False", "given twice, as True and as False"),
+        ("--config sample --config sweep", "given twice, as sample and as sweep"),
+    ],
+)
+def test_refused(flags: str, words: str) -> None:
+    assert words in refusal(*flags.split())
+
+
+def test_the_same_value_twice_is_accepted() -> None:
+    train = parse(["--seed", "3", "--seed=3", "--bf16", "--bf16", "True", "--no_do_eval", "--do_eval", "false"]).train
+    assert (train.seed, train.bf16, train.do_eval) == (3, True, False)
+
+
+def test_a_flag_replaces_that_of_the_file() -> None:
+    assert parse(["--config", "sample", "--seed", "9", "--no_do_eval"]).train.seed == 9
+
+
+def test_the_benchmark_replaces_the_users_length() -> None:
+    config = bench.parse(["--steps", "4", "--repeats", "2", "--save_steps", "3", "--do_eval", "--max-steps", "5"])[1]
+    assert (config.checkpoint.save_steps, config.train.do_eval, config.train.max_steps) == (0, False, 12)
+
+
+def test_without_removes_all_spellings() -> None:
+    words = [
+        "--seed",
+        "1",
+        "--max-seq-length=9",
+        "--no_do_eval",
+        "--bf16",
+        "--timeline-file",
+        "a",
+        "--null_score_diff_threshold",
+        "-1e-5",
+    ]
+    left = ["--seed", "1", "--bf16", "--null_score_diff_threshold", "-1e-5"]
+    assert without(words, ["max_seq_length", "do_eval", "timeline"]) == left
+    assert overriding(words, ["--seed=2", "--do_eval"]) == [*words[2:3], *words[4:], "--seed=2", "--do_eval"]
+
+
+@pytest.mark.parametrize(
+    ("parser", "words"),
+    [
+        (report_parser, ["runs\0", "--out", "a"]),
+        (report_parser, ["runs", "--out", "a\ud800"]),
+        (report_parser, ["runs", "--out", "a", "--out", "b"]),
+        (report_parser, ["runs", "--out", ""]),
+        (timeline_parser, ["a" * 300]),
+        (timeline_parser, ["a", "--ranks", "9" * 5000]),
+        (predict_parser, [""]),
+        (predict_parser, ["model", "--questions_file", "a\0"]),
+    ],
+)
+def test_other_commands_refuse_them_too(parser: Any, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parser().parse_args(words)
+    assert left.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()[-1]) < 600
+
+
+@given(name=st.sampled_from(NAMES), value=st.text(alphabet=st.characters(), max_size=8))
+def test_any_name_is_accepted_or_refused(name: str, value: str) -> None:
+    try:
+        parse([f"--{name}={value}"])
+    except UserError as refused:
+        str(refused).encode()
+
+
+def test_passage() -> None:
+    assert passage("Zürich €") == "Zürich €"
+    assert passage("Zürich".encode().decode("ascii", "surrogateescape")) == "Zürich"  # as a locale without UTF-8 has it
+
+
+def test_shortened() -> None:
+    assert shortened("a" * 200) == "a" * 200
+    assert shortened("a" * 5000) == "a" * 200 + "... (5000 characters)"
+
+
+IN_ANOTHER_LOCALE = """
+import json, sys
+from hvd_bert.config.values import passage
+from hvd_bert.startup import escape_unprintable
+from hvd_bert.storage.places import path_problem
+escape_unprintable()
+print(json.dumps([path_problem(word) for word in (sys.argv[1], sys.argv[1].encode("ascii", "replace").decode())]))
+print(passage(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("env", "problems"),
+    [
+        (
+            {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+            ["is not ASCII, and Python's encoding of paths is ascii here: set PYTHONUTF8=1", ""],
+        ),
+        ({"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}, ["", ""]),
+    ],
+    ids=["C", "ascii output"],
+)
+def test_text_in_another_locale(env: dict[str, str], problems: list[str]) -> None:
+    command = [sys.executable, "-c", IN_ANOTHER_LOCALE, "Zürich €".encode()]
+    done = subprocess.run(command, env=env, capture_output=True, check=True, timeout=60)
+    first, second = done.stdout.decode("ascii").splitlines()
+    assert json.loads(first) == problems
+    assert second == r"Z\xfcrich \u20ac"
