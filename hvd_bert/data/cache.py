@@ -19,15 +19,19 @@ from pathlib import Path
 
 from hvd_bert.errors import UserError
 from hvd_bert.storage import locks
-from hvd_bert.storage.places import cache_root
+from hvd_bert.storage.places import cache_root, path_problem
 from hvd_bert.storage.writing import flush
 
 _LEFTOVER_AGE_S = 24 * 3600.0
 
 
 def default_cache_dir() -> Path:
-    """The window cache in this user's cache folder."""
-    return cache_root() / "windows"
+    """The window cache in this user's cache folder. Raises UserError if libraries cannot open its path."""
+    path = cache_root() / "windows"
+    problem = path_problem(str(path))
+    if problem:
+        raise UserError(f"The cache folder {str(path)!a} {problem}, or set HVD_BERT_CACHE to another folder.")
+    return path
 
 
 def folder(

@@ -35,7 +35,7 @@ def load(
     """
     import datasets  # slow to import, and not needed for files
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
 
     try:
         validate_repo_id(dataset_name)

@@ -191,3 +191,9 @@ def test_default_folder(monkeypatch, own, xdg, expected):
     monkeypatch.setenv("XDG_CACHE_HOME", xdg)
     monkeypatch.setenv("HOME", "/home/u")
     assert cache.default_cache_dir() == Path(expected)
+
+
+def test_a_cache_folder_that_libraries_cannot_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVD_BERT_CACHE", "/\udcff")
+    with pytest.raises(UserError, match=r"The cache folder .* is not valid UTF-8.*, or set HVD_BERT_CACHE to another"):
+        cache.default_cache_dir()
