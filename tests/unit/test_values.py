@@ -15,10 +15,12 @@ from hvd_bert.bench import flags as bench
 from hvd_bert.config.command_line import overriding, parse, without
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.config.values import passage, shortened
+from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.predict.__main__ import make_parser as predict_parser
 from hvd_bert.report.flags import make_parser as report_parser
 from hvd_bert.timeline.__main__ import make_parser as timeline_parser
+from hvd_bert.training import inputs
 
 NAMES = [name for name, flag in FLAGS.items() if flag.metavar in ("FILE", "FOLDER", "NAME", "REVISION")]
 NUMBERS = ("seed", "max_steps", "gradient_accumulation_steps", "num_threads", "n_best_size", "max_train_samples")
@@ -183,3 +185,11 @@ def test_text_in_another_locale(env: dict[str, str], problems: list[str]) -> Non
     first, second = done.stdout.decode("ascii").splitlines()
     assert json.loads(first) == problems
     assert second == r"Z\xfcrich \u20ac"
+
+
+def test_more_micro_batches_than_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "open_split", lambda *_: None)
+    monkeypatch.setattr(inputs, "_windows", lambda *_: range(20))
+    config = parse(["--gradient_accumulation_steps", str(2**32 - 1)])
+    with pytest.raises(UserError, match=r"--gradient_accumulation_steps 4294967295: .* than the 20 windows"):
+        inputs._training_set(config, None, 1, World())
