@@ -21,7 +21,7 @@ fi
 
 case " $*" in *" --config"*) preset=() ;; *) preset=(--config sample) ;; esac
 command=(horovodrun -np 2 -H localhost:2 python -m hvd_bert.train
-  "${preset[@]}" --output_dir runs/demo --overwrite_output_dir --log_format plain ${flags[@]+"${flags[@]}"})
+  ${preset[@]+"${preset[@]}"} --output_dir runs/demo --overwrite_output_dir --log_format plain ${flags[@]+"${flags[@]}"})
 printf '\n$ %s\n' "${command[*]}"
 # Remove horovodrun's tags of ranks: only rank 0 prints here.
 "${command[@]}" </dev/null 2>&1 | sed -u 's/\[[0-9,]*\]<std[a-z]*>://g'

@@ -187,9 +187,7 @@ def test_text_in_another_locale(env: dict[str, str], problems: list[str]) -> Non
     assert second == r"Z\xfcrich \u20ac"
 
 
-def test_more_micro_batches_than_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "open_split", lambda *_: None)
-    monkeypatch.setattr(inputs, "_windows", lambda *_: range(20))
-    config = parse(["--gradient_accumulation_steps", str(2**32 - 1)])
+def test_more_micro_batches_than_windows() -> None:
+    args = parse(["--gradient_accumulation_steps", str(2**32 - 1)]).train
     with pytest.raises(UserError, match=r"--gradient_accumulation_steps 4294967295: .* than the 20 windows"):
-        inputs._training_set(config, None, 1, World())
+        inputs.make_plan([8] * 20, args, 1, World())
