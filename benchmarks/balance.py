@@ -14,13 +14,13 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 from shared import markdown_table
-from transformers import AutoConfig
 
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data import squad, windows
 from hvd_bert.data.balance import balanced_partition, crossover, window_costs
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.model.bert import load_tokenizer
+from hvd_bert.model.loading import load_config
 
 
 def over_mean(totals: NDArray[np.int64]) -> float:
@@ -77,8 +77,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[8, 16], help="Windows per rank. (default: 8 16)")
     parser.add_argument("--evaluation", action="store_true", help="Share the questions of an evaluation.")
     args = parser.parse_args()
-    tokenizer = load_tokenizer(ModelArguments(model_name_or_path=args.model_name_or_path))
-    config = AutoConfig.from_pretrained(args.model_name_or_path)
+    model = ModelArguments(model_name_or_path=args.model_name_or_path)
+    tokenizer, config = load_tokenizer(model), load_config(args.model_name_or_path, model)
     options = windows.WindowOptions(max_seq_length=384, doc_stride=128, max_samples=None)
     table = windows.prepare(squad.open_file(args.train_file, False), tokenizer, options)
     lengths, even = table.lengths, crossover(config)

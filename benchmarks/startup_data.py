@@ -62,7 +62,7 @@ def prepare(file: str, model: str) -> dict[str, float]:
     from hvd_bert.data import squad, windows
 
     imported = time.perf_counter()
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     before, cpu_before, memory_before = time.perf_counter(), time.process_time(), memory_mib("self")
     source = squad.open_file(file, version_2_with_negative=False)
     digested = time.perf_counter()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+MAX_REASON = 400
+
 EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
@@ -14,3 +19,27 @@ class UserError(ValueError):
     The message states what is wrong, where it is and what to do. The entry point prints it once,
     on one rank and without a traceback, and exits with `EXIT_BAD_INPUT`.
     """
+
+
+def reason_of(error: BaseException) -> str:
+    """What a library's error says, as one line of at most 400 characters that ends with a sentence or with "..."."""
+    text = " ".join(str(error).split()).removesuffix(".")
+    if len(text) > MAX_REASON:
+        text = text[:MAX_REASON].rpartition(". ")[0] or text[:MAX_REASON] + "..."
+    if text and isinstance(error, (OSError, ValueError)):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__  # "'vocab'" alone says nothing
+
+
+@contextmanager
+def as_user_error(message: Callable[[str], str]) -> Iterator[None]:
+    """Turn whatever a library raises inside into a UserError with `message(reason)`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        # Panics of tokenizers, which is written in Rust, have no other base class.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise UserError(message(reason_of(error))) from None
+        raise

@@ -51,10 +51,10 @@ def main() -> None:
     peer, args = HfArgumentParser((PeerArguments, TrainingArguments)).parse_args_into_dataclasses()
     if peer.count_tokens:
         args.include_num_input_tokens_seen = "non_padding"  # the flag itself takes only true and false
-    tokenizer = AutoTokenizer.from_pretrained(peer.model_name_or_path)
+    tokenizer = AutoTokenizer.from_pretrained(peer.model_name_or_path, trust_remote_code=False)
     times = StepTimes()
     trainer = Trainer(
-        model=AutoModelForQuestionAnswering.from_pretrained(peer.model_name_or_path),
+        model=AutoModelForQuestionAnswering.from_pretrained(peer.model_name_or_path, trust_remote_code=False),
         args=args,
         train_dataset=Dataset.load_from_disk(peer.windows),
         processing_class=tokenizer,

@@ -27,7 +27,7 @@ class QuestionAnswering(lightning.LightningModule):
         super().__init__()
         self.learning_rate = learning_rate
         # from_pretrained returns a model in evaluation mode, and Lightning keeps the mode.
-        self.model = AutoModelForQuestionAnswering.from_pretrained(model_name).train()
+        self.model = AutoModelForQuestionAnswering.from_pretrained(model_name, trust_remote_code=False).train()
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         loss = self.model(**batch).loss

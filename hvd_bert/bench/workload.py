@@ -7,16 +7,17 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoConfig, BertConfig
+from transformers import BertConfig
 
-from hvd_bert.config.settings import Config
+from hvd_bert.config.settings import Config, ModelArguments
 from hvd_bert.data import squad
 from hvd_bert.data.balance import crossover
 from hvd_bert.data.windows import WindowTable
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.model.bert import new_model
-from hvd_bert.training.inputs import Inputs, TrainingSet, make_plan
+from hvd_bert.model.loading import load_config, reported
+from hvd_bert.training.inputs import Inputs, TrainingSet, make_plan, weight_copies
 
 # Tokens per window: minimum, deciles and maximum over the 3,889 windows of the first 11 articles of SQuAD v1.1's
 # training set, with bert-base-uncased's vocabulary, at most 384 tokens and stride 128.
@@ -52,27 +53,19 @@ def random_inputs(model: str | None, num_windows: int, config: Config, world: Wo
     Raises UserError if it is not a BERT.
     """
     args, data = config.train, config.data
-    shape = _config_of(model)
+    shape = _config_of(model, weight_copies(config, world))
     lengths = lengths_like_squad(num_windows, min(data.max_seq_length, shape.max_position_embeddings), args.seed)
     plan = make_plan(lengths, args, crossover(shape), world)
     table = random_windows(lengths, shape.vocab_size, args.seed)
     source = squad.from_questions("random windows", [])
-    try:
+    with reported(model or "BERT-base"):
         network = new_model(shape, config.model.dropout, args.seed, padded=data.pad_to is not None)
-    except ValueError as error:
-        raise UserError(f"--model {model}: {error}") from None
     return Inputs(None, network, TrainingSet(source, table, plan), None)
 
 
-def _config_of(model: str | None) -> Any:
+def _config_of(model: str | None, copies: int) -> Any:
     if model is None:
         return BertConfig()  # its defaults are BERT-base
     if not Path(model).exists():
         raise UserError(f"--model {model}: no such folder or file. Name a BERT's folder or its config.json.")
-    try:
-        shape = AutoConfig.from_pretrained(model, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"--model {model} cannot be read as a model's folder or configuration: {error}") from None
-    if shape.model_type != "bert":
-        raise UserError(f"--model {model} is a {shape.model_type} model: this trainer fine-tunes BERT.")
-    return shape
+    return load_config(model, ModelArguments(model_name_or_path=model), copies)

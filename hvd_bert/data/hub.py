@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hvd_bert.errors import UserError
+from hvd_bert.errors import UserError, reason_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -55,14 +54,16 @@ def load(
                 with _offline() if offline else contextlib.nullcontext():
                     if not offline:
                         _reach_hub()
-                    return datasets.load_dataset(name, dataset_config_name, split=split, cache_dir=cache_dir)
+                    return datasets.load_dataset(
+                        name, dataset_config_name, split=split, cache_dir=cache_dir, trust_remote_code=False
+                    )
             # The exceptions for an unreachable hub differ between releases and HTTP libraries.
             except Exception as error:
                 reason = error
-    details = textwrap.shorten(str(reason), 600, placeholder=" ...")
+    assert reason is not None
     raise UserError(
         f"--dataset_name {dataset_name}: split {split!r} is not in the Hugging Face cache on this machine and could "
-        f"not be downloaded ({type(reason).__name__}: {details}). {ways_out}"
+        f"not be downloaded ({reason_of(reason)}). {ways_out}"
     ) from reason
 
 

@@ -10,6 +10,7 @@ times faster. A test verifies that both give the same tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import pyarrow as pa
 import tokenizers
 
 from hvd_bert.data.squad import Question
-from hvd_bert.errors import UserError
+from hvd_bert.errors import UserError, as_user_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,8 +86,9 @@ class WindowTokenizer:
         self.backend.no_padding()
         self.options = options
         self.cls_id, self.sep_id = tokenizer.cls_token_id, tokenizer.sep_token_id
-        question, context = (self.backend.encode(text, add_special_tokens=False).ids for text in "ab")
-        pair = self.backend.encode("a", "b")
+        with _reported():
+            question, context = (self.backend.encode(text, add_special_tokens=False).ids for text in "ab")
+            pair = self.backend.encode("a", "b")
         if (
             pair.ids != [self.cls_id, *question, self.sep_id, *context, self.sep_id]
             or pair.type_ids != [0] * (len(question) + 2) + [1] * (len(context) + 1)
@@ -197,7 +199,8 @@ class _Tokens:
     """The concatenated tokens of several texts: text i has [begins[i], begins[i] + lengths[i])."""
 
     def __init__(self, backend: tokenizers.Tokenizer, texts: list[str]) -> None:
-        encodings = backend.encode_batch(texts, add_special_tokens=False)
+        with _reported():
+            encodings = backend.encode_batch(texts, add_special_tokens=False)
         self.lengths: _Ints = np.array([len(encoding) for encoding in encodings], dtype=np.int64)
         self.begins: _Ints = np.cumsum(self.lengths) - self.lengths
         none = np.empty((0, 2), dtype=np.int32)
@@ -215,6 +218,13 @@ class _Tokens:
     def characters(self, row: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         part = slice(self.begins[row], self.begins[row] + self.lengths[row])
         return self.char_starts[part], self.char_ends[part]
+
+
+def _reported() -> AbstractContextManager[None]:
+    """A tokenizer may fail for some texts only, for example at a character that it does not know."""
+    return as_user_error(
+        lambda reason: f"The tokenizer fails ({reason}). Give a BERT tokenizer with --tokenizer_name.",
+    )
 
 
 def _ranges(begins: _Ints, lengths: _Ints) -> _Ints:

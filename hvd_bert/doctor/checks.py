@@ -19,6 +19,7 @@ from hvd_bert.data.cache import default_cache_dir
 from hvd_bert.doctor import probes
 from hvd_bert.doctor.probes import Gpus, HorovodBuild, MpiLibrary, ProbeError, Slurm, mpi_version
 from hvd_bert.doctor.report import FAILURE, OK, WARNING, Line, isolated
+from hvd_bert.machine import free_memory
 from hvd_bert.monitoring.gpu_usage import NvmlError
 
 GIB = 2**30
@@ -42,7 +43,7 @@ def host_lines(launcher: str, ranks_here: int, output_dir: Path | None) -> list[
         ("Slurm", lambda: slurm_lines(probes.slurm(), probes.horovod())),
         ("Caches", _caches),
         ("Inputs", lambda: [inputs_line(missing_inputs())]),
-        ("Memory", lambda: [memory_line(probes.free_memory(), ranks_here)]),
+        ("Memory", lambda: [memory_line(free_memory(), ranks_here)]),
     ]
     if output_dir is not None:
         checks.append(("Output", partial(_output, output_dir)))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvd_bert.config.settings import ModelArguments
 from hvd_bert.distributed.world import World
 from hvd_bert.doctor.probes import mpi_version
 from hvd_bert.doctor.report import OK, WARNING, Line
@@ -48,18 +49,10 @@ class Timing:
 
 
 def gradient_bytes(model: str) -> int:
-    """Bytes of the fp32 gradients of a BERT, from its configuration (a folder or a hub name)."""
-    from transformers import AutoConfig, BertForQuestionAnswering
+    """Bytes of the fp32 gradients of a BERT, from its configuration (a folder or a hub name). Raises UserError."""
+    from hvd_bert.model.loading import load_config, num_weights  # slow: imports transformers
 
-    try:
-        config = AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"--model {model}: its configuration cannot be read ({reason}).") from None
-    if config.model_type != "bert":
-        raise UserError(f"--model {model} is a {config.model_type} model: this trainer fine-tunes BERT.")
-    with torch.device("meta"):  # shapes only
-        return 4 * sum(weights.numel() for weights in BertForQuestionAnswering(config).parameters())
+    return 4 * num_weights(load_config(model, ModelArguments(model_name_or_path=model)))
 
 
 def mpi_library(world: World) -> str:

@@ -180,30 +180,6 @@ def mpi_version(text: str) -> tuple[str, str] | None:
     return None
 
 
-def free_memory() -> int:
-    """Bytes of free memory on the host or, if less, in the job's cgroup."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-        if line.startswith("0::"):  # version 2
-            free = min([free, *_cgroup_free(Path("/sys/fs/cgroup") / line[3:].lstrip("/"))])
-    return free
-
-
-def _cgroup_free(folder: Path) -> list[int]:
-    """Free bytes under the limits of a cgroup and its parents."""
-    free = []
-    for group in (folder, *folder.parents):
-        try:
-            maximum = (group / "memory.max").read_text(encoding="ascii").strip()
-            used = int((group / "memory.current").read_text(encoding="ascii"))
-        except OSError:
-            continue  # no limit here
-        if maximum != "max":
-            free.append(max(0, int(maximum) - used))
-    return free
-
-
 def cuda_hidden() -> bool:
     """Whether CUDA_VISIBLE_DEVICES hides all GPUs."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")

@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.models.bert.modeling_bert import BertForQuestionAnswering
 from transformers.utils import logging as transformers_logging
 
 from hvd_bert.config.settings import ModelArguments, TrainArguments
-from hvd_bert.data import hub
 from hvd_bert.data.collate import Batch
 from hvd_bert.errors import UserError
 from hvd_bert.model import attention
 from hvd_bert.model.cpu import linear
 from hvd_bert.model.cpu.dropout import Dropout
 from hvd_bert.model.cpu.linear import Linear
+from hvd_bert.model.loading import load, load_config, reported
 
 # For speed, vocabularies are padded to a multiple of at most this; a larger surplus means another vocabulary.
 VOCAB_PADDING = 128
-
-# Old names on the hub -> current names; a cache may have the files under either.
-HUB_NAMES = {name: f"google-bert/{name}" for name in ("bert-base-uncased", "bert-base-cased", "bert-large-uncased")}
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -48,33 +38,37 @@ def set_precision(args: TrainArguments) -> None:
 
 def load_tokenizer(args: ModelArguments) -> Any:
     """The model's fast tokenizer. Raises UserError if there is none."""
-    tokenizer = _from(AutoTokenizer, args.tokenizer, args, use_fast=True)
+    tokenizer = load(AutoTokenizer, args.tokenizer, args, use_fast=True)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers' result for a folder without a vocabulary
         raise UserError(f"'{args.tokenizer}' has no vocabulary. Name a tokenizer's folder (--tokenizer_name FOLDER).")
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise UserError(
+            f"'{args.tokenizer}': tokenizer_config.json: model_max_length must be a number, not"
+            f" {tokenizer.model_max_length!r:.80}."
+        )
     return tokenizer
 
 
 def load_model(
-    args: ModelArguments, tokenizer: Any, max_seq_length: int, seed: int, padded: bool = False
+    args: ModelArguments, tokenizer: Any, max_seq_length: int, seed: int, padded: bool = False, copies: int = 1
 ) -> BertForQuestionAnswering:
     """The model on the CPU, in fp32. New weights (the span head, or all from scratch) are a function of `seed`.
 
-    `padded`: whether batches are padded, for transformers' own attention, or packed.
+    `padded`: whether batches are padded, for transformers' own attention, or packed. `copies`: how many copies of the
+    weights must fit into memory.
     Raises UserError if the checkpoint is not a BERT, or does not fit the tokenizer or `max_seq_length`.
     """
     transformers_logging.set_verbosity_error()  # the checks below replace its warnings, which every rank would print
     transformers_logging.disable_progress_bar()
     source = args.config_name or str(args.model_name_or_path)
-    config = _from(AutoConfig, source, args)
-    if config.model_type != "bert":
-        raise UserError(f"{source} is a {config.model_type} model: this trainer fine-tunes BERT.")
+    config = load_config(source, args, copies)
     _check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
     if args.model_name_or_path is None:
-        with _as_user_error(source):
+        with reported(source):
             return new_model(config, args.dropout, seed, padded)
     _configure(config, args.dropout, padded)
     torch.manual_seed(seed)
-    model, info = _from(
+    model, info = load(
         BertForQuestionAnswering,
         args.model_name_or_path,
         args,
@@ -172,38 +166,18 @@ def span_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Ten
     return starts, ends
 
 
-def _from(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:
-    """`kind.from_pretrained(name)`, with its errors as UserError."""
-    with _as_user_error(name):
-        if Path(name).is_dir():
-            return kind.from_pretrained(name, **extra)
-        extra |= {"cache_dir": args.cache_dir, "revision": args.model_revision}
-        # The cache first: it needs no network, and N ranks do not all contact the hub.
-        for cached_name in (name, HUB_NAMES.get(name, name)):
-            with contextlib.suppress(OSError):
-                return kind.from_pretrained(cached_name, local_files_only=True, **extra)
-        return kind.from_pretrained(name, local_files_only=not hub.reachable(), **extra)
-
-
-@contextmanager
-def _as_user_error(name: str) -> Iterator[None]:
-    """Turn errors in loading `name` into a UserError."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"'{name}' cannot be loaded ({reason}). Name a local folder (--model_name_or_path FOLDER), download it into"
-            " the cache on a machine with network access, or try `--config sample`, which needs no download."
-        ) from None
-
-
 def _check_fit(config: Any, model_name: str, tokenizer: Any, tokenizer_name: str, max_seq_length: int) -> None:
     surplus = config.vocab_size - len(tokenizer)
     if not 0 <= surplus < VOCAB_PADDING:
         raise UserError(
             f"Model and vocabulary differ: {model_name} has {config.vocab_size} embeddings, but the tokenizer"
             f" {tokenizer_name} has {len(tokenizer)} tokens. Give the model's own tokenizer (--tokenizer_name)."
+        )
+    largest = max(tokenizer.get_vocab().values())  # not the length: ids may have gaps
+    if largest >= config.vocab_size:
+        raise UserError(
+            f"The tokenizer {tokenizer_name} has the token id {largest}, but {model_name} has only {config.vocab_size}"
+            " embeddings. Give the model's own tokenizer (--tokenizer_name)."
         )
     if max_seq_length > config.max_position_embeddings:
         raise UserError(

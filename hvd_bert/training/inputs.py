@@ -69,10 +69,20 @@ def load_inputs(config: Config, world: World) -> Inputs:
     """Load and check all inputs, without collectives. The ranks of a host tokenize once. Raises UserError."""
     tokenizer = load_tokenizer(config.model)
     padded = config.data.pad_to is not None
-    model = load_model(config.model, tokenizer, config.data.max_seq_length, config.train.seed, padded)
+    copies = weight_copies(config, world)
+    model = load_model(config.model, tokenizer, config.data.max_seq_length, config.train.seed, padded, copies)
     train = _training_set(config, tokenizer, crossover(model.config), world) if config.train.do_train else None
     dev = _question_set(config, tokenizer, world) if config.train.do_eval else None
     return Inputs(tokenizer, model, train, dev)
+
+
+def weight_copies(config: Config, world: World) -> int:
+    """How many arrays of the weights' size a rank needs in this host's free memory, at least."""
+    if world.generation > 0:
+        return 0  # this process still has the memory of its previous world
+    whole = config.parallel.strategy not in ("fsdp", "deepspeed")  # these keep a part per rank
+    trains_here = config.train.do_train and world.device.type == "cpu"
+    return 4 if whole and trains_here else 1  # weights, gradients and AdamW's two moments
 
 
 def _training_set(config: Config, tokenizer: Any, crossover: int, world: World) -> TrainingSet:

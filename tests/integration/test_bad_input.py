@@ -89,6 +89,14 @@ def model_and_vocabulary_differ(folder: Path) -> tuple[list[str], list[str]]:
 
 
 @mistake
+def damaged_model(folder: Path) -> tuple[list[str], list[str]]:
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("[]")
+    path = str(folder / "model")
+    return ["--config_name", path], [f"'{path}' cannot be loaded (config.json must contain a JSON object)"]
+
+
+@mistake
 def wrong_value(folder: Path) -> tuple[list[str], list[str]]:
     return ["--learning_rate", "-1"], ["--learning_rate", "-1", "positive"]
 
@@ -152,7 +160,7 @@ LAUNCHERS = [("mpirun", 2), ("gloo", None)]
 
 
 @pytest.mark.parametrize(("by", "status"), LAUNCHERS, ids=["mpi", "gloo"])
-@pytest.mark.parametrize("name", ["answer_not_at_its_offset", "output_dir_not_empty", "unknown_flag"])
+@pytest.mark.parametrize("name", ["answer_not_at_its_offset", "output_dir_not_empty", "unknown_flag", "damaged_model"])
 def test_two_ranks_say_it_once(name: str, by: str, status: int | None, tmp_path: Path) -> None:
     flags, words = MISTAKES[name](tmp_path)
     check([*launcher(2, by), *small_run(2, "out", *flags)], tmp_path, words, status)

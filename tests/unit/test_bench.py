@@ -140,7 +140,7 @@ def test_flags_of_the_trainer_are_used():
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("nowhere", "no such folder"), ("gpt", "is a gpt2 model"), ("empty", "cannot be read as a model's folder")],
+    [("nowhere", "no such folder"), ("gpt", "is a gpt2 model"), ("empty", "cannot be loaded")],
 )
 def test_wrong_models(tmp_path, name, message):
     (tmp_path / "gpt").mkdir()

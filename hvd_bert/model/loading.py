@@ -1,0 +1,199 @@
+"""Loads configurations, tokenizers and weights with transformers, and refuses what could not be trained.
+
+The only place in the package that calls `from_pretrained`: whatever that raises becomes one UserError, and no code in a
+model's folder ever runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import pickle
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.auto.tokenization_auto import AutoTokenizer
+from transformers.models.bert.modeling_bert import BertForQuestionAnswering
+
+from hvd_bert.config.settings import ModelArguments
+from hvd_bert.data import hub
+from hvd_bert.errors import UserError, as_user_error
+from hvd_bert.machine import free_memory
+
+GIB = 2**30
+
+# Old names on the hub -> current names; a cache may have the files under either.
+HUB_NAMES = {name: f"google-bert/{name}" for name in ("bert-base-uncased", "bert-base-cased", "bert-large-uncased")}
+
+TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+)
+# The first that exists is loaded.
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+FILES: dict[Any, tuple[str, ...]] = {
+    AutoConfig: ("config.json",),
+    AutoTokenizer: ("config.json", *TOKENIZER_FILES),
+    BertForQuestionAnswering: WEIGHT_FILES,
+}
+
+# Building a model with a million layers takes hours; the deepest published BERTs have 48.
+MAX_LAYERS = 1000
+MIN_SIZES = {
+    "vocab_size": 1,
+    "hidden_size": 1,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "intermediate_size": 1,
+    "max_position_embeddings": 1,
+    "type_vocab_size": 2,  # question and context
+}
+# At least 0, and less than this.
+LIMITS = {
+    "hidden_dropout_prob": 1,
+    "attention_probs_dropout_prob": 1,
+    "layer_norm_eps": 1,
+    "initializer_range": math.inf,
+}
+# Settings that transformers' BERT or this trainer's attention would fail with or ignore -> the supported value.
+SUPPORTED = {
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "return_dict": True,
+    "chunk_size_feed_forward": 0,
+    "position_embedding_type": "absolute",
+    "quantization_config": None,
+}
+
+
+def reported(name: str) -> AbstractContextManager[None]:
+    """Turn any error inside into a UserError that says that `name` cannot be loaded, and why."""
+    return as_user_error(
+        lambda reason: (
+            f"'{name}' cannot be loaded ({reason}). Name a local folder, download the model into the cache on a machine"
+            " with network access, or try `--config sample`, which needs no download."
+        )
+    )
+
+
+def load(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:
+    """`kind.from_pretrained(name)`: from a folder, else the hub's cache, else the hub. Raises UserError."""
+    with reported(name):
+        try:
+            return _load(kind, name, args, **extra)
+        except pickle.UnpicklingError:
+            raise ValueError("its weights are pickled objects, which can run code: save them as safetensors") from None
+        except ValueError as error:
+            if "trust_remote_code" in str(error):  # transformers would advise to set it
+                raise ValueError("it has its own Python code, which this trainer never runs") from None
+            raise
+
+
+def _load(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:
+    path = Path(name)
+    if path.exists():
+        if path.is_dir():  # else it is a configuration's file
+            check_files(path, FILES[kind])
+        return kind.from_pretrained(name, trust_remote_code=False, **extra)
+    if path.is_absolute():
+        raise FileNotFoundError("no such folder")
+    extra |= {"cache_dir": args.cache_dir, "revision": args.model_revision}
+    # The cache first: it needs no network, and N ranks do not all contact the hub.
+    for cached_name in (name, HUB_NAMES.get(name, name)):
+        with contextlib.suppress(OSError):
+            return kind.from_pretrained(cached_name, trust_remote_code=False, local_files_only=True, **extra)
+    return kind.from_pretrained(name, trust_remote_code=False, local_files_only=not hub.reachable(), **extra)
+
+
+def check_files(folder: Path, names: tuple[str, ...]) -> None:
+    """Raise ValueError if a file is not what transformers expects: it would wait for a fifo or not name the file."""
+    for name in names:
+        path = folder / name
+        if not os.path.lexists(path):
+            continue
+        if not path.is_file():
+            raise ValueError(f"{name} is not a regular file")
+        if path.suffix == ".json":
+            content = _json_object(path)
+            if name in WEIGHT_FILES:
+                _check_index(path, content)
+        if name in WEIGHT_FILES:
+            break
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path.name} is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} must contain a JSON object")
+    return content
+
+
+def _check_index(path: Path, content: dict[str, Any]) -> None:
+    """Raise ValueError unless an index of weights names regular files next to it."""
+    files = content.get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise ValueError(f'{path.name} has no object "weight_map"')
+    for file in files.values():
+        if not isinstance(file, str) or Path(file).name != file or not (path.parent / file).is_file():
+            raise ValueError(f"{path.name} names {file!r}, which is not a file in this folder")
+
+
+def load_config(name: str, args: ModelArguments, copies: int = 1) -> Any:
+    """A BERT's configuration, checked. `copies` of its weights must fit into this host's memory. Raises UserError."""
+    config = load(AutoConfig, name, args)
+    if config.model_type != "bert":
+        raise UserError(f"{name} is a {config.model_type} model: this trainer fine-tunes BERT.")
+    with reported(name):
+        _check_config(config)
+        needed, free = copies * 4 * num_weights(config), free_memory()
+        if needed > free:
+            gib = -(-needed // GIB)  # rounded up, without floats: the sizes may be astronomic
+            raise ValueError(f"it needs {gib:,} GiB of memory, but {free / GIB:.1f} GiB are free")
+    return config
+
+
+def _check_config(config: Any) -> None:
+    """Raise ValueError if a BERT of this configuration could not be built or trained."""
+    for name, least in MIN_SIZES.items():
+        if getattr(config, name) < least:
+            raise ValueError(f"config.json: {name} {getattr(config, name)} is less than {least}")
+    if config.num_hidden_layers > MAX_LAYERS:
+        raise ValueError(f"config.json: num_hidden_layers {config.num_hidden_layers} is more than {MAX_LAYERS}")
+    if config.hidden_size % config.num_attention_heads:
+        heads = config.num_attention_heads
+        raise ValueError(f"config.json: hidden_size {config.hidden_size} cannot be divided among {heads} heads")
+    for name, limit in LIMITS.items():
+        if not 0 <= getattr(config, name) < limit:
+            raise ValueError(f"config.json: {name} {getattr(config, name)} is not at least 0 and less than {limit}")
+    for name, supported in SUPPORTED.items():
+        value = getattr(config, name, supported)
+        if value != supported:
+            found = json.dumps(value, default=repr)
+            raise ValueError(f"config.json: {name} must be {json.dumps(supported)}, not {found}")
+
+
+def num_weights(config: Any) -> int:
+    """Number of weights of a BERT with a span head, without building it."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    embeddings = (config.vocab_size + config.max_position_embeddings + config.type_vocab_size) * hidden
+    attention = 4 * (hidden + 1) * hidden
+    feed_forward = 2 * hidden * inner + inner + hidden
+    norm = 2 * hidden  # after the embeddings, the attention and the feed-forward part
+    return int(embeddings + norm + config.num_hidden_layers * (attention + feed_forward + 2 * norm) + 2 * (hidden + 1))

@@ -1,0 +1,273 @@
+"""Damaged and unsuitable model folders: one UserError that names the folder and the reason, before any training."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertForQuestionAnswering
+
+from hvd_bert.config.settings import ModelArguments
+from hvd_bert.data import squad, windows
+from hvd_bert.errors import UserError
+from hvd_bert.model import loading
+from hvd_bert.model.bert import load_model, load_tokenizer
+from hvd_bert.model.loading import load_config, num_weights
+
+LENGTH = 32  # max_seq_length of these tests
+INDEX = "model.safetensors.index.json"
+DEEP = "[" * 100_000 + "]" * 100_000
+
+pytestmark = pytest.mark.timeout(60)  # a fifo that is opened, or a model with a million layers
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory, tokenizer) -> Path:
+    """A small model's folder."""
+    folder = tmp_path_factory.mktemp("good")
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    BertForQuestionAnswering(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def load_all(folder: Path, make_questions: Callable[..., list[squad.Question]]) -> None:
+    """What a run does with a model before it trains."""
+    args = ModelArguments(model_name_or_path=str(folder))
+    tokenizer = load_tokenizer(args)
+    load_model(args, tokenizer, LENGTH, seed=1)
+    windows.prepare(squad.from_questions("q", make_questions(1)), tokenizer, windows.WindowOptions(LENGTH, 8))
+
+
+# --- damage: a function of the folder, and a pattern of the reason ------------------------------------
+
+Damage = Callable[[Path], object]
+CASES: dict[str, tuple[Damage, str]] = {}
+
+
+def with_text(file: str, text: str | bytes) -> Damage:
+    return lambda folder: (folder / file).write_bytes(text.encode() if isinstance(text, str) else text)
+
+
+def with_fifo(file: str) -> Damage:
+    def damage(folder: Path) -> None:
+        (folder / file).unlink(missing_ok=True)
+        os.mkfifo(folder / file)
+
+    return damage
+
+
+def with_settings(file: str, settings: dict[str, Any]) -> Damage:
+    def damage(folder: Path) -> None:
+        content = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(content | settings))
+
+    return damage
+
+
+for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+    for name, text, words in (
+        ("a list", "[]", "must contain a JSON object"),
+        ("null", "null", "must contain a JSON object"),
+        ("nested", DEEP, "is nested too deeply"),
+        ("nested objects", '{"a":' * 100_000 + "1" + "}" * 100_000, "is nested too deeply"),
+        ("cut off", '{"a"', "is not JSON"),
+        ("empty", "", "is not JSON"),
+        ("a huge number", '{"a": ' + "1" * 5000 + "}", "is not JSON"),
+        ("latin-1", b'{"a": "\xe4"}', "is not JSON: 'utf-8' codec"),
+    ):
+        CASES[f"{file}: {name}"] = with_text(file, text), f"{file} {words}"
+    CASES[f"{file}: fifo"] = with_fifo(file), f"{file} is not a regular file"
+
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    *(({size: 0}, f"{size} 0 is less than") for size in loading.MIN_SIZES),
+    *(({size: -7}, f"{size} -7 is less than") for size in loading.MIN_SIZES),
+    *(({size: "7"}, f"'{size}'") for size in loading.MIN_SIZES),
+    *(({size: None}, f"'{size}'") for size in loading.MIN_SIZES),
+    ({"type_vocab_size": 1}, "type_vocab_size 1 is less than 2"),
+    ({"num_attention_heads": 3}, "hidden_size 16 cannot be divided among 3 heads"),
+    ({"num_hidden_layers": 10**6}, "num_hidden_layers 1000000 is more than 1000"),
+    ({"hidden_size": 2 * 10**9}, "needs .* GiB of memory, but .* are free"),
+    ({"intermediate_size": 10**30}, "needs .* GiB of memory"),
+    ({"max_position_embeddings": 10**400}, "it needs [0-9,]+\\.\\.\\."),
+    ({"hidden_dropout_prob": 1.0}, "hidden_dropout_prob 1.0 is not"),
+    ({"hidden_dropout_prob": float("nan")}, "hidden_dropout_prob nan is not"),
+    ({"layer_norm_eps": float("inf")}, "layer_norm_eps inf is not"),
+    ({"initializer_range": -0.5}, "initializer_range -0.5 is not"),
+    ({"return_dict": False}, "return_dict must be true, not false"),
+    ({"chunk_size_feed_forward": 7}, "chunk_size_feed_forward must be 0, not 7"),
+    ({"chunk_size_feed_forward": "a"}, 'chunk_size_feed_forward must be 0, not "a"'),
+    ({"is_decoder": True}, "is_decoder must be false"),
+    ({"position_embedding_type": "relative_key"}, 'position_embedding_type must be "absolute"'),
+    ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "quantization_config must be"),
+    ({"quantization_config": "x"}, "AttributeError"),
+    ({"pad_token_id": 10**6}, "Padding_idx"),
+    ({"id2label": [1]}, "AttributeError"),
+    ({"dtype": "float99"}, "float99"),
+    ({"model_type": ["bert"]}, "TypeError"),
+    ({"model_type": None}, r"has model type `None`.*--upgrade transformers`\)"),  # its first sentences
+    ({"auto_map": 3}, "TypeError"),
+]
+for settings, words in SETTINGS:
+    CASES[f"config.json: {json.dumps(settings)[:60]}"] = with_settings("config.json", settings), words
+
+for settings, words in (
+    ({"auto_map": 3}, "AttributeError"),
+    ({"tokenizer_class": 3}, "AttributeError"),
+    ({"cls_token": 3}, "cls_token has to be"),
+    ({"added_tokens_decoder": [1]}, "AttributeError"),
+    ({"added_tokens_decoder": {"3": {"content": 3}}}, "TypeError"),
+    ({"model_max_length": "x"}, "model_max_length must be a number, not 'x'"),
+    ({"padding_side": "left"}, "does not lay out its input as BERT does"),
+):
+    CASES[f"tokenizer_config.json: {json.dumps(settings)}"] = with_settings("tokenizer_config.json", settings), words
+
+for part in ("version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "decoder", "model"):
+    CASES[f"tokenizer.json: {part} is 3"] = with_settings("tokenizer.json", {part: 3}), "Exception|TypeError"
+charsmap = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+CASES["tokenizer.json: panic"] = with_settings("tokenizer.json", {"normalizer": charsmap}), "PanicException"
+
+
+def with_vocabulary(**changed: Any) -> Damage:
+    """`None` removes a token, a number is its new id."""
+
+    def damage(folder: Path) -> None:
+        content = json.loads((folder / "tokenizer.json").read_text())
+        vocabulary = content["model"]["vocab"] | changed
+        content["model"]["vocab"] = {token: number for token, number in vocabulary.items() if number is not None}
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+
+    return damage
+
+
+CASES["a token id that is text"] = with_vocabulary(box="8"), "expected u32"
+CASES["a token id beyond the embeddings"] = with_vocabulary(box=5000), "token id 5000, .* embeddings"
+CASES["a token id beyond all memory"] = with_vocabulary(box=2**31), "token id 2147483648, .* embeddings"
+
+
+def with_vocab_txt(content: Callable[[list[str]], bytes]) -> Damage:
+    """A folder whose only vocabulary is a vocab.txt."""
+
+    def damage(folder: Path) -> None:
+        vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+        (folder / "tokenizer.json").unlink()
+        with_settings("tokenizer_config.json", {"tokenizer_class": "BertTokenizer"})(folder)
+        (folder / "vocab.txt").write_bytes(content(sorted(vocabulary, key=vocabulary.__getitem__)))
+
+    return damage
+
+
+CASES["vocab.txt: latin-1"] = with_vocab_txt(lambda words: "\n".join([*words, "\xe4"]).encode("latin-1")), "UTF-8"
+CASES["vocab.txt: duplicates"] = with_vocab_txt(lambda words: "\n".join([*words, "the", "the"]).encode()), "token id"
+CASES["vocab.txt: empty"] = with_vocab_txt(lambda words: b""), "has no vocabulary"
+CASES["vocab.txt: fifo"] = with_fifo("vocab.txt"), "vocab.txt is not a regular file"
+
+
+def with_index(content: object) -> Damage:
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / INDEX).write_text(json.dumps(content))
+        os.mkfifo(folder / "fifo")
+
+    return damage
+
+
+for file in ("nowhere", "fifo", "../other/model.safetensors", "/etc/passwd", "a\0b", "\ud800", "", 3):
+    index = {"metadata": {}, "weight_map": {"qa_outputs.weight": file}}
+    CASES[f"index: {file!r}"] = with_index(index), f"{INDEX} names .*, which is not a file in this folder"
+CASES["index: a list"] = with_index([]), f"{INDEX} must contain a JSON object"
+CASES["index: a list of weights"] = with_index({"weight_map": [3]}), 'no object "weight_map"'
+CASES["index: no weights"] = with_index({"weight_map": {}}), 'no object "weight_map"'
+CASES["weights: fifo"] = with_fifo("model.safetensors"), "model.safetensors is not a regular file"
+
+
+class Code:
+    """Pickled, it creates a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def with_pickle(write: Callable[[Path, Code], object]) -> Damage:
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        write(folder / "pytorch_model.bin", Code(folder / "ran"))
+
+    return damage
+
+
+CASES["weights: pickle"] = with_pickle(lambda path, code: path.write_bytes(pickle.dumps(code))), "pickled objects"
+CASES["weights: torch.save"] = with_pickle(lambda path, code: torch.save({"a": code}, path)), "pickled objects"
+CASES["weights: a pickled list"] = with_pickle(lambda path, _: torch.save([1], path)), "TypeError"
+CASES["weights: an empty pickle"] = with_pickle(lambda path, _: path.write_bytes(b"")), "EOFError"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_damage_is_one_message(good, tmp_path, make_questions, name):
+    folder = shutil.copytree(good, tmp_path / "damaged")
+    damage, words = CASES[name]
+    damage(folder)
+    with pytest.raises(UserError, match=words) as raised:
+        load_all(folder, make_questions)
+    message = str(raised.value)
+    assert str(folder) in message and len(message) < 1000 and "\n" not in message
+    assert not (folder / "ran").exists()
+
+
+def test_good_folder(good, make_questions):
+    load_all(good, make_questions)
+
+
+def test_pickled_tensors_alone_are_loaded(good, tmp_path, make_questions):
+    folder = shutil.copytree(good, tmp_path / "old")
+    weights = BertForQuestionAnswering.from_pretrained(good).state_dict()
+    with_pickle(lambda path, _: torch.save(weights, path))(folder)
+    load_all(folder, make_questions)
+
+
+def test_text_that_the_tokenizer_fails_with(good, tmp_path, tokenizer):
+    folder = shutil.copytree(good, tmp_path / "damaged")
+    with_vocabulary(**{"[UNK]": None})(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] != "[UNK]"]
+    content["model"]["unk_token"] = "[none]"
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    damaged = load_tokenizer(ModelArguments(model_name_or_path=str(folder)))
+    question = squad.Question("q", "", "The box is \u2603.", "What is the box?", (), ())
+    with pytest.raises(UserError, match=r"The tokenizer fails \(.*Missing .* token.*--tokenizer_name"):
+        windows.prepare(squad.from_questions("q", [question]), damaged, windows.WindowOptions(LENGTH, 8))
+
+
+@pytest.mark.parametrize("hidden", [16, 48])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_number_of_weights(hidden, layers):
+    config = BertConfig(vocab_size=77, hidden_size=hidden, num_hidden_layers=layers, intermediate_size=24,
+                        num_attention_heads=2, max_position_embeddings=19, type_vocab_size=5)  # fmt: skip
+    assert num_weights(config) == sum(weights.numel() for weights in BertForQuestionAnswering(config).parameters())
+
+
+def test_memory_for_all_copies(good, monkeypatch):
+    args = ModelArguments(model_name_or_path=str(good))
+    size = 4 * num_weights(load_config(str(good), args))
+    monkeypatch.setattr(loading, "free_memory", lambda: 4 * size)
+    load_config(str(good), args, copies=4)
+    with pytest.raises(UserError, match="GiB of memory"):
+        load_config(str(good), args, copies=5)
+
+
+def test_missing_folder():
+    with pytest.raises(UserError, match=r"'/nowhere' cannot be loaded \(no such folder\)\. "):
+        load_tokenizer(ModelArguments(model_name_or_path="/nowhere"))
