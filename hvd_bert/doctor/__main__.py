@@ -35,7 +35,7 @@ def make_parser() -> Parser:
         "--model",
         metavar="FOLDER",
         type=str,
-        help="Measure the allreduce of this BERT's gradients. (default: BERT-base)",
+        help="Check this BERT's configuration, and measure the allreduce of its gradients. (default: BERT-base)",
     )
     parser.add_argument(
         "--size", type=float, metavar="MB", help="Measure an allreduce of this many megabytes instead. (default: none)"

@@ -14,7 +14,7 @@ from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.doctor import checks, collective, probes
 from hvd_bert.doctor.probes import ProbeError
 from hvd_bert.doctor.ranks import own_rank, rank_lines, ranks_table
-from hvd_bert.doctor.report import FAILURE, Line, Report, isolated, merged
+from hvd_bert.doctor.report import FAILURE, OK, Line, Report, isolated, merged
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 
 # Rank 0 times out first and reports: after another rank's exit, the launcher would kill it.
@@ -79,14 +79,15 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
             "the ranks do not respond",
             "Rerun the check. If it fails again, check the network between the hosts.",
         )
-        if _examine_ranks(world, report) and world.size > 1:
+        num_bytes = _gradient_bytes(flags, world, report) if _examine_ranks(world, report) else None
+        if num_bytes is not None and world.size > 1:
             step_timeout.step(
                 "Allreduce",
                 "the ranks do not finish their allreduce",
                 "Name a network interface that all hosts have (HOROVOD_GLOO_IFACE, NCCL_SOCKET_IFNAME or MPI's own)."
                 " If the network is only slow, use --size 10 or a longer --timeout.",
             )
-            _measure(flags, world, report)
+            _measure(num_bytes, flags.repeats, world, report)
     except Exception as error:  # on this rank only: the others must not wait for it
         step_timeout.done()
         failure = f"rank {world.rank} on {world.host}: {type(error).__name__}: {error}"
@@ -142,16 +143,24 @@ def _examine_ranks(world: World, report: Report) -> bool:
     return True
 
 
-def _measure(flags: argparse.Namespace, world: World, report: Report) -> None:
-    """Add the figures of the allreduce to the report."""
+def _gradient_bytes(flags: argparse.Namespace, world: World, report: Report) -> int | None:
+    """Bytes of the arrays to reduce. None if the model of --model cannot be trained, which is added to the report."""
     num_bytes = collective.BERT_BASE_BYTES
-    try:
-        with world.raise_on_all_ranks():
-            if flags.size is not None:
-                num_bytes = int(flags.size * 1e6)
-            elif flags.model is not None:
+    if flags.model is not None:
+        try:
+            with world.raise_on_all_ranks():
                 num_bytes = collective.gradient_bytes(flags.model)
-        timings = collective.measure(world, num_bytes, flags.repeats)
+        except CollectiveError as error:
+            report.add([Line("Model", FAILURE, str(error))])
+            return None
+        report.add([Line("Model", OK, f"{flags.model}, {num_bytes / 1e6:.1f} MB of gradients")])
+    return num_bytes if flags.size is None else int(flags.size * 1e6)
+
+
+def _measure(num_bytes: int, repeats: int, world: World, report: Report) -> None:
+    """Add the figures of the allreduce to the report."""
+    try:
+        timings = collective.measure(world, num_bytes, repeats)
     except CollectiveError as error:
         report.add([Line("Allreduce", FAILURE, str(error))])
         return
