@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import os
+import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass, field
 from typing import Any, BinaryIO
@@ -35,6 +36,8 @@ _ARCHIVES = {
     b"PK\x03\x04": "zip",
     b"\x28\xb5\x2f\xfd": "zstd",
 }
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 80  # of data in messages
 _KINDS = {str: "text", int: "a whole number", list: "a list", dict: "an object"}
 
 
@@ -289,12 +292,9 @@ def _expect(name: str, where: str, value: Any, kind: type) -> Any:
 
 def _found(value: Any) -> str:
     if isinstance(value, dict):
-        return f"found an object with {', '.join(_start(repr(key)) for key in list(value)[:5]) or 'nothing in it'}"
-    return f"found {_start(json.dumps(value, ensure_ascii=False))}"
-
-
-def _start(text: str) -> str:
-    return text if len(text) <= 40 else f"{text[:40]}..."
+        return f"found an object with {', '.join(map(_SHORT.repr, list(value)[:5])) or 'nothing in it'}"
+    text = json.dumps(value, ensure_ascii=False)
+    return f"found {text if len(text) <= 40 else text[:40] + '...'}"
 
 
 # --- checks --------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def _checked(name: str, located: Iterable[tuple[str, Question]], version_2_with_
     unanswered: list[str] = []
     for where, question in located:
         questions.append(question)
-        label = f"question {question.id!r} ({where})"
+        label = f"question {_SHORT.repr(question.id)} ({where})"
         if question.id in places:
             mistakes.append(f"{label}: {places[question.id]} has the same id")
         places.setdefault(question.id, where)
@@ -346,13 +346,13 @@ def _mistake(question: Question) -> str | None:
             return "an answer text is empty"
         if not 0 <= start < len(question.context):
             return (
-                f"answer_start {start} of the answer {text!r} is outside its context, "
+                f"answer_start {start} of the answer {_SHORT.repr(text)} is outside its context, "
                 f"which has {len(question.context)} characters"
             )
         found = question.context[start : start + len(text)]
         if found != text:
             return (
-                f"the answer {text!r} does not start at character {start} of its context, "
-                f"which has {found!r} there (offsets count Unicode characters from 0)"
+                f"the answer {_SHORT.repr(text)} does not start at character {start} of its context, "
+                f"which has {_SHORT.repr(found)} there (offsets count Unicode characters from 0)"
             )
     return None

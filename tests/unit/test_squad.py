@@ -222,6 +222,18 @@ def test_mistakes_name_the_question_and_its_place(tmp_path, make_questions, to_r
     assert f"question {questions[2].id!r} ([2])" in message
 
 
+@pytest.mark.parametrize("start", [1, 10**6])
+def test_long_data_are_shortened_in_messages(tmp_path, make_questions, to_rows, start):
+    long = "x" * 10**6
+    first = make_questions(1)[0]
+    question = dataclasses.replace(
+        first, id=long, context=f"a {long}", answer_texts=("y" * 10**6,), answer_starts=(start,)
+    )
+    message = complaint(write(tmp_path, to_rows([question])))
+    assert "question 'xxx" in message and "the answer 'yyy" in message
+    assert len(message) < 1000
+
+
 def test_all_mistakes_are_counted_and_the_first_is_shown(tmp_path, make_questions, to_squad):
     content = to_squad(make_questions(10))
     for article in content["data"]:
