@@ -1,0 +1,47 @@
+"""The prediction's settings, from its flags and from the model's training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvd_bert.errors import UserError
+from hvd_bert.evaluation.postprocess import SpanOptions
+from hvd_bert.predict.__main__ import make_parser
+from hvd_bert.predict.answering import _take_trained_settings, predict
+
+
+def settings_after(folder: Path, record: str, *flags: str) -> tuple[int | None, bool]:
+    (folder / "train_config.yaml").write_text(record)
+    parsed = make_parser().parse_args([str(folder), *flags])
+    _take_trained_settings(parsed)
+    return parsed.max_seq_length, parsed.version_2_with_negative
+
+
+def test_trained_settings_are_the_defaults(tmp_path):
+    record = "max_seq_length: 128\nversion_2_with_negative: true\n"
+    assert settings_after(tmp_path, record) == (128, True)
+    assert settings_after(tmp_path, record, "--max_seq_length", "64") == (64, True)
+    assert settings_after(tmp_path, "seed: 1") == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ("max_seq_length: abc", "max_seq_length must be a whole number, not 'abc'"),
+        ("max_seq_length: 1e9", "max_seq_length must be a whole number, not '1e9'"),
+        ("max_seq_length: 2.5", "max_seq_length must be a whole number, not 2.5"),
+        ("max_seq_length: true", "max_seq_length must be a whole number, not True"),
+        ("version_2_with_negative: 'false'", "version_2_with_negative must be true or false, not 'false'"),
+    ],
+)
+def test_trained_settings_of_a_wrong_type(tmp_path, record, words):
+    with pytest.raises(UserError, match=f"{tmp_path}/train_config.yaml: {words}"):
+        settings_after(tmp_path, record)
+
+
+@pytest.mark.parametrize("length", [0, -5])
+def test_too_short_windows(length):
+    with pytest.raises(UserError, match=f"--max_seq_length {length}: must be at least 1"):
+        predict("nowhere", [], SpanOptions(), length)
