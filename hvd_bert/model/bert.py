@@ -11,7 +11,6 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.models.bert.modeling_bert import BertForQuestionAnswering
-from transformers.utils import logging as transformers_logging
 
 from hvd_bert.config.settings import ModelArguments, TrainArguments
 from hvd_bert.data.collate import Batch
@@ -58,8 +57,6 @@ def load_model(
     weights must fit into memory.
     Raises UserError if the checkpoint is not a BERT, or does not fit the tokenizer or `max_seq_length`.
     """
-    transformers_logging.set_verbosity_error()  # the checks below replace its warnings, which every rank would print
-    transformers_logging.disable_progress_bar()
     source = args.config_name or str(args.model_name_or_path)
     config = load_config(source, args, copies)
     _check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)

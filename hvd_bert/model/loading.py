@@ -18,6 +18,7 @@ from typing import Any
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.models.bert.modeling_bert import BertForQuestionAnswering
+from transformers.utils import logging as transformers_logging
 
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data import hub
@@ -90,6 +91,8 @@ def reported(name: str) -> AbstractContextManager[None]:
 
 def load(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:
     """`kind.from_pretrained(name)`: from a folder, else the hub's cache, else the hub. Raises UserError."""
+    transformers_logging.set_verbosity_error()  # our checks replace its warnings, which every rank would print
+    transformers_logging.disable_progress_bar()
     with reported(name):
         try:
             return _load(kind, name, args, **extra)

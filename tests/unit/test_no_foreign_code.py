@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ PROGRAMS = [
 LOADERS = ("from_pretrained", "from_config", "load_dataset")
 
 
+@cache
 def loader_calls(path: Path) -> list[ast.Call]:
     """Calls in a file that could load code from a folder or the hub."""
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
