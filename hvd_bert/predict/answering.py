@@ -22,8 +22,6 @@ from hvd_bert.evaluation.postprocess import Answer, SpanOptions, answers_of
 from hvd_bert.model.bert import load_model, load_tokenizer
 
 BATCH_SIZE = 8
-# Settings that are taken from a model's training.
-_TRAINED = (("max_seq_length", int, "a whole number"), ("version_2_with_negative", bool, "true or false"))
 
 
 def predict(
@@ -68,10 +66,6 @@ def _take_trained_settings(flags: argparse.Namespace) -> None:
     record = Path(flags.model) / "train_config.yaml"
     if record.is_file():
         trained = load_yaml(str(record))
-        for name, kind, words in _TRAINED:
-            value = trained.get(name)
-            if value is not None and type(value) is not kind:
-                raise UserError(f"{record}: {name} must be {words}, not {value!r:.80}.")
         flags.max_seq_length = flags.max_seq_length or trained.get("max_seq_length")
         flags.version_2_with_negative |= bool(trained.get("version_2_with_negative"))
 

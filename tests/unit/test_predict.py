@@ -26,19 +26,12 @@ def test_trained_settings_are_the_defaults(tmp_path):
     assert settings_after(tmp_path, "seed: 1") == (None, False)
 
 
-@pytest.mark.parametrize(
-    ("record", "words"),
-    [
-        ("max_seq_length: abc", "max_seq_length must be a whole number, not 'abc'"),
-        ("max_seq_length: 1e9", "max_seq_length must be a whole number, not '1e9'"),
-        ("max_seq_length: 2.5", "max_seq_length must be a whole number, not 2.5"),
-        ("max_seq_length: true", "max_seq_length must be a whole number, not True"),
-        ("version_2_with_negative: 'false'", "version_2_with_negative must be true or false, not 'false'"),
-    ],
-)
-def test_trained_settings_of_a_wrong_type(tmp_path, record, words):
-    with pytest.raises(UserError, match=f"{tmp_path}/train_config.yaml: {words}"):
-        settings_after(tmp_path, record)
+@pytest.mark.parametrize("value", ["abc", "1e9", "2.5", "true"])
+def test_trained_settings_of_a_wrong_type(tmp_path, value):
+    with pytest.raises(
+        UserError, match=f"{tmp_path}/train_config.yaml: .*--max_seq_length: invalid int value: .{value}"
+    ):
+        settings_after(tmp_path, f"max_seq_length: {value}")
 
 
 @pytest.mark.parametrize("length", [0, -5])
