@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from hvd_bert.config.parser import HELP
-from hvd_bert.distributed.launch import find_launcher
+from hvd_bert.distributed.launch import speaks_first
 from hvd_bert.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def escape_unprintable() -> None:
 
 def leave_help_to_one_rank(argv: Sequence[str]) -> None:
     """Exit if --help is given and another rank prints it."""
-    if HELP & set(argv) and not find_launcher(os.environ).speaks_first:
+    if HELP & set(argv) and not speaks_first(os.environ):
         sys.exit(EXIT_OK)
 
 

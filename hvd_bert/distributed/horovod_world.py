@@ -12,7 +12,16 @@ from typing import Any
 import torch
 
 from hvd_bert.distributed import rendezvous, watchdog
-from hvd_bert.distributed.launch import Launcher, check_pmi, check_size, find_launcher, is_elastic
+from hvd_bert.distributed.interfaces import address_of, apply_setting
+from hvd_bert.distributed.launch import (
+    Launcher,
+    check_horovod,
+    check_nesting,
+    check_pmi,
+    check_size,
+    find_launcher,
+    is_elastic,
+)
 from hvd_bert.distributed.world import CollectiveError, World, log
 from hvd_bert.errors import UserError
 
@@ -74,15 +83,20 @@ class HorovodWorld(World):
         `generation`: under Horovod elastic, how many worlds this process was in before.
         """
         launcher = find_launcher(os.environ)
+        check_nesting(launcher, os.environ)
+        check_horovod(launcher, os.environ)
+        apply_setting(os.environ)
         if launcher.size in (None, 1):
             # A single process needs no MPI, which on some clusters only starts inside a job.
             os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
         try:
             if launcher.name == "torchrun" and launcher.size != 1:
                 rendezvous.serve_horovod()
+            elif launcher.name == "horovodrun":
+                rendezvous.check_horovodrun()
             import horovod.torch as hvd
 
-            by_mpi = hvd.mpi_built() and os.environ.get("HOROVOD_CONTROLLER", "mpi") == "mpi"
+            by_mpi = hvd.mpi_built() and os.environ.get("HOROVOD_CONTROLLER", "mpi").lower() == "mpi"
             comm = _mpi_world(launcher) if by_mpi else None
         except (ImportError, OSError, RuntimeError) as error:
             raise UserError(
@@ -101,8 +115,6 @@ class HorovodWorld(World):
         controller = "none" if hvd.size() == 1 else "mpi" if by_mpi else "gloo"
         world = HorovodWorld(hvd, controller, comm, stalled_after_s)
         world.elastic, world.generation = elastic, generation
-        if launcher.size is None and int(os.environ.get("SLURM_NTASKS", "1")) > 1:
-            log.warning("The job has %s tasks, but this process is alone: use srun.", os.environ["SLURM_NTASKS"])
         return world
 
     def set_up_device(self) -> None:
@@ -118,7 +130,7 @@ class HorovodWorld(World):
             self._watchdog = watchdog.Watchdog(self.rank, hosts, self._stalled_after_s, arrivals, self.abort)
 
     def _store_arrivals(self) -> watchdog.Arrivals:
-        address = rendezvous.address_of(os.environ.get("HOROVOD_GLOO_IFACE")) or self.host
+        address = address_of(os.environ.get("HOROVOD_GLOO_IFACE")) or self.host
         try:
             return watchdog.StoreArrivals(rendezvous.store_of(self, address), self.rank, self.size)
         except CollectiveError as error:  # on all ranks; training works without it

@@ -7,8 +7,8 @@ import os
 import torch
 
 from hvd_bert.distributed.horovod_world import HorovodWorld
-from hvd_bert.distributed.launch import WorldsOfOne, find_launcher, is_elastic
-from hvd_bert.distributed.world import World
+from hvd_bert.distributed.launch import WorldsOfOne, find_launcher, is_elastic, requested_tasks
+from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
 
 
@@ -17,13 +17,25 @@ def join(strategy: str = "horovod", generation: int = 0) -> World:
 
     `generation`: under Horovod elastic, how many worlds this process was in before.
     """
-    if strategy == "horovod":
-        return HorovodWorld.join(generation)
     if strategy in ("none", "dp"):
         return _alone(strategy)
-    from hvd_bert.distributed.torch_world import DistributedWorld  # Horovod's runs do not need it
+    requested = requested_tasks(os.environ)
+    world: World
+    if strategy == "horovod":
+        world = HorovodWorld.join(generation)
+    else:
+        from hvd_bert.distributed.torch_world import DistributedWorld  # Horovod's runs do not need it
 
-    return DistributedWorld.join()
+        world = DistributedWorld.join()
+    if world.size < requested and world.rank == 0 and not world.elastic:
+        log.warning(
+            "The job requested %s tasks, but only %s rank(s) run. Start all of them (`srun --mpi=pmix`, -np %s), or"
+            " request fewer (sbatch --ntasks-per-node).",
+            requested,
+            world.size,
+            requested,
+        )
+    return world
 
 
 def _alone(strategy: str) -> World:

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+
+import psutil
 
 from hvd_bert.errors import UserError
 
 
-class WorldsOfOne(UserError):
+class LaunchError(UserError):
+    """A mistake in how the job was started, which all of its processes find. Rank 0 reports it."""
+
+
+class WorldsOfOne(LaunchError):
     """The launcher's processes cannot find each other: each would be a world of one."""
 
 
@@ -32,25 +38,136 @@ class Launcher:
 
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # only torchrun sets it
+# Each launcher's variables of size and rank: first those of the world, then those of parts of it.
 # Most specific first: mpirun inside srun inherits Slurm's variables, never the other way round.
 _LAUNCHERS = (
-    ("torchrun", "WORLD_SIZE", "RANK"),
-    ("horovodrun", "HOROVOD_SIZE", "HOROVOD_RANK"),
-    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ("mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
-    ("mpirun", "PMI_SIZE", "PMI_RANK"),
-    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("torchrun", ("WORLD_SIZE", "RANK"), ("LOCAL_WORLD_SIZE", "LOCAL_RANK"), ("GROUP_WORLD_SIZE", "GROUP_RANK")),
+    (
+        "horovodrun",
+        ("HOROVOD_SIZE", "HOROVOD_RANK"),
+        ("HOROVOD_LOCAL_SIZE", "HOROVOD_LOCAL_RANK"),
+        ("HOROVOD_CROSS_SIZE", "HOROVOD_CROSS_RANK"),
+    ),
+    ("mpirun", ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")),
+    ("mpirun", ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK")),
+    ("mpirun", ("PMI_SIZE", "PMI_RANK")),
+    ("srun", ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")),
 )
+_HOROVOD_VALUES = {"HOROVOD_CONTROLLER": ("mpi", "gloo"), "HOROVOD_CPU_OPERATIONS": ("mpi", "gloo", "ccl")}
+GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
+
+
+def number(environ: Mapping[str, str], name: str, minimum: int = 0, maximum: int = 2**32 - 1) -> int | None:
+    """A variable that holds a whole number; None if it is not set. Raises LaunchError if it holds anything else."""
+    text = environ.get(name)
+    if text is None:
+        return None
+    if re.fullmatch(r"[0-9]{1,10}", text) is None or not minimum <= int(text) <= maximum:
+        raise LaunchError(
+            f"{name}={text[:40]!r}: must be a whole number from {minimum} to {maximum}. Unset it, or start with the"
+            " launcher that sets it."
+        )
+    return int(text)
 
 
 def find_launcher(environ: Mapping[str, str]) -> Launcher:
-    """The launcher of this process, from its environment."""
-    for name, size, rank in _LAUNCHERS:
+    """The launcher of this process, from its environment. Raises LaunchError if its variables cannot be true."""
+    for name, world, *parts in _LAUNCHERS:
         if name == "torchrun" and TORCHRUN not in environ:
             continue  # job scripts may set these variables for other launchers
-        if size in environ and rank in environ:
-            return Launcher(name, int(environ[size]), int(environ[rank]))
+        if name == "torchrun":
+            _check_torchrun(environ, *(variable for pair in (world, *parts) for variable in pair))
+        if all(variable in environ for variable in world):
+            for part in parts:
+                _size_and_rank(environ, name, *part)
+            return Launcher(name, *_size_and_rank(environ, name, *world))
     return Launcher("none", None, None)
+
+
+def speaks_first(environ: Mapping[str, str]) -> bool:
+    """Whether this process reports what all processes find before they have joined."""
+    try:
+        launcher = find_launcher(environ)
+    except LaunchError:
+        return True  # its rank is unknown
+    return launcher.speaks_first and (environ.get("SLURM_PROCID") == "0" or not is_nested(launcher, environ))
+
+
+def ancestors() -> set[str]:
+    """The names of the programs that started this process on this host."""
+    return {process.name() for process in psutil.Process().parents()}
+
+
+def is_nested(
+    launcher: Launcher, environ: Mapping[str, str], programs: Callable[[], Collection[str]] = ancestors
+) -> bool:
+    """Whether each of several tasks of srun has started an mpirun or horovodrun of its own."""
+    if (number(environ, "SLURM_STEP_NUM_TASKS", 1) or 1) == 1:
+        return False
+    if launcher.name == "horovodrun":
+        return True
+    # mpirun starts daemons on other nodes through an srun of its own: their ranks have the variables of that step.
+    return launcher.name == "mpirun" and not {"mpirun", "mpiexec", "orterun", "prterun"}.isdisjoint(programs())
+
+
+def check_nesting(launcher: Launcher, environ: Mapping[str, str]) -> None:
+    """Raise LaunchError if each of srun's tasks would start the whole job."""
+    if is_nested(launcher, environ):
+        tasks = environ["SLURM_STEP_NUM_TASKS"]
+        raise LaunchError(
+            f"Each of srun's {tasks} tasks has started {launcher.name} with {launcher.size} ranks. Use one launcher:"
+            f" `srun --mpi=pmix python ...`, or {launcher.name} without srun."
+        )
+
+
+def requested_tasks(environ: Mapping[str, str]) -> int:
+    """The tasks of the Slurm job around this process; of the step, where the job did not request a number per node."""
+    per_node = number(environ, "SLURM_NTASKS_PER_NODE") or 0
+    return max(number(environ, "SLURM_NTASKS") or 1, per_node * (number(environ, "SLURM_JOB_NUM_NODES") or 0))
+
+
+def _size_and_rank(environ: Mapping[str, str], launcher: str, *names: str) -> tuple[int | None, int | None]:
+    size, rank = (number(environ, name, minimum) for name, minimum in zip(names, (1, 0), strict=True))
+    if size is not None and rank is not None and rank >= size:
+        raise LaunchError(
+            f"{names[1]}={rank}, but {names[0]}={size}: ranks are counted from 0. {launcher} sets both: unset them, or"
+            f" start with {launcher}."
+        )
+    return size, rank
+
+
+def _check_torchrun(environ: Mapping[str, str], *numbers: str) -> None:
+    for name in (*numbers, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        if name not in environ:
+            raise LaunchError(
+                f"{TORCHRUN} is set, but {name} is not. torchrun sets both: start with torchrun, or unset {TORCHRUN}."
+            )
+    number(environ, "MASTER_PORT", 1, 65535)
+
+
+def check_horovod(launcher: Launcher, environ: Mapping[str, str]) -> None:
+    """Raise LaunchError for variables with which Horovod would abort every process, without a message of ours."""
+    gloo_timeout_s(environ)
+    for name, values in _HOROVOD_VALUES.items():
+        if environ.get(name, "gloo").lower() not in values:
+            raise LaunchError(f"{name}={environ[name][:40]!r}: must be {' or '.join(values)}. Or unset it.")
+    by_gloo = environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"
+    if launcher.name == "horovodrun" and by_gloo and launcher.size != 1 and horovodrun_address(environ) is None:
+        raise LaunchError(
+            f"HOROVOD_SIZE={launcher.size}, but HOROVOD_GLOO_RENDEZVOUS_ADDR or _PORT is not set. horovodrun sets all:"
+            " unset HOROVOD_SIZE and HOROVOD_RANK, or start with horovodrun."
+        )
+
+
+def horovodrun_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """Where horovodrun serves the addresses of its ranks over Gloo; None if it does not."""
+    host, port = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), number(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT", 1, 65535)
+    return (host, port) if host and port else None
+
+
+def gloo_timeout_s(environ: Mapping[str, str]) -> int:
+    """Seconds in which ranks that have started must find each other over Gloo. Horovod reads the same variable."""
+    return number(environ, GLOO_TIMEOUT, 1) or 30
 
 
 def is_elastic(environ: Mapping[str, str]) -> bool:
@@ -94,17 +211,18 @@ def check_pmi(launcher: Launcher, environ: Mapping[str, str], mpi: str) -> None:
         )
 
 
-def slurm_address(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Rendezvous host and port for the tasks of a Slurm step: its first node, and a port by job and step.
-
-    Other steps and jobs get other ports. Raises UserError if Slurm's variables are missing.
-    """
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    first = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
-    if first is None:
+def slurm_nodes(environ: Mapping[str, str]) -> str:
+    """Slurm's list of the nodes of this step, such as gpu[1-4],login. Raises UserError if it is missing."""
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    if not nodes:
         raise UserError("The nodes of this job step are unknown (SLURM_STEP_NODELIST is not set). Start with srun.")
-    number = int(environ.get("SLURM_JOB_ID", "0")) * 1009 + int(environ.get("SLURM_STEP_ID", "0"))
-    return first[1] + (first[2] or ""), 10_000 + number % 20_000
+    return nodes
+
+
+def slurm_port(environ: Mapping[str, str]) -> int:
+    """A port for the tasks of this Slurm step. Other steps and jobs get other ports."""
+    job, step = (number(environ, name) or 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return 10_000 + (job * 1009 + step) % 20_000
 
 
 def choose_device(num_devices: int, local_rank: int, local_size: int) -> str:
@@ -147,13 +265,11 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
     if "SLURM_JOB_ID" not in environ:
         return None
 
-    def number(*names: str) -> int | None:
-        texts = (re.match(r"\d+", environ.get(f"SLURM_{name}", "")) for name in names)
-        return next((int(text[0]) for text in texts if text), None)
-
-    nodes = number("JOB_NUM_NODES", "NNODES") or 1
+    nodes = number(environ, "SLURM_JOB_NUM_NODES", 1) or number(environ, "SLURM_NNODES", 1) or 1
     # TASKS_PER_NODE may be "2(x3)" or "2,1": take the first node's number.
-    return Allocation(nodes, number("NTASKS_PER_NODE", "TASKS_PER_NODE") or 1, number("CPUS_PER_TASK"))
+    first = {"SLURM_TASKS_PER_NODE": re.split(r"[(,]", environ.get("SLURM_TASKS_PER_NODE", "1"))[0]}
+    tasks = number(environ, "SLURM_NTASKS_PER_NODE", 1) or number(first, "SLURM_TASKS_PER_NODE", 1) or 1
+    return Allocation(nodes, tasks, number(environ, "SLURM_CPUS_PER_TASK", 1))
 
 
 def share_cores(mine: frozenset[int], on_this_host: Sequence[frozenset[int]]) -> int:

@@ -1,43 +1,106 @@
-"""Rendezvous of the ranks for torch.distributed and Horovod, from what each launcher provides."""
+"""Rendezvous of the ranks for torch.distributed and Horovod, from what each launcher provides.
+
+What is served here listens only on the address through which the other ranks come.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-import psutil
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # missing in its type stubs
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its stubs
 
+from hvd_bert.distributed.interfaces import address_of, address_towards, choose_interface
+from hvd_bert.distributed.launch import gloo_timeout_s, horovodrun_address, slurm_nodes, slurm_port
+from hvd_bert.distributed.logs import describe_ranks, log
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 
-TIMEOUT_S = 300  # for ranks that start late; later the group's own timeout applies
-MET_TIMEOUT_S = 30  # for ranks that have all started; torch tries for two to three times as long
+START_S = 300  # for ranks that start late; later the group's own timeout applies
+NOTICE_S = 10  # after which the missing ranks are named
+SAME_ADDRESS = (
+    "All hosts must resolve that host's name to the same address and accept connections from each other, and that rank"
+    " must run."
+)
 
 
-def torchrun_store() -> Any:
-    """The key-value store of torchrun's agent, with other keys after each restart."""
-    store, _, _ = next(iter(rendezvous("env://")))
-    return PrefixStore(f"hvd_bert/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+def serve_store(address: str, port: int = 0) -> Any:
+    """A key-value store that this process serves at `address` only, a name or an IP address; port 0: at a free port.
 
-
-def store_at(host: str, port: int, rank: int, size: int, patience_s: float = TIMEOUT_S) -> Any:
-    """A key-value store that rank 0 serves at host:port. Raises UserError if ranks do not reach it in `patience_s`.
-
-    With port 0, rank 0 takes a free one and does not wait for the others, which do not have its number yet.
+    Raises UserError if it cannot.
     """
-    patience, waits = timedelta(seconds=patience_s), port != 0
     try:
-        return TCPStore(host, port, size, is_master=rank == 0, timeout=patience, wait_for_workers=waits)
-    except RuntimeError as error:
+        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(place[:2], family=family, backlog=socket.SOMAXCONN)
+    except OSError as error:
         raise UserError(
-            f"{socket.gethostname()} cannot reach the other ranks at {host}{f':{port}' if port else ''}"
-            f" ({str(error).splitlines()[0]}). All hosts must resolve that host's name and accept connections from"
-            f" each other{', and no other program may listen at the port' if waits else ''}."
+            f"{socket.gethostname()} cannot serve the other ranks at {address}{f':{port}' if port else ''} ({error})."
+            " The host's name must resolve to an address of its own, and no other program may listen at the port."
         ) from None
+    host, port = listener.getsockname()[:2]
+    descriptor = listener.detach()  # the store closes it
+    return _store(host, port, is_master=True, master_listen_fd=descriptor)
+
+
+def reach_store(host: str, port: int, patience_s: float, hint: str = SAME_ADDRESS) -> Any:
+    """A key-value store that another process serves. Raises UserError if nothing answers there in `patience_s`."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:  # a TCPStore would print its stack
+            socket.create_connection((host, port), gloo_timeout_s(os.environ)).close()
+            return _store(host, port)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise _unreachable(host, port, error, hint) from None
+        time.sleep(0.1)
+
+
+def _store(host: str, port: int, **serving: Any) -> Any:
+    patience = timedelta(seconds=gloo_timeout_s(os.environ))
+    try:
+        store = TCPStore(host, port, timeout=patience, wait_for_workers=False, **serving)
+    except RuntimeError as error:
+        raise _unreachable(host, port, error, SAME_ADDRESS) from None
+    store.set_timeout(timedelta(seconds=_start_s()))
+    return store
+
+
+def _unreachable(host: str, port: int, error: Exception, hint: str) -> UserError:
+    here, reason = socket.gethostname(), str(error).splitlines()[0]
+    return UserError(f"{here} cannot reach the other ranks at {host}:{port} ({reason}). {hint}")
+
+
+def _start_s() -> int:
+    return max(START_S, gloo_timeout_s(os.environ))
+
+
+def hosts_of(store: Any, rank: int, size: int) -> list[str]:
+    """The host of every rank, once all have started. Every rank calls it. Raises UserError if some do not start."""
+    keys = [f"hvd_bert.host.{other}" for other in range(size)]
+
+    def missing() -> str:
+        return describe_ranks([other for other in range(size) if not store.check([keys[other]])])
+
+    store.set(keys[rank], socket.gethostname())
+    try:
+        store.wait(keys, timedelta(seconds=NOTICE_S))
+    except DistStoreError:
+        log.info("Waiting for %s of %s to start", missing(), size)
+        try:
+            store.wait(keys, timedelta(seconds=_start_s()))
+        except DistStoreError:
+            raise UserError(
+                f"{missing()} of {size} did not start in {_start_s()} s. See the reason above. If none is there, the"
+                " launcher's variables may be left over from another job: unset them."
+            ) from None
+    return [store.get(key).decode() for key in keys]
 
 
 def store_of(world: World, address: str) -> Any:
@@ -48,30 +111,66 @@ def store_of(world: World, address: str) -> Any:
     store = None
     with world.raise_on_all_ranks():
         if world.rank == 0:
-            store = store_at(address, 0, 0, world.size, MET_TIMEOUT_S)
-    address, port = world.broadcast((address, store and store.port))
+            store = serve_store(address)
+    host, port = world.broadcast((store and store.host, store and store.port))
     with world.raise_on_all_ranks():
-        return store or store_at(address, port, world.rank, world.size, MET_TIMEOUT_S)
+        return store or reach_store(host, port, gloo_timeout_s(os.environ))
 
 
-def address_of(interface: str | None) -> str | None:
-    """An IPv4 address of a network interface of this host; None if it has none."""
-    addresses = psutil.net_if_addrs().get(interface or "", [])
-    return next((str(address.address) for address in addresses if address.family == socket.AF_INET), None)
+def slurm_store(rank: int) -> Any:
+    """A key-value store for the tasks of a Slurm step, which rank 0 serves on the step's first node."""
+    first, *others = expand_hosts(slurm_nodes(os.environ))
+    port = slurm_port(os.environ)
+    if others and os.environ.get("SLURMD_NODENAME", socket.gethostname()) == first:
+        # A host may resolve its own name to the loopback, where other hosts do not reach it.
+        first = address_towards(others[0]) or first
+    return serve_store(first, port) if rank == 0 else reach_store(first, port, _start_s())
 
 
-def interface_to(host: str) -> str | None:
-    """The network interface through which this host reaches `host`; None if unknown."""
+def expand_hosts(listed: str) -> list[str]:
+    """The hosts of a list of Slurm's, such as rack[0-3]_blade[0-1],login."""
+    if "[" not in listed:
+        return listed.split(",")
+    if shutil.which("scontrol"):
+        told = subprocess.run(["scontrol", "show", "hostnames", listed], capture_output=True, text=True)
+        if told.returncode == 0:
+            return told.stdout.split()
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends no packet, only chooses the route
-            mine = probe.getsockname()[0]
-    except OSError:
-        return None
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == mine for address in addresses):
-            return str(name)
-    return None
+        from hostlist import expand_hostlist  # type: ignore[import-not-found]
+    except ImportError:
+        raise UserError(
+            f"The hosts {listed} are unknown: `scontrol show hostnames` does not work on {socket.gethostname()}. Make"
+            " Slurm's commands available there, or install what replaces this one: `pip install python-hostlist`."
+        ) from None
+    return list(expand_hostlist(listed))
+
+
+def torchrun_store() -> Any:
+    """The key-value store of torchrun's agent, with other keys after each restart. Raises UserError if it is gone."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+        hint = "Start with torchrun. If its variables are left over from another job, unset TORCHELASTIC_RUN_ID."
+        store = reach_store(host, port, 0, hint)  # the agent serves before it starts ranks
+    elif os.environ["RANK"] == "0":  # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+        store = serve_store(host, port)
+    else:
+        store = reach_store(host, port, _start_s())
+    return PrefixStore(f"hvd_bert/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def check_horovodrun() -> None:
+    """Raise UserError if this is a rank of horovodrun over Gloo and does not reach horovodrun: Horovod would abort."""
+    address = horovodrun_address(os.environ)
+    if address is None:  # MPI
+        return
+    try:
+        socket.create_connection(address, gloo_timeout_s(os.environ)).close()
+    except OSError as error:
+        raise UserError(
+            f"{socket.gethostname()} cannot reach horovodrun at {address[0]}:{address[1]} ({error}). Start `horovodrun"
+            " --gloo` on one of the hosts of the run, with --network-interfaces NAME. If its variables are left over"
+            " from another job, unset HOROVOD_RANK and HOROVOD_SIZE."
+        ) from None
 
 
 def serve_horovod() -> None:
@@ -81,42 +180,32 @@ def serve_horovod() -> None:
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = torchrun_store()
+    choose_interface(os.environ, "HOROVOD_GLOO_IFACE", hosts_of(store, rank, size))
     if rank == 0:
-        from horovod.runner.http.http_server import RendezvousServer
+        from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-        server = RendezvousServer()
-        store.set("hvd_bert.horovod", f"{os.environ['MASTER_ADDR']} {server.start()}")
+        own = address_of(os.environ.get("HOROVOD_GLOO_IFACE")) or os.environ["MASTER_ADDR"]
+        server = RendezvousHTTPServer((own, 0), RendezvousHandler, verbose=0)  # RendezvousServer listens everywhere
         server.init([])  # it needs no list of ranks
+        server.store = store  # ends with its last reference; the server lives as long as this process
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        store.set("hvd_bert.horovod", f"{own} {server.server_port}")
     address, port = store.get("hvd_bert.horovod").decode().split()
-    local_rank, local_size = os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
-    variables = {
-        "HOROVOD_RANK": rank,
-        "HOROVOD_SIZE": size,
-        "HOROVOD_LOCAL_RANK": local_rank,
-        "HOROVOD_LOCAL_SIZE": local_size,
-        "HOROVOD_CROSS_RANK": os.environ["GROUP_RANK"],
-        "HOROVOD_CROSS_SIZE": os.environ["GROUP_WORLD_SIZE"],
+    os.environ.update(_horovods(os.environ, address, port))
+
+
+def _horovods(torchruns: Mapping[str, str], address: str, port: str) -> dict[str, str]:
+    """horovodrun's variables from torchrun's."""
+    return {
+        "HOROVOD_RANK": torchruns["RANK"],
+        "HOROVOD_SIZE": torchruns["WORLD_SIZE"],
+        "HOROVOD_LOCAL_RANK": torchruns["LOCAL_RANK"],
+        "HOROVOD_LOCAL_SIZE": torchruns["LOCAL_WORLD_SIZE"],
+        "HOROVOD_CROSS_RANK": torchruns["GROUP_RANK"],
+        "HOROVOD_CROSS_SIZE": torchruns["GROUP_WORLD_SIZE"],
         "HOROVOD_HOSTNAME": socket.gethostname(),
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
     }
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    choose_interface(store, rank, size, "HOROVOD_GLOO_IFACE")
-
-
-def choose_interface(store: Any, rank: int, size: int, variable: str) -> None:
-    """Set `variable` to the interface through which this host reaches the world's other hosts.
-
-    Gloo's default is the interface of the host's own name, which on many systems is the loopback.
-    """
-    if variable in os.environ:
-        return
-    mine = socket.gethostname()
-    store.set(f"hvd_bert.host.{rank}", mine)
-    hosts = [store.get(f"hvd_bert.host.{other}").decode() for other in range(size)]
-    other = next((host for host in hosts if host != mine), None)
-    interface = interface_to(other or "localhost")
-    if interface is not None:
-        os.environ[variable] = interface

@@ -20,7 +20,7 @@ import torch
 from hvd_bert.distributed import logs
 from hvd_bert.distributed.horovod_world import ready_for_timeline
 from hvd_bert.distributed.joining import join
-from hvd_bert.distributed.launch import WorldsOfOne, find_launcher
+from hvd_bert.distributed.launch import LaunchError, find_launcher, speaks_first
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, World, abort_mpi, log
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 
@@ -81,10 +81,10 @@ def _join(strategy: str, generation: int, log_format: str | None) -> World:
     try:
         logs.start(find_launcher(os.environ).rank or 0, log_format)
         world = join(strategy, generation)
-    except (WorldsOfOne, CollectiveError) as error:
+    except (LaunchError, CollectiveError) as error:
         # All processes have this error. Only the one that reports it fails: another's failure could make the launcher
         # kill it before it has.
-        mine = error.mine if isinstance(error, CollectiveError) else find_launcher(os.environ).speaks_first
+        mine = error.mine if isinstance(error, CollectiveError) else speaks_first(os.environ)
         sys.exit(_report(error, shown=True) if mine else EXIT_OK)
     except UserError as error:
         sys.exit(_report(error, shown=True))

@@ -16,7 +16,8 @@ from torch import distributed
 
 from hvd_bert.distributed import rendezvous
 from hvd_bert.distributed.horovod_world import HorovodWorld
-from hvd_bert.distributed.launch import find_launcher, is_elastic, slurm_address
+from hvd_bert.distributed.interfaces import address_of, apply_setting, choose_interface
+from hvd_bert.distributed.launch import check_nesting, find_launcher, is_elastic
 from hvd_bert.distributed.world import World
 
 # Ranks wait for one that writes a checkpoint or finishes its share of an evaluation. Gloo notices a dead rank at once.
@@ -40,20 +41,26 @@ class DistributedWorld(World):
     def join() -> DistributedWorld:
         """Join the launcher's world. Raises UserError if the ranks are not in one world."""
         launcher = find_launcher(os.environ)
+        check_nesting(launcher, os.environ)
+        apply_setting(os.environ)
         rank, size, comm = launcher.rank or 0, launcher.size or 1, None
+        interface = "GLOO_SOCKET_IFNAME"
         if launcher.name == "torchrun":
             store = rendezvous.torchrun_store()
+            choose_interface(os.environ, interface, rendezvous.hosts_of(store, rank, size))
         elif size == 1:
             store = distributed.HashStore()  # type: ignore[attr-defined]  # missing in its type stubs
+            choose_interface(os.environ, interface, [])
         elif launcher.name == "srun":
-            store = rendezvous.store_at(*slurm_address(os.environ), rank, size)
+            store = rendezvous.slurm_store(rank)
+            choose_interface(os.environ, interface, rendezvous.hosts_of(store, rank, size))
         else:
             # horovodrun and mpirun pass the other ranks' addresses in different ways. Horovod supports both.
             meeting = HorovodWorld.join()
             rank, size, comm = meeting.rank, meeting.size, meeting._comm
-            store = rendezvous.store_of(meeting, meeting.host)
+            choose_interface(os.environ, interface, meeting.allgather(meeting.host))
+            store = rendezvous.store_of(meeting, address_of(os.environ.get(interface)) or meeting.host)
             meeting.close()
-        rendezvous.choose_interface(store, rank, size, "GLOO_SOCKET_IFNAME")
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         world = DistributedWorld(rank, size, comm)

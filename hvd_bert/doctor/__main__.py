@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from hvd_bert.config.parser import Parser
-from hvd_bert.distributed.launch import find_launcher
+from hvd_bert.distributed.launch import find_launcher, speaks_first
 from hvd_bert.doctor.report import Report
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.startup import collector_paused, escape_unprintable, leave_help_to_one_rank
@@ -78,9 +78,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
     leave_help_to_one_rank(sys.argv[1:] if argv is None else argv)
-    launcher = find_launcher(os.environ)
-    first = launcher.speaks_first
+    first = speaks_first(os.environ)
     try:
+        launcher = find_launcher(os.environ)
         flags = _parse(argv)
     except UserError as error:
         if first:

@@ -37,7 +37,7 @@ def entry(world: World) -> None:
 
 
 if __name__ == "__main__":
-    rendezvous.MET_TIMEOUT_S = 5
+    rendezvous.gloo_timeout_s = lambda environ: 5
     if sys.argv[3] == "store":
         connects, rendezvous.TCPStore = rendezvous.TCPStore, connect
     else:

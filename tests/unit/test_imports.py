@@ -69,7 +69,7 @@ def test_horovod_is_imported_at_home_only(module):
 # DeepSpeed reads some of them itself, and must be told otherwise.
 READERS = (
     "distributed.launch", "distributed.horovod_world", "distributed.rendezvous", "distributed.watchdog",
-    "strategies.deepspeed",
+    "distributed.interfaces", "strategies.deepspeed",
 )  # fmt: skip
 
 

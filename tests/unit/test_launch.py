@@ -6,6 +6,7 @@ import pytest
 
 from hvd_bert.distributed.launch import (
     Launcher,
+    LaunchError,
     RankInfo,
     check_devices,
     check_pmi,
@@ -15,7 +16,8 @@ from hvd_bert.distributed.launch import (
     find_job,
     find_launcher,
     share_cores,
-    slurm_address,
+    slurm_nodes,
+    slurm_port,
 )
 from hvd_bert.errors import UserError
 
@@ -24,7 +26,9 @@ HOROVODRUN = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 MVAPICH = {"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4"}
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4"}
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+TORCHRUN |= {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+TORCHRUN |= {"MASTER_ADDR": "a100-01", "MASTER_PORT": "29500"}
 SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
 # A job script, and mpirun inside it, see variables of the batch step: one task of a job of many.
 BATCH_STEP = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "17"}
@@ -193,23 +197,15 @@ def test_job():
     assert find_job({"PATH": "/bin"}) is None
 
 
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [
-        ("a100-01", "a100-01"),
-        ("a100-[01-02,07]", "a100-01"),
-        ("node[3,5]", "node3"),
-        ("login,gpu[1-4]", "login"),
-        ("n1.cluster,n2.cluster", "n1.cluster"),
-    ],
-)
-def test_slurm_tasks_meet_on_their_first_node(nodes, host):
-    first = {"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "1234567", "SLURM_STEP_ID": "0"}
-    address, port = slurm_address(first)
-    assert address == host and 10_000 <= port < 30_000
-    assert slurm_address(first | {"SLURM_STEP_ID": "1"}) != (address, port), "another step of the job, another port"
+def test_each_step_has_a_port():
+    step = {"SLURM_JOB_ID": "1234567", "SLURM_STEP_ID": "0"}
+    assert 10_000 <= slurm_port(step) < 30_000
+    assert slurm_port(step | {"SLURM_STEP_ID": "1"}) != slurm_port(step), "another step of the job, another port"
+    with pytest.raises(LaunchError, match=r"^SLURM_JOB_ID='x'"):
+        slurm_port(step | {"SLURM_JOB_ID": "x"})
 
 
 def test_slurm_tasks_without_nodes_have_nowhere_to_meet():
+    assert slurm_nodes({"SLURM_STEP_NODELIST": "b", "SLURM_JOB_NODELIST": "[a-b]"}) == "b"
     with pytest.raises(UserError, match="SLURM_STEP_NODELIST"):
-        slurm_address({})
+        slurm_nodes({})

@@ -78,8 +78,8 @@ def test_missing_world_is_reported_by_one_rank(monkeypatch, capsys, error, rank,
     def start(strategy, generation):
         raise error
 
-    for _, *names in launch._LAUNCHERS:
-        for name in names:
+    for _, *pairs in launch._LAUNCHERS:
+        for name in sum(pairs, ()):
             monkeypatch.delenv(name, raising=False)
     if rank is not None:
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 
 from hvd_bert.config.command_line import before_joining, parse
 from hvd_bert.config.settings import STRATEGIES
-from hvd_bert.distributed import joining, rendezvous
+from hvd_bert.distributed import joining
 from hvd_bert.distributed.launch import WorldsOfOne
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
@@ -157,24 +156,6 @@ def test_strategy_of_one_process_steps_with_the_clipped_gradient():
     assert strategy.step()
     assert strategy.whole_model().weight.item() == pytest.approx(1 - 0.1 * 3.0)
     assert strategy.module.weight.grad is None or not strategy.module.weight.grad.any()
-
-
-def test_interface_to_this_host_is_the_loopback():
-    assert rendezvous.interface_to("127.0.0.1") == "lo"
-    assert rendezvous.interface_to("256.0.0.1") is None
-
-
-def test_interface_is_the_one_towards_another_host(monkeypatch):
-    store: dict[str, bytes] = {"hvd_bert.host.1": b"other"}
-    fake = SimpleNamespace(set=lambda key, value: store.update({key: value.encode()}), get=store.__getitem__)
-    monkeypatch.setattr(rendezvous, "interface_to", lambda host: {"other": "ib0", "localhost": "lo"}[host])
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(rendezvous.os, "environ", environ := {})
-    rendezvous.choose_interface(fake, 0, 2, "GLOO_SOCKET_IFNAME")
-    assert environ == {"GLOO_SOCKET_IFNAME": "ib0"}
-    environ["GLOO_SOCKET_IFNAME"] = "eth7"  # keeps the user's choice
-    rendezvous.choose_interface(fake, 0, 2, "GLOO_SOCKET_IFNAME")
-    assert environ == {"GLOO_SOCKET_IFNAME": "eth7"}
 
 
 def test_dp_leaves_what_other_models_give_to_torch(monkeypatch):

@@ -1,0 +1,118 @@
+"""Which network interface the ranks of this host use.
+
+`python -m hvd_bert.distributed.interfaces SETTING` prints this host's interface; the scripts check each host with it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import sys
+from collections.abc import Mapping, MutableMapping, Sequence
+
+import psutil
+
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+
+SETTING = "HVD_BERT_INTERFACE"
+# From these torch's Gloo, Horovod's Gloo, NCCL and Open MPI read the name of the interface.
+VARIABLES = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include")
+
+
+def apply_setting(environ: MutableMapping[str, str]) -> None:
+    """Have all libraries use this host's interface of HVD_BERT_INTERFACE. Call before they start.
+
+    It replaces what horovodrun sets, which is one name for all hosts.
+    """
+    setting = environ.get(SETTING)
+    if not setting:
+        return
+    host = socket.gethostname()
+    try:
+        name = resolve(setting, host, _addresses())
+    except UserError as error:
+        raise UserError(f"{SETTING}={setting} on {host}: {error}") from None
+    environ.update(dict.fromkeys(VARIABLES, name))
+
+
+def resolve(setting: str, host: str, addresses: Mapping[str, Sequence[str]]) -> str:
+    """The interface of a host by a setting: one name for all hosts, HOST=NAME,... or a subnet such as 10.1.0.0/16.
+
+    `addresses`: those of each of the host's interfaces. Raises UserError if the host has none that fits.
+    """
+    if "/" in setting:
+        try:
+            subnet = ipaddress.ip_network(setting, strict=False)
+        except ValueError as error:
+            raise UserError(f"not a subnet ({error}); for example 10.1.0.0/16") from None
+        fitting = [
+            name for name, own in addresses.items() for one in own if ipaddress.ip_address(one.split("%")[0]) in subnet
+        ]
+        if not fitting:
+            listed = ", ".join(f"{name} {' '.join(own)}" for name, own in addresses.items())
+            raise UserError(f"no interface in this subnet; available: {listed}")
+        return fitting[0]
+    name = setting
+    if "=" in setting:
+        names = dict(entry.strip().partition("=")[::2] for entry in setting.split(","))
+        name = names.get(host) or names.get(host.split(".")[0], "")
+        if not name:
+            raise UserError(f"no entry {host}=NAME; available: {', '.join(addresses)}")
+    if name not in addresses:
+        raise UserError(f"no such interface; available: {', '.join(addresses)}")
+    return name
+
+
+def choose_interface(environ: MutableMapping[str, str], variable: str, hosts: Sequence[str]) -> None:
+    """Set a library's variable to the interface through which this host reaches another of the world's `hosts`.
+
+    Keeps what is set. Gloo's default is the interface of the host's own name, which on many systems is the loopback.
+    """
+    other = next((host for host in hosts if host != socket.gethostname()), "localhost")
+    name = environ.get(variable) or interface_to(other)
+    if name is not None:
+        environ[variable] = name
+
+
+def address_of(interface: str | None) -> str | None:
+    """An IPv4 address of a network interface of this host; None if it has none."""
+    addresses = psutil.net_if_addrs().get(interface or "", [])
+    return next((str(address.address) for address in addresses if address.family == socket.AF_INET), None)
+
+
+def address_towards(host: str) -> str | None:
+    """The IPv4 address under which this host reaches `host`; None if unknown."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends no packet, only chooses the route
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def interface_to(host: str) -> str | None:
+    """The network interface through which this host reaches `host`; None if unknown."""
+    mine = address_towards(host)
+    return next((name for name, own in _addresses().items() if mine in own), None)
+
+
+def _addresses() -> dict[str, list[str]]:
+    """This host's interfaces, with their IP addresses."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: [str(address.address) for address in addresses if address.family in families]
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        print(resolve(argv[0], socket.gethostname(), _addresses()))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return EXIT_BAD_INPUT
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,87 @@
+"""The network interface of a host, by a setting or by its route to other hosts."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from hvd_bert.distributed import interfaces
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+
+ADDRESSES = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.77.0.11", "fe80::1%eth0"], "ib0": ["192.168.4.11"], "down": []}
+UNSET = "no such interface; available: lo, eth0, ib0, down"
+
+
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        ("ib0", "ib0"),
+        ("a100-01=ib0,a100-02=ib1", "ib0"),
+        ("a100-02=ib1, a100-01.cluster=eth0", "eth0"),
+        ("10.77.0.0/16", "eth0"),
+        ("192.168.4.1/24", "ib0"),
+        ("fe80::/10", "eth0"),
+    ],
+)
+def test_interface_by_setting(setting, name):
+    assert interfaces.resolve(setting, "a100-01.cluster", ADDRESSES) == name
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("ib7", UNSET),
+        ("ib", UNSET),
+        ("a100-01=ib7", UNSET),
+        ("a100-02=ib0", "no entry a100-01=NAME; available: lo, eth0"),
+        ("10.78.0.0/16", "no interface in this subnet; available: lo 127.0.0.1 ::1, eth0 10.77.0.11"),
+        ("10.77.0.0/99", "not a subnet"),
+    ],
+)
+def test_host_without_the_interface(setting, words):
+    with pytest.raises(UserError, match=f"^{words}"):
+        interfaces.resolve(setting, "a100-01", ADDRESSES)
+
+
+def test_setting_goes_to_all_libraries(monkeypatch):
+    monkeypatch.setattr(interfaces, "_addresses", lambda: ADDRESSES)
+    environ = {"HVD_BERT_INTERFACE": "10.77.0.0/16", "HOROVOD_GLOO_IFACE": "the launcher's", "PATH": "/bin"}
+    interfaces.apply_setting(environ)
+    names = ["GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include"]
+    assert [environ[name] for name in names] == ["eth0"] * 4
+    with pytest.raises(UserError, match=f"^HVD_BERT_INTERFACE=ib7 on {socket.gethostname()}: {UNSET}"):
+        interfaces.apply_setting({"HVD_BERT_INTERFACE": "ib7"})
+    for unset in ({}, {"HVD_BERT_INTERFACE": ""}):
+        before = dict(unset)
+        interfaces.apply_setting(unset)
+        assert unset == before
+
+
+def test_command_prints_the_interface_of_this_host(capsys):
+    assert interfaces.main(["127.0.0.0/8"]) == EXIT_OK
+    assert capsys.readouterr() == ("lo\n", "")
+    assert interfaces.main(["ib7"]) == EXIT_BAD_INPUT
+    out, err = capsys.readouterr()
+    assert (out, err.startswith("no such interface; available: ")) == ("", True)
+
+
+def test_interface_to_this_host_is_the_loopback():
+    assert interfaces.interface_to("127.0.0.1") == "lo"
+    assert interfaces.address_towards("127.0.0.1") == interfaces.address_of("lo") == "127.0.0.1"
+    assert interfaces.interface_to("256.0.0.1") is None
+    assert interfaces.address_of(None) is None
+
+
+def test_interface_is_the_one_towards_another_host(monkeypatch):
+    monkeypatch.setattr(interfaces, "interface_to", lambda host: {"other": "ib0", "localhost": "lo"}[host])
+    here = socket.gethostname()
+    environ: dict[str, str] = {}
+    interfaces.choose_interface(environ, "GLOO_SOCKET_IFNAME", [here, here, "other"])
+    assert environ == {"GLOO_SOCKET_IFNAME": "ib0"}
+    environ["GLOO_SOCKET_IFNAME"] = "eth7"  # keeps the user's choice
+    interfaces.choose_interface(environ, "GLOO_SOCKET_IFNAME", [here, "other"])
+    assert environ == {"GLOO_SOCKET_IFNAME": "eth7"}
+    alone: dict[str, str] = {}
+    interfaces.choose_interface(alone, "GLOO_SOCKET_IFNAME", [here])
+    assert alone == {"GLOO_SOCKET_IFNAME": "lo"}

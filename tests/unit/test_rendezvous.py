@@ -1,0 +1,182 @@
+"""How ranks find each other, in one process: stores on the loopback, and Slurm's lists of hosts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from hvd_bert.distributed import rendezvous
+from hvd_bert.errors import UserError
+
+TORCHRUN = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+TORCHRUN |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+
+
+@pytest.fixture
+def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment that the module sees."""
+    variables = {"PATH": os.environ["PATH"]}
+    monkeypatch.setattr(rendezvous, "os", SimpleNamespace(environ=variables))
+    return variables
+
+
+def listening(port: int) -> set[str]:
+    """The addresses at which this process listens on a port."""
+    found = psutil.Process().net_connections("tcp")
+    return {each.laddr.ip for each in found if each.laddr.port == port and each.status == psutil.CONN_LISTEN}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_store_listens_at_its_address_only(environ):
+    store = rendezvous.serve_store("127.0.0.1")
+    assert listening(store.port) == {"127.0.0.1"}
+    store.set("key", "value")
+    assert rendezvous.reach_store("127.0.0.1", store.port, 0).get("key") == b"value"
+
+
+@pytest.mark.parametrize("address", ["unknown.invalid", "192.0.2.77"], ids=["name", "another host's address"])
+def test_store_at_an_address_of_no_interface(environ, address):
+    words = f"{socket.gethostname()} cannot serve the other ranks at {address} .* resolve to an address of its own"
+    with pytest.raises(UserError, match=words):
+        rendezvous.serve_store(address)
+
+
+def test_store_that_nobody_serves(environ):
+    port = free_port()
+    words = f"cannot reach the other ranks at 127.0.0.1:{port} .*refused.* All hosts must resolve"
+    with pytest.raises(UserError, match=words):
+        rendezvous.reach_store("127.0.0.1", port, 0)
+
+
+def test_ranks_learn_all_hosts(environ, monkeypatch):
+    store = rendezvous.serve_store("127.0.0.1")
+    found: dict[int, list[str]] = {}
+
+    def rank(number: int) -> None:
+        own = rendezvous.reach_store("127.0.0.1", store.port, 0)
+        found[number] = rendezvous.hosts_of(own, number, 3)
+
+    threads = [threading.Thread(target=rank, args=[number]) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == dict.fromkeys(range(3), [socket.gethostname()] * 3)
+
+
+def test_ranks_that_do_not_start_are_named(environ, monkeypatch, caplog):
+    monkeypatch.setattr(rendezvous, "NOTICE_S", 0.1)
+    monkeypatch.setattr(rendezvous, "START_S", 0.2)
+    environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "1"
+    store = rendezvous.serve_store("127.0.0.1")
+    store.set("hvd_bert.host.2", "another")
+    with caplog.at_level(logging.INFO), pytest.raises(UserError, match=r"^ranks 1, 3 of 4 did not start in 1 s"):
+        rendezvous.hosts_of(store, 0, 4)
+    assert caplog.messages == ["Waiting for ranks 1, 3 of 4 to start"]
+
+
+def test_timeout_for_many_hosts_is_horovods(environ):
+    environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "900"
+    assert rendezvous.serve_store("127.0.0.1").timeout.total_seconds() == 900
+    environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "60"
+    assert rendezvous.serve_store("127.0.0.1").timeout.total_seconds() == rendezvous.START_S
+
+
+# --- torchrun and horovodrun -----------------------------------------------------------------------
+
+
+def test_torchrun_that_is_gone_is_reported_at_once(environ):
+    port = free_port()
+    environ.update(TORCHRUN, TORCHELASTIC_USE_AGENT_STORE="True", MASTER_PORT=str(port))
+    with pytest.raises(UserError, match=rf"127.0.0.1:{port} .*refused.* unset TORCHELASTIC_RUN_ID"):
+        rendezvous.torchrun_store()
+
+
+def test_horovodrun_that_is_gone_is_reported_at_once(environ):
+    rendezvous.check_horovodrun()  # over MPI it serves nothing
+    port = free_port()
+    environ.update(HOROVOD_GLOO_RENDEZVOUS_ADDR="127.0.0.1", HOROVOD_GLOO_RENDEZVOUS_PORT=str(port))
+    with pytest.raises(UserError, match=rf"cannot reach horovodrun at 127.0.0.1:{port} .*refused"):
+        rendezvous.check_horovodrun()
+    with socket.create_server(("127.0.0.1", port)):
+        rendezvous.check_horovodrun()
+
+
+@pytest.mark.parametrize("agent", ["True", "False"])
+def test_under_torchrun_nothing_listens_on_all_interfaces(environ, agent):
+    served: Any = rendezvous.serve_store("127.0.0.1") if agent == "True" else None
+    port = served.port if served else free_port()
+    environ.update(TORCHRUN, TORCHELASTIC_USE_AGENT_STORE=agent, MASTER_PORT=str(port))
+    rendezvous.serve_horovod()
+    assert environ["HOROVOD_GLOO_IFACE"] == "lo" and environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "127.0.0.1"
+    assert listening(port) == listening(int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])) == {"127.0.0.1"}
+    rendezvous.check_horovodrun()
+
+
+# --- Slurm -----------------------------------------------------------------------------------------
+
+# What Slurm 22.05's scontrol prints.
+HOSTS = {
+    "a100-01": "a100-01",
+    "n1.cluster,n2.cluster": "n1.cluster n2.cluster",
+    "a100-[01-02,07]": "a100-01 a100-02 a100-07",
+    "node[3,5]": "node3 node5",
+    "login,gpu[1-4]": "login gpu1 gpu2 gpu3 gpu4",
+    "rack[0-1]_blade[0-1],x": "rack0_blade0 rack0_blade1 rack1_blade0 rack1_blade1 x",
+}
+
+
+def scontrol(folder: Path, script: str) -> str:
+    """PATH with an scontrol of ours."""
+    (folder / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "scontrol").chmod(0o755)
+    return f"{folder}:/usr/bin:/bin"
+
+
+@pytest.mark.parametrize("listed", HOSTS)
+def test_hosts_of_slurms_list(monkeypatch, tmp_path, listed):
+    script = f'[ "$*" = "show hostnames {listed}" ] && printf "%s\\n" {HOSTS[listed]}'
+    monkeypatch.setenv("PATH", scontrol(tmp_path, script))
+    assert rendezvous.expand_hosts(listed) == HOSTS[listed].split()
+
+
+def test_hosts_where_slurms_commands_are_missing(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", scontrol(tmp_path, "echo no configuration >&2; exit 1"))
+    monkeypatch.setitem(sys.modules, "hostlist", None)
+    assert rendezvous.expand_hosts("n1,n2") == ["n1", "n2"]
+    with pytest.raises(UserError, match=r"^The hosts gpu\[1-2\] are unknown: .*`pip install python-hostlist`"):
+        rendezvous.expand_hosts("gpu[1-2]")
+    package = SimpleNamespace(expand_hostlist=lambda listed: {"gpu[1-2]": ["gpu1", "gpu2"]}[listed])
+    monkeypatch.setitem(sys.modules, "hostlist", package)
+    assert rendezvous.expand_hosts("gpu[1-2]") == ["gpu1", "gpu2"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "node", "address"),
+    [
+        ("localhost", "localhost", "127.0.0.1"),  # one node: its name
+        ("name.invalid,localhost", "name.invalid", "127.0.0.1"),  # the route to another one
+        ("localhost,name.invalid", "localhost", "127.0.0.1"),  # which is unknown
+    ],
+)
+def test_store_of_slurm_tasks_listens_towards_the_other_nodes(environ, monkeypatch, nodes, node, address):
+    monkeypatch.setattr(rendezvous, "slurm_port", lambda environ: port)
+    port = free_port()
+    environ.update(SLURM_STEP_NODELIST=nodes, SLURMD_NODENAME=node)
+    store = rendezvous.slurm_store(0)
+    assert listening(port) == {address}
+    store.set("key", "value")
+    assert rendezvous.slurm_store(1).get("key") == b"value", "a rank of the same node"
