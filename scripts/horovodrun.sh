@@ -13,7 +13,8 @@ usage: scripts/horovodrun.sh (-H HOST:SLOTS,... | --hostfile FILE) [option...] [
   -H, --hosts LIST       hosts, each with the number of its GPUs: a100-01:2,a100-02:2
   --hostfile FILE        the same with one host per line: 'a100-01 slots=2' (or 'a100-01:2'; # starts a comment)
   -np N                  number of ranks (default: all slots)
-  --interface NAME       network interface for the ranks (ip -br addr), with the same name on all hosts
+  --interface NAME       network interface for the ranks (ip -br addr): one name for all hosts, HOST=NAME,... or a
+                         subnet (10.1.0.0/16)
   -p, --ssh-port PORT    port of ssh on the hosts
   -i, --ssh-identity-file FILE    private key for ssh
   --mpi, --gloo          how the ranks communicate (default: MPI if Horovod was built with it)
@@ -90,55 +91,64 @@ host_of_each_rank() {
   done
 }
 
-# Runs on every host, over ssh except on this one. Arguments: FOLDER INTERFACE. Prints what is wrong.
+# Runs on every host, over ssh except on this one. Arguments: CLONE FOLDER INTERFACE. Prints the name of the interface
+# there, or fails and prints what is wrong.
 # shellcheck disable=SC2016
 host_check='
-  if ! [ -x "$1/python" ]; then echo "no $1/python: the clone and its .venv must have the same path on all hosts"; exit 1; fi
-  if [ -n "$2" ] && ! grep -qE "^ *$2:" /proc/net/dev; then
-    echo "no interface $2; available: $(sed -n "s/^ *\([^ :]*\):.*/\1/p" /proc/net/dev | tr "\n" " ")"; exit 1
-  fi'
+  if ! [ -x "$2/python" ]; then echo "no $2/python: the clone and its .venv must have the same path on all hosts"; exit 1; fi
+  [ -z "$3" ] || { cd "$1" && "$2/python" -m hvd_bert.distributed.interfaces "$3" 2>&1; } || { echo "(--interface $3)"; exit 1; }'
 
 is_here() { [ "$1" = localhost ] || [ "$1" = 127.0.0.1 ] || [ "$1" = "$(hostname)" ] || [ "$1" = "$(hostname -s)" ]; }
 
-# check_host NAME: prints what is wrong, or nothing.
+# check_host NAME: prints the name of its interface, or fails and prints what is wrong.
 check_host() {
   local output
   if is_here "$1"; then
-    bash -c "$host_check" bash "$bin" "$interface"
+    bash -c "$host_check" bash "$home" "$bin" "$interface" || return 1
     return
   fi
   timeout 20 getent hosts "$1" >/dev/null || {
     echo "this name does not resolve (getent hosts $1): check its spelling, DNS and /etc/hosts"
-    return
+    return 1
   }
-  local options=(-o BatchMode=yes -o StrictHostKeyChecking=no -o ConnectTimeout=5 -o ConnectionAttempts=1)
+  # A host whose key has changed is refused. horovodrun itself connects with StrictHostKeyChecking=no.
+  local options=(-o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ConnectTimeout=5 -o ConnectionAttempts=1)
   [ -z "$port" ] || options+=(-p "$port")
   [ -z "$key" ] || options+=(-i "$key")
-  output=$(timeout 30 ssh "${options[@]}" "$1" "sh -s $(printf '%q ' "$bin" "$interface")" 2>&1 <<<"$host_check") || {
+  output=$(timeout 30 ssh "${options[@]}" "$1" "sh -s $(printf '%q ' "$home" "$bin" "$interface")" 2>&1 <<<"$host_check") || {
     case $? in
       255) echo "ssh failed: $(tail -n 1 <<<"$output" | tr -d '\r') (it must work without a password: ssh-copy-id $1; then test: ssh ${port:+-p $port }$1 true)" ;;
       124) echo "ssh did not finish within 30 s" ;;
       *) echo "$output" ;;
     esac
+    return 1
   }
+  tail -n 1 <<<"$output" # after ssh's own lines
 }
 
+# Sets network_interface, for horovodrun itself.
 check_hosts() {
   local name folder wrong=()
   folder=$(mktemp -d)
-  for name in "${names[@]}"; do check_host "$name" >"$folder/$name" 2>&1 & done
+  for name in "${names[@]}"; do { check_host "$name" >"$folder/$name" 2>&1 || touch "$folder/$name failed"; } & done
   wait
   for name in "${names[@]}"; do
-    if [ -s "$folder/$name" ]; then wrong+=("$name: $(cat "$folder/$name")"); fi
+    if [ -e "$folder/$name failed" ]; then wrong+=("$name: $(cat "$folder/$name")"); fi
   done
+  network_interface=$(cat "$folder/${names[0]}")
   rm -r "$folder"
   [ ${#wrong[@]} -eq 0 ] || die "${wrong[@]}"
-  if [ "$controller" = --gloo ] && [ -n "$interface" ] && ! grep -qE "^ *$interface:" /proc/net/dev; then
-    die "$(hostname), this host, has no interface $interface, which Gloo's launcher needs: start on ${names[0]}"
+  if [ "$controller" = --gloo ] && [ -n "$interface" ]; then
+    network_interface=$(check_host localhost 2>&1) ||
+      die "$(hostname), this host, has no interface $interface, which Gloo's launcher needs: start on ${names[0]}"
   fi
 }
 
 parse_arguments "$@"
+if [ "${SLURM_STEP_NUM_TASKS:-1}" != 1 ]; then
+  [ "${SLURM_PROCID:-0}" = 0 ] || exit 2
+  die "started by each of srun's $SLURM_STEP_NUM_TASKS tasks: use sbatch scripts/hvd.slurm, or start it once per job, without srun"
+fi
 split_hosts
 bin=${HVD_BERT_VENV:-$home/.venv}/bin
 [ -x "$bin/horovodrun" ] || die "no $bin/horovodrun: run 'bash env/setup.sh' in $home once"
@@ -153,7 +163,10 @@ if [ "$(id -u)" -eq 0 ]; then # Open MPI refuses to run as root otherwise
 fi
 command=(horovodrun -np "$ranks" -H "$hosts")
 [ -z "$controller" ] || command+=("$controller")
-[ -z "$interface" ] || command+=(--network-interfaces "$interface")
+if [ -n "$interface" ]; then
+  export HVD_BERT_INTERFACE=$interface # each rank looks up its host's own
+  command+=(--network-interfaces "$network_interface")
+fi
 [ -z "$port" ] || command+=(--ssh-port "$port")
 [ -z "$key" ] || command+=(--ssh-identity-file "$key")
 command+=(python -m hvd_bert.train "${trainer_arguments[@]}")

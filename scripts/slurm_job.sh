@@ -85,10 +85,7 @@ set_threads_and_interface() {
   threads=$(($(env -u OMP_NUM_THREADS nproc) / ${SLURM_NTASKS_PER_NODE:-1}))
   if [ -n "${SLURM_CPUS_PER_TASK:-}" ] && [ "$threads" -gt "$SLURM_CPUS_PER_TASK" ]; then threads=$SLURM_CPUS_PER_TASK; fi
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
-  if [ -n "${HVD_BERT_INTERFACE:-}" ]; then
-    export NCCL_SOCKET_IFNAME=$HVD_BERT_INTERFACE OMPI_MCA_btl_tcp_if_include=$HVD_BERT_INTERFACE
-    export GLOO_SOCKET_IFNAME=$HVD_BERT_INTERFACE
-  fi
+  export HVD_BERT_INTERFACE=${HVD_BERT_INTERFACE:-} # each rank looks up its node's own
 }
 
 # Sets launcher. pmix: srun starts the ranks. pmi2: the same, for an MPI with PMI-2. mpirun: Open MPI's daemons do.
@@ -120,14 +117,14 @@ check_nodes() {
   local check='
   script=$3; say() { echo "$script: $(hostname): $1" >&2; }
   [ -x "$1/bin/python" ] || { say "no $1/bin/python: the clone and its .venv must be on a shared file system"; exit 2; }
-  if [ -n "$2" ] && ! grep -qE "^ *$2:" /proc/net/dev; then
-    say "HVD_BERT_INTERFACE=$2: no such interface; available: $(sed -n "s/^ *\([^ :]*\):.*/\1/p" /proc/net/dev | tr "\n" " ")"
+  [ -z "$2" ] || found=$(cd "$4" && "$1/bin/python" -m hvd_bert.distributed.interfaces "$2" 2>&1) || {
+    say "HVD_BERT_INTERFACE=$2: $found"
     exit 2
-  fi
+  }
   if command -v nvidia-smi >/dev/null; then hostname; nvidia-smi; fi'
   # --overlap: otherwise Slurm may refuse the ranks' step while it still counts the GPUs as this step's.
   srun --overlap --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 --mpi=none \
-    bash -c "$check" bash "$venv" "${HVD_BERT_INTERFACE:-}" "$script"
+    bash -c "$check" bash "$venv" "$HVD_BERT_INTERFACE" "$script" "$home"
 }
 
 # Runs a command, and forwards the warning before the time limit as USR1. Sets status.

@@ -14,6 +14,8 @@ from harness import FOLDER, Cluster, script
 from launch import programs, served
 
 CANNOT_RUN_HERE = 3
+# The scripts also run Python to ask for a host's interface.
+ASKED_FOR_INTERFACE = f'case "$*" in "-m hvd_bert.distributed.interfaces "*) exec "{sys.executable}" "$@" ;; esac'
 
 
 def new_folder() -> Path:
@@ -53,7 +55,9 @@ def watched(tmp_path: Path) -> dict[str, str]:
     folder = tmp_path / "watched" / "bin"
     folder.mkdir(parents=True)
     python = folder / "python"
-    python.write_text(f'#!/bin/sh\nexec "{served(sys.executable)}" "{FOLDER / "watched.py"}" "$@"\n')
+    python.write_text(
+        f'#!/bin/sh\n{ASKED_FOR_INTERFACE}\nexec "{served(sys.executable)}" "{FOLDER / "watched.py"}" "$@"\n'
+    )
     python.chmod(0o755)
     (folder / "horovodrun").symlink_to(programs() / "horovodrun")
     return {
@@ -70,7 +74,7 @@ def pretended(tmp_path: Path) -> Callable[[str], dict[str, str]]:
     def make(script: str) -> dict[str, str]:
         folder = tmp_path / "pretended" / "bin"
         folder.mkdir(parents=True)
-        (folder / "python").write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (folder / "python").write_text(f"#!/usr/bin/env bash\n{ASKED_FOR_INTERFACE}\n{script}\n")
         (folder / "python").chmod(0o755)
         return {"HVD_BERT_VENV": str(folder.parent)}
 

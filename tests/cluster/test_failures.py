@@ -72,7 +72,7 @@ def test_failing_rank_ends_the_job(
 def test_failing_rank_ends_horovodrun(
     cluster: Cluster, tmp_path: Path, watched: dict[str, str], by: str, fault: str, once: str, first: str
 ) -> None:
-    hosts = f"-H a100-01:1,a100-02:1 {by} --interface eth0"
+    hosts = f"-H a100-01:1,a100-02:1 {by} --interface 10.77.0.0/24"
     command = f"bash {HOROVODRUN_SCRIPT} {hosts} -- {SMALL} 4 --output_dir out"
     outcome = cluster.on("a100-01", command, tmp_path, watched | faults(fault))
     assert seconds_since_failure(watched) < 30, outcome
@@ -89,6 +89,17 @@ def test_srun_without_pmi_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     assert outcome.output.count("hvd_bert: srun started 2 processes without PMIx") == 1, outcome
     assert "srun --mpi=pmix" in outcome.output, outcome
     assert not (tmp_path / "out").exists()
+
+
+def test_launcher_in_each_task_of_srun_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    command = "srun --nodes=1 --ntasks=2 --mpi=none horovodrun -np 2 python -m hvd_bert.train"
+    cold = {"HVD_BERT_TEST_COLD": "1"}  # the fork server's processes are not children of mpirun
+    outcome = cluster.on("login", f"{command} {SMALL} 4 --output_dir out", tmp_path, cold).expect(2)
+    assert outcome.output.count("hvd_bert: Each of srun's 2 tasks has started mpirun with 2 ranks") == 1, outcome
+    assert not (tmp_path / "out").exists()
+    script = f"srun --nodes=1 --ntasks=2 --mpi=none bash {HOROVODRUN_SCRIPT} -H a100-01:1"
+    outcome = cluster.on("login", script, tmp_path).expect(2)
+    assert outcome.output.count("horovodrun.sh: started by each of srun's 2 tasks") == 1, outcome
 
 
 # Like MPICH's launcher: over ssh, with the variables of its PMI, which Open MPI does not use.
@@ -138,7 +149,20 @@ def test_hosts_that_pass(cluster: Cluster, tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("# two nodes\na100-01 slots=2\n\na100-02:2\n")
     check(cluster, f"--hostfile {hostfile} --interface eth0 --check-only", tmp_path).expect(0)
-    check(cluster, "-H a100-01:2,a100-02:2 --interface eth0 --gloo --check-only", tmp_path, "a100-01").expect(0)
+    hosts = "-H a100-01:2,a100-02:2 --interface a100-01=eth0,a100-02=eth0"
+    check(cluster, f"{hosts} --gloo --check-only", tmp_path, "a100-01").expect(0)
+
+
+def test_host_with_another_key_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    with (cluster.state / "etc" / "hosts").open("a") as hosts:
+        hosts.write("10.77.0.12 a100-03\n")
+    known = cluster.state / "home" / ".ssh" / "known_hosts"
+    (key,) = [line.split(" ", 1)[1] for line in known.read_text().splitlines() if line.startswith("a100-01,")]
+    with known.open("a") as lines:
+        lines.write(f"a100-03 {key}\n")
+    outcome = check(cluster, "-H a100-01:2,a100-03:2 --check-only", tmp_path).expect(2)
+    assert "a100-03: ssh failed: Host key verification failed." in outcome.output, outcome
+    assert "a100-01: " not in outcome.output, outcome
 
 
 @pytest.mark.parametrize(
@@ -150,14 +174,19 @@ def test_hosts_that_pass(cluster: Cluster, tmp_path: Path) -> None:
             ["a100-01: ssh failed", "a100-02: ssh failed", "without a password"],
         ),
         ("-H a100-01:2,a100-02:2 -p 2222", ["a100-01: ssh failed", "Connection refused"]),
-        ("-H a100-01:2,a100-02:2 --interface ib7", ["a100-01: no interface ib7", "eth0"]),
+        ("-H a100-01:2,a100-02:2 --interface ib7", ["a100-01: no such interface; available: lo, eth0"]),
+        (
+            "-H a100-01:2,a100-02:2 --interface 10.99.0.0/16",
+            ["a100-02: no interface in this subnet; available: lo 127.0.0.1", "eth0 10.77.0.12"],
+        ),
+        ("-H a100-01:2,a100-02:2 --interface a100-01=eth0", ["a100-02: no entry a100-02=NAME; available: lo, eth0"]),
         ("-H a100-01:2,a100-02:2 --interface eth0 --gloo", ["login, this host, has no interface eth0"]),
         ("-H a100-01:2,a100-02:2 -np 5", ["-np 5", "4 slots"]),
         ("-H a100-01:two", ["'a100-01:two' is not HOST:SLOTS"]),
         ("--hostfile nowhere", ["--hostfile nowhere: no such file"]),
         ("-H a100-01:2 --config sample", ["unknown argument --config", "--"]),
     ],
-    ids=["name", "password", "port", "interface", "gloo", "ranks", "slots", "hostfile", "argument"],
+    ids=["name", "password", "port", "interface", "subnet", "host", "gloo", "ranks", "slots", "hostfile", "argument"],
 )
 def test_failing_host_is_named(cluster: Cluster, tmp_path: Path, arguments: str, words: list[str]) -> None:
     outcome = check(cluster, arguments, tmp_path).expect(2)

@@ -18,7 +18,7 @@ Pretended = Callable[[str], dict[str, str]]
 # One line per rank, in one write, so that lines do not mix.
 SAY = r"""
 printf '%s\n' "rank ${OMPI_COMM_WORLD_RANK:-$SLURM_PROCID} on $(hostname), threads $OMP_NUM_THREADS,\
- nccl ${NCCL_SOCKET_IFNAME:-none}, site ${OF_SITE:-none}, arguments:$(printf ' <%s>' "$@")"
+ interface ${HVD_BERT_INTERFACE:-none}, site ${OF_SITE:-none}, arguments:$(printf ' <%s>' "$@")"
 """
 
 
@@ -28,7 +28,7 @@ def test_arguments_threads_interface_and_site(cluster: Cluster, tmp_path: Path, 
     job = cluster.submit([str(JOB_SCRIPT), "--model_name_or_path", "my model", "--lr*", "$HOME"], tmp_path, env)
     ended = cluster.ended(job).expect(0)
     given = "<-m> <hvd_bert.train> <--model_name_or_path> <my model> <--lr*> <$HOME> <--output_dir>"
-    seen = f"threads 3, nccl eth0, site here, arguments: {given} <runs/hvd_bert-{job}>"
+    seen = f"threads 3, interface eth0, site here, arguments: {given} <runs/hvd_bert-{job}>"
     expected = [f"rank {rank} on a100-0{1 + rank // 2}, {seen}" for rank in range(4)]
     assert sorted(line for line in ended.out.splitlines() if line.startswith("rank")) == expected, ended
     assert ended.err == "", ended
@@ -74,11 +74,12 @@ def test_job_has_the_trainers_status(cluster: Cluster, tmp_path: Path, pretended
     ("env", "words"),
     [
         ({"HVD_BERT_INTERFACE": "ib7"}, ["HVD_BERT_INTERFACE=ib7: no such interface", "eth0", "a100-0"]),
+        ({"HVD_BERT_INTERFACE": "10.99.0.0/16"}, ["10.99.0.0/16: no interface in this subnet", "eth0 10.77.0.1"]),
         ({"HVD_BERT_SITE": "/nowhere/site.sh"}, ["HVD_BERT_SITE: no such file: /nowhere/site.sh"]),
         ({"HVD_BERT_VENV": "/nowhere"}, ["no environment in /nowhere", "env/setup.sh"]),
         ({"HVD_BERT_LAUNCHER": "mpiexec"}, ["HVD_BERT_LAUNCHER=mpiexec", "pmix, pmi2 or mpirun"]),
     ],
-    ids=["interface", "site", "venv", "launcher"],
+    ids=["interface", "subnet", "site", "venv", "launcher"],
 )
 def test_invalid_settings_are_reported(
     cluster: Cluster, tmp_path: Path, pretended: Pretended, env: dict[str, str], words: list[str]

@@ -12,12 +12,18 @@ pytestmark = pytest.mark.cluster
 STEPS = f"{SMALL} 4 --output_dir out --per_device_train_batch_size"
 TORCHRUN = "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint a100-01:29400"
 FOUR = "salloc --nodes=2 --ntasks-per-node=2 srun"
+ONE_EACH = "salloc --nodes=2 --ntasks-per-node=1 srun --mpi=none"
+SUBNET = "env HVD_BERT_INTERFACE=10.77.0.0/24"
+# The user has chosen an interface on one of the hosts only.
+SOME = (
+    """bash -c '[ $(hostname) = a100-02 ] || export GLOO_SOCKET_IFNAME=eth0 HOROVOD_GLOO_IFACE=eth0; exec "$@"' bash"""
+)
 STARTED = {
     "srun without PMI, ddp": f"{FOUR} --mpi=none python -m {{train}} --strategy ddp",
-    "srun without PMI, fsdp": f"{FOUR} --mpi=none python -m {{train}} --strategy fsdp",
-    "srun --mpi=pmix, deepspeed": f"{FOUR} --mpi=pmix python -m {{train}} --strategy deepspeed",
-    "torchrun, horovod": f"salloc --nodes=2 --ntasks-per-node=1 srun --mpi=none {TORCHRUN} -m {{train}}",
-    "torchrun, ddp": f"salloc --nodes=2 --ntasks-per-node=1 srun --mpi=none {TORCHRUN} -m {{train}} --strategy ddp",
+    "srun without PMI, fsdp": f"{FOUR} --mpi=none {SOME} python -m {{train}} --strategy fsdp",
+    "srun --mpi=pmix, deepspeed": f"{SUBNET} {FOUR} --mpi=pmix python -m {{train}} --strategy deepspeed",
+    "torchrun, horovod": f"{ONE_EACH} {SOME} {TORCHRUN} -m {{train}}",
+    "torchrun, ddp": f"{ONE_EACH} {TORCHRUN} -m {{train}} --strategy ddp",
     "horovodrun, fsdp": "horovodrun -np 4 -H a100-01:2,a100-02:2 python -m {train} --strategy fsdp",
 }
 

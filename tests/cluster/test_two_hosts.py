@@ -77,6 +77,7 @@ def test_array_of_jobs_on_one_node_each(cluster: Cluster, tmp_path: Path) -> Non
 
 
 def test_srun_inside_salloc(cluster: Cluster, tmp_path: Path) -> None:
-    command = f"salloc --nodes=2 --ntasks-per-node=1 srun --mpi=pmix python -m hvd_bert.train {SMALL} 2"
-    cluster.on("login", f"{command} --output_dir out", tmp_path).expect(0)
+    command = f"salloc --nodes=2 --ntasks-per-node=2 srun --ntasks=2 --mpi=pmix python -m hvd_bert.train {SMALL} 2"
+    outcome = cluster.on("login", f"{command} --output_dir out", tmp_path).expect(0)
     assert results(tmp_path / "out")["hosts"] == HOSTS
+    assert outcome.output.count("The job requested 4 tasks, but only 2 rank(s) run.") == 1, outcome
