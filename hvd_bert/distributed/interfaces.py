@@ -107,6 +107,8 @@ def _addresses() -> dict[str, list[str]]:
 
 def main(argv: Sequence[str]) -> int:
     try:
+        if len(argv) != 1:
+            raise UserError("usage: python -m hvd_bert.distributed.interfaces NAME|HOST=NAME,...|SUBNET")
         print(resolve(argv[0], socket.gethostname(), _addresses()))
     except UserError as error:
         print(error, file=sys.stderr)

@@ -64,6 +64,8 @@ def test_command_prints_the_interface_of_this_host(capsys):
     assert interfaces.main(["ib7"]) == EXIT_BAD_INPUT
     out, err = capsys.readouterr()
     assert (out, err.startswith("no such interface; available: ")) == ("", True)
+    assert interfaces.main([]) == EXIT_BAD_INPUT
+    assert capsys.readouterr().err.startswith("usage: ")
 
 
 def test_interface_to_this_host_is_the_loopback():
