@@ -104,9 +104,18 @@ def candidates(output_dir: Path) -> list[Path]:
     return sorted((path for path in output_dir.iterdir() if step_of(path) >= 0), key=step_of, reverse=True)
 
 
-def verify(folder: Path) -> None:
-    """Raise CorruptCheckpoint unless every file exists with its original size and content."""
-    for name, expected in _manifest(folder).items():
+def verify(folder: Path) -> Collection[str]:
+    """The names of the checkpoint's files. Raises CorruptCheckpoint unless each has its original size and content.
+
+    Files that a program would load although the manifest does not list them are refused as well.
+    """
+    manifest = _manifest(folder)
+    if "state.json" not in manifest:
+        raise CorruptCheckpoint(f"{folder / 'manifest.json'} does not list state.json")
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name not in manifest:
+            raise CorruptCheckpoint(f"{path} is not part of the checkpoint (manifest.json does not list it): remove it")
+    for name, expected in manifest.items():
         path = folder / name
         try:
             size = path.stat().st_size
@@ -116,6 +125,7 @@ def verify(folder: Path) -> None:
                 raise CorruptCheckpoint(f"{path} has changed since it was written (its SHA-256 differs)")
         except OSError as error:
             raise CorruptCheckpoint(f"{path}: {error.strerror or error}") from None
+    return manifest.keys()
 
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
@@ -140,9 +150,9 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
 
 def read(folder: Path) -> Contents:
     """All tensors (on the CPU) and documents. Raises CorruptCheckpoint; verifies first."""
-    verify(folder)
+    paths = [folder / name for name in verify(folder) if name.endswith(".safetensors")]
     try:
-        tensors = {path.stem: safetensors.torch.load_file(path) for path in folder.glob("*.safetensors")}
+        tensors = {path.stem: safetensors.torch.load_file(path) for path in paths}
         documents = {"state": json.loads((folder / "state.json").read_text(encoding="utf-8"))}
     except (OSError, ValueError, SafetensorError) as error:
         raise CorruptCheckpoint(f"{folder}: {error}") from None

@@ -114,6 +114,25 @@ def test_manifest_that_names_files_elsewhere_is_refused(tmp_path):
         files.verify(folder)
 
 
+def test_tensors_that_the_manifest_does_not_list_are_refused(tmp_path):
+    folder = files.write(tmp_path, 7, contents(7))
+    (folder / "notes.txt").write_text("seed 3")
+    files.read(folder)
+    added = folder / "optimizer.safetensors"
+    added.write_bytes((folder / "model.safetensors").read_bytes())
+    with pytest.raises(CorruptCheckpoint, match=rf"{added} is not part of the checkpoint \(manifest.json .*remove it"):
+        files.read(folder)
+
+
+def test_manifest_without_the_state_is_refused(tmp_path):
+    folder = files.write(tmp_path, 7, contents(7))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["files"]["state.json"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CorruptCheckpoint, match=r"manifest.json does not list state.json"):
+        files.read(folder)
+
+
 @pytest.mark.parametrize("fails", ["save_file", "mkdir", "rename", "fsync"])
 def test_failed_write_leaves_what_was_there(tmp_path, monkeypatch, fails):
     files.write(tmp_path, 7, contents(7))
