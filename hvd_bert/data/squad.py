@@ -336,11 +336,12 @@ def _mistake(question: Question) -> str | None:
     # A question of blanks has no tokens but does no harm, so it is accepted.
     if not question.question:
         return "its question is empty"
-    for text in (question.context, question.question, *question.answer_texts):
+    answers = [("answer", text) for text in question.answer_texts]
+    for part, text in (("id", question.id), ("context", question.context), ("question", question.question), *answers):
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            return f"its text contains an unpaired surrogate ({text[error.start]!a}), which is not a character"
+            return f"its {part} contains an unpaired surrogate ({text[error.start]!a}), which is not a character"
     for text, start in zip(question.answer_texts, question.answer_starts, strict=True):
         if not text.strip():
             return "an answer text is empty"
