@@ -162,12 +162,17 @@ def strategy_options(config: Config, accumulation: int) -> StrategyOptions:
 def seed_ranks(seed: int, step: int, world: World) -> None:
     """Seed each rank's random numbers differently: the ranks' dropout must differ.
 
-    `step`: 0 at the start, else the step of a checkpoint with another world size.
+    A hash of seed, rank and step: by `seed + rank`, rank 1 would draw what rank 0 draws with the next seed.
+    `step`: 0 at the start, else the step of the checkpoint.
     """
-    number = step * 2**32 + seed + world.rank
+    sequence = np.random.SeedSequence(seed, spawn_key=(world.rank, step))
+    number, *others = sequence.generate_state(world.devices, np.uint64).tolist()
     random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.manual_seed(number)
+    np.random.seed(sequence.generate_state(4))
+    torch.manual_seed(number)  # of all GPUs
+    for gpu, other in enumerate(others, start=1):  # this rank's further GPUs (--strategy dp)
+        with torch.cuda.device(gpu):
+            torch.cuda.manual_seed(other)
 
 
 def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -32,20 +33,33 @@ def test_random_numbers_continue(drawn_before):
     assert [draw() for _ in range(3)] == expected
 
 
-def test_ranks_and_steps_draw_differently():
-    drawn = []
-    for rank in range(3):
-        for step in (0, 1, 9):
-            seed_ranks(5, step, make_world(rank, 3))
-            drawn.append(tuple(draw()))
-    assert len(set(drawn)) == 9
+@pytest.mark.parametrize(
+    "draw_one", [random.random, np.random.random, lambda: torch.rand(()).item()], ids=["python", "numpy", "torch"]
+)
+def test_seeds_ranks_and_steps_draw_differently(draw_one):
+    drawn = set()
+    for seed in range(3):
+        for rank in range(3):
+            for step in (0, 1, 9):
+                seed_ranks(seed, step, make_world(rank, 3))
+                drawn.add(draw_one())
+    assert len(drawn) == 27
 
 
-def test_first_step_draws_as_by_the_plain_seed():
-    seed_ranks(5, 0, make_world(2, 3))
-    drawn = torch.rand(4)
-    torch.manual_seed(7)
-    assert torch.equal(torch.rand(4), drawn)
+def test_seeding_is_the_same_in_all_versions():
+    seed_ranks(42, 0, make_world(1, 2))
+    drawn = [random.random(), np.random.random(), torch.rand((), dtype=torch.float64).item()]
+    assert drawn == [0.20326353038941192, 0.3458528196027807, 0.8636737013983086]
+
+
+def test_gpus_of_one_rank_draw_differently(monkeypatch):
+    seeds, world = {}, make_world()
+    world.devices = 3
+    monkeypatch.setattr(torch.cuda, "device", lambda gpu: nullcontext(seeds.setdefault("gpu", []).append(gpu)))
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: seeds.setdefault("seed", []).append(seed))
+    seed_ranks(5, 0, world)
+    assert seeds["gpu"] == [1, 2]
+    assert len({torch.initial_seed(), *seeds["seed"]}) == 3
 
 
 @pytest.mark.parametrize(
