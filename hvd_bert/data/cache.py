@@ -1,6 +1,8 @@
 """A folder cache: one folder per key, built by the first process that needs it and used by all others.
 
-An entry is built in a temporary folder next to it, flushed to disk and renamed, so an entry is always complete.
+An entry is built in a temporary folder next to it, flushed to disk and renamed, so an entry is always complete. One
+that was damaged later is built again.
+
 Processes that miss at the same time wait for a file lock, which the kernel frees if its holder dies. They do not wait
 in a collective: tokenization may take longer than a collective's timeout. If two nodes share a file system whose
 locks do not reach across nodes, each builds its own copy and the first rename wins.
@@ -9,6 +11,7 @@ locks do not reach across nodes, each builds its own copy and the first rename w
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import socket
@@ -21,6 +24,8 @@ from hvd_bert.errors import UserError
 from hvd_bert.storage import locks
 from hvd_bert.storage.places import cache_root, path_problem
 from hvd_bert.storage.writing import flush
+
+logger = logging.getLogger(__name__)
 
 _LEFTOVER_AGE_S = 24 * 3600.0
 
@@ -42,7 +47,7 @@ def folder(
     *,
     overwrite: bool = False,
 ) -> Path:
-    """The folder of `key`; `build(empty_folder)` fills it if it is missing or incomplete, or with `overwrite`.
+    """The folder of `key`; `build(empty_folder)` fills it if it is missing or damaged, or with `overwrite`.
 
     Raises `UserError` if `cache_dir` cannot be written. Other errors of `build` propagate, and its partial output is
     removed.
@@ -54,11 +59,14 @@ def folder(
         cache_dir.mkdir(parents=True, exist_ok=True)
         with locks.take(cache_dir / f"{key}.lock", wait=True):
             if overwrite or not is_whole(entry):
+                if entry.exists() and not overwrite:
+                    logger.warning("%s is damaged (truncated, or its checksum differs): tokenizing again.", entry)
                 _remove_leftovers(cache_dir, key)
                 _build(entry, build, is_whole)
     except OSError as error:
+        why = f" to replace {key}, which is damaged" if entry.exists() and not overwrite else ""
         raise UserError(
-            f"{cache_dir}: the cache of tokenized questions cannot be written: {error.strerror or error}. "
+            f"{cache_dir}: the cache of tokenized questions cannot be written{why}: {error.strerror or error}. "
             "Set HVD_BERT_CACHE to a writable folder with free space."
         ) from error
     return entry

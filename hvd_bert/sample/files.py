@@ -43,14 +43,14 @@ def located(path: str | os.PathLike[str]) -> Path:
 
 
 def generated(name: str) -> Path:
-    """The path of a file of the sample, which is generated if it is missing or from another version.
+    """The path of a file of the sample, which is generated if it is missing, damaged or from another version.
 
     Several processes may call this at the same time. Raises UserError.
     """
     expected = FILES[name]
     places = (FOLDER / name, cache_root() / "sample" / f"{expected.sha256[:12]}-{name}")
     for path in places:
-        if _size(path) == expected.size:  # writes are atomic, so no rank needs to read the content
+        if _holds(path, expected):
             return path
     content = _content(name)
     reasons = []
@@ -67,11 +67,13 @@ def generated(name: str) -> Path:
     )
 
 
-def _size(path: Path) -> int | None:
+def _holds(path: Path, expected: Expected) -> bool:
     try:
-        return path.stat().st_size
+        if path.stat().st_size != expected.size:
+            return False
+        return hashlib.sha256(path.read_bytes()).hexdigest() == expected.sha256
     except OSError:
-        return None
+        return False
 
 
 def _content(name: str) -> bytes:

@@ -43,7 +43,7 @@ def write_json(path: Path, value: Any) -> None:
 def write_once(path: Path, content: bytes) -> None:
     """Write a file that processes on several hosts may write at the same time, all with the same content.
 
-    The first file is kept, since replacing a file over NFS breaks its readers. A file of another size is replaced.
+    The first file is kept, since replacing a file over NFS breaks its readers. A file of other content is replaced.
     """
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{PARTIAL}")
     try:
@@ -53,7 +53,7 @@ def write_once(path: Path, content: bytes) -> None:
         try:
             os.link(partial, path)
         except FileExistsError:
-            if path.stat().st_size != len(content):
+            if path.read_bytes() != content:
                 os.replace(partial, path)
         except OSError:  # a file system without hard links
             os.replace(partial, path)

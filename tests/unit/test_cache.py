@@ -158,6 +158,9 @@ def test_full_disk_error_names_the_variable_to_set(tmp_path):
 
     with pytest.raises(UserError, match=r"cannot be written: No space left on device\. Set HVD_BERT_CACHE"):
         cache.folder(tmp_path, "key", fill, is_whole)
+    (tmp_path / "key").mkdir()
+    with pytest.raises(UserError, match=r"cannot be written to replace key, which is damaged: No space left"):
+        cache.folder(tmp_path, "key", fill, is_whole)
 
 
 def test_unusable_folder_error_names_the_variable_to_set(tmp_path):

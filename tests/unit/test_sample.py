@@ -62,8 +62,11 @@ def test_file_is_generated_once_and_only_in_the_samples_folder(empty_folder: Pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generate, "content", None)  # would raise TypeError
         assert files.located(str(path)) == path
-    path.write_text("of another version")
-    assert len(squad.open_file(path, False).questions()) > 300
+    content = path.read_bytes()
+    for other in (b"of another version", content[:1000] + bytes([content[1000] ^ 1]) + content[1001:]):
+        path.write_bytes(other)
+        assert len(squad.open_file(path, False).questions()) > 300
+        assert path.read_bytes() == content
     assert list(empty_folder.iterdir()) == [path]
 
 

@@ -165,20 +165,36 @@ def test_using_the_tokenizer_does_not_change_the_key(source, tokenizer, tmp_path
     assert len(list(tmp_path.glob("*.lock"))) == 1
 
 
-@pytest.mark.parametrize("harm", ["cut data", "no meta", "broken meta", "old meta"])
-def test_broken_table_is_rebuilt(source, tokenizer, tmp_path, harm):
-    expected = prepare(source, tokenizer, SMALL, cache_dir=tmp_path).arrow.to_pydict()
+def flip_bit(path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", ["cut data", "flipped token", "flipped count", "no meta", "broken meta", "old meta"])
+def test_damaged_table_is_named_and_rebuilt(source, tokenizer, tmp_path, caplog, harm):
+    before = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
+    expected, counts, tokens = before.arrow.to_pydict(), before.counts, before.lists("input_ids", [3])[0].tobytes()
     (data,) = tmp_path.glob("*/windows.arrow")
     meta = data.with_name("windows.json")
     if harm == "cut data":
         os.truncate(data, data.stat().st_size // 2)
+    elif harm == "flipped token":
+        flip_bit(data, data.read_bytes().index(tokens) + 8)
+    elif harm == "flipped count":
+        flip_bit(meta, meta.read_bytes().index(b'"questions": ') + len('"questions": '))
     elif harm == "no meta":
         meta.unlink()
     elif harm == "broken meta":
         meta.write_text(meta.read_text()[:-5])
     else:
         meta.write_text(json.dumps({"bytes": data.stat().st_size, "counts": {"questions": 1, "unknown": 2}}))
-    assert prepare(source, tokenizer, SMALL, cache_dir=tmp_path).arrow.to_pydict() == expected
+    again = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
+    assert (again.arrow.to_pydict(), again.counts) == (expected, counts)
+    damaged = f"{data.parent} is damaged (truncated, or its checksum differs): tokenizing again."
+    assert [record.getMessage() for record in caplog.records] == [damaged]
+    prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
+    assert len(caplog.records) == 1
 
 
 def test_only_the_leader_overwrites(source, tokenizer, tmp_path):
