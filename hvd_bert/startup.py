@@ -1,9 +1,8 @@
-"""The first steps of every command: accept any text for printing, print --help once, import large libraries late."""
+"""The first steps of every command: print --help once, import large libraries late and without garbage collection."""
 
 from __future__ import annotations
 
 import gc
-import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from hvd_bert.config.parser import HELP
 from hvd_bert.distributed.launch import speaks_first
 from hvd_bert.errors import EXIT_OK
+from hvd_bert.streams import end_when_lost
 
 if TYPE_CHECKING:
     from hvd_bert.config.settings import Config
@@ -21,23 +21,16 @@ if TYPE_CHECKING:
 
 def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Config]) -> NoReturn:
     """Join the world and run `main` on every rank. `parse` reads the command line, and prints --help."""
-    escape_unprintable()
     argv = sys.argv[1:]
     leave_help_to_one_rank(argv)
     with collector_paused():
         from hvd_bert.config import command_line, flags_parser  # noqa: F401  the second brings transformers
     if HELP & set(argv):
+        end_when_lost()
         parse(argv)
     with collector_paused():
         from hvd_bert.distributed.runner import run_as_rank
     run_as_rank(main, **command_line.before_joining(argv, parse))
-
-
-def escape_unprintable() -> None:
-    """Print characters that the locale cannot encode as \\u20ac; they would raise UnicodeEncodeError."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def leave_help_to_one_rank(argv: Sequence[str]) -> None:

@@ -14,7 +14,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from hvd_bert.bench import flags
-from hvd_bert.startup import collector_paused, escape_unprintable, start_rank
+from hvd_bert.startup import collector_paused, start_rank
+from hvd_bert.streams import end_when_lost
 
 if TYPE_CHECKING:
     from hvd_bert.distributed.world import World
@@ -33,6 +34,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["sweep"]:
         from hvd_bert.bench import sweep
 
-        escape_unprintable()
+        end_when_lost()
         sys.exit(sweep.main(sys.argv[2:]))
     start_rank(main, lambda argv: flags.parse(argv)[1])

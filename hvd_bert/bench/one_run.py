@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -47,7 +47,8 @@ def signals() -> Iterator[None]:
     """Make SIGINT, SIGTERM and SIGUSR1 raise Stopped inside the block."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        os.write(2, b"Stopping: terminating the current run.\n")  # not print: the signal may have interrupted one
+        with suppress(OSError):  # not print: the signal may have interrupted one
+            os.write(2, b"Stopping: terminating the current run.\n")
         raise Stopped(signal.Signals(number).name)
 
     before = {number: signal.signal(number, stop) for number in SIGNALS}

@@ -32,6 +32,7 @@ from hvd_bert.bench.record import DONE, FAILED, SKIPPED, STATES, WAITING, Record
 from hvd_bert.config.parser import Parser
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.runs import reading
+from hvd_bert.streams import keep_running
 
 EXPORTED = ("OMP_NUM_THREADS",)  # to other hosts, so that all ranks have the same number of threads
 FAILURES = 2  # in a row; then the setting's other repeats are not run
@@ -44,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _sweep(argv: Sequence[str]) -> int:
     flags, rest = _parse(argv)
+    keep_running()
     launching = launches.chosen(flags, Machine.here(os.environ))
     threads = launching.threads(os.environ)
     plan = Plan(

@@ -23,6 +23,7 @@ from hvd_bert.distributed.joining import join
 from hvd_bert.distributed.launch import LaunchError, find_launcher, speaks_first
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, World, abort_mpi, log
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
+from hvd_bert.streams import keep_running
 
 # From Horovod's and Gloo's messages after another rank has died. Other errors are reported with a traceback.
 _PEER_IS_GONE = ("Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -41,6 +42,7 @@ def run_as_rank(
     `records_timeline`: whether Horovod records a timeline of some steps. It prepares for that when it starts.
     `log_format`: as `logs.start` takes it.
     """
+    keep_running()
     if records_timeline:
         ready_for_timeline(os.environ)
     generation = 0

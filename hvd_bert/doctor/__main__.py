@@ -19,7 +19,8 @@ from hvd_bert.config.parser import Parser
 from hvd_bert.distributed.launch import find_launcher, speaks_first
 from hvd_bert.doctor.report import Report
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.startup import collector_paused, escape_unprintable, leave_help_to_one_rank
+from hvd_bert.startup import collector_paused, leave_help_to_one_rank
+from hvd_bert.streams import end_when_lost, keep_running
 
 MAX_REPEATS = 1000
 
@@ -86,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
         if first:
             print(f"hvd_bert: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT if first else EXIT_OK
+    keep_running()  # the exit status counts, too
     report = Report(flags.json, shown=first)
     started = f"1 of {launcher.size} processes, started by {launcher.name}" if launcher.size else "no launcher"
     report.data |= {"host": platform.node(), "launcher": launcher.name, "launched": launcher.size}
@@ -96,5 +98,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    escape_unprintable()
+    end_when_lost()
     sys.exit(main())

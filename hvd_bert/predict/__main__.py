@@ -12,7 +12,8 @@ import argparse
 import sys
 
 from hvd_bert.config.values import CheckedParser, passage
-from hvd_bert.startup import collector_paused, escape_unprintable
+from hvd_bert.startup import collector_paused
+from hvd_bert.streams import end_when_lost
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,5 +60,5 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    escape_unprintable()
+    end_when_lost()
     sys.exit(main())

@@ -27,7 +27,7 @@ from hvd_bert.report.flags import check, make_parser
 from hvd_bert.report.projection import Fusion, Network, Projection
 from hvd_bert.runs import reading
 from hvd_bert.runs.run import LeftOut, Run
-from hvd_bert.startup import escape_unprintable
+from hvd_bert.streams import end_when_lost
 
 # horovodrun puts a mark before each piece of output that it reads, even in the middle of a long line.
 LAUNCHERS_MARK = re.compile(r"\[\d+(,\d+)?\]<std(out|err)>:")
@@ -243,5 +243,5 @@ def _projection_line(projected: Projection) -> str:
 
 
 if __name__ == "__main__":
-    escape_unprintable()
+    end_when_lost()
     sys.exit(main())

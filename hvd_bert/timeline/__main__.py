@@ -19,7 +19,7 @@ from hvd_bert.config.values import CheckedParser
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.model.cpu import malloc
 from hvd_bert.rendering.page import Listing, Page, Picture, Text
-from hvd_bert.startup import escape_unprintable
+from hvd_bert.streams import end_when_lost
 from hvd_bert.timeline import advice, analysis, content
 from hvd_bert.timeline.figures import Findings
 
@@ -110,5 +110,5 @@ def _write_page(findings: Findings, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    escape_unprintable()
+    end_when_lost()
     sys.exit(main())

@@ -28,7 +28,7 @@ from hvd_bert.config import command_line
 from hvd_bert.config.parser import Parser
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
-from hvd_bert.startup import escape_unprintable
+from hvd_bert.streams import end_when_lost, keep_running
 from hvd_bert.tune import console, knobs
 from hvd_bert.tune.runs import Failed, Runs
 from hvd_bert.tune.search import FASTER, Search
@@ -101,6 +101,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _tune(argv: Sequence[str]) -> int:
     flags, rest = _parse(argv)
+    keep_running()
     wanted = knobs.chosen(flags.knobs)
     knobs.check_environment(os.environ, flags.launcher_flag)
     launching = launches.chosen(flags, Machine.here(os.environ))
@@ -165,5 +166,5 @@ def _search(runs: Runs, config: Config, wanted: Sequence[knobs.Knob], values: di
 
 
 if __name__ == "__main__":
-    escape_unprintable()
+    end_when_lost()
     sys.exit(main(sys.argv[1:]))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
 
 import pytest
-
-from hvd_bert.startup import escape_unprintable
 
 HEAVY = {
     "torch",
@@ -98,12 +95,3 @@ def test_first_line_of_the_doctor() -> None:
 def test_these_tests_detect_imports() -> None:
     _, imported = imported_by("hvd_bert.predict", "nowhere", "--context", "a", "--question", "b", missing=("tqdm",))
     assert "torch" in imported
-
-
-def test_characters_that_cannot_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    printed = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
-    monkeypatch.setattr(sys, "stderr", None)  # as of a process that was started without one
-    escape_unprintable()
-    print("Zürich \ud800", flush=True)
-    assert printed.getvalue() == rb"Z\xfcrich \ud800" + b"\n"

@@ -160,11 +160,12 @@ def test_shortened() -> None:
 IN_ANOTHER_LOCALE = """
 import json, sys
 from hvd_bert.config.values import passage
-from hvd_bert.startup import escape_unprintable
 from hvd_bert.storage.places import path_problem
-escape_unprintable()
+from hvd_bert.streams import end_when_lost
+end_when_lost()
 print(json.dumps([path_problem(word) for word in (sys.argv[1], sys.argv[1].encode("ascii", "replace").decode())]))
 print(passage(sys.argv[1]))
+print("\\ud800")
 """
 
 
@@ -182,9 +183,9 @@ print(passage(sys.argv[1]))
 def test_text_in_another_locale(env: dict[str, str], problems: list[str]) -> None:
     command = [sys.executable, "-c", IN_ANOTHER_LOCALE, "Zürich €".encode()]
     done = subprocess.run(command, env=env, capture_output=True, check=True, timeout=60)
-    first, second = done.stdout.decode("ascii").splitlines()
+    first, second, third = done.stdout.decode("ascii").splitlines()
     assert json.loads(first) == problems
-    assert second == r"Z\xfcrich \u20ac"
+    assert (second, third) == (r"Z\xfcrich \u20ac", r"\ud800")
 
 
 def test_more_micro_batches_than_windows() -> None:

@@ -1,0 +1,102 @@
+"""Standard output and error that may get lost: a reader that ended (`| head`), a full disk, a closed stream (`>&-`).
+
+By default Python raises an error in whatever prints next, and in the interpreter's exit. It also does so for characters
+that the locale cannot encode. They are printed as \\u20ac.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import select
+import sys
+from typing import Any, NoReturn
+
+from hvd_bert.errors import EXIT_BROKEN_PIPE, EXIT_FAILURE
+
+PATIENCE_S = 60.0  # horovodrun --gloo keeps its pipe open but stops reading it once its own output is lost
+
+
+def keep_running() -> None:
+    """From now on, drop what cannot be printed, with one warning. For commands that do more than print."""
+    if sys.stdout is None:
+        _warn("it is closed")
+    _replace(_Dropping)
+
+
+def end_when_lost() -> None:
+    """From now on, end this process when standard output is lost. For commands that only print."""
+    _replace(_Ending)
+
+
+class _Dropping(io.FileIO):
+    lost = False
+
+    def write(self, data: Any, /) -> int:
+        try:
+            if not select.select([], [self], [], 0 if self.lost else PATIENCE_S)[1]:
+                raise OSError(f"it was not read for {PATIENCE_S:g} s")
+            return super().write(data) or 0  # None: a non-blocking stream is full
+        except OSError as error:
+            if not self.lost and self.fileno() == 1:
+                _warn(error.strerror or error)
+            self.lost = True  # later writes are tried: the disk may have space again
+            return memoryview(data).nbytes
+
+
+class _Ending(io.FileIO):
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            _end(error)
+
+
+def _warn(reason: object) -> None:
+    _write_error(f"warning: standard output cannot be written ({reason}): the command continues without it.\n")
+
+
+def _end(error: OSError) -> NoReturn:
+    """End at once: an exception would be printed with a traceback, or be ignored at the interpreter's exit."""
+    if error.errno == errno.EPIPE:
+        os._exit(EXIT_BROKEN_PIPE)
+    _write_error(f"hvd_bert: standard output cannot be written: {error.strerror}.\n")
+    os._exit(EXIT_FAILURE)
+
+
+def _write_error(line: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, line.encode())
+
+
+def _replace(stdout: type[io.FileIO]) -> None:
+    """Replace sys.stdout by a stream on `stdout`, and sys.stderr, unless another program has replaced them already."""
+    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a file could be opened as number 1, and printed into
+        pass
+    os.close(spare)
+    for number, name, kind in ((1, "stdout", stdout), (2, "stderr", _Dropping)):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # to the end of the process
+        elif _is_standard(stream, number):
+            with contextlib.suppress(OSError):
+                stream.flush()
+            through = stream.write_through  # of python -u: without a buffer
+            raw = kind(number, "w", closefd=False)
+            text = io.TextIOWrapper(
+                raw if through else io.BufferedWriter(raw),
+                stream.encoding,
+                "backslashreplace",
+                line_buffering=stream.line_buffering,
+                write_through=through,
+            )
+            setattr(sys, name, text)
+
+
+def _is_standard(stream: object, number: int) -> bool:
+    try:
+        return isinstance(stream, io.TextIOWrapper) and stream.fileno() == number
+    except (OSError, ValueError):  # a test's, in memory
+        return False
