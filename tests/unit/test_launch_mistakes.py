@@ -95,13 +95,13 @@ def test_horovods_variables_that_it_accepts():
 @pytest.mark.parametrize(
     ("environ", "programs", "nested"),
     [
-        (SRUN, {"slurmstepd"}, False),
-        (HOROVODRUN | SRUN, {"sshd"}, True),  # horovodrun exports its environment to all ranks
-        (HOROVODRUN | INSIDE_SRUN, {"horovodrun"}, False),
-        (HOROVODRUN | BATCH_STEP, {"horovodrun"}, False),
-        (MPIRUN | SRUN, {"mpirun", "slurmstepd"}, True),
-        (MPIRUN | SRUN, {"orted", "slurmstepd"}, False),  # Slurm's variables are those of mpirun's daemon
-        (TORCHRUN | SRUN, {"torchrun", "slurmstepd"}, False),
+        (SRUN, ["slurmstepd"], False),
+        (HOROVODRUN | SRUN, ["sshd"], True),  # horovodrun exports its environment to all ranks
+        (HOROVODRUN | INSIDE_SRUN, ["horovodrun"], False),
+        (HOROVODRUN | BATCH_STEP, ["horovodrun"], False),
+        (MPIRUN | SRUN, ["mpirun", "slurmstepd"], True),
+        (MPIRUN | SRUN, ["orted", "slurmstepd"], False),  # Slurm's variables are those of mpirun's daemon
+        (TORCHRUN | SRUN, ["torchrun", "slurmstepd"], False),
     ],
     ids=str,
 )
