@@ -144,7 +144,8 @@ def main(world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config.train.output_dir = folder
         with closing(MetricsLogger(Path(folder), enabled=world.rank == 0)) as metrics_logger:
-            training = Training(inputs, None, None, metrics_logger, config, world)
+            training = Training(inputs, None, None, config, world)
+            training.open(metrics_logger)
             metrics_logger.begin(config.train.max_steps, 0, training.plan.steps_per_epoch)
             training.state.strategy.module.train()
             with closing(training.batches):

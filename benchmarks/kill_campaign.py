@@ -15,7 +15,6 @@ import json
 import os
 import random
 import select
-import shutil
 import signal
 import statistics
 import sys
@@ -146,7 +145,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Kill a training at random moments and check what each kill leaves.")
     parser.add_argument("--kills", type=int, default=200, help="Number of kills. (default: %(default)s)")
-    parser.add_argument("--out", type=Path, required=True, help="Working folder; its content is deleted first.")
+    parser.add_argument("--out", type=Path, required=True, help="New folder to work in.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the moments. (default: %(default)s)")
     return parser.parse_args()
 
@@ -154,8 +153,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """The campaign. Returns the exit status."""
     args = parse()
-    shutil.rmtree(args.out, ignore_errors=True)
-    args.out.mkdir(parents=True)
+    args.out.mkdir(parents=True)  # fails if it exists
     os.environ.update(HVD_BERT_CACHE=str(args.out / "cache"), OMP_NUM_THREADS="1")
     steps = 8 * args.kills
     flags = ["--config", "sample", "--max_train_samples", "64", "--max_eval_samples", "4", "--max_steps", str(steps)]

@@ -57,11 +57,10 @@ def tiny_model(folder: Path) -> Path:
 def main() -> None:
     """Train, resume in turns, print."""
     parser = argparse.ArgumentParser(description="Seconds to resume from step 10 and from step 10,000.")
-    parser.add_argument("--out", type=Path, required=True, help="Working folder; its content is deleted first.")
+    parser.add_argument("--out", type=Path, required=True, help="New folder to work in.")
     parser.add_argument("--repeats", type=int, default=7, help="Pairs of resumed runs. (default: %(default)s)")
     args = parser.parse_args()
-    shutil.rmtree(args.out, ignore_errors=True)
-    args.out.mkdir(parents=True)
+    args.out.mkdir(parents=True)  # fails if it exists
     os.environ.update(HVD_BERT_CACHE=str(args.out / "cache"), OMP_NUM_THREADS="1")
     flags = ["--config", "sample", "--config_name", str(tiny_model(args.out)), "--max_train_samples", "64"]
     flags += ["--max_steps", str(2 * STEPS[-1]), "--per_device_train_batch_size", "1", "--save_steps", "5000"]

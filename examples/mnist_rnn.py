@@ -70,6 +70,8 @@ def main(args: argparse.Namespace, world: World) -> None:
     with world.raise_on_all_ranks():  # ranks: what is wrong with the data is said once, and ends all of them
         if min(args.epochs, args.global_batch, args.hidden_size) < 1:
             raise UserError("--epochs, --global_batch and --hidden_size are 1 or more.")
+        if args.json and args.json.exists():
+            raise UserError(f"--json {args.json}: it exists. Delete it, or name another file.")
         train_images, test_images = load_images(args.data, args.dataset_name)
         if min(args.global_batch, len(train_images)) < 2 * world.size:  # so that no rank's share of a step is empty
             raise UserError(

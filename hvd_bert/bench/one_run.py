@@ -6,7 +6,6 @@ import os
 import re
 import select
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +21,8 @@ from hvd_bert.bench.record import locked, writing
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_STOPPED, UserError
 from hvd_bert.runs import reading
 from hvd_bert.runs.run import Run
+from hvd_bert.storage import written
+from hvd_bert.storage.writing import make_folder
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 TO_END_S = 40  # longer than any launcher gives ranks that do not respond; torchrun gives them most
@@ -84,17 +85,17 @@ class Trained:
 
 
 def train(command: Sequence[str], environ: Mapping[str, str], folder: Path, timeout: float) -> Trained:
-    """Run a training with `folder`, emptied first, as its --output_dir; all output goes to its log.
+    """Run a training with `folder`, without an earlier run's files, as its --output_dir; all output goes to its log.
 
     A failed training leaves no results there. Raises Stopped, and UserError if the folder cannot be written.
     """
     with ExitStack() as stack:
         with writing(folder):
-            if folder.exists():
-                with locked(folder, wait=True):
-                    shutil.rmtree(folder)
-            folder.mkdir(parents=True)
-            log = stack.enter_context((folder / LOG).open("w", encoding="utf-8"))
+            make_folder(folder)
+            with locked(folder, wait=True):
+                written.remove(folder, written.names(folder))
+                written.claim(folder, LOG)
+            log = stack.enter_context((folder / LOG).open("x", encoding="utf-8"))
             print(f"$ {shlex.join(command)}", file=log, flush=True)
         start = time.monotonic()
         status = start_and_wait(command, environ, log, timeout)
@@ -108,7 +109,7 @@ def train(command: Sequence[str], environ: Mapping[str, str], folder: Path, time
         except reading.Unusable as error:
             reason = str(error)
     with writing(folder):
-        (folder / reading.RESULTS).unlink(missing_ok=True)  # else the point would count as done
+        written.remove(folder, [reading.RESULTS])  # else the point would count as done
     return Trained(None, reason, status, seconds)
 
 

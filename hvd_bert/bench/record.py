@@ -14,7 +14,7 @@ from typing import Any
 from hvd_bert.bench.points import Point
 from hvd_bert.errors import UserError
 from hvd_bert.storage import locks
-from hvd_bert.storage.writing import write_json
+from hvd_bert.storage.writing import make_folder, write_json
 
 FILE = "sweep.json"
 LOCK = ".lock"
@@ -91,13 +91,10 @@ class Record:
 def read_previous(folder: Path, file: str, same: Mapping[str, Any], what: str) -> dict[str, Any]:
     """The content of `folder`/`file` from an earlier start of `what`; {} if there was none.
 
-    `same`: name -> value, each of which must equal the file's under "same". Raises UserError if one differs, or if the
-    folder holds something else.
+    `same`: name -> value, each of which must equal the file's under "same". Raises UserError if one differs.
     """
     path = folder / file
     if not path.exists():
-        if folder.is_dir() and any(entry.name != LOCK for entry in folder.iterdir()):
-            raise UserError(f"--out {folder} is not empty and has no {file}: choose another folder.")
         return {}
     try:
         previous: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
@@ -115,6 +112,14 @@ def read_previous(folder: Path, file: str, same: Mapping[str, Any], what: str) -
             " choose another --out."
         )
     return previous
+
+
+def prepare(folder: Path, file: str) -> None:
+    """Create the folder of a sweep or a tuning, whose record is `file`. Raises OSError, and UserError before anything
+    is created if it holds something else."""
+    if folder.is_dir() and not (folder / file).exists() and {path.name for path in folder.iterdir()} - {LOCK}:
+        raise UserError(f"--out {folder} is not empty and has no {file}: choose another folder.")
+    make_folder(folder)
 
 
 def unreadable(path: Path) -> UserError:

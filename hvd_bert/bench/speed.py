@@ -11,6 +11,8 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,11 @@ from hvd_bert.data.collate import Collator
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import EXIT_FAILURE, UserError
 from hvd_bert.monitoring.process_usage import memory_now, memory_peak, seconds_since_start
+from hvd_bert.storage.written import check_marked
 from hvd_bert.train.loop import Training, set_up
 from hvd_bert.training.inputs import Inputs, load_inputs
 
+GENERATOR = "hvd_bert.bench"  # the first value of --json's file, by which it is known as ours
 # name -> label and format
 FIGURES = {
     "windows_per_s": ("windows/s", "{:.2f}"),
@@ -48,6 +52,9 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
     log.info("%s", "\n".join(world.describe()))
     before = memory_now(world.device)
     with world.raise_on_all_ranks():
+        if flags.json and world.rank == 0:
+            with _writing(flags.json):
+                check_marked(flags.json, f'"generator": "{GENERATOR}"')
         inputs = _inputs(flags, config, world)
     world.check_same({f"--{name}": value for name, value in config.as_flat().items()} | _fingerprint(inputs))
     inputs.model.to(device=world.device)  # type: ignore[call-arg]  # transformers hides the signature
@@ -55,6 +62,7 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
     with world.raise_on_all_ranks(EXIT_FAILURE):
         if world.rank == 0:
             record = {
+                "generator": GENERATOR,
                 "command": sys.argv[1:],
                 "settings": config.as_flat(),
                 **figures,
@@ -88,7 +96,7 @@ def _measure(inputs: Inputs, flags: argparse.Namespace, config: Config, world: W
     measuring_s = seconds_since_start() - start
     with tempfile.TemporaryDirectory() as folder:
         args.output_dir = folder  # GPU usage is recorded there
-        Training(inputs, None, None, recorder, config, world).run(stoppable=False)
+        Training(inputs, None, None, config, world).run(recorder, stoppable=False)
     args.output_dir = None
     used = memory_peak(device) - before
     timed = range(flags.steps, args.max_steps)
@@ -140,7 +148,14 @@ def _print_table(record: dict[str, Any], path: Path | None) -> None:
     ]
     print("\n".join(lines), flush=True)
     if path:
-        try:
+        with _writing(path):
             path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--json {path}: cannot be written: {error}.") from None
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn an OSError inside the block into a UserError about --json."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--json {path}: cannot be written: {error.strerror or error}.") from None

@@ -28,10 +28,11 @@ from hvd_bert.bench import points as planning
 from hvd_bert.bench.launching import Launching, Machine
 from hvd_bert.bench.one_run import LOG, Stopped, exit_status, train
 from hvd_bert.bench.points import Plan, Point
-from hvd_bert.bench.record import DONE, FAILED, SKIPPED, STATES, WAITING, Record, Result, locked, writing
+from hvd_bert.bench.record import DONE, FAILED, FILE, SKIPPED, STATES, WAITING, Record, Result, locked, prepare, writing
 from hvd_bert.config.parser import Parser
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.runs import reading
+from hvd_bert.storage import written
 from hvd_bert.streams import keep_running
 
 EXPORTED = ("OMP_NUM_THREADS",)  # to other hosts, so that all ranks have the same number of threads
@@ -170,7 +171,7 @@ class Sweep:
         try:
             with ExitStack() as stack:
                 with writing(self.out):
-                    self.out.mkdir(parents=True, exist_ok=True)
+                    prepare(self.out, FILE)
                     stack.enter_context(locked(self.out, wait=False))
                     self.record.begin(self.points)
                 self._mark_done_and_skipped()
@@ -259,7 +260,7 @@ class Sweep:
         self.failures[point.setting] = 0
         if point.repeat != self.points[0].repeat:  # the report needs one saved model per point; weights are large
             with writing(self.out):
-                (folder / "model.safetensors").unlink(missing_ok=True)
+                written.remove(folder, ["model.safetensors"])
 
     def _failed(self, point: Point, result: Result, reason: str) -> None:
         result.state, result.reason = FAILED, reason

@@ -25,11 +25,13 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from hvd_bert.storage import written
 from hvd_bert.storage.writing import flush, replacing
 
 FORMAT = 1
 POINTER = "latest"
 _NAME = re.compile(r"checkpoint-(\d+)")
+_ASIDE = ".aside"
 _PARTIAL = ".partial-"
 _BLOCK = 1 << 20
 
@@ -58,10 +60,16 @@ def step_of(folder: Path) -> int:
     return int(match[1]) if match else -1
 
 
+def is_checkpoint(name: str) -> bool:
+    """Whether a name is that of a checkpoint, also of one set aside."""
+    return _NAME.fullmatch(name.removesuffix(_ASIDE)) is not None
+
+
 def write(output_dir: Path, step: int, contents: Contents) -> Path:
     """Write a checkpoint, replacing one of the same step, and update `latest`. After an OSError nothing has changed."""
+    written.claim(output_dir, name_of(step), POINTER)
     partial = output_dir / f"{_PARTIAL}{name_of(step)}"
-    _remove(partial)
+    written.delete(partial)
     try:
         partial.mkdir()
         for stem, tensors in contents.tensors.items():
@@ -86,7 +94,7 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
         raise OSError(str(error)) from None
     finally:
         with contextlib.suppress(OSError):
-            _remove(partial)
+            written.delete(partial)
     point_to(folder)
     return folder
 
@@ -162,15 +170,21 @@ def read(folder: Path) -> Contents:
 def discard(folder: Path) -> None:
     """Remove a checkpoint so that a crash meanwhile leaves no partial one under its name."""
     aside = folder.with_name(f"{_PARTIAL}old-{folder.name}")
-    _remove(aside)
+    written.delete(aside)
     folder.rename(aside)
-    _remove(aside)
+    written.delete(aside)
+
+
+def _own(output_dir: Path) -> list[Path]:
+    """The candidates that this program wrote here."""
+    names = written.names(output_dir)
+    return [folder for folder in candidates(output_dir) if folder.name in names]
 
 
 def prune(output_dir: Path, limit: int, keep: Collection[str] = ()) -> None:
-    """Discard all but the newest `limit` checkpoints and those named in `keep`."""
+    """Discard all but the newest `limit` of this program's checkpoints and those named in `keep`."""
     kept = 0
-    for folder in candidates(output_dir):
+    for folder in _own(output_dir):
         if kept < limit:
             kept += 1
         elif folder.name not in keep:
@@ -179,37 +193,31 @@ def prune(output_dir: Path, limit: int, keep: Collection[str] = ()) -> None:
 
 def remove_leftovers(output_dir: Path) -> None:
     """Remove files of a killed writer. The caller must hold the run's lock."""
-    for left in output_dir.glob(f"{_PARTIAL}*"):
-        _remove(left)
+    for name in written.names(output_dir):
+        if is_checkpoint(name):
+            written.delete(output_dir / f"{_PARTIAL}{name}")
+            written.delete(output_dir / f"{_PARTIAL}old-{name}")
 
 
 def clear(output_dir: Path) -> None:
-    """Remove all checkpoints, also those set aside."""
-    for folder in candidates(output_dir):
-        discard(folder)
-    for aside in output_dir.glob("checkpoint-*.aside"):
-        _remove(aside)
-    _remove(output_dir / POINTER)
+    """Remove all checkpoints that this program wrote, also those set aside."""
     remove_leftovers(output_dir)
+    for folder in _own(output_dir):
+        discard(folder)
+    written.remove(output_dir, [POINTER, *filter(is_checkpoint, written.names(output_dir))])
 
 
 def set_aside_after(output_dir: Path, step: int) -> list[str]:
     """Rename the checkpoints of later steps, damaged or not. The run will write them again."""
     renamed = []
-    for folder in candidates(output_dir):
+    for folder in _own(output_dir):
         if step_of(folder) > step:
-            aside = folder.with_name(f"{folder.name}.aside")
-            _remove(aside)
+            aside = folder.with_name(f"{folder.name}{_ASIDE}")
+            written.add(output_dir, aside.name)
+            written.delete(aside)
             folder.rename(aside)
             renamed.append(aside.name)
     return renamed
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
+from hvd_bert.storage import written
 from hvd_bert.training.inputs import Inputs
 from hvd_bert.training.state import TrainState
 
@@ -72,7 +73,9 @@ def check_elastic(config: Config, world: World) -> None:
 
 def unfinished(folder: Path) -> bool:
     """Whether a training started in this folder and did not finish."""
-    return (folder / "train_config.yaml").is_file() and not (folder / "train_results.json").exists()
+    settings = "train_config.yaml"  # recorded: another program's file of that name is no run
+    started = settings in written.names(folder) and (folder / settings).is_file()
+    return started and not (folder / "train_results.json").exists()
 
 
 def find(config: Config) -> ResumePoint | None:

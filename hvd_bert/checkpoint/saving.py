@@ -33,7 +33,6 @@ class Checkpoints:
     def __init__(self, state: TrainState, config: Config, inputs: Inputs) -> None:
         self.state = state
         self.args = config.checkpoint
-        self.folder = config.train.folder
         self.overwrites = config.train.overwrite_output_dir
         self._config, self._inputs = config, inputs
         self._writer = Writer()
@@ -42,6 +41,11 @@ class Checkpoints:
         self._diverged = False
         self._new: dict[str, float] = {}
         self.totals = {"checkpoints": 0} | dict.fromkeys(SECONDS, 0.0)
+
+    @property
+    def folder(self) -> Path:
+        """The output folder, which exists once training starts."""
+        return self._config.train.folder
 
     def due(self, total_steps: int) -> bool:
         """Whether to save after this step: every --save_steps, and at the end."""

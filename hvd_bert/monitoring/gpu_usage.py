@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from hvd_bert.distributed import logs
 from hvd_bert.distributed.world import World
+from hvd_bert.storage import written
+from hvd_bert.storage.writing import open_to_append
 
+FILE = "gpu_usage.jsonl"
 PERIOD_S = 1.0
 GIB = 2**30
 
@@ -146,9 +149,10 @@ class GpuUsage:
         self._start = time.monotonic()
         own = world.rank_infos[world.rank].device_id if self.enabled else None
         self._sampler = Sampler(own) if own is not None else None
-        self._file = (
-            (folder / "gpu_usage.jsonl").open("a", encoding="utf-8") if self.enabled and not world.rank else None
-        )
+        self._file: TextIO | None = None
+        if self.enabled and world.rank == 0:
+            written.add(folder, FILE)
+            self._file = open_to_append(folder / FILE)
 
     def read(self, step: int) -> dict[str, float]:
         """Usage since the last call: gpu_util_percent, gpu_memory_gib and gpu_power_w of rank 0's GPU. A collective.

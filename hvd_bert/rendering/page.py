@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from importlib import resources
 
 from jinja2 import Environment
+from markupsafe import Markup
 
 from hvd_bert.rendering.table import table
 
 DASH = "-"
+GENERATOR = '<meta name="generator" content="hvd_bert">'  # by which a page is known as ours (storage/written.py)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Page:
         template = resources.files("hvd_bert.rendering").joinpath("page.html").read_text(encoding="utf-8")
         environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
         blocks = [(type(block).__name__, block) for block in self.blocks]
-        return environment.from_string(template).render(title=self.title, blocks=blocks)
+        return environment.from_string(template).render(title=self.title, blocks=blocks, generator=Markup(GENERATOR))
 
 
 def _markdown(block: Block) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
 import re
 import sys
@@ -27,6 +28,8 @@ from hvd_bert.report.flags import check, make_parser
 from hvd_bert.report.projection import Fusion, Network, Projection
 from hvd_bert.runs import reading
 from hvd_bert.runs.run import LeftOut, Run
+from hvd_bert.storage import written
+from hvd_bert.storage.writing import make_folder, replacing
 from hvd_bert.streams import end_when_lost
 
 # horovodrun puts a mark before each piece of output that it reads, even in the middle of a long line.
@@ -203,26 +206,28 @@ def _add_projection(
 
 
 def _write_files(folder: Path, page: Page, csv_files: dict[str, list[dict[str, Any]]]) -> None:
+    """Replace the files of an earlier report in this folder. Raises UserError if other files are in the way."""
+    contents = {picture.name: picture.png for picture in page.pictures}
+    contents |= {"report.md": page.as_markdown().encode(), "report.html": page.as_html().encode()}
+    contents |= {name: _csv(rows).encode() for name, rows in csv_files.items() if rows}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for picture in page.pictures:
-            (folder / picture.name).write_bytes(picture.png)
-        (folder / "report.md").write_text(page.as_markdown(), encoding="utf-8")
-        (folder / "report.html").write_text(page.as_html(), encoding="utf-8")
-        for name, rows in csv_files.items():
-            if rows:
-                _write_csv(folder / name, rows)
-            else:  # one from an earlier report would contradict the page
-                (folder / name).unlink(missing_ok=True)
+        make_folder(folder)
+        written.claim(folder, *contents)
+        for name, content_of in contents.items():
+            with replacing(folder / name) as partial:
+                partial.write_bytes(content_of)
+        # One from an earlier report would contradict the page.
+        written.remove(folder, [name for name, rows in csv_files.items() if not rows])
     except OSError as error:
         raise UserError(f"--out {folder}: cannot be written: {error.strerror or error}.") from None
 
 
-def _write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+def _csv(rows: Sequence[dict[str, Any]]) -> str:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def _print_summary(

@@ -108,12 +108,15 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     for name in NAMES:
-        made = content(name, args.seed)
-        (args.out / name).write_bytes(made)
-        print(f"{args.out / name}  {len(made):,} bytes  sha256 {hashlib.sha256(made).hexdigest()}")
+        path, made = args.out / name, content(name, args.seed)
+        if path.exists() and path.read_bytes() != made:  # perhaps SQuAD's own file, which has the same name
+            parser.error(f"{path} exists and has another content: move it away, or choose another --out")
+        path.write_bytes(made)
+        print(f"{path}  {len(made):,} bytes  sha256 {hashlib.sha256(made).hexdigest()}")
 
 
 if __name__ == "__main__":

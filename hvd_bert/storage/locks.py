@@ -80,8 +80,10 @@ def _acquired(path: Path, wait: bool, mode: int | None = None) -> filelock.BaseF
 
 
 def _sign(descriptor: int) -> None:
-    """Name this process in the lock file, for the messages of other processes."""
+    """Name this process in the lock file, for the messages of other processes; a user's own file stays as it is."""
     with suppress(OSError):  # a full disk must not prevent the lock
+        if os.pread(descriptor, 8, 0) not in (b"", b"process "):
+            return
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 

@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 PARTIAL = ".partial"
+OWN_PARTIAL = f".hvd_bert{PARTIAL}"  # no other program makes such files
+
+
+def open_to_append(path: Path) -> TextIO:
+    """Open a text file with a fixed name. A symbolic link in its place is an error, and its target does not change."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+
+    return open(path, "a", encoding="utf-8", errors="surrogateescape", opener=opener)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise OSError if something else is in the place of the folder, or of one above it."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not existing.exists():
+        raise OSError(errno.ENOENT, f"{existing} is a symbolic link to {existing.readlink()}, which does not exist")
+    if not existing.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"{existing} is not a folder")
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder, and those above it, if missing. Raises OSError."""
+    check_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def partial_of(path: Path) -> Path:
+    """The temporary file of `replacing`."""
+    return path.with_name(f".{path.name}{OWN_PARTIAL}")
 
 
 @contextmanager
@@ -20,8 +51,9 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
     For one writer at a time: the temporary name is fixed, so that a writer replaces the leftover of a killed one.
     `durable`: the file also survives a power failure.
     """
-    partial = path.with_name(f"{path.name}{PARTIAL}")
+    partial = partial_of(path)
     try:
+        partial.unlink(missing_ok=True)  # a symbolic link would be written through
         yield partial
         if durable:
             flush(partial)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
@@ -18,7 +20,8 @@ from tqdm import tqdm
 from hvd_bert.config.values import CheckedParser
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.model.cpu import malloc
-from hvd_bert.rendering.page import Listing, Page, Picture, Text
+from hvd_bert.rendering.page import GENERATOR, Listing, Page, Picture, Text
+from hvd_bert.storage.written import check_marked
 from hvd_bert.streams import end_when_lost
 from hvd_bert.timeline import advice, analysis, content
 from hvd_bert.timeline.figures import Findings
@@ -28,6 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
     flags = make_parser().parse_args(argv)
     try:
+        if flags.html:
+            with _writing(flags.html):
+                check_marked(flags.html, GENERATOR)
         findings = read(flags.file, flags.ranks, flags.hosts)
         if flags.one_host:
             each = analysis.ranks_of_a_host(findings)
@@ -103,8 +109,15 @@ def _write_page(findings: Findings, path: Path) -> None:
             page.add(
                 Picture("steps.png", plots.steps(findings.curves), "Time, exposed communication and wait of each step")
             )
-    try:
+    with _writing(path):
         path.write_text(page.as_html(), encoding="utf-8")
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn an OSError inside the block into a UserError about --html."""
+    try:
+        yield
     except OSError as error:
         raise UserError(f"--html {path}: cannot be written: {error.strerror or error}.") from None
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from hvd_bert.checkpoint import resume, run_folder
+from hvd_bert.checkpoint import output_dir, resume, run_folder
 from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.checkpoint.saving import Checkpoints
 from hvd_bert.config.settings import FLAGS, Config
@@ -26,7 +26,6 @@ from hvd_bert.model.peaks import peak_flops
 from hvd_bert.monitoring.gpu_usage import GpuUsage
 from hvd_bert.monitoring.process_usage import process_usage
 from hvd_bert.monitoring.profiling.recording import Recording
-from hvd_bert.storage.writing import write_json
 from hvd_bert.strategies.table import strategy_class
 from hvd_bert.training.breakdown import Breakdown, describe_steps
 from hvd_bert.training.inputs import Inputs, load_inputs
@@ -40,43 +39,45 @@ def run(config: Config, world: World) -> None:
     with world.raise_on_all_ranks():
         resume.check_elastic(config, world)
         strategy_class(config.parallel.strategy)  # raises if it is not installed
-        run_folder.unlock()  # locks from an earlier world of Horovod elastic
+        output_dir.unlock()  # locks from an earlier world of Horovod elastic
     set_up(config, world)
     log.info("%s", "\n".join(world.describe()))
     resume_point = None
     with world.raise_on_all_ranks():
         if world.rank == 0:
-            run_folder.check(config)
+            output_dir.check(config)
             resume_point = resume.find(config)
         inputs = load_inputs(config, world)
         resume.check_evaluation(config, inputs)
     settings = {f"--{name}": value for name, value in config.as_flat().items() if not FLAGS[name].chooses_start}
     world.check_same(inputs.fingerprint() | settings)
     with world.raise_on_all_ranks():
-        if world.rank == 0:
-            if resume_point:
-                resume.check(resume_point, config, inputs)
-            run_folder.make_ready(config, resume_point)
-    config.train.output_dir = world.broadcast(config.train.output_dir)
-    folder = config.train.folder
+        if resume_point:  # on rank 0
+            resume.check(resume_point, config, inputs)
     inputs.model.to(device=world.device)  # type: ignore[call-arg]  # transformers hides the signature
 
     evaluator = Evaluator(inputs, config, world) if inputs.dev else None
+    training = Training(inputs, resume_point, evaluator, config, world) if inputs.train else None
+    # Without a training evaluate first: an earlier evaluation stays until there is a new one.
+    evaluation = evaluator(inputs.model) if evaluator and not training else None
+    output_dir.begin(config, resume_point, world)
+    folder = config.train.folder
     with closing(
         MetricsLogger(folder, enabled=world.rank == 0, resumed_step=resume_point.step if resume_point else None)
     ) as metrics_logger:
         results: dict[str, Any] = {}
-        evaluation, model_step = None, 0
-        if inputs.train:
-            training = Training(inputs, resume_point, evaluator, metrics_logger, config, world)
-            results = training.run()
-            evaluation, model_step = training.evaluation, training.model_step
+        model_step, recorded = 0, False
+        if training:
+            results = training.run(metrics_logger)
+            model_step, evaluation = training.model_step, training.evaluation
+            recorded = evaluation is not None
+            training = None  # frees the optimizer's memory
             with run_folder.writing(folder, world) as writes:
                 if writes:
                     run_folder.save_model(folder, inputs.model, inputs.tokenizer)
         if evaluator:
-            if evaluation is None:
-                evaluation = evaluator(inputs.model)
+            evaluation = evaluation or evaluator(inputs.model)
+            if not recorded:
                 metrics_logger.evaluated(evaluation.metrics | {"eval_s": evaluation.seconds}, model_step)
             results |= evaluator.totals
             with run_folder.writing(folder, world) as writes:
@@ -85,9 +86,8 @@ def run(config: Config, world: World) -> None:
         usage = {"rank": world.rank} | process_usage(world.device)
         results |= run_folder.facts(config, world) | {"processes": world.gather(usage)}
         with run_folder.writing(folder, world) as writes:
-            if writes and inputs.train:  # last: a run with this file counts as finished
-                work = {"work": resume.identity(config, inputs)}
-                write_json(folder / "train_results.json", results | work)
+            if writes and inputs.train:
+                run_folder.write_results(folder, results | {"work": resume.identity(config, inputs)})
     if results.get("breakdown"):
         log.info("%s", "\n".join(describe_steps(results)))
     log.info("%s", run_folder.describe(folder))
@@ -114,14 +114,14 @@ class Training:
         inputs: Inputs,
         resume_point: ResumePoint | None,
         evaluator: Evaluator | None,
-        metrics_logger: MetricsLogger,
         config: Config,
         world: World,
     ) -> None:
-        """A collective. `resume_point`: on rank 0, the checkpoint to resume from."""
+        """A collective that makes the last checks and writes nothing. `resume_point`: on rank 0, the checkpoint to
+        resume from."""
         data, args = inputs.train, config.train
         assert data is not None
-        self.config, self.world, self.evaluator, self.metrics_logger = config, world, evaluator, metrics_logger
+        self.config, self.world, self.evaluator = config, world, evaluator
         self.plan = resume.with_its_batch(data.plan, resume_point, world)
         self.total_steps = args.total_steps(self.plan.steps_per_epoch)
         self.state = TrainState.fresh(inputs.model, self.plan, config, world)
@@ -132,16 +132,21 @@ class Training:
         self.breakdown = Breakdown(self.state.meter, self.plan, inputs.model.config, peak, self.state.step)
         self.checkpoints = Checkpoints(self.state, config, inputs)
         self.recording = Recording(config, self.total_steps, self.state.meter, world)
-        self.gpus = GpuUsage(world, args.folder)
         self.stop_requests = StopRequests(world)
         self.model_step = self.state.step
         self.evaluation: Evaluation | None = None
 
-    def run(self, stoppable: bool = True) -> dict[str, Any]:
+    def open(self, metrics_logger: MetricsLogger) -> None:
+        """Open the files for measurements, once the output folder exists."""
+        self.metrics_logger = metrics_logger
+        self.gpus = GpuUsage(self.world, self.config.train.folder)
+
+    def run(self, metrics_logger: MetricsLogger, stoppable: bool = True) -> dict[str, Any]:
         """Train to the end. Returns the results for train_results.json.
 
         `stoppable`: a signal saves a checkpoint and raises CollectiveError. Otherwise signals have their usual effect.
         """
+        self.open(metrics_logger)
         state, checkpoints, world = self.state, self.checkpoints, self.world
         effective = run_folder.effective_settings(self.config, self.plan, state.schedule.base_lrs[0], world)
         log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))

@@ -15,6 +15,8 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter  # torc
 from tqdm import tqdm
 
 from hvd_bert.distributed.logs import log
+from hvd_bert.storage import written
+from hvd_bert.storage.writing import open_to_append
 
 # Minimum time between progress lines without a terminal (a job's log file, a launcher's pipe).
 LINE_EVERY_S = 10.0
@@ -30,7 +32,8 @@ class MetricsLogger:
         self.steps_per_epoch = 1
         if not enabled:
             return
-        self.jsonl = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        written.add(folder, "metrics.jsonl", "tb")
+        self.jsonl = open_to_append(folder / "metrics.jsonl")
         self.board: Any = EventFileWriter(str(folder / "tb"))
         if resumed_step is not None:
             self._add_event(resumed_step + 1, session_log=SessionLog(status=SessionLog.START))

@@ -23,14 +23,14 @@ from hvd_bert.bench import points as planning
 from hvd_bert.bench.launching import Launching, Machine
 from hvd_bert.bench.one_run import exit_status
 from hvd_bert.bench.points import Point
-from hvd_bert.bench.record import locked, writing
+from hvd_bert.bench.record import locked, prepare, writing
 from hvd_bert.config import command_line
 from hvd_bert.config.parser import Parser
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.streams import end_when_lost, keep_running
 from hvd_bert.tune import console, knobs
-from hvd_bert.tune.runs import Failed, Runs
+from hvd_bert.tune.runs import FILE, Failed, Runs
 from hvd_bert.tune.search import FASTER, Search
 
 # Only steps are timed. The user's flags override these.
@@ -125,7 +125,7 @@ def _tune(argv: Sequence[str]) -> int:
     )  # fmt: skip
     with ExitStack() as stack:
         with writing(flags.out):
-            flags.out.mkdir(parents=True, exist_ok=True)
+            prepare(flags.out, FILE)
             stack.enter_context(locked(flags.out, wait=False))
             runs.begin()
         console.announce(runs, config, wanted, values, planning.names_data(rest))

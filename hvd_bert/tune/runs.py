@@ -16,6 +16,7 @@ from hvd_bert.config.command_line import overriding
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.runs import reading
 from hvd_bert.runs.run import Run
+from hvd_bert.storage import written
 from hvd_bert.tune import knobs
 from hvd_bert.tune.knobs import Setting
 from hvd_bert.tune.search import Pair
@@ -150,7 +151,7 @@ class Runs:
         ours = [*knobs.flags(setting), f"--output_dir={folder}", "--overwrite_output_dir"]
         flags = overriding(self.flags, ours)
         trained = train(self.launching.command(self.point, flags, knobs.exported(environ)), environ, folder, timeout)
-        (folder / "model.safetensors").unlink(missing_ok=True)  # weights are large and not needed here
+        written.remove(folder, ["model.safetensors"])  # weights are large and not needed here
         return trained
 
     def _failure(self, setting: Setting, trained: Trained, folder: Path) -> Failed:

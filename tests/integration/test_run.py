@@ -16,6 +16,7 @@ from documented import undocumented
 from launch import Outcome, launcher, run
 
 from hvd_bert.config import command_line
+from hvd_bert.storage import written
 from hvd_bert.training.meter import PHASES
 
 pytestmark = pytest.mark.integration
@@ -62,8 +63,9 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_files(finished: Run) -> None:
     expected = {"train_config.yaml", "train_results.json", "metrics.jsonl", "tb", "config.json", "model.safetensors"}
     expected |= {"eval_results.json", "eval_predictions.json", "eval_nbest_predictions.json"}
-    expected |= {"tokenizer.json", "tokenizer_config.json", "checkpoint-6", "latest", ".lock"}
+    expected |= {"tokenizer.json", "tokenizer_config.json", "checkpoint-6", "latest", ".lock", written.RECORD}
     assert {path.name for path in finished.out.iterdir()} == expected
+    assert written.names(finished.out) == expected - {".lock", written.RECORD}
 
 
 def test_metrics(finished: Run, alone: Run) -> None:
@@ -190,7 +192,8 @@ def test_v2_with_every_option_of_horovod(tmp_path: Path) -> None:
 def test_overwriting_leaves_foreign_files(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    (out / "eval_null_odds.json").write_text("{}")  # of an earlier run, on v2.0
+    written.add(out, "eval_null_odds.json")  # of an earlier run, on v2.0
+    (out / "eval_null_odds.json").write_text("{}")
     (out / "notes.txt").write_text("mine")
     command = small_run(1, out, "--max_steps", 1, "--overwrite_output_dir", "--no_do_eval")
     run(command, tmp_path).expect(0)

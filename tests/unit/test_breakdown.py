@@ -205,7 +205,7 @@ def test_no_value_is_read_between_two_lines(tmp_path, monkeypatch):
     _, config = parse(["--steps", "4", "--repeats", "2", "--gradient_accumulation_steps", "2", "--strategy", "none"])
     config.train.output_dir = str(tmp_path)
     world = make_world()
-    training = Training(random_inputs(str(tmp_path), 64, config, world), None, None, Recorder(), config, world)
+    training = Training(random_inputs(str(tmp_path), 64, config, world), None, None, config, world)
     asked: list[int] = []
     with Asked() as mode:
         after_step = training._after_step
@@ -215,6 +215,6 @@ def test_no_value_is_read_between_two_lines(tmp_path, monkeypatch):
             asked.append(mode.times - sum(asked))
 
         monkeypatch.setattr(training, "_after_step", note)
-        training.run(stoppable=False)
+        training.run(Recorder(), stoppable=False)
     assert len(asked) == 12
     assert [step for step, times in enumerate(asked, start=1) if times] == [1, 4, 8, 12]

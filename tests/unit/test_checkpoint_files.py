@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
-from hvd_bert.storage import writing
+from hvd_bert.storage import writing, written
 
 
 def contents(step: int) -> Contents:
@@ -32,7 +32,8 @@ def test_what_is_written_is_read(tmp_path):
     assert torch.equal(found.tensors["model"]["weight"], torch.full((3, 2), 7.0))
     assert torch.equal(found.tensors["rng"]["rank0.torch"], torch.arange(5))
     assert found.documents["state"] == {"step": 7, "learning_rate": 0.1}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-7", "latest"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [written.RECORD, "checkpoint-7", "latest"]
+    assert written.names(tmp_path) == {"checkpoint-7", "latest"}
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # readable as the umask allows
 
 
@@ -160,12 +161,14 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path):
 
 def test_what_a_killed_writer_left_is_swept(tmp_path):
     files.write(tmp_path, 7, contents(7))
-    left = tmp_path / ".partial-checkpoint-8"
-    left.mkdir()
-    (left / "model.safetensors").write_bytes(b"half")
+    written.add(tmp_path, "checkpoint-8")  # before its files
+    left, foreign = tmp_path / ".partial-checkpoint-8", tmp_path / ".partial-checkpoint-9"
+    for folder in (left, foreign):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
     assert steps(tmp_path) == [7]
     files.remove_leftovers(tmp_path)
-    assert not left.exists()
+    assert not left.exists() and foreign.exists()
     assert steps(tmp_path) == [7]
 
 
@@ -175,4 +178,19 @@ def test_later_steps_are_set_aside(tmp_path):
     assert files.set_aside_after(tmp_path, 2) == ["checkpoint-3.aside"]
     assert sorted(steps(tmp_path)) == [1, 2]
     files.clear(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [written.RECORD]
+    assert written.names(tmp_path) == set()
+
+
+def test_checkpoints_of_another_trainer_stay(tmp_path):
+    foreign = tmp_path / "checkpoint-500"
+    foreign.mkdir()
+    for step in (1, 2, 3):
+        files.write(tmp_path, step, contents(step))
+    files.prune(tmp_path, 1)
+    assert steps(tmp_path) == [500, 3]
+    assert files.set_aside_after(tmp_path, 2) == ["checkpoint-3.aside"]
+    with pytest.raises(FileExistsError, match=r"did not write \(checkpoint-500\)"):
+        files.write(tmp_path, 500, contents(500))
+    files.clear(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [written.RECORD, "checkpoint-500"]

@@ -18,6 +18,7 @@ from hvd_bert.report.__main__ import main
 from hvd_bert.report.comparability import STRONG, WEAK, Tolerance
 from hvd_bert.report.projection import Fusion, Link, Network, Step, allreduce_s, exposed_s, in_fp16, link_of, project
 from hvd_bert.runs import reading
+from hvd_bert.storage import written
 
 FAST = Network(Link(1e18, 0.0))
 SLOW = Network(Link(1e9, 1e-5))
@@ -303,6 +304,7 @@ def test_one_run_is_enough(tmp_path, capsys):
     make_run(tmp_path / "run")
     out = tmp_path / "out"
     out.mkdir()
+    written.claim(out, "report.csv")
     (out / "report.csv").write_text("an earlier report's")
     assert main([str(tmp_path / "run"), "--out", str(out), "--gbps", "25"]) == 0
     text = (out / "report.md").read_text()

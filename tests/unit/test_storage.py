@@ -128,7 +128,7 @@ def test_failed_write_keeps_only_the_old_file(tmp_path, monkeypatch, failing, du
 
 
 def test_leftover_of_a_killed_writer_is_replaced(tmp_path):
-    (tmp_path / "x.partial").write_text("half")
+    (tmp_path / ".x.hvd_bert.partial").write_text("half")
     with replacing(tmp_path / "x", durable=True) as partial:
         partial.write_text("whole")
     assert os.listdir(tmp_path) == ["x"] and (tmp_path / "x").read_text() == "whole"

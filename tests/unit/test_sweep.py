@@ -25,7 +25,7 @@ from hvd_bert.bench.points import OWNERS, Plan, Point, check_flags
 from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.launch import Allocation, find_allocation
 from hvd_bert.errors import UserError
-from hvd_bert.storage import writing
+from hvd_bert.storage import writing, written
 
 TWO_CORES = Machine(cores=2, gpus=0, allocation=None)
 FOUR_GPUS = Machine(cores=64, gpus=4, allocation=None)
@@ -328,12 +328,14 @@ class Pretended:
         self.environs.append(environ)
         end = next((end for name, end in self.ends.items() if folder.name.startswith(name)), 0)
         if isinstance(end, Exception):
+            written.add(folder, "train_config.yaml")
             (folder / "train_config.yaml").write_text("half: true\n")
             raise end
         if end == 0:
             log_text = (folder / "log.txt").read_text()
             strategy, ranks = given["strategy"], int(folder.name.split("-")[1])
             made = make_run(folder / "run", strategy, ranks, batch=int(given["per_device_train_batch_size"]) * ranks)
+            written.add(folder, "model.safetensors", *(file.name for file in made.iterdir()))
             for file in made.iterdir():
                 file.rename(folder / file.name)
             made.rmdir()
@@ -513,7 +515,9 @@ def test_only_write_errors_name_the_folder(pretended, start, tmp_path, capsys, m
     assert f"--out {tmp_path / 'out'} cannot be written: No space left on device." in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert start("--out", str(tmp_path / "file")) == 2
-    assert f"--out {tmp_path / 'file'} cannot be written: File exists." in capsys.readouterr().err
+    assert (
+        f"--out {tmp_path / 'file'} cannot be written: {tmp_path / 'file'} is not a folder." in capsys.readouterr().err
+    )
 
 
 def test_a_flag_of_one_strategy_with_a_baseline(pretended, start, tmp_path, capsys) -> None:

@@ -6,6 +6,8 @@ Horovod can start a timeline during training only if HOROVOD_TIMELINE=DYNAMIC wa
 
 from __future__ import annotations
 
+import errno
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
 from hvd_bert.monitoring.profiling.clocks import clock_offset_ns
 from hvd_bert.monitoring.profiling.trace import RankTrace, pack, write_trace
+from hvd_bert.storage import written
 from hvd_bert.training.meter import Meter
 
 TIMELINE = "timeline.json"
@@ -30,10 +33,11 @@ class Recording:
     def __init__(self, config: Config, total_steps: int, meter: Meter, world: World) -> None:
         """A collective. Raises CollectiveError if the file cannot be written or the run has no such steps."""
         self.config, self.meter, self.world = config.profiling, meter, world
-        self.folder = config.train.folder
+        self._train = config.train
         wanted = self.config.steps_to_record
         self.steps = range(wanted.start, min(wanted.stop, total_steps + 1))
-        self.file = self._file(config)
+        # Without --timeline_file --profile records the timeline, too, in the output folder.
+        self._in_folder = self.config.profile and config.parallel.strategy == "horovod" and world.size > 1
         self.running = False
         self.profiler: torch.profiler.profile | None = None
         self.offset_ns = 0
@@ -42,19 +46,19 @@ class Recording:
             if wanted and not self.steps:
                 flag = f"--timeline_steps {self.config.timeline_steps}"
                 raise UserError(f"{flag}: this run has only {total_steps} steps. Choose some of them.")
-            if self.file and world.size == 1:
+            if self.config.timeline and world.size == 1:
                 raise UserError(
                     "--timeline_file: a single rank sends no gradients. Start more ranks, or use --profile instead."
                 )
-            if self.file and world.rank == 0:
-                _check_writable(self.file)
+            if self.config.timeline and world.rank == 0:
+                _check_file(Path(self.config.timeline), self._train.output_dir)
 
-    def _file(self, config: Config) -> Path | None:
+    @property
+    def file(self) -> Path | None:
         """The file of Horovod's timeline; None without one."""
         if self.config.timeline:
             return Path(self.config.timeline)
-        uses_horovod = config.parallel.strategy == "horovod" and self.world.size > 1
-        return self.folder / TIMELINE if self.config.profile and uses_horovod else None
+        return self._train.folder / TIMELINE if self._in_folder else None
 
     def before(self, step: int) -> None:
         """Call before step `step` (1, 2, ...). A collective before the first step to record."""
@@ -73,6 +77,7 @@ class Recording:
             self.profiler = torch.profiler.profile()
             self.profiler.start()
         if self.file and self.world.rank == 0:
+            written.add(self._train.folder, _name_in(self._train.folder, self.file))
             self.world.start_timeline(self.file, self.config.timeline_mark_cycles)
         self.world.allgather(None)  # no rank sends a gradient before rank 0 records it
         self.meter.lap("other")
@@ -115,8 +120,9 @@ class Recording:
             return None
 
     def _write_trace(self, traces: Sequence[RankTrace], steps: str) -> None:
-        path = self.folder / TRACE
+        path = self._train.folder / TRACE
         try:
+            written.add(path.parent, TRACE)
             write_trace(path, traces, self.file)
         except (OSError, ValueError, UserError) as error:
             log.warning("The trace of %s could not be written: %s. Training continues.", steps, error)
@@ -134,8 +140,24 @@ class Recording:
         )
 
 
-def _check_writable(path: Path) -> None:
+def _name_in(folder: Path, file: Path) -> str:
+    """A file's name in the record of `folder`."""
+    return os.path.relpath(os.path.realpath(file), os.path.realpath(folder))
+
+
+def _check_file(path: Path, output_dir: str | None) -> None:
+    """Raise UserError if the timeline cannot be written, or would replace a file that no run in the output folder
+    recorded. Creates nothing."""
+    place = os.path.realpath(path.parent)
     try:
-        path.open("ab").close()
+        recorded = output_dir is not None and _name_in(Path(output_dir), path) in written.names(Path(output_dir))
+        if path.is_file() and path.stat().st_size and not recorded:
+            reason = "it exists, and no run in --output_dir recorded it: delete it, or name another file"
+            raise FileExistsError(errno.EEXIST, reason)
+        if path.exists():
+            path.open("ab").close()
+        elif output_dir is None or place != os.path.realpath(output_dir):  # which was checked, and may not exist yet
+            with tempfile.TemporaryFile(dir=place):
+                pass
     except OSError as error:
         raise UserError(f"--timeline_file {path}: cannot be written: {error.strerror or error}.") from None

@@ -1,0 +1,215 @@
+"""The output folder: when it is refused, which files are replaced, and that a refused run leaves none behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_world import make_world
+
+from hvd_bert.checkpoint import output_dir, resume
+from hvd_bert.checkpoint.run_folder import RUN_FILES
+from hvd_bert.config.command_line import parse
+from hvd_bert.config.settings import Config
+from hvd_bert.distributed.world import CollectiveError
+from hvd_bert.errors import UserError
+from hvd_bert.storage import written
+
+
+@pytest.fixture(autouse=True)
+def no_lock_outlives_a_test() -> Iterator[None]:
+    yield
+    output_dir.unlock()
+
+
+def config(folder: Path | None, *flags: str) -> Config:
+    return parse([*([] if folder is None else ["--output_dir", str(folder)]), *flags])
+
+
+def test_check_changes_nothing(tmp_path):
+    output_dir.check(config(tmp_path / "a" / "b"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_is_made_with_the_settings(tmp_path):
+    wanted = config(tmp_path / "a" / "b")
+    output_dir.begin(wanted, None, make_world())
+    assert parse(["--config", str(tmp_path / "a" / "b" / "train_config.yaml")]) == wanted
+
+
+def test_dated_folders_are_never_shared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(output_dir.time, "strftime", lambda pattern: "runs/now")
+    runs = [config(None) for _ in range(3)]
+    for run in runs:
+        output_dir.check(run)
+        output_dir.begin(run, None, make_world())
+    assert [run.train.output_dir for run in runs] == ["runs/now", "runs/now-2", "runs/now-3"]
+
+
+def test_folder_with_files_is_refused_and_left_alone(tmp_path):
+    for name in ("d", "a", "c", "b"):
+        (tmp_path / name).write_text(name)
+    with pytest.raises(UserError, match=r"is not empty \(a, b, c, \.\.\.\): .* --overwrite_output_dir"):
+        output_dir.check(config(tmp_path))
+    output_dir.check(config(tmp_path, "--overwrite_output_dir"))
+    output_dir.check(config(tmp_path, "--no_do_train"))  # an evaluation adds to a folder
+    assert sorted(path.name for path in tmp_path.iterdir()) == [output_dir.LOCK, "a", "b", "c", "d"]
+
+
+def test_the_model_that_training_starts_from_is_kept(tmp_path):
+    flags = ["--model_name_or_path", str(tmp_path), "--overwrite_output_dir"]
+    with pytest.raises(UserError, match="is the folder of the model that training starts from"):
+        output_dir.check(config(tmp_path, *flags))
+    output_dir.check(config(tmp_path, *flags, "--no_do_train"))
+
+
+@pytest.mark.parametrize("inside", ["", "below"])
+def test_file_in_the_way(tmp_path, inside):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match=r"--output_dir .*file.* cannot be written: "):
+        output_dir.check(config(tmp_path / "file" / inside, "--overwrite_output_dir"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_folder_without_permission(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError, match="cannot be written: Permission denied"):
+        output_dir.check(config(tmp_path))
+
+
+def make_run(folder: Path, *names: str) -> None:
+    """The files of an earlier run."""
+    folder.mkdir(exist_ok=True)
+    written.add(folder, *names)
+    for name in names:
+        if name == "tb" or name.startswith("checkpoint-"):
+            (folder / name).mkdir()
+            (folder / name / "inside").write_text("a run's")
+        else:
+            (folder / name).write_text("a run's")
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {output_dir.LOCK, written.RECORD}
+
+
+EVERY = [name for name in RUN_FILES if "*" not in name] + ["checkpoint-5", "checkpoint-7.aside"]
+
+
+def test_only_files_that_a_run_wrote_are_removed(tmp_path):
+    mine = ["notes.txt", "checkpoint", "train-v1.1.json", "eval_mine.json", "config.json.partial", ".partial-x"]
+    make_run(tmp_path, *EVERY)
+    for name in mine:
+        (tmp_path / name).write_text("mine")
+    wanted = config(tmp_path, "--overwrite_output_dir")
+    output_dir.check(wanted)
+    assert names(tmp_path) == {*EVERY, *mine}
+    output_dir.begin(wanted, None, make_world())
+    assert names(tmp_path) == {"train_config.yaml", *mine}
+    assert written.names(tmp_path) == {"train_config.yaml"}
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("beside", ["a run's files", "nothing else"])
+def test_folder_with_a_users_file_of_a_runs_name_is_refused(tmp_path, name, beside):
+    if beside == "a run's files":
+        make_run(tmp_path, *(other for other in EVERY if other != name))
+    (tmp_path / name).write_text("mine")
+    before = names(tmp_path)
+    refusal = rf"--output_dir {tmp_path} cannot be written: .* this program did not write \({name}\): move them away"
+    for flags in (["--overwrite_output_dir"], ["--resume_from_checkpoint", "latest"]):
+        with pytest.raises(UserError, match=refusal):
+            output_dir.check(config(tmp_path, *flags))
+    assert names(tmp_path) == before and (tmp_path / name).read_text() == "mine"
+    assert not (tmp_path / output_dir.LOCK).exists()  # nothing is left behind
+
+
+def test_every_file_in_the_way_is_listed(tmp_path):
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("mine")
+    for name in ("tb", "checkpoint-500"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=r"\(checkpoint-500, config.json, tb, tokenizer.json\)"):
+        output_dir.check(config(tmp_path, "--overwrite_output_dir"))
+
+
+def test_link_in_place_of_a_runs_file_is_refused(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    make_run(tmp_path / "out", "metrics.jsonl", "train_config.yaml")
+    (tmp_path / "out" / "metrics.jsonl").unlink()
+    (tmp_path / "out" / "metrics.jsonl").symlink_to(tmp_path / "precious")
+    for flags in ([], ["--overwrite_output_dir"], ["--no_do_train"]):
+        with pytest.raises(UserError, match=r"did not write \(metrics.jsonl\)"):
+            output_dir.check(config(tmp_path / "out", *flags))
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_another_programs_settings_are_no_unfinished_run(tmp_path):
+    (tmp_path / "train_config.yaml").write_text("mine: true")
+    assert not resume.unfinished(tmp_path)
+    with pytest.raises(UserError, match="is not empty"):
+        output_dir.check(config(tmp_path))
+    written.add(tmp_path, "train_config.yaml")
+    assert resume.unfinished(tmp_path)
+
+
+def test_evaluation_replaces_only_an_evaluations_files(tmp_path):
+    make_run(tmp_path, "eval_results.json", "metrics.jsonl")
+    (tmp_path / "config.json").write_text("the model's")
+    output_dir.check(config(tmp_path, "--no_do_train"))
+    output_dir.begin(config(tmp_path, "--no_do_train"), None, make_world())
+    assert names(tmp_path) == {"eval_results.json", "metrics.jsonl", "config.json", "eval_config.yaml"}
+    (tmp_path / "eval_predictions.json").write_text("run_qa's")
+    with pytest.raises(UserError, match=r"did not write \(eval_predictions.json\)"):
+        output_dir.check(config(tmp_path, "--no_do_train"))
+
+
+@pytest.mark.parametrize(
+    ("flag", "name"), [("--train_file", "eval_predictions.json"), ("--tokenizer_name", "checkpoint-5")]
+)
+def test_inputs_among_the_runs_files_are_kept(tmp_path, flag, name):
+    make_run(tmp_path, name)
+    with pytest.raises(UserError, match=rf"{flag} .*{name}: the run would replace this input"):
+        output_dir.check(config(tmp_path, "--overwrite_output_dir", flag, str(tmp_path / name)))
+
+
+def test_timeline_over_another_file_of_the_run_is_refused(tmp_path):
+    for name in ("metrics.jsonl", "train_config.yaml"):
+        with pytest.raises(UserError, match="the run writes another file of this name"):
+            output_dir.check(config(tmp_path, "--timeline_file", str(tmp_path / name)))
+    output_dir.check(config(tmp_path, "--timeline_file", str(tmp_path / "timeline.json")))
+
+
+def test_folder_that_was_filled_since_the_check_is_refused(tmp_path):
+    wanted = config(tmp_path / "out")
+    output_dir.check(wanted)
+    make_run(tmp_path / "out", "train_config.yaml", "train_results.json")
+    with pytest.raises(CollectiveError, match="is not empty"):
+        output_dir.begin(wanted, None, make_world())
+    assert names(tmp_path / "out") == {"train_config.yaml", "train_results.json"}
+
+
+@pytest.mark.parametrize("inside", ["", "below"])
+def test_link_to_nowhere(tmp_path, inside):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"link is a symbolic link to .*nowhere, which does not exist"):
+        output_dir.check(config(tmp_path / "link" / inside))
+
+
+def test_empty_name_is_refused():
+    with pytest.raises(UserError, match='--output_dir "": name a folder'):
+        parse(["--output_dir", ""])
+    with pytest.raises(UserError, match='--timeline_file "": name a file'):
+        parse(["--timeline_file", ""])
+
+
+def test_killed_run_that_wrote_nothing_yet_is_no_obstacle(tmp_path):
+    """The lock, the record, and the half of train_config.yaml."""
+    output_dir.begin(config(tmp_path), None, make_world())
+    output_dir.unlock()
+    shutil.move(tmp_path / "train_config.yaml", tmp_path / ".train_config.yaml.hvd_bert.partial")
+    output_dir.check(config(tmp_path))
