@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from hvd_bert.bench.points import names_data
 from hvd_bert.config import command_line

@@ -163,7 +163,7 @@ class TrainArguments:
         )
         for name in positive:
             require(getattr(self, name) >= 1, f"--{name} {getattr(self, name)}: must be at least 1.")
-        require(self.output_dir != "", '--output_dir "": name a folder, or omit the flag for runs/DATE-TIME.')
+        require(self.output_dir != "", "--output_dir is empty: name a folder, or omit the flag for runs/DATE-TIME.")
         for name in ("eval_steps", "lr_base_batch_size"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"--{name} {value}: must be at least 1.")

@@ -24,15 +24,19 @@ class Prefetcher:
         self._next = first
         self._ahead: deque[Future[Batch]] = deque()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._fill()  # a step that cannot be shared out fails here, before training starts
 
     def of_step(self, step: int) -> Iterator[Batch]:
         """The micro-batches of a step. Steps must be requested in order."""
         assert step == self._next, f"step {step} instead of {self._next}"
         self._next += 1
         for _ in range(self.plan.accumulation):
-            while len(self._ahead) <= AHEAD:
-                self._ahead.append(self._pool.submit(self._collate, next(self._ids)))
+            self._fill()
             yield self._ahead.popleft().result()
+
+    def _fill(self) -> None:
+        while len(self._ahead) <= AHEAD:
+            self._ahead.append(self._pool.submit(self._collate, next(self._ids)))
 
     def close(self) -> None:
         """Discard the prefetched batches."""

@@ -106,8 +106,8 @@ def test_line_after_a_stop_is_that_of_a_run_never_stopped():
 
 def test_counting_a_step_partitions_nothing_again():
     of_two, steps = plan(), 8
-    batches = Prefetcher(of_two, lambda ids: ids, rank=0, first=0)
     before = _shares.cache_info().misses
+    batches = Prefetcher(of_two, lambda ids: ids, rank=0, first=0)
     for step in range(steps):
         list(batches.of_step(step))
         of_two.imbalance(step)

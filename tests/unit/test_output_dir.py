@@ -201,10 +201,8 @@ def test_link_to_nowhere(tmp_path, inside):
 
 
 def test_empty_name_is_refused():
-    with pytest.raises(UserError, match='--output_dir "": name a folder'):
+    with pytest.raises(UserError, match=r"--output_dir.* is empty"):
         parse(["--output_dir", ""])
-    with pytest.raises(UserError, match='--timeline_file "": name a file'):
-        parse(["--timeline_file", ""])
 
 
 def test_killed_run_that_wrote_nothing_yet_is_no_obstacle(tmp_path):

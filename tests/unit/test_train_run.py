@@ -13,6 +13,7 @@ from test_world import make_world
 
 from hvd_bert.checkpoint import output_dir
 from hvd_bert.config.command_line import parse
+from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.storage import written
 from hvd_bert.train import loop
@@ -65,6 +66,11 @@ def test_refused_training_keeps_the_earlier_run(base, tmp_path, monkeypatch):
         "a single rank sends no gradients": [*horovod, "--timeline_steps", "1:2"],
         "need evaluations during training": ["--load_best_model_at_end", "--eval_strategy", "no"],
     }
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(BatchPlan, "rank_windows", no_memory)
+        train(*base, "--output_dir", str(out), "--overwrite_output_dir")
+    output_dir.unlock()
+    assert content(out) == before
     monkeypatch.setattr(loop, "strategy_class", lambda name: None)
     monkeypatch.setattr("hvd_bert.training.state.make_strategy", without_horovod)
     for words, flags in refusals.items():
@@ -78,6 +84,10 @@ def test_refused_training_keeps_the_earlier_run(base, tmp_path, monkeypatch):
     train(*base, "--output_dir", str(out), "--overwrite_output_dir", "--max_steps", "2", "--no_do_eval")
     assert {"checkpoint-2"} == {path.name for path in out.glob("checkpoint-*")}
     assert not list(out.glob("eval_*.json")) and (out / "train_results.json").exists()
+
+
+def no_memory(plan, step, rank):
+    raise MemoryError
 
 
 def without_horovod(name, *arguments):
