@@ -1,0 +1,208 @@
+"""Commands replace and remove only files that this program wrote: by the folder's record, or by a mark in the file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import test_timeline
+from made_runs import make_run
+from test_world import make_world
+
+from hvd_bert.bench import flags as bench_flags
+from hvd_bert.bench import one_run, speed, sweep
+from hvd_bert.bench.launching import Launching, Machine
+from hvd_bert.config.command_line import parse
+from hvd_bert.distributed.world import CollectiveError
+from hvd_bert.monitoring.profiling.recording import Recording
+from hvd_bert.report import plots
+from hvd_bert.report.__main__ import main as report
+from hvd_bert.sample import generate
+from hvd_bert.storage import locks, written
+from hvd_bert.storage.writing import make_folder, replacing
+from hvd_bert.timeline.__main__ import main as timeline
+from hvd_bert.training.meter import Meter
+from hvd_bert.training.metrics_log import MetricsLogger
+from hvd_bert.tune import __main__ as tune
+
+NOT_OURS = "this program did not write"
+
+
+def test_record(tmp_path):
+    assert written.names(tmp_path) == written.names(tmp_path / "nowhere") == set()
+    for name in ("a", "b", "mine"):
+        (tmp_path / name).write_text(name)
+    with pytest.raises(FileExistsError, match=rf"{NOT_OURS} \(a, b\): move them away"):
+        written.claim(tmp_path, "b", "c", "a")
+    written.add(tmp_path, "a", "../mine")
+    written.add(tmp_path, "a")
+    written.claim(tmp_path, "a", "c")
+    assert (tmp_path / written.RECORD).read_text().split() == ["../mine", "a", "c"]
+    written.remove(tmp_path, ["a", "b", "../mine"])
+    assert sorted(os.listdir(tmp_path)) == [written.RECORD, "b", "mine"]
+    assert written.names(tmp_path) == {"../mine", "c"}
+
+
+def test_record_whose_last_line_was_cut_short_names_no_other_file(tmp_path):
+    (tmp_path / written.RECORD).write_text("tb\nconfig.js")
+    written.add(tmp_path, "config.json")
+    assert written.names(tmp_path) == {"tb", "config.jsconfig.json"}  # so that config.json is rather kept
+
+
+def test_links_under_fixed_names_are_not_written_through(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for name in (".x.json.hvd_bert.partial", "metrics.jsonl", "linked"):
+        (tmp_path / name).symlink_to(precious)
+    with replacing(tmp_path / "x.json") as partial:
+        partial.write_text("{}")
+    with pytest.raises(OSError, match="symbolic link"):
+        MetricsLogger(tmp_path, enabled=True)
+    with replacing(tmp_path / "linked") as partial:
+        partial.write_text("new")
+    assert precious.read_text() == "mine" and (tmp_path / "linked").read_text() == "new"
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / written.RECORD).symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic link"):
+        written.add(other, "x")
+    assert precious.read_text() == "mine"
+
+
+def test_users_own_lock_file_keeps_its_content(tmp_path):
+    (tmp_path / ".lock").write_text("mine")
+    locks.take(tmp_path / ".lock", wait=False).release()
+    assert (tmp_path / ".lock").read_text() == "mine"
+
+
+def test_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "file").write_text("")
+    for name in ("link", "link/below"):
+        with pytest.raises(OSError, match="link is a symbolic link to nowhere, which does not exist"):
+            make_folder(tmp_path / name)
+    for name in ("file", "file/below"):
+        with pytest.raises(NotADirectoryError, match="file is not a folder"):
+            make_folder(tmp_path / name)
+
+
+@pytest.fixture
+def no_plots(monkeypatch):
+    monkeypatch.setattr(plots, "projected", lambda *_: b"")
+
+
+def test_report_replaces_only_a_report(tmp_path, no_plots, capsys):
+    make_run(tmp_path / "run")
+    out = tmp_path / "out"
+    out.mkdir()
+    command = [str(tmp_path / "run"), "--out", str(out), "--gbps", "25"]
+    for name in ("projection.csv", "report.md", "notes.txt", "report.csv"):
+        (out / name).write_text("mine")
+    assert report(command) == 2
+    assert rf"--out {out}: cannot be written: " in (error := capsys.readouterr().err)
+    assert f"{NOT_OURS} (projection.csv, report.md)" in error
+    assert {path.read_text() for path in out.iterdir()} == {"mine"}
+    for name in ("projection.csv", "report.md"):
+        (out / name).unlink()
+    assert report(command) == report(command) == 0
+    assert (out / "notes.txt").read_text() == (out / "report.csv").read_text() == "mine"  # neither was in the way
+    (tmp_path / "link").symlink_to("nowhere")
+    assert report([*command, "--out", str(tmp_path / "link")]) == 2
+    assert "link is a symbolic link to nowhere, which does not exist" in capsys.readouterr().err
+
+
+def test_page_of_a_timeline_replaces_only_such_a_page(tmp_path, capsys):
+    path = test_timeline.training(4).write(tmp_path / "t.json")
+    before, thesis, page = path.read_bytes(), tmp_path / "thesis.html", tmp_path / "t.html"
+    thesis.write_text("<html>mine</html>")
+    for other in (path, thesis):
+        assert timeline([str(path), "--html", str(other)]) == 2
+        assert f"--html {other}: cannot be written: it exists, and {NOT_OURS} it" in capsys.readouterr().err
+    assert path.read_bytes() == before and thesis.read_text() == "<html>mine</html>"
+    page.write_text("")  # nothing is lost
+    assert timeline([str(path), "--html", str(page)]) == timeline([str(path), "--html", str(page)]) == 0
+
+
+def recording(file: Path, out: Path | None = None) -> Recording:
+    flags = ["--timeline_file", str(file), "--timeline_steps", "1:2", *(["--output_dir", str(out)] if out else [])]
+    world = make_world(size=2)
+    world.allgather = lambda value: [value, value]  # type: ignore[method-assign]
+    return Recording(parse(flags), 3, Meter(make_world()), world)
+
+
+def test_timeline_replaces_only_a_runs_timeline(tmp_path):
+    mine, out = tmp_path / "train.json", tmp_path / "out"
+    mine.write_text("mine")
+    for folder in (None, out):
+        with pytest.raises(CollectiveError, match=r"train.json: cannot be written: it exists, and no run"):
+            recording(mine, folder)
+    with pytest.raises(CollectiveError, match="cannot be written: No such file or directory"):
+        recording(tmp_path / "nowhere" / "t.json")
+    for file in (out / "timeline.json", tmp_path / "new.json"):
+        recording(file, out)
+    assert os.listdir(tmp_path) == ["train.json"] and mine.read_text() == "mine"  # a check creates nothing
+
+
+def test_timeline_of_an_earlier_attempt_is_replaced(tmp_path, monkeypatch):
+    out, file = tmp_path / "out", tmp_path / "t.json"
+    out.mkdir()
+    first = recording(file, out)
+    monkeypatch.setattr(first.world, "start_timeline", lambda path, mark: path.write_text("[events"), raising=False)
+    first.before(1)
+    assert written.names(out) == {"../t.json"} and file.exists()
+    recording(file, out)
+    with pytest.raises(CollectiveError, match="it exists, and no run"):
+        recording(file, tmp_path / "another")
+
+
+def test_benchmark_replaces_only_a_benchmarks_figures(tmp_path, monkeypatch):
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "bert"}')
+    monkeypatch.setattr(speed, "set_up", lambda config, world: None)
+    with pytest.raises(CollectiveError, match=rf"--json {path}: cannot be written: it exists, and {NOT_OURS} it"):
+        speed.run(*bench_flags.parse(["--json", str(path)]), make_world())
+    assert path.read_text() == '{"model_type": "bert"}'
+    speed._print_table({"generator": speed.GENERATOR} | made_figures(), path)
+    written.check_marked(path, f'"generator": "{speed.GENERATOR}"')
+
+
+def made_figures() -> dict[str, object]:
+    return {"figures": {}, "matmul_peak_gflops": 1.0, "padding_share": 0.0, "imbalance": 1.0} | {
+        "memory_bytes": [1], "memory_over_needed": 1.0, "first_step_s": 1.0
+    }  # fmt: skip
+
+
+def test_run_of_a_sweep_removes_only_a_runs_files(tmp_path, monkeypatch):
+    folder = tmp_path / "none-1-strong-1"
+    folder.mkdir()
+    for name in ("notes.txt", "model.safetensors"):
+        (folder / name).write_text("mine")
+    written.add(folder, "train_results.json")
+    (folder / "train_results.json").write_text("of an interrupted run")
+    started = []
+    monkeypatch.setattr(one_run, "start_and_wait", lambda *_: started.append(set(os.listdir(folder))) or 1)
+    monkeypatch.setattr(one_run, "reason_of", lambda path: "refused")
+    for _ in range(2):
+        assert one_run.train(["true"], {}, folder, 1.0).run is None
+    assert started == [{".lock", written.RECORD, "log.txt", "notes.txt", "model.safetensors"}] * 2
+
+
+@pytest.mark.parametrize("command", [sweep.main, tune.main])
+def test_refused_folder_of_a_sweep_has_no_lock_file(tmp_path, monkeypatch, command):
+    monkeypatch.setattr(Machine, "here", lambda environ: Machine(cores=2, gpus=0, allocation=None))
+    monkeypatch.setattr(Launching, "obstacle", lambda *_: "")
+    (tmp_path / "thesis.tex").write_text("mine")
+    assert command(["--out", str(tmp_path), "--ranks", "2"]) == 2
+    assert os.listdir(tmp_path) == ["thesis.tex"]
+
+
+def test_sample_replaces_no_other_squad(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(generate, "content", lambda name, seed: b"the sample's")
+    (tmp_path / "train-v1.1.json").write_text("SQuAD's")
+    with pytest.raises(SystemExit):
+        generate.main(["--out", str(tmp_path)])
+    assert "train-v1.1.json exists and has another content: move it away" in capsys.readouterr().err
+    assert (tmp_path / "train-v1.1.json").read_text() == "SQuAD's"
+    for _ in range(2):
+        generate.main(["--out", str(tmp_path / "new")])
