@@ -91,6 +91,4 @@ def check_marked(path: Path, marker: str) -> None:
     with path.open("rb") as file:
         start = file.read(1024)
     if start and marker.encode() not in start:
-        raise FileExistsError(
-            errno.EEXIST, "it exists, and this program did not write it: delete it, or name another file"
-        )
+        raise FileExistsError(errno.EEXIST, "it exists, and this program did not write it: name another file")

@@ -152,7 +152,7 @@ def _check_file(path: Path, output_dir: str | None) -> None:
     try:
         recorded = output_dir is not None and _name_in(Path(output_dir), path) in written.names(Path(output_dir))
         if path.is_file() and path.stat().st_size and not recorded:
-            reason = "it exists, and no run in --output_dir recorded it: delete it, or name another file"
+            reason = "it exists, and no run in --output_dir recorded it: name another file, or delete an old timeline"
             raise FileExistsError(errno.EEXIST, reason)
         if path.exists():
             path.open("ab").close()
