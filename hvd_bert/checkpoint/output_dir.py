@@ -74,7 +74,7 @@ def _replaces(config: Config, name: str) -> bool:
     """Whether the run may replace or remove a file of this name in its folder."""
     if config.train.do_train:
         return name in RUN_FILES or files.is_checkpoint(name)
-    return name.startswith("eval_") or name in ("metrics.jsonl", "tb")
+    return name in (*fnmatch.filter(RUN_FILES, "eval_*"), "metrics.jsonl", "tb")
 
 
 def _entries(folder: Path) -> list[str]:

@@ -61,9 +61,12 @@ def claim(folder: Path, *new: str) -> None:
 
 
 def remove(folder: Path, wanted: Collection[str]) -> None:
-    """Remove those of `wanted` that are recorded, of a symbolic link only the link, and forget their names."""
+    """Remove those of `wanted` that are recorded, of a symbolic link only the link, and forget their names.
+
+    Whatever the record names, nothing outside the folder is removed.
+    """
     ours = names(folder)
-    removed = {name for name in ours.intersection(wanted) if Path(name).name == name}  # none in other folders
+    removed = {name for name in ours.intersection(wanted) if os.path.basename(name) == name not in ("", ".", "..")}
     for name in sorted(removed):
         delete(folder / name)
         delete(partial_of(folder / name))

@@ -159,10 +159,12 @@ def test_another_programs_settings_are_no_unfinished_run(tmp_path):
 
 def test_evaluation_replaces_only_an_evaluations_files(tmp_path):
     make_run(tmp_path, "eval_results.json", "metrics.jsonl")
-    (tmp_path / "config.json").write_text("the model's")
+    for name in ("config.json", "eval_mine.json"):
+        (tmp_path / name).write_text("mine")
     output_dir.check(config(tmp_path, "--no_do_train"))
     output_dir.begin(config(tmp_path, "--no_do_train"), None, make_world())
-    assert names(tmp_path) == {"eval_results.json", "metrics.jsonl", "config.json", "eval_config.yaml"}
+    mine = {"config.json", "eval_mine.json"}
+    assert names(tmp_path) == {"eval_results.json", "metrics.jsonl", "eval_config.yaml", *mine}
     (tmp_path / "eval_predictions.json").write_text("run_qa's")
     with pytest.raises(UserError, match=r"did not write \(eval_predictions.json\)"):
         output_dir.check(config(tmp_path, "--no_do_train"))

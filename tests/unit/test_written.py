@@ -39,9 +39,10 @@ def test_record(tmp_path):
     written.add(tmp_path, "a")
     written.claim(tmp_path, "a", "c")
     assert (tmp_path / written.RECORD).read_text().split() == ["../mine", "a", "c"]
-    written.remove(tmp_path, ["a", "b", "../mine"])
+    written.add(tmp_path, "..")
+    written.remove(tmp_path, ["a", "b", "../mine", "..", "."])
     assert sorted(os.listdir(tmp_path)) == [written.RECORD, "b", "mine"]
-    assert written.names(tmp_path) == {"../mine", "c"}
+    assert written.names(tmp_path) == {"../mine", "..", "c"}
 
 
 def test_record_whose_last_line_was_cut_short_names_no_other_file(tmp_path):
