@@ -178,9 +178,9 @@ class World:
         everyone = self.allgather(dict(values))
         for name, value in everyone[0].items():
             for info, theirs in zip(self.rank_infos, everyone, strict=True):
-                if theirs[name] != value:
+                if theirs.get(name) != value:  # a rank with other settings may have other names
                     raise CollectiveError(
-                        f"{name} differs: {value} on {self.rank_infos[0].host} (rank 0), {theirs[name]} on {info.host}"
+                        f"{name} differs: {value} on {self.rank_infos[0].host} (rank 0), {theirs.get(name)} on {info.host}"
                         f" (rank {info.rank}). Give all hosts the same files and settings."
                     )
 

@@ -50,7 +50,7 @@ def run(config: Config, world: World) -> None:
         inputs = load_inputs(config, world)
         resume.check_evaluation(config, inputs)
     settings = {f"--{name}": value for name, value in config.as_flat().items() if not FLAGS[name].chooses_start}
-    world.check_same(inputs.fingerprint() | settings)
+    world.check_same(settings | inputs.fingerprint())  # a path that differs is a better hint than what it leads to
     with world.raise_on_all_ranks():
         if resume_point:  # on rank 0
             resume.check(resume_point, config, inputs)

@@ -61,7 +61,7 @@ class Inputs:
         for name, part in (("training", self.train), ("validation", self.dev)):
             if part is not None:
                 size = f"{len(part.windows)} windows of {part.windows.lengths.sum()} tokens"
-                same[f"the {name} data {part.source.name}"] = f"{part.source.digest[:12]}, {size}"
+                same[f"the {name} data"] = f"{part.source.digest[:12]}, {size} ({part.source.name})"
         return same
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from hvd_bert.distributed.launch import RankInfo
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import UserError
+from hvd_bert.training.inputs import Inputs
 
 
 def make_world(rank: int = 0, size: int = 1) -> World:
@@ -88,3 +92,38 @@ def test_hosts_in_rank_order():
     world = make_world()
     world.rank_infos = on_hosts("b", "b", "a", "b")
     assert world.hosts == ["b", "a"]
+
+
+class Table:
+    lengths = np.array([3, 4])
+
+    def __len__(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("path", "digest", "message"),
+    [
+        ("/b/train.json", "1" * 12, r"--train_file differs: /a/train.json on a \(rank 0\), /b/train.json on b"),
+        ("/a/train.json", "2" * 12, r"the training data differs: 1{12}, 2 windows of 7 tokens \(/a/train.json\) on a"),
+    ],
+    ids=["path", "content"],
+)
+def test_training_files_that_differ_between_hosts(path: str, digest: str, message: str) -> None:
+    def values(path: str, digest: str) -> dict[str, object]:
+        source = SimpleNamespace(name=path, digest=digest)
+        data: Any = SimpleNamespace(source=source, windows=Table())
+        tokenizer = SimpleNamespace(backend_tokenizer=SimpleNamespace(to_str=lambda: "rules"))
+        return {"--train_file": path} | Inputs(tokenizer, None, data, None).fingerprint()  # type: ignore[arg-type]
+
+    world = heard(make_world(size=2), [None, values(path, digest)])
+    world.rank_infos = on_hosts("a", "b")
+    with pytest.raises(CollectiveError, match=message):
+        world.check_same(values("/a/train.json", "1" * 12))
+
+
+def test_value_that_only_some_ranks_have() -> None:
+    world = heard(make_world(size=2), [None, {}])
+    world.rank_infos = on_hosts("a", "b")
+    with pytest.raises(CollectiveError, match=r"the validation data differs: 12 windows on a \(rank 0\), None on b"):
+        world.check_same({"the validation data": "12 windows"})
