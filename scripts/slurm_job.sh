@@ -15,10 +15,11 @@ job_id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLUR
 warned=${warned:-no} ranks='' launcher='' status=0
 warn() {
   warned=yes interrupted=yes
-  say "warning: the time limit is near (signal USR1): saving and stopping"
+  say "warning: the time limit is near (signal $1): saving and stopping"
   [ -z "$ranks" ] || kill -USR1 "$ranks" 2>/dev/null || true
 }
-trap warn USR1
+trap 'warn USR1' USR1
+trap 'warn USR2' USR2
 
 # Prints a field of this job in Slurm.
 show() { scontrol show job "$job_id" 2>/dev/null | sed -n "s/^ *$1=//p"; }

@@ -24,13 +24,13 @@ from hvd_bert.runs.run import Run
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import make_folder
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 TO_END_S = 40  # longer than any launcher gives ranks that do not respond; torchrun gives them most
 LOG = "log.txt"
 EXIT_NOT_STARTED = 127  # a shell's status for a missing program
 _GUARD = """
 import os, signal, sys
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, signal.SIG_IGN)
 group = sys.stdin.readline()
 sys.stdin.read()
@@ -45,7 +45,7 @@ class Stopped(Exception):
 
 @contextmanager
 def signals() -> Iterator[None]:
-    """Make SIGINT, SIGTERM and SIGUSR1 raise Stopped inside the block."""
+    """Make SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 raise Stopped inside the block."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         with suppress(OSError):  # not print: the signal may have interrupted one

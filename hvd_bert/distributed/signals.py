@@ -10,8 +10,8 @@ from types import FrameType
 from hvd_bert.distributed.horovod_world import NOTICES
 from hvd_bert.distributed.world import World
 
-# From a scheduler that ends or preempts the job, from the keyboard, and from hvd.slurm before the time limit.
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# From a scheduler that ends or preempts the job, from the keyboard, and from job scripts (submitit sends SIGUSR2).
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 HOSTS = "hosts"  # Horovod elastic has hosts to add or remove
 
 

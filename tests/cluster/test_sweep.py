@@ -40,7 +40,7 @@ printf 'asked:%s\n' "$(printf ' <%s>' "$@")"
 mkdir -p out
 echo '"state": "done"' >out/sweep.json
 trap 'exit 75' USR1
-kill -USR1 "$PPID"
+kill "-USR$((${SLURM_RESTART_COUNT:-0} + 1))" "$PPID" # USR1, then USR2
 while :; do sleep 0.1; done
 """
 
@@ -54,5 +54,6 @@ def test_time_limit_requeues_as_long_as_points_are_finished(
     asked = "asked: <-m> <hvd_bert.bench> <sweep> <--launcher> <srun> <--ranks> <1,4> <--out> <out>"
     first, second = ended.out.split("attempt 2", 1)
     assert asked in first and asked in second, ended
+    assert "(signal USR1)" in first and "(signal USR2)" in second, ended
     assert "scaling.slurm: requeueing: the next attempt resumes from out/" in first, ended
     assert "not requeued: this attempt finished no point" in second, ended

@@ -615,7 +615,7 @@ def test_a_launcher_that_cannot_be_started_fails_the_run(tmp_path: Path) -> None
         assert trained.reason == f"{program} cannot be started: {reason}"
 
 
-@pytest.mark.parametrize("name", ["INT", "TERM", "USR1"])
+@pytest.mark.parametrize("name", ["INT", "TERM", "USR1", "USR2"])
 def test_a_signal_terminates_the_run_and_is_raised(tmp_path: Path, name: str) -> None:
     before = signal.getsignal(signal.SIGINT)
     with (tmp_path / "log").open("w") as log, pytest.raises(Stopped, match=f"SIG{name}"), signals():
