@@ -1,6 +1,6 @@
 """Start and end of a rank's process. Commands call `run_as_rank(entry)`.
 
-Exit status: 0 done, 1 failure, 2 bad input, or the status of a CollectiveError. An error is reported once.
+Exit status: 0 done, 1 failure, 2 bad input, 130 interrupted, or the status of a CollectiveError. An error is reported once.
 
 Under Horovod elastic (`horovodrun --min-np ... --host-discovery-script ...`) a rank that loses other ranks, or is
 notified of new hosts, joins the new world and calls `entry` again, which resumes from the last checkpoint.
@@ -17,12 +17,13 @@ from typing import NoReturn
 
 import torch
 
+from hvd_bert import interrupt
 from hvd_bert.distributed import logs
 from hvd_bert.distributed.horovod_world import ready_for_timeline
 from hvd_bert.distributed.joining import join
 from hvd_bert.distributed.launch import LaunchError, find_launcher, speaks_first
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, World, abort_mpi, log
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError
 from hvd_bert.streams import keep_running
 
 # From Horovod's and Gloo's messages after another rank has died. Other errors are reported with a traceback.
@@ -49,8 +50,9 @@ def run_as_rank(
     while True:
         world = _join(strategy, generation, log_format)
         try:
-            world.set_up_device()
-            entry(world)
+            with interrupt.raised():  # the other ranks must not wait for this one
+                world.set_up_device()
+                entry(world)
         except HostsChanged:
             log.info("The hosts have changed: joining the new world.")
         except CollectiveError as error:
@@ -59,7 +61,8 @@ def run_as_rank(
         except UserError as error:
             world.abort(_report(UserError(f"rank {world.rank} on {world.host}: {error}"), shown=True))
         except KeyboardInterrupt:
-            world.abort(EXIT_FAILURE)
+            logs.report(interrupt.MESSAGE)
+            world.abort(EXIT_INTERRUPTED)
         except torch.OutOfMemoryError as error:
             logs.report(
                 f"hvd_bert: rank {world.rank} on {world.host}: out of GPU memory ({error}). Halve"

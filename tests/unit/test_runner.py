@@ -11,7 +11,7 @@ from hvd_bert.distributed import runner as module
 from hvd_bert.distributed.launch import WorldsOfOne
 from hvd_bert.distributed.runner import run_as_rank
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, World
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError
 
 
 def leave(monkeypatch: pytest.MonkeyPatch, world: World, entry) -> int | str | None:
@@ -50,7 +50,7 @@ def test_ranks_that_agree_exit_with_the_status(monkeypatch, capsys, entry, statu
     [
         (UserError("only here"), EXIT_BAD_INPUT, "hvd_bert: rank 0 on {host}: only here\n"),
         (KeyError("defect"), EXIT_FAILURE, "rank 0 on {host} failed:\nTraceback"),
-        (KeyboardInterrupt(), EXIT_FAILURE, ""),
+        (KeyboardInterrupt(), EXIT_INTERRUPTED, "hvd_bert: interrupted\n"),
     ],
     ids=lambda value: type(value).__name__,
 )
