@@ -6,11 +6,12 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from hvd_bert.config.parser import HELP
-from hvd_bert.distributed.launch import speaks_first
+from hvd_bert.distributed import launcher_watch
+from hvd_bert.distributed.launch import LaunchError, find_launcher, speaks_first
 from hvd_bert.errors import EXIT_OK
 from hvd_bert.streams import end_when_lost
 
@@ -23,6 +24,8 @@ def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Confi
     """Join the world and run `main` on every rank. `parse` reads the command line, and prints --help."""
     argv = sys.argv[1:]
     leave_help_to_one_rank(argv)
+    with suppress(LaunchError):  # reported when joining
+        launcher_watch.start(find_launcher(os.environ).name)
     with collector_paused():
         from hvd_bert.config import command_line, flags_parser  # noqa: F401  the second brings transformers
     if HELP & set(argv):

@@ -182,7 +182,13 @@ copiers+=($!)
 "${command[@]}" >&"$out" 2>&"$err" {out}>&- {err}>&- &
 exec {out}>&- {err}>&-
 # In the background, because bash handles signals only between commands or in `wait`. A background job ignores SIGINT.
-trap 'kill -TERM "$run" 2>/dev/null || true; signalled=yes' INT TERM
+# Over MPI horovodrun becomes mpirun, or a shell that waits for it and keeps signals from it. mpirun forwards USR1 to
+# the ranks and lets them save. SIGTERM would give them a second.
+stop() {
+  signalled=yes
+  pkill -USR1 -x -P "$run,$$" mpirun || kill -TERM "$run" 2>/dev/null || true
+}
+trap stop INT TERM
 run=$! signalled=yes
 while [ "$signalled" = yes ]; do # a signal also ends `wait`
   signalled=no status=0

@@ -1,6 +1,7 @@
 """Start and end of a rank's process. Commands call `run_as_rank(entry)`.
 
-Exit status: 0 done, 1 failure, 2 bad input, 130 interrupted, or the status of a CollectiveError. An error is reported once.
+Exit status: 0 done, 1 failure, 2 bad input, 130 interrupted, or the status of a CollectiveError. An error is reported
+once.
 
 Under Horovod elastic (`horovodrun --min-np ... --host-discovery-script ...`) a rank that loses other ranks, or is
 notified of new hosts, joins the new world and calls `entry` again, which resumes from the last checkpoint.

@@ -177,10 +177,11 @@ class World:
         """Raise CollectiveError if a value differs between ranks, for example because their hosts' files differ."""
         everyone = self.allgather(dict(values))
         for name, value in everyone[0].items():
-            for info, theirs in zip(self.rank_infos, everyone, strict=True):
-                if theirs.get(name) != value:  # a rank with other settings may have other names
+            for info, values_there in zip(self.rank_infos, everyone, strict=True):
+                theirs = values_there.get(name)  # a rank with other settings may have other names
+                if theirs != value:
                     raise CollectiveError(
-                        f"{name} differs: {value} on {self.rank_infos[0].host} (rank 0), {theirs.get(name)} on {info.host}"
+                        f"{name} differs: {value} on {self.rank_infos[0].host} (rank 0), {theirs} on {info.host}"
                         f" (rank {info.rank}). Give all hosts the same files and settings."
                     )
 

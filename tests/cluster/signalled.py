@@ -1,0 +1,28 @@
+"""Starts a launcher, and signals it alone once its ranks train: `python signalled.py SIGNAL COMMAND...`
+
+Prints the command's output and, when nothing can write to it any more, how long after the signal that was.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+
+def main() -> None:
+    number = getattr(signal, sys.argv[1])
+    with subprocess.Popen(sys.argv[2:], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+        assert launcher.stdout
+        signalled = 0.0
+        for line in launcher.stdout:
+            print(line, end="", flush=True)
+            if not signalled and "step 1/" in line:
+                launcher.send_signal(number)
+                signalled = time.monotonic()
+        print(f"all ended {time.monotonic() - signalled:.1f} s after the signal", flush=True)
+
+
+if __name__ == "__main__":
+    main()
