@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
-import select
 import shlex
 import signal
 import subprocess
@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+import psutil
+
 from hvd_bert.bench.record import locked, writing
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_STOPPED, UserError
 from hvd_bert.runs import reading
@@ -27,6 +29,7 @@ from hvd_bert.storage.writing import make_folder
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 TO_END_S = 40  # longer than any launcher gives ranks that do not respond; torchrun gives them most
 LOG = "log.txt"
+_PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 EXIT_NOT_STARTED = 127  # a shell's status for a missing program
 _GUARD = """
 import os, signal, sys
@@ -116,35 +119,30 @@ def train(command: Sequence[str], environ: Mapping[str, str], folder: Path, time
 def start_and_wait(command: Sequence[str], environ: Mapping[str, str], log: TextIO, timeout: float) -> int | None:
     """Run a command; terminate it and its child processes after `timeout` s or at a signal. Returns its status.
 
+    Also terminates what outlives it: the ranks of a launcher that was killed would slow down the next run.
+
     Returns None after a timeout, and EXIT_NOT_STARTED if it cannot be started, with the reason in the log.
     """
-    alive, held = os.pipe()  # `held` closes when the last process of the group ends
-    try:
-        with ExitStack() as signal_delay, _guard() as guard_fd:
-            signal_delay.enter_context(_deferred())
-            try:
-                process = subprocess.Popen(
-                    command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                    pass_fds=[held],
-                    start_new_session=True,  # only this process gets a Ctrl-C; it terminates the ranks
-                    preexec_fn=lambda: os.write(guard_fd, b"%d\n" % os.getpid()),  # before the command starts
-                )  # fmt: skip
-            except OSError as error:
-                reason = error.strerror or error
-                print(f"hvd_bert: {command[0]} cannot be started: {reason}", file=log, flush=True)
-                return EXIT_NOT_STARTED
-            finally:
-                os.close(held)
-            try:
-                signal_delay.close()
-                return process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                return None
-            finally:
-                if process.poll() is None:
-                    _end(process, alive)
-    finally:
-        os.close(alive)
+    with ExitStack() as signal_delay, _guard() as guard_fd, _adopting() as adopted:
+        signal_delay.enter_context(_deferred())
+        try:
+            process = subprocess.Popen(
+                command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True,  # only this process gets a Ctrl-C; it terminates the ranks
+                preexec_fn=lambda: os.write(guard_fd, b"%d\n" % os.getpid()),  # before the command starts
+            )  # fmt: skip
+        except OSError as error:
+            reason = error.strerror or error
+            print(f"hvd_bert: {command[0]} cannot be started: {reason}", file=log, flush=True)
+            return EXIT_NOT_STARTED
+        try:
+            signal_delay.close()
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None or adopted():
+                _end(process, adopted)
 
 
 @contextmanager
@@ -180,21 +178,49 @@ def _guard() -> Iterator[int]:
             guard.kill()
 
 
-def _end(process: subprocess.Popen[bytes], alive: int) -> None:
-    """Terminate a running launcher: SIGTERM first, so that it ends its ranks on other hosts too, then SIGKILL.
+@contextmanager
+def _adopting() -> Iterator[Callable[[], list[psutil.Process]]]:
+    """Inside, processes become this one's children when their parent ends, whatever their session or process group.
 
-    Signals go to its process group: horovodrun becomes a shell with mpirun as its child, and does not forward them.
+    Yields a function that lists all processes below this one, except those from before the block.
+    """
+    libc, this = ctypes.CDLL(None, use_errno=True), psutil.Process()
+    before = this.children(recursive=True)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield lambda: [process for process in this.children(recursive=True) if process not in before]
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def _end(launcher: subprocess.Popen[bytes], started: Callable[[], list[psutil.Process]]) -> None:
+    """Terminate a launcher, which ends its ranks, on other hosts too; if it has ended, what it left.
+
+    SIGTERM first, then SIGKILL. A launcher's process group gets the signal: horovodrun becomes a shell with mpirun as
+    its child, and does not forward it. `started`: lists the processes that still run.
     """
     before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     try:
-        os.killpg(process.pid, signal.SIGTERM)
-        ended, _, _ = select.select([alive], [], [], TO_END_S)
-        if not ended:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if launcher.poll() is None:
+            os.killpg(launcher.pid, signal.SIGTERM)
+        else:
+            _send(signal.SIGTERM, started())
+        deadline = time.monotonic() + TO_END_S
+        with suppress(subprocess.TimeoutExpired):
+            launcher.wait(TO_END_S)
+        psutil.wait_procs(started(), max(0.0, deadline - time.monotonic()))
+        _send(signal.SIGKILL, started())
+        launcher.wait()
+        psutil.wait_procs(started(), TO_END_S)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _send(number: signal.Signals, processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            process.send_signal(number)
 
 
 # "[1,0]<stderr>:" of horovodrun --mpi, "[0]<stderr>:" of --gloo; then time and level of a log line

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from made_runs import make_run
 
@@ -613,6 +614,20 @@ def test_a_launcher_that_cannot_be_started_fails_the_run(tmp_path: Path) -> None
         trained = one_run.train([str(program)], os.environ, tmp_path / "run", 60)
         assert (trained.run, trained.status) == (None, 127)
         assert trained.reason == f"{program} cannot be started: {reason}"
+
+
+@pytest.mark.parametrize("group", ["", "setsid "], ids=["the launcher's group", "its own session"])
+def test_ranks_of_a_launcher_that_was_killed_are_terminated(tmp_path: Path, group: str) -> None:
+    with (tmp_path / "log").open("w") as log:
+        assert start_and_wait(["sh", "-c", f"{group}sleep 600 & echo $!; kill -9 $$"], os.environ, log, 60) == -9
+    assert not psutil.pid_exists(int((tmp_path / "log").read_text()))  # before the next run starts
+
+
+def test_what_ran_before_a_run_is_not_terminated(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "600"]) as other, (tmp_path / "log").open("w") as log:
+        assert start_and_wait(["sh", "-c", "sleep 600 & kill -9 $$"], os.environ, log, 60) == -9
+        assert other.poll() is None
+        other.kill()
 
 
 @pytest.mark.parametrize("name", ["INT", "TERM", "USR1", "USR2"])
