@@ -184,11 +184,7 @@ exec {out}>&- {err}>&-
 # In the background, because bash handles signals only between commands or in `wait`. A background job ignores SIGINT.
 # Over MPI horovodrun becomes mpirun, or a shell that waits for it and keeps signals from it. mpirun forwards USR1 to
 # the ranks and lets them save. SIGTERM would give them a second.
-stop() {
-  signalled=yes
-  pkill -USR1 -x -P "$run,$$" mpirun || kill -TERM "$run" 2>/dev/null || true
-}
-trap stop INT TERM
+trap 'signalled=yes; pkill -USR1 -x -P "$run,$$" mpirun || kill -TERM "$run" 2>/dev/null || true' INT TERM
 run=$! signalled=yes
 while [ "$signalled" = yes ]; do # a signal also ends `wait`
   signalled=no status=0
