@@ -14,7 +14,7 @@ pytestmark = pytest.mark.cluster
 
 HOSTS = "-H a100-01:1,a100-02:1"
 TRAINER = f"{SMALL} 1000000 --no_do_eval --save_steps 0 --output_dir out"
-COLD = {"HVD_BERT_TEST_COLD": "1"}  # ranks are children of the launcher
+COLD = {"HVD_BERT_TEST_COLD": "1"}  # ranks must be children of the launcher, and mpirun of horovodrun
 
 
 def check(outcome: Outcome, folder: Path) -> None:
@@ -30,4 +30,4 @@ def test_horovodrun_is_killed(cluster: Cluster, tmp_path: Path) -> None:
 
 def test_script_is_stopped_on_a_host_without_ranks(cluster: Cluster, tmp_path: Path) -> None:
     launch = f"bash {HOROVODRUN_SCRIPT} {HOSTS} --mpi -- {TRAINER}"
-    check(cluster.on("login", f"python {signalled.__file__} SIGINT {launch}", tmp_path), tmp_path)
+    check(cluster.on("login", f"python {signalled.__file__} SIGINT {launch}", tmp_path, COLD), tmp_path)
