@@ -20,6 +20,7 @@ import stopping_at
 from commands import said, small_run
 from launch import SAMPLE, Outcome, launcher, run
 
+from hvd_bert.config.command_line import overriding
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_STOPPED
 
 pytestmark = pytest.mark.integration
@@ -31,7 +32,8 @@ STEPS_PER_EPOCH, STEPS = 3, 6  # of small_run
 
 def train(folder: Path, size: int, by: str, *flags: object, stop: str = "0 0 SIGTERM start") -> Outcome:
     """small_run into FOLDER/out. `stop`: step, rank, signal and place of a stop."""
-    words = small_run(size, "out", *DROPOUT, *flags)[len(small_run(1, "")[:3]) :]  # without "python -m hvd_bert.train"
+    own = overriding([str(word) for word in DROPOUT], [str(flag) for flag in flags])
+    words = small_run(size, "out", *own)[len(small_run(1, "")[:3]) :]  # without "python -m hvd_bert.train"
     cache = {"HVD_BERT_CACHE": str(folder.parent / "cache")}
     folder.mkdir(exist_ok=True)
     return run([*launcher(size, by), *STOPPING, *stop.split(), *words], folder, env=cache)
