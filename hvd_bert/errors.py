@@ -12,7 +12,7 @@ EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # by Ctrl-C, as in a shell
 EXIT_BROKEN_PIPE = 141  # of a command that only prints, once nobody reads it: as if SIGPIPE had ended it
-EXIT_STOPPED = 75  # stopped and saved: rerun the same command to resume (EX_TEMPFAIL of sysexits.h)
+EXIT_STOPPED = 75  # stopped and saved: can be resumed (EX_TEMPFAIL of sysexits.h)
 
 
 class UserError(ValueError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from hvd_bert.errors import EXIT_INTERRUPTED
@@ -24,7 +24,8 @@ def end_quietly() -> None:
 
     def end(number: int, frame: FrameType | None) -> None:
         if os.getpid() == command:  # not in a process that it forked
-            os.write(2, f"{MESSAGE}\n".encode())
+            with suppress(OSError):  # Ctrl-C may have ended what reads it, such as `tee`
+                os.write(2, f"{MESSAGE}\n".encode())
         os._exit(EXIT_INTERRUPTED)
 
     signal.signal(signal.SIGINT, end)

@@ -2,7 +2,7 @@
 # Sets up the environment, trains a small BERT from scratch on the sample with 2 ranks (about 2 minutes on 2 idle
 # cores), evaluates it on held-out questions, and answers three of them.
 #   bash scripts/demo.sh                          writes to runs/demo
-#   bash scripts/demo.sh --config sample_v2       further flags of the trainer
+#   bash scripts/demo.sh --config sample_v2       further flags of the trainer, but not --output_dir and --log_format
 #   bash scripts/demo.sh --no-apt                 as root on Debian: install no system packages
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -19,7 +19,7 @@ if [ "$(id -u)" -eq 0 ]; then # Open MPI refuses to run as root otherwise
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 fi
 
-case " $*" in *" --config"*) preset=() ;; *) preset=(--config sample) ;; esac
+case " $* " in *" --config "* | *" --config="*) preset=() ;; *) preset=(--config sample) ;; esac
 command=(horovodrun -np 2 -H localhost:2 python -m hvd_bert.train
   ${preset[@]+"${preset[@]}"} --output_dir runs/demo --overwrite_output_dir --log_format plain ${flags[@]+"${flags[@]}"})
 printf '\n$ %s\n' "${command[*]}"

@@ -104,7 +104,11 @@ is_here() { [ "$1" = localhost ] || [ "$1" = 127.0.0.1 ] || [ "$1" = "$(hostname
 check_host() {
   local output
   if is_here "$1"; then
-    bash -c "$host_check" bash "$home" "$bin" "$interface" || return 1
+    output=$(bash -c "$host_check" bash "$home" "$bin" "$interface" 2>&1) || {
+      echo "$output"
+      return 1
+    }
+    tail -n 1 <<<"$output"
     return
   fi
   timeout 20 getent hosts "$1" >/dev/null || {
@@ -145,7 +149,7 @@ check_hosts() {
 }
 
 parse_arguments "$@"
-if [ "${SLURM_STEP_NUM_TASKS:-1}" != 1 ]; then
+if [ "${SLURM_STEP_NUM_TASKS:-1}" != 1 ] && [ -z "${SLURM_PTY_PORT:-}" ]; then # srun --pty has one terminal
   [ "${SLURM_PROCID:-0}" = 0 ] || exit 2
   die "started by each of srun's $SLURM_STEP_NUM_TASKS tasks: use sbatch scripts/hvd.slurm, or start it once per job, without srun"
 fi
@@ -184,8 +188,9 @@ exec {out}>&- {err}>&-
 # In the background, because bash handles signals only between commands or in `wait`. A background job ignores SIGINT.
 # Over MPI horovodrun becomes mpirun, or a shell that waits for it and keeps signals from it. mpirun forwards USR1 to
 # the ranks and lets them save. SIGTERM would give them a second.
+run=$!
 trap 'signalled=yes; pkill -USR1 -x -P "$run,$$" mpirun || kill -TERM "$run" 2>/dev/null || true' INT TERM
-run=$! signalled=yes
+signalled=yes
 while [ "$signalled" = yes ]; do # a signal also ends `wait`
   signalled=no status=0
   wait "$run" || status=$?

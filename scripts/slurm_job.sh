@@ -24,14 +24,16 @@ trap 'warn USR2' USR2
 # Prints a field of this job in Slurm.
 show() { scontrol show job "$job_id" 2>/dev/null | sed -n "s/^ *$1=//p"; }
 
-# Prints the value of a flag in the arguments, the last one if there are several.
+# Prints the value of a flag in the arguments, which may be written with hyphens (--output-dir).
 value_of() {
-  local flag=$1 previous='' value='' word
+  local flag=$1 previous='' value='' word name
   shift
   for word in "$@"; do
     [ "$previous" != "$flag" ] || value=$word
-    case $word in "$flag"=*) value=${word#*=} ;; esac
-    previous=$word
+    name=${word%%=*}
+    case $name in --*) name=--$(tr - _ <<<"${name#--}") ;; esac
+    previous=$name
+    if [ "$name" = "$flag" ] && [ "$word" != "${word%%=*}" ]; then value=${word#*=} previous=''; fi
   done
   printf '%s\n' "$value"
 }

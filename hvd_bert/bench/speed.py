@@ -29,7 +29,7 @@ from hvd_bert.storage.written import check_marked
 from hvd_bert.train.loop import Training, set_up
 from hvd_bert.training.inputs import Inputs, load_inputs
 
-GENERATOR = "hvd_bert.bench"  # the first value of --json's file, by which it is known as ours
+GENERATOR = "hvd_bert.bench"  # the first value of --json's file, which marks it as this program's
 # name -> label and format
 FIGURES = {
     "windows_per_s": ("windows/s", "{:.2f}"),

@@ -30,12 +30,13 @@ from hvd_bert.bench.one_run import LOG, Stopped, exit_status, train
 from hvd_bert.bench.points import Plan, Point
 from hvd_bert.bench.record import DONE, FAILED, FILE, SKIPPED, STATES, WAITING, Record, Result, locked, prepare, writing
 from hvd_bert.config.parser import Parser
+from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.runs import reading
 from hvd_bert.storage import written
 from hvd_bert.streams import keep_running
 
-EXPORTED = ("OMP_NUM_THREADS",)  # to other hosts, so that all ranks have the same number of threads
+EXPORTED = ("OMP_NUM_THREADS", SETTING)  # to other hosts: threads, and each host's network interface
 FAILURES = 2  # in a row; then the setting's other repeats are not run
 
 

@@ -37,8 +37,8 @@ def check(config: Config) -> None:
     resumes an unfinished run; in any other folder that is not empty it needs --overwrite_output_dir.
     """
     folder = Path(config.train.output_dir or "runs").absolute()
-    above = next(path for path in (folder, *folder.parents) if path.exists())
     try:
+        above = next(path for path in (folder, *folder.parents) if path.exists())
         check_folder(folder)
         with tempfile.TemporaryFile(dir=above):
             pass
@@ -60,13 +60,12 @@ def _check_inputs(config: Config, folder: Path) -> None:
         if not flat[name] or not path.is_relative_to(folder):
             continue
         if path == folder and config.train.do_train:
-            raise UserError(
-                f"--output_dir {folder} is the folder of the model that training starts from: use another one."
-            )
+            raise UserError(f"--output_dir {folder}: training reads it (--{name}). Use another folder.")
         if path != folder and _replaces(config, path.relative_to(folder).parts[0]):
             raise UserError(f"--{name} {flat[name]}: the run would replace this input. Use another --output_dir.")
     timeline = Path(config.profiling.timeline or TIMELINE)
-    if timeline.resolve().parent == folder and timeline.name != TIMELINE and _replaces(config, timeline.name):
+    replaced = _replaces(config, timeline.name) or timeline.name in (LOCK, written.RECORD)
+    if timeline.resolve().parent == folder and timeline.name != TIMELINE and replaced:
         raise UserError(f"--timeline_file {timeline}: the run writes another file of this name. Choose another name.")
 
 
@@ -110,6 +109,7 @@ def begin(config: Config, resume_point: ResumePoint | None, world: World) -> Non
             except OSError as error:
                 raise unwritable(Path(config.train.output_dir or "runs"), error) from None
     config.train.output_dir = world.broadcast(config.train.output_dir)
+    resume.TAKEN_OVER.add(config.train.output_dir)
 
 
 def _begin(config: Config, resume_point: ResumePoint | None) -> None:
@@ -117,8 +117,10 @@ def _begin(config: Config, resume_point: ResumePoint | None) -> None:
         config.train.output_dir = str(_new_dated_folder())
     folder = config.train.folder
     make_folder(folder)
-    if folder.resolve() not in _HELD:  # it was empty or missing: another run may have used it since
+    if folder.resolve() not in _HELD:  # it was empty or missing
         lock(folder)
+        if config.train.do_train and _entries(folder):
+            raise UserError(f"--output_dir {folder}: another run has written there meanwhile. Rerun the same command.")
         _check_content(config, folder)
     if resume_point and resume_point.folder.resolve().parent == folder.resolve():
         forget_after(folder, resume_point.step)

@@ -20,6 +20,7 @@ from hvd_bert.training.inputs import Inputs
 from hvd_bert.training.state import TrainState
 
 LATEST = "latest"
+TAKEN_OVER: set[str | None] = set()  # output folders in which this process has begun a run (output_dir.begin)
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def check_elastic(config: Config, world: World) -> None:
             "Under Horovod elastic a new world resumes from the last checkpoint: give --output_dir, on a file system"
             " that all hosts share, and a --save_steps above 0."
         )
-    if world.generation:  # resume where the previous world was, whatever the command's flags
+    if world.generation and config.train.output_dir in TAKEN_OVER:  # by the previous world: resume where it was
         config.train.overwrite_output_dir = False
         if config.train.output_dir and files.candidates(Path(config.train.output_dir)):
             config.checkpoint.resume_from_checkpoint = LATEST

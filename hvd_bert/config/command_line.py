@@ -1,8 +1,8 @@
 """The command line and YAML files, read into the settings of `hvd_bert.config.settings`.
 
-Flags of Hugging Face's run_qa example keep their names and meaning, so a run_qa command works here. `--config` takes a
-preset of this package (`--config sample`) or a YAML file of flags; the command line overrides the file. Unknown names
-are errors.
+Flags of Hugging Face's run_qa example keep their names; docs/guides/migrating.md lists the differences. `--config`
+takes a preset of this package (`--config sample`) or a YAML file of flags; the command line overrides the file. Unknown
+names are errors.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from hvd_bert.config.settings import FLAGS
+from hvd_bert.config.values import shortened
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import open_regular
 
@@ -28,7 +29,7 @@ def read(name: str, path: Path) -> dict[str, str]:
     try:
         root = yaml.compose(_text(path), Loader=yaml.SafeLoader)
         if root is not None and root.tag not in _SCALARS | _COLLECTIONS.keys():
-            raise ValueError(f"the tag {root.tag} is not supported")
+            raise ValueError(f"the tag {shortened(root.tag)} is not supported")
     except FileNotFoundError:
         raise
     except RecursionError:
@@ -44,7 +45,7 @@ def read(name: str, path: Path) -> dict[str, str]:
     for key, value in pairs:
         flag, line = key.value, key.start_mark.line + 1
         if flag not in FLAGS:
-            raise UserError(f"--config {name}: unknown key '{flag}'{hint(flag, '')}")
+            raise UserError(f"--config {name}: unknown key '{shortened(flag)}'{hint(flag, '')}")
         if flag in lines:
             raise UserError(f"--config {name}: '{flag}' is given twice, in lines {lines[flag]} and {line}. Remove one.")
         lines[flag] = line
@@ -70,7 +71,9 @@ def _value(name: str, flag: str, node: yaml.Node) -> str | None:
     if node.tag in _COLLECTIONS:
         raise UserError(f"--config {name}: '{flag}' must be a single value, not {_COLLECTIONS[node.tag]}.")
     if node.tag not in _SCALARS:
-        raise UserError(f"--config {name}: cannot be read as YAML: '{flag}' has the tag {node.tag}. Remove the tag.")
+        raise UserError(
+            f"--config {name}: cannot be read as YAML: '{flag}' has the tag {shortened(node.tag)}. Remove the tag."
+        )
     default, text = FLAGS[flag].default, str(node.value)
     if node.tag == _TAG + "null":
         return None

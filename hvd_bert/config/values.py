@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from hvd_bert.storage.places import path_problem
 
-LARGEST = 2**32 - 1  # more fits none of the libraries that take these numbers
+LARGEST = 2**32 - 1  # the libraries that take these numbers accept no larger ones
 
 
 class StoreOnce(argparse.Action):

@@ -54,6 +54,7 @@ _LAUNCHERS = (
     ("srun", ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")),
 )
 _HOROVOD_VALUES = {"HOROVOD_CONTROLLER": ("mpi", "gloo"), "HOROVOD_CPU_OPERATIONS": ("mpi", "gloo", "ccl")}
+PTY = "SLURM_PTY_PORT"  # of `srun --pty bash`: only its first task has a terminal
 GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 
 
@@ -88,21 +89,24 @@ def speaks_first(environ: Mapping[str, str]) -> bool:
     """Whether this process reports what all processes find before they have joined."""
     try:
         launcher = find_launcher(environ)
+        return launcher.speaks_first and (environ.get("SLURM_PROCID") == "0" or not is_nested(launcher, environ))
     except LaunchError:
         return True  # its rank is unknown
-    return launcher.speaks_first and (environ.get("SLURM_PROCID") == "0" or not is_nested(launcher, environ))
 
 
 def ancestors() -> set[str]:
-    """The names of the programs that started this process on this host."""
-    return {process.name() for process in psutil.Process().parents()}
+    """The names of the programs that started this process on this host, where it may see them."""
+    try:
+        return {process.name() for process in psutil.Process().parents()}
+    except psutil.Error:
+        return set()
 
 
 def is_nested(
     launcher: Launcher, environ: Mapping[str, str], programs: Callable[[], Collection[str]] = ancestors
 ) -> bool:
     """Whether each of several tasks of srun has started an mpirun or horovodrun of its own."""
-    if (number(environ, "SLURM_STEP_NUM_TASKS", 1) or 1) == 1:
+    if (number(environ, "SLURM_STEP_NUM_TASKS", 1) or 1) == 1 or PTY in environ:
         return False
     if launcher.name == "horovodrun":
         return True

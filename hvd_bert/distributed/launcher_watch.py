@@ -1,8 +1,8 @@
-"""Stops a rank whose launcher was killed: it would go on, and keep its GPU and the lock of its output folder.
+"""Stops a rank whose launcher was killed: it would continue, and keep its GPU and the lock of its output folder.
 
 horovodrun over MPI becomes the shell `/bin/sh -c "mpirun ..."`, and a signal ends that shell only: mpirun and the ranks
-on all its hosts go on. So the ranks of mpirun's host watch that shell. All ranks watch the process that started them,
-for torchrun's would outlive it, too. Slurm ends its tasks itself, and so do horovodrun's own processes under Gloo.
+on all its hosts continue. So the ranks of mpirun's host watch that shell. All ranks watch the process that started
+them, for torchrun's would outlive it, too. Slurm ends its tasks itself, and so do horovodrun's processes under Gloo.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ Link = tuple[psutil.Process, psutil.Process]  # a process and its parent
 
 def start(launcher: str) -> None:
     """From now on, send this process SIGTERM when its launcher, of that name, has ended. All ranks stop then."""
-    if launcher not in _NOT_WATCHED:
-        threading.Thread(target=_run, args=(_links(),), name="launcher watch", daemon=True).start()
+    links = [] if launcher in _NOT_WATCHED else _links()
+    if links:
+        threading.Thread(target=_run, args=(links,), name="launcher watch", daemon=True).start()
 
 
 def _links() -> list[Link]:
@@ -35,7 +36,10 @@ def _links() -> list[Link]:
     No others, because the parent of mpirun itself may end (nohup).
     """
     rank = psutil.Process()
-    above = rank.parents()
+    try:
+        above = rank.parents()
+    except psutil.Error:  # where /proc hides the processes of others
+        return []
     return list(pairwise([rank, *above[:1]])) + [link for link in pairwise(above) if _became_shell(link[1])]
 
 

@@ -20,7 +20,7 @@ from torch.distributed import DistStoreError, PrefixStore, TCPStore  # type: ign
 from hvd_bert.distributed.interfaces import address_of, address_towards, choose_interface
 from hvd_bert.distributed.launch import gloo_timeout_s, horovodrun_address, slurm_nodes, slurm_port
 from hvd_bert.distributed.logs import describe_ranks, log
-from hvd_bert.distributed.world import World
+from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import UserError
 
 START_S = 300  # for ranks that start late; later the group's own timeout applies
@@ -82,23 +82,27 @@ def _start_s() -> int:
 
 
 def hosts_of(store: Any, rank: int, size: int) -> list[str]:
-    """The host of every rank, once all have started. Every rank calls it. Raises UserError if some do not start."""
+    """The host of every rank, once all have started. All ranks call it. Raises CollectiveError if some do not start."""
     keys = [f"hvd_bert.host.{other}" for other in range(size)]
 
-    def missing() -> str:
-        return describe_ranks([other for other in range(size) if not store.check([keys[other]])])
+    def missing() -> list[int]:
+        return [other for other in range(size) if not store.check([keys[other]])]
 
     store.set(keys[rank], socket.gethostname())
     try:
         store.wait(keys, timedelta(seconds=NOTICE_S))
     except DistStoreError:
-        log.info("Waiting for %s of %s to start", missing(), size)
+        log.info("Waiting for %s of %s to start", describe_ranks(missing()), size)
         try:
             store.wait(keys, timedelta(seconds=_start_s()))
         except DistStoreError:
-            raise UserError(
-                f"{missing()} of {size} did not start in {_start_s()} s. See the reason above. If none is there, the"
-                " launcher's variables may be left over from another job: unset them."
+            absent = missing()
+            reporter = min(set(range(size)) - {*absent})
+            raise CollectiveError(
+                f"{describe_ranks(absent)} of {size} did not start in {_start_s()} s. See the reason above. If none is"
+                " there, the launcher's variables may be left over from another job: unset them.",
+                reporter,
+                mine=rank == reporter,
             ) from None
     return [store.get(key).decode() for key in keys]
 

@@ -177,8 +177,8 @@ class Watchdog:
         text = f"for {ranks} to reach {what}" if missing else f"for {what}, which all ranks have reached (NCCL?)"
         logs.report(
             f"rank {self._rank} on {self._hosts[self._rank]} has waited {waited_s:.0f} s {text}. Check the file"
-            " systems and the GPU there (dmesg, nvidia-smi), then rerun the same command to resume. If a step may take"
-            f" that long, raise {ENDS_AFTER} (docs/guides/resume-and-reliability.md)."
+            " systems and the GPU there (dmesg, nvidia-smi), then rerun with the same --output_dir to resume. If a step"
+            f" may take that long, raise {ENDS_AFTER} (docs/guides/resume-and-reliability.md)."
         )
         self._abort(EXIT_FAILURE)
 

@@ -9,7 +9,7 @@ import sys
 import threading
 
 from hvd_bert.distributed.horovod_world import HorovodWorld
-from hvd_bert.distributed.launch import Launcher
+from hvd_bert.distributed.launch import Launcher, LaunchError
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.doctor import checks, collective, probes
 from hvd_bert.doctor.probes import ProbeError
@@ -60,8 +60,8 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
     step_timeout.step(
         "World",
         "the ranks do not find each other",
-        "Look for a rank that failed above. On several hosts, name a network interface that all have (`horovodrun"
-        " --network-interfaces eth0`, `mpirun --mca btl_tcp_if_include eth0`), and open the firewalls between them.",
+        "Look for a rank that failed above. On several hosts, name the network interface or the subnet with"
+        " HVD_BERT_INTERFACE (docs/guides/cluster.md), and open the firewalls between them.",
     )
     try:
         world = HorovodWorld.join()
@@ -84,7 +84,7 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
             step_timeout.step(
                 "Allreduce",
                 "the ranks do not finish their allreduce",
-                "Name a network interface that all hosts have (HOROVOD_GLOO_IFACE, NCCL_SOCKET_IFNAME or MPI's own)."
+                "Name the network interface or the subnet with HVD_BERT_INTERFACE (docs/guides/cluster.md)."
                 " If the network is only slow, use --size 10 or a longer --timeout.",
             )
             _measure(num_bytes, flags.repeats, world, report)
@@ -106,9 +106,10 @@ def _no_world(error: Exception, flags: argparse.Namespace, launcher: Launcher, r
     failure = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     if not report.shown:
         # Rank 0 reports problems of all ranks, and this rank must not fail before it. This rank prints only its own.
-        if not isinstance(error, UserError) or isinstance(probes.horovod(), ProbeError):
+        of_all = isinstance(error, LaunchError)
+        if not of_all or isinstance(probes.horovod(), ProbeError):
             print(f"hvd_bert: rank {launcher.rank} on {platform.node()}: {failure}", file=sys.stderr, flush=True)
-        return EXIT_OK if isinstance(error, UserError) else EXIT_BAD_INPUT
+        return EXIT_OK if of_all else EXIT_BAD_INPUT
     if launcher.size is not None:
         report.add(checks.host_lines(launcher.name, 1, flags.output_dir))
     hint = (

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from hvd_bert.rendering.table import table
 
 DASH = "-"
-GENERATOR = '<meta name="generator" content="hvd_bert">'  # by which a page is known as ours (storage/written.py)
+GENERATOR = '<meta name="generator" content="hvd_bert">'  # marks a page as this program's (storage/written.py)
 
 
 @dataclass(frozen=True)

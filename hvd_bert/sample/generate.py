@@ -23,7 +23,7 @@ from hvd_bert.sample.names import Names
 from hvd_bert.sample.passages import Passage, capital, make_passage
 from hvd_bert.sample.themes import THEMES, Relation
 from hvd_bert.sample.vocabulary import vocabulary
-from hvd_bert.streams import end_when_lost
+from hvd_bert.streams import keep_running
 
 SEED = 2
 # Passages per file; the four files stay under 6 MB.
@@ -120,5 +120,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    end_when_lost()
+    keep_running()
     main()

@@ -5,7 +5,7 @@
     srun --mpi=pmix python -m hvd_bert.train                                 every task of a Slurm job
 
 Exit status: 0 done, 1 failure, 2 bad input (reported once, before any training), 75 stopped by a signal with everything
-saved. Rerun the same command to resume.
+saved (rerun with the same --output_dir, without --overwrite_output_dir, to resume), 130 interrupted without saving.
 
 This file only reads the command line, so that --help and a mistyped flag do not wait for the imports of `loop.py`.
 """

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hvd_bert.config.settings import Config
+from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.errors import UserError
 from hvd_bert.runs.run import Run
 
@@ -108,8 +109,8 @@ def flags(setting: Setting) -> list[str]:
 
 
 def exported(environ: Mapping[str, str]) -> list[str]:
-    """The variables of KNOBS that are set, to pass to ranks on other hosts."""
-    return [knob.key for knob in KNOBS if not knob.is_flag and knob.key in environ]
+    """The variables of KNOBS, and the network interface, that are set, to pass to ranks on other hosts."""
+    return [name for name in (*(knob.key for knob in KNOBS if not knob.is_flag), SETTING) if name in environ]
 
 
 @dataclass(frozen=True)

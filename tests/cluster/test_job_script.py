@@ -37,8 +37,8 @@ def test_arguments_threads_interface_and_site(cluster: Cluster, tmp_path: Path, 
 
 def test_nodes_without_gpus_and_three_tasks_each(cluster: Cluster, tmp_path: Path, pretended: Pretended) -> None:
     options = "--gres=none --nodes=2 --ntasks-per-node=3 --cpus-per-task=2 --job-name=mine"
-    ended = cluster.ended(cluster.submit(f"{options} {JOB_SCRIPT} --output_dir=out", tmp_path, pretended(SAY)))
-    hosts = Counter(re.findall(r"^rank \d+ on (\S+),.* <--output_dir=out>$", ended.expect(0).out, re.M))
+    ended = cluster.ended(cluster.submit(f"{options} {JOB_SCRIPT} --output-dir=out", tmp_path, pretended(SAY)))
+    hosts = Counter(re.findall(r"^rank \d+ on (\S+),.* <--output-dir=out>$", ended.expect(0).out, re.M))
     assert hosts == {"a100-01": 3, "a100-02": 3}, ended
     assert (tmp_path / f"mine-{ended.id}.out").exists()
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,8 +26,8 @@ sys.meta_path.insert(0, Interrupting())
 COMMANDS = {
     "train": (["hvd_bert.train", "--config", "sample"], "hvd_bert.train.loop"),  # once the ranks have met
     "bench": (["hvd_bert.bench", "--random"], "numpy"),
-    "sweep": (["hvd_bert.bench", "sweep"], "numpy"),
-    "tune": (["hvd_bert.tune"], "numpy"),
+    "sweep": (["hvd_bert.bench", "sweep"], "yaml"),
+    "tune": (["hvd_bert.tune"], "yaml"),
     "report": (["hvd_bert.report", "runs"], "matplotlib"),
     "timeline": (["hvd_bert.timeline", "file"], "numpy"),
     "predict": (["hvd_bert.predict", "model", "--context", "a", "--question", "b"], "torch"),
@@ -42,11 +43,11 @@ def interrupting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def end_of(words: list[str], module: str, interrupting: Path) -> tuple[int, str]:
+def end_of(words: list[str], module: str, interrupting: Path, stderr: Any = subprocess.PIPE) -> tuple[int, str]:
     """Run a command that is interrupted at the import of a module. Returns its status and standard error."""
     path = os.pathsep.join([str(interrupting), *filter(None, sys.path)])
     done = subprocess.run(
-        [sys.executable, "-m", *words], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-m", *words], stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=60,
         cwd=interrupting, env={**os.environ, "PYTHONPATH": path, "INTERRUPTED_AT": module},
     )  # fmt: skip
     return done.returncode, done.stderr
@@ -59,6 +60,14 @@ def test_interrupted_command(name: str, moment: str, interrupting: Path) -> None
     first = words[0] if words[0].endswith("generate") else f"{words[0]}.__main__"
     module = first if moment == "first import" else later
     assert end_of(words, module, interrupting) == (130, "hvd_bert: interrupted\n")
+
+
+def test_interrupted_without_a_reader(interrupting: Path) -> None:
+    """Ctrl-C also ends the `tee` that reads a command's output."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stderr:
+        assert end_of(["hvd_bert.timeline", "file"], "numpy", interrupting, stderr)[0] == 130
 
 
 def test_importing_the_package_keeps_the_handler() -> None:

@@ -100,6 +100,7 @@ def test_horovods_variables_that_it_accepts():
         (HOROVODRUN | INSIDE_SRUN, ["horovodrun"], False),
         (HOROVODRUN | BATCH_STEP, ["horovodrun"], False),
         (MPIRUN | SRUN, ["mpirun", "slurmstepd"], True),
+        (MPIRUN | SRUN | {"SLURM_PTY_PORT": "40001"}, ["mpirun", "bash", "slurmstepd"], False),  # srun --pty bash
         (MPIRUN | SRUN, ["orted", "slurmstepd"], False),  # Slurm's variables are those of mpirun's daemon
         (TORCHRUN | SRUN, ["torchrun", "slurmstepd"], False),
     ],
@@ -117,6 +118,7 @@ def test_launchers_in_tasks_of_srun_report_it_once():
     assert not speaks_first(first | {"SLURM_PROCID": "1"})
     assert not speaks_first(first | {"HOROVOD_RANK": "1"})
     assert speaks_first(MPIRUN | {"OMPI_COMM_WORLD_RANK": "0", "SLURM_PROCID": "1"}), "not nested"
+    assert speaks_first(HOROVODRUN | {"HOROVOD_RANK": "0", "SLURM_STEP_NUM_TASKS": "abc"}), "reported when joining"
 
 
 @pytest.mark.parametrize(

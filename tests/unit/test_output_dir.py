@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -62,7 +63,7 @@ def test_folder_with_files_is_refused_and_left_alone(tmp_path):
 
 def test_the_model_that_training_starts_from_is_kept(tmp_path):
     flags = ["--model_name_or_path", str(tmp_path), "--overwrite_output_dir"]
-    with pytest.raises(UserError, match="is the folder of the model that training starts from"):
+    with pytest.raises(UserError, match=r"training reads it \(--model_name_or_path\)"):
         output_dir.check(config(tmp_path, *flags))
     output_dir.check(config(tmp_path, *flags, "--no_do_train"))
 
@@ -114,9 +115,9 @@ def test_only_files_that_a_run_wrote_are_removed(tmp_path):
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("beside", ["a run's files", "nothing else"])
-def test_folder_with_a_users_file_of_a_runs_name_is_refused(tmp_path, name, beside):
-    if beside == "a run's files":
+@pytest.mark.parametrize("alongside", ["a run's files", "nothing else"])
+def test_folder_with_a_users_file_of_a_runs_name_is_refused(tmp_path, name, alongside):
+    if alongside == "a run's files":
         make_run(tmp_path, *(other for other in EVERY if other != name))
     (tmp_path / name).write_text("mine")
     before = names(tmp_path)
@@ -186,13 +187,38 @@ def test_timeline_over_another_file_of_the_run_is_refused(tmp_path):
     output_dir.check(config(tmp_path, "--timeline_file", str(tmp_path / "timeline.json")))
 
 
-def test_folder_that_was_filled_since_the_check_is_refused(tmp_path):
-    wanted = config(tmp_path / "out")
+@pytest.mark.parametrize("meanwhile", [("train_config.yaml", "train_results.json"), ("train_config.yaml", "latest")])
+def test_folder_that_was_filled_since_the_check_is_refused(tmp_path, meanwhile):
+    wanted = config(tmp_path / "out", "--overwrite_output_dir")
     output_dir.check(wanted)
-    make_run(tmp_path / "out", "train_config.yaml", "train_results.json")
-    with pytest.raises(CollectiveError, match="is not empty"):
+    make_run(tmp_path / "out", *meanwhile)
+    with pytest.raises(CollectiveError, match="another run has written there meanwhile"):
         output_dir.begin(wanted, None, make_world())
-    assert names(tmp_path / "out") == {"train_config.yaml", "train_results.json"}
+    assert names(tmp_path / "out") == {*meanwhile}
+
+
+def test_folder_that_cannot_be_searched_is_refused(tmp_path, monkeypatch):
+    def denied(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", denied)
+    with pytest.raises(UserError, match="cannot be written: Permission denied"):
+        output_dir.check(config(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_next_elastic_world_resumes_only_what_an_earlier_one_began(tmp_path, began):
+    wanted = config(tmp_path / "out", "--overwrite_output_dir", "--save_steps", "2")
+    make_run(tmp_path / "out", "checkpoint-5")
+    if began:
+        output_dir.check(wanted)
+        output_dir.begin(wanted, None, make_world())
+        (tmp_path / "out" / "checkpoint-2").mkdir()
+    world = make_world()
+    world.elastic, world.generation = True, 1
+    resume.check_elastic(wanted, world)
+    assert wanted.train.overwrite_output_dir is not began
+    assert wanted.checkpoint.resume_from_checkpoint == ("latest" if began else None)
 
 
 @pytest.mark.parametrize("inside", ["", "below"])

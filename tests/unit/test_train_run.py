@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from test_world import make_world
 
 from hvd_bert.checkpoint import output_dir
-from hvd_bert.config.command_line import parse
+from hvd_bert.config.command_line import overriding, parse
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.storage import written
@@ -47,8 +47,8 @@ def world_of_one() -> World:
     return world
 
 
-def train(*flags: str) -> None:
-    loop.run(parse(list(flags)), world_of_one())
+def train(base: list[str], *flags: str) -> None:
+    loop.run(parse(overriding(base, flags)), world_of_one())
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -57,7 +57,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def test_refused_training_keeps_the_earlier_run(base, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    train(*base, "--output_dir", str(out))
+    train(base, "--output_dir", str(out))
     before = content(out)
     assert written.names(out) >= {"train_results.json", "eval_results.json", "checkpoint-3", "config.json", "tb"}
     horovod = ["--strategy", "horovod", "--timeline_file", str(tmp_path / "timeline.json")]
@@ -68,20 +68,20 @@ def test_refused_training_keeps_the_earlier_run(base, tmp_path, monkeypatch):
     }
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(BatchPlan, "rank_windows", no_memory)
-        train(*base, "--output_dir", str(out), "--overwrite_output_dir")
+        train(base, "--output_dir", str(out), "--overwrite_output_dir")
     output_dir.unlock()
     assert content(out) == before
     monkeypatch.setattr(loop, "strategy_class", lambda name: None)
     monkeypatch.setattr("hvd_bert.training.state.make_strategy", without_horovod)
     for words, flags in refusals.items():
         with pytest.raises(CollectiveError, match=words):
-            train(*base, "--output_dir", str(out), "--overwrite_output_dir", *flags)
+            train(base, "--output_dir", str(out), "--overwrite_output_dir", *flags)
         output_dir.unlock()
         assert content(out) == before
         with pytest.raises(CollectiveError, match=words):
-            train(*base, "--output_dir", str(tmp_path / "new"), *flags)
+            train(base, "--output_dir", str(tmp_path / "new"), *flags)
         assert not (tmp_path / "new").exists() and not (tmp_path / "timeline.json").exists()
-    train(*base, "--output_dir", str(out), "--overwrite_output_dir", "--max_steps", "2", "--no_do_eval")
+    train(base, "--output_dir", str(out), "--overwrite_output_dir", "--max_steps", "2", "--no_do_eval")
     assert {"checkpoint-2"} == {path.name for path in out.glob("checkpoint-*")}
     assert not list(out.glob("eval_*.json")) and (out / "train_results.json").exists()
 
@@ -98,13 +98,13 @@ def without_horovod(name, *arguments):
 
 def test_failed_evaluation_keeps_the_earlier_one(base, tmp_path):
     out, model = tmp_path / "out", tmp_path / "trained"
-    train(*base, "--output_dir", str(model), "--no_do_eval")
+    train(base, "--output_dir", str(model), "--no_do_eval")
     evaluate = [*base[2:], "--no_do_train", "--model_name_or_path", str(model)]
-    train(*evaluate, "--output_dir", str(out))
+    train(evaluate, "--output_dir", str(out))
     before = content(out)
     weights = load_file(model / "model.safetensors")
     save_file({name: value * float("nan") for name, value in weights.items()}, model / "model.safetensors")
     for folder in (out, tmp_path / "new"):
         with pytest.raises(CollectiveError, match="NaN"):
-            train(*evaluate, "--output_dir", str(folder))
+            train(evaluate, "--output_dir", str(folder))
     assert content(out) == before and not (tmp_path / "new").exists()

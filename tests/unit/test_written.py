@@ -109,7 +109,7 @@ def test_report_replaces_only_a_report(tmp_path, no_plots, capsys):
     assert report(command) == report(command) == 0
     assert (out / "notes.txt").read_text() == (out / "report.csv").read_text() == "mine"  # neither was in the way
     (tmp_path / "link").symlink_to("nowhere")
-    assert report([*command, "--out", str(tmp_path / "link")]) == 2
+    assert report([str(tmp_path / "run"), "--out", str(tmp_path / "link"), "--gbps", "25"]) == 2
     assert "link is a symbolic link to nowhere, which does not exist" in capsys.readouterr().err
 
 
@@ -140,6 +140,10 @@ def test_timeline_replaces_only_a_runs_timeline(tmp_path):
             recording(mine, folder)
     with pytest.raises(CollectiveError, match="cannot be written: No such file or directory"):
         recording(tmp_path / "nowhere" / "t.json")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CollectiveError, match="pipe: cannot be written: it is not a regular file"):
+        recording(tmp_path / "pipe")
+    (tmp_path / "pipe").unlink()
     for file in (out / "timeline.json", tmp_path / "new.json"):
         recording(file, out)
     assert os.listdir(tmp_path) == ["train.json"] and mine.read_text() == "mine"  # a check creates nothing

@@ -155,6 +155,8 @@ def _check_file(path: Path, output_dir: str | None) -> None:
             reason = "it exists, and no run in --output_dir recorded it: name another file, or delete an old timeline"
             raise FileExistsError(errno.EEXIST, reason)
         if path.exists():
+            if not path.is_file():  # opening a pipe would wait for its reader
+                raise OSError(errno.EINVAL, "it is not a regular file")
             path.open("ab").close()
         elif output_dir is None or place != os.path.realpath(output_dir):  # which was checked, and may not exist yet
             with tempfile.TemporaryFile(dir=place):
