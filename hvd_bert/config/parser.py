@@ -1,18 +1,29 @@
-"""Command-line parsers: errors that are reported once, and a readable --help."""
+"""The command-line parser of all commands: checked values, errors that are reported once, and a readable --help."""
 
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
-from hvd_bert.config.values import CheckedParser, shortened
+from hvd_bert.config.values import StoreOnce, name_or_path, path, shortened, whole_number
 from hvd_bert.errors import UserError
 
 HELP = {"-h", "--help"}
 
 
-class Parser(CheckedParser):
-    """Raises UserError for a wrong command line; argparse would print it on every rank and exit."""
+class Parser(argparse.ArgumentParser):
+    """Checks numbers and paths while it parses them, and refuses a flag that is given twice with different values.
+
+    Raises UserError for a wrong command line; argparse would print it on every rank and exit.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for action in (None, "store"):
+            self.register("action", action, StoreOnce)
+        for kind, check in ((int, whole_number), (str, name_or_path), (Path, path)):
+            self.register("type", kind, check)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{shortened(message, 1000)}. `{self.prog} --help` lists the flags.")

@@ -1,11 +1,11 @@
-"""Values on a command line, checked for all commands: numbers, names and paths, and flags that are given twice."""
+"""Values on a command line, as `Parser` checks them: numbers, names and paths, and flags that are given twice."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hvd_bert.storage.places import path_problem
 
@@ -24,21 +24,6 @@ class StoreOnce(argparse.Action):
             both = f"as {shortened(first)} and as {shortened(str(value))}"
             raise argparse.ArgumentError(self, f"given twice, {both}; remove one")
         setattr(namespace, self.dest, value)
-
-
-class CheckedParser(argparse.ArgumentParser):
-    """Checks numbers and paths while it parses them, and refuses a flag that is given twice with different values."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        for action in (None, "store"):
-            self.register("action", action, StoreOnce)
-        for kind, check in ((int, whole_number), (str, name_or_path), (Path, path)):
-            self.register("type", kind, check)
-
-    def error(self, message: str) -> NoReturn:
-        """As argparse's, without repeating a long value in full."""
-        super().error(shortened(message, 1000))
 
 
 def whole_number(text: str) -> int:

@@ -106,9 +106,10 @@ def _no_world(error: Exception, flags: argparse.Namespace, launcher: Launcher, r
     failure = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     if not report.shown:
         # Rank 0 reports problems of all ranks, and this rank must not fail before it. This rank prints only its own.
-        of_all = isinstance(error, LaunchError)
-        if not of_all or isinstance(probes.horovod(), ProbeError):
+        no_horovod = isinstance(probes.horovod(), ProbeError)
+        if no_horovod or not isinstance(error, LaunchError):
             print(f"hvd_bert: rank {launcher.rank} on {platform.node()}: {failure}", file=sys.stderr, flush=True)
+        of_all = isinstance(error, LaunchError) or (no_horovod and isinstance(error, UserError))
         return EXIT_OK if of_all else EXIT_BAD_INPUT
     if launcher.size is not None:
         report.add(checks.host_lines(launcher.name, 1, flags.output_dir))

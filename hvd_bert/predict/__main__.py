@@ -11,14 +11,20 @@ from __future__ import annotations
 import argparse
 import sys
 
-from hvd_bert.config.values import CheckedParser, passage
+from hvd_bert.config.parser import Parser
+from hvd_bert.config.values import passage
+from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.startup import collector_paused
 from hvd_bert.streams import end_when_lost
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
-    flags = make_parser().parse_args(argv)
+    try:
+        flags = make_parser().parse_args(argv)
+    except UserError as error:
+        print(f"hvd_bert: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
     with collector_paused():
         from hvd_bert.predict import answering
     return answering.run(flags)
@@ -26,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
-    parser = CheckedParser(
+    parser = Parser(
         prog="python -m hvd_bert.predict", description="Answer questions about a passage with a trained model."
     )
     parser.add_argument("model", metavar="MODEL", type=str, help="Output folder of a training, or a hub name.")

@@ -38,9 +38,8 @@ LAUNCHERS_MARK = re.compile(r"\[\d+(,\d+)?\]<std(out|err)>:")
 
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
-    flags = make_parser().parse_args(argv)
     try:
-        write(flags)
+        write(make_parser().parse_args(argv))
     except UserError as error:
         print(f"hvd_bert: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT

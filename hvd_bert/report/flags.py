@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hvd_bert.config.values import CheckedParser
+from hvd_bert.config.parser import Parser
 from hvd_bert.errors import UserError
 from hvd_bert.report.projection import MAX_DEVICES, NS_PER_WEIGHT
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the report's flags."""
-    parser = CheckedParser(prog="python -m hvd_bert.report")
+    parser = Parser(prog="python -m hvd_bert.report")
     parser.description = "Compare finished runs: speed-up, efficiency, losses and scores, as an HTML page and tables."
     parser.add_argument(
         "runs", metavar="RUNS", nargs="+", type=Path, help="Output folders of trainings, or folders above them."

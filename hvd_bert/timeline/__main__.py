@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from hvd_bert.config.values import CheckedParser
+from hvd_bert.config.parser import Parser
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.model.cpu import malloc
 from hvd_bert.rendering.page import GENERATOR, Listing, Page, Picture, Text
@@ -29,8 +29,8 @@ from hvd_bert.timeline.figures import Findings
 
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
-    flags = make_parser().parse_args(argv)
     try:
+        flags = make_parser().parse_args(argv)
         if flags.html:
             with _writing(flags.html):
                 check_marked(flags.html, GENERATOR)
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
-    parser = CheckedParser(prog="python -m hvd_bert.timeline")
+    parser = Parser(prog="python -m hvd_bert.timeline")
     parser.description = (
         "Analyze a Horovod timeline: phases, bandwidth, exposed communication, stragglers, and what to change."
     )
