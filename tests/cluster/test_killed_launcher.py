@@ -23,9 +23,11 @@ def check(outcome: Outcome, folder: Path) -> None:
     assert float(re.findall(r"all ended ([\d.]+) s", outcome.output)[0]) < 10, outcome
 
 
-@pytest.mark.parametrize(("hosts", "number"), [(HOSTS, "SIGKILL"), ("-H a100-01:2", "SIGTERM")])
+@pytest.mark.parametrize(
+    ("hosts", "number"), [(f"{HOSTS} --network-interfaces eth0", "SIGKILL"), ("-H a100-01:2", "SIGTERM")]
+)
 def test_horovodrun_is_killed(cluster: Cluster, tmp_path: Path, hosts: str, number: str) -> None:
-    launch = f"horovodrun -np 2 {hosts} --mpi --network-interfaces eth0 python -m hvd_bert.train {TRAINER}"
+    launch = f"horovodrun -np 2 {hosts} --mpi python -m hvd_bert.train {TRAINER}"
     check(cluster.on("a100-01", f"python {signalled.__file__} {number} {launch}", tmp_path, COLD), tmp_path)
 
 
