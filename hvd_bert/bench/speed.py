@@ -11,8 +11,6 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,9 @@ from hvd_bert.checkpoint import run_folder
 from hvd_bert.config.settings import Config
 from hvd_bert.data.collate import Collator
 from hvd_bert.distributed.world import World, log
-from hvd_bert.errors import EXIT_FAILURE, UserError
+from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.monitoring.process_usage import memory_now, memory_peak, seconds_since_start
+from hvd_bert.storage.writing import writing_to
 from hvd_bert.storage.written import check_marked
 from hvd_bert.train.loop import Training, set_up
 from hvd_bert.training.inputs import Inputs, load_inputs
@@ -53,7 +52,7 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
     before = memory_now(world.device)
     with world.raise_on_all_ranks():
         if flags.json and world.rank == 0:
-            with _writing(flags.json):
+            with writing_to("--json", flags.json):
                 check_marked(flags.json, f'"generator": "{GENERATOR}"')
         inputs = _inputs(flags, config, world)
     world.check_same({f"--{name}": value for name, value in config.as_flat().items()} | _fingerprint(inputs))
@@ -148,14 +147,5 @@ def _print_table(record: dict[str, Any], path: Path | None) -> None:
     ]
     print("\n".join(lines), flush=True)
     if path:
-        with _writing(path):
+        with writing_to("--json", path):
             path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turn an OSError inside the block into a UserError about --json."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"--json {path}: cannot be written: {error.strerror or error}.") from None

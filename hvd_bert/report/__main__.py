@@ -29,7 +29,7 @@ from hvd_bert.report.projection import Fusion, Network, Projection
 from hvd_bert.runs import reading
 from hvd_bert.runs.run import LeftOut, Run
 from hvd_bert.storage import written
-from hvd_bert.storage.writing import make_folder, replacing
+from hvd_bert.storage.writing import make_folder, replacing, writing_to
 from hvd_bert.streams import end_when_lost
 
 # horovodrun puts a mark before each piece of output that it reads, even in the middle of a long line.
@@ -209,7 +209,7 @@ def _write_files(folder: Path, page: Page, csv_files: dict[str, list[dict[str, A
     contents = {picture.name: picture.png for picture in page.pictures}
     contents |= {"report.md": page.as_markdown().encode(), "report.html": page.as_html().encode()}
     contents |= {name: _csv(rows).encode() for name, rows in csv_files.items() if rows}
-    try:
+    with writing_to("--out", folder):
         make_folder(folder)
         written.claim(folder, *contents)
         for name, content_of in contents.items():
@@ -217,8 +217,6 @@ def _write_files(folder: Path, page: Page, csv_files: dict[str, list[dict[str, A
                 partial.write_bytes(content_of)
         # One from an earlier report would contradict the page.
         written.remove(folder, [name for name, rows in csv_files.items() if not rows])
-    except OSError as error:
-        raise UserError(f"--out {folder}: cannot be written: {error.strerror or error}.") from None
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:

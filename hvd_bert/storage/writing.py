@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from hvd_bert.errors import UserError
+
 PARTIAL = ".partial"
 OWN_PARTIAL = f".hvd_bert{PARTIAL}"  # no other program makes such files
 
@@ -31,6 +33,15 @@ def check_folder(folder: Path) -> None:
         raise OSError(errno.ENOENT, f"{existing} is a symbolic link to {existing.readlink()}, which does not exist")
     if not existing.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, f"{existing} is not a folder")
+
+
+@contextmanager
+def writing_to(flag: str, path: Path) -> Iterator[None]:
+    """Turn an OSError inside the block into a UserError about the output that a flag names."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot be written: {error.strerror or error}.") from None
 
 
 def make_folder(folder: Path) -> None:

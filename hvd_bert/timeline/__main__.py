@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
@@ -21,6 +19,7 @@ from hvd_bert.config.parser import Parser
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.model.cpu import malloc
 from hvd_bert.rendering.page import GENERATOR, Listing, Page, Picture, Text
+from hvd_bert.storage.writing import writing_to
 from hvd_bert.storage.written import check_marked
 from hvd_bert.streams import end_when_lost
 from hvd_bert.timeline import advice, analysis, content
@@ -32,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         flags = make_parser().parse_args(argv)
         if flags.html:
-            with _writing(flags.html):
+            with writing_to("--html", flags.html):
                 check_marked(flags.html, GENERATOR)
         findings = read(flags.file, flags.ranks, flags.hosts)
         if flags.one_host:
@@ -109,17 +108,8 @@ def _write_page(findings: Findings, path: Path) -> None:
             page.add(
                 Picture("steps.png", plots.steps(findings.curves), "Time, exposed communication and wait of each step")
             )
-    with _writing(path):
+    with writing_to("--html", path):
         path.write_text(page.as_html(), encoding="utf-8")
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turn an OSError inside the block into a UserError about --html."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"--html {path}: cannot be written: {error.strerror or error}.") from None
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.monitoring.profiling.clocks import clock_offset_ns
 from hvd_bert.monitoring.profiling.trace import RankTrace, pack, write_trace
 from hvd_bert.storage import written
+from hvd_bert.storage.writing import writing_to
 from hvd_bert.training.meter import Meter
 
 TIMELINE = "timeline.json"
@@ -149,7 +150,7 @@ def _check_file(path: Path, output_dir: str | None) -> None:
     """Raise UserError if the timeline cannot be written, or would replace a file that no run in the output folder
     recorded. Creates nothing."""
     place = os.path.realpath(path.parent)
-    try:
+    with writing_to("--timeline_file", path):
         recorded = output_dir is not None and _name_in(Path(output_dir), path) in written.names(Path(output_dir))
         if path.is_file() and path.stat().st_size and not recorded:
             reason = "it exists, and no run in --output_dir recorded it: name another file, or delete an old timeline"
@@ -161,5 +162,3 @@ def _check_file(path: Path, output_dir: str | None) -> None:
         elif output_dir is None or place != os.path.realpath(output_dir):  # which was checked, and may not exist yet
             with tempfile.TemporaryFile(dir=place):
                 pass
-    except OSError as error:
-        raise UserError(f"--timeline_file {path}: cannot be written: {error.strerror or error}.") from None
