@@ -46,21 +46,27 @@ class Stopped(Exception):
     """A signal asked this process, or a run, to stop."""
 
 
+_received: list[str] = []  # the signals of the innermost `signals` block
+
+
 @contextmanager
 def signals() -> Iterator[None]:
-    """Make SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 raise Stopped inside the block."""
+    """Make SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 raise Stopped inside the block, or at the latest at its next run."""
 
     def stop(number: int, frame: FrameType | None) -> None:
+        _received.append(signal.Signals(number).name)  # Python ignores an exception if it interrupts a destructor
         with suppress(OSError):  # not print: the signal may have interrupted one
             os.write(2, b"Stopping: terminating the current run.\n")
-        raise Stopped(signal.Signals(number).name)
+        raise Stopped(_received[-1])
 
+    _received.clear()
     before = {number: signal.signal(number, stop) for number in SIGNALS}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        _received.clear()
 
 
 def exit_status(command: Callable[[], int]) -> int:
@@ -125,6 +131,8 @@ def start_and_wait(command: Sequence[str], environ: Mapping[str, str], log: Text
     """
     with ExitStack() as signal_delay, _guard() as guard_fd, _adopting() as adopted:
         signal_delay.enter_context(_deferred())
+        if _received:
+            raise Stopped(_received[-1])
         try:
             process = subprocess.Popen(
                 command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,

@@ -640,6 +640,20 @@ def test_a_signal_terminates_the_run_and_is_raised(tmp_path: Path, name: str) ->
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_during_a_destructor_stops_before_the_next_run(tmp_path: Path) -> None:
+    class Interrupted:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    with (tmp_path / "log").open("w") as log, signals():
+        item = Interrupted()
+        del item  # Python ignores the exception
+        with pytest.raises(Stopped, match="SIGINT"):
+            start_and_wait(["touch", str(tmp_path / "started")], os.environ, log, 60)
+    assert not (tmp_path / "started").exists()
+
+
 def test_a_signal_during_the_start_terminates_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if another thread could receive the signal."""
     started = []
