@@ -58,14 +58,15 @@ tests() {
 }
 campaign='not campaign'
 if [ "$extent" = full ]; then campaign='campaign or not campaign'; fi
-# Two at a time where tests do not disturb each other. The tests of a file stay together, because they share runs.
+# Three processes at a time where tests do not disturb each other: those of the cluster wait more than they compute. They
+# start first, because they take longest. tests/conftest.py says which tests stay in one process.
 if [ "$extent" = quick ]; then
   tests -n 2 --dist loadfile tests/unit
   tests tests/integration/test_resume.py -k "test_signal_to_one_rank_stops_all and mpi"
 else
-  tests -n 2 --dist loadfile -m "not alone and ($campaign)" tests/integration tests/unit
-  tests -m "alone and ($campaign)" tests/unit tests/integration
-  tests -m "$campaign" tests/parallel tests/cluster
+  tiers=(tests/cluster tests/parallel tests/integration tests/unit)
+  tests -n 3 --dist loadfile --no-loadscope-reorder -m "not alone and ($campaign)" "${tiers[@]}"
+  tests -m "alone and ($campaign)" "${tiers[@]}"
 fi
 python tests/slowest.py "$reports"/*.xml
 printf -- '-- %d:%02d minutes without set-up\n' $((SECONDS / 60)) $((SECONDS % 60))

@@ -15,6 +15,7 @@ from two_hosts import FOUR_RANKS, ONE_HOST, horovodrun, six_layers
 
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.alone,
     pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="the delay needs /dev/net/tun"),
 ]
 GBPS, LATENCY_MS = 1.0, 1.0
