@@ -122,6 +122,7 @@ def _begin(config: Config, resume_point: ResumePoint | None) -> None:
         if config.train.do_train and _entries(folder):
             raise UserError(f"--output_dir {folder}: another run has written there meanwhile. Rerun the same command.")
         _check_content(config, folder)
+    written.remove_partials(folder)
     if resume_point and resume_point.folder.resolve().parent == folder.resolve():
         forget_after(folder, resume_point.step)
     elif config.train.do_train:

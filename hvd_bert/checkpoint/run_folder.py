@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from hvd_bert import __version__
 from hvd_bert.config.settings import Config
@@ -21,7 +21,7 @@ from hvd_bert.errors import EXIT_FAILURE, UserError
 from hvd_bert.evaluation.evaluator import Evaluation
 from hvd_bert.machine import PACKAGES, cpu_name, version_of
 from hvd_bert.storage import written
-from hvd_bert.storage.writing import write_json
+from hvd_bert.storage.writing import partial_of, write_json
 from hvd_bert.training.optim import warmup_steps
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ def unwritable(folder: Path, error: OSError) -> UserError:
 
 
 @contextmanager
-def writing(folder: Path, world: World) -> Iterator[bool]:
+def writing(folder: Path, world: World, status: int = EXIT_FAILURE) -> Iterator[bool]:
     """Around rank 0's writes (yields True there). An OSError, such as a full disk, ends the run on all ranks."""
-    with world.raise_on_all_ranks(EXIT_FAILURE):
+    with world.raise_on_all_ranks(status):
         try:
             yield world.rank == 0
         except OSError as error:
@@ -91,15 +91,24 @@ def write_results(folder: Path, results: dict[str, Any]) -> None:
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
     """Write files that `AutoModelForQuestionAnswering.from_pretrained(folder)` and `AutoTokenizer` load."""
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as partial:
+    written.add(folder, "model.safetensors")  # the next run removes what a killed one leaves of it
+    partial = partial_of(folder / "model.safetensors")
+    written.delete(partial)
+    try:
+        partial.mkdir()
         model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        written.add(folder, *os.listdir(partial))
+        tokenizer.save_pretrained(partial, save_jinja_files=False)  # a chat template's own file could replace a user's
+        written.claim(folder, *os.listdir(partial))
         # config.json makes the folder a model and comes last: a crash leaves no partial model.
-        for file in Path(partial).glob("*.safetensors"):
-            shutil.copymode(Path(partial) / "config.json", file)  # safetensors gives nobody else access
-        for file in sorted(Path(partial).iterdir(), key=lambda path: path.name == "config.json"):
+        for file in partial.glob("*.safetensors"):
+            shutil.copymode(partial / "config.json", file)  # safetensors gives nobody else access
+        for file in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
             os.replace(file, folder / file.name)
+    except SafetensorError as error:  # a full disk, for example
+        raise OSError(str(error)) from None
+    finally:
+        with suppress(OSError):
+            written.delete(partial)
 
 
 def effective_settings(config: Config, plan: BatchPlan, learning_rate: float, world: World) -> dict[str, float]:

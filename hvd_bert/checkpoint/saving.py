@@ -240,5 +240,5 @@ def model_files(inputs: Inputs) -> dict[str, bytes]:
     """Files besides the weights that make a folder load as a model and its tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         inputs.model.config.save_pretrained(folder)
-        inputs.tokenizer.save_pretrained(folder)
+        inputs.tokenizer.save_pretrained(folder, save_jinja_files=False)  # as in the output folder
         return {file.name: file.read_bytes() for file in Path(folder).iterdir()}

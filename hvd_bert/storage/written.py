@@ -66,7 +66,7 @@ def remove(folder: Path, wanted: Collection[str]) -> None:
     Whatever the record names, nothing outside the folder is removed.
     """
     ours = names(folder)
-    removed = {name for name in ours.intersection(wanted) if os.path.basename(name) == name not in ("", ".", "..")}
+    removed = {name for name in ours.intersection(wanted) if _is_inside(name)}
     for name in sorted(removed):
         delete(folder / name)
         delete(partial_of(folder / name))
@@ -74,6 +74,16 @@ def remove(folder: Path, wanted: Collection[str]) -> None:
         with replacing(folder / RECORD) as partial:
             text = "".join(f"{name}\n" for name in sorted(ours - removed))
             partial.write_text(text, encoding="utf-8", errors="surrogateescape")
+
+
+def remove_partials(folder: Path) -> None:
+    """Remove temporary files of recorded names: those of a killed program."""
+    for name in filter(_is_inside, names(folder)):
+        delete(partial_of(folder / name))
+
+
+def _is_inside(name: str) -> bool:
+    return os.path.basename(name) == name not in ("", ".", "..")
 
 
 def delete(path: Path) -> None:

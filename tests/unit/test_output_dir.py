@@ -12,6 +12,7 @@ import pytest
 from test_world import make_world
 
 from hvd_bert.checkpoint import output_dir, resume
+from hvd_bert.checkpoint.files import Contents
 from hvd_bert.checkpoint.run_folder import RUN_FILES
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import Config
@@ -231,6 +232,22 @@ def test_link_to_nowhere(tmp_path, inside):
 def test_empty_name_is_refused():
     with pytest.raises(UserError, match=r"--output_dir.* is empty"):
         parse(["--output_dir", ""])
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_temporary_files_of_a_killed_run_are_removed(tmp_path, resumes):
+    make_run(tmp_path, "train_config.yaml", "model.safetensors", "checkpoint-5")
+    left = [".model.safetensors.hvd_bert.partial", ".train_config.yaml.hvd_bert.partial"]
+    mine = [".notes.hvd_bert.partial", "..", "sub/file"]
+    written.add(tmp_path, "..", "sub/file")
+    for name in (*left, mine[0]):
+        (tmp_path / name).mkdir()
+    wanted = config(tmp_path, *([] if resumes else ["--overwrite_output_dir"]))
+    contents = Contents({}, {"state": {"step": 5}}, {})
+    point = resume.ResumePoint(tmp_path / "checkpoint-5", contents) if resumes else None
+    output_dir.check(wanted)
+    output_dir.begin(wanted, point, make_world())
+    assert names(tmp_path) >= {mine[0]} and names(tmp_path).isdisjoint(left)
 
 
 def test_killed_run_that_wrote_nothing_yet_is_no_obstacle(tmp_path):

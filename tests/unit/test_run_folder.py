@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer, BertConfig, BertForQuestionAnswering
@@ -13,6 +15,7 @@ from hvd_bert.checkpoint import run_folder
 from hvd_bert.evaluation.evaluator import Evaluation
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.storage import written
+from hvd_bert.storage.writing import partial_of
 
 
 def found_names(folder: Path) -> set[str]:
@@ -42,12 +45,13 @@ def test_evaluation_files(tmp_path, v2):
     assert found_names(tmp_path) <= run_folder.RUN_FILES.keys()  # or the next run would not replace it
 
 
+def model_of(tokenizer: Any) -> BertForQuestionAnswering:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    return BertForQuestionAnswering(BertConfig(vocab_size=len(tokenizer), **sizes))
+
+
 def test_saved_model_is_loaded_by_transformers(tmp_path, tokenizer):
-    model = BertForQuestionAnswering(
-        BertConfig(
-            vocab_size=len(tokenizer), hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
-        )
-    )
+    model = model_of(tokenizer)
     run_folder.save_model(tmp_path, model, tokenizer)
     assert found_names(tmp_path) == written.names(tmp_path) <= run_folder.RUN_FILES.keys()
     assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # readable as the umask allows
@@ -64,3 +68,38 @@ def test_describe_names_what_is_there(tmp_path):
     head, *lines = run_folder.describe(tmp_path).splitlines()
     assert head == f"In {tmp_path}:"
     assert [line.split()[0] for line in lines] == ["metrics.jsonl", "tb"]
+
+
+def test_leftovers_of_a_killed_save_are_removed(tmp_path, tokenizer, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    class Model:
+        def save_pretrained(self, folder: Path) -> None:
+            (folder / "model.safetensors").write_text("a part")
+            raise Killed
+
+    monkeypatch.setattr(run_folder.written, "delete", lambda path: None)  # SIGKILL leaves the folder
+    with pytest.raises(Killed):
+        run_folder.save_model(tmp_path, Model(), tokenizer)  # type: ignore[arg-type]
+    monkeypatch.undo()
+    (mine := tmp_path / ".mine.hvd_bert.partial").write_text("mine")  # no recorded file has this name
+    assert (leftover := partial_of(tmp_path / "model.safetensors")).is_dir()
+    written.remove_partials(tmp_path)
+    assert mine.exists() and not leftover.exists()
+
+
+def test_a_users_file_is_not_replaced_by_a_tokenizers(tmp_path, tokenizer):
+    templated = copy.deepcopy(tokenizer)
+    templated.chat_template = "{{ messages }}"
+    names = ["tokenizer_config.json", "chat_template.jinja"]
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    with pytest.raises(FileExistsError, match=r"did not write \(tokenizer_config.json\)"):
+        run_folder.save_model(tmp_path, model_of(templated), templated)
+    assert sorted(found_names(tmp_path)) == sorted(names)
+    assert {(tmp_path / name).read_text() for name in names} == {"mine"}
+    (tmp_path / "tokenizer_config.json").unlink()
+    run_folder.save_model(tmp_path, model_of(templated), templated)
+    assert (tmp_path / "chat_template.jinja").read_text() == "mine"
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}"
