@@ -6,19 +6,18 @@ metrics are logged. Without GPUs nothing is started or written.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from hvd_bert.distributed import logs
 from hvd_bert.distributed.world import World
 from hvd_bert.storage import written
-from hvd_bert.storage.writing import open_to_append
+from hvd_bert.storage.writing import JsonLines
 
 FILE = "gpu_usage.jsonl"
 PERIOD_S = 1.0
@@ -143,16 +142,17 @@ class GpuUsage:
     """GPU usage of all ranks, in rank 0's gpu_usage.jsonl; the metrics have rank 0's own GPU."""
 
     def __init__(self, world: World, folder: Path) -> None:
+        """Raises OSError on rank 0 if the file cannot be written."""
         self.world = world
         # The same on all ranks, because `read` is a collective.
         self.enabled = any(info.device_id is not None for info in world.rank_infos)
         self._start = time.monotonic()
-        own = world.rank_infos[world.rank].device_id if self.enabled else None
-        self._sampler = Sampler(own) if own is not None else None
-        self._file: TextIO | None = None
+        self._file: JsonLines | None = None
         if self.enabled and world.rank == 0:
             written.add(folder, FILE)
-            self._file = open_to_append(folder / FILE)
+            self._file = JsonLines(folder / FILE)
+        own = world.rank_infos[world.rank].device_id if self.enabled else None
+        self._sampler = Sampler(own) if own is not None else None
 
     def read(self, step: int) -> dict[str, float]:
         """Usage since the last call: gpu_util_percent, gpu_memory_gib and gpu_power_w of rank 0's GPU. A collective.
@@ -171,10 +171,8 @@ class GpuUsage:
             logs.warn(["The GPU usage is not recorded: " + problem if problem else "" for problem in problems])
         if self._file is not None:
             now = {"step": step, "seconds": round(time.monotonic() - self._start, 1)}
-            for info, row in zip(self.world.rank_infos, rows, strict=True):
-                where = {"rank": info.rank, "host": info.host, "device": info.device}
-                self._file.write(json.dumps(now | where | row) + "\n")
-            self._file.flush()
+            ranks = [{"rank": i.rank, "host": i.host, "device": i.device} for i in self.world.rank_infos]
+            self._file.write(*(now | rank | row for rank, row in zip(ranks, rows, strict=True)))
         return dict(rows[0])
 
     def close(self) -> None:

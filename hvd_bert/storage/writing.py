@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import uuid
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any, TextIO
 
 from hvd_bert.errors import UserError
 
+log = logging.getLogger("hvd_bert")
 PARTIAL = ".partial"
 OWN_PARTIAL = f".hvd_bert{PARTIAL}"  # no other program makes such files
 
@@ -24,6 +26,34 @@ def open_to_append(path: Path) -> TextIO:
         return os.open(name, flags | os.O_NOFOLLOW, 0o666)
 
     return open(path, "a", encoding="utf-8", errors="surrogateescape", opener=opener)
+
+
+class JsonLines:
+    """A file with a fixed name, one JSON value per line. If a line cannot be written, the run continues.
+
+    It warns once. The lines stay in the buffer, and the next call tries again to write them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        self._path = path
+        self._file = open_to_append(path)
+        self._failed = False
+
+    def write(self, *values: Any) -> None:
+        """Write one line per value."""
+        self._file.write("".join(json.dumps(value, allow_nan=False) + "\n" for value in values))
+        try:
+            self._file.flush()
+        except OSError as error:
+            if not self._failed:
+                log.warning("%s cannot be written: %s. Training continues.", self._path, error.strerror or error)
+            self._failed = True
+
+    def close(self) -> None:
+        """Close the file."""
+        with suppress(OSError):  # `write` has warned
+            self._file.close()
 
 
 def check_folder(folder: Path) -> None:

@@ -18,7 +18,7 @@ from hvd_bert.data.collate import Collator
 from hvd_bert.data.prefetch import Prefetcher
 from hvd_bert.distributed.signals import StopRequests
 from hvd_bert.distributed.world import CollectiveError, World, log
-from hvd_bert.errors import EXIT_FAILURE
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE
 from hvd_bert.evaluation.evaluator import Evaluation, Evaluator
 from hvd_bert.model.bert import autocast, set_precision, window_losses
 from hvd_bert.model.cpu.malloc import keep_memory
@@ -62,9 +62,9 @@ def run(config: Config, world: World) -> None:
     evaluation = evaluator(inputs.model) if evaluator and not training else None
     output_dir.begin(config, resume_point, world)
     folder = config.train.folder
-    with closing(
-        MetricsLogger(folder, enabled=world.rank == 0, resumed_step=resume_point.step if resume_point else None)
-    ) as metrics_logger:
+    with run_folder.writing(folder, world, EXIT_BAD_INPUT) as writes:
+        metrics_logger = MetricsLogger(folder, enabled=writes, resumed_step=resume_point.step if resume_point else None)
+    with closing(metrics_logger):
         results: dict[str, Any] = {}
         model_step, recorded = 0, False
         if training:
@@ -139,7 +139,9 @@ class Training:
     def open(self, metrics_logger: MetricsLogger) -> None:
         """Open the files for measurements, once the output folder exists."""
         self.metrics_logger = metrics_logger
-        self.gpus = GpuUsage(self.world, self.config.train.folder)
+        folder = self.config.train.folder
+        with run_folder.writing(folder, self.world, EXIT_BAD_INPUT):
+            self.gpus = GpuUsage(self.world, folder)
 
     def run(self, metrics_logger: MetricsLogger, stoppable: bool = True) -> dict[str, Any]:
         """Train to the end. Returns the results for train_results.json.

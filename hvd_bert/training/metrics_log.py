@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from hvd_bert.distributed.logs import log
 from hvd_bert.storage import written
-from hvd_bert.storage.writing import open_to_append
+from hvd_bert.storage.writing import JsonLines
 
 # Minimum time between progress lines without a terminal (a job's log file, a launcher's pipe).
 LINE_EVERY_S = 10.0
@@ -26,15 +26,16 @@ class MetricsLogger:
     """Records metrics and shows progress. On ranks other than 0 (`enabled` false) every method does nothing."""
 
     def __init__(self, folder: Path, enabled: bool, resumed_step: int | None = None) -> None:
-        """`resumed_step`: TensorBoard discards values of later steps."""
+        """`resumed_step`: TensorBoard discards values of later steps. Raises OSError if a file cannot be written."""
         self.enabled = enabled
         self.step = self.first_step = self.total_steps = 0
         self.steps_per_epoch = 1
         if not enabled:
             return
         written.add(folder, "metrics.jsonl", "tb")
-        self.jsonl = open_to_append(folder / "metrics.jsonl")
+        self.jsonl = JsonLines(folder / "metrics.jsonl")
         self.board: Any = EventFileWriter(str(folder / "tb"))
+        self._board_failed = False
         if resumed_step is not None:
             self._add_event(resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
         self.bar = tqdm(disable=True)
@@ -69,12 +70,16 @@ class MetricsLogger:
     def _record(self, step: int, values: dict[str, float]) -> None:
         # An overflow (fp16) may leave an infinite norm, which JSON cannot hold.
         row = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self.jsonl.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
-        self.jsonl.flush()
+        self.jsonl.write({"step": step, **row})
         scalars = dict(_scalar(name, value) for name, value in values.items())
         # One event for all values: add_scalar would write one per value and take that many times longer.
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()])
-        self._add_event(step, summary=summary)
+        try:
+            self._add_event(step, summary=summary)
+        except OSError as error:  # of the library's thread, which has ended
+            if not self._board_failed:
+                log.warning("TensorBoard's file cannot be written: %s. Training continues.", error.strerror or error)
+            self._board_failed = True
 
     def _add_event(self, step: int, **content: Any) -> None:
         self.board.add_event(Event(wall_time=time.time(), step=step, **content))
@@ -100,7 +105,8 @@ class MetricsLogger:
         """Flush and close the files."""
         if self.enabled:
             self.bar.close()
-            self.board.close()
+            with suppress(OSError):  # `_record` has warned
+                self.board.close()
             self.jsonl.close()
 
 

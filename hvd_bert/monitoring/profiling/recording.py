@@ -39,7 +39,7 @@ class Recording:
         self.steps = range(wanted.start, min(wanted.stop, total_steps + 1))
         # Without --timeline_file --profile records the timeline, too, in the output folder.
         self._in_folder = self.config.profile and config.parallel.strategy == "horovod" and world.size > 1
-        self.running = False
+        self.running = self._unwritable = False
         self.profiler: torch.profiler.profile | None = None
         self.offset_ns = 0
         self.laps: list[tuple[str, int]] = []
@@ -57,6 +57,8 @@ class Recording:
     @property
     def file(self) -> Path | None:
         """The file of Horovod's timeline; None without one."""
+        if self._unwritable:
+            return None
         if self.config.timeline:
             return Path(self.config.timeline)
         return self._train.folder / TIMELINE if self._in_folder else None
@@ -78,13 +80,22 @@ class Recording:
             self.profiler = torch.profiler.profile()
             self.profiler.start()
         if self.file and self.world.rank == 0:
-            written.add(self._train.folder, _name_in(self._train.folder, self.file))
-            self.world.start_timeline(self.file, self.config.timeline_mark_cycles)
+            self._start_timeline(self.file)
         self.world.allgather(None)  # no rank sends a gradient before rank 0 records it
         self.meter.lap("other")
         if self.profiler:
             self.laps.append(("", time.time_ns()))
             self.meter.on_lap = lambda phase: self.laps.append((phase, time.time_ns()))
+
+    def _start_timeline(self, file: Path) -> None:
+        try:
+            written.add(self._train.folder, _name_in(self._train.folder, file))
+        except OSError as error:
+            reason = error.strerror or error
+            log.warning("%s: the timeline cannot be recorded: %s. Training continues.", file, reason)
+            self._unwritable = True
+        else:
+            self.world.start_timeline(file, self.config.timeline_mark_cycles)
 
     def _stop(self) -> None:
         self.running = False

@@ -1,0 +1,99 @@
+"""A disk that is full or read-only: one message before training; during training a warning, and training continues."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from test_metrics_log import SCORES, metrics, rows
+from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  fixtures
+from test_written import recording
+
+from hvd_bert.distributed.world import CollectiveError
+from hvd_bert.monitoring.gpu_usage import GpuUsage
+from hvd_bert.monitoring.profiling import recording as recording_module
+from hvd_bert.storage.writing import JsonLines
+from hvd_bert.train import loop
+from hvd_bert.training import metrics_log
+from hvd_bert.training.metrics_log import MetricsLogger
+
+FULL = Path("/dev/full")
+
+
+def raising(number: int):
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS], ids=errno.errorcode.get)
+@pytest.mark.parametrize(("module", "opener"), [(metrics_log, "JsonLines"), (loop, "GpuUsage")])
+def test_files_that_cannot_be_opened_end_the_run_before_training(base, tmp_path, monkeypatch, module, opener, number):  # noqa: F811
+    monkeypatch.setattr(module, opener, raising(number))
+    with pytest.raises(CollectiveError) as failed:
+        train(base, "--output_dir", str(tmp_path / "out"))
+    assert str(failed.value) == f"--output_dir {tmp_path / 'out'} cannot be written: {os.strerror(number)}."
+    assert failed.value.status == 2
+
+
+def test_metrics_that_cannot_be_written_are_one_warning(tmp_path, monkeypatch, caplog):
+    metrics_logger = MetricsLogger(tmp_path, enabled=True)
+    metrics_logger.jsonl.close()
+    metrics_logger.jsonl = JsonLines(FULL)
+    metrics_logger.begin(3, step=0, steps_per_epoch=3)
+    monkeypatch.setattr(metrics_logger.board, "add_event", raising(errno.ENOSPC))
+    with caplog.at_level(logging.WARNING, "hvd_bert"):
+        for step in (1, 2):
+            metrics_logger.logged(step, metrics(step))
+        metrics_logger.evaluated(SCORES, 2)
+        metrics_logger.close()
+    assert caplog.messages == [
+        "/dev/full cannot be written: No space left on device. Training continues.",
+        "TensorBoard's file cannot be written: No space left on device. Training continues.",
+    ]
+
+
+def test_lines_are_written_once_there_is_space(tmp_path, caplog):
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    space = os.dup(descriptor := lines._file.fileno())
+    full = os.open(FULL, os.O_WRONLY)
+    os.dup2(full, descriptor)
+    with caplog.at_level(logging.WARNING, "hvd_bert"):
+        lines.write({"step": 1}, {"step": 2})
+    assert rows(tmp_path) == [] and len(caplog.messages) == 1
+    os.dup2(space, descriptor)
+    lines.write({"step": 3})
+    lines.close()
+    assert rows(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+    os.close(space)
+    os.close(full)
+
+
+def test_gpu_usage_that_cannot_be_opened_starts_no_thread(tmp_path, monkeypatch):
+    started: list[object] = []
+    monkeypatch.setattr("hvd_bert.monitoring.gpu_usage.JsonLines", raising(errno.EROFS))
+    monkeypatch.setattr("hvd_bert.monitoring.gpu_usage.Sampler", started.append)
+    world = SimpleNamespace(rank=0, rank_infos=(SimpleNamespace(device_id="0-a"),))
+    with pytest.raises(OSError, match="Read-only"):
+        GpuUsage(world, tmp_path)  # type: ignore[arg-type]
+    assert started == []
+
+
+def test_timeline_that_cannot_be_recorded_is_a_warning(tmp_path, monkeypatch, caplog):
+    out = tmp_path / "out"
+    out.mkdir()
+    recorded = recording(tmp_path / "t.json", out)
+    monkeypatch.setattr(recording_module.written, "add", raising(errno.ENOSPC))
+    with caplog.at_level(logging.INFO, "hvd_bert"):
+        for step in (1, 2, 3):
+            recorded.before(step)
+            recorded.after(step)
+        recorded.close()
+    assert caplog.messages == [
+        f"{tmp_path / 't.json'}: the timeline cannot be recorded: No space left on device. Training continues."
+    ]
