@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.models.bert.modeling_bert import BertForQuestionAnswering
@@ -79,13 +81,28 @@ SUPPORTED = {
 }
 
 
-def reported(name: str) -> AbstractContextManager[None]:
-    """Turn any error inside into a UserError that says that `name` cannot be loaded, and why."""
+def reported(name: str, cache_dir: str | None = None) -> AbstractContextManager[None]:
+    """Turn any error inside into a UserError that says that `name` cannot be loaded, why, and what to do."""
     return as_user_error(
         lambda reason: (
-            f"'{name}' cannot be loaded ({reason}). Name a local folder, download the model into the cache on a machine"
-            " with network access, or try `--config sample`, which needs no download."
+            f"'{name}' cannot be loaded ({reason}). {_remedy(name, cache_dir)}, or try `--config sample`, which has a"
+            " model of its own."
         )
+    )
+
+
+def _remedy(name: str, cache_dir: str | None) -> str:
+    if os.path.lexists(name):
+        return "Fix or replace it, name another model"
+    try:
+        cached = try_to_load_from_cache(name, "config.json", cache_dir)
+    except HFValidationError:  # not a name on the hub
+        return "Check the path"
+    if isinstance(cached, str):
+        return f"Delete the model's folder in the hub's cache ({Path(cached).parents[2]}) and download it again"
+    return (
+        "Check the name, name a local folder, or download the model into the hub's cache on a machine with network"
+        " access"
     )
 
 
@@ -93,7 +110,7 @@ def load(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:
     """`kind.from_pretrained(name)`: from a folder, else the hub's cache, else the hub. Raises UserError."""
     transformers_logging.set_verbosity_error()  # our checks replace its warnings, which every rank would print
     transformers_logging.disable_progress_bar()
-    with reported(name):
+    with reported(name, args.cache_dir):
         try:
             return _load(kind, name, args, **extra)
         except pickle.UnpicklingError:
@@ -163,7 +180,7 @@ def load_config(name: str, args: ModelArguments, copies: int = 1) -> Any:
     config = load(AutoConfig, name, args)
     if config.model_type != "bert":
         raise UserError(f"{name} is a {config.model_type} model: this trainer fine-tunes BERT.")
-    with reported(name):
+    with reported(name, args.cache_dir):
         _check_config(config)
         needed, free = copies * 4 * num_weights(config), free_memory()
         if needed > free:

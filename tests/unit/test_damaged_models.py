@@ -15,7 +15,7 @@ import torch
 from transformers import BertConfig, BertForQuestionAnswering
 
 from hvd_bert.config.settings import ModelArguments
-from hvd_bert.data import squad, windows
+from hvd_bert.data import hub, squad, windows
 from hvd_bert.errors import UserError
 from hvd_bert.model import loading
 from hvd_bert.model.bert import load_model, load_tokenizer
@@ -271,3 +271,30 @@ def test_memory_for_all_copies(good, monkeypatch):
 def test_missing_folder():
     with pytest.raises(UserError, match=r"'/nowhere' cannot be loaded \(no such folder\)\. "):
         load_tokenizer(ModelArguments(model_name_or_path="/nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("damaged", r"\(config.json is not JSON: .*\)\. Fix or replace it, name another model"),
+        ("/nowhere", r"\(no such folder\)\. Check the path"),
+        ("./nowhere/at/all", r"\. Check the path"),
+        ("someone/uncached", r"\. Check the name, name a local folder, or download the model into the hub's cache"),
+        (
+            "someone/cached",
+            r"\. Delete the model's folder in the hub's cache .*models--someone--cached. and download",
+        ),
+    ],
+)
+def test_remedy_fits_the_reason(tmp_path, monkeypatch, name, remedy):
+    cached = tmp_path / "cache" / "models--someone--cached"
+    for folder in (tmp_path / "damaged", cached / "snapshots" / ("0" * 40)):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "reachable", lambda: False)
+    args = ModelArguments(model_name_or_path=name, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(UserError, match=rf"'{name}' cannot be loaded .*{remedy}.*, or try `--config sample`"):
+        load_config(name, args)
