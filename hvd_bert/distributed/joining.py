@@ -7,7 +7,8 @@ import os
 import torch
 
 from hvd_bert.distributed.horovod_world import HorovodWorld
-from hvd_bert.distributed.launch import WorldsOfOne, find_launcher, is_elastic, requested_tasks
+from hvd_bert.distributed.launch import WorldsOfOne, find_launcher, is_elastic
+from hvd_bert.distributed.slurm import requested_tasks
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
 

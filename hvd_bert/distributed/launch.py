@@ -124,12 +124,6 @@ def check_nesting(launcher: Launcher, environ: Mapping[str, str]) -> None:
         )
 
 
-def requested_tasks(environ: Mapping[str, str]) -> int:
-    """The tasks of the Slurm job around this process; of the step, where the job did not request a number per node."""
-    per_node = number(environ, "SLURM_NTASKS_PER_NODE") or 0
-    return max(number(environ, "SLURM_NTASKS") or 1, per_node * (number(environ, "SLURM_JOB_NUM_NODES") or 0))
-
-
 def _size_and_rank(environ: Mapping[str, str], launcher: str, *names: str) -> tuple[int | None, int | None]:
     size, rank = (number(environ, name, minimum) for name, minimum in zip(names, (1, 0), strict=True))
     if size is not None and rank is not None and rank >= size:
@@ -179,11 +173,6 @@ def is_elastic(environ: Mapping[str, str]) -> bool:
     return environ.get("HOROVOD_ELASTIC") == "1"
 
 
-def is_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process."""
-    return "SLURM_STEP_ID" in environ
-
-
 def check_size(launcher: Launcher, horovod_size: int) -> None:
     """Raise WorldsOfOne if Horovod's world size is not the launcher's: N worlds of one would train N times."""
     if launcher.size is None or launcher.size == horovod_size:
@@ -215,20 +204,6 @@ def check_pmi(launcher: Launcher, environ: Mapping[str, str], mpi: str) -> None:
         )
 
 
-def slurm_nodes(environ: Mapping[str, str]) -> str:
-    """Slurm's list of the nodes of this step, such as gpu[1-4],login. Raises UserError if it is missing."""
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    if not nodes:
-        raise UserError("The nodes of this job step are unknown (SLURM_STEP_NODELIST is not set). Start with srun.")
-    return nodes
-
-
-def slurm_port(environ: Mapping[str, str]) -> int:
-    """A port for the tasks of this Slurm step. Other steps and jobs get other ports."""
-    job, step = (number(environ, name) or 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return 10_000 + (job * 1009 + step) % 20_000
-
-
 def choose_device(num_devices: int, local_rank: int, local_size: int) -> str:
     """Device of a rank, "cpu" or "cuda:i", from the number of visible GPUs. Raises UserError if there are too few.
 
@@ -244,36 +219,6 @@ def choose_device(num_devices: int, local_rank: int, local_size: int) -> str:
             f" {num_devices} ranks per host, or request more GPUs (Slurm: --gres=gpu:N)."
         )
     return f"cuda:{local_rank}"
-
-
-def find_job(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """The Slurm job around this process: its `id`, `name`, `partition`, `nodes` (Slurm's list), `array`; or None."""
-    variables = {"id": "JOB_ID", "name": "JOB_NAME", "partition": "JOB_PARTITION", "nodes": "JOB_NODELIST"}
-    job = {key: environ[f"SLURM_{name}"] for key, name in variables.items() if f"SLURM_{name}" in environ}
-    if "SLURM_ARRAY_JOB_ID" in environ:
-        job["array"] = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ.get('SLURM_ARRAY_TASK_ID', '')}"
-    return job if "id" in job else None
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """A Slurm job's nodes, tasks per node and cores per task."""
-
-    nodes: int
-    tasks_per_node: int
-    cpus_per_task: int | None
-
-
-def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """The allocation of the Slurm job around this process, outside of its steps; None without a job."""
-    if "SLURM_JOB_ID" not in environ:
-        return None
-
-    nodes = number(environ, "SLURM_JOB_NUM_NODES", 1) or number(environ, "SLURM_NNODES", 1) or 1
-    # TASKS_PER_NODE may be "2(x3)" or "2,1": take the first node's number.
-    first = {"SLURM_TASKS_PER_NODE": re.split(r"[(,]", environ.get("SLURM_TASKS_PER_NODE", "1"))[0]}
-    tasks = number(environ, "SLURM_NTASKS_PER_NODE", 1) or number(first, "SLURM_TASKS_PER_NODE", 1) or 1
-    return Allocation(nodes, tasks, number(environ, "SLURM_CPUS_PER_TASK", 1))
 
 
 def share_cores(mine: frozenset[int], on_this_host: Sequence[frozenset[int]]) -> int:

@@ -18,8 +18,9 @@ from typing import Any
 from torch.distributed import DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its stubs
 
 from hvd_bert.distributed.interfaces import address_of, address_towards, choose_interface
-from hvd_bert.distributed.launch import gloo_timeout_s, horovodrun_address, slurm_nodes, slurm_port
+from hvd_bert.distributed.launch import gloo_timeout_s, horovodrun_address
 from hvd_bert.distributed.logs import describe_ranks, log
+from hvd_bert.distributed.slurm import slurm_nodes, slurm_port
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import UserError
 

@@ -22,11 +22,10 @@ from hvd_bert.distributed.launch import (
     check_devices,
     choose_device,
     choose_threads,
-    find_job,
-    is_slurm_step,
     share_cores,
 )
 from hvd_bert.distributed.logs import log
+from hvd_bert.distributed.slurm import find_job, is_slurm_step
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 
 __all__ = ["CollectiveError", "HostsChanged", "World", "log"]

@@ -69,7 +69,7 @@ def test_horovod_is_imported_at_home_only(module):
 # DeepSpeed reads some of them itself, and must be told otherwise.
 READERS = (
     "distributed.launch", "distributed.horovod_world", "distributed.rendezvous", "distributed.watchdog",
-    "distributed.interfaces", "strategies.deepspeed",
+    "distributed.interfaces", "distributed.slurm", "strategies.deepspeed",
 )  # fmt: skip
 
 

@@ -13,12 +13,10 @@ from hvd_bert.distributed.launch import (
     check_size,
     choose_device,
     choose_threads,
-    find_job,
     find_launcher,
     share_cores,
-    slurm_nodes,
-    slurm_port,
 )
+from hvd_bert.distributed.slurm import find_job, slurm_nodes, slurm_port
 from hvd_bert.errors import UserError
 
 # Variables that the launchers set for rank 3 of 4.

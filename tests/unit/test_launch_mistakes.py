@@ -9,13 +9,12 @@ from hvd_bert.distributed.launch import (
     LaunchError,
     check_horovod,
     check_nesting,
-    find_allocation,
     find_launcher,
     gloo_timeout_s,
     is_nested,
-    requested_tasks,
     speaks_first,
 )
+from hvd_bert.distributed.slurm import find_allocation, requested_tasks
 
 NUMBERS = {
     "horovodrun": ("HOROVOD_SIZE", "HOROVOD_RANK", "HOROVOD_LOCAL_RANK"),

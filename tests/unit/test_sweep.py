@@ -24,7 +24,7 @@ from hvd_bert.bench.launching import Hosts, Launching, Machine
 from hvd_bert.bench.one_run import Stopped, reason_of, signals, start_and_wait
 from hvd_bert.bench.points import OWNERS, Plan, Point, check_flags
 from hvd_bert.config.command_line import parse
-from hvd_bert.distributed.launch import Allocation, find_allocation
+from hvd_bert.distributed.slurm import Allocation, find_allocation
 from hvd_bert.errors import UserError
 from hvd_bert.storage import writing, written
 
