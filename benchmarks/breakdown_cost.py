@@ -31,6 +31,7 @@ from hvd_bert.config import command_line
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed.runner import run_as_rank
 from hvd_bert.distributed.world import World
+from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.train.loop import Training, set_up
 from hvd_bert.training.breakdown import Breakdown
 from hvd_bert.training.inputs import Inputs, TrainingSet
@@ -139,12 +140,12 @@ def main(world: World) -> None:
     with world.raise_on_all_ranks():
         flags, config = parse()
     set_up(config, world)
-    inputs = even_inputs(flags, config, world)
-    inputs.model.to(device=world.device)  # type: ignore[call-arg]  # transformers hides the signature
+    task = QuestionAnswering(config, world, even_inputs(flags, config, world))
+    task.model.to(device=world.device)
     with tempfile.TemporaryDirectory() as folder:
         config.train.output_dir = folder
         with closing(MetricsLogger(Path(folder), enabled=world.rank == 0)) as metrics_logger:
-            training = Training(inputs, None, None, config, world)
+            training = Training(task, None, None, config, world)
             training.open(metrics_logger)
             metrics_logger.begin(config.train.max_steps, 0, training.plan.steps_per_epoch)
             training.state.strategy.module.train()

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hvd_bert.data.batch_plan import BatchPlan
-from hvd_bert.data.collate import Collator
-from hvd_bert.model.bert import autocast, window_losses
-from hvd_bert.model.flops import training_flops
+from hvd_bert.data.batch_plan import BatchPlan, Lengths
+from hvd_bert.distributed.world import World
+from hvd_bert.model.precision import autocast
 from hvd_bert.monitoring.process_usage import seconds_since_start
+from hvd_bert.tasks.base import Task
 from hvd_bert.training.meter import PHASES
 from hvd_bert.training.metrics_log import MetricsLogger
 
@@ -38,19 +36,22 @@ class Recorder(MetricsLogger):
         self.rows.append({"step": step, **metrics})
 
 
-def section_figures(row: dict[str, float], lengths: Iterable[np.ndarray], model: Any, peak: float) -> dict[str, float]:
+def section_figures(
+    row: dict[str, float], lengths: Iterable[Lengths], flops: Callable[[Lengths], float | None], peak: float
+) -> dict[str, float]:
     """The figures of one section of steps.
 
-    `row`: as logged at its end. `lengths`: tokens per window, for each step. `peak`: matmul FLOP/s of all ranks.
+    `row`: as logged at its end. `lengths`: tokens per window, for each step. `flops`: `Task.flops`. `peak`: matmul
+    FLOP/s of all ranks.
     """
     steps = list(lengths)
-    flops = sum(training_flops(model, step) for step in steps) / (row["step_s"] * len(steps))
+    counts = [count for count in map(flops, steps) if count is not None]
+    rate = sum(counts) / (row["step_s"] * len(steps))
     return {
         "windows_per_s": row["windows_per_s"],
         "tokens_per_s": row["tokens_per_s"],
         "step_s": row["step_s"],
-        "useful_gflops": flops / 1e9,
-        "matmul_utilization": flops / peak,
+        **({"useful_gflops": rate / 1e9, "matmul_utilization": rate / peak} if counts else {}),
         **({"mfu": row["mfu"]} if "mfu" in row else {}),
         **{f"{phase}_share": row[f"{phase}_s"] / row["step_s"] for phase in PHASES if f"{phase}_s" in row},
     }
@@ -78,10 +79,12 @@ def padding_share(plan: BatchPlan, pad_to: int | None, steps: range) -> float:
     return float(1 - sum(lengths.sum() for lengths in batches) / computed)
 
 
-def memory_needed(model: nn.Module, plan: BatchPlan, collate: Collator, rank: int, steps: range, precision: str) -> int:
+def memory_needed(task: Task, world: World, steps: range, precision: str) -> int:
     """Bytes of weights, gradients and optimizer state, and of the activations that the largest batch saves."""
-    of_steps = [ids for step in steps for ids in plan.rank_windows(step, rank)]
-    largest = collate(max(of_steps, key=lambda ids: int(plan.lengths[ids].sum())))
+    model, plan = task.model, task.plan
+    assert plan is not None
+    of_steps = [ids for step in steps for ids in plan.rank_windows(step, world.rank)]
+    largest = task.batch(max(of_steps, key=lambda ids: int(plan.lengths[ids].sum())))
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -91,7 +94,7 @@ def memory_needed(model: nn.Module, plan: BatchPlan, collate: Collator, rank: in
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor), autocast(collate.device, precision):
-        loss = window_losses(model, largest).sum()
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor), autocast(world.device, precision):
+        loss = task.losses(model, largest).sum()
     del loss
     return STATES * FP32_BYTES * sum(p.numel() for p in model.parameters()) + sum(kept.values())

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hvd_bert.model.bert import AUTOCAST
 from hvd_bert.model.cpu import linear
+from hvd_bert.model.precision import AUTOCAST
 
 ROUNDS, ROUND_S = 5, 0.15
 

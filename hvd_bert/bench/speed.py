@@ -14,19 +14,22 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from hvd_bert.bench import measure
 from hvd_bert.bench.peak import matmul_peak
-from hvd_bert.bench.workload import random_inputs
+from hvd_bert.bench.workload import random_task
 from hvd_bert.checkpoint import run_folder
 from hvd_bert.config.settings import Config
-from hvd_bert.data.collate import Collator
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.monitoring.process_usage import memory_now, memory_peak, seconds_since_start
 from hvd_bert.storage.writing import writing_to
 from hvd_bert.storage.written import check_marked
+from hvd_bert.tasks.base import Task
+from hvd_bert.tasks.table import load_task
 from hvd_bert.train.loop import Training, set_up
-from hvd_bert.training.inputs import Inputs, load_inputs
 
 GENERATOR = "hvd_bert.bench"  # the first value of --json's file, which marks it as this program's
 # name -> label and format
@@ -54,60 +57,61 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
         if flags.json and world.rank == 0:
             with writing_to("--json", flags.json):
                 check_marked(flags.json, f'"generator": "{GENERATOR}"')
-        inputs = _inputs(flags, config, world)
-    world.check_same({f"--{name}": value for name, value in config.as_flat().items()} | _fingerprint(inputs))
-    inputs.model.to(device=world.device)  # type: ignore[call-arg]  # transformers hides the signature
-    figures = _measure(inputs, flags, config, world, before)
+        task = _task(flags, config, world)
+    world.check_same({f"--{name}": value for name, value in config.as_flat().items()} | _fingerprint(task))
+    task.model.to(device=world.device)
+    figures = _measure(task, flags, config, world, before)
     with world.raise_on_all_ranks(EXIT_FAILURE):
         if world.rank == 0:
             record = {
                 "generator": GENERATOR,
                 "command": sys.argv[1:],
                 "settings": config.as_flat(),
+                "unit": task.unit,
                 **figures,
                 **run_folder.facts(config, world),
             }
             _print_table(record, flags.json)
 
 
-def _inputs(flags: argparse.Namespace, config: Config, world: World) -> Inputs:
+def _task(flags: argparse.Namespace, config: Config, world: World) -> Task:
     if not flags.random:
-        return load_inputs(config, world)
+        return load_task(config, world)
     step = config.train.windows_per_step(world.size * world.devices)
-    return random_inputs(flags.model, flags.windows or step * config.train.max_steps, config, world)
+    return random_task(flags.model, flags.windows or step * config.train.max_steps, config, world)
 
 
-def _fingerprint(inputs: Inputs) -> dict[str, object]:
-    assert inputs.train is not None
-    return {"the model": str(inputs.model.config), "tokens of all windows": int(inputs.train.plan.lengths.sum())}
+def _fingerprint(task: Task) -> dict[str, object]:
+    assert task.plan is not None
+    shape = getattr(task.model, "config", task.model)
+    return {"the model": str(shape), "tokens of all windows": int(task.plan.lengths.sum())}
 
 
-def _measure(inputs: Inputs, flags: argparse.Namespace, config: Config, world: World, before: int) -> dict[str, Any]:
+def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World, before: int) -> dict[str, Any]:
     """Measure all figures. A collective. `before`: bytes in use before the model was created."""
-    assert inputs.train is not None
-    model, plan, args = inputs.model, inputs.train.plan, config.train
-    shape, device, recorder = model.config, world.device, measure.Recorder()
-    collate = Collator(inputs.train.windows, device, config.data.pad_to)
+    assert task.plan is not None
+    plan, args, device, recorder = task.plan, config.train, world.device, measure.Recorder()
     tokens = int(plan.rank_tokens(0)[world.rank] / plan.accumulation)
     world.allgather(None)  # all ranks measure at the same time, as they train
     start = seconds_since_start()
-    peak = matmul_peak(shape, tokens, device, args.precision)
+    peak = _matmul_peak(task, tokens, device, args.precision)
     measuring_s = seconds_since_start() - start
     with tempfile.TemporaryDirectory() as folder:
         args.output_dir = folder  # GPU usage is recorded there
-        Training(inputs, None, None, config, world).run(recorder, stoppable=False)
+        Training(task, None, None, config, world).run(recorder, stoppable=False)
     args.output_dir = None
     used = memory_peak(device) - before
     timed = range(flags.steps, args.max_steps)
-    needed = measure.memory_needed(model, plan, collate, world.rank, timed, args.precision)
+    needed = measure.memory_needed(task, world, timed, args.precision)
     world.allgather(None)
-    peak = max(peak, matmul_peak(shape, tokens, device, args.precision))
+    peak = max(peak, _matmul_peak(task, tokens, device, args.precision))
     first_step_s = recorder.first_step_s - measuring_s
     ranks = world.allgather({"peak": peak, "memory": used, "needed": needed, "first_step_s": first_step_s})
     rows = [row for row in recorder.rows if row["step"] > flags.steps]
     whole_peak = sum(rank["peak"] for rank in ranks)
     sections = [
-        measure.section_figures(row, _lengths(plan, int(row["step"]), flags.steps), shape, whole_peak) for row in rows
+        measure.section_figures(row, _lengths(plan, int(row["step"]), flags.steps), task.flops, whole_peak)
+        for row in rows
     ]
     return {
         "figures": measure.spread(sections),
@@ -124,6 +128,13 @@ def _measure(inputs: Inputs, flags: argparse.Namespace, config: Config, world: W
     }
 
 
+def _matmul_peak(task: Task, tokens: int, device: torch.device, precision: str) -> float:
+    """0 if the task's useful FLOP are unknown, so that no share of the peak can be given."""
+    if task.flops(np.array([tokens], np.int32)) is None:
+        return 0.0
+    return matmul_peak(task.model.config, tokens, device, precision)
+
+
 def _lengths(plan: Any, last: int, steps: int) -> list[Any]:
     return [plan.lengths[plan.step_windows(step)] for step in range(last - steps, last)]
 
@@ -136,9 +147,11 @@ def _print_table(record: dict[str, Any], path: Path | None) -> None:
         if name not in spreads:  # the MFU without a known peak, communication that a strategy does not separate
             continue
         values = [form.format(spreads[name][kind]) for kind in ("median", "least", "most")]
+        label = label.replace("windows", record["unit"])
         lines.append(f"{label:<40} " + " ".join(f"{value:>12}" for value in values))
+    if record["matmul_peak_gflops"]:
+        lines.append(f"{'matmul peak, GFLOP/s, all ranks':<40} {record['matmul_peak_gflops']:>12.1f}")
     lines += [
-        f"{'matmul peak, GFLOP/s, all ranks':<40} {record['matmul_peak_gflops']:>12.1f}",
         f"{'padding, share of positions':<40} {record['padding_share']:>12.4f}",
         f"{'tokens per rank, maximum over mean':<40} {record['imbalance']:>12.4f}",
         f"{'memory per rank (maximum), GiB':<40} {max(record['memory_bytes']) / 2**30:>12.2f}",

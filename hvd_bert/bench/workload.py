@@ -17,6 +17,7 @@ from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.model.bert import new_model
 from hvd_bert.model.loading import load_config, reported
+from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.training.inputs import Inputs, TrainingSet, make_plan, weight_copies
 
 # Tokens per window: minimum, deciles and maximum over the 3,889 windows of the first 11 articles of SQuAD v1.1's
@@ -61,6 +62,11 @@ def random_inputs(model: str | None, num_windows: int, config: Config, world: Wo
     with reported(model or "BERT-base"):
         network = new_model(shape, config.model.dropout, args.seed, padded=data.pad_to is not None)
     return Inputs(None, network, TrainingSet(source, table, plan), None)
+
+
+def random_task(model: str | None, num_windows: int, config: Config, world: World) -> QuestionAnswering:
+    """Question answering with `random_inputs`."""
+    return QuestionAnswering(config, world, random_inputs(model, num_windows, config, world))
 
 
 def _config_of(model: str | None, copies: int) -> Any:

@@ -16,7 +16,7 @@ from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
 from hvd_bert.storage import written
-from hvd_bert.training.inputs import Inputs
+from hvd_bert.tasks.base import Task
 from hvd_bert.training.state import TrainState
 
 LATEST = "latest"
@@ -41,11 +41,11 @@ class ResumePoint:
         return state
 
 
-def check_evaluation(config: Config, inputs: Inputs) -> None:
+def check_evaluation(config: Config, task: Task) -> None:
     """Raise UserError if the best model or early stopping is requested without evaluations during training."""
     args = config.checkpoint
     asked = args.load_best_model_at_end or args.early_stopping_patience
-    if asked and (inputs.dev is None or config.train.eval_strategy == "no"):
+    if asked and (not task.evaluates or config.train.eval_strategy == "no"):
         raise UserError(
             "--load_best_model_at_end and --early_stopping_patience need evaluations during training: give a"
             " --validation_file, and --eval_strategy epoch or steps."
@@ -146,15 +146,14 @@ def _resumable(folder: Path) -> Contents:
     return contents
 
 
-def identity(config: Config, inputs: Inputs) -> dict[str, Any]:
+def identity(config: Config, task: Task) -> dict[str, Any]:
     """Properties that must not change on resume: the model's shape, the data, settings that affect learning."""
-    assert inputs.train is not None
+    assert task.plan is not None
     settings = {f"--{name}": value for name, value in config.as_flat().items() if not FLAGS[name].may_change_on_resume}
     return settings | {
-        "the model": _shape_of(inputs.model),
-        "the tokenizer": inputs.tokenizer_digest,
-        "the training data": inputs.train.source.digest[:12],
-        "the number of training windows": inputs.train.plan.num_windows,
+        "the model": _shape_of(task.model),
+        **task.identity(),
+        "the number of training windows": task.plan.num_windows,
     }
 
 
@@ -169,15 +168,15 @@ def _shape_of(model: nn.Module) -> str:
     return f"{len(shapes)} tensors, {size:,} parameters, {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
 
 
-def check(resume_point: ResumePoint, config: Config, inputs: Inputs) -> None:
+def check(resume_point: ResumePoint, config: Config, task: Task) -> None:
     """Raise UserError if the checkpoint is from another model, other data or other settings.
 
     Either the global batch must be the same, or the flags for the batch per rank.
     """
-    assert inputs.train is not None
+    assert task.plan is not None
     # A checkpoint older than a flag was made with the flag's default.
     defaults = {f"--{name}": flag.default for name, flag in FLAGS.items() if not flag.may_change_on_resume}
-    now, saved, plan = identity(config, inputs), defaults | resume_point.state["identity"], inputs.train.plan
+    now, saved, plan = identity(config, task), defaults | resume_point.state["identity"], task.plan
     differing = [
         f"{name} was {saved.get(name)} and is {now.get(name)}"
         for name in dict.fromkeys((*saved, *now))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import platform
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -18,20 +19,17 @@ from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_FAILURE, UserError
-from hvd_bert.evaluation.evaluator import Evaluation
 from hvd_bert.machine import PACKAGES, cpu_name, version_of
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import partial_of, write_json
+from hvd_bert.tasks.base import Evaluation, Task
 from hvd_bert.training.optim import warmup_steps
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # All files that a run may write. storage/written.py records which of them it wrote.
 RUN_FILES = {
     "train_results.json": "time, throughput, loss, world, versions",
-    "eval_results.json": "EM, F1 and validation loss",
-    "eval_predictions.json": "the answer to each question",
+    "eval_results.json": "scores and validation loss",
+    "eval_predictions.json": "the prediction for each question or example",
     "eval_nbest_predictions.json": "the best answers to each question, with probabilities",
     "eval_null_odds.json": "v2.0: the odds that a question has no answer",
     "metrics.jsonl": "one line per logged step and evaluation",
@@ -66,21 +64,13 @@ def writing(folder: Path, world: World, status: int = EXIT_FAILURE) -> Iterator[
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
-    """run_qa's files: metrics, predictions, n best answers per question and, for v2.0, the odds of "no answer"."""
-    answers = evaluation.answers
-    contents: dict[str, Any] = {
-        "eval_results.json": evaluation.metrics,
-        "eval_predictions.json": {answer.id: answer.text for answer in answers},
-        "eval_nbest_predictions.json": {answer.id: answer.nbest for answer in answers},
-    }
-    odds = {answer.id: answer.null_odds for answer in answers if answer.null_odds is not None}
-    if odds:
-        contents["eval_null_odds.json"] = odds
+    """Write the metrics and the task's files. Those of an earlier evaluation that it does not replace are removed."""
+    contents = {"eval_results.json": evaluation.metrics, **evaluation.files}
+    assert contents.keys() <= RUN_FILES.keys(), "the next run would not replace them"
     written.add(folder, *contents)
     for name, content in contents.items():
         write_json(folder / name, content)
-    if not odds:  # those of an earlier evaluation
-        written.remove(folder, ["eval_null_odds.json"])
+    written.remove(folder, set(fnmatch.filter(RUN_FILES, "eval_*.json")) - contents.keys())
 
 
 def write_results(folder: Path, results: dict[str, Any]) -> None:
@@ -89,19 +79,18 @@ def write_results(folder: Path, results: dict[str, Any]) -> None:
     write_json(folder / "train_results.json", results)
 
 
-def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
-    """Write files that `AutoModelForQuestionAnswering.from_pretrained(folder)` and `AutoTokenizer` load."""
+def save_model(folder: Path, task: Task) -> None:
+    """Write the task's trained model."""
     written.add(folder, "model.safetensors")  # the next run removes what a killed one leaves of it
     partial = partial_of(folder / "model.safetensors")
     written.delete(partial)
     try:
         partial.mkdir()
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial, save_jinja_files=False)  # a chat template's own file could replace a user's
+        task.save(partial)
         written.claim(folder, *os.listdir(partial))
         # config.json makes the folder a model and comes last: a crash leaves no partial model.
         for file in partial.glob("*.safetensors"):
-            shutil.copymode(partial / "config.json", file)  # safetensors gives nobody else access
+            shutil.copymode(folder / written.RECORD, file)  # safetensors gives nobody else access
         for file in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
             os.replace(file, folder / file.name)
     except SafetensorError as error:  # a full disk, for example

@@ -20,7 +20,7 @@ from hvd_bert.checkpoint.resume import identity, rank_batch
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, log
 from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED, UserError
-from hvd_bert.training.inputs import Inputs
+from hvd_bert.tasks.base import Task
 from hvd_bert.training.state import TrainState
 
 # Rank 0's seconds: training waits, the writes take, and the part of the writes that training did not wait for.
@@ -30,11 +30,11 @@ SECONDS = ("checkpoint_pause_s", "checkpoint_write_s", "checkpoint_overlap_s")
 class Checkpoints:
     """Saves a TrainState. Every method is called by all ranks; rank 0 writes."""
 
-    def __init__(self, state: TrainState, config: Config, inputs: Inputs) -> None:
+    def __init__(self, state: TrainState, config: Config, task: Task) -> None:
         self.state = state
         self.args = config.checkpoint
         self.overwrites = config.train.overwrite_output_dir
-        self._config, self._inputs = config, inputs
+        self._config, self._task = config, task
         self._writer = Writer()
         self._writes = False  # whether rank 0 is writing; equal on all ranks
         self._last_saved = -1  # not the resumed step, which may be in another run's folder
@@ -87,8 +87,8 @@ class Checkpoints:
     @cached_property
     def _of_the_run(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Content that all checkpoints of the run share: a part of state.json, and the model's small files."""
-        config, inputs = self._config, self._inputs
-        return {"identity": identity(config, inputs), "rank_batch": rank_batch(config)}, model_files(inputs)
+        config, task = self._config, self._task
+        return {"identity": identity(config, task), "rank_batch": rank_batch(config)}, model_files(task)
 
     def _contents(self, tensors: dict[str, Any], rest: dict[str, Any], model_only: bool) -> Contents:
         same, files = self._of_the_run
@@ -190,7 +190,7 @@ class Checkpoints:
         self.finish()
         if not self.args.load_best_model_at_end or best.step in (0, self.state.step):
             return self.state.step
-        folder, model, usable = self.folder / checkpoint_files.name_of(best.step), self._inputs.model, True
+        folder, model, usable = self.folder / checkpoint_files.name_of(best.step), self._task.model, True
         if world.rank == 0:
             try:
                 checkpoint_files.verify(folder)
@@ -236,9 +236,8 @@ class Writer:
         return ended
 
 
-def model_files(inputs: Inputs) -> dict[str, bytes]:
+def model_files(task: Task) -> dict[str, bytes]:
     """Files besides the weights that make a folder load as a model and its tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
-        inputs.model.config.save_pretrained(folder)
-        inputs.tokenizer.save_pretrained(folder, save_jinja_files=False)  # as in the output folder
+        task.save_description(Path(folder))
         return {file.name: file.read_bytes() for file in Path(folder).iterdir()}

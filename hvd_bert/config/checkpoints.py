@@ -44,8 +44,11 @@ class CheckpointArguments:
         "Keep the model of the best evaluation instead of the last one.",
         may_change_on_resume=True,
     )
-    metric_for_best_model: str = flag(
-        "checkpoints", "f1", "Metric that decides which model is best.", choices=("f1", "exact_match", "eval_loss")
+    metric_for_best_model: str | None = flag(
+        "checkpoints",
+        None,
+        "Metric that decides which model is best: f1, exact_match or eval_loss.",
+        default_text="f1",
     )
     early_stopping_patience: int | None = flag(
         "checkpoints",

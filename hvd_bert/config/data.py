@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from hvd_bert.config.flag import MAX_THREADS, flag, require
+from hvd_bert.config.tasks import QUESTION_ANSWERING, TASKS
 from hvd_bert.errors import UserError
 
 DEFAULT_DATASET = "squad"
@@ -13,6 +14,9 @@ DEFAULT_DATASET = "squad"
 
 @dataclass
 class DataArguments:
+    task: str = flag(
+        "data", QUESTION_ANSWERING, "What to train the model for.", choices=tuple(TASKS), source="training data"
+    )
     dataset_name: str | None = flag(
         "data",
         None,

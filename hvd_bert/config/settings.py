@@ -14,6 +14,7 @@ from hvd_bert.config.flag import all_flags, require
 from hvd_bert.config.model import DEFAULT_MODEL, ModelArguments
 from hvd_bert.config.parallel import STRATEGIES, ParallelArguments
 from hvd_bert.config.profiling import ProfilingArguments
+from hvd_bert.config.tasks import TASKS
 from hvd_bert.config.training import SCHEDULES, TrainArguments
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "SCHEDULES",
     "SECTIONS",
     "STRATEGIES",
+    "TASKS",
     "CheckpointArguments",
     "Config",
     "DataArguments",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
-from hvd_bert.data.batch_plan import BatchPlan
-from hvd_bert.data.collate import Batch, Collator
+from hvd_bert.data.batch_plan import BatchPlan, Ids
 
 AHEAD = 2  # batches to prefetch
 
@@ -16,17 +16,17 @@ AHEAD = 2  # batches to prefetch
 class Prefetcher:
     """A rank's batches in the plan's order, starting at optimizer step `first`."""
 
-    def __init__(self, plan: BatchPlan, collate: Collator, rank: int, first: int) -> None:
+    def __init__(self, plan: BatchPlan, collate: Callable[[Ids], Any], rank: int, first: int) -> None:
         self.plan = plan
         self.rank = rank
         self._collate = collate
         self._ids = (ids for step in itertools.count(first) for ids in plan.rank_windows(step, rank))
         self._next = first
-        self._ahead: deque[Future[Batch]] = deque()
+        self._ahead: deque[Future[Any]] = deque()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._fill()  # a step that cannot be shared out fails here, before training starts
 
-    def of_step(self, step: int) -> Iterator[Batch]:
+    def of_step(self, step: int) -> Iterator[Any]:
         """The micro-batches of a step. Steps must be requested in order."""
         assert step == self._next, f"step {step} instead of {self._next}"
         self._next += 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -26,20 +25,21 @@ from hvd_bert.data.collate import Collator
 from hvd_bert.data.windows import WindowTable
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_FAILURE
+from hvd_bert.evaluation.mode import evaluating
 from hvd_bert.evaluation.postprocess import Answer, SpanOptions, WindowLogits, answers_of
 from hvd_bert.evaluation.squad_metric import score
-from hvd_bert.model.bert import autocast, span_logits, span_losses
+from hvd_bert.model.bert import span_logits, span_losses
+from hvd_bert.model.precision import autocast
 from hvd_bert.training.inputs import Inputs
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """`metrics`: exact_match and f1 in percent, total, eval_loss, ..., on every rank. `answers`: in the order of the
-    questions on rank 0, empty on the others. `seconds`: duration."""
+    questions on rank 0, empty on the others."""
 
     metrics: dict[str, float]
     answers: list[Answer]
-    seconds: float
 
 
 def span_options(data: DataArguments) -> SpanOptions:
@@ -86,10 +86,7 @@ def window_logits(
 
 
 class Evaluator:
-    """Evaluates a model on the questions of `inputs.dev` with the options in `config.data`.
-
-    `totals`: number and total duration of the evaluations.
-    """
+    """Evaluates a model on the questions of `inputs.dev` with the options in `config.data`."""
 
     def __init__(self, inputs: Inputs, config: Config, world: World) -> None:
         assert inputs.dev is not None
@@ -100,7 +97,6 @@ class Evaluator:
         self.precision = config.train.precision
         self.pad_to = config.data.pad_to
         self.world = world
-        self.totals = {"evaluations": 0, "evaluation_s": 0.0}
         question = self.windows.column("question")
         tokens = self.windows.lengths
         costs = np.zeros(len(self.questions), dtype=np.int64)  # per question, over its windows
@@ -112,9 +108,6 @@ class Evaluator:
 
     def __call__(self, model: nn.Module) -> Evaluation:
         """Answer and score. Call it on all ranks. The model's training mode is restored."""
-        start = time.perf_counter()
-        was_training = model.training
-        model.eval()
         rank, share = self.world.rank, self.shares[self.world.rank]
         losses: list[float] = []
         logits = window_logits(
@@ -130,9 +123,8 @@ class Evaluator:
         )
         # `question` becomes the index in this rank's own list.
         mine = (dataclasses.replace(window, question=int(np.searchsorted(share, window.question))) for window in logits)
-        with self.world.raise_on_all_ranks(status=EXIT_FAILURE):  # for example of NaN weights
+        with self.world.raise_on_all_ranks(status=EXIT_FAILURE), evaluating(model):  # for example of NaN weights
             answers = answers_of([self.questions[i] for i in share], mine, self.options)
-        model.train(was_training)
         counts = torch.tensor([sum(losses), len(losses)], dtype=torch.float64)
         total_loss, total_windows = self.world.sum(counts).tolist()
         by_rank = self.world.gather(answers)
@@ -143,10 +135,7 @@ class Evaluator:
             merged = [answer for _, answer in sorted(answered, key=itemgetter(0))]
             metrics = self._score(merged) | {"eval_loss": total_loss / total_windows}
         metrics = self.world.broadcast(metrics)
-        seconds = time.perf_counter() - start
-        self.totals["evaluations"] += 1
-        self.totals["evaluation_s"] += seconds
-        return Evaluation(metrics, merged, seconds)
+        return Evaluation(metrics, merged)
 
     def _score(self, answers: list[Answer]) -> dict[str, float]:
         v2 = self.options.version_2_with_negative

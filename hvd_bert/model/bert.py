@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.models.bert.modeling_bert import BertForQuestionAnswering
 
-from hvd_bert.config.settings import ModelArguments, TrainArguments
+from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data.collate import Batch
 from hvd_bert.errors import UserError
 from hvd_bert.model import attention
@@ -23,16 +22,6 @@ from hvd_bert.model.loading import load, load_config, reported
 
 # For speed, vocabularies are padded to a multiple of at most this; a larger surplus means another vocabulary.
 VOCAB_PADDING = 128
-
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def set_precision(args: TrainArguments) -> None:
-    """Set the precision of matrix products and, with --deterministic, make all kernels deterministic."""
-    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
-    if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
-        torch.use_deterministic_algorithms(True)
 
 
 def load_tokenizer(args: ModelArguments) -> Any:
@@ -119,12 +108,6 @@ def compile_layers(model: nn.Module) -> None:
     for layer in bert.encoder.layer:
         for part in (layer.attention.output, layer.intermediate, layer.output):
             part.compile(dynamic=True)
-
-
-def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """Autocast for a forward pass in "fp32", "bf16" or "fp16"; weights and gradients stay in fp32."""
-    dtype = AUTOCAST[precision]
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def window_losses(model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -14,24 +14,24 @@ from hvd_bert.checkpoint import output_dir, resume, run_folder
 from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.checkpoint.saving import Checkpoints
 from hvd_bert.config.settings import FLAGS, Config
-from hvd_bert.data.collate import Collator
 from hvd_bert.data.prefetch import Prefetcher
 from hvd_bert.distributed.signals import StopRequests
 from hvd_bert.distributed.world import CollectiveError, World, log
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE
-from hvd_bert.evaluation.evaluator import Evaluation, Evaluator
-from hvd_bert.model.bert import autocast, set_precision, window_losses
 from hvd_bert.model.cpu.malloc import keep_memory
 from hvd_bert.model.peaks import peak_flops
+from hvd_bert.model.precision import autocast, set_precision
 from hvd_bert.monitoring.gpu_usage import GpuUsage
 from hvd_bert.monitoring.process_usage import process_usage
 from hvd_bert.monitoring.profiling.recording import Recording
 from hvd_bert.strategies.table import strategy_class
+from hvd_bert.tasks.base import Evaluation, Task
+from hvd_bert.tasks.table import load_task
+from hvd_bert.train.evaluator import Evaluator
 from hvd_bert.training.breakdown import Breakdown, describe_steps
-from hvd_bert.training.inputs import Inputs, load_inputs
 from hvd_bert.training.metrics_log import MetricsLogger
 from hvd_bert.training.optim import large_batch_note
-from hvd_bert.training.state import TrainState
+from hvd_bert.training.state import Best, TrainState
 
 
 def run(config: Config, world: World) -> None:
@@ -47,23 +47,24 @@ def run(config: Config, world: World) -> None:
         if world.rank == 0:
             output_dir.check(config)
             resume_point = resume.find(config)
-        inputs = load_inputs(config, world)
-        resume.check_evaluation(config, inputs)
+        task = load_task(config, world)
+        resume.check_evaluation(config, task)
     settings = {f"--{name}": value for name, value in config.as_flat().items() if not FLAGS[name].chooses_start}
-    world.check_same(settings | inputs.fingerprint())  # a path that differs is a better hint than what it leads to
+    world.check_same(settings | task.fingerprint())  # a path that differs is a better hint than what it leads to
     with world.raise_on_all_ranks():
         if resume_point:  # on rank 0
-            resume.check(resume_point, config, inputs)
-    inputs.model.to(device=world.device)  # type: ignore[call-arg]  # transformers hides the signature
+            resume.check(resume_point, config, task)
+    task.model.to(device=world.device)
 
-    evaluator = Evaluator(inputs, config, world) if inputs.dev else None
-    training = Training(inputs, resume_point, evaluator, config, world) if inputs.train else None
+    evaluator = Evaluator(task) if task.evaluates else None
+    training = Training(task, resume_point, evaluator, config, world) if task.plan else None
     # Without a training evaluate first: an earlier evaluation stays until there is a new one.
-    evaluation = evaluator(inputs.model) if evaluator and not training else None
+    evaluation = evaluator(task.model) if evaluator and not training else None
     output_dir.begin(config, resume_point, world)
     folder = config.train.folder
+    resumed_step = resume_point.step if resume_point else None
     with run_folder.writing(folder, world, EXIT_BAD_INPUT) as writes:
-        metrics_logger = MetricsLogger(folder, enabled=writes, resumed_step=resume_point.step if resume_point else None)
+        metrics_logger = MetricsLogger(folder, writes, resumed_step, task.unit)
     with closing(metrics_logger):
         results: dict[str, Any] = {}
         model_step, recorded = 0, False
@@ -74,11 +75,11 @@ def run(config: Config, world: World) -> None:
             training = None  # frees the optimizer's memory
             with run_folder.writing(folder, world) as writes:
                 if writes:
-                    run_folder.save_model(folder, inputs.model, inputs.tokenizer)
+                    run_folder.save_model(folder, task)
         if evaluator:
-            evaluation = evaluation or evaluator(inputs.model)
+            evaluation = evaluation or evaluator(task.model)
             if not recorded:
-                metrics_logger.evaluated(evaluation.metrics | {"eval_s": evaluation.seconds}, model_step)
+                evaluator.record(evaluation, metrics_logger, model_step)
             results |= evaluator.totals
             with run_folder.writing(folder, world) as writes:
                 if writes:
@@ -86,8 +87,8 @@ def run(config: Config, world: World) -> None:
         usage = {"rank": world.rank} | process_usage(world.device)
         results |= run_folder.facts(config, world) | {"processes": world.gather(usage)}
         with run_folder.writing(folder, world) as writes:
-            if writes and inputs.train:
-                run_folder.write_results(folder, results | {"work": resume.identity(config, inputs)})
+            if writes and task.plan:
+                run_folder.write_results(folder, results | {"work": resume.identity(config, task)})
     if results.get("breakdown"):
         log.info("%s", "\n".join(describe_steps(results)))
     log.info("%s", run_folder.describe(folder))
@@ -111,7 +112,7 @@ class Training:
 
     def __init__(
         self,
-        inputs: Inputs,
+        task: Task,
         resume_point: ResumePoint | None,
         evaluator: Evaluator | None,
         config: Config,
@@ -119,18 +120,19 @@ class Training:
     ) -> None:
         """A collective that makes the last checks and writes nothing. `resume_point`: on rank 0, the checkpoint to
         resume from."""
-        data, args = inputs.train, config.train
-        assert data is not None
-        self.config, self.world, self.evaluator = config, world, evaluator
-        self.plan = resume.with_its_batch(data.plan, resume_point, world)
+        args, metric = config.train, config.checkpoint.metric_for_best_model or next(iter(task.metrics))
+        assert task.plan is not None
+        self.task, self.config, self.world, self.evaluator = task, config, world, evaluator
+        self.plan = resume.with_its_batch(task.plan, resume_point, world)
         self.total_steps = args.total_steps(self.plan.steps_per_epoch)
-        self.state = TrainState.fresh(inputs.model, self.plan, config, world)
+        self.state = TrainState.fresh(task.model, self.plan, Best(metric, task.metrics[metric]), config, world)
+        if args.torch_compile:
+            task.compile(self.state.strategy.trained)
         resume.restore(self.state, resume_point, args.seed)
-        collate = Collator(data.windows, world.device, config.data.pad_to)
-        self.batches = Prefetcher(self.plan, collate, world.rank, self.state.step)
+        self.batches = Prefetcher(self.plan, task.batch, world.rank, self.state.step)
         peak = peak_flops(args, config.profiling.peak_tflops, world)
-        self.breakdown = Breakdown(self.state.meter, self.plan, inputs.model.config, peak, self.state.step)
-        self.checkpoints = Checkpoints(self.state, config, inputs)
+        self.breakdown = Breakdown(self.state.meter, self.plan, task.flops, peak, self.state.step)
+        self.checkpoints = Checkpoints(self.state, config, task)
         self.recording = Recording(config, self.total_steps, self.state.meter, world)
         self.stop_requests = StopRequests(world)
         self.model_step = self.state.step
@@ -170,7 +172,7 @@ class Training:
             self.stop_requests.start_vote()  # for a signal since the last step, for example during an evaluation
             if self.stop_requests.any_rank_stops():
                 checkpoints.stop(self.stop_requests.reason())
-            state.strategy.whole_model()  # from here on inputs.model has the trained weights
+            state.strategy.whole_model()  # from here on task.model has the trained weights
             self.model_step = checkpoints.end()
             if self.model_step != state.step:
                 self.evaluation = None  # it is the last model's, and an earlier one is the best
@@ -185,7 +187,7 @@ class Training:
         for batch in meter.timed("data", self.batches.of_step(state.step)):
             with meter.phase("compute"):
                 with autocast(self.world.device, self.config.train.precision):
-                    losses = window_losses(strategy.module, batch)[: batch.num_windows]
+                    losses = self.task.losses(strategy.module, batch)[: batch.num_windows]
                 # The strategy averages over the ranks. The factor makes that the mean over the step's windows.
                 loss = losses.sum() * (self.world.size / step_windows)
                 strategy.backward(loss)
@@ -236,7 +238,7 @@ class Training:
         with self.state.meter.paused():
             evaluation = self.evaluator(self.state.strategy.whole_model())
         step = self.state.step
-        self.metrics_logger.evaluated(evaluation.metrics | {"eval_s": evaluation.seconds}, step)
+        self.evaluator.record(evaluation, self.metrics_logger, step)
         self.state.eval_pending = False
         self.checkpoints.evaluated(evaluation.metrics)
         is_last = step == self.total_steps or self.checkpoints.patience_is_over

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from hvd_bert.data.batch_plan import BatchPlan
-from hvd_bert.model.flops import training_flops
+from hvd_bert.data.batch_plan import BatchPlan, Lengths
 from hvd_bert.training.meter import Meter
 
 NAMES = {
@@ -35,16 +34,25 @@ class Breakdown:
     If there are several lines, the sums leave out the first: its steps (usually one) are warm-up.
     """
 
-    def __init__(self, meter: Meter, plan: BatchPlan, shape: Any, peak_flops: float | None, step: int) -> None:
-        """`shape`: the model's config. `peak_flops`: of all devices; None if unknown. `step`: steps done before."""
-        self.meter, self.plan, self.shape, self.peak_flops = meter, plan, shape, peak_flops
+    def __init__(
+        self,
+        meter: Meter,
+        plan: BatchPlan,
+        flops: Callable[[Lengths], float | None],
+        peak_flops: float | None,
+        step: int,
+    ) -> None:
+        """`flops`: of a training on windows of given lengths, see `Task.flops`. `peak_flops`: of all devices; None if
+        unknown. `step`: steps done before."""
+        self.meter, self.plan, self.flops, self.peak_flops = meter, plan, flops, peak_flops
         self.taken = 0  # steps, by this process
         self._imbalances = sum(plan.imbalance(before) for before in range(meter.last_step, step))
         self._lines = 0
         self._forget()
 
     def _forget(self) -> None:
-        self._seconds = self._flops = self._imbalance = 0.0
+        self._seconds = self._imbalance = 0.0
+        self._flops: float | None = 0.0
         self._steps = self._watched = self._windows = self._tokens = self._positions = 0
         self._phases = torch.zeros(self.plan.size, len(self.meter.phases), dtype=torch.float64)
 
@@ -58,23 +66,26 @@ class Breakdown:
         steps = range(self.meter.last_step, step)
         row = self.meter.read(step)
         windows = np.concatenate([self.plan.step_windows(before) for before in steps])
-        flops = training_flops(self.shape, self.plan.lengths[windows])
+        flops = self.flops(self.plan.lengths[windows])
         imbalances, self._imbalances = self._imbalances, 0.0
         self._add(len(steps), flops, imbalances)
         row |= {"imbalance": imbalances / len(steps)}
-        return row | self._rates(flops / self.meter.look.seconds)
+        return row | self._rates(flops, self.meter.look.seconds)
 
-    def _rates(self, flops_per_s: float) -> dict[str, float]:
+    def _rates(self, flops: float | None, seconds: float) -> dict[str, float]:
+        if flops is None:
+            return {}
+        flops_per_s = flops / seconds
         rates = {"tflops_per_s": flops_per_s / 1e12}
         return rates if self.peak_flops is None else rates | {"mfu": flops_per_s / self.peak_flops}
 
-    def _add(self, steps: int, flops: float, imbalances: float) -> None:
+    def _add(self, steps: int, flops: float | None, imbalances: float) -> None:
         if self._lines == 1:
             self._forget()
         self._lines += 1
         look = self.meter.look
         self._steps += steps
-        self._flops += flops
+        self._flops = None if flops is None or self._flops is None else self._flops + flops
         self._imbalance += imbalances
         self._seconds += look.seconds
         self._windows += look.windows
@@ -98,7 +109,7 @@ class Breakdown:
             },
             "windows_per_s": self._windows / self._seconds,
             "tokens_per_s": self._tokens / self._seconds,
-            **self._rates(self._flops / self._seconds),
+            **self._rates(self._flops, self._seconds),
             "padding_share": 1 - self._tokens / self._positions,
             "imbalance": self._imbalance / self._steps,
         }
@@ -146,18 +157,23 @@ def _totals(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
             " overlapped with training."
         )
     mfu = f", MFU {found['mfu']:.1%}" if "mfu" in found else ""
-    tflops = found["tflops_per_s"]
-    useful = f"{tflops:.1f} TFLOP/s" if tflops >= 1 else f"{1000 * tflops:.1f} GFLOP/s"
     lines.append(
-        f"{found['windows_per_s']:.1f} windows/s, {found['tokens_per_s']:,.0f} tokens/s,"
-        f" {useful} useful{mfu}; padding {found['padding_share']:.1%};"
+        f"{found['windows_per_s']:.1f} {results.get('unit', 'windows')}/s, {found['tokens_per_s']:,.0f} tokens/s"
+        f"{_useful(found)}{mfu}; padding {found['padding_share']:.1%};"
         f" maximum tokens per rank {found['imbalance']:.3f} times the mean."
     )
-    if not mfu and results["ranks"][0]["device"] != "cpu":
+    if "tflops_per_s" in found and not mfu and results["ranks"][0]["device"] != "cpu":
         lines.append(
             f"No MFU: the peak of {results['device_name']} in {results['precision']} is unknown. Give --peak_tflops."
         )
     return lines
+
+
+def _useful(found: Mapping[str, Any]) -> str:
+    if "tflops_per_s" not in found:
+        return ""
+    tflops = found["tflops_per_s"]
+    return f", {tflops:.1f} TFLOP/s useful" if tflops >= 1 else f", {1000 * tflops:.1f} GFLOP/s useful"
 
 
 def _largest(found: Mapping[str, Any]) -> list[str]:

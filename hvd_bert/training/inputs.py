@@ -53,7 +53,7 @@ class Inputs:
     @property
     def tokenizer_digest(self) -> str:
         """Hash of the tokenizer's vocabulary and rules."""
-        return hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:12]
+        return digest_of(self.tokenizer)
 
     def fingerprint(self) -> dict[str, object]:
         """Properties that must be equal on all ranks: content of the data, windows, vocabulary."""
@@ -63,6 +63,11 @@ class Inputs:
                 size = f"{len(part.windows)} windows of {part.windows.lengths.sum()} tokens"
                 same[f"the {name} data"] = f"{part.source.digest[:12]}, {size} ({part.source.name})"
         return same
+
+
+def digest_of(tokenizer: Any) -> str:
+    """Hash of a tokenizer's vocabulary and rules."""
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:12]
 
 
 def load_inputs(config: Config, world: World) -> Inputs:

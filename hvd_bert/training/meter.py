@@ -6,16 +6,29 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
-from hvd_bert.data.collate import Batch
 from hvd_bert.distributed.world import World
 
 # The phases of a step in the order of the step-time summary, described in docs/reference/output-files.md.
 PHASES = ("data", "compute", "exposed_comm", "optimizer", "checkpoint", "other")
 Item = TypeVar("Item")
+
+
+class Work(Protocol):
+    """What the meter reads of a micro-batch: windows, their tokens, and the same with padding. With 0 windows the rank
+    has none left in this step: the batch holds one whose loss must not count, so that all ranks run the same passes."""
+
+    @property
+    def num_windows(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_positions(self) -> int: ...
+
+
 _TOTALS = ("last_step", "train_s", "loss_sum", "windows", "tokens")
 
 
@@ -133,7 +146,7 @@ class Meter:
         self.lap("compute")
         self._phase = "exposed_comm"
 
-    def add(self, loss: torch.Tensor, batch: Batch) -> None:
+    def add(self, loss: torch.Tensor, batch: Work) -> None:
         """Count one forward pass. `loss`: this rank's share of the step's loss, as passed to the strategy."""
         self._loss += loss.detach()
         self._windows += batch.num_windows

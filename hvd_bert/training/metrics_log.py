@@ -25,9 +25,12 @@ LINE_EVERY_S = 10.0
 class MetricsLogger:
     """Records metrics and shows progress. On ranks other than 0 (`enabled` false) every method does nothing."""
 
-    def __init__(self, folder: Path, enabled: bool, resumed_step: int | None = None) -> None:
-        """`resumed_step`: TensorBoard discards values of later steps. Raises OSError if a file cannot be written."""
-        self.enabled = enabled
+    def __init__(self, folder: Path, enabled: bool, resumed_step: int | None = None, unit: str = "windows") -> None:
+        """`resumed_step`: TensorBoard discards values of later steps. `unit`: what a step takes, for messages.
+
+        Raises OSError if a file cannot be written.
+        """
+        self.enabled, self.unit = enabled, unit
         self.step = self.first_step = self.total_steps = 0
         self.steps_per_epoch = 1
         if not enabled:
@@ -57,15 +60,14 @@ class MetricsLogger:
             self._record(step, metrics)
             self._show_progress(metrics)
 
-    def evaluated(self, metrics: dict[str, float], step: int) -> None:
-        """Record and show an evaluation of the model of step `step`."""
+    def evaluated(self, metrics: dict[str, float], summary: str, step: int) -> None:
+        """Record an evaluation of the model of step `step`, and show its `summary`."""
         if not self.enabled:
             return
         named = {name if name.startswith("eval_") else f"eval_{name}": value for name, value in metrics.items()}
         self._record(step, {"epoch": step / self.steps_per_epoch, **named})
         after = f"step {step}/{self.total_steps}: " if step else ""
-        scores = f"EM {metrics['exact_match']:.2f}  F1 {metrics['f1']:.2f}  loss {metrics['eval_loss']:.3f}"
-        log.info(f"{after}{scores}  on {metrics['total']:.0f} questions")
+        log.info(f"{after}{summary}")
 
     def _record(self, step: int, values: dict[str, float]) -> None:
         # An overflow (fp16) may leave an infinite norm, which JSON cannot hold.
@@ -88,7 +90,7 @@ class MetricsLogger:
         shown = {
             "loss": f"{metrics['loss']:.3f}",
             "lr": f"{metrics['learning_rate']:.2e}",
-            "windows/s": f"{metrics['windows_per_s']:.1f}",
+            f"{self.unit}/s": f"{metrics['windows_per_s']:.1f}",
         }
         now = time.monotonic()
         if not self.bar.disable:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World
-from hvd_bert.model.bert import compile_layers
 from hvd_bert.strategies.base import Strategy, StrategyOptions
 from hvd_bert.strategies.table import make_strategy
 from hvd_bert.training.meter import Meter
@@ -27,9 +26,13 @@ from hvd_bert.training.optim import make_optimizer, make_schedule
 
 @dataclass
 class Best:
-    """The best evaluation so far: its value, its step, and how many evaluations since were not better."""
+    """The best evaluation so far: its value, its step, and how many evaluations since were not better.
+
+    `mode`: whether the "max" or the "min" of the metric is best.
+    """
 
     metric: str
+    mode: str = "max"
     value: float | None = None
     step: int = 0
     since: int = 0
@@ -38,7 +41,7 @@ class Best:
         """Record an evaluation. Returns whether it is the best so far; NaN never is."""
         value = metrics[self.metric]
         gain = value == value and (
-            self.value is None or (value < self.value if self.metric == "eval_loss" else value > self.value)
+            self.value is None or (value < self.value if self.mode == "min" else value > self.value)
         )
         if gain:
             self.value, self.step, self.since = value, step, 0
@@ -61,7 +64,7 @@ class TrainState:
     eval_pending: bool = False  # the evaluation due after this step has not run
 
     @staticmethod
-    def fresh(model: nn.Module, plan: BatchPlan, config: Config, world: World) -> TrainState:
+    def fresh(model: nn.Module, plan: BatchPlan, best: Best, config: Config, world: World) -> TrainState:
         """The state before the first step, with rank 0's weights. A collective."""
         args = config.train
         strategy = make_strategy(
@@ -73,11 +76,9 @@ class TrainState:
         )
         schedule = make_schedule(strategy.optimizer, args, args.total_steps(plan.steps_per_epoch))
         seed_ranks(args.seed, 0, world)
-        if args.torch_compile:
-            compile_layers(strategy.trained)
         meter = Meter(world, strategy.tells_exposed_comm)
         strategy.mark_gradients(meter.gradients_computed)
-        return TrainState(strategy, schedule, meter, plan, world, Best(config.checkpoint.metric_for_best_model))
+        return TrainState(strategy, schedule, meter, plan, world, best)
 
     def snapshot(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """Tensors by file and name, copied to the CPU, and the rest for JSON; empty on ranks other than 0.
@@ -127,7 +128,7 @@ class TrainState:
         self.strategy.load_state(tensors["model"], tensors["optimizer"], rest["strategy"])
         self.schedule.load_state_dict({**self.schedule.state_dict(), **rest["schedule"]})
         self.step = rest["step"]
-        self.best = Best(**rest["best"])
+        self.best = Best(**{"mode": self.best.mode} | rest["best"])
         self.eval_pending = rest["eval_pending"]
         seed_ranks(seed, self.step, world)  # for generators that are not in the checkpoint
         if rest["world_size"] == world.size:

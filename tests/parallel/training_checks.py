@@ -22,7 +22,8 @@ from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.data.collate import Collator
 from hvd_bert.distributed.world import World
-from hvd_bert.model.bert import autocast, window_losses
+from hvd_bert.model.bert import window_losses
+from hvd_bert.model.precision import autocast
 from hvd_bert.strategies.base import Strategy
 from hvd_bert.strategies.table import make_strategy
 from hvd_bert.training.inputs import Inputs, load_inputs

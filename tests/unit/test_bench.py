@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from transformers import BertConfig
 from hvd_bert.bench import measure
 from hvd_bert.bench.flags import parse
 from hvd_bert.bench.peak import matmul_peak
-from hvd_bert.bench.workload import SQUAD_DECILES, lengths_like_squad, random_inputs
+from hvd_bert.bench.workload import SQUAD_DECILES, lengths_like_squad, random_inputs, random_task
 from hvd_bert.data.collate import Collator
 from hvd_bert.errors import UserError
 from hvd_bert.model.bert import window_losses
@@ -83,10 +84,10 @@ def test_figures_of_a_section():
     }
     lengths = [np.array([100, 200]), np.array([150, 150])]
     flops = training_flops(BertConfig(), [100, 200, 150, 150])
-    figures = measure.section_figures(row, lengths, BertConfig(), peak=4 * flops)
+    figures = measure.section_figures(row, lengths, partial(training_flops, BertConfig()), peak=4 * flops)
     assert figures["matmul_utilization"] == pytest.approx(0.25)  # in 2 steps of half a second
     assert "mfu" not in figures, "without the vendor's peak"
-    assert measure.section_figures(row | {"mfu": 0.2}, lengths, BertConfig(), peak=4 * flops)["mfu"] == 0.2
+    assert measure.section_figures(row | {"mfu": 0.2}, lengths, lambda step: None, peak=1.0)["mfu"] == 0.2
     assert figures["exposed_comm_share"] == pytest.approx(0.2)
     spread = measure.spread([figures, figures | {"step_s": 0.7}, figures | {"step_s": 0.4}])
     assert spread["step_s"] == {"median": 0.5, "least": 0.4, "most": 0.7}
@@ -101,10 +102,10 @@ def test_padding_share(tiny, flags, share):
 
 
 def test_memory_needed_includes_the_activations(tiny):
-    inputs = inputs_of(tiny)
-    plan, collate = inputs.train.plan, Collator(inputs.train.windows, torch.device("cpu"))
-    needed = measure.memory_needed(inputs.model, plan, collate, 0, range(3), "fp32")
-    state = 16 * sum(p.numel() for p in inputs.model.parameters())
+    task = random_task(tiny, 24, parse(["--dropout", "0.1"])[1], make_world())
+    plan = task.plan
+    needed = measure.memory_needed(task, make_world(), range(3), "fp32")
+    state = 16 * sum(p.numel() for p in task.model.parameters())
     tokens = max(plan.rank_tokens(step)[0] for step in range(3))
     kept = (needed - state) / tokens / TINY["num_hidden_layers"] / 4  # floats per token and layer
     assert 6 * TINY["hidden_size"] < kept < 60 * TINY["hidden_size"] + 4 * 384  # attention saves a row of probabilities

@@ -24,7 +24,6 @@ from hvd_bert.data.windows import WindowOptions, WindowTable, prepare
 from hvd_bert.errors import UserError
 from hvd_bert.model import attention
 from hvd_bert.model.bert import (
-    autocast,
     compile_layers,
     load_model,
     load_tokenizer,
@@ -34,6 +33,7 @@ from hvd_bert.model.bert import (
 )
 from hvd_bert.model.cpu.dropout import Dropout
 from hvd_bert.model.cpu.linear import Linear
+from hvd_bert.model.precision import autocast
 
 LENGTH = 32  # max_seq_length of these tests
 CPU = torch.device("cpu")

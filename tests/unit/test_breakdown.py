@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ from transformers import BertConfig
 
 from hvd_bert.bench.flags import parse
 from hvd_bert.bench.measure import Recorder
-from hvd_bert.bench.workload import random_inputs
+from hvd_bert.bench.workload import random_task
 from hvd_bert.data.batch_plan import BatchPlan, _shares
 from hvd_bert.data.prefetch import AHEAD, Prefetcher
 from hvd_bert.model.flops import training_flops
@@ -26,6 +27,7 @@ from hvd_bert.training.meter import PHASES, Look
 
 LENGTHS = np.array([10, 20, 30, 40, 50, 60, 70], dtype=np.int32)
 SHAPE = BertConfig(num_hidden_layers=1)
+FLOPS = partial(training_flops, SHAPE)
 
 
 class Meter:
@@ -58,7 +60,7 @@ ONE_STEP = [[0.25, 1.5, 0.1, 0.05, 0.0, 0.1], [0.25, 1.25, 0.35, 0.05, 0.0, 0.1]
 
 
 def trained(peak: float | None = None) -> Breakdown:
-    breakdown = Breakdown(Meter(looks=(WARM_UP, TWO_STEPS, ONE_STEP)), plan(), SHAPE, peak, 0)
+    breakdown = Breakdown(Meter(looks=(WARM_UP, TWO_STEPS, ONE_STEP)), plan(), FLOPS, peak, 0)
     for step in range(4):
         breakdown.count(step)
         if step != 1:
@@ -89,15 +91,15 @@ def test_sums_leave_the_first_line_out():
 
 
 def test_only_line_is_what_there_is():
-    breakdown = Breakdown(Meter(looks=(TWO_STEPS,)), plan(), SHAPE, None, 0)
+    breakdown = Breakdown(Meter(looks=(TWO_STEPS,)), plan(), FLOPS, None, 0)
     assert breakdown.results() == {}
     breakdown.read(2)
     assert breakdown.results()["step"]["ms"] == pytest.approx(2000.0)
 
 
 def test_line_after_a_stop_is_that_of_a_run_never_stopped():
-    whole = Breakdown(Meter(2, looks=(TWO_STEPS,)), plan(), SHAPE, 1e12, 2)
-    resumed = Breakdown(Meter(2, looks=(TWO_STEPS,)), plan(), SHAPE, 1e12, 4)  # steps 2 and 3 before the stop
+    whole = Breakdown(Meter(2, looks=(TWO_STEPS,)), plan(), FLOPS, 1e12, 2)
+    resumed = Breakdown(Meter(2, looks=(TWO_STEPS,)), plan(), FLOPS, 1e12, 4)  # steps 2 and 3 before the stop
     for step in (2, 3, 4):
         whole.count(step)
     resumed.count(4)
@@ -205,7 +207,7 @@ def test_no_value_is_read_between_two_lines(tmp_path, monkeypatch):
     _, config = parse(["--steps", "4", "--repeats", "2", "--gradient_accumulation_steps", "2", "--strategy", "none"])
     config.train.output_dir = str(tmp_path)
     world = make_world()
-    training = Training(random_inputs(str(tmp_path), 64, config, world), None, None, config, world)
+    training = Training(random_task(str(tmp_path), 64, config, world), None, None, config, world)
     asked: list[int] = []
     with Asked() as mode:
         after_step = training._after_step

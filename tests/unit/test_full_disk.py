@@ -50,7 +50,7 @@ def test_metrics_that_cannot_be_written_are_one_warning(tmp_path, monkeypatch, c
     with caplog.at_level(logging.WARNING, "hvd_bert"):
         for step in (1, 2):
             metrics_logger.logged(step, metrics(step))
-        metrics_logger.evaluated(SCORES, 2)
+        metrics_logger.evaluated(SCORES, "f1 60", 2)
         metrics_logger.close()
     assert caplog.messages == [
         "/dev/full cannot be written: No space left on device. Training continues.",

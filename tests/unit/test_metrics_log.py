@@ -12,6 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hvd_bert.distributed import logs
+from hvd_bert.tasks.question_answering import summary
 from hvd_bert.training import metrics_log as module
 from hvd_bert.training.metrics_log import MetricsLogger
 
@@ -62,8 +63,8 @@ def run(folder: Path, clock: Clock, enabled: bool = True, seconds: float = 4.0) 
         clock.now += seconds
         metrics_logger.logged(step, metrics(step))
         if step == 4:
-            metrics_logger.evaluated(SCORES, 4)
-    metrics_logger.evaluated(SCORES, 8)
+            metrics_logger.evaluated(SCORES, summary(SCORES), 4)
+    metrics_logger.evaluated(SCORES, summary(SCORES), 8)
     metrics_logger.close()
 
 
@@ -132,7 +133,7 @@ def test_progress_on_a_terminal(tmp_path, clock, capsys, monkeypatch):
 
 def test_evaluation_without_training(tmp_path, capsys):
     metrics_logger = MetricsLogger(tmp_path, enabled=True)
-    metrics_logger.evaluated(SCORES, 0)
+    metrics_logger.evaluated(SCORES, summary(SCORES), 0)
     metrics_logger.close()
     assert capsys.readouterr().out == "EM 50.00  F1 61.25  loss 1.500  on 8 questions\n"
     assert rows(tmp_path)[0]["step"] == 0
@@ -142,7 +143,7 @@ def test_evaluation_of_an_earlier_model_is_recorded_at_its_step(tmp_path, clock,
     metrics_logger = MetricsLogger(tmp_path, enabled=True)
     metrics_logger.begin(8, step=0, steps_per_epoch=4)
     metrics_logger.logged(8, metrics(8))
-    metrics_logger.evaluated(SCORES, 6)
+    metrics_logger.evaluated(SCORES, summary(SCORES), 6)
     metrics_logger.close()
     assert [(row["step"], row["epoch"]) for row in rows(tmp_path)] == [(8, 2.0), (6, 1.5)]
     assert "step 6/8: EM 50.00" in capsys.readouterr().out

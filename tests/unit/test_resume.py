@@ -18,7 +18,7 @@ from hvd_bert.errors import UserError
 def check(monkeypatch):
     """check(saved settings, flags): resume a checkpoint of these settings with these flags."""
 
-    def settings(config, inputs=None):
+    def settings(config, task=None):
         flat = config.as_flat()
         return {f"--{name}": value for name, value in flat.items() if not FLAGS[name].may_change_on_resume}
 
@@ -26,8 +26,8 @@ def check(monkeypatch):
         monkeypatch.setattr(resume, "identity", settings)
         document = {"identity": saved, "global_batch": run.saved_batch, "rank_batch": 8, "step": 10}
         resume_point = ResumePoint(Path("checkpoint-10"), SimpleNamespace(documents={"state": document}))
-        inputs = SimpleNamespace(train=SimpleNamespace(plan=SimpleNamespace(global_batch=8)))
-        resume.check(resume_point, parse(list(flags)), inputs)
+        task = SimpleNamespace(plan=SimpleNamespace(global_batch=8))
+        resume.check(resume_point, parse(list(flags)), task)
 
     run.saved_batch = 8
     run.saved = lambda *flags: settings(parse(list(flags)))

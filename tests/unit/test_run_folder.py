@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_world import make_world
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer, BertConfig, BertForQuestionAnswering
 
 from hvd_bert.checkpoint import run_folder
-from hvd_bert.evaluation.evaluator import Evaluation
+from hvd_bert.config.command_line import parse
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import partial_of
+from hvd_bert.tasks import question_answering
+from hvd_bert.tasks.base import Evaluation
+from hvd_bert.tasks.question_answering import QuestionAnswering
+from hvd_bert.training.inputs import Inputs
 
 
 def found_names(folder: Path) -> set[str]:
@@ -31,9 +36,8 @@ def test_evaluation_files(tmp_path, v2):
     metrics = {"exact_match": 50.0, "f1": 60.0, "eval_loss": 1.5}
     written.add(tmp_path, "eval_null_odds.json")  # of an earlier evaluation
     (tmp_path / "eval_null_odds.json").write_text("{}")
-    run_folder.write_evaluation(
-        tmp_path, Evaluation(metrics, [answer(n, n - 0.5 if v2 else None) for n in range(3)], 1.5)
-    )
+    answers = [answer(n, n - 0.5 if v2 else None) for n in range(3)]
+    run_folder.write_evaluation(tmp_path, Evaluation(metrics, "", question_answering.files(answers)))
     found = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert written.names(tmp_path) == set(found)
     assert found.pop("eval_null_odds.json", None) == ({"q0": -0.5, "q1": 0.5, "q2": 1.5} if v2 else None)
@@ -50,9 +54,13 @@ def model_of(tokenizer: Any) -> BertForQuestionAnswering:
     return BertForQuestionAnswering(BertConfig(vocab_size=len(tokenizer), **sizes))
 
 
+def task_of(model: BertForQuestionAnswering, tokenizer: Any) -> QuestionAnswering:
+    return QuestionAnswering(parse([]), make_world(), Inputs(tokenizer, model, None, None))
+
+
 def test_saved_model_is_loaded_by_transformers(tmp_path, tokenizer):
     model = model_of(tokenizer)
-    run_folder.save_model(tmp_path, model, tokenizer)
+    run_folder.save_model(tmp_path, task_of(model, tokenizer))
     assert found_names(tmp_path) == written.names(tmp_path) <= run_folder.RUN_FILES.keys()
     assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # readable as the umask allows
     loaded = AutoModelForQuestionAnswering.from_pretrained(tmp_path).state_dict()
@@ -74,14 +82,15 @@ def test_leftovers_of_a_killed_save_are_removed(tmp_path, tokenizer, monkeypatch
     class Killed(BaseException):
         pass
 
-    class Model:
-        def save_pretrained(self, folder: Path) -> None:
-            (folder / "model.safetensors").write_text("a part")
-            raise Killed
+    def save(folder: Path) -> None:
+        (folder / "model.safetensors").write_text("a part")
+        raise Killed
 
+    task = task_of(model_of(tokenizer), tokenizer)
+    monkeypatch.setattr(task, "save", save)
     monkeypatch.setattr(run_folder.written, "delete", lambda path: None)  # SIGKILL leaves the folder
     with pytest.raises(Killed):
-        run_folder.save_model(tmp_path, Model(), tokenizer)  # type: ignore[arg-type]
+        run_folder.save_model(tmp_path, task)
     monkeypatch.undo()
     (mine := tmp_path / ".mine.hvd_bert.partial").write_text("mine")  # no recorded file has this name
     assert (leftover := partial_of(tmp_path / "model.safetensors")).is_dir()
@@ -96,10 +105,10 @@ def test_a_users_file_is_not_replaced_by_a_tokenizers(tmp_path, tokenizer):
     for name in names:
         (tmp_path / name).write_text("mine")
     with pytest.raises(FileExistsError, match=r"did not write \(tokenizer_config.json\)"):
-        run_folder.save_model(tmp_path, model_of(templated), templated)
+        run_folder.save_model(tmp_path, task_of(model_of(templated), templated))
     assert sorted(found_names(tmp_path)) == sorted(names)
     assert {(tmp_path / name).read_text() for name in names} == {"mine"}
     (tmp_path / "tokenizer_config.json").unlink()
-    run_folder.save_model(tmp_path, model_of(templated), templated)
+    run_folder.save_model(tmp_path, task_of(model_of(templated), templated))
     assert (tmp_path / "chat_template.jinja").read_text() == "mine"
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}"

@@ -36,8 +36,8 @@ class Strategy:
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """run(*flags) -> Checkpoints of a model with one matrix, without the rest of a training."""
-    monkeypatch.setattr(saving, "identity", lambda config, inputs: {"of": "a test"})
-    monkeypatch.setattr(saving, "model_files", lambda inputs: {"config.json": b"{}"})
+    monkeypatch.setattr(saving, "identity", lambda config, task: {"of": "a test"})
+    monkeypatch.setattr(saving, "model_files", lambda task: {"config.json": b"{}"})
 
     def make(*flags: str) -> Checkpoints:
         config = parse(["--output_dir", str(tmp_path), *flags])
@@ -143,7 +143,7 @@ def test_failed_write_is_a_warning_and_the_next_one_succeeds(run, tmp_path, monk
 
 def test_no_space_for_the_small_files_is_a_failed_write(run, monkeypatch, caplog):
     checkpoints = run()
-    monkeypatch.setattr(saving, "model_files", lambda inputs: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(saving, "model_files", lambda task: (_ for _ in ()).throw(OSError(28, "No space left")))
     checkpoints.state.step = 1
     with caplog.at_level(logging.WARNING, "hvd_bert"):
         checkpoints.save()

@@ -73,7 +73,7 @@ def test_gpus_of_one_rank_draw_differently(monkeypatch):
     ids=str,
 )
 def test_best(metric, values, best, since):
-    kept = Best(metric)
+    kept = Best(metric, "min" if metric == "eval_loss" else "max")
     gains = [kept.update(step, {metric: value}) for step, value in enumerate(values, 1)]
     assert (kept.value, kept.step) == best
     assert kept.since == since

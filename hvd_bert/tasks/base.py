@@ -1,0 +1,96 @@
+"""The interface of a task: what is trained, on what, and how it is evaluated. The training loop knows nothing more."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import safetensors.torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hvd_bert.config.settings import Config
+from hvd_bert.data.batch_plan import BatchPlan, Ids, Lengths
+from hvd_bert.distributed.world import World
+from hvd_bert.training.meter import Work
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`metrics`: on every rank. `summary`: one line for the log. `files`: names and JSON content of further output
+    files (of `run_folder.RUN_FILES`) on rank 0."""
+
+    metrics: dict[str, float]
+    summary: str
+    files: dict[str, Any] = field(default_factory=dict)
+
+
+class Task(ABC):
+    """A model with its data. Creating it loads and checks everything, without collectives; it raises UserError.
+
+    Attributes:
+        unit: What a step takes, for messages; the code says "window" for all tasks.
+        metrics: Metrics for --metric_for_best_model and the report, the default first -> whether "max" or "min" is
+            best. `evaluate` returns them.
+        model: On the CPU at first; with the same weights on all ranks.
+        tokenizer: Saved with the model; None without one.
+        plan: Which training windows each step and rank takes; None without training.
+        evaluates: Whether there is data to evaluate on.
+    """
+
+    unit: ClassVar[str] = "windows"
+    metrics: ClassVar[Mapping[str, Literal["max", "min"]]] = {"eval_loss": "min"}
+    model: nn.Module
+    tokenizer: Any = None
+    plan: BatchPlan | None = None
+    evaluates: bool = False
+
+    @abstractmethod
+    def __init__(self, config: Config, world: World) -> None: ...
+
+    @abstractmethod
+    def batch(self, ids: Ids) -> Work:
+        """The training windows `ids` as a micro-batch on this rank's device. Runs in a background thread."""
+
+    @abstractmethod
+    def losses(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss of each window of a batch. `model`: as wrapped by the strategy."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module) -> Evaluation:
+        """Evaluate on the validation data. A collective; the model's training mode is restored."""
+
+    @abstractmethod
+    def fingerprint(self) -> dict[str, object]:
+        """What must be equal on all ranks besides the settings, such as the content of the data."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, object]:
+        """What must not change on resume besides the settings and the model's shape, such as the training data."""
+
+    def flops(self, lengths: Lengths) -> float | None:
+        """Floating-point operations of training on windows of these lengths, without padding; None: unknown."""
+        return None
+
+    def compile(self, model: nn.Module) -> None:
+        """Compile `model` in place, for --torch_compile."""
+        model.compile(dynamic=True)
+
+    def save_description(self, folder: Path) -> None:
+        """Write the files besides the weights that make a folder load as the model: none, except of transformers'."""
+        if isinstance(self.model, PreTrainedModel):
+            self.model.config.save_pretrained(folder)
+        if self.tokenizer is not None:  # a chat template's own file could replace a user's
+            self.tokenizer.save_pretrained(folder, save_jinja_files=False)
+
+    def save(self, folder: Path) -> None:
+        """Write the trained model into an empty folder, so that `from_pretrained` or `load_model` can load it."""
+        if isinstance(self.model, PreTrainedModel):
+            self.model.save_pretrained(folder)
+        else:
+            safetensors.torch.save_model(self.model, str(folder / "model.safetensors"))
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder, save_jinja_files=False)

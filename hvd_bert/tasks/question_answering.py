@@ -1,0 +1,78 @@
+"""Question answering on SQuAD's data: BERT marks the answer in the passage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor, nn
+
+from hvd_bert.config.settings import Config
+from hvd_bert.data.batch_plan import Ids, Lengths
+from hvd_bert.data.collate import Batch, Collator
+from hvd_bert.distributed.world import World
+from hvd_bert.evaluation.evaluator import Evaluator
+from hvd_bert.evaluation.postprocess import Answer
+from hvd_bert.model.bert import compile_layers, window_losses
+from hvd_bert.model.flops import training_flops
+from hvd_bert.tasks.base import Evaluation, Task
+from hvd_bert.training.inputs import Inputs, load_inputs
+
+
+class QuestionAnswering(Task):
+    """`inputs`: in place of those that the settings name."""
+
+    metrics: ClassVar[Mapping[str, Literal["max", "min"]]] = {"f1": "max", "exact_match": "max", "eval_loss": "min"}
+
+    def __init__(self, config: Config, world: World, inputs: Inputs | None = None) -> None:
+        self.inputs = inputs or load_inputs(config, world)
+        self.model, self.tokenizer = self.inputs.model, self.inputs.tokenizer
+        self.evaluates = self.inputs.dev is not None
+        if self.inputs.train:
+            self.plan = self.inputs.train.plan
+            self._collate = Collator(self.inputs.train.windows, world.device, config.data.pad_to)
+        self._config, self._world = config, world
+        self._evaluator: Evaluator | None = None
+
+    def batch(self, ids: Ids) -> Batch:
+        return self._collate(ids)
+
+    def losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        return window_losses(model, batch)
+
+    def evaluate(self, model: nn.Module) -> Evaluation:
+        self._evaluator = self._evaluator or Evaluator(self.inputs, self._config, self._world)
+        evaluation = self._evaluator(model)
+        return Evaluation(evaluation.metrics, summary(evaluation.metrics), files(evaluation.answers))
+
+    def fingerprint(self) -> dict[str, object]:
+        return self.inputs.fingerprint()
+
+    def identity(self) -> dict[str, object]:
+        assert self.inputs.train is not None
+        return {
+            "the tokenizer": self.inputs.tokenizer_digest,
+            "the training data": self.inputs.train.source.digest[:12],
+        }
+
+    def flops(self, lengths: Lengths) -> float:
+        return training_flops(self.model.config, lengths)
+
+    def compile(self, model: nn.Module) -> None:
+        compile_layers(model)
+
+
+def summary(metrics: dict[str, float]) -> str:
+    """An evaluation in one line."""
+    scores = f"EM {metrics['exact_match']:.2f}  F1 {metrics['f1']:.2f}  loss {metrics['eval_loss']:.3f}"
+    return f"{scores}  on {metrics['total']:.0f} questions"
+
+
+def files(answers: list[Answer]) -> dict[str, Any]:
+    """run_qa's files: predictions, n best answers per question and, for v2.0, the odds of "no answer"."""
+    contents: dict[str, Any] = {
+        "eval_predictions.json": {answer.id: answer.text for answer in answers},
+        "eval_nbest_predictions.json": {answer.id: answer.nbest for answer in answers},
+    }
+    odds = {answer.id: answer.null_odds for answer in answers if answer.null_odds is not None}
+    return contents | ({"eval_null_odds.json": odds} if odds else {})

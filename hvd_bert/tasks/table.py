@@ -1,0 +1,32 @@
+"""Tasks by name (`--task`)."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from hvd_bert.config.settings import TASKS, Config
+from hvd_bert.distributed.world import World
+from hvd_bert.errors import UserError
+from hvd_bert.tasks.base import Task
+
+
+def task_class(name: str) -> type[Task]:
+    """The class of a task, which is imported only if it is chosen."""
+    module, class_name = TASKS[name].split(":")
+    found: type[Task] = getattr(import_module(module), class_name)
+    return found
+
+
+def load_task(config: Config, world: World) -> Task:
+    """The task of --task with its model and data, loaded and checked, without collectives. Raises UserError.
+
+    Sets --metric_for_best_model to the task's default if it is not given.
+    """
+    name, args = config.data.task, config.checkpoint
+    chosen = task_class(name)
+    args.metric_for_best_model = args.metric_for_best_model or next(iter(chosen.metrics))
+    if args.metric_for_best_model not in chosen.metrics:
+        raise UserError(
+            f"--metric_for_best_model {args.metric_for_best_model}: --task {name} has {', '.join(chosen.metrics)}."
+        )
+    return chosen(config, world)
