@@ -76,6 +76,7 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=1000
 GresTypes=gpu
 ReturnToService=2
 KillWait=5
+MinJobAge=3600
 MailProg=/bin/true
 StateSaveLocation=$state/slurmctld
 SlurmdSpoolDir=$state/nodes/%n/spool
