@@ -17,10 +17,10 @@ from shared import markdown_table
 
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data import squad, windows
-from hvd_bert.data.balance import balanced_partition, crossover, window_costs
+from hvd_bert.data.balance import balanced_partition, window_costs
 from hvd_bert.data.batch_plan import BatchPlan
-from hvd_bert.model.bert import load_tokenizer
-from hvd_bert.model.loading import load_config
+from hvd_bert.model.bert import load_model, load_tokenizer
+from hvd_bert.model.flops import forward_flops
 
 
 def over_mean(totals: NDArray[np.int64]) -> float:
@@ -78,10 +78,10 @@ def main() -> None:
     parser.add_argument("--evaluation", action="store_true", help="Share the questions of an evaluation.")
     args = parser.parse_args()
     model = ModelArguments(model_name_or_path=args.model_name_or_path)
-    tokenizer, config = load_tokenizer(model), load_config(args.model_name_or_path, model)
+    tokenizer = load_tokenizer(model)
     options = windows.WindowOptions(max_seq_length=384, doc_stride=128, max_samples=None)
     table = windows.prepare(squad.open_file(args.train_file, False), tokenizer, options)
-    lengths, even = table.lengths, crossover(config)
+    lengths, even = table.lengths, forward_flops(load_model(model, tokenizer, options.max_seq_length, seed=0)).crossover
     print(f"{len(lengths)} windows, {lengths.mean():.1f} tokens on average, {lengths.max()} at most\n")
     if args.evaluation:
         evaluation(table.column("question"), lengths, even, args.ranks)

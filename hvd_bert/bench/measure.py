@@ -41,8 +41,8 @@ def section_figures(
 ) -> dict[str, float]:
     """The figures of one section of steps.
 
-    `row`: as logged at its end. `lengths`: tokens per window, for each step. `flops`: `Task.flops`. `peak`: matmul
-    FLOP/s of all ranks.
+    `row`: as logged at its end. `lengths`: tokens per window, for each step. `flops`: of a step's windows, None if
+    unknown. `peak`: matmul FLOP/s of all ranks.
     """
     steps = list(lengths)
     counts = [count for count in map(flops, steps) if count is not None]

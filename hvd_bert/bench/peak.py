@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from hvd_bert.model.cpu import linear
 from hvd_bert.model.precision import AUTOCAST
@@ -14,13 +15,15 @@ from hvd_bert.model.precision import AUTOCAST
 ROUNDS, ROUND_S = 5, 0.15
 
 
-def matmul_peak(model: Any, tokens: int, device: torch.device, precision: str) -> float:
-    """FLOP/s of this rank: the median over rounds of products [tokens, hidden] x [hidden, intermediate] and back.
+def matmul_peak(model: nn.Module, tokens: int, device: torch.device, precision: str) -> float:
+    """FLOP/s of this rank for `tokens` rows: the median over rounds of the model's largest linear layer, and back.
 
     On CPUs the faster of torch's and oneDNN's product. Ranks measure at the same time, so they share the machine as in
     training.
     """
-    hidden, inner, dtype = model.hidden_size, model.intermediate_size, AUTOCAST[precision] or torch.float32
+    layers = [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)]
+    hidden, inner = sorted(max(layers, key=Tensor.numel).shape)
+    dtype = AUTOCAST[precision] or torch.float32
     rows = torch.randn(tokens, hidden, device=device, dtype=dtype)
     up = torch.randn(inner, hidden, device=device, dtype=dtype)
     down = torch.randn(hidden, inner, device=device, dtype=dtype)

@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World
     """Measure all figures. A collective. `before`: bytes in use before the model was created."""
     assert task.plan is not None
     plan, args, device, recorder = task.plan, config.train, world.device, measure.Recorder()
+    flops = partial(task.flops, passes=plan.passes)
     tokens = int(plan.rank_tokens(0)[world.rank] / plan.accumulation)
     world.allgather(None)  # all ranks measure at the same time, as they train
     start = seconds_since_start()
@@ -110,8 +112,7 @@ def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World
     rows = [row for row in recorder.rows if row["step"] > flags.steps]
     whole_peak = sum(rank["peak"] for rank in ranks)
     sections = [
-        measure.section_figures(row, _lengths(plan, int(row["step"]), flags.steps), task.flops, whole_peak)
-        for row in rows
+        measure.section_figures(row, _lengths(plan, int(row["step"]), flags.steps), flops, whole_peak) for row in rows
     ]
     return {
         "figures": measure.spread(sections),
@@ -130,9 +131,9 @@ def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World
 
 def _matmul_peak(task: Task, tokens: int, device: torch.device, precision: str) -> float:
     """0 if the task's useful FLOP are unknown, so that no share of the peak can be given."""
-    if task.flops(np.array([tokens], np.int32)) is None:
+    if task.flops(np.array([tokens], np.int32), 1) is None:
         return 0.0
-    return matmul_peak(task.model.config, tokens, device, precision)
+    return matmul_peak(task.model, tokens, device, precision)
 
 
 def _lengths(plan: Any, last: int, steps: int) -> list[Any]:

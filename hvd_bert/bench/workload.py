@@ -11,11 +11,11 @@ from transformers import BertConfig
 
 from hvd_bert.config.settings import Config, ModelArguments
 from hvd_bert.data import squad
-from hvd_bert.data.balance import crossover
 from hvd_bert.data.windows import WindowTable
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.model.bert import new_model
+from hvd_bert.model.flops import forward_flops
 from hvd_bert.model.loading import load_config, reported
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.training.inputs import Inputs, TrainingSet, make_plan, weight_copies
@@ -56,11 +56,11 @@ def random_inputs(model: str | None, num_windows: int, config: Config, world: Wo
     args, data = config.train, config.data
     shape = _config_of(model, weight_copies(config, world))
     lengths = lengths_like_squad(num_windows, min(data.max_seq_length, shape.max_position_embeddings), args.seed)
-    plan = make_plan(lengths, args, crossover(shape), world)
     table = random_windows(lengths, shape.vocab_size, args.seed)
     source = squad.from_questions("random windows", [])
     with reported(model or "BERT-base"):
         network = new_model(shape, config.model.dropout, args.seed, padded=data.pad_to is not None)
+    plan = make_plan(lengths, args, forward_flops(network).crossover, world)
     return Inputs(None, network, TrainingSet(source, table, plan), None)
 
 

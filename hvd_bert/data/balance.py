@@ -5,8 +5,6 @@ Costs are whole numbers, so that all hosts compute the same partition: floating-
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -15,18 +13,11 @@ Ints = NDArray[np.int64]
 _CANDIDATES = 32  # items per part to try for a swap; larger parts are nearly even without swaps
 
 
-def crossover(model: Any) -> int:
-    """The window length in tokens at which attention costs as many FLOP as the rest of a layer, from a BERT's config.
-
-    For n tokens, hidden size h and intermediate size i, a layer's forward pass takes n * (8 h^2 + 4 h i) FLOP in
-    the projections and feed-forward layers (2 per weight) and 4 h n^2 in the attention (scores and weighted sum).
-    Both are equal at n = 2 h + i: 2304 tokens for MiniLM, 4608 for BERT-base. The backward pass takes twice as much.
-    """
-    return 2 * int(model.hidden_size) + int(model.intermediate_size)
-
-
 def window_costs(lengths: ArrayLike, crossover: int) -> Ints:
-    """The cost of windows of n tokens: n * (crossover + n), a layer's FLOP divided by 4 h."""
+    """The cost of windows of n tokens: n * (crossover + n), the encoder's FLOP in units of attention's per pair.
+
+    `crossover`: the length at which attention costs as much as the rest of the encoder (`model.flops.ForwardFlops`).
+    """
     tokens = np.asarray(lengths, dtype=np.int64)
     return tokens * (crossover + tokens)
 

@@ -26,7 +26,7 @@ Lengths = NDArray[np.int32]
 class BatchPlan:
     """Assigns windows to `size` ranks: `global_batch` per step, over all ranks and `accumulation` micro-batches.
 
-    `lengths`: tokens per window, the same on all ranks. `crossover`: see `balance.crossover`.
+    `lengths`: tokens per window, the same on all ranks. `crossover`: see `balance.window_costs`.
     """
 
     lengths: Lengths
@@ -65,6 +65,11 @@ class BatchPlan:
     def steps_per_epoch(self) -> int:
         """Optimizer steps per epoch; the last one may be smaller."""
         return math.ceil(self.num_windows / self.global_batch)
+
+    @property
+    def passes(self) -> int:
+        """Micro-batches per step over all ranks."""
+        return self.size * self.accumulation
 
     def step_windows(self, step: int) -> Ids:
         """Ids of the windows of optimizer step `step` (0, 1, ... across epochs), over all ranks."""

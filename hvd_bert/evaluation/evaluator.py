@@ -20,7 +20,7 @@ from torch import nn
 from tqdm import tqdm
 
 from hvd_bert.config.settings import Config, DataArguments
-from hvd_bert.data.balance import balanced_partition, crossover, window_costs
+from hvd_bert.data.balance import balanced_partition, window_costs
 from hvd_bert.data.collate import Collator
 from hvd_bert.data.windows import WindowTable
 from hvd_bert.distributed.world import World
@@ -29,6 +29,7 @@ from hvd_bert.evaluation.mode import evaluating
 from hvd_bert.evaluation.postprocess import Answer, SpanOptions, WindowLogits, answers_of
 from hvd_bert.evaluation.squad_metric import score
 from hvd_bert.model.bert import span_logits, span_losses
+from hvd_bert.model.flops import forward_flops
 from hvd_bert.model.precision import autocast
 from hvd_bert.training.inputs import Inputs
 
@@ -100,7 +101,7 @@ class Evaluator:
         question = self.windows.column("question")
         tokens = self.windows.lengths
         costs = np.zeros(len(self.questions), dtype=np.int64)  # per question, over its windows
-        np.add.at(costs, question, window_costs(tokens, crossover(inputs.model.config)))
+        np.add.at(costs, question, window_costs(tokens, forward_flops(inputs.model).crossover))
         self.shares = balanced_partition(costs, world.size)  # questions per rank
         mine = np.flatnonzero(np.isin(question, self.shares[world.rank]))
         # Windows of similar length share a batch, the longest first: if memory runs out, it does so at once.

@@ -25,6 +25,8 @@ REPEATED = ("--seed",)
 IN_STEPS = ("--num_train_epochs", "--max_steps")
 OF_THE_STRATEGY = ("--fp16_allreduce", "--gradient_predivide_factor")
 LARGEST = 1e300
+# Parts of the names of weights that are used first: embeddings, and ALBERT's layers, which share their weights.
+LATE = ("embedding", "albert_layer_groups")
 PHASES = ("data", "compute", "exposed_comm", "optimizer", "checkpoint", "other")
 
 
@@ -252,14 +254,14 @@ def _passes(settings: Mapping[str, Any], windows: float) -> int:
 
 
 def _parameters(folder: Path, work: Mapping[str, str]) -> tuple[int | None, int]:
-    """The number of weights, and of those in embeddings, whose gradients come last.
+    """The number of weights, and of those whose gradients come last (`LATE`).
 
     From the saved model; without one, from the record `work`.
     """
     try:
         with safe_open(folder / "model.safetensors", framework="numpy") as file:
             sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        return sum(sizes.values()), sum(size for name, size in sizes.items() if "embeddings." in name)
+        return sum(sizes.values()), sum(size for name, size in sizes.items() if any(part in name for part in LATE))
     except (OSError, SafetensorError):
         pass
     words = work.get("the model", "").split()

@@ -26,7 +26,7 @@ class Run:
     `devices`: GPUs, or ranks on CPUs. `work`: settings, model and data; equal if two runs did the same work.
     `variant`: settings of the strategy. `real_s`, `user_s`, `system_s`: of the whole process, medians over the ranks.
     `memory_bytes`: the maximum over the ranks. `passes`: micro-batches per step. `parameters`: of the model;
-    `late_parameters`: of its embeddings.
+    `late_parameters`: those of `reading.LATE`.
     """
 
     name: str

@@ -38,5 +38,5 @@ class DDPStrategy(Strategy):
         self.module.require_backward_grad_sync = averages  # what its no_sync() sets; the next forward pass reads it
 
     def mark_gradients(self, mark: Callable[[], None]) -> None:
-        for parameter in list(self.model.parameters())[:5]:  # BERT's embeddings, used first: their gradients come last
+        for parameter in list(self.model.parameters())[:5]:  # embeddings are used first: their gradients come last
             parameter.register_post_accumulate_grad_hook(lambda _: mark())

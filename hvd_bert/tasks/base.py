@@ -71,8 +71,8 @@ class Task(ABC):
     def identity(self) -> dict[str, object]:
         """What must not change on resume besides the settings and the model's shape, such as the training data."""
 
-    def flops(self, lengths: Lengths) -> float | None:
-        """Floating-point operations of training on windows of these lengths, without padding; None: unknown."""
+    def flops(self, lengths: Lengths, passes: int) -> float | None:
+        """Useful FLOP of training on windows of these lengths in `passes` passes, without padding; None: unknown."""
         return None
 
     def compile(self, model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from hvd_bert.distributed.world import World
 from hvd_bert.evaluation.evaluator import Evaluator
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.model.bert import compile_layers, window_losses
-from hvd_bert.model.flops import training_flops
+from hvd_bert.model.flops import forward_flops
 from hvd_bert.tasks.base import Evaluation, Task
 from hvd_bert.training.inputs import Inputs, load_inputs
 
@@ -27,6 +27,7 @@ class QuestionAnswering(Task):
     def __init__(self, config: Config, world: World, inputs: Inputs | None = None) -> None:
         self.inputs = inputs or load_inputs(config, world)
         self.model, self.tokenizer = self.inputs.model, self.inputs.tokenizer
+        self._forward = forward_flops(self.inputs.model)
         self.evaluates = self.inputs.dev is not None
         if self.inputs.train:
             self.plan = self.inputs.train.plan
@@ -55,8 +56,8 @@ class QuestionAnswering(Task):
             "the training data": self.inputs.train.source.digest[:12],
         }
 
-    def flops(self, lengths: Lengths) -> float:
-        return training_flops(self.model.config, lengths)
+    def flops(self, lengths: Lengths, passes: int) -> float:
+        return self._forward.training(lengths, passes)
 
     def compile(self, model: nn.Module) -> None:
         compile_layers(model)

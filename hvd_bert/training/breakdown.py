@@ -38,12 +38,11 @@ class Breakdown:
         self,
         meter: Meter,
         plan: BatchPlan,
-        flops: Callable[[Lengths], float | None],
+        flops: Callable[[Lengths, int], float | None],
         peak_flops: float | None,
         step: int,
     ) -> None:
-        """`flops`: of a training on windows of given lengths, see `Task.flops`. `peak_flops`: of all devices; None if
-        unknown. `step`: steps done before."""
+        """`flops`: see `Task.flops`. `peak_flops`: of all devices; None if unknown. `step`: steps done before."""
         self.meter, self.plan, self.flops, self.peak_flops = meter, plan, flops, peak_flops
         self.taken = 0  # steps, by this process
         self._imbalances = sum(plan.imbalance(before) for before in range(meter.last_step, step))
@@ -66,7 +65,7 @@ class Breakdown:
         steps = range(self.meter.last_step, step)
         row = self.meter.read(step)
         windows = np.concatenate([self.plan.step_windows(before) for before in steps])
-        flops = self.flops(self.plan.lengths[windows])
+        flops = self.flops(self.plan.lengths[windows], len(steps) * self.plan.passes)
         imbalances, self._imbalances = self._imbalances, 0.0
         self._add(len(steps), flops, imbalances)
         row |= {"imbalance": imbalances / len(steps)}

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_bert.config.settings import Config, DataArguments, TrainArguments
 from hvd_bert.data import squad
-from hvd_bert.data.balance import crossover
 from hvd_bert.data.batch_plan import BatchPlan, Lengths
 from hvd_bert.data.squad import Question, Source
 from hvd_bert.data.windows import WindowOptions, WindowTable, prepare
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
 from hvd_bert.model.bert import load_model, load_tokenizer
+from hvd_bert.model.flops import forward_flops
 
 if TYPE_CHECKING:
     from transformers import BertForQuestionAnswering
@@ -76,7 +76,8 @@ def load_inputs(config: Config, world: World) -> Inputs:
     padded = config.data.pad_to is not None
     copies = weight_copies(config, world)
     model = load_model(config.model, tokenizer, config.data.max_seq_length, config.train.seed, padded, copies)
-    train = _training_set(config, tokenizer, crossover(model.config), world) if config.train.do_train else None
+    crossover = forward_flops(model).crossover
+    train = _training_set(config, tokenizer, crossover, world) if config.train.do_train else None
     dev = _question_set(config, tokenizer, world) if config.train.do_eval else None
     return Inputs(tokenizer, model, train, dev)
 

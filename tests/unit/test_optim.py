@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForQuestionAnswering
+from transformers import AutoConfig, AutoModelForQuestionAnswering, BertConfig, BertForQuestionAnswering, Trainer
 
 from hvd_bert.config.settings import SCHEDULES, TrainArguments
 from hvd_bert.errors import UserError
@@ -44,6 +44,17 @@ def test_groups_hold_each_parameter_once(bert):
     assert groups == {0.01: sorted(set(names.values()) - set(spared)), 0.0: spared}
     assert "bert.embeddings.word_embeddings.weight" in groups[0.01]
     assert "bert.embeddings.LayerNorm.weight" in groups[0.0]
+
+
+@pytest.mark.parametrize("family", ["albert", "mobilebert", "modernbert", "deberta-v2", "convbert"])
+def test_groups_are_the_trainers(family):
+    sizes = {"vocab_size": 30, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with torch.device("meta"):
+        model = AutoModelForQuestionAnswering.from_config(AutoConfig.for_model(family, **sizes, pad_token_id=0))
+    decaying, spared = make_optimizer(model, TrainArguments(), 1).param_groups
+    expected = set(Trainer.get_decay_parameter_names(None, model))
+    assert {id(p) for p in decaying["params"]} == {id(p) for name, p in model.named_parameters() if name in expected}
+    assert len(decaying["params"]) + len(spared["params"]) == len(list(model.parameters()))
 
 
 def test_frozen_parameters_are_left_out():
