@@ -29,10 +29,14 @@ NAME = "packed_windows"
 
 
 class Windows(NamedTuple):
-    """Borders of the windows in a row: tokens per window, and int32 [B + 1] on the device: 0 and each window's end."""
+    """Borders of the windows in a row: tokens per window, and int32 [B + 1] on the device: 0 and each window's end.
+
+    `reach`: local attention, as in ModernBERT: tokens that are farther apart do not attend to each other. None: all do.
+    """
 
     lengths: list[int]
     cu_seqlens: torch.Tensor
+    reach: int | None = None
 
 
 def cu_seqlens_of(lengths: list[int], device: torch.device) -> torch.Tensor:
@@ -54,40 +58,53 @@ def attend_within_windows(
     scaling: float | None = None,
     window_lengths: list[int] | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention inside each window, for transformers' AttentionInterface.
 
     `query`, `key`, `value`: [1, heads, N, head size]. `window_lengths`, `cu_seqlens`: as in `Windows`; without
-    lengths, the row is one window; without cu_seqlens, they are computed from the lengths. Returns
+    lengths, the row is one window; without cu_seqlens, they are computed from the lengths. `sliding_window`: the
+    distance from which on tokens do not attend to each other. Groups of heads may share a key and a value. Returns
     [1, N, heads, head size] and no attention weights.
     """
     lengths = window_lengths or [query.shape[2]]
-    windows = Windows(lengths, cu_seqlens_of(lengths, query.device) if cu_seqlens is None else cu_seqlens)
+    reach = sliding_window - 1 if sliding_window and max(lengths) > sliding_window else None
+    windows = Windows(lengths, cu_seqlens_of(lengths, query.device) if cu_seqlens is None else cu_seqlens, reach)
     drop = dropout if module.training else 0.0
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [0] would copy the gradients
     size = query.shape[-1]
-    attend = choose(query.device.type, query.dtype, drop, size, has_flash(query.device))
+    local = reach is not None
+    attend = choose(query.device.type, query.dtype, drop, size, has_flash(query.device, local), local)
     return attend(q, k, v, windows, drop, size**-0.5 if scaling is None else scaling)[None], None
 
 
-def choose(device: str, dtype: torch.dtype, dropout: float, head_size: int, flash: bool) -> Kernel:
+def choose(device: str, dtype: torch.dtype, dropout: float, head_size: int, flash: bool, local: bool = False) -> Kernel:
     """The kernel for a device type, a dtype and a dropout probability. `flash`: see `has_flash`.
 
-    varlen_attn supports only half precision without dropout; BERT trains with dropout 0.1.
+    varlen_attn supports only half precision without dropout; BERT trains with dropout 0.1. Jagged tensors do not
+    support local attention.
     """
     if device == "cuda":
         fits = dtype in (torch.float16, torch.bfloat16) and head_size % 8 == 0 and head_size <= 256
-        return by_varlen if flash and fits and not dropout else by_jagged
+        if flash and fits and not dropout:
+            return by_varlen
+        return by_window if local else by_jagged
     if device == "cpu" and dtype == torch.float32 and dropout:
         return by_probabilities
     return by_window
 
 
 @cache
-def has_flash(device: torch.device) -> bool:
+def has_flash(device: torch.device, local: bool = False) -> bool:
     """Whether torch has `varlen_attn` with the arguments used here and the GPU supports it (Ampere, 8.0, or later)."""
-    if device.type != "cuda" or varlen_attn is None or "scale" not in signature(varlen_attn).parameters:
+    if device.type != "cuda" or varlen_attn is None:
+        return False
+    needed = {"scale", "window_size"} if local else {"scale"}
+    if not needed <= signature(varlen_attn).parameters.keys():
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
@@ -98,7 +115,8 @@ def by_varlen(
     """torch's flash attention over all windows at once: GPU, half precision, no dropout."""
     assert dropout == 0.0
     cu_seqlens, longest = windows.cu_seqlens, max(windows.lengths)  # from the host: no wait for the device
-    output = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scaling)
+    local = {} if windows.reach is None else {"window_size": (windows.reach, windows.reach)}
+    output = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scaling, **local)
     assert isinstance(output, torch.Tensor)  # the log-sum-exp is not requested
     return output
 
@@ -107,6 +125,7 @@ def by_jagged(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
 ) -> torch.Tensor:
     """torch's attention over a jagged tensor: flash in half precision, memory-efficient in fp32; both with dropout."""
+    assert windows.reach is None
     shortest, longest = min(windows.lengths), max(windows.lengths)
     q, k, v = (
         torch.nested.nested_tensor_from_jagged(
@@ -124,17 +143,28 @@ def by_window(
 ) -> torch.Tensor:
     """One call of torch's attention per window; works everywhere, and is the fastest on CPUs without dropout."""
     outputs = [
-        scaled_dot_product_attention(q[None], k[None], v[None], dropout_p=dropout, scale=scaling)[0].transpose(0, 1)
+        scaled_dot_product_attention(
+            q[None], k[None], v[None], _near(q, windows.reach), dropout_p=dropout, scale=scaling
+        )[0].transpose(0, 1)
         for q, k, v in _split(windows.lengths, query, key, value)
     ]
     return torch.cat(outputs)
+
+
+def _near(query: torch.Tensor, reach: int | None) -> torch.Tensor | None:
+    """bool [T, T]: which tokens of a window attend to each other; None if all do. `query`: [heads, T, head size]."""
+    length = query.shape[1]
+    if reach is None or length <= reach + 1:
+        return None
+    places = torch.arange(length, device=query.device)
+    return (places[:, None] - places).abs() <= reach
 
 
 def by_probabilities(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
 ) -> torch.Tensor:
     """Attention with dropout on the CPU in fp32. torch's own draws slowly and stores the probabilities three times."""
-    output: torch.Tensor = _Attention.apply(query, key, value, windows.lengths, dropout, scaling)  # type: ignore[no-untyped-call]
+    output: torch.Tensor = _Attention.apply(query, key, value, windows.lengths, windows.reach, dropout, scaling)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -157,6 +187,7 @@ class _Attention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         lengths: list[int],
+        reach: int | None,
         dropout: float,
         scaling: float,
     ) -> torch.Tensor:
@@ -164,7 +195,10 @@ class _Attention(torch.autograd.Function):
         output = torch.empty_like(value, memory_format=torch.contiguous_format)
         kept = []
         for q, k, v, out in _split(lengths, query, key, value, output):
-            probabilities = torch.softmax(_product(q, k.transpose(1, 2)), -1)
+            scores, near = _product(q, k.transpose(1, 2)), _near(q, reach)
+            if near is not None:
+                scores.masked_fill_(~near, float("-inf"))
+            probabilities = torch.softmax(scores, -1)
             keep = keep_mask(probabilities.shape, dropout)
             product(probabilities * keep, v, out)
             kept += [probabilities, keep]
@@ -185,7 +219,7 @@ class _Attention(torch.autograd.Function):
             product(of_scores, k, of_q)
             product(of_scores.transpose(1, 2), q, of_k)
         gradients[0].mul_(ctx.scaling)
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -29,16 +29,17 @@ CPU = torch.device("cpu")
 LENGTHS = [[9], [4, 5], [1, 3, 1, 4], [3, 3, 3]]
 
 
-def reference(query, key, value, lengths, scaling):
+def reference(query, key, value, lengths, scaling, reach=99):
     outputs, first = [], 0
     for length in lengths:
         q, k, v = (tensor[0, :, first : first + length] for tensor in (query, key, value))
-        outputs.append(torch.softmax(q @ k.transpose(1, 2) * scaling, -1) @ v)
+        far = (torch.arange(length)[:, None] - torch.arange(length)).abs() > reach
+        outputs.append(torch.softmax((q @ k.transpose(1, 2) * scaling).masked_fill(far, -torch.inf), -1) @ v)
         first += length
     return torch.cat(outputs, 1).transpose(0, 1)[None]
 
 
-def varlen_on_cpu(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None):
+def varlen_on_cpu(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
     """Computes the result of varlen_attn; refuses arguments that its kernels refuse."""
     assert query.shape == key.shape == value.shape
     assert {tensor.stride(-1) for tensor in (query, key, value)} == {1}
@@ -49,7 +50,8 @@ def varlen_on_cpu(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=
     lengths = [end - start for start, end in itertools.pairwise(offsets)]
     assert max_q == max_k == max(lengths)
     rows = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
-    return reference(*rows, lengths, scale)[0]
+    assert window_size[0] == window_size[1]
+    return reference(*rows, lengths, scale, window_size[0] if window_size[0] >= 0 else 99)[0]
 
 
 @pytest.fixture(params=[by_varlen, by_jagged, by_window, by_probabilities], ids=lambda kernel: kernel.__name__)
@@ -83,6 +85,28 @@ def test_cu_seqlens_may_be_given(kernel):
     names = {"window_lengths": [4, 5], "cu_seqlens": torch.tensor([0, 4, 9], dtype=torch.int32)}
     found, _ = attend_within_windows(torch.nn.Identity(), query, key, value, None, **names)
     torch.testing.assert_close(found, reference(query, key, value, [4, 5], 0.5))
+
+
+@pytest.mark.parametrize("kernel", [by_varlen, by_window, by_probabilities], indirect=True)
+@pytest.mark.parametrize("sliding_window", [1, 3, 4, 9])
+def test_local_attention_reaches_less_than_the_sliding_window(kernel, sliding_window):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 9, 4, requires_grad=True) for _ in range(3))
+    found, _ = attend_within_windows(
+        torch.nn.Identity(), query, key, value, None, window_lengths=[3, 6], sliding_window=sliding_window
+    )
+    expected = reference(query, key, value, [3, 6], 0.5, reach=sliding_window - 1)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn(found.shape)
+    gradients, own = (torch.autograd.grad(output, (query, key, value), upstream) for output in (found, expected))
+    torch.testing.assert_close(gradients, own, rtol=1e-4, atol=1e-6)
+
+
+def test_groups_of_heads_share_their_key_and_value(kernel):
+    query, key, value = (torch.randn(1, heads, 9, 4) for heads in (4, 2, 2))
+    found, _ = attend_within_windows(torch.nn.Identity(), query, key, value, None, window_lengths=[4, 5])
+    shared = (tensor[:, [0, 0, 1, 1]] for tensor in (key, value))
+    torch.testing.assert_close(found, reference(query, *shared, [4, 5], 0.5))
 
 
 def test_without_lengths_there_is_one_window(kernel):
@@ -146,6 +170,8 @@ def test_dropout_zeroes_probabilities_and_their_gradient():
 )
 def test_chosen_kernel(device, dtype, dropout, head_size, flash, expected):
     assert choose(device, dtype, dropout, head_size, flash) is expected
+    local = by_window if expected is by_jagged else expected
+    assert choose(device, dtype, dropout, head_size, flash, local=True) is local
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((7, 0), False), ((8, 0), True), ((9, 0), True)])
@@ -169,7 +195,8 @@ def test_varlen_attn_accepts_our_arguments():
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     tensor = torch.empty(9, 2, 8)
     offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
-    inspect.signature(varlen.varlen_attn).bind(tensor, tensor, tensor, offsets, offsets, 5, 5, scale=0.5)
+    bind = inspect.signature(varlen.varlen_attn).bind
+    bind(tensor, tensor, tensor, offsets, offsets, 5, 5, scale=0.5, window_size=(-1, -1))
 
 
 def test_module_can_be_imported_without_varlen_attn():
