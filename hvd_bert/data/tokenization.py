@@ -1,6 +1,7 @@
 """Splits questions and their contexts into windows of tokens, one batch of questions at a time.
 
-A window is `[CLS] question [SEP] piece of the context [SEP]`. A context that is too long for one window is
+A window is `[CLS] question [SEP] piece of the context [SEP]`, or what the tokenizer has in place of these special
+tokens, for example `<s> question </s></s> piece of the context </s>`. A context that is too long for one window is
 split into pieces that overlap by `doc_stride` tokens, exactly as a fast tokenizer does with
 `truncation="only_second", stride=doc_stride, return_overflowing_tokens=True` (as in Hugging Face's
 run_qa). Here each context is tokenized once, not once per question, and numpy splits it, which is several
@@ -43,7 +44,7 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class WindowOptions:
-    """Options of the split into windows. Lengths are in tokens; `max_seq_length` includes [CLS] and both [SEP].
+    """Options of the split into windows. Lengths are in tokens; `max_seq_length` includes special tokens.
 
     `doc_stride` is run_qa's: the overlap of neighboring windows. `max_samples` keeps only the first questions.
     """
@@ -68,37 +69,69 @@ class WindowCounts:
         return WindowCounts(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
-class WindowTokenizer:
-    """A tokenizer's backend without truncation and padding. Raises `UserError` if its layout is not BERT's."""
+@dataclass(frozen=True)
+class Layout:
+    """The special tokens before the question, between question and context, and after the context, as ids.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: WindowOptions) -> None:
+    `token_types`: whether the tokens from the context's first on have type 1. If not, all have type 0.
+    """
+
+    before: tuple[int, ...]
+    between: tuple[int, ...]
+    after: tuple[int, ...]
+    token_types: bool
+
+    @property
+    def size(self) -> int:
+        """Number of special tokens in a window."""
+        return len(self.before) + len(self.between) + len(self.after)
+
+    @staticmethod
+    def of(tokenizer: PreTrainedTokenizerBase) -> Layout:
+        """The layout that a tokenizer gives a pair of texts. Raises UserError if this package does not support it."""
         name = tokenizer.name_or_path or type(tokenizer).__name__
         if not tokenizer.is_fast:
             raise UserError(
                 f"{name}: a slow tokenizer, which does not report the positions of its tokens in the text. "
                 "Give one with a tokenizer.json or a vocab.txt with --tokenizer_name."
             )
-        original: Any = tokenizer.backend_tokenizer
-        # Copy the backend, so that the original keeps its truncation and padding and the cache key ignores them.
-        self.backend = tokenizers.Tokenizer.from_str(original.to_str())
-        self.backend.encode_special_tokens = original.encode_special_tokens
-        self.backend.no_truncation()
-        self.backend.no_padding()
-        self.options = options
-        self.cls_id, self.sep_id = tokenizer.cls_token_id, tokenizer.sep_token_id
+        if tokenizer.padding_side != "right":
+            raise UserError(
+                f"{name}: this tokenizer pads on the left; run_qa then puts the context before the question, which is"
+                ' not supported. Set "padding_side" in its tokenizer_config.json to "right" if its model puts padding'
+                " there, or name another with --tokenizer_name."
+            )
         with _reported():
-            question, context = (self.backend.encode(text, add_special_tokens=False).ids for text in "ab")
-            pair = self.backend.encode("a", "b")
+            backend = _plain_copy(tokenizer)
+            texts = [backend.encode(text, add_special_tokens=False).ids for text in "ab"]
+            pair = backend.encode("a", "b")
+            (first, middle), (second, last) = (_place(pair.sequence_ids, text) for text in range(2))
+        ids, types = pair.ids, pair.type_ids
+        layout = Layout(tuple(ids[:first]), tuple(ids[middle:second]), tuple(ids[last:]), any(types))
         if (
-            pair.ids != [self.cls_id, *question, self.sep_id, *context, self.sep_id]
-            or pair.type_ids != [0] * (len(question) + 2) + [1] * (len(context) + 1)
-            or tokenizer.padding_side != "right"
+            ids != [*layout.before, *texts[0], *layout.between, *texts[1], *layout.after]
+            or types != [0] * second + [int(layout.token_types)] * (len(ids) - second)
+            or not layout.before
+            or tokenizer.cls_token_id not in (None, layout.before[0])  # "no answer" is the window's first token
+            or len(layout.after) != 1
         ):
             raise UserError(
-                f"{name}: this tokenizer does not lay out its input as BERT does, [CLS] question [SEP] "
-                "context [SEP] with token types 0 and 1 and padding on the right. Give a BERT tokenizer "
-                "with --tokenizer_name."
+                f"{name}: this tokenizer lays out the question 'a' and its context 'b' as {' '.join(pair.tokens)} with"
+                f" token types {types}. Supported are layouts such as [CLS] a [SEP] b [SEP], which start with the"
+                " tokenizer's cls_token and end with one special token, and whose token types are 0 or change from 0"
+                " to 1 with the context. Name another tokenizer with --tokenizer_name."
             )
+        return layout
+
+
+class WindowTokenizer:
+    """A tokenizer's backend without truncation and padding, and its layout. Raises `UserError` if not supported."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: WindowOptions) -> None:
+        self.layout = Layout.of(tokenizer)
+        self.backend = _plain_copy(tokenizer)
+        self.options = options
+        self.cls_id, self.sep_id = tokenizer.cls_token_id, tokenizer.sep_token_id
 
 
 class QuestionBatch:
@@ -114,7 +147,7 @@ class QuestionBatch:
         # Strip leading blanks as run_qa does: some of SQuAD's questions have thousands.
         self.questions = _Tokens(window_tokenizer.backend, [question.question.lstrip() for question in questions])
 
-        room = options.max_seq_length - 3
+        room = options.max_seq_length - window_tokenizer.layout.size
         lengths = np.minimum(self.questions.lengths, room - options.doc_stride - 1)
         capacity = room - lengths  # context tokens in a full window
         step = capacity - options.doc_stride
@@ -168,16 +201,21 @@ class QuestionBatch:
     def _record_batch(self, part: slice) -> pa.RecordBatch:
         question, question_length = self.question[part], self.question_length[part]
         piece_length = self.stop[part] - self.start[part]
-        context_start = question_length + 2
+        layout = self.window_tokenizer.layout
+        question_start = len(layout.before)
+        context_start = question_start + question_length + len(layout.between)
         context_end = context_start + piece_length
-        ends = np.cumsum(context_end + 1)
-        begins = ends - context_end - 1
+        ends = np.cumsum(context_end + len(layout.after))
+        begins = ends - context_end - len(layout.after)
 
-        in_contexts = _ranges(self.contexts.begins[self.context[part]] + self.start[part], piece_length)
-        input_ids = np.full(ends[-1], self.window_tokenizer.sep_id, dtype=np.int32)
-        input_ids[begins] = self.window_tokenizer.cls_id
+        input_ids = np.empty(ends[-1], dtype=np.int32)
+        question_ends = question_start + question_length
+        for special, places in ((layout.before, 0), (layout.between, question_ends), (layout.after, context_end)):
+            for nth, token in enumerate(special):
+                input_ids[begins + places + nth] = token
         in_questions = _ranges(self.questions.begins[question], question_length)
-        input_ids[_ranges(begins + 1, question_length)] = self.questions.ids[in_questions]
+        input_ids[_ranges(begins + question_start, question_length)] = self.questions.ids[in_questions]
+        in_contexts = _ranges(self.contexts.begins[self.context[part]] + self.start[part], piece_length)
         input_ids[_ranges(begins + context_start, piece_length)] = self.contexts.ids[in_contexts]
 
         labelled, shift = self.labelled[part], context_start - self.start[part]
@@ -211,8 +249,7 @@ class _Tokens:
             falls = np.flatnonzero(np.diff(offsets) < 0) + 1
             if not np.isin(falls, self.begins).all():
                 raise UserError(
-                    "This tokenizer's tokens are not in the order of the text. "
-                    "Give a BERT tokenizer with --tokenizer_name."
+                    "This tokenizer's tokens are not in the order of the text. Name another with --tokenizer_name."
                 )
 
     def characters(self, row: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
@@ -223,8 +260,23 @@ class _Tokens:
 def _reported() -> AbstractContextManager[None]:
     """A tokenizer may fail for some texts only, for example at a character that it does not know."""
     return as_user_error(
-        lambda reason: f"The tokenizer fails ({reason}). Give a BERT tokenizer with --tokenizer_name.",
+        lambda reason: f"The tokenizer fails ({reason}). Name another with --tokenizer_name.",
     )
+
+
+def _place(sequence_ids: list[int | None], text: int) -> tuple[int, int]:
+    """Index of the first token of one text of a pair, and the index after its last."""
+    places = [place for place, sequence in enumerate(sequence_ids) if sequence == text]
+    return places[0], places[-1] + 1
+
+
+def _plain_copy(tokenizer: Any) -> tokenizers.Tokenizer:
+    """A copy of the backend without truncation and padding: the original keeps them, and the cache key ignores them."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.encode_special_tokens = tokenizer.backend_tokenizer.encode_special_tokens
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
 def _ranges(begins: _Ints, lengths: _Ints) -> _Ints:

@@ -1,12 +1,12 @@
 """Questions -> windows of tokens, kept in memory-mapped Arrow.
 
-One table serves training and evaluation. A row is one window, `[CLS] question [SEP] piece of the context [SEP]`
-(tokenization.py makes them). Its columns:
+One table serves training and evaluation. A row is one window, `[CLS] question [SEP] piece of the context [SEP]` or in
+another family's layout (tokenization.py makes them). Its columns:
 
     question        int32        index into `source.questions()`
     input_ids       list<int32>  the window's tokens, without padding
     context_start   int32        index in input_ids of the first token of the context piece
-    context_end     int32        index after its last token: the final [SEP]
+    context_end     int32        index after its last token: the final [SEP], or the special token in its place
     start_position, end_position
                     int32        first and last token (inclusive, indices in input_ids) of the first answer;
                                  0, 0 (the [CLS]) if this window does not contain the whole answer
@@ -134,11 +134,12 @@ def check_lengths(options: WindowOptions, tokenizer: PreTrainedTokenizerBase) ->
         raise UserError(
             f"--max_seq_length {length}: this model's tokenizer allows at most {tokenizer.model_max_length}."
         )
-    # [CLS], [SEP], [SEP], one token of the question, and one new token of the context per window
-    if length < stride + 5:
+    # the special tokens, one token of the question, and one new token of the context per window
+    needed = stride + tokenizer.num_special_tokens_to_add(pair=True) + 2
+    if length < needed:
         raise UserError(
             f"--max_seq_length {length} leaves no room for a question with --doc_stride {stride}: "
-            f"use at least {stride + 5} (--doc_stride is the overlap of neighboring windows)."
+            f"use at least {needed} (--doc_stride is the overlap of neighboring windows)."
         )
 
 

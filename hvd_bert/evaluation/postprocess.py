@@ -169,7 +169,7 @@ def _best_of_window(window: WindowLogits, options: SpanOptions) -> _Spans:
     context = slice(window.context_start, window.context_start + num_tokens)
     starts, ends = window.start_logits[context], window.end_logits[context]
     without_text = window.char_ends <= window.char_starts
-    if without_text.any():  # not from any known BERT tokenizer; they would give the answer ""
+    if without_text.any():  # byte-level tokens of repeated blanks; alone they would give the answer ""
         starts, ends = (np.where(without_text, np.float32(-np.inf), side) for side in (starts, ends))
 
     # scores[s, k]: start s, end s + k; ends after the context are -inf.

@@ -128,7 +128,7 @@ for settings, words in (
     ({"added_tokens_decoder": [1]}, "AttributeError"),
     ({"added_tokens_decoder": {"3": {"content": 3}}}, "TypeError"),
     ({"model_max_length": "x"}, "model_max_length must be a number, not 'x'"),
-    ({"padding_side": "left"}, "does not lay out its input as BERT does"),
+    ({"padding_side": "left"}, "this tokenizer pads on the left"),
 ):
     CASES[f"tokenizer_config.json: {json.dumps(settings)}"] = with_settings("tokenizer_config.json", settings), words
 

@@ -239,15 +239,28 @@ def test_slow_tokenizer_is_refused(tokenizer, monkeypatch):
 def test_left_padding_is_refused(make_tokenizer):
     other = make_tokenizer()
     other.padding_side = "left"
-    with pytest.raises(UserError, match="padding on the right"):
+    with pytest.raises(UserError, match=r"pads on the left.*padding_side.*--tokenizer_name"):
         WindowTokenizer(other, WindowOptions())
 
 
-def test_roberta_layout_is_refused(tokenizer):
+UNSUPPORTED = {
+    "context first": "[CLS] $B [SEP] $A [SEP]",
+    "nothing before the question": "$A [SEP] $B [SEP]",
+    "[CLS] last": "$A [SEP] $B [SEP] [CLS]",
+    "another first token": "[SEP] $A [SEP] $B [SEP]",
+    "two tokens at the end": "[CLS] $A [SEP] $B [SEP] [SEP]",
+    "token types of three parts": "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:2",
+    "token type 1 before the context": "[CLS]:0 $A:0 [SEP]:1 $B:1 [SEP]:1",
+}
+
+
+@pytest.mark.parametrize("pair", UNSUPPORTED.values(), ids=UNSUPPORTED.keys())
+def test_unsupported_layouts_are_refused(tokenizer, pair):
     backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    backend.post_processor = processors.RobertaProcessing(("[SEP]", 3), ("[CLS]", 2))
+    special = [("[CLS]", 2), ("[SEP]", 3)]
+    backend.post_processor = processors.TemplateProcessing(single="[CLS] $A", pair=pair, special_tokens=special)
     other = PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="[CLS]", sep_token="[SEP]")
-    with pytest.raises(UserError, match=r"does not lay out its input as BERT does"):
+    with pytest.raises(UserError, match=r"lays out the question 'a' .*--tokenizer_name"):
         WindowTokenizer(other, WindowOptions())
 
 
