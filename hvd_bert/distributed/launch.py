@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import psutil
 
@@ -19,22 +19,34 @@ class LaunchError(UserError):
     """A mistake in how the job was started, which all of its processes find. Rank 0 reports it."""
 
 
+class VariableError(LaunchError):
+    """A variable is wrong, perhaps on some hosts only: the first rank of each host reports it."""
+
+
 class WorldsOfOne(LaunchError):
     """The launcher's processes cannot find each other: each would be a world of one."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """The program that started this process, by its variables. `size` and `rank` are None without one."""
+    """The program that started this process, by its variables. `size` and `rank` are None without one.
+
+    `local_rank`: the rank among those of this host; None if the launcher does not tell.
+    """
 
     name: str
     size: int | None
     rank: int | None
+    local_rank: int | None = field(default=None, compare=False)
 
     @property
     def speaks_first(self) -> bool:
         """Whether this process prints for all until they have joined: rank 0, or a process without a launcher."""
         return self.rank in (None, 0)
+
+    def reports(self, error: LaunchError) -> bool:
+        """Whether this process reports a mistake although another one speaks first: that one may not have it."""
+        return isinstance(error, VariableError) and self.local_rank == 0
 
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # only torchrun sets it
@@ -53,6 +65,15 @@ _LAUNCHERS = (
     ("mpirun", ("PMI_SIZE", "PMI_RANK")),
     ("srun", ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")),
 )
+# A launcher's variable of the world's size -> that of the rank among those of this host.
+_LOCAL_RANK = {
+    "WORLD_SIZE": "LOCAL_RANK",
+    "HOROVOD_SIZE": "HOROVOD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_LOCAL_RANK",
+    "PMI_SIZE": "MPI_LOCALRANKID",
+    "SLURM_STEP_NUM_TASKS": "SLURM_LOCALID",
+}
 _HOROVOD_VALUES = {"HOROVOD_CONTROLLER": ("mpi", "gloo"), "HOROVOD_CPU_OPERATIONS": ("mpi", "gloo", "ccl")}
 PTY = "SLURM_PTY_PORT"  # of `srun --pty bash`: only its first task has a terminal
 GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
@@ -64,7 +85,7 @@ def number(environ: Mapping[str, str], name: str, minimum: int = 0, maximum: int
     if text is None:
         return None
     if re.fullmatch(r"[0-9]{1,10}", text) is None or not minimum <= int(text) <= maximum:
-        raise LaunchError(
+        raise VariableError(
             f"{name}={text[:40]!r}: must be a whole number from {minimum} to {maximum}. Unset it, or start with the"
             " launcher that sets it."
         )
@@ -81,7 +102,7 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher:
         if all(variable in environ for variable in world):
             for part in parts:
                 _size_and_rank(environ, name, *part)
-            return Launcher(name, *_size_and_rank(environ, name, *world))
+            return Launcher(name, *_size_and_rank(environ, name, *world), number(environ, _LOCAL_RANK[world[0]]))
     return Launcher("none", None, None)
 
 
@@ -127,7 +148,7 @@ def check_nesting(launcher: Launcher, environ: Mapping[str, str]) -> None:
 def _size_and_rank(environ: Mapping[str, str], launcher: str, *names: str) -> tuple[int | None, int | None]:
     size, rank = (number(environ, name, minimum) for name, minimum in zip(names, (1, 0), strict=True))
     if size is not None and rank is not None and rank >= size:
-        raise LaunchError(
+        raise VariableError(
             f"{names[1]}={rank}, but {names[0]}={size}: ranks are counted from 0. {launcher} sets both: unset them, or"
             f" start with {launcher}."
         )
@@ -137,7 +158,7 @@ def _size_and_rank(environ: Mapping[str, str], launcher: str, *names: str) -> tu
 def _check_torchrun(environ: Mapping[str, str], *numbers: str) -> None:
     for name in (*numbers, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         if name not in environ:
-            raise LaunchError(
+            raise VariableError(
                 f"{TORCHRUN} is set, but {name} is not. torchrun sets both: start with torchrun, or unset {TORCHRUN}."
             )
     number(environ, "MASTER_PORT", 1, 65535)
@@ -148,10 +169,10 @@ def check_horovod(launcher: Launcher, environ: Mapping[str, str]) -> None:
     gloo_timeout_s(environ)
     for name, values in _HOROVOD_VALUES.items():
         if environ.get(name, "gloo").lower() not in values:
-            raise LaunchError(f"{name}={environ[name][:40]!r}: must be {' or '.join(values)}. Or unset it.")
+            raise VariableError(f"{name}={environ[name][:40]!r}: must be {' or '.join(values)}. Or unset it.")
     by_gloo = environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"
     if launcher.name == "horovodrun" and by_gloo and launcher.size != 1 and horovodrun_address(environ) is None:
-        raise LaunchError(
+        raise VariableError(
             f"HOROVOD_SIZE={launcher.size}, but HOROVOD_GLOO_RENDEZVOUS_ADDR or _PORT is not set. horovodrun sets all:"
             " unset HOROVOD_SIZE and HOROVOD_RANK, or start with horovodrun."
         )

@@ -87,11 +87,17 @@ def _join(strategy: str, generation: int, log_format: str | None) -> World:
     try:
         logs.start(find_launcher(os.environ).rank or 0, log_format)
         world = join(strategy, generation)
-    except (LaunchError, CollectiveError) as error:
-        # All processes have this error. Only the one that reports it fails: another's failure could make the launcher
-        # kill it before it has.
-        mine = error.mine if isinstance(error, CollectiveError) else speaks_first(os.environ)
-        sys.exit(_report(error, shown=True) if mine else EXIT_OK)
+    # All processes have the next two errors. Only those that report it fail: another's failure could make the launcher
+    # kill them before they have.
+    except CollectiveError as error:
+        sys.exit(_report(error, shown=True) if error.mine else EXIT_OK)
+    except LaunchError as error:
+        if speaks_first(os.environ):
+            sys.exit(_report(error, shown=True))
+        launcher = find_launcher(os.environ)
+        if not launcher.reports(error):
+            sys.exit(EXIT_OK)
+        sys.exit(_report(UserError(f"rank {launcher.rank} on {socket.gethostname()}: {error}"), shown=True))
     except UserError as error:
         sys.exit(_report(error, shown=True))
     except Exception as error:

@@ -107,10 +107,10 @@ def _no_world(error: Exception, flags: argparse.Namespace, launcher: Launcher, r
     if not report.shown:
         # Rank 0 reports problems of all ranks, and this rank must not fail before it. This rank prints only its own.
         no_horovod = isinstance(probes.horovod(), ProbeError)
-        if no_horovod or not isinstance(error, LaunchError):
+        found_by_all = isinstance(error, LaunchError) and not launcher.reports(error)
+        if no_horovod or not found_by_all:
             print(f"hvd_bert: rank {launcher.rank} on {platform.node()}: {failure}", file=sys.stderr, flush=True)
-        of_all = isinstance(error, LaunchError) or (no_horovod and isinstance(error, UserError))
-        return EXIT_OK if of_all else EXIT_BAD_INPUT
+        return EXIT_OK if found_by_all or (no_horovod and isinstance(error, UserError)) else EXIT_BAD_INPUT
     if launcher.size is not None:
         report.add(checks.host_lines(launcher.name, 1, flags.output_dir))
     hint = (

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hvd_bert import machine
-from hvd_bert.distributed.launch import Launcher, RankInfo, WorldsOfOne
+from hvd_bert.distributed.launch import Launcher, RankInfo, VariableError, WorldsOfOne
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.doctor import __main__ as command
 from hvd_bert.doctor import checks, collective, diagnosis, probes, ranks
@@ -487,6 +487,8 @@ def refuse(monkeypatch, error: Exception) -> None:
     [
         (Launcher("srun", 4, 0), WorldsOfOne("4 worlds of size 1"), 2, "World      4 worlds of size 1", ""),
         (Launcher("srun", 4, 3), WorldsOfOne("4 worlds of size 1"), 0, "", ""),
+        (Launcher("srun", 4, 3, 1), VariableError("SLURM_NTASKS='x'"), 0, "", ""),
+        (Launcher("srun", 4, 2, 0), VariableError("SLURM_NTASKS='x'"), 2, "", "hvd_bert: rank 2 on "),
         (Launcher("mpirun", 4, 3), UserError("no such interface"), 2, "", "hvd_bert: rank 3 on "),  # on this host
         (Launcher("mpirun", 4, 3), UserError("Horovod cannot be loaded"), 0, "", "hvd_bert: rank 3 on "),
         (Launcher("none", None, None), OSError("no socket"), 2, "OSError: no socket", ""),

@@ -58,6 +58,22 @@ def test_find_launcher(environ, expected):
 
 
 @pytest.mark.parametrize(
+    "environ",
+    [
+        HOROVODRUN,
+        MPIRUN,
+        MVAPICH | {"MV2_COMM_WORLD_LOCAL_RANK": "1"},
+        HYDRA | {"MPI_LOCALRANKID": "1"},
+        TORCHRUN,
+        SRUN | {"SLURM_LOCALID": "1"},
+    ],
+    ids=str,
+)
+def test_local_rank(environ):
+    assert find_launcher(environ).local_rank == 1
+
+
+@pytest.mark.parametrize(
     ("launcher", "size"),
     [(Launcher("none", None, None), 1), (Launcher("srun", 1, 0), 1), (Launcher("mpirun", 4, 3), 4)],
     ids=str,
