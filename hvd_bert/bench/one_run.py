@@ -20,6 +20,7 @@ from typing import TextIO
 import psutil
 
 from hvd_bert.bench.record import locked, writing
+from hvd_bert.distributed.slurm import IN_SWEEP
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_STOPPED, UserError
 from hvd_bert.runs import reading
 from hvd_bert.runs.run import Run
@@ -107,7 +108,7 @@ def train(command: Sequence[str], environ: Mapping[str, str], folder: Path, time
             log = stack.enter_context((folder / LOG).open("x", encoding="utf-8"))
             print(f"$ {shlex.join(command)}", file=log, flush=True)
         start = time.monotonic()
-        status = start_and_wait(command, environ, log, timeout)
+        status = start_and_wait(command, {**environ, IN_SWEEP: "1"}, log, timeout)
     seconds = round(time.monotonic() - start, 1)
     if status == EXIT_STOPPED:
         raise Stopped(f"a signal to {folder}")

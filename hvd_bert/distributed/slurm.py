@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from hvd_bert.distributed.launch import number
 from hvd_bert.errors import UserError
 
+IN_SWEEP = "HVD_BERT_IN_SWEEP"
+
 
 def is_slurm_step(environ: Mapping[str, str]) -> bool:
     """Whether srun started this process."""
@@ -65,6 +67,11 @@ def _requested(environ: Mapping[str, str]) -> tuple[int, int | None]:
 
 
 def requested_tasks(environ: Mapping[str, str]) -> int:
-    """The tasks of the Slurm job around this process; of the step, where the job did not request a number per node."""
+    """The tasks of the Slurm job around this process; of the step, where the job did not request a number per node.
+
+    1 in a sweep, which also trains on fewer ranks than the job has tasks.
+    """
+    if IN_SWEEP in environ:
+        return 1
     nodes, per_node = _requested(environ)
     return max(number(environ, "SLURM_NTASKS") or 1, nodes * (per_node or 0))

@@ -130,6 +130,7 @@ def test_launchers_in_tasks_of_srun_report_it_once():
         (INSIDE_SRUN | {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NUM_NODES": "2"}, 4),
         # a rank of mpirun on another node: the step of mpirun's daemons
         ({"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NUM_NODES": "2"}, 2),
+        (BATCH_STEP | {"HVD_BERT_IN_SWEEP": "1"}, 1),
     ],
     ids=str,
 )

@@ -186,7 +186,13 @@ def test_run_of_a_sweep_removes_only_a_runs_files(tmp_path, monkeypatch):
     written.add(folder, "train_results.json")
     (folder / "train_results.json").write_text("of an interrupted run")
     started = []
-    monkeypatch.setattr(one_run, "start_and_wait", lambda *_: started.append(set(os.listdir(folder))) or 1)
+
+    def start(command: object, environ: dict[str, str], *_: object) -> int:
+        assert environ == {"HVD_BERT_IN_SWEEP": "1"}  # else ranks warn that the Slurm job has more tasks
+        started.append(set(os.listdir(folder)))
+        return 1
+
+    monkeypatch.setattr(one_run, "start_and_wait", start)
     monkeypatch.setattr(one_run, "reason_of", lambda path: "refused")
     for _ in range(2):
         assert one_run.train(["true"], {}, folder, 1.0).run is None
