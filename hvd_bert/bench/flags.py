@@ -27,7 +27,7 @@ def make_parser() -> Parser:
         "--model",
         metavar="PATH",
         type=str,
-        help="Folder or config.json of a BERT, which gets new weights. (default: BERT-base)",
+        help="Folder or config.json of an encoder, which gets new weights. (default: BERT-base)",
     )
     parser.add_argument(
         "--steps", metavar="N", type=int, default=10, help="Optimizer steps per timed section. (default: %(default)s)"

@@ -15,6 +15,7 @@ from hvd_bert.data.windows import WindowTable
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.model.bert import new_model
+from hvd_bert.model.families import max_tokens
 from hvd_bert.model.flops import forward_flops
 from hvd_bert.model.loading import load_config, reported
 from hvd_bert.tasks.question_answering import QuestionAnswering
@@ -49,13 +50,13 @@ def random_windows(lengths: NDArray[np.int32], vocabulary: int, seed: int) -> Wi
 
 
 def random_inputs(model: str | None, num_windows: int, config: Config, world: World) -> Inputs:
-    """Inputs for `train` with new weights. `model`: a BERT's folder or configuration file; None: BERT-base.
+    """Inputs for `train` with new weights. `model`: an encoder's folder or configuration file; None: BERT-base.
 
-    Raises UserError if it is not a BERT.
+    Raises UserError if it is refused.
     """
     args, data = config.train, config.data
     shape = _config_of(model, weight_copies(config, world))
-    lengths = lengths_like_squad(num_windows, min(data.max_seq_length, shape.max_position_embeddings), args.seed)
+    lengths = lengths_like_squad(num_windows, min(data.max_seq_length, max_tokens(shape)), args.seed)
     table = random_windows(lengths, shape.vocab_size, args.seed)
     source = squad.from_questions("random windows", [])
     with reported(model or "BERT-base"):
@@ -73,5 +74,5 @@ def _config_of(model: str | None, copies: int) -> Any:
     if model is None:
         return BertConfig()  # its defaults are BERT-base
     if not Path(model).exists():
-        raise UserError(f"--model {model}: no such folder or file. Name a BERT's folder or its config.json.")
+        raise UserError(f"--model {model}: no such folder or file. Name an encoder's folder or its config.json.")
     return load_config(model, ModelArguments(model_name_or_path=model), copies)

@@ -14,7 +14,7 @@ class ModelArguments:
     model_name_or_path: str | None = flag(
         "model",
         None,
-        "Pretrained BERT: a folder or a hub name.",
+        "Pretrained encoder, for example a BERT: a folder or a hub name.",
         default_text=f"{DEFAULT_MODEL}; with --config_name none, which trains from scratch",
         metavar="NAME",
         may_change_on_resume=True,

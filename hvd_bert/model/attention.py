@@ -115,7 +115,7 @@ def by_varlen(
     """torch's flash attention over all windows at once: GPU, half precision, no dropout."""
     assert dropout == 0.0
     cu_seqlens, longest = windows.cu_seqlens, max(windows.lengths)  # from the host: no wait for the device
-    local = {} if windows.reach is None else {"window_size": (windows.reach, windows.reach)}
+    local: dict[str, Any] = {} if windows.reach is None else {"window_size": (windows.reach, windows.reach)}
     output = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scaling, **local)
     assert isinstance(output, torch.Tensor)  # the log-sum-exp is not requested
     return output

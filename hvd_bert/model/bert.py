@@ -1,7 +1,11 @@
-"""BERT with a span head and without a pooler: loaded from a folder or the hub, or created from a configuration."""
+"""An encoder with a span head and without a pooler: loaded from a folder or the hub, or created from a configuration.
+
+BERT is the default. `families.py` lists the other families and adapts them to the same batches.
+"""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -9,16 +13,17 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers.models.auto.tokenization_auto import AutoTokenizer
-from transformers.models.bert.modeling_bert import BertForQuestionAnswering
 
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data.collate import Batch
+from hvd_bert.data.tokenization import Layout
+from hvd_bert.distributed.logs import log
 from hvd_bert.errors import UserError
-from hvd_bert.model import attention
+from hvd_bert.model import attention, families
 from hvd_bert.model.cpu import linear
 from hvd_bert.model.cpu.dropout import Dropout
 from hvd_bert.model.cpu.linear import Linear
-from hvd_bert.model.loading import load, load_config, reported
+from hvd_bert.model.loading import lacks_model_type, load, load_config, reported
 
 # For speed, vocabularies are padded to a multiple of at most this; a larger surplus means another vocabulary.
 VOCAB_PADDING = 128
@@ -26,7 +31,10 @@ VOCAB_PADDING = 128
 
 def load_tokenizer(args: ModelArguments) -> Any:
     """The model's fast tokenizer. Raises UserError if there is none."""
-    tokenizer = load(AutoTokenizer, args.tokenizer, args, use_fast=True)
+    extra: dict[str, Any] = {"use_fast": True}
+    if args.config_name and lacks_model_type(args.tokenizer):  # the configuration tells which tokenizer it is
+        extra["config"] = load_config(args.config_name, args)
+    tokenizer = load(AutoTokenizer, args.tokenizer, args, **extra)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers' result for a folder without a vocabulary
         raise UserError(f"'{args.tokenizer}' has no vocabulary. Name a tokenizer's folder (--tokenizer_name FOLDER).")
     if not isinstance(tokenizer.model_max_length, int | float):
@@ -39,23 +47,24 @@ def load_tokenizer(args: ModelArguments) -> Any:
 
 def load_model(
     args: ModelArguments, tokenizer: Any, max_seq_length: int, seed: int, padded: bool = False, copies: int = 1
-) -> BertForQuestionAnswering:
+) -> Any:
     """The model on the CPU, in fp32. New weights (the span head, or all from scratch) are a function of `seed`.
 
     `padded`: whether batches are padded, for transformers' own attention, or packed. `copies`: how many copies of the
     weights must fit into memory.
-    Raises UserError if the checkpoint is not a BERT, or does not fit the tokenizer or `max_seq_length`.
+    Raises UserError if the model's family is not supported, or it does not fit the tokenizer or `max_seq_length`.
     """
     source = args.config_name or str(args.model_name_or_path)
     config = load_config(source, args, copies)
     _check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
+    token_types = _token_types(config, source, tokenizer)
     if args.model_name_or_path is None:
         with reported(source):
-            return new_model(config, args.dropout, seed, padded)
+            return new_model(config, args.dropout, seed, padded, token_types)
     _configure(config, args.dropout, padded)
     torch.manual_seed(seed)
     model, info = load(
-        BertForQuestionAnswering,
+        families.model_class(config),
         args.model_name_or_path,
         args,
         config=config,
@@ -63,34 +72,77 @@ def load_model(
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # refused below with a better message
     )
-    lost = {name for name in info["missing_keys"] if not name.startswith("qa_outputs.")}
+    lost = {name for name in info["missing_keys"] if name.startswith(f"{model.base_model_prefix}.")}
     lost |= {name for name, *_ in info["mismatched_keys"]}
     if lost:
         names = ", ".join(sorted(lost)[:3])
         raise UserError(
             f"{args.model_name_or_path} lacks weights that its configuration needs ({names}, ...). Name another model."
         )
-    assert isinstance(model, BertForQuestionAnswering)
-    return _with_own_layers(model)
+    return _prepared(model, token_types)
 
 
-def new_model(config: Any, dropout: float | None, seed: int, padded: bool = False) -> BertForQuestionAnswering:
-    """A model with new weights, a function of `seed`, from a BERT's configuration, which is modified."""
+def new_model(
+    config: Any, dropout: float | None, seed: int, padded: bool = False, token_types: bool | None = None
+) -> Any:
+    """A model with new weights, a function of `seed`, from an encoder's configuration, which is modified.
+
+    `token_types`: whether it gets token types; None: if it has them for question and context.
+    """
     _configure(config, dropout, padded)
     torch.manual_seed(seed)
-    return _with_own_layers(BertForQuestionAnswering(config))
+    model = families.model_class(config)(config)
+    return _prepared(model, getattr(config, "type_vocab_size", 0) >= 2 if token_types is None else token_types)
 
 
 def _configure(config: Any, dropout: float | None, padded: bool) -> None:
     if dropout is not None:
-        config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
+        for name in _dropout_settings(config):
+            setattr(config, name, dropout)
     config.num_labels = 2  # start and end, whatever head the checkpoint has
     attention.register()
     linear.keep_no_kernels()
-    config._attn_implementation = "sdpa" if padded else attention.NAME
+    packed = families.family_of(config).packed
+    if not packed and not padded:
+        log.info("%s models take no packed windows: windows are padded to the longest of the batch.", config.model_type)
+    own = "sdpa" if families.model_class(config)._supports_sdpa else "eager"
+    config._attn_implementation = attention.NAME if packed and not padded else own
 
 
-def _with_own_layers(model: BertForQuestionAnswering) -> BertForQuestionAnswering:
+def _dropout_settings(config: Any) -> list[str]:
+    """The dropout probabilities in a configuration: hidden_dropout_prob in BERT, mlp_dropout in ModernBERT, ..."""
+    return [
+        name
+        for name, value in config.to_dict().items()
+        if name.endswith(("dropout", "dropout_prob")) and isinstance(value, int | float)
+    ]
+
+
+def _token_types(config: Any, model_name: str, tokenizer: Any) -> bool:
+    """Whether the model gets token types 0 and 1: as in run_qa, if its tokenizer gives them, and always for a BERT."""
+    layout = Layout.of(tokenizer)
+    given = config.model_type == "bert" or "token_type_ids" in tokenizer.model_input_names
+    taken = "token_type_ids" in inspect.signature(families.model_class(config).forward).parameters
+    if not (layout.token_types and given and taken):
+        return False
+    if config.type_vocab_size == 1:
+        raise UserError(
+            f"{model_name} has only one token type, but its tokenizer gives the context another than the question."
+            " Give the model's own tokenizer (--tokenizer_name)."
+        )
+    return True
+
+
+def _prepared(model: Any, token_types: bool) -> Any:
+    """The same model with its family's inputs and this package's layers, and without weights that nothing uses."""
+    pooler = getattr(model.base_model, "pooler", None)
+    if pooler is not None:  # SqueezeBERT's: it gets no gradient
+        pooler.requires_grad_(False)
+    families.adapt(model, token_types)
+    return _with_own_layers(model)
+
+
+def _with_own_layers(model: Any) -> Any:
     """The same model with torch's layers replaced by their subclasses that are faster on the CPU."""
     own: dict[type, type] = {nn.Dropout: Dropout, nn.Linear: Linear}
     for module in model.modules():
@@ -99,13 +151,23 @@ def _with_own_layers(model: BertForQuestionAnswering) -> BertForQuestionAnswerin
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile each layer except its attention, for any number of tokens; names in state_dict do not change."""
+    """Compile each layer except its attention, for any number of tokens; names in state_dict do not change.
+
+    Raises UserError if the layers are not built as BERT's.
+    """
+    network: Any = model
+    try:
+        layers = network.base_model.encoder.layer
+        assert all(layer.attention.output and layer.intermediate and layer.output for layer in layers)
+    except AttributeError:
+        raise UserError(
+            f"--torch_compile does not support {network.config.model_type} models. Remove the flag."
+        ) from None
     for module in model.modules():  # back to torch's own layers, which the compiler supports
         module.__class__ = {Dropout: nn.Dropout, Linear: nn.Linear}.get(type(module), type(module))
     # All parts share one code object, whose cache has an entry per kind of part, for training and for evaluation.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    bert: Any = model.bert
-    for layer in bert.encoder.layer:
+    for layer in layers:
         for part in (layer.attention.output, layer.intermediate, layer.output):
             part.compile(dynamic=True)
 
@@ -159,7 +221,6 @@ def _check_fit(config: Any, model_name: str, tokenizer: Any, tokenizer_name: str
             f"The tokenizer {tokenizer_name} has the token id {largest}, but {model_name} has only {config.vocab_size}"
             " embeddings. Give the model's own tokenizer (--tokenizer_name)."
         )
-    if max_seq_length > config.max_position_embeddings:
-        raise UserError(
-            f"--max_seq_length {max_seq_length}: {model_name} has only {config.max_position_embeddings} positions."
-        )
+    positions = families.max_tokens(config)
+    if max_seq_length > positions:
+        raise UserError(f"--max_seq_length {max_seq_length}: {model_name} has only {positions} positions.")

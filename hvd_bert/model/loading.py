@@ -7,6 +7,7 @@ model's folder ever runs.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import os
@@ -15,17 +16,18 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.tokenization_auto import AutoTokenizer
-from transformers.models.bert.modeling_bert import BertForQuestionAnswering
 from transformers.utils import logging as transformers_logging
 
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data import hub
 from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.machine import free_memory
+from hvd_bert.model.families import family_of, model_class
 
 GIB = 2**30
 
@@ -38,6 +40,11 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "spm.model",
 )
 # The first that exists is loaded.
 WEIGHT_FILES = (
@@ -49,10 +56,9 @@ WEIGHT_FILES = (
 FILES: dict[Any, tuple[str, ...]] = {
     AutoConfig: ("config.json",),
     AutoTokenizer: ("config.json", *TOKENIZER_FILES),
-    BertForQuestionAnswering: WEIGHT_FILES,
 }
 
-# Building a model with a million layers takes hours; the deepest published BERTs have 48.
+# Building a model with a million layers takes hours; the deepest published encoders have 48.
 MAX_LAYERS = 1000
 MIN_SIZES = {
     "vocab_size": 1,
@@ -61,7 +67,7 @@ MIN_SIZES = {
     "num_attention_heads": 1,
     "intermediate_size": 1,
     "max_position_embeddings": 1,
-    "type_vocab_size": 2,  # question and context
+    "type_vocab_size": 2,  # question and context; only BERT needs both
 }
 # At least 0, and less than this.
 LIMITS = {
@@ -70,7 +76,7 @@ LIMITS = {
     "layer_norm_eps": 1,
     "initializer_range": math.inf,
 }
-# Settings that transformers' BERT or this trainer's attention would fail with or ignore -> the supported value.
+# Settings that transformers' encoders or this trainer's attention would fail with or ignore -> the supported value.
 SUPPORTED = {
     "is_decoder": False,
     "add_cross_attention": False,
@@ -118,6 +124,12 @@ def load(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:
         except ValueError as error:
             if "trust_remote_code" in str(error):  # transformers would advise to set it
                 raise ValueError("it has its own Python code, which this trainer never runs") from None
+            if lacks_model_type(name):
+                raise UserError(
+                    f'{Path(name) / "config.json"} has no key "model_type", which names the model\'s family. Add it,'
+                    ' for a BERT "model_type": "bert", or name a complete configuration of the same model with'
+                    " --config_name."
+                ) from None
             raise
 
 
@@ -125,7 +137,7 @@ def _load(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:
     path = Path(name)
     if path.exists():
         if path.is_dir():  # else it is a configuration's file
-            check_files(path, FILES[kind])
+            check_files(path, FILES.get(kind, WEIGHT_FILES))
         return kind.from_pretrained(name, trust_remote_code=False, **extra)
     if path.is_absolute():
         raise FileNotFoundError("no such folder")
@@ -153,6 +165,12 @@ def check_files(folder: Path, names: tuple[str, ...]) -> None:
             break
 
 
+def lacks_model_type(name: str) -> bool:
+    """Whether `name` is a folder whose config.json does not name the family, as those of old models."""
+    path = Path(name) / "config.json"
+    return path.is_file() and "model_type" not in _json_object(path)
+
+
 def _json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -176,10 +194,17 @@ def _check_index(path: Path, content: dict[str, Any]) -> None:
 
 
 def load_config(name: str, args: ModelArguments, copies: int = 1) -> Any:
-    """A BERT's configuration, checked. `copies` of its weights must fit into this host's memory. Raises UserError."""
+    """An encoder's configuration, checked. `copies` of its weights must fit into this host's memory. Raises UserError.
+
+    A family that cannot be trained is refused with the reason.
+    """
     config = load(AutoConfig, name, args)
-    if config.model_type != "bert":
-        raise UserError(f"{name} is a {config.model_type} model: this trainer fine-tunes BERT.")
+    refused = family_of(config).refused
+    if refused:
+        raise UserError(
+            f"{name} is a {config.model_type} model: {refused}. Name another encoder; docs/reference/families.md lists"
+            " the families."
+        )
     with reported(name, args.cache_dir):
         _check_config(config)
         needed, free = copies * 4 * num_weights(config), free_memory()
@@ -190,9 +215,11 @@ def load_config(name: str, args: ModelArguments, copies: int = 1) -> Any:
 
 
 def _check_config(config: Any) -> None:
-    """Raise ValueError if a BERT of this configuration could not be built or trained."""
+    """Raise ValueError if a model of this configuration could not be built or trained."""
+    bert = config.model_type == "bert"
     for name, least in MIN_SIZES.items():
-        if getattr(config, name) < least:
+        known = bert or (hasattr(config, name) and name != "type_vocab_size")
+        if known and getattr(config, name) < least:
             raise ValueError(f"config.json: {name} {getattr(config, name)} is less than {least}")
     if config.num_hidden_layers > MAX_LAYERS:
         raise ValueError(f"config.json: num_hidden_layers {config.num_hidden_layers} is more than {MAX_LAYERS}")
@@ -200,7 +227,7 @@ def _check_config(config: Any) -> None:
         heads = config.num_attention_heads
         raise ValueError(f"config.json: hidden_size {config.hidden_size} cannot be divided among {heads} heads")
     for name, limit in LIMITS.items():
-        if not 0 <= getattr(config, name) < limit:
+        if (bert or hasattr(config, name)) and not 0 <= getattr(config, name) < limit:
             raise ValueError(f"config.json: {name} {getattr(config, name)} is not at least 0 and less than {limit}")
     for name, supported in SUPPORTED.items():
         value = getattr(config, name, supported)
@@ -210,7 +237,12 @@ def _check_config(config: Any) -> None:
 
 
 def num_weights(config: Any) -> int:
-    """Number of weights of a BERT with a span head, without building it."""
+    """Number of weights of an encoder with a span head, without allocating them."""
+    if config.model_type != "bert":
+        with torch.device("meta"):
+            model = model_class(config)(copy.deepcopy(config))
+        return sum(weights.numel() for weights in model.parameters())
+    # By formula, which also takes astronomic sizes.
     hidden, inner = config.hidden_size, config.intermediate_size
     embeddings = (config.vocab_size + config.max_position_embeddings + config.type_vocab_size) * hidden
     attention = 4 * (hidden + 1) * hidden

@@ -20,6 +20,7 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.evaluation.evaluator import window_logits
 from hvd_bert.evaluation.postprocess import Answer, SpanOptions, answers_of
 from hvd_bert.model.bert import load_model, load_tokenizer
+from hvd_bert.model.families import max_tokens
 
 BATCH_SIZE = 8
 
@@ -38,7 +39,7 @@ def predict(
     tokenizer = load_tokenizer(args)
     model = load_model(args, tokenizer, max_seq_length or 1, seed=0).eval()
     model.to(device=device)
-    length = max_seq_length or min(384, model.config.max_position_embeddings)
+    length = max_seq_length or min(384, max_tokens(model.config))
     window_options = windows.WindowOptions(length, doc_stride=length // 3)
     with tempfile.TemporaryDirectory() as cache:
         source = squad.from_questions("the questions", questions)

@@ -14,7 +14,8 @@ from transformers import (
     BertConfig,
     BertForQuestionAnswering,
     BertModel,
-    DistilBertConfig,
+    FNetConfig,
+    GPT2Config,
 )
 
 from hvd_bert.config.settings import ModelArguments
@@ -173,11 +174,12 @@ def test_weights_that_do_not_fit_the_configuration(folders, tokenizer, tmp_path,
         load(tokenizer, model_name_or_path=folder)
 
 
-def test_another_model_is_refused(tokenizer, tmp_path):
-    DistilBertConfig(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
-    for kind in ("config_name", "model_name_or_path"):
-        with pytest.raises(UserError, match=f"{tmp_path} is a distilbert model"):
-            load(tokenizer, **{kind: tmp_path})
+@pytest.mark.parametrize(("kind", "reason"), [(GPT2Config, "it is a decoder"), (FNetConfig, "padding changes")])
+def test_families_that_cannot_be_right_are_refused(tokenizer, tmp_path, kind, reason):
+    kind(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    for name in ("config_name", "model_name_or_path"):
+        with pytest.raises(UserError, match=f"{tmp_path} is a {kind.model_type} model: {reason}"):
+            load(tokenizer, **{name: tmp_path})
 
 
 @pytest.mark.parametrize("damage", ["cut off", "no weights", "no config", "config cut off", "nothing", "no folder"])

@@ -1,0 +1,56 @@
+#!/usr/bin/env python3
+"""Write docs/reference/families.md, the families of encoders, from transformers' and this package's tables.
+
+    python scripts/families_page.py
+
+Run it after a change to `hvd_bert/model/families.py` or an update of transformers. `tests/unit/test_families.py` checks
+that the page is current.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES
+
+from hvd_bert.model.families import family_of
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "families.md"
+INTRODUCTION = """\
+<!-- Written by `python scripts/families_page.py`. Edit hvd_bert/model/families.py, then rerun the script. -->
+
+# Model families
+
+`--model_name_or_path` takes encoders that have a question-answering head in transformers. The family is the
+`model_type` in the model's `config.json`.
+
+- **Packed** families run without padding: each token attends to its own window only.
+- **Padded** families have an attention of their own, which takes no packed windows. The trainer pads their windows to
+  the longest of the batch, and prints so at the start. Padding takes computing time.
+- Other families are refused at the start, with the reason.
+
+Tests compare each family that is not refused with transformers: logits to 1e-5 and gradients to 1e-4 of their size.
+The special tokens and token types are those of the model's own tokenizer. A BERT always gets token types.
+`--torch_compile` needs layers that are built as BERT's; otherwise it is refused.
+"""
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    rows = {"Packed": [], "Padded": [], "Refused": []}  # type: dict[str, list[str]]
+    for name in sorted(MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES):
+        family = family_of(CONFIG_MAPPING[name]())
+        positions = "pad_token_id + 1" if family.positions_after_padding else "0"
+        kind = "Refused" if family.refused else "Packed" if family.packed else "Padded"
+        rows[kind].append(f"| `{name}` | {family.refused or positions} |")
+    blocks = [INTRODUCTION.rstrip()]
+    for kind, lines in rows.items():
+        column = "Reason" if kind == "Refused" else "First position"
+        blocks += [f"## {kind} families", "\n".join([f"| Family | {column} |", "| --- | --- |", *lines])]
+    return "\n\n".join(blocks) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(PAGE)

@@ -1,0 +1,214 @@
+"""Every family of encoders: packed or padded windows give transformers' own results; the others are refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES
+
+from hvd_bert.data.collate import Batch, Collator
+from hvd_bert.data.windows import WindowTable
+from hvd_bert.errors import UserError
+from hvd_bert.model import attention
+from hvd_bert.model.bert import compile_layers, new_model, span_logits, span_losses
+from hvd_bert.model.families import family_of, max_tokens, model_class
+from hvd_bert.model.loading import num_weights
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import families_page
+
+CPU = torch.device("cpu")
+PAD, CLS, SEP, QUESTION, FIRST_TOKEN, VOCABULARY = 1, 2, 3, 4, 5, 60
+LENGTHS = [12, 17, 11, 20, 12]
+# Sizes by the names that configurations have; sliding_window: of local attention, shorter than the windows.
+SMALL = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "intermediate_size": 24, "max_position_embeddings": 64, "initializer_range": 0.4, "embedding_size": 16,
+    "pad_token_id": PAD, "sep_token_id": SEP, "question_token_id": QUESTION, "type_vocab_size": 2,
+    "num_key_value_heads": 2, "attention_window": 4, "sliding_window": 3, "input_embedding_size": 16,
+    "intra_bottleneck_size": 16, "local_attention": 6, "num_hidden_groups": 2,
+    "normalization_type": "layer_norm",
+}  # fmt: skip
+
+CONFIGS = {name: CONFIG_MAPPING[name] for name in MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES}
+TRAINED = [name for name, kind in CONFIGS.items() if not family_of(kind()).refused]
+PACKED = [name for name in TRAINED if family_of(CONFIGS[name]()).packed]
+PADDED = [name for name in TRAINED if name not in PACKED]
+
+
+def small(name: str):
+    kind = CONFIGS[name]
+    known = kind().to_dict().keys() | kind.attribute_map.keys()
+    return kind(**{key: value for key, value in SMALL.items() if key in known})
+
+
+def models(name: str, padded: bool = False) -> tuple:
+    """A small model with random weights as this package makes it, and transformers' own of the same weights."""
+    ours = new_model(small(name), 0.0, seed=1, padded=padded).eval()
+    generator = torch.Generator().manual_seed(1)
+    for weights in ours.parameters():  # new biases are 0, and new norms 1: mistakes would not show
+        with torch.no_grad():
+            weights += 0.1 * torch.randn(weights.shape, generator=generator)
+    config = small(name)
+    config.num_labels = 2
+    own = model_class(config)._from_config(config, attn_implementation="eager")
+    own.load_state_dict(ours.state_dict())
+    return ours, own.eval()
+
+
+@pytest.fixture(scope="module")
+def windows() -> WindowTable:
+    """Windows `CLS q q q QUESTION SEP SEP context SEP`: Splinter needs the QUESTION, Longformer three SEP."""
+    random = np.random.default_rng(0)
+    ids = [random.integers(FIRST_TOKEN, VOCABULARY, length) for length in LENGTHS]
+    for tokens in ids:
+        tokens[[0, 4, 5, 6, -1]] = CLS, QUESTION, SEP, SEP, SEP
+    ids[2][8] = PAD  # its text may contain "<pad>"
+    starts = [int(random.integers(7, length - 2)) for length in LENGTHS]
+    return WindowTable.from_columns(
+        {
+            "input_ids": [tokens.tolist() for tokens in ids],
+            "context_start": [7] * len(ids),
+            "start_position": starts,
+            "end_position": [start + 1 for start in starts],
+        }
+    )
+
+
+def transformers_logits(model, windows: WindowTable, extra: int = 1):
+    """[2, B, T], -inf at padding, from inputs as transformers' tokenizers and collators make them."""
+    rows = windows.lists("input_ids", range(len(LENGTHS)))
+    width = max(LENGTHS) + extra
+    ids = torch.full((len(rows), width), PAD)
+    mask, types = torch.zeros_like(ids), torch.zeros_like(ids)
+    for i, tokens in enumerate(rows):
+        ids[i, : len(tokens)], mask[i, : len(tokens)], types[i, 7 : len(tokens)] = torch.tensor(tokens), 1, 1
+    inputs = {"input_ids": ids, "attention_mask": mask} | (
+        {"token_type_ids": types} if getattr(model.config, "type_vocab_size", 0) >= 2 else {}
+    )
+    output = model(**inputs)
+    logits = torch.stack([output.start_logits, output.end_logits])
+    return logits.masked_fill(mask == 0, -torch.inf)[..., : max(LENGTHS)]
+
+
+def compare(ours, own, batch: Batch, windows: WindowTable, gradients: bool) -> None:
+    """Logits to 1e-5 of the largest, gradients to 1e-4 of each tensor's norm."""
+    found = torch.stack(span_logits(ours, batch))
+    expected = transformers_logits(own, windows)
+    real = expected != -torch.inf
+    assert torch.equal(found != -torch.inf, real)
+    assert expected[real].std() > 0.1  # else mistakes would be rounded away
+    assert (found[real] - expected[real]).abs().max() <= 1e-5 * expected[real].abs().max()
+    if not gradients:
+        return
+    span_losses(*found, batch).mean().backward()
+    labels = torch.stack([batch.starts, batch.ends])
+    (sum(cross_entropy(side, label) for side, label in zip(expected, labels, strict=True)) / 2).backward()
+    total = torch.stack([weights.grad.norm() for weights in own.parameters() if weights.grad is not None]).norm()
+    for (name, weights), reference in zip(ours.named_parameters(), own.parameters(), strict=True):
+        if weights.requires_grad:
+            limit = max(1e-4 * reference.grad.norm(), 1e-6 * total)  # zero in theory: keys' biases
+            assert (weights.grad - reference.grad).norm() <= limit, name
+
+
+KERNELS = [attention.by_window, attention.by_probabilities, attention.by_jagged]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_windows_give_the_logits_and_gradients_of_transformers(name, kernel, windows, monkeypatch):
+    def chosen(device, dtype, dropout, head_size, flash, local):
+        return attention.by_window if local and kernel is attention.by_jagged else kernel
+
+    monkeypatch.setattr(attention, "choose", chosen)
+    ours, own = models(name)
+    assert ours.config._attn_implementation == attention.NAME
+    compare(ours, own, Collator(windows, CPU)(range(len(LENGTHS))), windows, gradients=True)
+
+
+@pytest.mark.parametrize("pad_to", [None, 0], ids=["packed batch", "padded batch"])
+@pytest.mark.parametrize("name", PADDED)
+def test_padded_families_give_the_logits_and_gradients_of_transformers(name, pad_to, windows, caplog):
+    caplog.set_level("INFO")
+    ours, own = models(name, padded=pad_to is not None)
+    said = [record.message for record in caplog.records if "padded to the longest" in record.message]
+    assert len(said) == (pad_to is None) and all(name in text for text in said)
+    compare(ours, own, Collator(windows, CPU, pad_to)(range(len(LENGTHS))), windows, gradients=True)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_padded_batches_of_packed_families(name, windows):
+    ours, own = models(name, padded=True)
+    compare(ours, own, Collator(windows, CPU, 0)(range(len(LENGTHS))), windows, gradients=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", TRAINED)
+def test_results_do_not_depend_on_other_windows_or_padding(name, windows):
+    ours, own = models(name)
+    together = torch.stack(span_logits(ours, Collator(windows, CPU)(range(len(LENGTHS)))))
+    wider = transformers_logits(own, windows, extra=4)
+    for i, length in enumerate(LENGTHS):
+        alone = torch.stack(span_logits(ours, Collator(windows, CPU)([i])))[:, 0]
+        for logits in (alone, wider[:, i, :length]):
+            torch.testing.assert_close(together[:, i, :length], logits, rtol=1e-5, atol=1e-5)
+
+
+# --- limits and settings ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "expected"), [("bert", 64), ("roberta", 62), ("mpnet", 62), ("modernbert", 64)])
+def test_number_of_positions(name, expected, windows):
+    assert max_tokens(small(name)) == expected
+    own = model_class(small(name))(small(name)).eval()
+    ids = torch.full((1, expected), FIRST_TOKEN)
+    own(input_ids=ids)  # fits
+    if name != "modernbert":  # computes its positions
+        with pytest.raises((IndexError, RuntimeError)):
+            own(input_ids=torch.full((1, expected + 1), FIRST_TOKEN))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_number_of_weights(name):
+    assert num_weights(small(name)) == sum(weights.numel() for weights in models(name)[1].parameters())
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_dropout_is_set_everywhere(name):
+    model = new_model(small(name), 0.25, seed=1)
+    of_modules = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
+    assert of_modules == ({0.25} if name != "ultrabert" else set())  # whose attention alone has dropout
+    of_config = {value for key, value in model.config.to_dict().items() if "dropout" in key and value is not None}
+    assert of_config == {0.25}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_copies_keep_the_adapted_inputs_and_the_saved_class(name, windows, tmp_path):
+    ours, _ = models(name)
+    batch = Collator(windows, CPU)([1, 0])
+    assert torch.equal(span_logits(copy.deepcopy(ours), batch)[0], span_logits(ours, batch)[0])
+    ours.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [model_class(ours.config).__name__]
+
+
+def test_layers_of_another_build_are_not_compiled():
+    compile_layers(models("roberta")[0])
+    with pytest.raises(UserError, match="--torch_compile does not support distilbert models"):
+        compile_layers(models("distilbert")[0])
+
+
+# --- the page --------------------------------------------------------------------------------------
+
+
+def test_the_page_is_current():
+    written = families_page.PAGE.read_text(encoding="utf-8")
+    assert written == families_page.page(), "run `python scripts/families_page.py`"
