@@ -36,6 +36,8 @@ RUN_FILES = {
     "gpu_usage.jsonl": "the same steps: utilization, memory and power of each GPU",
     "timeline.json": "Horovod's timeline of some steps (python -m hvd_bert.timeline)",
     "trace.json.gz": "trace of all ranks in these steps, for ui.perfetto.dev",
+    "skipped_examples.jsonl": "the questions with mistakes in the data (--bad_examples skip)",
+    "eval_skipped_examples.jsonl": "the same of a run that only evaluated",
     "tb": "metrics for TensorBoard (tensorboard --logdir)",
     "checkpoint-*": "the model at a step, and all state needed to resume",
     "latest": "the name of the newest checkpoint",
@@ -63,9 +65,12 @@ def writing(folder: Path, world: World, status: int = EXIT_FAILURE) -> Iterator[
             raise unwritable(folder, error) from None
 
 
-def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
-    """Write the metrics and the task's files. Those of an earlier evaluation that it does not replace are removed."""
-    contents = {"eval_results.json": evaluation.metrics, **evaluation.files}
+def write_evaluation(folder: Path, evaluation: Evaluation, data: dict[str, Any] | None = None) -> None:
+    """Write the metrics and the task's files. Those of an earlier evaluation that it does not replace are removed.
+
+    `data`: what `Task.describe_data` returned, for the metrics' file.
+    """
+    contents = {"eval_results.json": evaluation.metrics | (data or {}), **evaluation.files}
     assert contents.keys() <= RUN_FILES.keys(), "the next run would not replace them"
     written.add(folder, *contents)
     for name, content in contents.items():

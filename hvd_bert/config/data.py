@@ -38,7 +38,7 @@ class DataArguments:
     train_file: str | None = flag(
         "data",
         None,
-        "Training questions in SQuAD's JSON.",
+        "Training questions: JSON, JSON Lines, CSV or Parquet, also gzipped.",
         default_text="none",
         metavar="FILE",
         may_change_on_resume=True,
@@ -48,11 +48,31 @@ class DataArguments:
     validation_file: str | None = flag(
         "data",
         None,
-        "Questions to evaluate on, in SQuAD's JSON.",
+        "Questions to evaluate on, in one of the same formats.",
         default_text="none",
         metavar="FILE",
         may_change_on_resume=True,
         replaces=("dataset_name",),
+    )
+    question_column: str = flag(
+        "data",
+        "question",
+        "Column of the questions, in data of flat rows.",
+        metavar="NAME",
+        may_change_on_resume=True,
+    )
+    context_column: str = flag(
+        "data", "context", "Column of the contexts, in data of flat rows.", metavar="NAME", may_change_on_resume=True
+    )
+    answer_column: str = flag(
+        "data", "answers", "Column of the answers, in data of flat rows.", metavar="NAME", may_change_on_resume=True
+    )
+    bad_examples: str = flag(
+        "data",
+        "error",
+        "Questions with a mistake, such as a misplaced answer: refuse the data, or skip these questions.",
+        choices=("error", "skip"),
+        may_change_on_resume=True,
     )
     version_2_with_negative: bool = flag(
         "data",
@@ -109,6 +129,12 @@ class DataArguments:
             self.dataset_name = "squad_v2" if self.version_2_with_negative else DEFAULT_DATASET
         if self.dataset_name == "squad_v2":
             self.version_2_with_negative = True
+        columns = [self.question_column, self.context_column, self.answer_column]
+        require(
+            len({*columns, "id"}) == 4,
+            f"--question_column, --context_column and --answer_column ({', '.join(columns)}): give three different"
+            " names other than id.",
+        )
         for name in ("max_seq_length", "n_best_size", "max_answer_length"):
             require(getattr(self, name) >= 1, f"--{name} {getattr(self, name)}: must be at least 1.")
         threshold = self.null_score_diff_threshold

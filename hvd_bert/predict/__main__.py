@@ -44,8 +44,16 @@ def make_parser() -> argparse.ArgumentParser:
         "--questions_file",
         metavar="FILE",
         type=str,
-        help="Questions in SQuAD's JSON, instead of --context and --question. (default: none)",
+        help="Questions in a data file, instead of --context and --question. It needs no answers. (default: none)",
     )
+    for name, default in (("question", "question"), ("context", "context"), ("answer", "answers")):
+        parser.add_argument(
+            f"--{name}_column",
+            metavar="NAME",
+            type=str,
+            default=default,
+            help=f"Column of the {name}s, in files of flat rows. (default: %(default)s)",
+        )
     parser.add_argument(
         "--num_questions",
         metavar="N",

@@ -75,7 +75,8 @@ def _questions(flags: argparse.Namespace) -> list[Question]:
     if flags.questions_file:
         if flags.num_questions < 1:
             raise UserError(f"--num_questions {flags.num_questions}: must be at least 1.")
-        questions = squad.open_file(flags.questions_file, flags.version_2_with_negative).questions()
+        reading = squad.Reading(flags.question_column, flags.context_column, flags.answer_column, purpose="prediction")
+        questions = squad.open_file(flags.questions_file, flags.version_2_with_negative, reading).questions()
         picked = np.linspace(0, len(questions), flags.num_questions, endpoint=False)
         return [questions[int(i)] for i in picked]
     if not flags.context or not flags.question:

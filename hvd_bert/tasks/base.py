@@ -75,6 +75,10 @@ class Task(ABC):
         """Useful FLOP of training on windows of these lengths in `passes` passes, without padding; None: unknown."""
         return None
 
+    def describe_data(self, folder: Path) -> dict[str, Any]:
+        """Write files about the data into the output folder, on rank 0. Returns entries for the results."""
+        return {}
+
     def compile(self, model: nn.Module) -> None:
         """Compile `model` in place, for --torch_compile."""
         model.compile(dynamic=True)

@@ -65,6 +65,7 @@ def run(config: Config, world: World) -> None:
     resumed_step = resume_point.step if resume_point else None
     with run_folder.writing(folder, world, EXIT_BAD_INPUT) as writes:
         metrics_logger = MetricsLogger(folder, writes, resumed_step, task.unit)
+        data = task.describe_data(folder) if writes else {}
     with closing(metrics_logger):
         results: dict[str, Any] = {}
         model_step, recorded = 0, False
@@ -83,12 +84,12 @@ def run(config: Config, world: World) -> None:
             results |= evaluator.totals
             with run_folder.writing(folder, world) as writes:
                 if writes:
-                    run_folder.write_evaluation(folder, evaluation)
+                    run_folder.write_evaluation(folder, evaluation, data)
         usage = {"rank": world.rank} | process_usage(world.device)
         results |= run_folder.facts(config, world) | {"processes": world.gather(usage)}
         with run_folder.writing(folder, world) as writes:
             if writes and task.plan:
-                run_folder.write_results(folder, results | {"work": resume.identity(config, task)})
+                run_folder.write_results(folder, results | data | {"work": resume.identity(config, task)})
     if results.get("breakdown"):
         log.info("%s", "\n".join(describe_steps(results)))
     log.info("%s", run_folder.describe(folder))

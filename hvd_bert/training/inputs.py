@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from hvd_bert.config.settings import Config, DataArguments, TrainArguments
 from hvd_bert.data import squad
 from hvd_bert.data.batch_plan import BatchPlan, Lengths
+from hvd_bert.data.checks import summary
+from hvd_bert.data.questions import BadExample
 from hvd_bert.data.squad import Question, Source
 from hvd_bert.data.windows import WindowOptions, WindowTable, prepare
 from hvd_bert.distributed.world import World, log
@@ -55,6 +57,14 @@ class Inputs:
         """Hash of the tokenizer's vocabulary and rules."""
         return digest_of(self.tokenizer)
 
+    def bad_examples(self) -> dict[str, list[BadExample]]:
+        """Examples with mistakes in the training and the validation data, with `--bad_examples skip`.
+
+        Call it on one rank: it reads the training data once more if their windows were cached.
+        """
+        parts = {"training": self.train, "validation": self.dev}
+        return {name: part.source.bad_examples() for name, part in parts.items() if part is not None}
+
     def fingerprint(self) -> dict[str, object]:
         """Properties that must be equal on all ranks: content of the data, windows, vocabulary."""
         same: dict[str, object] = {"the tokenizer": self.tokenizer_digest}
@@ -79,7 +89,12 @@ def load_inputs(config: Config, world: World) -> Inputs:
     crossover = forward_flops(model).crossover
     train = _training_set(config, tokenizer, crossover, world) if config.train.do_train else None
     dev = _question_set(config, tokenizer, world) if config.train.do_eval else None
-    return Inputs(tokenizer, model, train, dev)
+    inputs = Inputs(tokenizer, model, train, dev)
+    if config.data.bad_examples == "skip" and world.rank == 0:
+        for name, bad in inputs.bad_examples().items():
+            if bad:
+                log.warning("The %s data have mistakes: %s.", name, summary(bad))
+    return inputs
 
 
 def weight_copies(config: Config, world: World) -> int:
@@ -138,16 +153,23 @@ def _question_set(config: Config, tokenizer: Any, world: World) -> QuestionSet |
 
 def open_split(data: DataArguments, split: str, cache_dir: str | None) -> Source:
     """The "train" or "validation" questions, from a file or from the hub."""
+    reading = squad.Reading(
+        question_column=data.question_column,
+        context_column=data.context_column,
+        answer_column=data.answer_column,
+        bad_examples=data.bad_examples,
+        purpose="training" if split == "train" else "evaluation",
+    )
     if data.dataset_name:
         return squad.open_hub(
-            data.dataset_name, split, data.version_2_with_negative, data.dataset_config_name, cache_dir
+            data.dataset_name, split, data.version_2_with_negative, data.dataset_config_name, cache_dir, reading
         )
     path = data.train_file if split == "train" else data.validation_file
     if path is None:
         raise UserError(
             f"--{split}_file is missing: give a file of questions, or omit all files to use squad from the hub."
         )
-    return squad.open_file(path, data.version_2_with_negative)
+    return squad.open_file(path, data.version_2_with_negative, reading)
 
 
 def _windows(source: Source, tokenizer: Any, data: DataArguments, max_samples: int | None, world: World) -> WindowTable:

@@ -6,12 +6,13 @@ import bz2
 import gzip
 import lzma
 import os
+import re
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from hvd_bert.data import squad
+from hvd_bert.data import recognition, squad
 from hvd_bert.errors import UserError
 
 pytestmark = pytest.mark.timeout(60)  # a file that blocks must fail its test soon
@@ -23,8 +24,12 @@ def refusal(path: str | Path) -> str:
     return str(refused.value)
 
 
+def gzipped_twice(content: bytes) -> bytes:
+    return gzip.compress(gzip.compress(content))
+
+
 @pytest.mark.parametrize(
-    ("name", "compress"), [("gzip", gzip.compress), ("bzip2", bz2.compress), ("xz", lzma.compress)]
+    ("name", "compress"), [("gzip", gzipped_twice), ("bzip2", bz2.compress), ("xz", lzma.compress)]
 )
 def test_compressed(tmp_path, name, compress):
     path = tmp_path / "train.json"
@@ -36,6 +41,56 @@ def test_zip(tmp_path):
     with zipfile.ZipFile(tmp_path / "train.json", "w") as file:
         file.writestr("train.json", "{}")
     assert "compressed with zip" in refusal(tmp_path / "train.json")
+
+
+def test_damaged_gzip(tmp_path):
+    path = tmp_path / "train.json.gz"
+    path.write_bytes(gzip.compress(b'{"data": []}' * 100)[:-20])
+    assert re.search(r"train\.json\.gz: damaged gzip file \(.*\)\. Copy or download it again\.", refusal(path))
+    path.write_bytes(b"\x1f\x8b" + b"no gzip" * 10)
+    assert "damaged gzip file" in refusal(path)
+
+
+def test_gzip_that_expands_without_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(recognition, "_ALWAYS_ALLOWED", 0)
+    path = tmp_path / "train.json.gz"
+    path.write_bytes(gzip.compress(bytes(2**20)))
+    assert "expands to more than 300 times its size" in refusal(path)
+
+
+def test_damaged_parquet(tmp_path):
+    path = tmp_path / "train.parquet"
+    path.write_bytes(b"PAR1" + bytes(100) + b"PAR1")
+    assert re.search(r"damaged Parquet file: .*Copy or download it again\.", refusal(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 30288272\n",
+            "Run git lfs pull in its repository.",
+        ),
+        (b"\n <!DOCTYPE html><html><head>Sign in</head></html>", "an HTML or XML page, not the data"),
+        (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "an HTML or XML page, not the data"),
+        (b"{'data': [{'title': None}]}", "a Python repr, not JSON"),
+        (b"[{'id': 'a'}, {'id': 'b'}]", "a Python repr, not JSON"),
+        (b"{'id': 'a'}\n{'id': 'b'}\n", "a Python repr, not JSON"),
+        ('{"data": []}'.encode("utf-16"), "UTF-16 text. Convert it: iconv -f UTF-16 -t UTF-8"),
+        ('{"data": []}'.encode("utf-16-le"), "UTF-16 text. Convert it"),
+        ('{"data": []}'.encode("utf-16-be"), "UTF-16 text. Convert it"),
+        (bytes(100), "neither JSON nor CSV"),
+        (b"Entry not found", 'neither JSON nor CSV with the columns of the questions (found "Entry not found")'),
+        (b"id,text,label\n1,a,b\n", "--question_column"),
+    ],
+    ids=lambda value: value[:12] if isinstance(value, bytes) else "",
+)
+def test_files_that_are_not_data(tmp_path, content, words):
+    for packed in (content, gzip.compress(content)):
+        (tmp_path / "train.json").write_bytes(packed)
+        message = refusal(tmp_path / "train.json")
+        assert words in message and message.startswith(f"{tmp_path / 'train.json'}: ")
+        assert len(message) < 500 and "\n" not in message
 
 
 def test_pipes_and_devices_are_refused(tmp_path):

@@ -1,0 +1,240 @@
+"""The formats of data files give the same questions; the columns of flat rows, MRQA's lines, numbers as text."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import gzip
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from hvd_bert.data import hub, squad
+from hvd_bert.data.squad import Question, Reading
+from hvd_bert.errors import UserError
+
+Rows = Sequence[dict[str, Any]]
+COLUMNS = Reading(question_column="query", context_column="passage", answer_column="reply")
+
+
+def as_lines(rows: Rows) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def as_csv(rows: Rows, delimiter: str = ",") -> bytes:
+    """Objects are JSON in their cells."""
+    out = io.StringIO()
+    writer = csv.writer(out, delimiter=delimiter)
+    writer.writerow(rows[0])
+    for row in rows:
+        writer.writerow([json.dumps(value) if isinstance(value, dict) else value for value in row.values()])
+    return out.getvalue().encode()
+
+
+def as_parquet(rows: Rows) -> bytes:
+    out = pa.BufferOutputStream()
+    pyarrow.parquet.write_table(pa.Table.from_pylist(list(rows)), out)
+    return out.getvalue().to_pybytes()
+
+
+FORMATS: dict[str, Callable[[Rows], bytes]] = {
+    "JSON": lambda rows: json.dumps({"data": list(rows)}).encode(),
+    "JSON Lines": as_lines,
+    "CSV": as_csv,
+    "tab-separated": lambda rows: as_csv(rows, "\t"),
+    "Parquet": as_parquet,
+}
+
+
+def read(tmp_path: Path, content: bytes, reading: Reading = Reading(), v2: bool = False) -> list[Question]:  # noqa: B008
+    path = tmp_path / "data.any"  # the content decides, not the name
+    path.write_bytes(content)
+    return squad.open_file(path, v2, reading).questions()
+
+
+@pytest.fixture
+def questions(make_questions) -> list[Question]:
+    """With commas, quotes, line breaks and other characters than ASCII, and one without an answer."""
+    odd = 'He said, "東京\r\nis a;\tcity", and left.'
+    made = [dataclasses.replace(question, context=f"{question.context} {odd}") for question in make_questions(5)]
+    first = Question("first", 'A "title"', odd, 'Which "city"?', ("東京",), (odd.index("東京"),))
+    return [first, *made, dataclasses.replace(first, id="none", answer_texts=(), answer_starts=())]
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress], ids=["plain", "gzip"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(tmp_path, questions, to_rows, name, compress):
+    rows = to_rows(questions)
+    assert read(tmp_path, compress(FORMATS[name](rows)), v2=True) == questions
+    names = {"question": "query", "context": "passage", "answers": "reply"}
+    renamed = [{names.get(key, key): value for key, value in row.items()} for row in rows]
+    assert read(tmp_path, compress(FORMATS[name](renamed)), COLUMNS, v2=True) == questions
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_answer_as_text_with_its_place(tmp_path, questions, name):
+    rows = [
+        {"id": q.id, "title": q.title, "context": q.context, "question": q.question}
+        | {"text": (*q.answer_texts, "")[0], "answer_start": (*map(str, q.answer_starts), "")[0]}
+        for q in questions
+    ]
+    assert read(tmp_path, FORMATS[name](rows), Reading(answer_column="text"), v2=True) == questions
+
+
+def test_gzipped_squad(tmp_path, make_questions, to_squad):
+    assert read(tmp_path, gzip.compress(json.dumps(to_squad(make_questions(4))).encode())) == make_questions(4)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_whole_numbers_as_text_and_text_as_whole_numbers(tmp_path, make_questions, to_rows, name):
+    (question,) = make_questions(1)
+    (row,) = to_rows([question])
+    start = question.answer_starts[0]
+    row = {**row, "id": 12, "answers": {"text": list(question.answer_texts), "answer_start": [f" {start}"]}}
+    assert read(tmp_path, FORMATS[name]([row])) == [dataclasses.replace(question, id="12")]
+
+
+def test_whole_numbers_in_squads_json(tmp_path, make_questions, to_squad):
+    content = to_squad(make_questions(1))
+    entry = content["data"][0]["paragraphs"][0]["qas"][0]
+    entry["id"], entry["answers"][0]["answer_start"] = 12, str(entry["answers"][0]["answer_start"])
+    assert read(tmp_path, json.dumps(content).encode()) == [dataclasses.replace(make_questions(1)[0], id="12")]
+
+
+@pytest.mark.parametrize("name", ["CSV", "Parquet"])
+def test_missing_columns_are_named_with_the_flags(tmp_path, make_questions, to_rows, name):
+    rows = [{"query" if key == "answers" else key: row[key] for key in row} for row in to_rows(make_questions(2))]
+    with pytest.raises(UserError, match=r"no column answers \(found: id, .*query\).*--answer_column"):
+        read(tmp_path, FORMATS[name](rows))
+
+
+def test_python_objects_in_csv_are_named(tmp_path, make_questions, to_rows):
+    rows = [{**row, "answers": str(row["answers"])} for row in to_rows(make_questions(2))]
+    with pytest.raises(UserError, match=r"2 wrong types, the first: row 0\.answers should be JSON .*found"):
+        read(tmp_path, as_csv(rows))
+
+
+def test_csv_rows_of_another_length(tmp_path, make_questions, to_rows):
+    content = as_csv(to_rows(make_questions(2))) + b"one,two\n"
+    with pytest.raises(UserError, match="1 malformed row: line 4: it has 2 columns, the first line has 5"):
+        read(tmp_path, content)
+    assert read(tmp_path, content, Reading(bad_examples="skip")) == make_questions(2)
+
+
+def test_contexts_of_130_000_characters(tmp_path, make_questions, to_rows):
+    (question,) = make_questions(1)
+    long = dataclasses.replace(question, context=question.context + " x" * 65_000)
+    for convert in FORMATS.values():
+        assert read(tmp_path, convert(to_rows([long]))) == [long]
+
+
+# --- MRQA ----------------------------------------------------------------------------------------
+
+CONTEXT = "[PAR] Denver won. Denver Broncos, of course."
+MRQA = {
+    "context": CONTEXT,
+    "qas": [
+        {
+            "id": "of the original data",
+            "qid": "abc",
+            "question": "Who won?",
+            "detected_answers": [
+                {"text": "denver broncos", "char_spans": [[18, 31]], "token_spans": [[4, 5]]},
+                {"text": "Denver", "char_spans": [[6, 11], [18, 23]]},
+            ],
+            "answers": ["The Broncos", "Denver", "The Broncos"],
+        }
+    ],
+}
+
+
+def test_mrqa(tmp_path):
+    content = as_lines([{"header": {"dataset": "NewsQA", "split": "train"}}, MRQA])
+    (question,) = read(tmp_path, gzip.compress(content))
+    assert (question.id, question.context, question.question) == ("abc", CONTEXT, "Who won?")
+    assert question.answer_texts == ("Denver Broncos", "Denver", "The Broncos")
+    assert question.answer_starts == (18, 6, None)  # the last has no place: it is for the metric only
+    assert read(tmp_path, as_lines([MRQA])) == [question]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"detected_answers": [{"text": "x", "char_spans": []}]}, "char_spans should be a list of [first, last]"),
+        (
+            {"detected_answers": [{"text": "x", "char_spans": [[5, 4]]}]},
+            "1 out-of-range offset: [0].qas[0].detected_answers[0]",
+        ),
+        ({"detected_answers": [{"text": "x", "char_spans": [[900, 901]]}]}, "1 empty answer"),
+        ({"detected_answers": []}, "the answer 'The Broncos' has no place in its context"),
+        ({"detected_answers": [{"text": "x"}]}, '[0].qas[0].detected_answers[0] has no "char_spans"'),
+        ({"qid": 1.5}, "[0].qas[0].qid should be text"),
+    ],
+)
+def test_mistakes_in_mrqa(tmp_path, change, words):
+    with pytest.raises(UserError) as refused:
+        read(tmp_path, as_lines([{**MRQA, "qas": [{**MRQA["qas"][0], **change}]}]))
+    assert words in str(refused.value)
+
+
+# --- the hub, and prediction ---------------------------------------------------------------------
+
+
+def test_hub_columns(monkeypatch, make_questions, to_rows):
+    names = {"question": "query", "context": "passage", "answers": "reply"}
+    rows = [{names.get(key, key): row[key] for key in row if key != "title"} for row in to_rows(make_questions(3))]
+    rows = [{**row, "id": number, "unused": 1} for number, row in enumerate(rows)]
+    monkeypatch.setattr(hub, "load", lambda *_: datasets.Dataset.from_list(rows))
+    source = squad.open_hub("mine", "train", False, reading=COLUMNS)
+    expected = [
+        dataclasses.replace(question, id=str(number), title="") for number, question in enumerate(make_questions(3))
+    ]
+    assert source.questions() == expected
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_prediction_needs_no_answers(tmp_path, questions, to_rows, name):
+    rows = [{"context": row["context"], "question": row["question"]} for row in to_rows(questions)]
+    found = read(tmp_path, FORMATS[name](rows), Reading(purpose="prediction"))
+    assert [(q.context, q.question, q.answer_texts) for q in found] == [(q.context, q.question, ()) for q in questions]
+    assert len({q.id for q in found}) == len(questions)
+    with pytest.raises(UserError, match=r"column id|has no"):
+        read(tmp_path, FORMATS[name](rows))
+
+
+def test_prediction_ignores_mistakes_in_answers(tmp_path, make_questions, to_squad):
+    wrong = [dataclasses.replace(q, id="same", answer_starts=(-1,)) for q in make_questions(2)]
+    content = to_squad(wrong)
+    del content["data"][0]["paragraphs"][1]["qas"][0]["answers"]
+    first, second = read(tmp_path, json.dumps(content).encode(), Reading(purpose="prediction"))
+    assert (first.answer_texts, first.answer_starts) == (("red",), (None,))  # shown next to the prediction
+    assert second.answer_texts == ()
+    with pytest.raises(UserError, match=r"its question is empty\. Fix the file\.$"):
+        read(tmp_path, json.dumps([{"context": "a", "question": ""}]).encode(), Reading(purpose="prediction"))
+
+
+# --- cached windows ------------------------------------------------------------------------------
+
+
+def test_digest_depends_on_how_the_data_are_read(tmp_path, make_questions, to_squad):
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps(to_squad(make_questions(3))))
+    readings = [
+        Reading(),
+        COLUMNS,
+        Reading(answer_column="text"),
+        Reading(bad_examples="skip"),
+        Reading(bad_examples="skip", purpose="evaluation"),
+        Reading(purpose="prediction"),
+    ]
+    digests = [squad.open_file(path, False, reading).digest for reading in readings]
+    assert len(set(digests)) == len(readings)
+    # The same questions: windows for training serve evaluation, too.
+    assert squad.open_file(path, False, Reading(purpose="evaluation")).digest == digests[0]
