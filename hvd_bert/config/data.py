@@ -100,6 +100,13 @@ class DataArguments:
         "SQuAD 2.0: predict 'no answer' if its score exceeds the best answer's by more than this.",
         may_change_on_resume=True,
     )
+    answer_normalization: str = flag(
+        "evaluation",
+        "squad",
+        "How EM and F1 compare texts: by the rules of SQuAD's, CMRC 2018's (Chinese) or KorQuAD's (Korean) script.",
+        choices=("squad", "cmrc", "korquad"),
+        may_change_on_resume=True,
+    )
     max_train_samples: int | None = flag("data", None, "Train on the first N questions only.", default_text="all")
     max_eval_samples: int | None = flag(
         "data", None, "Evaluate on the first N questions only.", default_text="all", may_change_on_resume=True

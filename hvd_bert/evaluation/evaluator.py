@@ -94,6 +94,7 @@ class Evaluator:
         self.questions = inputs.dev.questions
         self.windows = inputs.dev.windows
         self.options = span_options(config.data)
+        self.answer_normalization = config.data.answer_normalization
         self.batch_size = config.train.per_device_eval_batch_size
         self.precision = config.train.precision
         self.pad_to = config.data.pad_to
@@ -143,4 +144,5 @@ class Evaluator:
         # v2.0's best thresholds need all spans, also where "no answer" wins at the current threshold.
         texts = {answer.id: answer.best_span if v2 else answer.text for answer in answers}
         odds = {answer.id: answer.null_odds for answer in answers if answer.null_odds is not None} if v2 else None
-        return score(self.questions, texts, odds, v2, self.options.null_score_diff_threshold)
+        threshold = self.options.null_score_diff_threshold
+        return score(self.questions, texts, odds, v2, threshold, self.answer_normalization)

@@ -1,8 +1,7 @@
 """Answers to metrics: exact match and F1 as the official SQuAD scripts compute them, for v1.1 and v2.0.
 
-Both scripts compare texts in lower case, without ASCII punctuation, without the words a, an and the, and with
-single spaces. They take the best value over a question's gold answers. They differ for texts that have no words
-after this normalization:
+Both scripts compare normalized texts (`normalization.py`) and take the best value over a question's gold answers. They
+differ for texts that have no words after the normalization:
 - v1.1: two texts without words have F1 0 but exact match 1, so F1 can be below exact match.
 - v2.0: F1 is 1 if both texts have no words, 0 if one of them has none. Gold answers without words are ignored.
   If none is left, as for a question without an answer, only a prediction without words is right.
@@ -13,21 +12,11 @@ with these scripts.
 
 from __future__ import annotations
 
-import re
-import string
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from hvd_bert.data.squad import Question
 from hvd_bert.errors import UserError
-
-_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-_PUNCTUATION = dict.fromkeys(map(ord, string.punctuation))
-
-
-def normalise(text: str) -> str:
-    """Lower case, no ASCII punctuation, no articles, single spaces: texts are compared in this form."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+from hvd_bert.evaluation.normalization import ANSWER_RULES, AnswerRules
 
 
 def score(
@@ -36,6 +25,7 @@ def score(
     null_odds: Mapping[str, float] | None = None,
     version_2_with_negative: bool = False,
     null_score_diff_threshold: float = 0.0,
+    answer_normalization: str = "squad",
 ) -> dict[str, float]:
     """The official metrics in percent; `predictions` and `null_odds` map question ids to texts and odds.
 
@@ -52,6 +42,8 @@ def score(
     For exact best thresholds, predict `Answer.best_span`, the best text that is not empty, for every question: no
     threshold can restore the text where "" was predicted. The other metrics do not change.
 
+    `answer_normalization`: a name in `ANSWER_RULES`, by whose rules texts are compared.
+
     Raises UserError if a question has no prediction or no odds, if there are no questions, or if a v1.1
     question has no gold answer. Entries for other ids are ignored. Equal odds are processed in the order of
     `questions`.
@@ -59,14 +51,15 @@ def score(
     if not questions:
         raise UserError("there are no questions to evaluate")
     _demand_all(questions, predictions, "prediction")
+    rules = ANSWER_RULES[answer_normalization]
     if not version_2_with_negative:
-        return _score_v1(questions, predictions)
+        return _score_v1(questions, predictions, rules)
     if null_odds is not None:
         _demand_all(questions, null_odds, "null odds")
-    return _score_v2(questions, predictions, null_odds, null_score_diff_threshold)
+    return _score_v2(questions, predictions, null_odds, null_score_diff_threshold, rules)
 
 
-def _score_v1(questions: Sequence[Question], predictions: Mapping[str, str]) -> dict[str, float]:
+def _score_v1(questions: Sequence[Question], predictions: Mapping[str, str], rules: AnswerRules) -> dict[str, float]:
     exact = f1 = 0.0
     for question in questions:
         if not question.answer_texts:
@@ -74,10 +67,10 @@ def _score_v1(questions: Sequence[Question], predictions: Mapping[str, str]) -> 
                 f"question {question.id} has no answer, which SQuAD v1.1 does not allow. "
                 "For data with unanswerable questions (v2.0), use --version_2_with_negative."
             )
-        prediction = normalise(predictions[question.id])
-        golds = [normalise(text) for text in question.answer_texts]
+        prediction = rules.normalise(predictions[question.id])
+        golds = [rules.normalise(text) for text in question.answer_texts]
         exact += prediction in golds
-        f1 += max(_word_f1(gold, prediction) for gold in golds)
+        f1 += max(rules.f1(gold, prediction) for gold in golds)
     total = len(questions)
     return {"exact_match": 100.0 * exact / total, "f1": 100.0 * f1 / total, "total": total}
 
@@ -87,9 +80,10 @@ def _score_v2(
     predictions: Mapping[str, str],
     null_odds: Mapping[str, float] | None,
     threshold: float,
+    rules: AnswerRules,
 ) -> dict[str, float]:
     has_answer = [bool(q.answer_texts) for q in questions]
-    exact, f1 = zip(*(_scores_v2(q, predictions[q.id]) for q in questions), strict=True)
+    exact, f1 = zip(*(_scores_v2(q, predictions[q.id], rules) for q in questions), strict=True)
     if null_odds is None:
         return _means_v2(exact, f1, has_answer)
 
@@ -106,22 +100,12 @@ def _score_v2(
     return result
 
 
-def _scores_v2(question: Question, prediction: str) -> tuple[float, float]:
+def _scores_v2(question: Question, prediction: str, rules: AnswerRules) -> tuple[float, float]:
     """Exact match and F1 (0 to 1) of one prediction by v2.0's rules."""
-    prediction = normalise(prediction)
-    golds = [gold for gold in map(normalise, question.answer_texts) if gold] or [""]
-    f1 = float(prediction in golds) if not prediction else max(_word_f1(gold, prediction) for gold in golds)
+    prediction = rules.normalise(prediction)
+    golds = [gold for gold in map(rules.normalise, question.answer_texts) if gold] or [""]
+    f1 = float(prediction in golds) if not prediction else max(rules.f1(gold, prediction) for gold in golds)
     return float(prediction in golds), f1
-
-
-def _word_f1(gold: str, prediction: str) -> float:
-    """Harmonic mean of precision and recall over the words of two normalized texts; 0 if they share none."""
-    gold_words, predicted_words = gold.split(), prediction.split()
-    num_same = sum((Counter(gold_words) & Counter(predicted_words)).values())
-    if not num_same:
-        return 0.0
-    precision, recall = num_same / len(predicted_words), num_same / len(gold_words)
-    return 2 * precision * recall / (precision + recall)
 
 
 def _means_v2(exact: Sequence[float], f1: Sequence[float], has_answer: Sequence[bool]) -> dict[str, float]:

@@ -9,7 +9,7 @@ import pytest
 from hvd_bert.errors import UserError
 from hvd_bert.evaluation.postprocess import SpanOptions
 from hvd_bert.predict.__main__ import make_parser
-from hvd_bert.predict.answering import _take_trained_settings, predict
+from hvd_bert.predict.answering import _questions, _take_trained_settings, predict
 
 
 def settings_after(folder: Path, record: str, *flags: str) -> tuple[int | None, bool]:
@@ -36,3 +36,14 @@ def test_trained_settings_of_a_wrong_type(tmp_path, value):
 def test_too_short_windows(length):
     with pytest.raises(UserError, match=f"--max_seq_length {length}: must be at least 1"):
         predict("nowhere", [], SpanOptions(), length)
+
+
+def test_questions_of_a_csv_file_without_answers(tmp_path):
+    file = tmp_path / "asked.csv"
+    file.write_text('passage,query\n"Ada, of London.",Who?\n"Bob\nof Rome.",Where?\n')
+    columns = ["--context_column", "passage", "--question_column", "query"]
+    flags = make_parser().parse_args(["MODEL", "--questions_file", str(file), "--num_questions", "2", *columns])
+    assert [(q.context, q.question) for q in _questions(flags)] == [
+        ("Ada, of London.", "Who?"),
+        ("Bob\nof Rome.", "Where?"),
+    ]

@@ -16,6 +16,8 @@ from hvd_bert.checkpoint import output_dir
 from hvd_bert.config.command_line import overriding, parse
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World
+from hvd_bert.evaluation import evaluator
+from hvd_bert.evaluation.squad_metric import score
 from hvd_bert.storage import written
 from hvd_bert.train import loop
 
@@ -158,3 +160,15 @@ def test_skipped_examples_of_a_run_that_only_evaluates(base, tmp_path, make_ques
     assert scores["skipped_examples"] == {"validation": {"skipped": 0, "mistakes": {"misplaced answer": 3}}}
     train(base, *evaluates)
     assert not (out / "eval_skipped_examples.jsonl").exists()
+
+
+def test_answer_normalization_reaches_the_metric(base, tmp_path, monkeypatch):
+    used = []
+
+    def record(*arguments: object) -> dict[str, float]:
+        used.append(arguments[-1])
+        return score(*arguments)
+
+    monkeypatch.setattr(evaluator, "score", record)
+    train(base, "--output_dir", str(tmp_path / "out"), "--max_steps", "1", "--answer_normalization", "korquad")
+    assert used == ["korquad"]
