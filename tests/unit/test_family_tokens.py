@@ -1,0 +1,146 @@
+"""Windows of other families: the tokens of their fast tokenizers, labels, answers as in run_qa, and token types."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tokenizers
+from family_tokenizers import MAKERS
+from hypothesis import given, settings
+from test_tokenization import answer_of, ask, cases, spans_of, to_windows
+from tokenizers import processors
+from transformers import BertConfig, ElectraConfig, PreTrainedTokenizerFast, RobertaConfig
+
+from hvd_bert.config.settings import ModelArguments
+from hvd_bert.data import squad
+from hvd_bert.data.windows import WindowOptions, check_lengths, prepare
+from hvd_bert.errors import UserError
+from hvd_bert.evaluation.postprocess import SpanOptions, WindowLogits, answers_of
+from hvd_bert.model.bert import load_model
+
+SPACES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def family_tokenizer(request):
+    return MAKERS[request.param]()
+
+
+def own_windows(tokenizer, questions, length, stride):
+    """The tokenizer's windows, as run_qa makes them."""
+    return tokenizer(
+        [question.question.lstrip() for question in questions],
+        [question.context for question in questions],
+        truncation="only_second", max_length=length, stride=stride, return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+    )  # fmt: skip
+
+
+@given(cases())
+@settings(max_examples=25, deadline=None)
+def test_windows_equal_those_of_the_tokenizer(family_tokenizer, case):
+    questions, length, stride = case
+    length += 15  # a question of up to six words in single bytes must not be truncated
+    rows, counts = to_windows(family_tokenizer, questions, length, stride)
+    expected = own_windows(family_tokenizer, questions, length, stride)
+    assert counts.shortened_questions == 0
+    assert [row["input_ids"] for row in rows] == expected["input_ids"]
+    assert [row["question"] for row in rows] == expected["overflow_to_sample_mapping"]
+    for number, (row, offsets) in enumerate(zip(rows, expected["offset_mapping"], strict=True)):
+        context = [place for place, text in enumerate(expected.sequence_ids(number)) if text == 1]
+        if context:
+            assert [row["context_start"], row["context_end"]] == [context[0], context[-1] + 1]
+        assert spans_of(row) == offsets[row["context_start"] : row["context_end"]]
+
+
+@pytest.mark.parametrize("answer", ["red", "pale grey-green", "42", "1940"])
+def test_label_by_hand(family_tokenizer, answer):
+    question = ask("The red boxes of 1940 are in the hall; box 42 is pale grey-green.", answer)
+    (row,), _ = to_windows(family_tokenizer, [question])
+    assert answer_of(question, row).strip().startswith(answer)  # 1940 may be a part of a token
+
+
+def run_qa_answer(tokenizer, question, logits, length, stride, max_answer_length) -> tuple[str, float]:
+    """The best answer by run_qa's `postprocess_qa_predictions` with every pair of tokens, and the null score.
+
+    The one exception: a token without characters neither starts nor ends an answer.
+    """
+    windows = own_windows(tokenizer, [question], length, stride)
+    best, null = (float("-inf"), ""), float("inf")
+    for number, (starts, ends) in enumerate(logits):
+        offsets = [
+            span if text == 1 and span[1] > span[0] else None
+            for span, text in zip(windows["offset_mapping"][number], windows.sequence_ids(number), strict=True)
+        ]
+        null = min(null, starts[0] + ends[0])
+        for start in range(len(starts)):
+            for end in range(start, min(len(ends), start + max_answer_length)):
+                if offsets[start] and offsets[end] and starts[start] + ends[end] > best[0]:
+                    best = starts[start] + ends[end], question.context[offsets[start][0] : offsets[end][1]]
+    return best[1], null - best[0]
+
+
+@given(cases())
+@settings(max_examples=25, deadline=None)
+def test_answers_equal_run_qas(family_tokenizer, case):
+    questions, length, stride = case
+    length += 15
+    random = np.random.default_rng(length)
+    rows, _ = to_windows(family_tokenizer, questions, length, stride)
+    windows = []
+    for row in rows:
+        start, end = random.standard_normal((2, len(row["input_ids"]))).astype(np.float32)
+        chars = (np.array(row[name], dtype=np.int32) for name in ("char_starts", "char_ends"))
+        windows.append(WindowLogits(row["question"], row["context_start"], *chars, start, end))
+    answers = answers_of(questions, windows, SpanOptions(max_answer_length=5, version_2_with_negative=True))
+    for index, (question, answer) in enumerate(zip(questions, answers, strict=True)):
+        logits = [(w.start_logits, w.end_logits) for w in windows if w.question == index]
+        text, odds = run_qa_answer(family_tokenizer, question, logits, length, stride, 5)
+        assert answer.best_span == text
+        if text:
+            assert answer.null_odds == pytest.approx(odds, abs=1e-5)
+
+
+def test_room_for_the_special_tokens_of_the_layout():
+    tokenizer = MAKERS["roberta"]()
+    check_lengths(WindowOptions(max_seq_length=14, doc_stride=8), tokenizer)
+    with pytest.raises(UserError, match="use at least 14 "):
+        check_lengths(WindowOptions(max_seq_length=13, doc_stride=8), tokenizer)
+    (row, *_), _ = to_windows(tokenizer, [ask("the red box " * 9)], length=14, stride=8)
+    assert len(row["input_ids"]) == 14
+
+
+def test_another_layout_is_another_cache_entry(tokenizer, make_questions, tmp_path):
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.post_processor = processors.RobertaProcessing(("[SEP]", 3), ("[CLS]", 2))
+    other = PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="[CLS]", sep_token="[SEP]")
+    source = squad.from_questions("small", make_questions(2))
+    entries = [prepare(source, one, WindowOptions(64, 8), cache_dir=tmp_path) for one in (tokenizer, other)]
+    assert entries[0].path != entries[1].path
+    one, other = (entry.lists("input_ids", [0])[0].tolist() for entry in entries)
+    assert other.count(3) == one.count(3) + 1
+
+
+# --- token types -----------------------------------------------------------------------------------
+
+
+def typed(config, tokenizer, tmp_path) -> bool:
+    """Whether a new model with this tokenizer uses its token types."""
+    config.save_pretrained(tmp_path)
+    model = load_model(ModelArguments(config_name=str(tmp_path)), tokenizer, 32, seed=1)
+    return getattr(model, "takes_token_types", True)
+
+
+def test_token_types_are_those_of_the_tokenizer(tokenizer, tmp_path):
+    words, bytes_ = tokenizer, MAKERS["roberta"]()
+    assert typed(BertConfig(vocab_size=len(words), **SPACES), words, tmp_path)
+    assert not typed(BertConfig(vocab_size=len(bytes_), **SPACES), bytes_, tmp_path)  # all of its types are 0
+    electra = {"vocab_size": len(words), "embedding_size": 16, **SPACES}
+    assert "token_type_ids" not in words.model_input_names
+    assert not typed(ElectraConfig(**electra), words, tmp_path)
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=words.backend_tokenizer, model_input_names=["input_ids", "token_type_ids"]
+    )
+    assert typed(ElectraConfig(**electra), words, tmp_path)
+    with pytest.raises(UserError, match=r"has only one token type.*--tokenizer_name"):
+        typed(RobertaConfig(vocab_size=len(words), type_vocab_size=1, **SPACES), words, tmp_path)

@@ -1,0 +1,99 @@
+"""RoBERTa and DeBERTa-v2 from the command line's settings to the saved model, and model folders without a family."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+from family_tokenizers import MAKERS
+from test_train_run import train
+from transformers import AutoModelForQuestionAnswering, AutoTokenizer, BertConfig, DebertaV2Config, RobertaConfig
+
+from hvd_bert.checkpoint import output_dir
+from hvd_bert.config.settings import ModelArguments
+from hvd_bert.errors import UserError
+from hvd_bert.evaluation.postprocess import SpanOptions
+from hvd_bert.model.bert import load_model, load_tokenizer
+from hvd_bert.predict.answering import predict
+from hvd_bert.train import loop
+
+SIZES = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
+    "max_position_embeddings": 130, "initializer_range": 0.3,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def process_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(loop, "set_up", lambda config, world: None)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    output_dir.unlock()
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "settings"),
+    [
+        ("roberta", RobertaConfig, {"type_vocab_size": 1}),
+        ("deberta-v2", DebertaV2Config, {"type_vocab_size": 0, "relative_attention": True, "pos_att_type": "c2p|p2c"}),
+    ],
+    ids=["roberta", "deberta-v2"],
+)
+def test_training_to_a_model_that_transformers_loads(
+    family, kind, settings, tmp_path, make_questions, write_squad, caplog
+):
+    caplog.set_level("INFO")
+    tokenizer, out = MAKERS[family](), tmp_path / "out"
+    tokenizer.save_pretrained(tmp_path / "model")
+    kind(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **SIZES, **settings).save_pretrained(
+        tmp_path / "model"
+    )
+    questions = make_questions(6)
+    file = str(write_squad(questions))
+    flags = ["--config_name", str(tmp_path / "model"), "--train_file", file, "--validation_file", file]
+    flags += ["--max_seq_length", "120", "--doc_stride", "8", "--strategy", "none", "--num_threads", "1"]
+    flags += ["--num_train_epochs", "30", "--learning_rate", "5e-3", "--output_dir", str(out)]
+    train(flags, "--per_device_train_batch_size", "3", "--eval_strategy", "no", "--save_steps", "0")
+    results = json.loads((out / "train_results.json").read_text())
+    assert json.loads((out / "eval_results.json").read_text())["f1"] > 80, results
+    padded = [record.message for record in caplog.records if "padded to the longest" in record.message]
+    assert len(padded) == (family == "deberta-v2")
+
+    # In plain transformers, padded and with its own tokenizer, it gives the same answers.
+    model = AutoModelForQuestionAnswering.from_pretrained(out).eval()
+    saved = AutoTokenizer.from_pretrained(out)
+    answers = predict(str(out), questions, SpanOptions(), max_seq_length=120)
+    for question, answer in zip(questions, answers, strict=True):
+        inputs = saved(question.question, question.context, padding="max_length", max_length=125, return_tensors="pt")
+        with torch.no_grad():
+            logits = model(**inputs)
+        best = answer.nbest[0]
+        for side in ("start", "end"):
+            found = logits[f"{side}_logits"][0]
+            assert (found - best[f"{side}_logit"]).abs().min() < 1e-4
+
+
+def test_old_folder_without_a_model_type(tokenizer, tmp_path):
+    folder, complete = tmp_path / "old", tmp_path / "complete"
+    config = BertConfig(vocab_size=len(tokenizer), **SIZES)
+    load_model_of = AutoModelForQuestionAnswering.from_config(config)
+    load_model_of.save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(sorted(tokenizer.vocab, key=tokenizer.vocab.get)))
+    config.save_pretrained(complete)
+    content = json.loads((folder / "config.json").read_text())
+    del content["model_type"]
+    (folder / "config.json").write_text(json.dumps(content))
+    args = ModelArguments(model_name_or_path=str(folder))
+    for load in (lambda: load_tokenizer(args), lambda: load_model(args, tokenizer, 32, seed=1)):
+        with pytest.raises(UserError, match=r'old/config\.json has no key "model_type".*--config_name'):
+            load()
+    args = ModelArguments(model_name_or_path=str(folder), config_name=str(complete))
+    loaded = load_tokenizer(args)
+    assert loaded("what is red?")["input_ids"] == tokenizer("what is red?")["input_ids"]
+    model = load_model(args, loaded, 32, seed=1)
+    assert torch.equal(
+        model.bert.embeddings.word_embeddings.weight, load_model_of.bert.embeddings.word_embeddings.weight
+    )
