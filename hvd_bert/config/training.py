@@ -146,6 +146,12 @@ class TrainArguments:
     seed: int = flag("training", 42, "Seed of new weights, batch order and dropout.")
     bf16: bool = flag("training", False, "Forward pass in bfloat16 autocast; weights and gradients stay in fp32.")
     fp16: bool = flag("training", False, "Forward pass in fp16 autocast with loss scaling.")
+    gradient_checkpointing: bool = flag(
+        "training",
+        False,
+        "Compute each layer again in the backward pass instead of keeping its activations: less memory, slower.",
+        may_change_on_resume=True,
+    )
     deterministic: bool = flag(
         "training", False, "Make runs reproducible bit for bit, also on GPUs and on 3 or more ranks; slower."
     )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World
+from hvd_bert.model.recomputation import recompute_layers
 from hvd_bert.strategies.base import Strategy, StrategyOptions
 from hvd_bert.strategies.table import make_strategy
 from hvd_bert.training.meter import Meter
@@ -67,6 +68,9 @@ class TrainState:
     def fresh(model: nn.Module, plan: BatchPlan, best: Best, config: Config, world: World) -> TrainState:
         """The state before the first step, with rank 0's weights. A collective."""
         args = config.train
+        if args.gradient_checkpointing:
+            with world.raise_on_all_ranks():
+                recompute_layers(model)
         strategy = make_strategy(
             config.parallel.strategy,
             model,

@@ -11,6 +11,7 @@ from ranks import Ranks, check_every_strategy
 from training_checks import Gradients, Training, assert_close
 
 from hvd_bert.model.bert import window_losses
+from hvd_bert.model.recomputation import recompute_layers
 
 
 def applied_gradients(training: Training, step: int) -> Gradients:
@@ -32,6 +33,7 @@ def first_step(
     step: int = 0,
     clip: float = 0.0,
     tolerance: float = 1e-5,
+    recompute: bool = False,
 ) -> tuple[Gradients, Gradients]:
     """One step by the strategy, held to what one process computes for all of its windows.
 
@@ -43,6 +45,8 @@ def first_step(
         norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
         assert norm > clip, "nothing is clipped"
         expected = {name: gradient * (clip / norm) for name, gradient in expected.items()}
+    if recompute:
+        recompute_layers(training.model)
     training.wrap()
     found = applied_gradients(training, step)
     if ranks.world.rank == 0:
@@ -65,6 +69,11 @@ def padded_gradients_are_those_of_one_process(ranks: Ranks) -> None:
 @check_every_strategy
 def clipped_gradients_of_several_passes_are_those_of_one_process(ranks: Ranks) -> None:
     first_step(ranks, accumulation=4, clip=0.01)
+
+
+@check_every_strategy
+def gradients_of_recomputed_layers_are_those_of_one_process(ranks: Ranks) -> None:
+    first_step(ranks, accumulation=4, recompute=True)
 
 
 @check_every_strategy

@@ -1,0 +1,71 @@
+"""--gradient_checkpointing: the same training with fewer activations kept."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from test_world import make_world
+from torch import nn
+
+from hvd_bert.bench import measure
+from hvd_bert.bench.flags import parse
+from hvd_bert.bench.workload import random_inputs
+from hvd_bert.data.collate import Collator
+from hvd_bert.errors import UserError
+from hvd_bert.model.recomputation import recompute_layers
+from hvd_bert.train.loop import Training
+
+TINY = {
+    "model_type": "bert",
+    "vocab_size": 1100,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
+
+
+def trained(tmp_path, *flags):
+    """The losses, weights and AdamW's state of a short training, and the bytes that the layers keep in a pass."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    batch = [
+        "--per_device_train_batch_size",
+        "3",
+        "--gradient_accumulation_steps",
+        "2",
+        "--steps",
+        "2",
+        "--repeats",
+        "1",
+    ]
+    config = parse([*batch, "--strategy", "none", *flags])[1]
+    config.train.output_dir = str(tmp_path)
+    inputs, world = random_inputs(str(tmp_path), 24, config, make_world()), make_world()
+    recorder = measure.Recorder()
+    training = Training(inputs, None, None, config, world)
+    training.run(recorder, stoppable=False)
+    collate = Collator(inputs.train.windows, world.device, config.data.pad_to)
+    needed = measure.memory_needed(inputs.model, training.plan, collate, 0, range(2), "fp32")
+    weights, moments, _ = training.state.strategy.state()
+    kept = needed - 16 * sum(weight.numel() for weight in inputs.model.parameters())
+    return [row["loss"] for row in recorder.rows], weights | moments, kept
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--dropout", "0"], ["--dropout", "0.1"], ["--dropout", "0.1", "--padding", "longest"], ["--bf16"]],
+    ids=" ".join,
+)
+def test_training_is_the_same_to_the_bit_with_less_memory(tmp_path, flags):
+    losses, state, kept = trained(tmp_path, *flags)
+    other_losses, other_state, other_kept = trained(tmp_path, *flags, "--gradient_checkpointing")
+    assert losses == other_losses and losses[0] != losses[1]
+    assert all(torch.equal(state[name], other_state[name]) for name in state)
+    assert other_kept < 0.4 * kept
+
+
+def test_model_without_checkpointing_is_refused():
+    with pytest.raises(UserError, match=r"--gradient_checkpointing: Linear does not support it\. Omit the flag"):
+        recompute_layers(nn.Linear(2, 2))
