@@ -19,13 +19,13 @@ from typing import TextIO
 
 import psutil
 
-from hvd_bert.bench.record import locked, writing
+from hvd_bert.bench.record import locked
 from hvd_bert.distributed.slurm import IN_SWEEP
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_STOPPED, UserError
 from hvd_bert.runs import reading
 from hvd_bert.runs.run import Run
 from hvd_bert.storage import written
-from hvd_bert.storage.writing import make_folder
+from hvd_bert.storage.writing import make_folder, writing_to
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 TO_END_S = 40  # longer than any launcher gives ranks that do not respond; torchrun gives them most
@@ -100,7 +100,7 @@ def train(command: Sequence[str], environ: Mapping[str, str], folder: Path, time
     A failed training leaves no results there. Raises Stopped, and UserError if the folder cannot be written.
     """
     with ExitStack() as stack:
-        with writing(folder):
+        with writing_to("--out", folder):
             make_folder(folder)
             with locked(folder, wait=True):
                 written.remove(folder, written.names(folder))
@@ -112,13 +112,13 @@ def train(command: Sequence[str], environ: Mapping[str, str], folder: Path, time
     seconds = round(time.monotonic() - start, 1)
     if status == EXIT_STOPPED:
         raise Stopped(f"a signal to {folder}")
-    reason = "" if status == EXIT_OK else reason_of(folder / LOG)
+    reason = "" if status == EXIT_OK else failure_in(folder / LOG)
     if not reason:
         try:
             return Trained(reading.read(folder), "", status, seconds)
         except reading.Unusable as error:
             reason = str(error)
-    with writing(folder):
+    with writing_to("--out", folder):
         written.remove(folder, [reading.RESULTS])  # else the point would count as done
     return Trained(None, reason, status, seconds)
 
@@ -237,7 +237,7 @@ _MARK = re.compile(r"^(\[\d+(,\d+)?\]<std(out|err)>:)?(\d{4}-\d\d-\d\d [\d:]{8} 
 _EXCEPTION = re.compile(r"^[A-Za-z_.]*(Error|Exception|Interrupt)\b")
 
 
-def reason_of(path: Path) -> str:
+def failure_in(path: Path) -> str:
     """Why a run failed, as one line of its log: the trainer's message, else an exception, else the last line."""
     text = path.read_text(encoding="utf-8", errors="replace")
     lines = [_MARK.sub("", line).strip() for line in text.splitlines()]

@@ -14,7 +14,7 @@ from typing import Any
 from hvd_bert.bench.points import Point
 from hvd_bert.errors import UserError
 from hvd_bert.storage import locks
-from hvd_bert.storage.writing import make_folder, write_json
+from hvd_bert.storage.writing import make_folder, write_json, writing_to
 
 FILE = "sweep.json"
 LOCK = ".lock"
@@ -129,7 +129,7 @@ def unreadable(path: Path) -> UserError:
 
 def replace(path: Path, content: Any) -> None:
     """Write JSON atomically. Raises UserError if it cannot be written."""
-    with writing(path.parent):
+    with writing_to("--out", path.parent):
         write_json(path, content)
 
 
@@ -137,15 +137,6 @@ def _shown(value: Any) -> str:
     if value is None:
         return "not set"
     return (shlex.join(value) or "(none)") if isinstance(value, list) else str(value)
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turn an OSError inside the block into a UserError about --out. Only writes to that folder belong inside."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"--out {folder} cannot be written: {error.strerror or error}.") from None
 
 
 @contextmanager

@@ -28,12 +28,13 @@ from hvd_bert.bench import points as planning
 from hvd_bert.bench.launching import Launching, Machine
 from hvd_bert.bench.one_run import LOG, Stopped, exit_status, train
 from hvd_bert.bench.points import Plan, Point
-from hvd_bert.bench.record import DONE, FAILED, FILE, SKIPPED, STATES, WAITING, Record, Result, locked, prepare, writing
+from hvd_bert.bench.record import DONE, FAILED, FILE, SKIPPED, STATES, WAITING, Record, Result, locked, prepare
 from hvd_bert.config.parser import Parser
 from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.runs import reading
 from hvd_bert.storage import written
+from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import keep_running
 
 EXPORTED = ("OMP_NUM_THREADS", SETTING)  # to other hosts: threads, and each host's network interface
@@ -171,7 +172,7 @@ class Sweep:
         """Run all points, then write the report. Returns the exit status."""
         try:
             with ExitStack() as stack:
-                with writing(self.out):
+                with writing_to("--out", self.out):
                     prepare(self.out, FILE)
                     stack.enter_context(locked(self.out, wait=False))
                     self.record.begin(self.points)
@@ -260,7 +261,7 @@ class Sweep:
         result.state, result.windows_per_s = DONE, trained.run.windows_per_s
         self.failures[point.setting] = 0
         if point.repeat != self.points[0].repeat:  # the report needs one saved model per point; weights are large
-            with writing(self.out):
+            with writing_to("--out", self.out):
                 written.remove(folder, ["model.safetensors"])
 
     def _failed(self, point: Point, result: Result, reason: str) -> None:

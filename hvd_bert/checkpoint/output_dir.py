@@ -16,13 +16,13 @@ from pathlib import Path
 
 from hvd_bert.checkpoint import files, resume
 from hvd_bert.checkpoint.resume import ResumePoint
-from hvd_bert.checkpoint.run_folder import RUN_FILES, unwritable
+from hvd_bert.checkpoint.run_folder import RUN_FILES
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
 from hvd_bert.monitoring.profiling.recording import TIMELINE
 from hvd_bert.storage import locks, written
-from hvd_bert.storage.writing import OWN_PARTIAL, check_folder, make_folder, replacing
+from hvd_bert.storage.writing import OWN_PARTIAL, check_folder, make_folder, replacing, writing_to
 
 # Flags that name a file or a folder that the run reads.
 INPUTS = ("model_name_or_path", "config_name", "tokenizer_name", "train_file", "validation_file")
@@ -37,7 +37,7 @@ def check(config: Config) -> None:
     resumes an unfinished run; in any other folder that is not empty it needs --overwrite_output_dir.
     """
     folder = Path(config.train.output_dir or "runs").absolute()
-    try:
+    with writing_to("--output_dir", folder):
         above = next(path for path in (folder, *folder.parents) if path.exists())
         check_folder(folder)
         with tempfile.TemporaryFile(dir=above):
@@ -48,8 +48,6 @@ def check(config: Config) -> None:
             if above == folder and _entries(folder):
                 lock(folder)  # before reading files that another run may be writing
                 _check_content(config, folder)  # again: another run may have ended since
-    except OSError as error:
-        raise unwritable(folder, error) from None
 
 
 def _check_inputs(config: Config, folder: Path) -> None:
@@ -104,10 +102,8 @@ def begin(config: Config, resume_point: ResumePoint | None, world: World) -> Non
     """
     with world.raise_on_all_ranks():
         if world.rank == 0:
-            try:
+            with writing_to("--output_dir", Path(config.train.output_dir or "runs")):
                 _begin(config, resume_point)
-            except OSError as error:
-                raise unwritable(Path(config.train.output_dir or "runs"), error) from None
     config.train.output_dir = world.broadcast(config.train.output_dir)
     resume.TAKEN_OVER.add(config.train.output_dir)
 

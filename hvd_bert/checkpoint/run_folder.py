@@ -18,10 +18,10 @@ from hvd_bert import __version__
 from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World
-from hvd_bert.errors import EXIT_FAILURE, UserError
+from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.machine import PACKAGES, cpu_name, version_of
 from hvd_bert.storage import written
-from hvd_bert.storage.writing import partial_of, write_json
+from hvd_bert.storage.writing import partial_of, write_json, writing_to
 from hvd_bert.tasks.base import Evaluation, Task
 from hvd_bert.training.optim import warmup_steps
 
@@ -50,19 +50,11 @@ RUN_FILES = {
 }
 
 
-def unwritable(folder: Path, error: OSError) -> UserError:
-    """The error for an output folder that cannot be written."""
-    return UserError(f"--output_dir {folder} cannot be written: {error.strerror or error}.")
-
-
 @contextmanager
 def writing(folder: Path, world: World, status: int = EXIT_FAILURE) -> Iterator[bool]:
     """Around rank 0's writes (yields True there). An OSError, such as a full disk, ends the run on all ranks."""
-    with world.raise_on_all_ranks(status):
-        try:
-            yield world.rank == 0
-        except OSError as error:
-            raise unwritable(folder, error) from None
+    with world.raise_on_all_ranks(status), writing_to("--output_dir", folder):
+        yield world.rank == 0
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation, data: dict[str, Any] | None = None) -> None:

@@ -71,7 +71,7 @@ def writing_to(flag: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{flag} {path}: cannot be written: {error.strerror or error}.") from None
+        raise UserError(f"{flag} {path} cannot be written: {error.strerror or error}.") from None
 
 
 def make_folder(folder: Path) -> None:

@@ -23,11 +23,12 @@ from hvd_bert.bench import points as planning
 from hvd_bert.bench.launching import Launching, Machine
 from hvd_bert.bench.one_run import exit_status
 from hvd_bert.bench.points import Point
-from hvd_bert.bench.record import locked, prepare, writing
+from hvd_bert.bench.record import locked, prepare
 from hvd_bert.config import command_line
 from hvd_bert.config.parser import Parser
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
+from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import end_when_lost, keep_running
 from hvd_bert.tune import console, knobs
 from hvd_bert.tune.runs import FILE, Failed, Runs
@@ -124,7 +125,7 @@ def _tune(argv: Sequence[str]) -> int:
         same | {"HOROVOD_... in the environment": users}, now,
     )  # fmt: skip
     with ExitStack() as stack:
-        with writing(flags.out):
+        with writing_to("--out", flags.out):
             prepare(flags.out, FILE)
             stack.enter_context(locked(flags.out, wait=False))
             runs.begin()

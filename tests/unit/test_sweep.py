@@ -21,7 +21,7 @@ from made_runs import make_run
 
 from hvd_bert.bench import launching, one_run, sweep
 from hvd_bert.bench.launching import Hosts, Launching, Machine
-from hvd_bert.bench.one_run import Stopped, reason_of, signals, start_and_wait
+from hvd_bert.bench.one_run import Stopped, failure_in, signals, start_and_wait
 from hvd_bert.bench.points import OWNERS, Plan, Point, check_flags
 from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.slurm import Allocation, find_allocation
@@ -703,6 +703,6 @@ def test_a_run_ends_if_its_sweep_is_killed() -> None:
         ("$ python\nSegmentation fault\n\n", "Segmentation fault"),
     ],
 )
-def test_reason_of_a_failure(tmp_path: Path, log: str, reason: str) -> None:
+def test_failure_in_a_failure(tmp_path: Path, log: str, reason: str) -> None:
     (tmp_path / "log.txt").write_text(log)
-    assert reason_of(tmp_path / "log.txt") == reason
+    assert failure_in(tmp_path / "log.txt") == reason

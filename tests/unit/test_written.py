@@ -101,7 +101,7 @@ def test_report_replaces_only_a_report(tmp_path, no_plots, capsys):
     for name in ("projection.csv", "report.md", "notes.txt", "report.csv"):
         (out / name).write_text("mine")
     assert report(command) == 2
-    assert rf"--out {out}: cannot be written: " in (error := capsys.readouterr().err)
+    assert rf"--out {out} cannot be written: " in (error := capsys.readouterr().err)
     assert f"{NOT_OURS} (projection.csv, report.md)" in error
     assert {path.read_text() for path in out.iterdir()} == {"mine"}
     for name in ("projection.csv", "report.md"):
@@ -119,7 +119,7 @@ def test_page_of_a_timeline_replaces_only_such_a_page(tmp_path, capsys):
     thesis.write_text("<html>mine</html>")
     for other in (path, thesis):
         assert timeline([str(path), "--html", str(other)]) == 2
-        assert f"--html {other}: cannot be written: it exists, and {NOT_OURS} it" in capsys.readouterr().err
+        assert f"--html {other} cannot be written: it exists, and {NOT_OURS} it" in capsys.readouterr().err
     assert path.read_bytes() == before and thesis.read_text() == "<html>mine</html>"
     page.write_text("")  # nothing is lost
     assert timeline([str(path), "--html", str(page)]) == timeline([str(path), "--html", str(page)]) == 0
@@ -136,12 +136,12 @@ def test_timeline_replaces_only_a_runs_timeline(tmp_path):
     mine, out = tmp_path / "train.json", tmp_path / "out"
     mine.write_text("mine")
     for folder in (None, out):
-        with pytest.raises(CollectiveError, match=r"train.json: cannot be written: it exists, and no run"):
+        with pytest.raises(CollectiveError, match=r"train.json cannot be written: it exists, and no run"):
             recording(mine, folder)
     with pytest.raises(CollectiveError, match="cannot be written: No such file or directory"):
         recording(tmp_path / "nowhere" / "t.json")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(CollectiveError, match="pipe: cannot be written: it is not a regular file"):
+    with pytest.raises(CollectiveError, match="pipe cannot be written: it is not a regular file"):
         recording(tmp_path / "pipe")
     (tmp_path / "pipe").unlink()
     for file in (out / "timeline.json", tmp_path / "new.json"):
@@ -165,7 +165,7 @@ def test_benchmark_replaces_only_a_benchmarks_figures(tmp_path, monkeypatch):
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "bert"}')
     monkeypatch.setattr(speed, "set_up", lambda config, world: None)
-    with pytest.raises(CollectiveError, match=rf"--json {path}: cannot be written: it exists, and {NOT_OURS} it"):
+    with pytest.raises(CollectiveError, match=rf"--json {path} cannot be written: it exists, and {NOT_OURS} it"):
         speed.run(*bench_flags.parse(["--json", str(path)]), make_world())
     assert path.read_text() == '{"model_type": "bert"}'
     speed._print_table({"generator": speed.GENERATOR} | made_figures(), path)
@@ -193,7 +193,7 @@ def test_run_of_a_sweep_removes_only_a_runs_files(tmp_path, monkeypatch):
         return 1
 
     monkeypatch.setattr(one_run, "start_and_wait", start)
-    monkeypatch.setattr(one_run, "reason_of", lambda path: "refused")
+    monkeypatch.setattr(one_run, "failure_in", lambda path: "refused")
     for _ in range(2):
         assert one_run.train(["true"], {}, folder, 1.0).run is None
     assert started == [{".lock", written.RECORD, "log.txt", "notes.txt", "model.safetensors"}] * 2
