@@ -134,7 +134,7 @@ class DataArguments:
             raise UserError(f"--dataset_name and --{files[0]} are both given: choose one source of questions.")
         if not self.dataset_name and not files:
             self.dataset_name = "squad_v2" if self.version_2_with_negative else DEFAULT_DATASET
-        if self.dataset_name == "squad_v2":
+        if self.dataset_name in ("squad_v2", "rajpurkar/squad_v2"):
             self.version_2_with_negative = True
         columns = [self.question_column, self.context_column, self.answer_column]
         require(

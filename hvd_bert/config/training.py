@@ -139,9 +139,10 @@ class TrainArguments:
     eval_steps: int | None = flag(
         "evaluation",
         None,
-        "Steps between two evaluations; implies --eval_strategy steps.",
+        "Steps between two evaluations; implies --eval_strategy steps, except with --eval_strategy no.",
         default_text="the value of --logging_steps",
         may_change_on_resume=True,
+        replaces=("eval_strategy",),
     )
     seed: int = flag("training", 42, "Seed of new weights, batch order and dropout.")
     bf16: bool = flag("training", False, "Forward pass in bfloat16 autocast; weights and gradients stay in fp32.")
@@ -173,7 +174,7 @@ class TrainArguments:
         for name in ("eval_steps", "lr_base_batch_size"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"--{name} {value}: must be at least 1.")
-        if self.eval_steps is not None:
+        if self.eval_steps is not None and self.eval_strategy != "no":
             self.eval_strategy = "steps"
         require(self.lr_scaling_limit >= 1, f"--lr_scaling_limit {self.lr_scaling_limit:g}: must be at least 1.")
         finite_positive = ("learning_rate", "adam_epsilon", "num_train_epochs")

@@ -39,14 +39,17 @@ def load(
     try:
         validate_repo_id(dataset_name)
     except HFValidationError:
-        if not os.path.isdir(dataset_name):
-            raise UserError(
-                f"--dataset_name {dataset_name}: not the name of a data set on the hub, such as rajpurkar/squad."
-                f" {ways_out}"
-            ) from None
+        raise UserError(
+            f"--dataset_name {dataset_name}: not the name of a data set on the hub, such as rajpurkar/squad. {ways_out}"
+        ) from None
     names = [dataset_name]
     for old, new in _ALIASES.items():
         names += [new] if dataset_name == old else [old] if dataset_name == new else []
+    for name in filter(os.path.isdir, names):  # `datasets` would read the files in it
+        raise UserError(
+            f"--dataset_name {dataset_name}: {name} is a folder in the working directory. To load the hub's data set,"
+            f" run the command in another one. {ways_out}"
+        )
     reason: Exception | None = None
     with _quiet():
         for name, offline in [*((name, True) for name in names), (dataset_name, False)]:

@@ -367,6 +367,7 @@ def test_files_on_the_command_line_replace_the_files_dataset(tmp_path):
         ([], "squad", False),
         (["--version_2_with_negative"], "squad_v2", True),
         (["--dataset_name", "squad_v2"], "squad_v2", True),
+        (["--dataset_name", "rajpurkar/squad_v2"], "rajpurkar/squad_v2", True),
         (["--train_file", "a"], None, False),
     ],
 )

@@ -66,6 +66,15 @@ def test_names_that_no_data_set_has(name):
         squad.open_hub(name, "train", False)
 
 
+@pytest.mark.parametrize("name", ["..", ".", "data", "some/data"])
+def test_folders_are_no_data_sets(tmp_path, monkeypatch, name):
+    (tmp_path / "some" / "data").mkdir(parents=True)
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=rf"--dataset_name {name}: (not the name|.* a folder in).*--train_file"):
+        squad.open_hub(name, "train", False)
+
+
 def test_missing_split(no_network, write_hub_cache, make_questions):
     write_hub_cache(no_network, {"train": make_questions(3)})
     with pytest.raises(UserError, match="'validation'"):

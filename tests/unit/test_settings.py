@@ -71,6 +71,8 @@ def test_total_steps(flags, steps):
         ([], [10, 20]),
         (["--eval_strategy", "no"], []),
         (["--eval_steps", "12"], [12, 24]),
+        (["--eval_steps", "12", "--eval_strategy", "no"], []),  # as in run_qa
+        (["--eval_steps", "12", "--config", "sample_v2"], [12, 24]),  # a preset with --eval_strategy no
         (["--eval_steps", "30"], []),  # the final model is always evaluated
     ],
 )
