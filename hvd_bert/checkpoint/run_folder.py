@@ -111,6 +111,11 @@ def effective_settings(config: Config, plan: BatchPlan, learning_rate: float, wo
     }
 
 
+def of_task(task: Task) -> dict[str, Any]:
+    """What the report shows of a task: what a step takes, and the names of its scores."""
+    return {"unit": task.unit, "scores": sorted(name for name in task.metrics if name != "eval_loss")}
+
+
 def facts(config: Config, world: World) -> dict[str, Any]:
     """The run's environment: ranks with host and device, threads, precision, versions."""
     return {

@@ -47,8 +47,8 @@ class CheckpointArguments:
     metric_for_best_model: str | None = flag(
         "checkpoints",
         None,
-        "Metric that decides which model is best: f1, exact_match or eval_loss.",
-        default_text="f1",
+        "Metric that decides which model is best, for example f1, exact_match, accuracy or eval_loss.",
+        default_text="f1; with --task text-classification accuracy",
     )
     early_stopping_patience: int | None = flag(
         "checkpoints",

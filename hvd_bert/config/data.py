@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from hvd_bert.config.flag import MAX_THREADS, flag, require
+from hvd_bert.config.flag import MAX_THREADS, flag, properties_of, require
 from hvd_bert.config.tasks import QUESTION_ANSWERING, TASKS
 from hvd_bert.errors import UserError
 
@@ -15,7 +15,11 @@ DEFAULT_DATASET = "squad"
 @dataclass
 class DataArguments:
     task: str = flag(
-        "data", QUESTION_ANSWERING, "What to train the model for.", choices=tuple(TASKS), source="training data"
+        "data",
+        QUESTION_ANSWERING,
+        f"What to train for: {', '.join(TASKS)}.",
+        choices=tuple(TASKS),
+        source="training data",
     )
     dataset_name: str | None = flag(
         "data",
@@ -38,7 +42,7 @@ class DataArguments:
     train_file: str | None = flag(
         "data",
         None,
-        "Training questions: JSON, JSON Lines, CSV or Parquet, also gzipped.",
+        "Training data: JSON, JSON Lines, CSV or Parquet, also gzipped; for texts JSON Lines or CSV.",
         default_text="none",
         metavar="FILE",
         may_change_on_resume=True,
@@ -48,34 +52,42 @@ class DataArguments:
     validation_file: str | None = flag(
         "data",
         None,
-        "Questions to evaluate on, in one of the same formats.",
+        "Data to evaluate on, in the format of --train_file.",
         default_text="none",
         metavar="FILE",
         may_change_on_resume=True,
         replaces=("dataset_name",),
     )
     question_column: str = flag(
-        "data",
+        "question-answering",
         "question",
         "Column of the questions, in data of flat rows.",
         metavar="NAME",
         may_change_on_resume=True,
     )
     context_column: str = flag(
-        "data", "context", "Column of the contexts, in data of flat rows.", metavar="NAME", may_change_on_resume=True
+        "question-answering",
+        "context",
+        "Column of the contexts, in data of flat rows.",
+        metavar="NAME",
+        may_change_on_resume=True,
     )
     answer_column: str = flag(
-        "data", "answers", "Column of the answers, in data of flat rows.", metavar="NAME", may_change_on_resume=True
+        "question-answering",
+        "answers",
+        "Column of the answers, in data of flat rows.",
+        metavar="NAME",
+        may_change_on_resume=True,
     )
     bad_examples: str = flag(
-        "data",
+        "question-answering",
         "error",
         "Questions with a mistake, such as a misplaced answer: refuse the data, or skip these questions.",
         choices=("error", "skip"),
         may_change_on_resume=True,
     )
     version_2_with_negative: bool = flag(
-        "data",
+        "question-answering",
         False,
         "Some questions have no answer, as in SQuAD 2.0.",
         default_text="False; with --dataset_name squad_v2 True",
@@ -89,19 +101,28 @@ class DataArguments:
         replaces=("pad_to_max_length",),
     )
     pad_to_max_length: bool = flag("data", False, "run_qa's name for --padding max_length.", replaces=("padding",))
-    doc_stride: int = flag("data", 128, "Overlap of neighboring windows of a long passage, in tokens.")
-    n_best_size: int = flag(
-        "evaluation", 20, "Number of candidate answers to keep per question.", may_change_on_resume=True
+    doc_stride: int = flag(
+        "question-answering",
+        128,
+        "Overlap of neighboring windows of a long passage, in tokens.",
     )
-    max_answer_length: int = flag("evaluation", 30, "Maximum answer length in tokens.", may_change_on_resume=True)
+    n_best_size: int = flag(
+        "question-answering",
+        20,
+        "Number of candidate answers to keep per question.",
+        may_change_on_resume=True,
+    )
+    max_answer_length: int = flag(
+        "question-answering", 30, "Maximum answer length in tokens.", may_change_on_resume=True
+    )
     null_score_diff_threshold: float = flag(
-        "evaluation",
+        "question-answering",
         0.0,
         "SQuAD 2.0: predict 'no answer' if its score exceeds the best answer's by more than this.",
         may_change_on_resume=True,
     )
     answer_normalization: str = flag(
-        "evaluation",
+        "question-answering",
         "squad",
         "How EM and F1 compare texts: by the rules of SQuAD's, CMRC 2018's (Chinese) or KorQuAD's (Korean) script.",
         choices=("squad", "cmrc", "korquad"),
@@ -132,7 +153,11 @@ class DataArguments:
         files = [name for name in ("train_file", "validation_file") if getattr(self, name)]
         if self.dataset_name and files:
             raise UserError(f"--dataset_name and --{files[0]} are both given: choose one source of questions.")
-        if not self.dataset_name and not files:
+        for f in fields(self):
+            group = properties_of(f).group  # of a task, or of all tasks
+            others = group in TASKS and group != self.task and getattr(self, f.name) != f.default
+            require(not others, f"--{f.name} works only with --task {group}, not with {self.task}.")
+        if not self.dataset_name and not files and self.task == QUESTION_ANSWERING:
             self.dataset_name = "squad_v2" if self.version_2_with_negative else DEFAULT_DATASET
         if self.dataset_name in ("squad_v2", "rajpurkar/squad_v2"):
             self.version_2_with_negative = True

@@ -9,7 +9,9 @@ from typing import Any, Literal, get_args
 from hvd_bert.errors import UserError
 
 # Sections of --help and of docs/reference/flags.md, in their order there.
-Group = Literal["model", "data", "training", "evaluation", "checkpoints", "distributed", "profiling", "output"]
+Group = Literal[
+    "model", "data", "training", "evaluation", "question-answering", "checkpoints", "distributed", "profiling", "output"
+]
 GROUPS: tuple[Group, ...] = get_args(Group)
 KEY = "flag"
 MAX_THREADS = 1024  # beyond, starting them takes seconds, and a million end the process with a segmentation fault
@@ -20,7 +22,7 @@ class Flag:
     """Properties of a flag.
 
     Attributes:
-        group: Section of --help.
+        group: Section of --help. If it is the name of a task, other tasks refuse the flag.
         help: One-line description.
         default: The field's default.
         default_text: Description of the default, if `default` alone is not clear.

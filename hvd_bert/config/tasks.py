@@ -3,4 +3,7 @@
 from __future__ import annotations
 
 QUESTION_ANSWERING = "question-answering"
-TASKS = {QUESTION_ANSWERING: "hvd_bert.tasks.question_answering:QuestionAnswering"}
+TASKS = {
+    QUESTION_ANSWERING: "hvd_bert.tasks.question_answering:QuestionAnswering",
+    "text-classification": "hvd_bert.tasks.text_classification:TextClassification",
+}

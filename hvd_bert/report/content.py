@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hvd_bert.rendering.page import DASH, Grid
-from hvd_bert.report.comparability import EARLY_STEPS, NATS, STRONG, Tolerance
+from hvd_bert.report.comparability import EARLY_STEPS, NATS, STRONG, Group, Tolerance
 from hvd_bert.report.comparison import RANGE, RESAMPLES, UNCHECKED, Line, Table
 from hvd_bert.report.projection import Projection, Step
 from hvd_bert.runs.run import LeftOut, Run
 
 GIB = 2**30
+SHORT = {"exact_match": "EM", "f1": "F1"}  # names of scores in tables
 SPREAD = 0.1  # of the repeats, over their median; a larger spread is a caveat
 
 
@@ -31,7 +32,8 @@ def _seconds(value: float | None) -> str:
 def speedups(table: Table) -> Grid:
     """The table of times, speed-ups and efficiencies."""
     with_devices = any(line.group.one.devices != line.group.one.ranks for line in table.lines)
-    head = ["strategy", "nodes", "ranks", *(["GPUs"] if with_devices else []), "n", "time, s", "windows/s"]
+    head = ["strategy", "nodes", "ranks", *(["GPUs"] if with_devices else []), "n", "time, s"]
+    head += [f"{table.lines[0].group.one.unit}/s"]
     head += ["min to max", "speed-up", f"{RANGE:.0%} range", "efficiency"]
     rows = []
     for line in table.lines:
@@ -52,7 +54,8 @@ def speedups(table: Table) -> Grid:
 def costs(table: Table) -> Grid:
     """The table of process times, memory, losses and scores."""
     head = ["strategy", "ranks", "real, s", "user, s", "system, s", "memory, GiB", "exposed comm."]
-    head += ["last loss", "compared with", "EM", "F1"]
+    scores = list(dict.fromkeys(name for line in table.lines for name in line.group.one.scores))
+    head += ["last loss", "compared with", *(SHORT.get(name, name) for name in scores)]
     rows = []
     for line in table.lines:
         group = line.group
@@ -63,12 +66,15 @@ def costs(table: Table) -> Grid:
         cells += [_seconds(group.median(time)) for time in times]
         cells += [number(None if memory is None else memory / GIB, ".2f"), number(share, ".1%")]
         cells += [number(group.median(lambda run: run.last_loss), ".4f"), line.checked or DASH]
-        cells += [
-            number(group.median(lambda run: run.exact_match), ".2f"),
-            number(group.median(lambda run: run.f1), ".2f"),
-        ]
+        cells += [_score(group, name) for name in scores]
         rows.append(cells)
     return Grid(head, rows)
+
+
+def _score(group: Group, name: str) -> str:
+    """Percent with two digits, fractions with four."""
+    value = group.median(lambda run: run.scores.get(name))
+    return number(value, ".4f" if value is not None and abs(value) <= 1 else ".2f")
 
 
 def summary(tables: Sequence[Table]) -> list[str]:
@@ -82,7 +88,7 @@ def summary(tables: Sequence[Table]) -> list[str]:
         )
         parts = [f"{line.group.label} {line.speedup:.2f}" for line in best]
         if parts:
-            over = f"times the windows/s of {table.baseline.name}"
+            over = f"times the {table.baseline.one.unit}/s of {table.baseline.name}"
             sentences.append(f"{table.title}: on {maximum} device{'s' * (maximum > 1)} {', '.join(parts)} {over}.")
     return sentences
 
@@ -145,7 +151,8 @@ def definitions(tolerance: Tolerance) -> list[str]:
     return [
         "A row contains the runs of one strategy on one number of nodes, ranks and devices that did the same work."
         " Figures are medians over its n runs.",
-        "windows/s: all ranks together, over the logged lines after the first, which is warm-up.",
+        "windows/s, or what else a step takes: all ranks together, over the logged lines after the first, which is"
+        " warm-up.",
         "Speed-up: windows/s over the median of the table's baseline. Efficiency: speed-up over (devices over the"
         " baseline's devices).",
         f"{RANGE:.0%} range: of the speed-up, with the variance of both sides, by a bootstrap. The repeats of the row"
@@ -255,7 +262,8 @@ def run_rows(runs: Iterable[Run], left_out: Iterable[LeftOut]) -> list[dict[str,
         {"run": run.name}
         | {key: getattr(run, key) for key in keys}
         | {"train_runtime_s": run.runtime_s}
-        | {key: getattr(run, key) for key in (*figures, "exact_match", "f1")}
+        | {key: getattr(run, key) for key in figures}
+        | dict(run.scores)
         | {"left_out": ""}
         for run in runs
     ]

@@ -46,7 +46,7 @@ def scaling(table: Table) -> bytes:
         _panel(axes[0, 0], table, "Speed-up", lambda line: _spread(line.speedup, line.speedup_min, line.speedup_max))
         _ideal(axes[0, 1], counts, 0)
         _panel(axes[0, 1], table, "Efficiency", lambda line: _spread(line.efficiency, *_efficiencies(line)))
-        _panel(axes[1, 0], table, "Throughput, windows/s", _throughput)
+        _panel(axes[1, 0], table, f"Throughput, {table.lines[0].group.one.unit}/s", _throughput)
         _panel(axes[1, 1], table, "Memory per rank, GiB", _memory)
         handles, names = axes[1, 0].get_legend_handles_labels()
         ideal, ideal_name = axes[0, 0].get_legend_handles_labels()

@@ -113,6 +113,7 @@ def read(folder: Path) -> Run:
     devices = ranks * (results.count("devices_per_rank") if "devices_per_rank" in results.values else 1)
     processes = _processes(results)
     scores = _Record(SCORES, _load(folder / SCORES)) if (folder / SCORES).exists() else None
+    names = [str(name) for name in results.sequence("scores")] or ["exact_match", "f1"]  # of question answering
     settings = _settings(folder)
     strategy = str(results.values.get("strategy") or "horovod")
     variant = {name: work[name] for name in OF_THE_STRATEGY if name in work}
@@ -144,8 +145,8 @@ def read(folder: Path) -> Run:
         user_s=_median(processes, "user_s"),
         system_s=_median(processes, "system_s"),
         memory_bytes=max((p["memory_peak_bytes"] for p in processes if "memory_peak_bytes" in p), default=None),
-        exact_match=scores.number("exact_match") if scores else None,
-        f1=scores.number("f1") if scores else None,
+        scores={name: scores.number(name) if scores else None for name in names},
+        unit=str(results.values.get("unit", "windows")),
         passes=_passes(settings, results.count("global_batch") / devices),
         parameters=parameters,
         late_parameters=late,

@@ -25,8 +25,8 @@ class Run:
 
     `devices`: GPUs, or ranks on CPUs. `work`: settings, model and data; equal if two runs did the same work.
     `variant`: settings of the strategy. `real_s`, `user_s`, `system_s`: of the whole process, medians over the ranks.
-    `memory_bytes`: the maximum over the ranks. `passes`: micro-batches per step. `parameters`: of the model;
-    `late_parameters`: those of `reading.LATE`.
+    `memory_bytes`: the maximum over the ranks. `scores`: of the last evaluation. `unit`: what a step takes, such as
+    windows. `passes`: micro-batches per step. `parameters`: of the model; `late_parameters`: those of `reading.LATE`.
     """
 
     name: str
@@ -52,8 +52,8 @@ class Run:
     user_s: float | None
     system_s: float | None
     memory_bytes: float | None
-    exact_match: float | None
-    f1: float | None
+    scores: Mapping[str, float | None]
+    unit: str
     passes: int
     parameters: int | None
     late_parameters: int

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
@@ -62,6 +63,7 @@ class DeepSpeedStrategy(Strategy):
         self._gathered: Any = deepspeed.zero.GatheredParameters
         self._partitioned = options.zero_stage == 3
         self._applied = True
+        self._world = world
         world.broadcast_tensors(model.state_dict())
         # DeepSpeed would compile an allreduce for one host's ranks. A rank killed meanwhile leaves a lock that blocks
         # all later ones.
@@ -144,11 +146,24 @@ class DeepSpeedStrategy(Strategy):
             value = weights[name].to(parameter.device)
             with self._gathered(parameter, modifier_rank=0):  # the weights of the forward pass in stage 3
                 parameter.data.copy_(value)
-            self._utils.safe_set_full_fp32_param(parameter, value)
-            for slot in self._slots():
-                if slot != "step":
-                    whole = tensors[f"{name}/{slot}"].to(parameter.device)
+            slots = {slot: tensors[f"{name}/{slot}"].to(parameter.device) for slot in self._slots() if slot != "step"}
+            if self._partitioned:
+                self._utils.safe_set_local_fp32_param(parameter, self._part(parameter, value))
+                for slot, whole in slots.items():
+                    self._utils.safe_set_local_optimizer_state(parameter, self._part(parameter, whole), slot)
+            else:
+                self._utils.safe_set_full_fp32_param(parameter, value)
+                for slot, whole in slots.items():
                     self._utils.safe_set_full_optimizer_state(parameter, whole, slot)
+
+    def _part(self, parameter: Any, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor in stage 3: all parts have the same size, the last one is padded.
+
+        DeepSpeed 0.19 would take the whole tensor, too, but only if its size is a multiple of the world size.
+        """
+        size, flat = parameter.ds_tensor.ds_numel, whole.flatten()
+        padded = pad(flat, (0, size * self._world.size - flat.numel()))
+        return padded[size * self._world.rank :][:size]
 
     def _make_slots(self, step: Tensor) -> None:
         """Create AdamW's state as of `step`, with moments of zero.

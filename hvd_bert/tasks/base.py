@@ -1,4 +1,7 @@
-"""The interface of a task: what is trained, on what, and how it is evaluated. The training loop knows nothing more."""
+"""The interface of a task: what is trained, on what, and how it is evaluated. The training loop knows nothing more.
+
+`DatasetTask` (dataset.py) implements most of it for independent examples: start there for a task of your own.
+"""
 
 from __future__ import annotations
 

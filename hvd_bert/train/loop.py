@@ -86,7 +86,7 @@ def run(config: Config, world: World) -> None:
                 if writes:
                     run_folder.write_evaluation(folder, evaluation, data)
         usage = {"rank": world.rank} | process_usage(world.device)
-        results |= run_folder.facts(config, world) | {"processes": world.gather(usage)}
+        results |= run_folder.of_task(task) | run_folder.facts(config, world) | {"processes": world.gather(usage)}
         with run_folder.writing(folder, world) as writes:
             if writes and task.plan:
                 run_folder.write_results(folder, results | data | {"work": resume.identity(config, task)})

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import breakdown_checks  # noqa: F401  # registers its checks
+import classification_checks
 import command_checks
 import evaluation_checks
 import numpy as np
 import official_squad
 import pytest
 import resume_checks  # noqa: F401  # registers its checks
+import resuming
 import strategy_checks  # noqa: F401  # registers its checks
 import torch
 import training_checks
@@ -192,6 +194,20 @@ def test_whole_run_is_evaluated_as_by_one_rank(launch: Launch, alone: Launch) ->
         assert line.pop("eval_s") > 0 and other.pop("eval_s") > 0
         assert line == pytest.approx(other, abs=1e-4)
     assert launch.read("run/eval_predictions.json").keys() == alone.read("run/eval_predictions.json").keys()
+
+
+def test_classification_is_that_of_one_rank(launch: Launch, alone: Launch) -> None:
+    for one in (launch, alone):
+        one.expect("classification_ends_well")
+    found, expected = (resuming.rows(one.folder / "classified") for one in (launch, alone))
+    losses, others = ([line["loss"] for line in rows if "loss" in line] for rows in (found, expected))
+    assert len(losses) == classification_checks.STEPS and min(others) < others[0]
+    np.testing.assert_allclose(losses, others, rtol=0, atol=1e-4)
+    scores, of_one = ([line for line in rows if "eval_loss" in line] for rows in (found, expected))
+    assert [line["step"] for line in scores] == [3, classification_checks.STEPS]
+    assert scores == [pytest.approx(line, abs=1e-4) for line in of_one]
+    predictions = "classified/eval_predictions.json"
+    assert launch.read(predictions) == alone.read(predictions)
 
 
 @of_horovod

@@ -135,7 +135,7 @@ def help_of(flag: str) -> str:
 
 def test_help_is_in_groups():
     text = command_line.make_parser().format_help()
-    assert re.findall(r"^(\w+):$", text, re.MULTILINE) == ["options", *GROUPS]
+    assert re.findall(r"^([\w-]+):$", text, re.MULTILINE) == ["options", *GROUPS]
     assert text.index("\nevaluation:") < text.index("--null_score_diff_threshold") < text.index("\ncheckpoints:")
 
 

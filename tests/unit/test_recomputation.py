@@ -11,8 +11,7 @@ from torch import nn
 
 from hvd_bert.bench import measure
 from hvd_bert.bench.flags import parse
-from hvd_bert.bench.workload import random_inputs
-from hvd_bert.data.collate import Collator
+from hvd_bert.bench.workload import random_task
 from hvd_bert.errors import UserError
 from hvd_bert.model.recomputation import recompute_layers
 from hvd_bert.train.loop import Training
@@ -42,14 +41,13 @@ def trained(tmp_path, *flags):
     ]
     config = parse([*batch, "--strategy", "none", *flags])[1]
     config.train.output_dir = str(tmp_path)
-    inputs, world = random_inputs(str(tmp_path), 24, config, make_world()), make_world()
-    recorder = measure.Recorder()
-    training = Training(inputs, None, None, config, world)
+    world, recorder = make_world(), measure.Recorder()
+    task = random_task(str(tmp_path), 24, config, world)
+    training = Training(task, None, None, config, world)
     training.run(recorder, stoppable=False)
-    collate = Collator(inputs.train.windows, world.device, config.data.pad_to)
-    needed = measure.memory_needed(inputs.model, training.plan, collate, 0, range(2), "fp32")
+    needed = measure.memory_needed(task, world, range(2), "fp32")
     weights, moments, _ = training.state.strategy.state()
-    kept = needed - 16 * sum(weight.numel() for weight in inputs.model.parameters())
+    kept = needed - 16 * sum(weight.numel() for weight in task.model.parameters())
     return [row["loss"] for row in recorder.rows], weights | moments, kept
 
 

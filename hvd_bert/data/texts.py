@@ -1,0 +1,127 @@
+"""Labelled sentences and pairs of sentences, from JSON Lines or CSV, with run_glue's choice of columns."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvd_bert.errors import UserError
+from hvd_bert.storage.reading import open_regular
+
+LABEL = "label"
+PAIR = ("sentence1", "sentence2")
+NOT_TEXT = (LABEL, "id", "idx")
+Value = str | int
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts of a file with their labels. `second`: None for single sentences. `digest`: SHA-256 of the file."""
+
+    name: str
+    digest: str
+    first: list[str]
+    second: list[str] | None
+    labels: list[Value]
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+
+def read(path: str, flag: str, max_samples: int | None = None) -> Texts:
+    """The first `max_samples` rows of a file that `flag` names. Raises UserError.
+
+    The texts are in the columns sentence1 and sentence2, else in the first two columns besides label, id and idx; with
+    one such column, the texts are single sentences.
+    """
+    content = _content(path, flag)
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start}). Save it as UTF-8.") from None
+    located = list(_csv(path, text) if Path(path).suffix in (".csv", ".tsv") else _json_lines(path, text))
+    if not located:
+        raise UserError(f"{path}: there are no rows. Give a file with examples.")
+    columns = list(located[0][1])
+    names = list(PAIR) if set(PAIR) <= set(columns) else [name for name in columns if name not in NOT_TEXT][:2]
+    if LABEL not in columns or not names:
+        raise UserError(
+            f"{path}: found the columns {', '.join(columns)}, but needs a column `{LABEL}` and one or two with text."
+            " Rename the columns."
+        )
+    rows = [
+        (*(_text(path, place, row, name) for name in names), _label(path, place, row))
+        for place, row in located[:max_samples]
+    ]
+    *texts, labels = (list(column) for column in zip(*rows, strict=True))
+    digest = hashlib.sha256(content).hexdigest()
+    return Texts(path, digest, texts[0], texts[1] if len(texts) > 1 else None, _as_numbers(path, labels))
+
+
+def _content(path: str, flag: str) -> bytes:
+    try:
+        with open_regular(path) as file:
+            return file.read()
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot be read: {error.strerror or error}.") from None
+
+
+def _csv(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    csv.field_size_limit(2**31 - 1)  # a long text is not an error
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if path.endswith(".tsv") else ",")
+    for row in reader:
+        place = f"line {reader.line_num}"
+        if None in row or None in row.values():
+            raise UserError(f"{path}: {place} has another number of columns than the first line. Fix the file.")
+        yield place, row
+
+
+def _json_lines(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(
+                    f"{path}: line {number} is not JSON ({error}). Give one JSON object per line, or a file that ends"
+                    " in .csv or .tsv."
+                ) from None
+            if not isinstance(row, dict):
+                raise UserError(f"{path}: line {number} is not a JSON object. Give one JSON object per line.")
+            yield f"line {number}", row
+
+
+def _text(path: str, place: str, row: dict[str, Any], name: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str):
+        raise UserError(f"{path}: {place}: `{name}` must be text, not {str(value)[:40]}. Fix the file.")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{path}: {place}: `{name}` contains an unpaired surrogate. Fix the file.") from None
+    return value
+
+
+def _label(path: str, place: str, row: dict[str, Any]) -> Value:
+    value = row.get(LABEL)
+    if isinstance(value, float):
+        raise UserError(f"{path}: {place}: the label {value} is a fraction; regression is not supported.")
+    if isinstance(value, bool) or not isinstance(value, Value) or value == "":
+        raise UserError(f"{path}: {place}: the label must be text or a whole number, not {value!r:.40}. Fix the file.")
+    return value
+
+
+def _as_numbers(path: str, labels: list[Value]) -> list[Value]:
+    """Numbers if all labels are (a CSV file has no types), so that 10 is sorted after 9."""
+    if len({type(label) for label in labels}) > 1:
+        raise UserError(f"{path}: some labels are text and some are numbers. Fix the file.")
+    try:
+        return [int(label) for label in labels]
+    except ValueError:
+        return labels

@@ -1,0 +1,103 @@
+"""An encoder with a classification head: transformers' model, and BERT's forward pass over packed texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+from transformers.models.bert.modeling_bert import BertForSequenceClassification as TransformersBert
+
+from hvd_bert.config.settings import ModelArguments
+from hvd_bert.data.collate import Batch
+from hvd_bert.errors import UserError
+from hvd_bert.model.bert import _check_fit, _configure, _with_own_layers
+from hvd_bert.model.loading import load, load_config, reported
+
+
+class BertForSequenceClassification(TransformersBert):
+    """transformers' model, which also takes packed texts. It has the same name, which goes into config.json."""
+
+    def forward(self, *, cu_seqlens: Tensor | None = None, **inputs: Any) -> Any:
+        if cu_seqlens is None:
+            return super().forward(**inputs)
+        hidden = self.bert(cu_seqlens=cu_seqlens, **inputs).last_hidden_state[0]
+        first = hidden[cu_seqlens[:-1]]  # the [CLS] of each text
+        pooler: Any = self.bert.pooler
+        pooled = pooler(first[:, None])
+        return SequenceClassifierOutput(logits=self.classifier(self.dropout(pooled)))
+
+
+def packs(config: Any) -> bool:
+    """Whether texts of the model can be packed; otherwise they are padded, with transformers' own forward pass."""
+    return bool(config.model_type == "bert")
+
+
+def load_classifier(
+    args: ModelArguments,
+    tokenizer: Any,
+    labels: list[str] | None,
+    max_seq_length: int,
+    seed: int,
+    padded: bool,
+    copies: int = 1,
+) -> Any:
+    """The model on the CPU, in fp32. New weights (the head, or all from scratch) are a function of `seed`.
+
+    `labels`: names of the classes; None: those of the model's own configuration. `padded`, `copies`: see `load_model`.
+    """
+    source = args.config_name or str(args.model_name_or_path)
+    config = load_config(source, args, copies)
+    _check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
+    names = labels or [config.id2label[i] for i in range(config.num_labels)]
+    _configure(config, args.dropout, padded or not packs(config))
+    config.num_labels = len(names)
+    config.id2label, config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
+    kind: Any = BertForSequenceClassification
+    if not packs(config):
+        kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    torch.manual_seed(seed)
+    if args.model_name_or_path is None:
+        with reported(source):
+            return _with_own_layers(kind(config))
+    model, info = load(
+        kind,
+        args.model_name_or_path,
+        args,
+        config=config,
+        dtype=torch.float32,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # a head for other labels is replaced; anything else is refused below
+    )
+    # New weights: the head, and the pooler, which not every pretrained model has.
+    base = f"{model.base_model_prefix}."
+    lost = {name for name in info["missing_keys"] if name.startswith(base) and ".pooler." not in name}
+    lost |= {name for name, *_ in info["mismatched_keys"] if name.startswith(base)}
+    if lost:
+        raise UserError(
+            f"{args.model_name_or_path} lacks weights that its configuration needs ({', '.join(sorted(lost)[:3])},"
+            " ...). Name another model."
+        )
+    return _with_own_layers(model)
+
+
+def class_logits(model: nn.Module, batch: Batch, token_types: bool = True) -> Tensor:
+    """Logits of the classes for each text of a batch, float32 [B, classes].
+
+    `model`: as wrapped by the strategy. `token_types`: whether the model has types for two texts.
+    """
+    if batch.attention_mask is None:
+        output = model(
+            input_ids=batch.input_ids,
+            token_type_ids=batch.token_type_ids,
+            position_ids=batch.position_ids,
+            window_lengths=batch.lengths,
+            cu_seqlens=batch.cu_seqlens,
+        )
+    else:
+        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        output = model(**inputs, **({"token_type_ids": batch.token_type_ids} if token_types else {}))
+    logits: Tensor = output.logits
+    return logits.float()

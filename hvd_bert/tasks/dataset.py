@@ -1,0 +1,176 @@
+"""A task of independent examples. A subclass supplies the model, the examples and the loss; this does the rest."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from hvd_bert.config.settings import Config
+from hvd_bert.data.balance import balanced_partition, window_costs
+from hvd_bert.data.batch_plan import Ids, Lengths
+from hvd_bert.distributed.world import World
+from hvd_bert.errors import EXIT_FAILURE
+from hvd_bert.evaluation.mode import evaluating
+from hvd_bert.model.precision import autocast
+from hvd_bert.tasks.base import Evaluation, Task
+from hvd_bert.training.inputs import make_plan
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """A training or validation set.
+
+    Attributes:
+        collate: From ids, of which there is at least one, to a batch on the CPU or the rank's device.
+        lengths: Tokens per example, or any other whole number that its cost grows with.
+        digest: A hash of the content. A resumed run must have the same, and all ranks.
+    """
+
+    collate: Callable[[Ids], Any]
+    lengths: Lengths
+    digest: str
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @classmethod
+    def of_tensors(cls, *tensors: Tensor) -> Examples:
+        """Examples that are rows of tensors, all of the same cost."""
+        digest = hashlib.sha256()
+        for tensor in tensors:
+            digest.update(tensor.contiguous().numpy().tobytes())
+        ones = np.ones(len(tensors[0]), dtype=np.int32)
+        return cls(lambda ids: tuple(tensor[torch.from_numpy(ids)] for tensor in tensors), ones, digest.hexdigest())
+
+
+@dataclass(frozen=True)
+class ExampleBatch:
+    """`content`: what `collate` returned, on the rank's device. See `Work` for the counts."""
+
+    content: Any
+    num_windows: int
+    num_tokens: int
+    num_positions: int
+
+
+class DatasetTask(Task):
+    """Subclass it, create `model`, `train` and `dev` in `load`, and define `forward` and `score`."""
+
+    train: Examples | None = None
+    dev: Examples | None = None
+    crossover: int = 1  # where the cost of an example begins to grow faster than its length (`balance.window_costs`)
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world = config, world
+        torch.manual_seed(config.train.seed)  # for new weights
+        self.load(config)
+        if self.train is not None and config.train.do_train:
+            self.plan = make_plan(self.train.lengths, config.train, self.crossover, world)
+        self.evaluates = self.dev is not None and config.train.do_eval
+
+    @abstractmethod
+    def load(self, config: Config) -> None:
+        """Create `model`, `train` (for training) and `dev` (for evaluations). Called by every rank, by itself."""
+
+    @abstractmethod
+    def forward(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """The loss of each example of a batch [n], and the model's output for each [n, ...], such as its class."""
+
+    @abstractmethod
+    def score(self, outputs: Tensor) -> dict[str, float]:
+        """The metrics, from the outputs for all examples of `dev` in their order. Called on rank 0."""
+
+    def predictions(self, outputs: Tensor) -> Any:
+        """What eval_predictions.json holds; None: no such file. Called on rank 0."""
+        return None
+
+    def positions(self, batch: Any, tokens: int) -> int:
+        """The `tokens` of a batch, with padding."""
+        return tokens
+
+    def batch(self, ids: Ids) -> ExampleBatch:
+        assert self.train is not None
+        return self._batch(self.train, ids)
+
+    def _batch(self, examples: Examples, ids: Ids) -> ExampleBatch:
+        content = to_device(examples.collate(ids if len(ids) else np.zeros(1, np.int64)), self.world.device)
+        tokens = int(examples.lengths[ids].sum())
+        return ExampleBatch(content, len(ids), tokens, self.positions(content, tokens) if len(ids) else 0)
+
+    def losses(self, model: nn.Module, batch: ExampleBatch) -> Tensor:
+        return self.forward(model, batch.content)[0]
+
+    def evaluate(self, model: nn.Module) -> Evaluation:
+        """Each rank takes examples of about the same cost; rank 0 puts the outputs in order and scores them."""
+        assert self.dev is not None
+        examples, world = self.dev, self.world
+        shares = balanced_partition(window_costs(examples.lengths, self.crossover), world.size)
+        mine = shares[world.rank]
+        mine = mine[np.argsort(-examples.lengths[mine], kind="stable")]  # the longest first, as they need most memory
+        ranks = world.gather((mine, *self._outputs(model, examples, mine)))
+        evaluation = None
+        with world.raise_on_all_ranks(EXIT_FAILURE):
+            if world.rank == 0:
+                ids, losses, outputs = zip(*(found for found in ranks if len(found[0])), strict=True)
+                order = torch.from_numpy(np.argsort(np.concatenate(ids)))
+                ordered = torch.cat(outputs)[order]
+                metrics = self.score(ordered) | {"eval_loss": float(torch.cat(losses)[order].mean(dtype=torch.float64))}
+                predictions = self.predictions(ordered)
+                files = {} if predictions is None else {"eval_predictions.json": predictions}
+                evaluation = Evaluation(metrics, self.summary(metrics), files)
+        metrics = world.broadcast(evaluation.metrics if evaluation else None)
+        return evaluation or Evaluation(metrics, self.summary(metrics))
+
+    def _outputs(self, model: nn.Module, examples: Examples, ids: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Losses and outputs for `ids`, in their order, on the CPU."""
+        size = self.config.train.per_device_eval_batch_size
+        found: list[tuple[Tensor, Tensor]] = []
+        with evaluating(model):
+            for first in range(0, len(ids), size):
+                batch = self._batch(examples, ids[first : first + size])
+                with autocast(self.world.device, self.config.train.precision):
+                    losses, outputs = self.forward(model, batch.content)
+                found.append((losses.float().cpu(), outputs.cpu()))
+        if not found:
+            return torch.empty(0), torch.empty(0)
+        losses, outputs = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return losses, outputs
+
+    def summary(self, metrics: dict[str, float]) -> str:
+        """An evaluation in one line."""
+        assert self.dev is not None
+        scores = [f"{name} {metrics[name]:.4f}" for name in self.metrics if name != "eval_loss"]
+        return "  ".join([*scores, f"loss {metrics['eval_loss']:.3f}", f"on {len(self.dev)} {self.unit}"])
+
+    def fingerprint(self) -> dict[str, object]:
+        sets = {"training": self.train, "validation": self.dev}
+        return {
+            f"the {name} data": f"{examples.digest[:12]}, {len(examples)} {self.unit}"
+            for name, examples in sets.items()
+            if examples is not None
+        }
+
+    def identity(self) -> dict[str, object]:
+        assert self.train is not None
+        return {"the training data": self.train.digest[:12]}
+
+
+def to_device(content: Any, device: torch.device) -> Any:
+    """The same content with all tensors in it on the device."""
+    if isinstance(content, Tensor):
+        if device.type == "cuda":
+            content = content.pin_memory()  # otherwise the thread that makes batches would wait for the copy
+        return content.to(device, non_blocking=True)
+    if isinstance(content, dict):
+        return {key: to_device(value, device) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return type(content)(to_device(value, device) for value in content)
+    return content

@@ -1,0 +1,58 @@
+"""Text classification over the ranks: stopped and resumed to the bit; test_worlds.py compares the worlds."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+
+import resuming
+from ranks import Ranks, check_every_strategy
+from resume_checks import run
+from stopping_at import signal_at
+from training_checks import GLOBAL_BATCH
+
+from hvd_bert.errors import EXIT_STOPPED
+
+TEXTS = 17  # so that the second step of an epoch has one, and all ranks but one have none
+STEPS = 5
+PASSAGE = "The box in the hall is red. What colour is the green house, and where did it stand?"
+COLOURS = ("red", "green", "pale grey")
+
+
+def rows(count: int) -> list[dict[str, str]]:
+    """Pairs of different lengths; the label is the beginning of the second text."""
+    return [
+        {"sentence1": PASSAGE[: 5 * i], "sentence2": COLOURS[i % 3] + PASSAGE[: 7 * i % 29], "label": COLOURS[i % 3]}
+        for i in range(1, count + 1)
+    ]
+
+
+def flags(ranks: Ranks, out: str) -> list[str]:
+    folder, world = ranks.folder, ranks.world
+    if world.rank == 0:
+        for name, count in (("train", TEXTS), ("dev", 10)):
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(count)))
+    world.allgather(None)
+    strategy, _, stage = sys.argv[3].partition(":")
+    words = ["--task=text-classification", f"--strategy={strategy}", *([f"--zero_stage={stage}"] if stage else [])]
+    words += [f"--train_file={folder}/train.jsonl", f"--validation_file={folder}/dev.jsonl", "--max_seq_length=64"]
+    words += [f"--config_name={folder}/tiny", f"--tokenizer_name={folder}/tiny", "--dropout=0"]
+    words += [f"--per_device_train_batch_size={GLOBAL_BATCH // world.size}", f"--max_steps={STEPS}"]
+    words += ["--learning_rate=1e-3", "--warmup_ratio=0", "--eval_steps=3", "--save_steps=3", "--logging_steps=1"]
+    return [*words, *(["--deterministic"] if world.size > 2 else []), f"--output_dir={folder / out}"]
+
+
+@check_every_strategy
+def classification_ends_well(ranks: Ranks) -> None:
+    assert run(ranks.world, flags(ranks, "classified")) == 0
+
+
+@check_every_strategy
+def stopped_classification_ends_as_one_never_stopped(ranks: Ranks) -> None:
+    words = flags(ranks, "stopped_texts")
+    with signal_at(4, ranks.world.size - 1, signal.SIGTERM):
+        assert run(ranks.world, words) == EXIT_STOPPED
+    assert run(ranks.world, words) == 0
+    if ranks.world.rank == 0:
+        assert resuming.differences(ranks.folder / "classified", ranks.folder / "stopped_texts") == []

@@ -1,0 +1,105 @@
+"""Labelled texts: columns, labels and tokens are run_glue's; what cannot be read is named with its place."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hvd_bert.data import texts
+from hvd_bert.errors import UserError
+from hvd_bert.tasks.text_classification import tokenized
+
+ROWS = [
+    {"idx": 0, "sentence2": "the box is green", "sentence1": "the box is red", "label": 1},
+    {"idx": 1, "sentence2": "is the box red ?", "sentence1": "what colour is the box ?", "label": 0},
+    {"idx": 2, "sentence2": "red", "sentence1": "the red box of the red box in the red box", "label": 10},
+]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content: str | bytes, name: str = "texts.jsonl") -> str:
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return str(path)
+
+    return write
+
+
+def lines(*rows: object) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_json_lines(write):
+    found = texts.read(write(lines(*ROWS)), "--train_file")
+    assert found.first == [row["sentence1"] for row in ROWS]
+    assert found.second == [row["sentence2"] for row in ROWS]
+    assert found.labels == [1, 0, 10]
+
+
+@pytest.mark.parametrize(("name", "sign"), [("texts.csv", ","), ("texts.tsv", "\t")])
+def test_csv(write, name, sign):
+    rows = [["sentence1", "sentence2", "label"], ["a box", '"is ""it"", red ?"', "9"], ['"a\n b"', "c", "10"]]
+    found = texts.read(write("".join(sign.join(row) + "\n" for row in rows), name), "--train_file")
+    assert (found.first, found.second) == (["a box", "a\n b"], ['is "it", red ?', "c"])
+    assert found.labels == [9, 10], "a file without types: numbers, so that 10 comes after 9"
+
+
+@pytest.mark.parametrize(
+    ("row", "first", "second"),
+    [
+        ({"text": "a", "label": "x"}, "a", None),
+        ({"id": "7", "premise": "a", "hypothesis": "b", "label": "x"}, "a", "b"),
+        ({"other": "c", "label": "x", "sentence2": "b", "sentence1": "a"}, "a", "b"),
+    ],
+    ids=["single", "first two columns", "by name"],
+)
+def test_text_columns_are_run_glues(write, row, first, second):
+    found = texts.read(write(lines(row)), "--train_file", max_samples=5)
+    assert (found.first, found.second, found.labels) == ([first], None if second is None else [second], ["x"])
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        ("", "t.jsonl", "there are no rows"),
+        ('{"text": "a", "label": 1}\n{"text"', "t.jsonl", "line 2 is not JSON"),
+        ("[1]\n", "t.jsonl", "line 1 is not a JSON object"),
+        ('{"text": "a"}\n', "t.jsonl", "needs a column `label`"),
+        ('{"text": 3, "label": 1}\n', "t.jsonl", "line 1: `text` must be text, not 3"),
+        ('{"text": "a", "label": 0.5}\n', "t.jsonl", "regression is not supported"),
+        ('{"text": "a", "label": null}\n', "t.jsonl", "must be text or a whole number, not None"),
+        (
+            '{"text": "a", "label": 1}\n{"text": "b", "label": "x"}\n',
+            "t.jsonl",
+            "some labels are text and some are num",
+        ),
+        ('{"text": "\\ud800", "label": 1}\n', "t.jsonl", "unpaired surrogate"),
+        ("text,label\na,1\nb\n", "t.csv", "line 3 has another number of columns"),
+        (b"text,label\n\xff,1\n", "t.csv", "not UTF-8 text"),
+    ],
+)
+def test_mistakes_name_their_place(write, content, name, message):
+    with pytest.raises(UserError, match=message):
+        texts.read(write(content, name), "--train_file")
+
+
+def test_missing_file_names_the_flag(tmp_path):
+    with pytest.raises(UserError, match=r"--validation_file .*none.csv: cannot be read"):
+        texts.read(str(tmp_path / "none.csv"), "--validation_file")
+
+
+@pytest.mark.parametrize("max_seq_length", [64, 12])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_tokens_are_those_of_run_glue(write, tokenizer, pairs, max_seq_length):
+    rows = ROWS if pairs else [{"sentence": row["sentence1"], "label": row["label"]} for row in ROWS]
+    source = texts.read(write(lines(*rows)), "--train_file")
+    table = tokenized(source, tokenizer, max_seq_length)
+    arguments = (source.first, source.second) if pairs else (source.first,)
+    limit = {"max_length": max_seq_length, "truncation": True}
+    expected = tokenizer(*arguments, padding=False, return_token_type_ids=True, **limit)
+    assert [ids.tolist() for ids in table.lists("input_ids", range(len(rows)))] == expected["input_ids"]
+    starts = zip(table.column("context_start"), table.lengths, strict=True)
+    types = [[0] * start + [1] * (length - start) for start, length in starts]
+    assert types == expected["token_type_ids"]
