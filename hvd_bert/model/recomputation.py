@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers.utils import logging as transformers_logging
+
 from hvd_bert.errors import UserError
 
 
@@ -22,4 +24,5 @@ def recompute_layers(model: Any) -> None:
             f"--gradient_checkpointing: {type(model).__name__} does not support it. Omit the flag, and lower"
             " --per_device_train_batch_size if memory is short."
         )
+    transformers_logging.set_verbosity_error()  # it would warn that encoders have no cache, which they never use
     enable({"use_reentrant": False})  # the reentrant kind would not run the hooks that average gradients in time
