@@ -9,7 +9,8 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from hvd_bert.data.entries import (
@@ -151,11 +152,12 @@ def _csv_header(text: str, reading: Reading) -> tuple[str, list[str]] | None:
     """Delimiter and columns, if the first line names the context and the question."""
     if _JSON.match(text):
         return None
-    line = text[:_MAX_HEADER].lstrip().split("\n")[0].rstrip("\r")
+    line = re.split(r"[\r\n]", text[:_MAX_HEADER].lstrip(), maxsplit=1)[0]
     for delimiter in _DELIMITERS:
-        columns = next(csv.reader([line], delimiter=delimiter), [])
-        if {reading.context_column, reading.question_column} <= set(columns):
-            return delimiter, columns
+        with suppress(csv.Error):
+            columns = next(csv.reader([line], delimiter=delimiter), [])
+            if {reading.context_column, reading.question_column} <= set(columns):
+                return delimiter, columns
     return None
 
 
@@ -165,11 +167,11 @@ def _from_csv(name: str, text: str, header: tuple[str, list[str]], reading: Read
 
     delimiter, columns = header
     wanted = check_columns(name, columns, reading)
-    malformed: list[Found] = []
+    malformed: dict[int, str] = {}
 
     def note(row: Any) -> str:
-        reason = f"it has {row.actual_columns} columns, the first line has {row.expected_columns}"
-        malformed.append(Found(f"line {row.number}", mistake=Mistake("malformed row", f"line {row.number}: {reason}")))
+        # Arrow counts the header and counts from 1.
+        malformed[row.number - 2] = f"has {row.actual_columns} columns, the first line has {row.expected_columns}"
         return "skip"
 
     data = text.encode()
@@ -177,7 +179,7 @@ def _from_csv(name: str, text: str, header: tuple[str, list[str]], reading: Read
         table = arrow_csv.read_csv(
             BufferReader(data),
             # One block: a row may not cross blocks. One thread: only then rows have numbers.
-            read_options=arrow_csv.ReadOptions(use_threads=False, block_size=len(data) + 1),
+            read_options=arrow_csv.ReadOptions(use_threads=False, block_size=min(len(data) + 1, 2**31 - 1)),
             parse_options=arrow_csv.ParseOptions(
                 delimiter=delimiter, newlines_in_values=True, invalid_row_handler=note
             ),
@@ -185,8 +187,10 @@ def _from_csv(name: str, text: str, header: tuple[str, list[str]], reading: Read
                 include_columns=wanted, column_types=dict.fromkeys(columns, string()), strings_can_be_null=False
             ),
         )
-    yield from from_rows(_table_rows(table.to_batches(max_chunksize=_ROWS_AT_ONCE)), reading)
-    yield from malformed
+        rows = _table_rows(table.to_batches(max_chunksize=_ROWS_AT_ONCE), malformed)
+    yield from from_rows(rows, reading)
+    for number, reason in malformed.items():
+        yield Found(f"row {number}", mistake=Mistake("malformed row", f"row {number} {reason}"))
 
 
 def _parquet_rows(name: str, content: bytes, reading: Reading) -> Iterator[tuple[str, Any]]:
@@ -196,13 +200,15 @@ def _parquet_rows(name: str, content: bytes, reading: Reading) -> Iterator[tuple
     with as_user_error(lambda reason: f"{name}: damaged Parquet file: {reason}. Copy or download it again."):
         file = ParquetFile(BufferReader(content))
         columns = check_columns(name, file.schema_arrow.names, reading)
-        batches = list(file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns))
-    yield from _table_rows(batches)
+        yield from _table_rows(file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns))
 
 
-def _table_rows(batches: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+def _table_rows(batches: Iterable[Any], left_out: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
+    """The rows with their numbers from 0. `left_out`: numbers of rows that are not in the batches."""
     number = 0
     for batch in batches:
         for row in batch.to_pylist():
+            while number in left_out:
+                number += 1
             yield f"row {number}", row
             number += 1

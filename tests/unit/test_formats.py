@@ -123,9 +123,28 @@ def test_python_objects_in_csv_are_named(tmp_path, make_questions, to_rows):
 
 def test_csv_rows_of_another_length(tmp_path, make_questions, to_rows):
     content = as_csv(to_rows(make_questions(2))) + b"one,two\n"
-    with pytest.raises(UserError, match="1 malformed row: line 4: it has 2 columns, the first line has 5"):
+    with pytest.raises(UserError, match="1 malformed row: row 2 has 2 columns, the first line has 5"):
         read(tmp_path, content)
     assert read(tmp_path, content, Reading(bad_examples="skip")) == make_questions(2)
+    lines = content.splitlines(keepends=True)
+    with pytest.raises(UserError, match=r"1 wrong type: row 2\.answers should be JSON.*; 1 malformed row: row 1 has"):
+        read(tmp_path, b"".join([*lines[:2], lines[3], lines[2].replace(b"{", b"")]))
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+def test_line_ends_of_csv(tmp_path, make_questions, to_rows, end):
+    content = as_csv(to_rows(make_questions(3))).replace(b"\r\n", end)
+    assert read(tmp_path, content) == make_questions(3)
+    with pytest.raises(UserError, match=r"damaged CSV|neither JSON nor CSV|no column"):
+        read(tmp_path, content.replace(b"id,", b'"id"",', 1))
+
+
+def test_parquet_with_damaged_text(tmp_path):
+    text = pa.array([b"Ada\xff"]).view(pa.string())
+    out = pa.BufferOutputStream()
+    pyarrow.parquet.write_table(pa.table([text] * 4, names=["id", "context", "question", "answers"]), out)
+    with pytest.raises(UserError, match=r"damaged Parquet file: .*utf-8.* Copy or download it again\."):
+        read(tmp_path, out.getvalue().to_pybytes())
 
 
 def test_contexts_of_130_000_characters(tmp_path, make_questions, to_rows):
