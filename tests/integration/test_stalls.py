@@ -7,11 +7,14 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from commands import said, small_run
-from launch import REPOSITORY, Outcome, launcher, run
+from launch import REPOSITORY, Outcome, launcher, programs, run
 
 pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
@@ -21,17 +24,43 @@ TIMES = {"HOROVOD_STALL_CHECK_TIME_SECONDS": str(WARN_S), "HOROVOD_STALL_SHUTDOW
 NAMES = r"(bert|qa_outputs)\.[a-z.A-Z_0-9]+(, (bert|qa_outputs)\.[a-z.A-Z_0-9]+){2}"
 
 
-def train(size: int, by: str, kind: str, folder: Path, *flags: str | float) -> Outcome:
+STALLED = [(3, "mpi", "block"), (2, "gloo", "block"), (3, "mpirun", "stop")]
+SLOW = [(2, "mpi", "slow"), (2, "gloo", "slow")]
+Case = tuple[int, str, str]
+
+
+class Ended(NamedTuple):
+    """A training that ended, and when."""
+
+    outcome: Outcome
+    folder: Path
+    at: float
+
+
+def train(case: Case, folder: Path) -> Ended:
+    size, by, kind = case
+    flags = ("--save_steps", 5) if kind == "slow" else ()
     arguments = small_run(size, "out", *flags)[3:]
-    return run([*launcher(size, by), sys.executable, WORKER, kind, *arguments], folder, env=TIMES)
+    env = TIMES | {"HVD_BERT_CACHE": str(folder / "cache")}
+    outcome = run([*launcher(size, by), sys.executable, WORKER, kind, *arguments], folder, env=env)
+    return Ended(outcome, folder, time.time())
 
 
-@pytest.mark.parametrize(("size", "by", "kind"), [(3, "mpi", "block"), (2, "gloo", "block"), (3, "mpirun", "stop")])
-def test_stalled_rank_ends_the_job_and_is_named(size: int, by: str, kind: str, tmp_path: Path) -> None:
-    outcome = train(size, by, kind, tmp_path)
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Future[Ended]]]:
+    """All of them, two at a time: they sleep for most of their time."""
+    programs()  # before the threads, which would each start a fork server
+    pool = ThreadPoolExecutor(2)
+    yield {case: pool.submit(train, case, tmp_path_factory.mktemp("-".join(map(str, case)))) for case in STALLED + SLOW}
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("case", STALLED, ids=lambda case: "-".join(map(str, case)))
+def test_stalled_rank_ends_the_job_and_is_named(case: Case, trainings: dict[Case, Future[Ended]]) -> None:
+    outcome, folder, ended = trainings[case].result()
     assert not outcome.hung and outcome.status != 0, outcome
-    stalled_at, _ = (tmp_path / "stalled").read_text().split()
-    assert time.time() - float(stalled_at) < END_S + 30, outcome
+    stalled_at, _ = (folder / "stalled").read_text().split()
+    assert ended - float(stalled_at) < END_S + 30, outcome
     text, host = said(outcome), os.uname().nodename
     assert text.count(" has waited ") == 1 and "Traceback" not in text, outcome
     script = REPOSITORY / "scripts" / "first_failure.awk"
@@ -41,9 +70,9 @@ def test_stalled_rank_ends_the_job_and_is_named(size: int, by: str, kind: str, t
     assert re.fullmatch(waited, first), first
 
 
-@pytest.mark.parametrize("by", ["mpi", "gloo"])
-def test_straggler_is_no_stall(by: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", SLOW, ids=lambda case: "-".join(map(str, case)))
+def test_straggler_is_no_stall(case: Case, trainings: dict[Case, Future[Ended]]) -> None:
     """Starting, writing a checkpoint and evaluating may take longer than a step."""
-    outcome = train(2, by, "slow", tmp_path, "--save_steps", 5).expect(0)
+    outcome = trainings[case].result().outcome.expect(0)
     assert [name for name in ("load_model", "write", "_score") if f"held in {name}" not in outcome.output] == []
     assert "Missing ranks" not in outcome.output and "has waited" not in outcome.output, outcome
