@@ -3,7 +3,8 @@
     python server.py SOCKET        runs what client.py sends, until its standard input closes
 
 Imports are two thirds of a short training. A command that comes this way still has a process, streams, environment,
-arguments, working directory, signals and exit status of its own; only the modules in PRELOADED are there already.
+arguments, working directory, signals and exit status of its own; only the modules in PRELOADED are there already, and
+those in PRELOADED_IF_NAMED from the first command on that names them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ PRELOADED = [
     "hvd_bert.doctor.diagnosis", "hvd_bert.bench.speed", "horovod.torch",
     "horovod.runner.launch", "torch.distributed.run",
 ]  # fmt: skip
+# Imported for the first command that names them: trainings by DeepSpeed also import torch's compiler, 5 s per rank.
+PRELOADED_IF_NAMED = {"deepspeed": ["deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"]}
 NUMBER = struct.Struct("!I")
 PR_SET_PDEATHSIG = 1
 
@@ -57,6 +60,7 @@ def serve(path: str) -> dict[str, Any]:
                 except (OSError, ValueError, struct.error):  # it was killed before it had sent all
                     client.close()
                     continue
+                preload_what_is_named(command["argv"])
                 pid = os.fork()
                 if pid == 0:
                     for other in [*ready.get_map().values()]:
@@ -84,6 +88,16 @@ def serve(path: str) -> dict[str, Any]:
                     ready.unregister(client)
                 with client, contextlib.suppress(OSError):
                     client.send(NUMBER.pack(os.waitpid(pid, 0)[1]))
+
+
+def preload_what_is_named(words: list[str]) -> None:
+    """Import the modules of PRELOADED_IF_NAMED for this command and later ones."""
+    for name in [name for name in PRELOADED_IF_NAMED if any(name in word for word in words)]:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed probes for one
+        with contextlib.suppress(Exception):  # the command then imports it itself, and reports the error
+            for module in PRELOADED_IF_NAMED.pop(name):
+                importlib.import_module(module)
+        gc.freeze()
 
 
 def receive(client: socket.socket) -> dict[str, Any]:
