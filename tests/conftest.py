@@ -205,15 +205,16 @@ def write_hub_cache(
 
 
 @pytest.fixture(scope="session")
-def hub_home(tmp_path_factory: pytest.TempPathFactory, write_hub_cache: Callable[..., None]) -> Path:
-    """An $HF_HOME as downloads leave it: bert-base-uncased (tiny), squad and squad_v2 (20 + 5 questions each)."""
+def hub_home(write_hub_cache: Callable[..., None]) -> Path:
+    """The commands' $HF_HOME as downloads leave it: bert-base-uncased (tiny), squad and squad_v2 (20 + 5 questions)."""
     from commands import TINY
+    from launch import hub_folder
     from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 
     from hvd_bert.data import squad
 
     sample = REPOSITORY / "hvd_bert" / "sample"
-    home = tmp_path_factory.mktemp("hf-home")
+    home = hub_folder()
     splits = {
         split: squad.open_file(sample / f"{file}-v1.1.json", False).questions()[:count]
         for split, file, count in (("train", "train", 20), ("validation", "dev", 5))

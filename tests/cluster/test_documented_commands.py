@@ -60,15 +60,17 @@ def test_reasons_apply() -> None:
 def finished(
     cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, hub_home: Path
 ) -> dict[str, tuple[dict[str, Any], Path]]:
-    """Command -> train_results.json and output folder of its run; each command has a folder of its own."""
-    env = {"HF_HOME": str(hub_home)}
+    """Command -> train_results.json and output folder of its run; each command has a folder of its own.
+
+    They find model and data in `hub_home`, which is their HF_HOME.
+    """
     folders: dict[str, Path] = {}
     for number, command in enumerate(run_here()):
         folders[command] = tmp_path_factory.mktemp(f"clone{number}-")
         for name in ("hvd_bert", "scripts"):
             (folders[command] / name).symlink_to(REPOSITORY / name)
     jobs = [
-        cluster.submit(shlex.split(command)[1:], folder, env)
+        cluster.submit(shlex.split(command)[1:], folder)
         for command, folder in folders.items()
         if command.startswith("sbatch ")
     ]
@@ -77,7 +79,7 @@ def finished(
         if words[0] == "srun":
             words = [*shlex.split(ALLOCATION), *words]
         if words[0] != "sbatch":
-            cluster.on("a100-01", words, folder, env).expect(0)
+            cluster.on("a100-01", words, folder).expect(0)
     for job in jobs:
         cluster.ended(job).expect(0)
     return {command: result_in(folder) for command, folder in folders.items()}

@@ -8,7 +8,6 @@ marked in the page; tests/unit/test_documented_commands.py checks the arguments 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,8 +16,7 @@ from typing import Any
 import documented
 import pytest
 from documented import Fence
-from fork_server import start as fork_server
-from launch import REPOSITORY, built, environment, run
+from launch import REPOSITORY, built, run
 from made_runs import make_run
 
 pytestmark = pytest.mark.integration
@@ -47,19 +45,17 @@ def prepares_only(commands: Sequence[str]) -> bool:
 class Clone:
     """The folder that the commands run in, and those that have run there."""
 
-    def __init__(self, folder: Path, hub_home: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.done: set[str] = set()
-        environ = {"HF_HOME": str(hub_home), "HVD_BERT_CACHE": str(folder / "cache")}
-        programs = fork_server.programs(environment() | environ)
-        self.environ = environ | {"PATH": f"{programs}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+        self.environ = {"HVD_BERT_CACHE": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": ""}
 
     def run(self, commands: Sequence[str]) -> None:
         """Run commands in one shell, those left out that ran before; the first that fails fails the test."""
         new = [command for command in commands if command.startswith(PREPARES) or command not in self.done]
         if not prepares_only(new):
             script = ["bash", "-euxo", "pipefail", "-c", "\n".join(new)]
-            run(script, self.folder, env=self.environ, cold=True).expect(0)  # cold: its server is its own
+            run(script, self.folder, env=self.environ).expect(0)
         self.done.update(new)
 
 
@@ -84,7 +80,7 @@ def clone(
     (folder / "models" / "bert-base-uncased").symlink_to(snapshot)
     for strategy, ranks in (("none", 1), ("horovod", 2)):
         make_run(folder / "runs" / "sweep" / f"{strategy}-{ranks}-strong-1", strategy, ranks)
-    return Clone(folder, hub_home)
+    return Clone(folder)
 
 
 @pytest.mark.parametrize("page", documented.GUIDES)

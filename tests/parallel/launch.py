@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
@@ -39,6 +40,8 @@ _FOREIGN = (
     "TORCHELASTIC_",
     "PET_",
     "MASTER_",
+    "HF_HUB_CACHE",
+    "HF_DATASETS_CACHE",
 )
 
 
@@ -63,11 +66,21 @@ class Outcome:
         return self
 
 
+@functools.cache
+def hub_folder() -> Path:
+    """$HF_HOME of every command of this session. Empty, unless a test uses the fixture hub_home, which fills it."""
+    folder = tempfile.mkdtemp(prefix="hvd_hub_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
 def environment() -> dict[str, str]:
     """What every command gets: this process's environment without a surrounding job's, one thread, no network."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
+    # The same folder for all, since a command with another HF_HOME could not come from the fork server.
+    environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(hub_folder())}
+    environ |= {"PYTHONPATH": str(REPOSITORY)}
     if os.geteuid() == 0:
         environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return environ
