@@ -21,17 +21,22 @@ class StopRequests:
     def __init__(self, world: World) -> None:
         self._world = world
         self._received: str | None = None
+        self._stopping = False
         self._vote: Callable[[], bool] = lambda: False
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Handle the signals inside. A second SIGINT (Ctrl-C again) ends the process at once."""
+        """Handle the signals inside. A second SIGINT (Ctrl-C again) ends the process at once.
+
+        Once the run stops, the others stay ignored: a launcher may repeat one, which must not change the exit status.
+        """
         before = {number: signal.signal(number, self._receive) for number in SIGNALS}
         try:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                ignored = self._stopping and number != signal.SIGINT
+                signal.signal(number, signal.SIG_IGN if ignored else handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._received == "SIGINT":
@@ -47,9 +52,8 @@ class StopRequests:
         return self._vote()
 
     def reason(self) -> str | None:
-        """The signals received, with their ranks; None if only the hosts have changed. A collective."""
+        """Why the run stops now: the signals, with their ranks; None if only the hosts have changed. A collective."""
         received = self._world.allgather(self._received or (HOSTS if NOTICES.changed else None))
-        return (
-            ", ".join(f"{name} to rank {rank}" for rank, name in enumerate(received) if name not in (None, HOSTS))
-            or None
-        )
+        named = [f"{name} to rank {rank}" for rank, name in enumerate(received) if name not in (None, HOSTS)]
+        self._stopping = bool(named)
+        return ", ".join(named) or None
