@@ -7,7 +7,7 @@ trap 'echo "build_horovod: error: line $LINENO failed: $BASH_COMMAND" >&2' ERR
 
 horovod_version=0.28.1
 sdist_sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
-recipe=1 # raise it with a change of the build, so that older wheels in the cache are not used
+recipe=2 # raise it with a change of the build, so that older wheels in the cache are not used
 
 usage() {
   cat <<END
@@ -248,6 +248,78 @@ unpack_source() {
     grep -q '^set(Pytorch_CUDA FALSE)$' "$source_dir/cmake/Modules/FindPytorch.cmake"
     grep -q 'CUDA is left out' "$source_dir/CMakeLists.txt"
   fi
+  patch_horovodrun
+}
+
+# Over MPI, horovodrun becomes a shell that waits for mpirun. A signal ends that shell only, and the ranks continue.
+# The patched horovodrun waits for mpirun itself, and passes signals on.
+patch_horovodrun() {
+  local runner=$source_dir/horovod/runner
+  cat >"$runner/mpirun_process.py" <<'END'
+"""Runs mpirun for horovodrun, in a process between them that stops the ranks when horovodrun is stopped or killed.
+
+The ranks get SIGUSR1, which mpirun forwards to all hosts. After SIGTERM or SIGINT it would kill them within a second.
+"""
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+
+def run(command, env):
+    """Runs a shell command that starts mpirun. Returns its exit status."""
+    lifeline, held = os.pipe()  # the other end is closed when this process ends, also by SIGKILL
+    process = subprocess.Popen(
+        [sys.executable, '-I', __file__, command, str(lifeline)], env=env, pass_fds=[lifeline],
+        start_new_session=True)  # the keys Ctrl-C and Ctrl-Z signal horovodrun alone
+    os.close(lifeline)
+    received = []
+
+    def stop(number, frame):
+        received.append(number)  # first, because another signal may interrupt this
+        if len(received) == 1:
+            os.close(held)
+        elif number == signal.SIGINT:  # Ctrl-C again: at once
+            process.terminate()
+
+    def suspend_or_resume(number, frame):
+        process.send_signal(number)
+        if number == signal.SIGTSTP:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGUSR1: stop, signal.SIGUSR2: stop,
+                signal.SIGTSTP: suspend_or_resume, signal.SIGCONT: suspend_or_resume}
+    for number, handler in handlers.items():
+        if signal.getsignal(number) != signal.SIG_IGN:  # a shell's background job ignores Ctrl-C
+            signal.signal(number, handler)
+    return process.wait()
+
+
+def _main(command, lifeline):
+    mpirun = subprocess.Popen(['/bin/sh', '-c', 'exec ' + command])
+    for number in (signal.SIGTERM, signal.SIGTSTP, signal.SIGCONT):
+        signal.signal(number, lambda number, frame: mpirun.send_signal(number))
+    threading.Thread(target=_stop_when_lost, args=(mpirun, int(lifeline)), daemon=True).start()
+    status = mpirun.wait()
+    return status if status >= 0 else 128 - status
+
+
+def _stop_when_lost(mpirun, lifeline):
+    os.read(lifeline, 1)
+    pause = 2
+    while True:  # again, because mpirun forwards nothing before it has started the ranks
+        mpirun.send_signal(signal.SIGUSR1)
+        time.sleep(pause)
+        pause *= 2  # a signal may interrupt the saving
+
+
+if __name__ == '__main__':
+    sys.exit(_main(*sys.argv[1:]))
+END
+  sed -i "s/os.execve('\/bin\/sh', .*mpirun_command\], env)$/from horovod.runner.mpirun_process import run; sys.exit(run(mpirun_command, env))/" "$runner/mpi_run.py"
+  grep -q '^        from horovod.runner.mpirun_process import run; ' "$runner/mpi_run.py"
 }
 
 # Horovod's CMake files set C++14 and drop any -std from CXXFLAGS. The last -std on the line wins, so a compiler

@@ -186,8 +186,8 @@ copiers+=($!)
 "${command[@]}" >&"$out" 2>&"$err" {out}>&- {err}>&- &
 exec {out}>&- {err}>&-
 # In the background, because bash handles signals only between commands or in `wait`. A background job ignores SIGINT.
-# Over MPI horovodrun becomes mpirun, or a shell that waits for it and keeps signals from it. mpirun forwards USR1 to
-# the ranks and lets them save. SIGTERM would give them a second.
+# At SIGTERM horovodrun lets its ranks save. If env/build_horovod.sh did not build it, it becomes mpirun, which would
+# give them a second, or a shell that keeps signals from mpirun. At USR1 mpirun lets them save.
 run=$!
 trap 'signalled=yes; pkill -USR1 -x -P "$run,$$" mpirun || kill -TERM "$run" 2>/dev/null || true' INT TERM
 signalled=yes

@@ -28,7 +28,7 @@ from hvd_bert.storage import written
 from hvd_bert.storage.writing import make_folder, writing_to
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-TO_END_S = 40  # longer than any launcher gives ranks that do not respond; torchrun gives them most
+TO_END_S = 40  # longer than torchrun gives ranks that do not respond; horovodrun over MPI waits for them
 LOG = "log.txt"
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 EXIT_NOT_STARTED = 127  # a shell's status for a missing program
@@ -205,8 +205,8 @@ def _adopting() -> Iterator[Callable[[], list[psutil.Process]]]:
 def _end(launcher: subprocess.Popen[bytes], started: Callable[[], list[psutil.Process]]) -> None:
     """Terminate a launcher, which ends its ranks, on other hosts too; if it has ended, what it left.
 
-    SIGTERM first, then SIGKILL. A launcher's process group gets the signal: horovodrun becomes a shell with mpirun as
-    its child, and does not forward it. `started`: lists the processes that still run.
+    SIGTERM first, then SIGKILL. A launcher's process group gets the signal: horovodrun may be a shell with mpirun as
+    its child that does not forward it. `started`: lists the processes that still run.
     """
     before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     try:

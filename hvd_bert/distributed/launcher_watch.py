@@ -1,8 +1,9 @@
 """Stops a rank whose launcher was killed: it would continue, and keep its GPU and the lock of its output folder.
 
-horovodrun over MPI becomes the shell `/bin/sh -c "mpirun ..."`, and a signal ends that shell only: mpirun and the ranks
-on all its hosts continue. So the ranks of mpirun's host watch that shell. All ranks watch the process that started
-them, for torchrun's would outlive it, too. Slurm ends its tasks itself, and so do horovodrun's processes under Gloo.
+env/build_horovod.sh builds a horovodrun that passes signals on to its ranks over MPI. Another one becomes the shell
+`/bin/sh -c "mpirun ..."`, and a signal ends that shell only: mpirun and the ranks on all its hosts continue. So the
+ranks of mpirun's host watch that shell. All ranks watch the process that started them, for torchrun's would outlive it,
+too. Slurm ends its tasks itself, and so do horovodrun's processes under Gloo.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Prints the command's output and, when nothing can write to it any more, how long
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ def main() -> None:
         signalled = 0.0
         for line in launcher.stdout:
             print(line, end="", flush=True)
-            if not signalled and "step 1/" in line:
+            if not signalled and re.search(r"step \d+/", line):
                 launcher.send_signal(number)
                 signalled = time.monotonic()
         print(f"all ended {time.monotonic() - signalled:.1f} s after the signal", flush=True)

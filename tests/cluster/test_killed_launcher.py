@@ -1,36 +1,34 @@
-"""A launcher on one of two hosts is killed, or asked to stop: the ranks on both hosts save and end."""
+"""A launcher is killed or asked to stop, also on a host without ranks: the ranks on all hosts save and end."""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import signalled
 from harness import HOROVODRUN_SCRIPT, SMALL, Cluster
-from launch import Outcome
 
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 HOSTS = "-H a100-01:1,a100-02:1"
 TRAINER = f"{SMALL} 1000000 --no_do_eval --save_steps 0 --output_dir out"
-COLD = {"HVD_BERT_TEST_COLD": "1"}  # ranks must be children of the launcher, and mpirun of horovodrun
+HOROVODRUN = f"{Path(sys.executable).with_name('horovodrun')} -np 2 %s --mpi python -m hvd_bert.train {TRAINER}"
+# host of the launcher, signal to it, and its command; each resumes what the one before saved
+STOPS = [
+    ("login", "SIGKILL", HOROVODRUN % HOSTS),
+    ("a100-01", "SIGINT", HOROVODRUN % "-H a100-01:2"),
+    ("login", "SIGTERM", f"bash {HOROVODRUN_SCRIPT} {HOSTS} --mpi -- {TRAINER}"),
+]
 
 
-def check(outcome: Outcome, folder: Path) -> None:
-    assert not outcome.hung, outcome
-    assert (folder / "out" / "latest").exists(), outcome  # with --save_steps 0 a stop writes the only checkpoint
-    assert float(re.findall(r"all ended ([\d.]+) s", outcome.output)[0]) < 10, outcome
-
-
-@pytest.mark.parametrize(
-    ("hosts", "number"), [(f"{HOSTS} --network-interfaces eth0", "SIGKILL"), ("-H a100-01:2", "SIGTERM")]
-)
-def test_horovodrun_is_killed(cluster: Cluster, tmp_path: Path, hosts: str, number: str) -> None:
-    launch = f"horovodrun -np 2 {hosts} --mpi python -m hvd_bert.train {TRAINER}"
-    check(cluster.on("a100-01", f"python {signalled.__file__} {number} {launch}", tmp_path, COLD), tmp_path)
-
-
-def test_script_is_stopped_on_a_host_without_ranks(cluster: Cluster, tmp_path: Path) -> None:
-    launch = f"bash {HOROVODRUN_SCRIPT} {HOSTS} --mpi -- {TRAINER}"
-    check(cluster.on("login", f"python {signalled.__file__} SIGINT {launch}", tmp_path, COLD), tmp_path)
+def test_ranks_save_when_their_launcher_is_stopped(cluster: Cluster, tmp_path: Path) -> None:
+    before = 0
+    for host, number, launch in STOPS:
+        outcome = cluster.on(host, f"python {signalled.__file__} {number} {launch}", tmp_path)
+        assert not outcome.hung, outcome
+        assert float(re.findall(r"all ended ([\d.]+) s", outcome.output)[0]) < 10, outcome
+        step = int(re.findall(r"Stopped after step (\d+) by SIGUSR1", outcome.output)[0])
+        assert step > before and ("Resuming" in outcome.output) == bool(before), outcome
+        before = step
