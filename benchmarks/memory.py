@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,11 @@ from compare_report import machine
 from shared import REPOSITORY, markdown_table, spread
 from transformers import BertConfig
 
-from hvd_bert.bench.measure import FP32_BYTES, STATES, memory_needed
+from hvd_bert.bench.measure import FP32_BYTES, STATES, kept_bytes
 from hvd_bert.bench.workload import random_windows
-from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.data.collate import Collator
 from hvd_bert.model.bert import new_model, window_losses
+from hvd_bert.model.precision import autocast
 from hvd_bert.model.recomputation import recompute_layers
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -62,10 +63,8 @@ def kept_per_token(config: BertConfig, length: int, precision: str, recompute: b
         recompute_layers(model)
     lengths = np.full(max(WINDOWS), length, dtype=np.int32)
     collate = Collator(random_windows(lengths, config.vocab_size, seed=0), torch.device("cpu"))
-    few, many = (
-        memory_needed(model, BatchPlan(lengths, count, 1, 1, 0, crossover=1), collate, 0, range(1), precision)
-        for count in WINDOWS
-    )
+    with autocast(collate.device, precision):
+        few, many = (kept_bytes(model, partial(window_losses, model, collate(range(count)))) for count in WINDOWS)
     return sum(p.numel() for p in model.parameters()), (many - few) / (length * (WINDOWS[1] - WINDOWS[0]))
 
 

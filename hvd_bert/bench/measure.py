@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvd_bert.data.batch_plan import BatchPlan, Lengths
 from hvd_bert.distributed.world import World
@@ -85,6 +85,13 @@ def memory_needed(task: Task, world: World, steps: range, precision: str) -> int
     assert plan is not None
     of_steps = [ids for step in steps for ids in plan.rank_windows(step, world.rank)]
     largest = task.batch(max(of_steps, key=lambda ids: int(plan.lengths[ids].sum())))
+    with autocast(world.device, precision):
+        kept = kept_bytes(model, lambda: task.losses(model, largest))
+    return STATES * FP32_BYTES * sum(p.numel() for p in model.parameters()) + kept
+
+
+def kept_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
+    """Bytes of the activations that a forward pass saves for the backward pass."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -94,7 +101,7 @@ def memory_needed(task: Task, world: World, steps: range, precision: str) -> int
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor), autocast(world.device, precision):
-        loss = task.losses(model, largest).sum()
-    del loss
-    return STATES * FP32_BYTES * sum(p.numel() for p in model.parameters()) + sum(kept.values())
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        losses = forward()
+    del losses
+    return sum(kept.values())

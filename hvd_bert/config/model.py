@@ -65,6 +65,11 @@ class ModelArguments:
             require(0.0 <= self.dropout < 1.0, f"--dropout {self.dropout}: give a probability, 0 <= dropout < 1.")
 
     @property
+    def configuration(self) -> str:
+        """Folder or hub name of the model's configuration."""
+        return self.config_name or str(self.model_name_or_path)
+
+    @property
     def tokenizer(self) -> str:
         """Folder or hub name of the tokenizer; default: the model's."""
         return self.tokenizer_name or self.model_name_or_path or str(self.config_name)

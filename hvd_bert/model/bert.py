@@ -17,7 +17,6 @@ from transformers.models.auto.tokenization_auto import AutoTokenizer
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data.collate import Batch
 from hvd_bert.data.tokenization import Layout
-from hvd_bert.distributed.logs import log
 from hvd_bert.errors import UserError
 from hvd_bert.model import attention, families
 from hvd_bert.model.cpu import linear
@@ -54,7 +53,7 @@ def load_model(
     weights must fit into memory.
     Raises UserError if the model's family is not supported, or it does not fit the tokenizer or `max_seq_length`.
     """
-    source = args.config_name or str(args.model_name_or_path)
+    source = args.configuration
     config = load_config(source, args, copies)
     _check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
     token_types = _token_types(config, source, tokenizer)
@@ -103,8 +102,6 @@ def _configure(config: Any, dropout: float | None, padded: bool) -> None:
     attention.register()
     linear.keep_no_kernels()
     packed = families.family_of(config).packed
-    if not packed and not padded:
-        log.info("%s models take no packed windows: windows are padded to the longest of the batch.", config.model_type)
     own = "sdpa" if families.model_class(config)._supports_sdpa else "eager"
     config._attn_implementation = attention.NAME if packed and not padded else own
 

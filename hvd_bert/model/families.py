@@ -20,6 +20,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
 )
 
+from hvd_bert.config.settings import DataArguments
+from hvd_bert.distributed.logs import log
+
 
 @dataclass(frozen=True)
 class Family:
@@ -116,6 +119,13 @@ def max_tokens(config: Any) -> int:
     """The number of positions of a model, which limits the length of a window."""
     offset = config.pad_token_id + 1 if family_of(config).positions_after_padding else 0
     return int(config.max_position_embeddings) - offset
+
+
+def pad_if_needed(data: DataArguments, config: Any) -> None:
+    """Set --padding longest, and print so, if the model's family cannot be packed."""
+    if data.pad_to is None and not family_of(config).packed:
+        data.padding = "longest"
+        log.info("%s models take no packed windows: windows are padded to the longest of the batch.", config.model_type)
 
 
 def adapt(model: nn.Module, token_types: bool) -> None:

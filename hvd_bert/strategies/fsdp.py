@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -36,13 +36,7 @@ class FSDPStrategy(Strategy):
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
         world.broadcast_tensors(model.state_dict())
-        mesh = init_device_mesh(world.device.type, (world.size,))
-        module = copy.deepcopy(model)
-        for layers in [part for part in module.modules() if isinstance(part, nn.ModuleList)]:
-            for layer in layers:
-                fully_shard(layer, mesh=mesh)
-        fully_shard(module, mesh=mesh)
-        return module
+        return sharded_copy(model, init_device_mesh(world.device.type, (world.size,)))
 
     @property
     def trained(self) -> nn.Module:
@@ -79,3 +73,14 @@ class FSDPStrategy(Strategy):
         ]
         saved_state: dict[str, Any] = {"state": slots_of(tensors), "param_groups": numbered}
         set_optimizer_state_dict(self.module, self.optimizer, saved_state, options=WHOLE)
+
+
+def sharded_copy(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """A copy of the model, with each layer sharded."""
+    module = copy.deepcopy(model)
+    # In reverse: lists inside a layer, as ALBERT's, come first.
+    for layers in reversed([part for part in module.modules() if isinstance(part, nn.ModuleList)]):
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module

@@ -128,7 +128,8 @@ class Training:
         self.total_steps = args.total_steps(self.plan.steps_per_epoch)
         self.state = TrainState.fresh(task.model, self.plan, Best(metric, task.metrics[metric]), config, world)
         if args.torch_compile:
-            task.compile(self.state.strategy.trained)
+            with world.raise_on_all_ranks():
+                task.compile(self.state.strategy.trained)
         resume.restore(self.state, resume_point, args.seed)
         self.batches = Prefetcher(self.plan, task.batch, world.rank, self.state.step)
         peak = peak_flops(args, config.profiling.peak_tflops, world)

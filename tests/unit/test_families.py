@@ -5,22 +5,27 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES
 
+from hvd_bert.config.settings import DataArguments
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.windows import WindowTable
 from hvd_bert.errors import UserError
 from hvd_bert.model import attention
-from hvd_bert.model.bert import compile_layers, new_model, span_logits, span_losses
-from hvd_bert.model.families import family_of, max_tokens, model_class
+from hvd_bert.model.bert import compile_layers, new_model, span_logits, span_losses, window_losses
+from hvd_bert.model.families import family_of, max_tokens, model_class, pad_if_needed
 from hvd_bert.model.loading import num_weights
+from hvd_bert.strategies.fsdp import sharded_copy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -137,12 +142,20 @@ def test_packed_windows_give_the_logits_and_gradients_of_transformers(name, kern
 
 @pytest.mark.parametrize("pad_to", [None, 0], ids=["packed batch", "padded batch"])
 @pytest.mark.parametrize("name", PADDED)
-def test_padded_families_give_the_logits_and_gradients_of_transformers(name, pad_to, windows, caplog):
-    caplog.set_level("INFO")
+def test_padded_families_give_the_logits_and_gradients_of_transformers(name, pad_to, windows):
     ours, own = models(name, padded=pad_to is not None)
-    said = [record.message for record in caplog.records if "padded to the longest" in record.message]
-    assert len(said) == (pad_to is None) and all(name in text for text in said)
     compare(ours, own, Collator(windows, CPU, pad_to)(range(len(LENGTHS))), windows, gradients=True)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("padding", ["none", "max_length"])
+def test_padding_is_set_for_families_that_need_it(name, padding, caplog):
+    caplog.set_level("INFO")
+    data = DataArguments(padding=padding)
+    pad_if_needed(data, small(name))
+    needed = name in PADDED and padding == "none"
+    assert data.padding == ("longest" if needed else padding)
+    assert [record.message.split()[0] for record in caplog.records] == ([name] if needed else [])
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -198,6 +211,23 @@ def test_copies_keep_the_adapted_inputs_and_the_saved_class(name, windows, tmp_p
     assert torch.equal(span_logits(copy.deepcopy(ours), batch)[0], span_logits(ours, batch)[0])
     ours.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [model_class(ours.config).__name__]
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+# SqueezeBERT calls its layers past FSDP's hooks. ALBERT has layers inside of layers, DeBERTa is padded.
+@pytest.mark.parametrize("name", ["albert", "mobilebert", "modernbert", "roberta", "deberta-v2"])
+def test_sharded_copies_compute_the_same(name, windows, mesh):
+    ours, _ = models(name)
+    batch = Collator(windows, CPU)(range(len(LENGTHS)))
+    expected, found = (window_losses(model, batch) for model in (ours, sharded_copy(ours, mesh)))
+    torch.testing.assert_close(found, expected)
+    found.mean().backward()
 
 
 def test_layers_of_another_build_are_not_compiled():

@@ -61,6 +61,9 @@ def test_training_to_a_model_that_transformers_loads(
     assert json.loads((out / "eval_results.json").read_text())["f1"] > 80, results
     padded = [record.message for record in caplog.records if "padded to the longest" in record.message]
     assert len(padded) == (family == "deberta-v2")
+    shares = [json.loads(line)["padding_share"] for line in (out / "metrics.jsonl").read_text().splitlines()
+              if "padding_share" in line]  # fmt: skip
+    assert shares and all((share > 0) == (family == "deberta-v2") for share in shares)
 
     # In plain transformers, padded and with its own tokenizer, it gives the same answers.
     model = AutoModelForQuestionAnswering.from_pretrained(out).eval()
