@@ -24,8 +24,8 @@ from hvd_bert.model.cpu.dropout import Dropout
 from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.loading import lacks_model_type, load, load_config, reported
 
-# For speed, vocabularies are padded to a multiple of at most this; a larger surplus means another vocabulary.
-VOCAB_PADDING = 128
+# For speed, vocabularies are padded to a multiple, large ones of a larger number. A larger surplus means another vocabulary.
+VOCAB_PADDING, VOCAB_PADDING_SHARE = 128, 0.005
 
 
 def load_tokenizer(args: ModelArguments) -> Any:
@@ -207,7 +207,7 @@ def span_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Ten
 
 def _check_fit(config: Any, model_name: str, tokenizer: Any, tokenizer_name: str, max_seq_length: int) -> None:
     surplus = config.vocab_size - len(tokenizer)
-    if not 0 <= surplus < VOCAB_PADDING:
+    if not 0 <= surplus < max(VOCAB_PADDING, VOCAB_PADDING_SHARE * config.vocab_size):
         raise UserError(
             f"Model and vocabulary differ: {model_name} has {config.vocab_size} embeddings, but the tokenizer"
             f" {tokenizer_name} has {len(tokenizer)} tokens. Give the model's own tokenizer (--tokenizer_name)."

@@ -32,7 +32,14 @@ from hvd_bert.model.families import family_of, model_class
 GIB = 2**30
 
 # Old names on the hub -> current names; a cache may have the files under either.
-HUB_NAMES = {name: f"google-bert/{name}" for name in ("bert-base-uncased", "bert-base-cased", "bert-large-uncased")}
+OWNERS = {
+    "google-bert": ("bert-base-uncased", "bert-base-cased", "bert-large-uncased"),
+    "FacebookAI": ("roberta-base", "roberta-large", "xlm-roberta-base", "xlm-roberta-large"),
+    "distilbert": ("distilbert-base-uncased", "distilbert-base-cased"),
+    "albert": ("albert-base-v2", "albert-large-v2"),
+    "almanach": ("camembert-base",),
+}
+HUB_NAMES = {name: f"{owner}/{name}" for owner, names in OWNERS.items() for name in names}
 
 TOKENIZER_FILES = (
     "tokenizer_config.json",
@@ -216,6 +223,8 @@ def load_config(name: str, args: ModelArguments, copies: int = 1) -> Any:
 
 def _check_config(config: Any) -> None:
     """Raise ValueError if a model of this configuration could not be built or trained."""
+    if family_of(config).positions_after_padding and not isinstance(config.pad_token_id, int):
+        raise ValueError("config.json: pad_token_id is missing, after which the positions start")
     bert = config.model_type == "bert"
     for name, least in MIN_SIZES.items():
         known = bert or (hasattr(config, name) and name != "type_vocab_size")

@@ -17,14 +17,14 @@ from torch.nn.functional import cross_entropy
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES
 
-from hvd_bert.config.settings import DataArguments
+from hvd_bert.config.settings import DataArguments, ModelArguments
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.windows import WindowTable
 from hvd_bert.errors import UserError
 from hvd_bert.model import attention
 from hvd_bert.model.bert import compile_layers, new_model, span_logits, span_losses, window_losses
 from hvd_bert.model.families import family_of, max_tokens, model_class, pad_if_needed
-from hvd_bert.model.loading import num_weights
+from hvd_bert.model.loading import load_config, num_weights
 from hvd_bert.strategies.fsdp import sharded_copy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -188,6 +188,14 @@ def test_number_of_positions(name, expected, windows):
     if name != "modernbert":  # computes its positions
         with pytest.raises((IndexError, RuntimeError)):
             own(input_ids=torch.full((1, expected + 1), FIRST_TOKEN))
+
+
+def test_positions_after_no_padding_token_are_refused(tmp_path):
+    config = small("roberta")
+    config.pad_token_id = None
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="pad_token_id is missing"):
+        load_config(str(tmp_path), ModelArguments(model_name_or_path=str(tmp_path)))
 
 
 @pytest.mark.parametrize("name", TRAINED)
