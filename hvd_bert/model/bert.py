@@ -24,7 +24,8 @@ from hvd_bert.model.cpu.dropout import Dropout
 from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.loading import lacks_model_type, load, load_config, reported
 
-# For speed, vocabularies are padded to a multiple, large ones of a larger number. A larger surplus means another vocabulary.
+# For speed, vocabularies are padded: by fewer tokens than this, or than this share if they are large. A larger surplus
+# means another vocabulary.
 VOCAB_PADDING, VOCAB_PADDING_SHARE = 128, 0.005
 
 
