@@ -22,7 +22,7 @@ from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.windows import WindowTable
 from hvd_bert.errors import UserError
 from hvd_bert.model import attention
-from hvd_bert.model.bert import compile_layers, new_model, span_logits, span_losses, window_losses
+from hvd_bert.model.bert import compile_layers, load_model, new_model, span_logits, span_losses, window_losses
 from hvd_bert.model.families import family_of, max_tokens, model_class, pad_if_needed
 from hvd_bert.model.loading import load_config, num_weights
 from hvd_bert.strategies.fsdp import sharded_copy
@@ -174,6 +174,19 @@ def test_results_do_not_depend_on_other_windows_or_padding(name, windows):
         alone = torch.stack(span_logits(ours, Collator(windows, CPU)([i])))[:, 0]
         for logits in (alone, wider[:, i, :length]):
             torch.testing.assert_close(together[:, i, :length], logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_encoder_without_a_head_is_loaded(name, tokenizer, tmp_path):
+    config = small(name)
+    config.vocab_size = len(tokenizer)
+    own = model_class(config)(config)
+    own.base_model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    found = load_model(ModelArguments(model_name_or_path=str(tmp_path)), tokenizer, 32, seed=1)
+    expected = own.base_model.state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in found.base_model.state_dict().items())
+    assert len(found.state_dict()) == len(own.state_dict()) > len(expected)
 
 
 # --- limits and settings ---------------------------------------------------------------------------
