@@ -78,7 +78,7 @@ def _find(folder: Path, name: str, dimensions: int) -> Path:
     names = [f"{name}{sign}idx{dimensions}-ubyte{end}" for sign in "-." for end in ("", ".gz")]
     found = [folder / candidate for candidate in names if (folder / candidate).is_file()]
     if not found:
-        raise UserError(f"--data {folder}: no file {names[0]} or {names[1]}: MNIST's four files belong there.")
+        raise UserError(f"--train_file {folder}: no file {names[0]} or {names[1]}: MNIST's four files belong there.")
     return found[0]
 
 
@@ -106,7 +106,7 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
 
 
 def _from_hub(name: str, split: str) -> tuple[Any, Any]:
-    ways_out = "Two ways out: MNIST's four files with --data FOLDER, or neither flag, for scikit-learn's digits."
+    ways_out = "Two ways out: MNIST's four files with --train_file FOLDER, or neither flag, for scikit-learn's digits."
     rows = hub.load(name, split, ways_out=ways_out)
     try:
         pixels = np.stack([np.asarray(image) for image in rows["image"]])
@@ -127,7 +127,8 @@ def _digits() -> list[tuple[Any, Any]]:
         from sklearn.datasets import load_digits
     except ImportError:
         raise UserError(
-            "The handwritten digits are scikit-learn's: `pip install scikit-learn`, or take MNIST with --data FOLDER."
+            "The handwritten digits are scikit-learn's: `pip install scikit-learn`, or take MNIST with --train_file"
+            " FOLDER."
         ) from None
     pixels, labels = load_digits().images * (255 / 16), load_digits().target
     order = np.random.default_rng(0).permutation(len(labels))

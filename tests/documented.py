@@ -101,3 +101,9 @@ def _keys(value: Any, without: tuple[str, ...]) -> set[str]:
 
 
 OUTPUT_FILES = "docs/reference/output-files.md"
+
+
+def own_task() -> str:
+    """The Python file of the guide to tasks, digits.py."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", text_of("docs/guides/tasks.md"), re.DOTALL | re.MULTILINE)
+    return str(code)

@@ -17,8 +17,8 @@ class DataArguments:
     task: str = flag(
         "data",
         QUESTION_ANSWERING,
-        f"What to train for: {', '.join(TASKS)}.",
-        choices=tuple(TASKS),
+        f"What to train for: {', '.join(TASKS)}, or a class of your own.",
+        metavar="NAME|MODULE:CLASS",
         source="training data",
     )
     dataset_name: str | None = flag(
@@ -144,6 +144,10 @@ class DataArguments:
     )
 
     def __post_init__(self) -> None:
+        require(
+            self.task in TASKS or ":" in self.task,
+            f"--task {self.task}: unknown task. Choose from {', '.join(TASKS)}, or give MODULE:CLASS of your own task.",
+        )
         padding = "max_length" if self.pad_to_max_length else self.padding
         require(
             self.padding in ("none", padding),

@@ -25,8 +25,8 @@ class BertForSequenceClassification(TransformersBert):
             return super().forward(**inputs)
         hidden = self.bert(cu_seqlens=cu_seqlens, **inputs).last_hidden_state[0]
         first = hidden[cu_seqlens[:-1]]  # the [CLS] of each text
-        pooler: Any = self.bert.pooler
-        pooled = pooler(first[:, None])
+        assert self.bert.pooler is not None
+        pooled = self.bert.pooler(first[:, None])
         return SequenceClassifierOutput(logits=self.classifier(self.dropout(pooled)))
 
 

@@ -94,10 +94,12 @@ class Task(ABC):
             self.tokenizer.save_pretrained(folder, save_jinja_files=False)
 
     def save(self, folder: Path) -> None:
-        """Write the trained model into an empty folder, so that `from_pretrained` or `load_model` can load it."""
+        """Write the trained model into an empty folder, so that `from_pretrained` or `load_state_dict` can load it."""
         if isinstance(self.model, PreTrainedModel):
             self.model.save_pretrained(folder)
         else:
-            safetensors.torch.save_model(self.model, str(folder / "model.safetensors"))
+            # Copies, since DeepSpeed makes the weights views of one tensor, which safetensors refuses.
+            weights = {name: value.clone().contiguous() for name, value in self.model.state_dict().items()}
+            safetensors.torch.save_file(weights, folder / "model.safetensors")
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder, save_jinja_files=False)

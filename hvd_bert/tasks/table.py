@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from inspect import isabstract
 
 from hvd_bert.config.settings import TASKS, Config
 from hvd_bert.distributed.world import World
@@ -11,9 +12,18 @@ from hvd_bert.tasks.base import Task
 
 
 def task_class(name: str) -> type[Task]:
-    """The class of a task, which is imported only if it is chosen."""
-    module, class_name = TASKS[name].split(":")
-    found: type[Task] = getattr(import_module(module), class_name)
+    """The class of a task by its name in TASKS, or by MODULE:CLASS. Raises UserError if there is none."""
+    module, _, class_name = TASKS.get(name, name).partition(":")
+    try:
+        found = getattr(import_module(module), class_name, None)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"--task {name}: {error}. Run the command in the folder of the module, or add that folder to PYTHONPATH."
+        ) from None
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise UserError(f"--task {name}: {module} has no class {class_name} that is a subclass of Task.")
+    if isabstract(found):
+        raise UserError(f"--task {name}: it lacks the methods {', '.join(sorted(found.__abstractmethods__))}.")
     return found
 
 

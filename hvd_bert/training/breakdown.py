@@ -157,7 +157,7 @@ def _totals(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
         )
     mfu = f", MFU {found['mfu']:.1%}" if "mfu" in found else ""
     lines.append(
-        f"{found['windows_per_s']:.1f} {results.get('unit', 'windows')}/s, {found['tokens_per_s']:,.0f} tokens/s"
+        f"{found['windows_per_s']:.1f} {results.get('unit', 'windows')}/s{_tokens(found)}"
         f"{_useful(found)}{mfu}; padding {found['padding_share']:.1%};"
         f" maximum tokens per rank {found['imbalance']:.3f} times the mean."
     )
@@ -166,6 +166,12 @@ def _totals(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
             f"No MFU: the peak of {results['device_name']} in {results['precision']} is unknown. Give --peak_tflops."
         )
     return lines
+
+
+def _tokens(found: Mapping[str, Any]) -> str:
+    """Empty for tasks whose examples have no tokens and count as 1."""
+    rate = found["tokens_per_s"]
+    return "" if rate == found["windows_per_s"] else f", {rate:,.0f} tokens/s"
 
 
 def _useful(found: Mapping[str, Any]) -> str:

@@ -75,6 +75,10 @@ def clone(
     (folder / ".venv" / "bin" / "activate").touch()
     for name, count in (("train-v1.1.json", 20), ("dev-v1.1.json", 5)):
         (folder / name).write_text(json.dumps(to_squad(make_questions(count))))
+    for name, count in (("train.jsonl", 12), ("dev.jsonl", 4)):
+        rows = [{"sentence": f"The box {n} is red.", "label": n % 2} for n in range(count)]
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "digits.py").write_text(documented.own_task())
     (folder / "models").mkdir()
     (snapshot,) = (hub_home / "hub" / "models--bert-base-uncased" / "snapshots").iterdir()
     (folder / "models" / "bert-base-uncased").symlink_to(snapshot)

@@ -64,7 +64,7 @@ def run_checks(world: World) -> None:
         "evaluation_checks",
         "resume_checks",
         "breakdown_checks",
-        "classification_checks",
+        "task_checks",
     ):
         importlib.import_module(module)  # its checks register themselves
     folder, controller, strategy = Path(sys.argv[1]), *sys.argv[2:]

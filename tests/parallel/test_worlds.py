@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import breakdown_checks  # noqa: F401  # registers its checks
-import classification_checks
 import command_checks
 import evaluation_checks
 import numpy as np
@@ -24,6 +23,7 @@ import pytest
 import resume_checks  # noqa: F401  # registers its checks
 import resuming
 import strategy_checks  # noqa: F401  # registers its checks
+import task_checks
 import torch
 import training_checks
 import world_checks  # noqa: F401  # registers its checks
@@ -201,13 +201,21 @@ def test_classification_is_that_of_one_rank(launch: Launch, alone: Launch) -> No
         one.expect("classification_ends_well")
     found, expected = (resuming.rows(one.folder / "classified") for one in (launch, alone))
     losses, others = ([line["loss"] for line in rows if "loss" in line] for rows in (found, expected))
-    assert len(losses) == classification_checks.STEPS and min(others) < others[0]
+    assert len(losses) == task_checks.STEPS and min(others) < others[0]
     np.testing.assert_allclose(losses, others, rtol=0, atol=1e-4)
     scores, of_one = ([line for line in rows if "eval_loss" in line] for rows in (found, expected))
-    assert [line["step"] for line in scores] == [3, classification_checks.STEPS]
+    assert [line["step"] for line in scores] == [3, task_checks.STEPS]
     assert scores == [pytest.approx(line, abs=1e-4) for line in of_one]
     predictions = "classified/eval_predictions.json"
     assert launch.read(predictions) == alone.read(predictions)
+
+
+def test_losses_of_a_task_of_ones_own_are_those_of_one_rank(launch: Launch, alone: Launch) -> None:
+    for one in (launch, alone):
+        one.expect("task_of_ones_own_ends_well")
+    found, expected = ([line["loss"] for line in resuming.rows(one.folder / "digits")[:-1]] for one in (launch, alone))
+    assert len(found) == 2 * 23 and expected[-1] < expected[0] / 2
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
 @of_horovod

@@ -169,4 +169,4 @@ def test_data_set_of_the_hub_without_images(hub):
 def test_no_hub_names_the_ways_out_of_this_program(hub):
     with pytest.raises(UserError, match="--dataset_name mnist") as caught:
         load_images(None, "mnist")
-    assert "--data FOLDER" in str(caught.value) and "--train_file" not in str(caught.value)
+    assert "--train_file FOLDER" in str(caught.value) and "--validation_file" not in str(caught.value)

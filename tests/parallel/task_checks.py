@@ -1,11 +1,13 @@
-"""Text classification over the ranks: stopped and resumed to the bit; test_worlds.py compares the worlds."""
+"""Other tasks over the ranks: stopped and resumed to the bit. test_worlds.py compares the worlds' losses and scores."""
 
 from __future__ import annotations
 
 import json
 import signal
 import sys
+from pathlib import Path
 
+import pytest
 import resuming
 from ranks import Ranks, check_every_strategy
 from resume_checks import run
@@ -14,6 +16,7 @@ from training_checks import GLOBAL_BATCH
 
 from hvd_bert.errors import EXIT_STOPPED
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TEXTS = 17  # so that the second step of an epoch has one, and all ranks but one have none
 STEPS = 5
 PASSAGE = "The box in the hall is red. What colour is the green house, and where did it stand?"
@@ -56,3 +59,15 @@ def stopped_classification_ends_as_one_never_stopped(ranks: Ranks) -> None:
     assert run(ranks.world, words) == 0
     if ranks.world.rank == 0:
         assert resuming.differences(ranks.folder / "classified", ranks.folder / "stopped_texts") == []
+
+
+@check_every_strategy
+def task_of_ones_own_ends_well(ranks: Ranks) -> None:
+    """Two epochs of examples/mnist_rnn.py: an LSTM, without tokens and layers."""
+    strategy, _, stage = sys.argv[3].partition(":")
+    words = ["--config", str(EXAMPLES / "mnist_rnn.yaml"), "--num_train_epochs=2", "--logging_steps=1"]
+    words += [f"--strategy={strategy}", *([f"--zero_stage={stage}"] if stage else []), "--eval_strategy=no"]
+    words += [f"--output_dir={ranks.folder / 'digits'}", f"--per_device_train_batch_size={64 // ranks.world.size}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        assert run(ranks.world, words) == 0

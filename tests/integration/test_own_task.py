@@ -1,0 +1,44 @@
+"""The task of the guide, on two ranks: stopped, resumed, and read by the report."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import documented
+import pytest
+import stopping_at
+from commands import read_lines, said
+from launch import TRAIN, launcher, run
+
+pytestmark = pytest.mark.integration
+
+FLAGS = ["--task", "digits:Digits", "--learning_rate", "1e-3", "--max_steps", "200", "--global_batch", "16"]
+
+
+def test_task_of_the_guide(tmp_path: Path) -> None:
+    code = documented.own_task()
+    assert len(code.splitlines()) <= 40
+    (tmp_path / "digits.py").write_text(code)
+    shutil.copy(stopping_at.__file__, tmp_path)
+    ranks, out = launcher(2, "torchrun"), tmp_path / "runs" / "ddp"
+    flags = [*FLAGS, "--strategy", "ddp", "--output_dir", out]
+    stopped = run([*ranks, sys.executable, "-m", "stopping_at", 150, 1, "SIGTERM", "start", *flags], tmp_path)
+    assert not stopped.hung and not (out / "train_results.json").exists()
+    assert "Stopped after step 150" in said(stopped), stopped
+    resumed = run([*ranks, *TRAIN, *flags], tmp_path).expect(0)
+    assert "Resuming from step 150" in said(resumed) and "images/s" in said(resumed)
+    steps = [line["step"] for line in read_lines(out / "metrics.jsonl") if "loss" in line]
+    assert steps == sorted({1, 94, 188, *range(10, 201, 10)}), "of the first run and of the resumed one"
+    accuracy = json.loads((out / "eval_results.json").read_text())["accuracy"]
+    assert accuracy > 0.8 and len(json.loads((out / "eval_predictions.json").read_text())) == 297
+    alone = [*TRAIN, *FLAGS, "--strategy", "none", "--output_dir", tmp_path / "runs" / "none", "--no_do_eval"]
+    run(alone, tmp_path).expect(0)
+    run([sys.executable, "-m", "hvd_bert.report", "runs", "--out", "report"], tmp_path).expect(0)
+    rows = {row["strategy"]: row for row in csv.DictReader((tmp_path / "report" / "runs.csv").read_text().splitlines())}
+    assert (float(rows["ddp"]["accuracy"]), rows["none"]["accuracy"]) == (accuracy, "")
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "images/s" in page and f"{accuracy:.4f}" in page and "EM" not in page.split()

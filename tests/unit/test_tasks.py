@@ -1,0 +1,78 @@
+"""Tasks by name and by class, and what `DatasetTask` does for a task of one's own."""
+
+from __future__ import annotations
+
+import documented
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_world import make_world
+
+from hvd_bert.checkpoint import run_folder
+from hvd_bert.config.command_line import parse
+from hvd_bert.config.settings import TASKS
+from hvd_bert.errors import UserError
+from hvd_bert.tasks.dataset import Examples
+from hvd_bert.tasks.table import load_task, task_class
+
+
+@pytest.fixture
+def own_task(tmp_path, monkeypatch):
+    """The module `digits` of the guide."""
+    (tmp_path / "digits.py").write_text(documented.own_task())
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_metrics_of_a_task_say_what_is_best(name):
+    metrics = task_class(name).metrics
+    assert metrics["eval_loss"] == "min" and set(metrics.values()) == {"min", "max"}
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("digitz:Digits", "No module named 'digitz'. Run the command in the folder of the module"),
+        ("digits:Digit", "digits has no class Digit that is a subclass of Task"),
+        ("digits:DatasetTask", "it lacks the methods forward, load, score"),
+        ("digits:load_digits", "digits has no class load_digits that is a subclass of Task"),
+    ],
+)
+def test_wrong_names(own_task, task, message):
+    with pytest.raises(UserError, match=f"--task {task}: {message}"):
+        task_class(task)
+
+
+def test_unknown_name_is_refused_with_the_names():
+    with pytest.raises(UserError, match=r"--task squad: unknown task. Choose from question-answering, text-class"):
+        parse(["--task", "squad"])
+
+
+def test_own_task_is_evaluated_and_saved(own_task, tmp_path):
+    task = load_task(parse(["--task", "digits:Digits", "--per_device_eval_batch_size", "100"]), make_world())
+    assert task.plan.num_windows == 1500 and task.config.checkpoint.metric_for_best_model == "accuracy"
+    evaluation = task.evaluate(task.model)
+    pixels, labels = task.dev.collate(np.arange(297))
+    classes = task.model(pixels).argmax(1)
+    assert evaluation.metrics["accuracy"] == pytest.approx(float((classes == labels).double().mean()))
+    assert evaluation.files == {"eval_predictions.json": classes.tolist()}
+    assert evaluation.summary == f"accuracy {evaluation.metrics['accuracy']:.4f}  loss" + evaluation.summary[21:]
+    run_folder.save_model(tmp_path, task)
+    task.model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    again = load_task(parse(["--task", "digits:Digits", "--seed", "42"]), make_world())
+    assert all(torch.equal(a, b) for a, b in zip(task.model.parameters(), again.model.parameters(), strict=True))
+    assert (task.fingerprint(), task.identity()) == (again.fingerprint(), again.identity())
+
+
+def test_batch_without_examples_has_one_that_does_not_count(own_task):
+    task = load_task(parse(["--task", "digits:Digits"]), make_world())
+    full, empty = task.batch(np.array([3, 4])), task.batch(np.empty(0, np.int64))
+    assert (full.num_windows, full.num_tokens, full.num_positions) == (2, 2, 2)
+    assert (empty.num_windows, empty.num_tokens, empty.num_positions) == (0, 0, 0)
+    assert len(task.losses(task.model, full)) == 2 and len(task.losses(task.model, empty)) == 1
+
+
+def test_digest_of_examples_follows_their_content():
+    digests = {Examples.of_tensors(torch.tensor([1.0, n]), torch.tensor([0, 1])).digest for n in (2.0, 3.0)}
+    assert len(digests) == 2
