@@ -148,6 +148,7 @@ class Sweep:
         self.points = plan.points(self.config)
         self.record = Record(out, self._same(), self._now(argv))
         self.failures: Counter[tuple[str, int, str]] = Counter()
+        self.unit = "windows"  # what a step takes, known after the first run
 
     def _same(self) -> dict[str, object]:
         """The settings of all points that the figures depend on."""
@@ -231,7 +232,9 @@ class Sweep:
             else:
                 self._run(point, result)
             self.record.write()
-            outcome = f"{result.windows_per_s:.1f} windows/s" if result.windows_per_s else f"failed: {result.reason}"
+            outcome = (
+                f"{result.windows_per_s:.1f} {self.unit}/s" if result.windows_per_s else f"failed: {result.reason}"
+            )
             took = f", {result.seconds:.0f} s" if result.seconds else ""
             print(f"[{number}/{len(self.points)}] {point}: {outcome}{took}  ETA {self._eta()}", flush=True)
 
@@ -259,6 +262,7 @@ class Sweep:
             self._failed(point, result, f"{trained.reason} ({how}; {folder / LOG})")
             return
         result.state, result.windows_per_s = DONE, trained.run.windows_per_s
+        self.unit = trained.run.unit
         self.failures[point.setting] = 0
         if point.repeat != self.points[0].repeat:  # the report needs one saved model per point; weights are large
             with writing_to("--out", self.out):

@@ -27,7 +27,7 @@ class FlagsParser(Parser, HfArgumentParser):
             SECTIONS,
             prog="python -m hvd_bert.train",
             usage="%(prog)s [-h] [--config NAME|FILE.yaml] [--FLAG VALUE ...]",
-            description="Fine-tune BERT on SQuAD over many ranks, with Horovod or another strategy.",
+            description="Fine-tune BERT on SQuAD, or train another task, with Horovod or another strategy.",
             epilog=EPILOG,
             formatter_class=HelpFormatter,
             allow_abbrev=False,

@@ -14,6 +14,7 @@ import torch
 
 from hvd_bert.config.command_line import load_yaml
 from hvd_bert.config.settings import ModelArguments
+from hvd_bert.config.tasks import QUESTION_ANSWERING
 from hvd_bert.data import squad, windows
 from hvd_bert.data.squad import Question
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
@@ -67,6 +68,12 @@ def _take_trained_settings(flags: argparse.Namespace) -> None:
     record = Path(flags.model) / "train_config.yaml"
     if record.is_file():
         trained = load_yaml(str(record))
+        task = trained.get("task", QUESTION_ANSWERING)
+        if task != QUESTION_ANSWERING:
+            raise UserError(
+                f"{flags.model} was trained with --task {task}: it answers no questions. To predict with it, run the"
+                " trainer with --no_do_train and a --validation_file."
+            )
         flags.max_seq_length = flags.max_seq_length or trained.get("max_seq_length")
         flags.version_2_with_negative |= bool(trained.get("version_2_with_negative"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from hvd_bert.config.settings import Config
 from hvd_bert.data.balance import balanced_partition, window_costs
 from hvd_bert.data.batch_plan import Ids, Lengths
 from hvd_bert.distributed.world import World
-from hvd_bert.errors import EXIT_FAILURE
+from hvd_bert.errors import EXIT_FAILURE, UserError
 from hvd_bert.evaluation.mode import evaluating
 from hvd_bert.model.precision import autocast
 from hvd_bert.tasks.base import Evaluation, Task
@@ -72,9 +72,19 @@ class DatasetTask(Task):
         self.config, self.world = config, world
         torch.manual_seed(config.train.seed)  # for new weights
         self.load(config)
+        self._limit(config)
         if self.train is not None and config.train.do_train:
             self.plan = make_plan(self.train.lengths, config.train, self.crossover, world)
         self.evaluates = self.dev is not None and config.train.do_eval
+
+    def _limit(self, config: Config) -> None:
+        """Apply --max_train_samples. `load` has to apply --max_eval_samples, since `score` knows the examples."""
+        count = config.data.max_train_samples
+        if self.train is not None and count is not None:
+            self.train = replace(self.train, lengths=self.train.lengths[:count])
+        limit = config.data.max_eval_samples
+        if self.dev is not None and limit is not None and len(self.dev) > limit:
+            raise UserError(f"--max_eval_samples {limit}: --task {config.data.task} does not support it. Remove it.")
 
     @abstractmethod
     def load(self, config: Config) -> None:

@@ -118,7 +118,7 @@ def _lines(setting: Setting, launcher: str) -> None:
     if flags:
         print(f"    python -m hvd_bert.train ... {' '.join(flags)}")
     if "--fp16_allreduce=True" in flags:
-        print("    (gradients are sent in fp16 and rounded: compare EM and F1 as well)")
+        print("    (gradients are sent in fp16 and rounded: compare the scores as well)")
     if variables and launcher == "mpirun":
         names = [word.partition("=")[0] for word in variables]
         print(f"    mpirun -x {' -x '.join(names)} ...")

@@ -32,6 +32,11 @@ def test_trained_settings_of_a_wrong_type(tmp_path, value):
         settings_after(tmp_path, f"max_seq_length: {value}")
 
 
+def test_model_of_another_task_is_refused(tmp_path):
+    with pytest.raises(UserError, match="was trained with --task text-classification: it answers no questions"):
+        settings_after(tmp_path, "task: text-classification")
+
+
 @pytest.mark.parametrize("length", [0, -5])
 def test_too_short_windows(length):
     with pytest.raises(UserError, match=f"--max_seq_length {length}: must be at least 1"):

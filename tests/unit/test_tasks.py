@@ -73,6 +73,13 @@ def test_batch_without_examples_has_one_that_does_not_count(own_task):
     assert len(task.losses(task.model, full)) == 2 and len(task.losses(task.model, empty)) == 1
 
 
+def test_limits_of_examples(own_task):
+    flags = ["--task", "digits:Digits", "--max_train_samples", "20"]
+    assert load_task(parse(flags), make_world()).plan.num_windows == 20
+    with pytest.raises(UserError, match="--max_eval_samples 7: --task digits:Digits does not support it"):
+        load_task(parse([*flags, "--max_eval_samples", "7"]), make_world())
+
+
 def test_digest_of_examples_follows_their_content():
     digests = {Examples.of_tensors(torch.tensor([1.0, n]), torch.tensor([0, 1])).digest for n in (2.0, 3.0)}
     assert len(digests) == 2
