@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from hvd_bert.config.settings import Config
 from hvd_bert.data.balance import balanced_partition, window_costs
@@ -49,6 +50,12 @@ class Examples:
             digest.update(tensor.contiguous().numpy().tobytes())
         ones = np.ones(len(tensors[0]), dtype=np.int32)
         return cls(lambda ids: tuple(tensor[torch.from_numpy(ids)] for tensor in tensors), ones, digest.hexdigest())
+
+    @classmethod
+    def of_dataset(cls, dataset: Any, digest: str, lengths: Lengths | None = None) -> Examples:
+        """The items of a map-style data set, such as torch's, put together by torch's default_collate."""
+        lengths = np.ones(len(dataset), dtype=np.int32) if lengths is None else lengths
+        return cls(lambda ids: default_collate([dataset[int(i)] for i in ids]), lengths, digest)
 
 
 @dataclass(frozen=True)

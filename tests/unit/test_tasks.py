@@ -13,7 +13,7 @@ from hvd_bert.checkpoint import run_folder
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import TASKS
 from hvd_bert.errors import UserError
-from hvd_bert.tasks.dataset import Examples
+from hvd_bert.tasks.dataset import Examples, to_device
 from hvd_bert.tasks.table import load_task, task_class
 
 
@@ -78,6 +78,14 @@ def test_limits_of_examples(own_task):
     assert load_task(parse(flags), make_world()).plan.num_windows == 20
     with pytest.raises(UserError, match="--max_eval_samples 7: --task digits:Digits does not support it"):
         load_task(parse([*flags, "--max_eval_samples", "7"]), make_world())
+
+
+def test_items_of_a_data_set():
+    items = [{"x": torch.tensor([float(n), 1.0]), "y": n} for n in range(5)]
+    examples = Examples.of_dataset(items, "digest", lengths=np.array([1, 2, 3, 4, 5], np.int32))
+    batch = to_device(examples.collate(np.array([4, 1])), torch.device("cpu"))
+    assert batch["x"].tolist() == [[4.0, 1.0], [1.0, 1.0]] and batch["y"].tolist() == [4, 1]
+    assert len(examples) == 5 and Examples.of_dataset(items, "digest").lengths.tolist() == [1] * 5
 
 
 def test_digest_of_examples_follows_their_content():
