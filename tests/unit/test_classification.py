@@ -115,7 +115,7 @@ def test_dp_splits_and_joins_texts(make_task):
     torch.testing.assert_close(joined.logits, model(**inputs).logits, rtol=0, atol=1e-6)
 
 
-# Of scikit-learn 1.9.1: accuracy_score, f1_score (binary, else macro), matthews_corrcoef.
+# Predictions, labels, number of classes: also with a single class, and with one that nothing has.
 KNOWN = [
     ([0, 1, 1, 0, 1, 1], [0, 1, 0, 0, 1, 0], 2),
     ([1, 1, 1], [1, 1, 1], 2),
@@ -124,6 +124,7 @@ KNOWN = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:A single label was found")
 @pytest.mark.parametrize(("predicted", "labels", "classes"), KNOWN)
 def test_scores_are_those_of_scikit_learn(predicted, labels, classes):
     metrics = pytest.importorskip("sklearn.metrics")
