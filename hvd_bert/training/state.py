@@ -38,6 +38,10 @@ class Best:
     step: int = 0
     since: int = 0
 
+    def state(self) -> dict[str, Any]:
+        """A copy for a checkpoint, without the mode, which follows from the task."""
+        return {name: value for name, value in vars(self).items() if name != "mode"}
+
     def update(self, step: int, metrics: dict[str, float]) -> bool:
         """Record an evaluation. Returns whether it is the best so far; NaN never is."""
         value = metrics[self.metric]
@@ -109,7 +113,7 @@ class TrainState:
             "schedule": schedule,
             "meter": self.meter.state(),
             "since_last_look": [sums for _, sums in parts],
-            "best": dict(vars(self.best)),  # a copy: it may change before the write
+            "best": self.best.state(),
             "eval_pending": self.eval_pending,
         }
 
@@ -132,7 +136,7 @@ class TrainState:
         self.strategy.load_state(tensors["model"], tensors["optimizer"], rest["strategy"])
         self.schedule.load_state_dict({**self.schedule.state_dict(), **rest["schedule"]})
         self.step = rest["step"]
-        self.best = Best(**{"mode": self.best.mode} | rest["best"])
+        self.best = Best(mode=self.best.mode, **rest["best"])
         self.eval_pending = rest["eval_pending"]
         seed_ranks(seed, self.step, world)  # for generators that are not in the checkpoint
         if rest["world_size"] == world.size:
