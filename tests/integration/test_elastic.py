@@ -13,7 +13,7 @@ import stopping_at
 from commands import said, small_run
 from launch import Outcome, built, run
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone]
+pytestmark = pytest.mark.integration
 
 WINDOWS, STEPS_PER_EPOCH = 33, 3  # of small_run
 

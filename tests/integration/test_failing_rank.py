@@ -11,7 +11,7 @@ import pytest
 from commands import said
 from launch import launcher, run
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone]
+pytestmark = pytest.mark.integration
 
 CASES = [("mpirun", "sum"), ("mpirun", "allgather"), ("mpi", "sum"), ("gloo", "sum"), ("gloo", "UserError")]
 CASES = [(*case, "horovod") for case in CASES] + [("torchrun", "sum", "ddp"), ("mpi", "UserError", "fsdp")]

@@ -13,7 +13,7 @@ import yaml
 from documented import undocumented
 from launch import TIMEOUT_S, launcher, run
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone]
+pytestmark = pytest.mark.integration
 
 # Presses Ctrl-C as soon as the first point is done.
 INTERRUPTED = """

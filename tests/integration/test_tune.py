@@ -10,7 +10,7 @@ import pytest
 import yaml
 from launch import TIMEOUT_S, launcher, run
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone]
+pytestmark = pytest.mark.integration
 
 
 def test_two_ranks_are_tuned(tmp_path: Path) -> None:
