@@ -58,13 +58,14 @@ tests() {
 }
 campaign='not campaign'
 if [ "$extent" = full ]; then campaign='campaign or not campaign'; fi
-# Three processes at a time where tests do not disturb each other: those of the cluster wait more than they compute. They
-# start first, because they take longest. tests/conftest.py says which tests stay in one process.
+# Three processes at a time where tests do not disturb each other. Those of the cluster, which each process starts for
+# itself, wait more than they compute. The tests of a file stay in one process, because they share runs; the file that
+# takes longest comes first.
 if [ "$extent" = quick ]; then
   tests -n 2 --dist loadfile tests/unit
   tests tests/integration/test_resume.py -k "test_signal_to_one_rank_stops_all and mpi"
 else
-  tiers=(tests/cluster tests/parallel tests/integration tests/unit)
+  tiers=(tests/parallel tests/cluster tests/integration tests/unit)
   tests -n 3 --dist loadfile --no-loadscope-reorder -m "not alone and ($campaign)" "${tiers[@]}"
   tests -m "alone and ($campaign)" "${tiers[@]}"
 fi

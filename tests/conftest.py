@@ -11,23 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from xdist.scheduler import LoadFileScheduling
 
 from hvd_bert.data.squad import Question
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REAL_SQUAD = Path(os.environ.get("HVD_BERT_SQUAD") or REPOSITORY.parent / "shared" / "data" / "squad")
-
-
-class OneCluster(LoadFileScheduling):
-    """The tests of a file stay in one process, because they share runs, as do all that share the cluster."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return "tests/cluster" if nodeid.startswith("tests/cluster/") else str(super()._split_scope(nodeid))
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneCluster | None:
-    return OneCluster(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,4 +1,4 @@
-"""Starts the cluster once for the tests of this folder, and always stops it."""
+"""Starts a cluster once for the tests of this folder in a process, and always stops it."""
 
 from __future__ import annotations
 
