@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ class Texts:
 
     name: str
     digest: str
+    columns: list[str]
     first: list[str]
     second: list[str] | None
     labels: list[Value]
@@ -33,12 +34,17 @@ class Texts:
     def __len__(self) -> int:
         return len(self.first)
 
+    def head(self, count: int | None) -> Texts:
+        """The first `count` texts; None: all."""
+        second = self.second and self.second[:count]
+        return replace(self, first=self.first[:count], second=second, labels=self.labels[:count])
 
-def read(path: str, flag: str, max_samples: int | None = None) -> Texts:
-    """The first `max_samples` rows of a file that `flag` names. Raises UserError.
 
-    The texts are in the columns sentence1 and sentence2, else in the first two columns besides label, id and idx; with
-    one such column, the texts are single sentences.
+def read(path: str, flag: str, columns: list[str] | None = None) -> Texts:
+    """All rows of a file that `flag` names. Raises UserError.
+
+    `columns`: those of the texts; None: sentence1 and sentence2, else the first two columns besides label, id and idx.
+    With one such column, the texts are single sentences.
     """
     content = _content(path, flag)
     try:
@@ -48,20 +54,21 @@ def read(path: str, flag: str, max_samples: int | None = None) -> Texts:
     located = list(_csv(path, text) if Path(path).suffix in (".csv", ".tsv") else _json_lines(path, text))
     if not located:
         raise UserError(f"{path}: there are no rows. Give a file with examples.")
-    columns = list(located[0][1])
-    names = list(PAIR) if set(PAIR) <= set(columns) else [name for name in columns if name not in NOT_TEXT][:2]
-    if LABEL not in columns or not names:
-        raise UserError(
-            f"{path}: found the columns {', '.join(columns)}, but needs a column `{LABEL}` and one or two with text."
-            " Rename the columns."
-        )
-    rows = [
-        (*(_text(path, place, row, name) for name in names), _label(path, place, row))
-        for place, row in located[:max_samples]
-    ]
+    names = _text_columns(path, list(located[0][1]), columns)
+    rows = [(*(_text(path, place, row, name) for name in names), _label(path, place, row)) for place, row in located]
     *texts, labels = (list(column) for column in zip(*rows, strict=True))
     digest = hashlib.sha256(content).hexdigest()
-    return Texts(path, digest, texts[0], texts[1] if len(texts) > 1 else None, _as_numbers(path, labels))
+    return Texts(path, digest, names, texts[0], texts[1] if len(texts) > 1 else None, _as_numbers(path, labels))
+
+
+def _text_columns(path: str, present: list[str], columns: list[str] | None) -> list[str]:
+    names = columns or (PAIR if set(PAIR) <= set(present) else [name for name in present if name not in NOT_TEXT][:2])
+    if names and {LABEL, *names} <= set(present):
+        return list(names)
+    texts = " and ".join(f"`{name}`" for name in columns) + ", as in --train_file" if columns else "one or two with text"
+    raise UserError(
+        f"{path}: found the columns {', '.join(present)}, but needs a column `{LABEL}` and {texts}. Rename the columns."
+    )
 
 
 def _content(path: str, flag: str) -> bytes:

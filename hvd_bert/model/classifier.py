@@ -46,12 +46,14 @@ def load_classifier(
 ) -> Any:
     """The model on the CPU, in fp32. New weights (the head, or all from scratch) are a function of `seed`.
 
-    `labels`: names of the classes; None: those of the model's own configuration. `padded`, `copies`: see `load_model`.
+    `labels`: names of the classes, in the model's own order if it has the same; None: those of the model, whose head
+    must be trained. `padded`, `copies`: see `load_model`.
     """
     source = args.config_name or str(args.model_name_or_path)
     config = load_config(source, args, copies)
     _check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
-    names = labels or [config.id2label[i] for i in range(config.num_labels)]
+    own = [str(config.id2label[i]) for i in range(config.num_labels)]
+    names = own if labels is None or set(labels) == set(own) else labels  # the rows of a saved head have the own order
     _configure(config, args.dropout, padded or not packs(config))
     config.num_labels = len(names)
     config.id2label, config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
@@ -60,6 +62,8 @@ def load_classifier(
         kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
     torch.manual_seed(seed)
     if args.model_name_or_path is None:
+        if labels is None:
+            raise UserError("--no_do_train: name a trained model with --model_name_or_path, not only --config_name.")
         with reported(source):
             return _with_own_layers(kind(config))
     model, info = load(
@@ -79,6 +83,12 @@ def load_classifier(
         raise UserError(
             f"{args.model_name_or_path} lacks weights that its configuration needs ({', '.join(sorted(lost)[:3])},"
             " ...). Name another model."
+        )
+    new = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
+    if labels is None and new:
+        raise UserError(
+            f"--no_do_train: {args.model_name_or_path} has no trained classification head ({', '.join(sorted(new)[:3])}"
+            " would be random). Name a model that was trained with --task text-classification."
         )
     return _with_own_layers(model)
 

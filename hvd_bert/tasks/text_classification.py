@@ -33,7 +33,7 @@ Labelled = tuple[Batch, Tensor]  # packed or padded texts, and the class of each
 
 
 class TextClassification(DatasetTask):
-    """The classes are the sorted labels of the training file or, without one, those of the model."""
+    """The classes are the labels of the training file or, without training, those of the model."""
 
     unit: ClassVar[str] = "texts"
     metrics: ClassVar[Mapping[str, Literal["max", "min"]]] = {
@@ -47,11 +47,11 @@ class TextClassification(DatasetTask):
         data, args, world = config.data, config.train, self.world
         if data.dataset_name:
             raise UserError("--dataset_name: --task text-classification reads files only. Give --train_file.")
-        train = texts.read(data.train_file, "--train_file", data.max_train_samples) if data.train_file else None
-        path = data.validation_file
-        dev = texts.read(path, "--validation_file", data.max_eval_samples) if path and args.do_eval else None
-        if args.do_train and train is None:
+        if args.do_train and not data.train_file:
             raise UserError("--train_file is missing: --task text-classification trains on a JSON Lines or CSV file.")
+        train = texts.read(str(data.train_file), "--train_file") if args.do_train else None
+        path, columns = data.validation_file, train.columns if train else None
+        dev = texts.read(path, "--validation_file", columns) if path and args.do_eval else None
         self.tokenizer = load_tokenizer(config.model)
         self.model = load_classifier(
             config.model,
@@ -65,16 +65,18 @@ class TextClassification(DatasetTask):
         shape: Any = self.model.config
         self.names: list[str] = [shape.id2label[i] for i in range(shape.num_labels)]
         if len(self.names) < 2:
-            raise UserError(f"{data.train_file}: all labels are {self.names[0]}. Training needs two or more classes.")
+            where = data.train_file if train else config.model.configuration
+            raise UserError(f"{where}: all labels are {self.names[0]}. Classification needs two or more classes.")
         self._forward = forward_flops(self.model)
         self.crossover = self._forward.crossover
         self.pad_to = data.pad_to
         if self.pad_to is None and not packs(shape):
             log.info("Texts are padded to the longest of a batch: %s cannot be packed.", shape.model_type)
             self.pad_to = 0
-        self.train = self._examples(train, config) if train and args.do_train else None
+        self.train = self._examples(train.head(data.max_train_samples), config) if train else None
         self.dev, self.dev_labels = None, np.empty(0, np.int64)
         if dev:
+            dev = dev.head(data.max_eval_samples)
             self.dev_labels = self._classes(dev)
             self.dev = self._examples(dev, config)
         if args.do_train and args.do_eval and dev is None:

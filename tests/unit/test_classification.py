@@ -36,7 +36,10 @@ def make_task(tmp_path, tokenizer):
     files = [f"--train_file={tmp_path}/train.jsonl", f"--validation_file={tmp_path}/dev.jsonl"]
     base = ["--task", "text-classification", "--max_seq_length", "64", "--strategy", "none", *files]
 
-    return lambda *flags: load_task(parse([*base, "--config_name", str(folder), *flags]), make_world())
+    def make(*flags, config=folder):
+        return load_task(parse([*base, "--config_name", str(config), *flags]), make_world())
+
+    return make
 
 
 def test_logits_gradients_and_saved_model_are_transformers(make_task, tmp_path, tokenizer):
@@ -94,6 +97,41 @@ def test_evaluation_and_saved_labels(make_task, tmp_path):
     again = load_task(parse(saved), make_world())
     assert again.names == task.names and again.plan is None
     assert again.evaluate(again.model).metrics == evaluation.metrics
+
+
+def test_saved_head_keeps_its_labels(make_task, tmp_path):
+    task = make_task()
+    task.model.config.id2label = {0: "yes", 1: "maybe", 2: "no"}
+    (tmp_path / "saved").mkdir()
+    run_folder.save_model(tmp_path / "saved", task)
+    saved = ["--model_name_or_path", str(tmp_path / "saved")]
+    for flags in ([], ["--no_do_train"]):  # both with --train_file
+        again = make_task(*saved, *flags, config=tmp_path / "saved")
+        assert again.names == ["yes", "maybe", "no"]
+        assert torch.equal(again.model.classifier.weight, task.model.classifier.weight)
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    config |= {"id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}}
+    (tmp_path / "saved" / "config.json").write_text(json.dumps(config))
+    assert make_task(*saved, config=tmp_path / "saved").names == ["maybe", "no", "yes"]
+    with pytest.raises(UserError, match=r"saved has no trained classification head \(classifier.bias, classifier.weig"):
+        make_task(*saved, "--no_do_train", config=tmp_path / "saved")
+
+
+def test_evaluation_needs_a_trained_head(make_task, tmp_path):
+    with pytest.raises(UserError, match="name a trained model with --model_name_or_path, not only --config_name"):
+        make_task("--no_do_train")
+    encoder = make_task().model.bert
+    encoder.save_pretrained(tmp_path / "encoder")
+    with pytest.raises(UserError, match=r"no trained classification head \(classifier.bias, classifier.weight would be"):
+        make_task(
+            *("--model_name_or_path", str(tmp_path / "encoder"), "--tokenizer_name", str(tmp_path / "model")),
+            "--no_do_train",
+        )
+
+
+def test_labels_are_those_of_all_rows(make_task):
+    task = make_task("--max_train_samples", "2", "--max_eval_samples", "5")
+    assert task.names == ["maybe", "no", "yes"] and (len(task.train), len(task.dev)) == (2, 5)
 
 
 def test_wrong_uses(make_task, tmp_path):

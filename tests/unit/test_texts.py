@@ -56,8 +56,16 @@ def test_csv(write, name, sign):
     ids=["single", "first two columns", "by name"],
 )
 def test_text_columns_are_run_glues(write, row, first, second):
-    found = texts.read(write(lines(row)), "--train_file", max_samples=5)
+    found = texts.read(write(lines(row)), "--train_file")
     assert (found.first, found.second, found.labels) == ([first], None if second is None else [second], ["x"])
+
+
+def test_columns_of_the_training_file_are_read_from_another(write):
+    train = texts.read(write(lines({"text": "a", "label": "x"})), "--train_file")
+    dev = write(lines({"source": "s", "text": "b", "label": "x"}), "dev.jsonl")
+    assert texts.read(dev, "--validation_file", train.columns).first == ["b"]
+    with pytest.raises(UserError, match=r"found the columns source, label, but needs .* and `text`, as in --train_file"):
+        texts.read(write(lines({"source": "s", "label": "x"})), "--validation_file", train.columns)
 
 
 @pytest.mark.parametrize(
