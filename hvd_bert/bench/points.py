@@ -263,11 +263,11 @@ def check_own(flags: Sequence[str], own: Mapping[str, str], who: str) -> None:
 
 
 def check_files(config: Config) -> None:
-    """Raise UserError if a file of questions is missing."""
+    """Raise UserError if a data file is missing. A task of one's own may read a folder."""
     for name in ("train_file", "validation_file"):
         path = getattr(config.data, name)
-        if path and not sample.located(path).is_file():
-            raise UserError(f"--{name} {path}: no such file.")
+        if path and not sample.located(path).exists():
+            raise UserError(f"--{name} {path}: no such file or folder.")
 
 
 def check_strategies(names: Sequence[str]) -> tuple[str, ...]:

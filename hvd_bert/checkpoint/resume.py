@@ -42,13 +42,18 @@ class ResumePoint:
 
 
 def check_evaluation(config: Config, task: Task) -> None:
-    """Raise UserError if the best model or early stopping is requested without evaluations during training."""
+    """Raise UserError if nothing is to be done, or the best model is requested without evaluations during training."""
+    if task.plan is None and not task.evaluates:
+        raise UserError(
+            "The run would neither train nor evaluate. Remove --no_do_train, or give data to evaluate on"
+            " (--validation_file) without --no_do_eval."
+        )
     args = config.checkpoint
     asked = args.load_best_model_at_end or args.early_stopping_patience
     if asked and (not task.evaluates or config.train.eval_strategy == "no"):
         raise UserError(
-            "--load_best_model_at_end and --early_stopping_patience need evaluations during training: give a"
-            " --validation_file, and --eval_strategy epoch or steps."
+            "--load_best_model_at_end and --early_stopping_patience need evaluations during training: give data to"
+            " evaluate on (--validation_file), and --eval_strategy epoch or steps."
         )
 
 

@@ -81,7 +81,9 @@ def _content(path: str, flag: str) -> bytes:
 
 def _csv(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     csv.field_size_limit(2**31 - 1)  # a long text is not an error
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if path.endswith(".tsv") else ",")
+    # Files with tabs, such as GLUE's, do not quote: a single " is a part of the text.
+    dialect: Any = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.endswith(".tsv") else {}
+    reader = csv.DictReader(io.StringIO(text, newline=""), **dialect)
     for row in reader:
         place = f"line {reader.line_num}"
         if None in row or None in row.values():

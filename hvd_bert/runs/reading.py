@@ -113,7 +113,8 @@ def read(folder: Path) -> Run:
     devices = ranks * (results.count("devices_per_rank") if "devices_per_rank" in results.values else 1)
     processes = _processes(results)
     scores = _Record(SCORES, _load(folder / SCORES)) if (folder / SCORES).exists() else None
-    names = [str(name) for name in results.sequence("scores")] or ["exact_match", "f1"]  # of question answering
+    # A task may have none, and older runs of question answering do not name theirs.
+    names = list(map(str, results.sequence("scores") if "scores" in results.values else ["exact_match", "f1"]))
     settings = _settings(folder)
     strategy = str(results.values.get("strategy") or "horovod")
     variant = {name: work[name] for name in OF_THE_STRATEGY if name in work}

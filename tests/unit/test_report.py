@@ -372,6 +372,15 @@ def test_a_run_of_an_older_version_is_left_out(tmp_path):
         reading.read(folder)
 
 
+def test_a_task_whose_only_metric_is_the_loss(tmp_path):
+    for folder in (make_run(tmp_path / "runs/none"), make_run(tmp_path / "runs/hvd", "horovod", 2)):
+        record = json.loads((folder / "train_results.json").read_text()) | {"scores": []}
+        (folder / "train_results.json").write_text(json.dumps(record))
+        (folder / "eval_results.json").write_text(json.dumps({"eval_loss": 1.5}))
+        assert reading.read(folder).scores == {}
+    assert [row["strategy"] for row in report(tmp_path)] == ["none", "horovod"]
+
+
 def test_a_run_without_a_strategy_was_horovods(tmp_path):
     folder = make_run(tmp_path / "run", ranks=2)
     record = json.loads((folder / "train_results.json").read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,3 +63,18 @@ def test_another_global_batch_is_refused(check):
     check(check.saved())
     with pytest.raises(UserError, match="the global batch was 16 and is 8"):
         check(check.saved(), "--global_batch", "8")
+
+
+@pytest.mark.parametrize(
+    ("trains", "evaluates", "flags", "message"),
+    [
+        (False, False, (), "would neither train nor evaluate. Remove --no_do_train, or give data to evaluate on"),
+        (True, False, ("--load_best_model_at_end",), "need evaluations during training: give data to evaluate on"),
+        (True, False, (), ""),
+        (False, True, (), ""),
+    ],
+)
+def test_runs_without_anything_to_do(trains, evaluates, flags, message):
+    task = SimpleNamespace(plan="a plan" if trains else None, evaluates=evaluates)
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        resume.check_evaluation(parse([*flags]), task)

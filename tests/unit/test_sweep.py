@@ -146,6 +146,11 @@ def test_invalid_plan(plan: Plan, words: str) -> None:
     assert words in str(caught.value)
 
 
+def test_training_data_may_be_a_folder(tmp_path: Path) -> None:
+    config, _ = check_flags(plan_of(f"--train_file={tmp_path}"))
+    assert config.data.train_file == str(tmp_path)
+
+
 def test_the_users_flags_override_defaults_and_name_the_data(tmp_path: Path) -> None:
     config, refused = check_flags(plan_of("--dropout=0.2", "--logging_steps", "2"))
     assert (config.model.dropout, config.train.logging_steps, config.checkpoint.save_steps) == (0.2, 2, 0)
