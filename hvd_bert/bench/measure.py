@@ -68,15 +68,11 @@ def imbalance(plan: BatchPlan, steps: range) -> float:
     return fmean(plan.imbalance(step) for step in steps)
 
 
-def padding_share(plan: BatchPlan, pad_to: int | None, steps: range) -> float:
-    """Share of padding in the computed positions, over all ranks and `steps`. `pad_to`: as in `Collator`."""
-    if pad_to is None:
-        return 0.0
-    batches = [
-        plan.lengths[ids] for step in steps for rank in range(plan.size) for ids in plan.rank_windows(step, rank)
-    ]
-    computed = sum(len(lengths) * max(pad_to, lengths.max()) for lengths in batches if len(lengths))
-    return float(1 - sum(lengths.sum() for lengths in batches) / computed)
+def padding_share(rows: list[dict[str, float]]) -> float:
+    """Share of padding in the computed positions, over all ranks and sections. `rows`: as logged at their ends."""
+    tokens = [row["tokens_per_s"] * row["step_s"] for row in rows]
+    positions = [count / (1 - row["padding_share"]) for count, row in zip(tokens, rows, strict=True)]
+    return 1 - sum(tokens) / sum(positions)
 
 
 def memory_needed(task: Task, world: World, steps: range, precision: str) -> int:

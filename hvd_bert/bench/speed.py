@@ -119,7 +119,7 @@ def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World
         "sections": sections,
         "loss": rows[-1]["loss"],
         "matmul_peak_gflops": whole_peak / 1e9,
-        "padding_share": measure.padding_share(plan, config.data.pad_to, timed),
+        "padding_share": measure.padding_share(rows),
         "imbalance": measure.imbalance(plan, timed),
         "memory_bytes": [rank["memory"] for rank in ranks],
         "memory_over_needed": max(rank["memory"] / rank["needed"] for rank in ranks),

@@ -65,7 +65,8 @@ def _text_columns(path: str, present: list[str], columns: list[str] | None) -> l
     names = columns or (PAIR if set(PAIR) <= set(present) else [name for name in present if name not in NOT_TEXT][:2])
     if names and {LABEL, *names} <= set(present):
         return list(names)
-    texts = " and ".join(f"`{name}`" for name in columns) + ", as in --train_file" if columns else "one or two with text"
+    of_training = " and ".join(f"`{name}`" for name in columns or ())
+    texts = f"{of_training}, as in --train_file" if columns else "one or two with text"
     raise UserError(
         f"{path}: found the columns {', '.join(present)}, but needs a column `{LABEL}` and {texts}. Rename the columns."
     )

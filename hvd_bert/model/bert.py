@@ -56,12 +56,12 @@ def load_model(
     """
     source = args.configuration
     config = load_config(source, args, copies)
-    _check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
-    token_types = _token_types(config, source, tokenizer)
+    check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
+    token_types = takes_token_types(config, source, tokenizer)
     if args.model_name_or_path is None:
         with reported(source):
             return new_model(config, args.dropout, seed, padded, token_types)
-    _configure(config, args.dropout, padded)
+    configure(config, args.dropout, padded)
     torch.manual_seed(seed)
     model, info = load(
         families.model_class(config),
@@ -89,13 +89,13 @@ def new_model(
 
     `token_types`: whether it gets token types; None: if it has them for question and context.
     """
-    _configure(config, dropout, padded)
+    configure(config, dropout, padded)
     torch.manual_seed(seed)
     model = families.model_class(config)(config)
     return _prepared(model, getattr(config, "type_vocab_size", 0) >= 2 if token_types is None else token_types)
 
 
-def _configure(config: Any, dropout: float | None, padded: bool) -> None:
+def configure(config: Any, dropout: float | None, padded: bool) -> None:
     if dropout is not None:
         for name in _dropout_settings(config):
             setattr(config, name, dropout)
@@ -116,7 +116,7 @@ def _dropout_settings(config: Any) -> list[str]:
     ]
 
 
-def _token_types(config: Any, model_name: str, tokenizer: Any) -> bool:
+def takes_token_types(config: Any, model_name: str, tokenizer: Any) -> bool:
     """Whether the model gets token types 0 and 1: as in run_qa, if its tokenizer gives them, and always for a BERT."""
     layout = Layout.of(tokenizer)
     given = config.model_type == "bert" or "token_type_ids" in tokenizer.model_input_names
@@ -137,10 +137,10 @@ def _prepared(model: Any, token_types: bool) -> Any:
     if pooler is not None:  # SqueezeBERT's: it gets no gradient
         pooler.requires_grad_(False)
     families.adapt(model, token_types)
-    return _with_own_layers(model)
+    return with_own_layers(model)
 
 
-def _with_own_layers(model: Any) -> Any:
+def with_own_layers(model: Any) -> Any:
     """The same model with torch's layers replaced by their subclasses that are faster on the CPU."""
     own: dict[type, type] = {nn.Dropout: Dropout, nn.Linear: Linear}
     for module in model.modules():
@@ -206,7 +206,7 @@ def span_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Ten
     return starts, ends
 
 
-def _check_fit(config: Any, model_name: str, tokenizer: Any, tokenizer_name: str, max_seq_length: int) -> None:
+def check_fit(config: Any, model_name: str, tokenizer: Any, tokenizer_name: str, max_seq_length: int) -> None:
     surplus = config.vocab_size - len(tokenizer)
     if not 0 <= surplus < max(VOCAB_PADDING, VOCAB_PADDING_SHARE * config.vocab_size):
         raise UserError(

@@ -13,8 +13,11 @@ from transformers.models.bert.modeling_bert import BertForSequenceClassification
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data.collate import Batch
 from hvd_bert.errors import UserError
-from hvd_bert.model.bert import _check_fit, _configure, _with_own_layers
+from hvd_bert.model.bert import check_fit, configure, with_own_layers
 from hvd_bert.model.loading import load, load_config, reported
+
+# Families that are trained for questions, but cannot be for texts -> the reason.
+REFUSED = {"mobilebert": "its embeddings mix neighboring tokens, so its results would depend on the padding"}
 
 
 class BertForSequenceClassification(TransformersBert):
@@ -51,21 +54,19 @@ def load_classifier(
     """
     source = args.config_name or str(args.model_name_or_path)
     config = load_config(source, args, copies)
-    _check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
+    kind: Any = _class_of(config, source)
+    check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
     own = [str(config.id2label[i]) for i in range(config.num_labels)]
     names = own if labels is None or set(labels) == set(own) else labels  # the rows of a saved head have the own order
-    _configure(config, args.dropout, padded or not packs(config))
+    configure(config, args.dropout, padded or not packs(config))
     config.num_labels = len(names)
     config.id2label, config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
-    kind: Any = BertForSequenceClassification
-    if not packs(config):
-        kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
     torch.manual_seed(seed)
     if args.model_name_or_path is None:
         if labels is None:
             raise UserError("--no_do_train: name a trained model with --model_name_or_path, not only --config_name.")
         with reported(source):
-            return _with_own_layers(kind(config))
+            return with_own_layers(kind(config))
     model, info = load(
         kind,
         args.model_name_or_path,
@@ -90,13 +91,25 @@ def load_classifier(
             f"--no_do_train: {args.model_name_or_path} has no trained classification head ({', '.join(sorted(new)[:3])}"
             " would be random). Name a model that was trained with --task text-classification."
         )
-    return _with_own_layers(model)
+    return with_own_layers(model)
+
+
+def _class_of(config: Any, name: str) -> Any:
+    """The class of the model with a classification head. Raises UserError for a family that cannot be trained."""
+    if packs(config):
+        return BertForSequenceClassification
+    classes = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    missing = "" if type(config) in classes else "transformers has no classification head for it"
+    refused = REFUSED.get(config.model_type, missing)
+    if refused:
+        raise UserError(f"{name} is a {config.model_type} model: {refused}. Name another encoder.")
+    return classes[type(config)]
 
 
 def class_logits(model: nn.Module, batch: Batch, token_types: bool = True) -> Tensor:
     """Logits of the classes for each text of a batch, float32 [B, classes].
 
-    `model`: as wrapped by the strategy. `token_types`: whether the model has types for two texts.
+    `model`: as wrapped by the strategy. `token_types`: see `takes_token_types`.
     """
     if batch.attention_mask is None:
         output = model(

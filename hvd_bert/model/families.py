@@ -121,11 +121,11 @@ def max_tokens(config: Any) -> int:
     return int(config.max_position_embeddings) - offset
 
 
-def pad_if_needed(data: DataArguments, config: Any) -> None:
-    """Set --padding longest, and print so, if the model's family cannot be packed."""
-    if data.pad_to is None and not family_of(config).packed:
+def pad_if_needed(data: DataArguments, config: Any, packed: bool, unit: str = "windows") -> None:
+    """Set --padding longest, and print so, unless the model's family can be `packed`."""
+    if data.pad_to is None and not packed:
         data.padding = "longest"
-        log.info("%s models take no packed windows: windows are padded to the longest of the batch.", config.model_type)
+        log.info("%s models take no packed %s: they are padded to the longest of the batch.", config.model_type, unit)
 
 
 def adapt(model: nn.Module, token_types: bool) -> None:

@@ -22,9 +22,11 @@ from hvd_bert.data.windows import WindowTable
 from hvd_bert.distributed.world import log
 from hvd_bert.errors import UserError
 from hvd_bert.evaluation.classification import scores
-from hvd_bert.model.bert import compile_layers, load_tokenizer
+from hvd_bert.model.bert import compile_layers, load_tokenizer, takes_token_types
 from hvd_bert.model.classifier import class_logits, load_classifier, packs
+from hvd_bert.model.families import pad_if_needed
 from hvd_bert.model.flops import forward_flops
+from hvd_bert.model.loading import load_config
 from hvd_bert.tasks.dataset import DatasetTask, Examples
 from hvd_bert.training.inputs import digest_of, weight_copies
 
@@ -53,6 +55,8 @@ class TextClassification(DatasetTask):
         path, columns = data.validation_file, train.columns if train else None
         dev = texts.read(path, "--validation_file", columns) if path and args.do_eval else None
         self.tokenizer = load_tokenizer(config.model)
+        shape = load_config(config.model.configuration, config.model)
+        pad_if_needed(data, shape, packs(shape), self.unit)
         self.model = load_classifier(
             config.model,
             self.tokenizer,
@@ -62,17 +66,14 @@ class TextClassification(DatasetTask):
             data.pad_to is not None,
             weight_copies(config, world),
         )
-        shape: Any = self.model.config
+        shape = self.model.config
         self.names: list[str] = [shape.id2label[i] for i in range(shape.num_labels)]
         if len(self.names) < 2:
             where = data.train_file if train else config.model.configuration
             raise UserError(f"{where}: all labels are {self.names[0]}. Classification needs two or more classes.")
+        self.token_types = takes_token_types(shape, config.model.configuration, self.tokenizer)
         self._forward = forward_flops(self.model)
         self.crossover = self._forward.crossover
-        self.pad_to = data.pad_to
-        if self.pad_to is None and not packs(shape):
-            log.info("Texts are padded to the longest of a batch: %s cannot be packed.", shape.model_type)
-            self.pad_to = 0
         self.train = self._examples(train.head(data.max_train_samples), config) if train else None
         self.dev, self.dev_labels = None, np.empty(0, np.int64)
         if dev:
@@ -96,7 +97,7 @@ class TextClassification(DatasetTask):
     def _examples(self, source: Texts, config: Config) -> Examples:
         labels = torch.from_numpy(self._classes(source))
         table = tokenized(source, self.tokenizer, config.data.max_seq_length)
-        collate = Collator(table, self.world.device, self.pad_to)
+        collate = Collator(table, self.world.device, config.data.pad_to)
         log.info("%s: %d texts, %d classes", source.name, len(source), len(self.names))
 
         def batch(ids: Ids) -> Labelled:
@@ -107,7 +108,7 @@ class TextClassification(DatasetTask):
 
     def forward(self, model: nn.Module, batch: Labelled) -> tuple[Tensor, Tensor]:
         packed, labels = batch
-        logits = class_logits(model, packed, getattr(self.model.config, "type_vocab_size", 0) > 1)
+        logits = class_logits(model, packed, self.token_types)
         return cross_entropy(logits, labels, reduction="none"), torch.softmax(logits, -1)
 
     def score(self, outputs: Tensor) -> dict[str, float]:

@@ -72,12 +72,12 @@ def test_figures_of_a_section():
     assert spread["step_s"] == {"median": 0.5, "least": 0.4, "most": 0.7}
 
 
-@pytest.mark.parametrize(("flags", "share"), [((), 0.0), (("--pad_to_max_length",), None)])
-def test_padding_share(tiny, flags, share):
-    inputs = inputs_of(tiny, *flags)
-    plan = inputs.train.plan
-    expected = 1 - plan.lengths.sum() / (len(plan.lengths) * 384) if share is None else share
-    assert measure.padding_share(plan, 384 if flags else None, range(3)) == pytest.approx(expected)
+def test_padding_share():
+    rows = [
+        {"tokens_per_s": 1000.0, "step_s": 0.5, "padding_share": 0.0},
+        {"tokens_per_s": 1000.0, "step_s": 1.0, "padding_share": 0.5},
+    ]
+    assert measure.padding_share(rows) == pytest.approx(1 - 1500 / 2500)
 
 
 def test_memory_needed_includes_the_activations(tiny):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from test_world import make_world
-from transformers import AutoModelForSequenceClassification, BertConfig
+from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, ElectraConfig
 
 from hvd_bert.checkpoint import run_folder
 from hvd_bert.config.command_line import parse
@@ -122,7 +122,7 @@ def test_evaluation_needs_a_trained_head(make_task, tmp_path):
         make_task("--no_do_train")
     encoder = make_task().model.bert
     encoder.save_pretrained(tmp_path / "encoder")
-    with pytest.raises(UserError, match=r"no trained classification head \(classifier.bias, classifier.weight would be"):
+    with pytest.raises(UserError, match=r"no trained classification head \(classifier.bias, classifier.weight woul"):
         make_task(
             *("--model_name_or_path", str(tmp_path / "encoder"), "--tokenizer_name", str(tmp_path / "model")),
             "--no_do_train",
@@ -132,6 +132,29 @@ def test_evaluation_needs_a_trained_head(make_task, tmp_path):
 def test_labels_are_those_of_all_rows(make_task):
     task = make_task("--max_train_samples", "2", "--max_eval_samples", "5")
     assert task.names == ["maybe", "no", "yes"] and (len(task.train), len(task.dev)) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("mobilebert", "a mobilebert model: its embeddings mix neighboring tokens, so its results would depend on"),
+        ("splinter", "a splinter model: transformers has no classification head for it"),
+    ],
+)
+def test_refused_families(make_task, tmp_path, tokenizer, family, message):
+    AutoConfig.for_model(family, vocab_size=len(tokenizer)).save_pretrained(tmp_path / "refused")
+    with pytest.raises(UserError, match=f"refused is {message}"):
+        make_task("--tokenizer_name", str(tmp_path / "model"), config=tmp_path / "refused")
+
+
+def test_padding_of_other_families_is_recorded(make_task, tmp_path, tokenizer):
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    ElectraConfig(vocab_size=len(tokenizer), embedding_size=8, **shape).save_pretrained(tmp_path / "electra")
+    task = make_task("--tokenizer_name", str(tmp_path / "model"), config=tmp_path / "electra")
+    assert task.config.data.padding == "longest"
+    assert not task.token_types, "as in run_glue: this tokenizer gives none (model_input_names)"
+    batch = task.batch(np.arange(12))
+    assert batch.num_positions == 12 * max(batch.content[0].lengths) > batch.num_tokens
 
 
 def test_wrong_uses(make_task, tmp_path):

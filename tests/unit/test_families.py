@@ -152,7 +152,7 @@ def test_padded_families_give_the_logits_and_gradients_of_transformers(name, pad
 def test_padding_is_set_for_families_that_need_it(name, padding, caplog):
     caplog.set_level("INFO")
     data = DataArguments(padding=padding)
-    pad_if_needed(data, small(name))
+    pad_if_needed(data, small(name), family_of(small(name)).packed)
     needed = name in PADDED and padding == "none"
     assert data.padding == ("longest" if needed else padding)
     assert [record.message.split()[0] for record in caplog.records] == ([name] if needed else [])
