@@ -56,7 +56,11 @@ class Task(ABC):
 
     @abstractmethod
     def batch(self, ids: Ids) -> Work:
-        """The training windows `ids` as a micro-batch on this rank's device. Runs in a background thread."""
+        """The training windows `ids` as a micro-batch on this rank's device. Runs in a background thread.
+
+        It must be a function of `ids`, or a resumed run differs. For random numbers, use a generator seeded by the ids:
+        checkpoints do not hold what this thread has drawn from the global generators.
+        """
 
     @abstractmethod
     def losses(self, model: nn.Module, batch: Any) -> Tensor:

@@ -6,21 +6,26 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import default_collate
+from transformers import PreTrainedModel
 
-from hvd_bert.config.settings import Config
+from hvd_bert.config.model import DEFAULT_MODEL
+from hvd_bert.config.settings import Config, ModelArguments
 from hvd_bert.data.balance import balanced_partition, window_costs
 from hvd_bert.data.batch_plan import Ids, Lengths
 from hvd_bert.distributed.world import World
-from hvd_bert.errors import EXIT_FAILURE, UserError
+from hvd_bert.errors import EXIT_FAILURE, UserError, as_user_error
 from hvd_bert.evaluation.mode import evaluating
 from hvd_bert.model.precision import autocast
+from hvd_bert.storage.reading import open_regular
 from hvd_bert.tasks.base import Evaluation, Task
 from hvd_bert.training.inputs import make_plan
 
@@ -30,7 +35,8 @@ class Examples:
     """A training or validation set.
 
     Attributes:
-        collate: From ids, of which there is at least one, to a batch on the CPU or the rank's device.
+        collate: From ids, of which there is at least one, to a batch on the CPU or the rank's device. See `Task.batch`
+            for random numbers.
         lengths: Tokens per example, or any other whole number that its cost grows with.
         digest: A hash of the content. A resumed run must have the same, and all ranks.
     """
@@ -79,6 +85,8 @@ class DatasetTask(Task):
         self.config, self.world = config, world
         torch.manual_seed(config.train.seed)  # for new weights
         self.load(config)
+        if not config.train.do_train and not isinstance(self.model, PreTrainedModel):
+            load_weights(self.model, config.model)
         self._limit(config)
         if self.train is not None and config.train.do_train:
             self.plan = make_plan(self.train.lengths, config.train, self.crossover, world)
@@ -95,7 +103,10 @@ class DatasetTask(Task):
 
     @abstractmethod
     def load(self, config: Config) -> None:
-        """Create `model`, `train` (for training) and `dev` (for evaluations). Called by every rank, by itself."""
+        """Create `model`, `train` (for training) and `dev` (for evaluations). Called by every rank, by itself.
+
+        With --no_do_train, a model that is not one of transformers' then gets the weights in --model_name_or_path.
+        """
 
     @abstractmethod
     def forward(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -178,6 +189,19 @@ class DatasetTask(Task):
     def identity(self) -> dict[str, object]:
         assert self.train is not None
         return {"the training data": self.train.digest[:12]}
+
+
+def load_weights(model: nn.Module, args: ModelArguments) -> None:
+    """Load the weights that a run saved in --model_name_or_path. Raises UserError if there are none, or others."""
+    if args.model_name_or_path in (None, DEFAULT_MODEL):
+        raise UserError("--no_do_train: name the output folder of a training with --model_name_or_path.")
+    file = Path(str(args.model_name_or_path)) / "model.safetensors"
+    with as_user_error(
+        lambda reason: f"{file} cannot be loaded ({reason}). Name the output folder of a training with this task."
+    ):
+        with open_regular(file) as opened:
+            weights = safetensors.torch.load(opened.read())
+        model.load_state_dict(weights)
 
 
 def to_device(content: Any, device: torch.device) -> Any:

@@ -6,7 +6,7 @@ import documented
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_world import make_world
 
 from hvd_bert.checkpoint import run_folder
@@ -63,6 +63,21 @@ def test_own_task_is_evaluated_and_saved(own_task, tmp_path):
     again = load_task(parse(["--task", "digits:Digits", "--seed", "42"]), make_world())
     assert all(torch.equal(a, b) for a, b in zip(task.model.parameters(), again.model.parameters(), strict=True))
     assert (task.fingerprint(), task.identity()) == (again.fingerprint(), again.identity())
+
+
+def test_evaluation_takes_the_saved_weights(own_task, tmp_path):
+    flags = ["--task", "digits:Digits", "--no_do_train"]
+    trained = load_task(parse(["--task", "digits:Digits", "--seed", "1"]), make_world())
+    run_folder.save_model(tmp_path, trained)
+    task = load_task(parse([*flags, "--model_name_or_path", str(tmp_path)]), make_world())
+    assert task.evaluate(task.model).metrics == trained.evaluate(trained.model).metrics
+    with pytest.raises(UserError, match="--no_do_train: name the output folder of a training with --model_name_or"):
+        load_task(parse(flags), make_world())
+    with pytest.raises(UserError, match=r"nowhere/model.safetensors cannot be loaded \(.*No such file"):
+        load_task(parse([*flags, "--model_name_or_path", str(tmp_path / "nowhere")]), make_world())
+    save_file({"0.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"cannot be loaded \(.*Missing key.*\). Name the output folder of a training"):
+        load_task(parse([*flags, "--model_name_or_path", str(tmp_path)]), make_world())
 
 
 def test_batch_without_examples_has_one_that_does_not_count(own_task):
