@@ -6,6 +6,7 @@ import csv
 import hashlib
 import io
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ LABEL = "label"
 PAIR = ("sentence1", "sentence2")
 NOT_TEXT = (LABEL, "id", "idx")
 Value = str | int
+_WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # as Python prints it: "01" and "1" are two labels
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,10 @@ def _text(path: str, place: str, row: dict[str, Any], name: str) -> str:
     value = row.get(name)
     if not isinstance(value, str):
         raise UserError(f"{path}: {place}: `{name}` must be text, not {str(value)[:40]}. Fix the file.")
+    return _encodable(path, place, name, value)
+
+
+def _encodable(path: str, place: str, name: str, value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -124,14 +130,12 @@ def _label(path: str, place: str, row: dict[str, Any]) -> Value:
         raise UserError(f"{path}: {place}: the label {value} is a fraction; regression is not supported.")
     if isinstance(value, bool) or not isinstance(value, Value) or value == "":
         raise UserError(f"{path}: {place}: the label must be text or a whole number, not {value!r:.40}. Fix the file.")
-    return value
+    return _encodable(path, place, LABEL, value) if isinstance(value, str) else value
 
 
 def _as_numbers(path: str, labels: list[Value]) -> list[Value]:
     """Numbers if all labels are (a CSV file has no types), so that 10 is sorted after 9."""
     if len({type(label) for label in labels}) > 1:
         raise UserError(f"{path}: some labels are text and some are numbers. Fix the file.")
-    try:
-        return [int(label) for label in labels]
-    except ValueError:
-        return labels
+    numbers = [label for label in labels if isinstance(label, int) or _WHOLE_NUMBER.fullmatch(label)]
+    return [int(label) for label in labels] if len(numbers) == len(labels) else labels

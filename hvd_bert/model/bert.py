@@ -46,12 +46,18 @@ def load_tokenizer(args: ModelArguments) -> Any:
 
 
 def load_model(
-    args: ModelArguments, tokenizer: Any, max_seq_length: int, seed: int, padded: bool = False, copies: int = 1
+    args: ModelArguments,
+    tokenizer: Any,
+    max_seq_length: int,
+    seed: int,
+    padded: bool = False,
+    copies: int = 1,
+    trained: bool = False,
 ) -> Any:
     """The model on the CPU, in fp32. New weights (the span head, or all from scratch) are a function of `seed`.
 
     `padded`: whether batches are padded, for transformers' own attention, or packed. `copies`: how many copies of the
-    weights must fit into memory.
+    weights must fit into memory. `trained`: refuse a model without the weights of a span head.
     Raises UserError if the model's family is not supported, or it does not fit the tokenizer or `max_seq_length`.
     """
     source = args.configuration
@@ -78,6 +84,11 @@ def load_model(
         names = ", ".join(sorted(lost)[:3])
         raise UserError(
             f"{args.model_name_or_path} lacks weights that its configuration needs ({names}, ...). Name another model."
+        )
+    if trained and info["missing_keys"]:
+        raise UserError(
+            f"{args.model_name_or_path} has no trained span head ({', '.join(sorted(info['missing_keys']))} would be"
+            " random), so it answers no questions. Name a model that was fine-tuned for question answering."
         )
     return _prepared(model, token_types)
 

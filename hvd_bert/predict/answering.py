@@ -38,7 +38,7 @@ def predict(
     args = ModelArguments(model_name_or_path=model_name)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(args)
-    model = load_model(args, tokenizer, max_seq_length or 1, seed=0).eval()
+    model = load_model(args, tokenizer, max_seq_length or 1, seed=0, trained=True).eval()
     model.to(device=device)
     length = max_seq_length or min(384, max_tokens(model.config))
     window_options = windows.WindowOptions(length, doc_stride=length // 3)

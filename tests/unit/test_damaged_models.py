@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForQuestionAnswering
+from transformers import BertConfig, BertForQuestionAnswering, BertForSequenceClassification
 
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data import hub, squad, windows
 from hvd_bert.errors import UserError
+from hvd_bert.evaluation.postprocess import SpanOptions
 from hvd_bert.model import loading
 from hvd_bert.model.bert import load_model, load_tokenizer
 from hvd_bert.model.loading import load_config, num_weights
+from hvd_bert.predict.answering import predict
 
 LENGTH = 32  # max_seq_length of these tests
 INDEX = "model.safetensors.index.json"
@@ -229,6 +231,17 @@ def test_damage_is_one_message(good, tmp_path, make_questions, name):
 
 def test_good_folder(good, make_questions):
     load_all(good, make_questions)
+
+
+def test_prediction_needs_a_span_head(good, tmp_path, make_questions):
+    folder = shutil.copytree(good, tmp_path / "classifier")
+    BertForSequenceClassification(BertConfig.from_pretrained(good)).save_pretrained(folder)
+    load_all(folder, make_questions)  # training makes a new head
+    with pytest.raises(
+        UserError, match=r"classifier has no trained span head \(qa_outputs.bias, qa_outputs.weight would"
+    ):
+        predict(str(folder), make_questions(1), SpanOptions(), LENGTH)
+    assert predict(str(good), make_questions(1), SpanOptions(), LENGTH)
 
 
 def test_pickled_tensors_alone_are_loaded(good, tmp_path, make_questions):

@@ -45,6 +45,11 @@ def test_csv(write):
     assert found.labels == [9, 10], "a file without types: numbers, so that 10 comes after 9"
 
 
+def test_labels_that_are_not_written_as_numbers_stay_text(write):
+    found = texts.read(write("text,label\na,1\nb,01\nc,1_0\n", "t.csv"), "--train_file")
+    assert found.labels == ["1", "01", "1_0"]
+
+
 def test_quotes_between_tabs_are_text(write):
     rows = [["sentence", "label"], ['"unbalanced', "9"], ['is "it" red ?', "10"], ['"', "11"]]
     found = texts.read(write("".join("\t".join(row) + "\n" for row in rows), "texts.tsv"), "--train_file")
@@ -88,7 +93,8 @@ def test_columns_of_the_training_file_are_read_from_another(write):
             "t.jsonl",
             "some labels are text and some are num",
         ),
-        ('{"text": "\\ud800", "label": 1}\n', "t.jsonl", "unpaired surrogate"),
+        ('{"text": "\\ud800", "label": 1}\n', "t.jsonl", "`text` contains an unpaired surrogate"),
+        ('{"text": "a", "label": "\\ud800"}\n', "t.jsonl", "`label` contains an unpaired surrogate"),
         ("text,label\na,1\nb\n", "t.csv", "line 3 has another number of columns"),
         (b"text,label\n\xff,1\n", "t.csv", "not UTF-8 text"),
     ],
