@@ -68,6 +68,7 @@ def attend_within_windows(
     distance from which on tokens do not attend to each other. Groups of heads may share a key and a value. Returns
     [1, N, heads, head size] and no attention weights.
     """
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions are in fp32 whatever the precision
     lengths = window_lengths or [query.shape[2]]
     reach = sliding_window - 1 if sliding_window and max(lengths) > sliding_window else None
     windows = Windows(lengths, cu_seqlens_of(lengths, query.device) if cu_seqlens is None else cu_seqlens, reach)

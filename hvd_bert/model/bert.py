@@ -22,6 +22,7 @@ from hvd_bert.model import attention, families
 from hvd_bert.model.cpu import linear
 from hvd_bert.model.cpu.dropout import Dropout
 from hvd_bert.model.cpu.linear import Linear
+from hvd_bert.model.flops import forward_flops
 from hvd_bert.model.loading import lacks_model_type, load, load_config, reported
 
 # For speed, vocabularies are padded: by fewer tokens than this, or than this share if they are large. A larger surplus
@@ -66,7 +67,7 @@ def load_model(
     token_types = takes_token_types(config, source, tokenizer)
     if args.model_name_or_path is None:
         with reported(source):
-            return new_model(config, args.dropout, seed, padded, token_types)
+            return _counted(new_model(config, args.dropout, seed, padded, token_types))
     configure(config, args.dropout, padded)
     torch.manual_seed(seed)
     model, info = load(
@@ -90,7 +91,14 @@ def load_model(
             f"{args.model_name_or_path} has no trained span head ({', '.join(sorted(info['missing_keys']))} would be"
             " random), so it answers no questions. Name a model that was fine-tuned for question answering."
         )
-    return _prepared(model, token_types)
+    with reported(source):
+        return _counted(_prepared(model, token_types))
+
+
+def _counted(model: Any) -> Any:
+    """The same model after its first forward pass, which fails if the configuration is wrong."""
+    forward_flops(model)
+    return model
 
 
 def new_model(

@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import nn
+from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from hvd_bert.model.cpu import linear
+from hvd_bert.model.families import family_of, max_tokens
 
 BACKWARD = 2  # times the forward pass: gradients of both factors, each as expensive as the product
 
@@ -79,12 +81,17 @@ def _count_passes(model: Any) -> ForwardFlops:
 
 
 def _count(encoder: Any, length: int) -> int:
-    tokens = torch.full((1, length), encoder.config.vocab_size - 1, device=encoder.device)  # 0 or 1 may be padding
+    config = encoder.config
+    tokens = torch.full((1, length), config.vocab_size - 1, device=encoder.device)  # 0 or 1 may be padding
+    if family_of(config).positions_after_padding:  # padding has no position, and Longformer's window may exceed them
+        tokens[:, max_tokens(config) :] = config.pad_token_id
     formulas: dict[Any, Any] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}
     if linear.available():
         formulas[torch.ops.mkldnn._linear_pointwise] = _linear
+    # Without gradients, and so without their memory. The counter fails with DeBERTa-v2 inside of torch.no_grad.
+    weights = {name: weight.detach() for name, weight in encoder.named_parameters()}
     with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
-        encoder(input_ids=tokens)
+        functional_call(encoder, weights, kwargs={"input_ids": tokens})
     return int(counter.get_total_flops())
 
 

@@ -65,8 +65,15 @@ FILES: dict[Any, tuple[str, ...]] = {
     AutoTokenizer: ("config.json", *TOKENIZER_FILES),
 }
 
-# Building a model with a million layers takes hours; the deepest published encoders have 48.
-MAX_LAYERS = 1000
+# Building a model with a million layers takes hours; the deepest published encoders have 48 layers. Longformer's inputs
+# are padded to a multiple of its window, of which published models have 512.
+MAX_SIZES = {
+    "num_hidden_layers": 1000,
+    "num_hidden_groups": 1000,  # ALBERT's
+    "inner_group_num": 1000,
+    "num_feedforward_networks": 1000,  # MobileBERT's
+    "attention_window": 4096,
+}
 MIN_SIZES = {
     "vocab_size": 1,
     "hidden_size": 1,
@@ -230,8 +237,10 @@ def _check_config(config: Any) -> None:
         known = bert or (hasattr(config, name) and name != "type_vocab_size")
         if known and getattr(config, name) < least:
             raise ValueError(f"config.json: {name} {getattr(config, name)} is less than {least}")
-    if config.num_hidden_layers > MAX_LAYERS:
-        raise ValueError(f"config.json: num_hidden_layers {config.num_hidden_layers} is more than {MAX_LAYERS}")
+    for name, most in MAX_SIZES.items():
+        sizes = getattr(config, name, 0)  # a list has one per layer
+        if max(sizes if isinstance(sizes, list) else [sizes]) > most:
+            raise ValueError(f"config.json: {name} {sizes!r:.80} is more than {most}")
     if config.hidden_size % config.num_attention_heads:
         heads = config.num_attention_heads
         raise ValueError(f"config.json: hidden_size {config.hidden_size} cannot be divided among {heads} heads")
@@ -248,8 +257,10 @@ def _check_config(config: Any) -> None:
 def num_weights(config: Any) -> int:
     """Number of weights of an encoder with a span head, without allocating them."""
     if config.model_type != "bert":
+        config = copy.deepcopy(config)
+        config.num_labels = 2  # start and end; the configuration may be a classifier's
         with torch.device("meta"):
-            model = model_class(config)(copy.deepcopy(config))
+            model = model_class(config)(config)
         return sum(weights.numel() for weights in model.parameters())
     # By formula, which also takes astronomic sizes.
     hidden, inner = config.hidden_size, config.intermediate_size

@@ -72,8 +72,10 @@ def test_flops_of_bert_base():
     assert forward_flops(model).training([384]) / 384 == pytest.approx(6 * 85.1e6 * 1.083, rel=0.01)
 
 
-def test_model_is_counted_once(monkeypatch):
-    model = tiny("bert")
+def test_model_is_counted_once_without_gradients(monkeypatch):
+    model, seen = tiny("bert"), []
+    model.base_model.register_forward_hook(lambda _, __, output: seen.append(output[0].requires_grad))
     first = forward_flops(model)
+    assert seen and not any(seen)
     monkeypatch.setattr(type(model.base_model), "forward", None)
     assert forward_flops(model) is first
