@@ -14,7 +14,7 @@ from pathlib import Path
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES
 
-from hvd_bert.model.families import family_of
+from hvd_bert.model.families import family_of, model_class
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "families.md"
 INTRODUCTION = """\
@@ -31,8 +31,8 @@ INTRODUCTION = """\
 - Other families are refused at the start, with the reason.
 
 Tests compare each family that is not refused with transformers: logits to 1e-5 and gradients to 1e-4 of their size.
-The special tokens and token types are those of the model's own tokenizer. A BERT always gets token types.
-`--torch_compile` needs layers that are built as BERT's; otherwise it is refused.
+The special tokens and token types are those of the model's own tokenizer. A BERT always gets token types, unless its
+tokenizer's layout has none. `--torch_compile` needs layers that are built as BERT's; otherwise it is refused.
 """
 
 
@@ -40,14 +40,19 @@ def page() -> str:
     """The whole page as Markdown."""
     rows = {"Packed": [], "Padded": [], "Refused": []}  # type: dict[str, list[str]]
     for name in sorted(MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES):
-        family = family_of(CONFIG_MAPPING[name]())
+        config = CONFIG_MAPPING[name]()
+        family = family_of(config)
         positions = "pad_token_id + 1" if family.positions_after_padding else "0"
+        checkpointing = model_class(config).supports_gradient_checkpointing
+        without = [*family.unsupported, *([] if checkpointing else ["--gradient_checkpointing"])]
+        flags = ", ".join(f"`{flag}`" for flag in without) or "none"
         kind = "Refused" if family.refused else "Packed" if family.packed else "Padded"
-        rows[kind].append(f"| `{name}` | {family.refused or positions} |")
+        rows[kind].append(f"| `{name}` | {family.refused or f'{positions} | {flags}'} |")
     blocks = [INTRODUCTION.rstrip()]
     for kind, lines in rows.items():
-        column = "Reason" if kind == "Refused" else "First position"
-        blocks += [f"## {kind} families", "\n".join([f"| Family | {column} |", "| --- | --- |", *lines])]
+        columns = ["Family", *(["Reason"] if kind == "Refused" else ["First position", "Flags that are refused"])]
+        head = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+        blocks += [f"## {kind} families", "\n".join([*head, *lines])]
     return "\n\n".join(blocks) + "\n"
 
 

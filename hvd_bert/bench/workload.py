@@ -15,7 +15,7 @@ from hvd_bert.data.windows import WindowTable
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.model.bert import new_model
-from hvd_bert.model.families import family_of, max_tokens, pad_if_needed
+from hvd_bert.model.families import check_flags, family_of, max_tokens, pad_if_needed
 from hvd_bert.model.flops import forward_flops
 from hvd_bert.model.loading import load_config, reported
 from hvd_bert.tasks.question_answering import QuestionAnswering
@@ -56,6 +56,7 @@ def random_inputs(model: str | None, num_windows: int, config: Config, world: Wo
     """
     args, data = config.train, config.data
     shape = _config_of(model, weight_copies(config, world))
+    check_flags(config, shape)
     pad_if_needed(data, shape, family_of(shape).packed)
     lengths = lengths_like_squad(num_windows, min(data.max_seq_length, max_tokens(shape)), args.seed)
     table = random_windows(lengths, shape.vocab_size, args.seed)

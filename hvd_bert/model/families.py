@@ -6,8 +6,8 @@ family, add a row, and a size to tests/unit/test_families.py, whose tests then c
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
 )
 
-from hvd_bert.config.settings import DataArguments
+from hvd_bert.config.settings import Config, DataArguments
 from hvd_bert.distributed.logs import log
+from hvd_bert.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,16 @@ class Family:
             mixes the tokens of a row. So windows can be packed; otherwise they are padded to the longest of the batch.
         positions_after_padding: Its positions start at pad_token_id + 1, as RoBERTa's.
         prepare: What else a model needs for packed windows.
+        question_attends_globally: The question's tokens attend to all others, as Longformer's.
+        unsupported: Flags that it fails with -> the reason.
         refused: Why it cannot be trained; empty if it can.
     """
 
     packed: bool = False
     positions_after_padding: bool = False
     prepare: Callable[[nn.Module], None] | None = None
+    question_attends_globally: bool = False
+    unsupported: Mapping[str, str] = field(default_factory=dict)
     refused: str = ""
 
 
@@ -53,6 +58,8 @@ _LIKE_ROBERTA = Family(packed=True, positions_after_padding=True)
 _PADDED_LIKE_ROBERTA = Family(positions_after_padding=True)
 _BOXES = Family(refused="it needs the place of each word on a page")
 _MIXES_PADDING = Family(refused="padding changes its results, so they would depend on the other windows of a batch")
+_OVERFLOWS = "the mask of its attention overflows in half precision"
+_PAST_FSDP = "it calls its layers in a way that FSDP does not see, so their shards are not gathered"
 _SLOW_TOKENIZER = Family(refused="it has no fast tokenizer, which reports the positions of tokens in the text")
 
 FAMILIES: dict[str, Family] = {
@@ -63,6 +70,7 @@ FAMILIES: dict[str, Family] = {
     "canine": _SLOW_TOKENIZER,
     "convbert": _MIXES_PADDING,
     "data2vec-text": _LIKE_ROBERTA,
+    "deberta": Family(unsupported={"--bf16": _OVERFLOWS, "--fp16": _OVERFLOWS}),
     "distilbert": _PACKED,
     "electra": _PACKED,
     "ernie": _PACKED,
@@ -74,7 +82,7 @@ FAMILIES: dict[str, Family] = {
     "layoutlmv2": _BOXES,
     "layoutlmv3": _BOXES,
     "lilt": _BOXES,
-    "longformer": _PADDED_LIKE_ROBERTA,
+    "longformer": Family(positions_after_padding=True, question_attends_globally=True),
     "luke": Family(refused="without entities, a part of its weights is not trained"),
     "lxmert": Family(refused="it needs images"),
     "markuplm": Family(refused="it needs the place of each word in a web page"),
@@ -87,6 +95,7 @@ FAMILIES: dict[str, Family] = {
     "roberta": _LIKE_ROBERTA,
     "roberta-prelayernorm": _LIKE_ROBERTA,
     "roc_bert": Family(refused="it needs the shape and the pronunciation of each token"),
+    "squeezebert": Family(unsupported={"--strategy fsdp": _PAST_FSDP}),
     "ultrabert": _PACKED,
     "xlm": _SLOW_TOKENIZER,
     "xlm-roberta": _LIKE_ROBERTA,
@@ -119,6 +128,17 @@ def max_tokens(config: Any) -> int:
     """The number of positions of a model, which limits the length of a window."""
     offset = config.pad_token_id + 1 if family_of(config).positions_after_padding else 0
     return int(config.max_position_embeddings) - offset
+
+
+def check_flags(config: Config, model_config: Any) -> None:
+    """Raise UserError if the model's family fails with a flag of the run."""
+    given = (f"--{config.train.precision}", f"--strategy {config.parallel.strategy}")
+    for flag, reason in family_of(model_config).unsupported.items():
+        if flag in given:
+            raise UserError(
+                f"{flag} does not work with {model_config.model_type} models: {reason}. Omit the flag, or name another"
+                " model."
+            )
 
 
 def pad_if_needed(data: DataArguments, config: Any, packed: bool, unit: str = "windows") -> None:
@@ -165,6 +185,10 @@ class _Adapted:
         forward: Any = super().forward  # type: ignore[misc]
         if self.takes_token_types and token_type_ids is not None:
             others["token_type_ids"] = token_type_ids
+        if self.family.question_attends_globally and token_type_ids is not None:
+            # transformers takes what is before the first separator, and fails if a text contains another separator.
+            question = (token_type_ids == 0) & (input_ids != self.config.sep_token_id)
+            others["global_attention_mask"] = question.long()
         if window_lengths and self.family.packed:
             assert position_ids is not None
             if self.family.positions_after_padding:

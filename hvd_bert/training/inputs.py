@@ -19,7 +19,7 @@ from hvd_bert.data.windows import WindowOptions, WindowTable, prepare
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
 from hvd_bert.model.bert import load_model, load_tokenizer
-from hvd_bert.model.families import family_of, pad_if_needed
+from hvd_bert.model.families import check_flags, family_of, pad_if_needed
 from hvd_bert.model.flops import forward_flops
 from hvd_bert.model.loading import load_config
 
@@ -86,6 +86,7 @@ def load_inputs(config: Config, world: World) -> Inputs:
     """Load and check all inputs, without collectives. The ranks of a host tokenize once. Raises UserError."""
     tokenizer = load_tokenizer(config.model)
     shape = load_config(config.model.configuration, config.model)
+    check_flags(config, shape)
     pad_if_needed(config.data, shape, family_of(shape).packed)
     padded = config.data.pad_to is not None
     copies = weight_copies(config, world)

@@ -17,14 +17,16 @@ from torch.nn.functional import cross_entropy
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES
 
+from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import DataArguments, ModelArguments
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.windows import WindowTable
 from hvd_bert.errors import UserError
 from hvd_bert.model import attention
 from hvd_bert.model.bert import compile_layers, load_model, new_model, span_logits, span_losses, window_losses
-from hvd_bert.model.families import family_of, max_tokens, model_class, pad_if_needed
+from hvd_bert.model.families import check_flags, family_of, max_tokens, model_class, pad_if_needed
 from hvd_bert.model.loading import load_config, num_weights
+from hvd_bert.model.precision import autocast
 from hvd_bert.strategies.fsdp import sharded_copy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -189,6 +191,34 @@ def test_encoder_without_a_head_is_loaded(name, tokenizer, tmp_path):
     assert len(found.state_dict()) == len(own.state_dict()) > len(expected)
 
 
+def test_longformers_text_may_contain_separators(windows):
+    """It gets the mask of the windows without them, whose result transformers' own equals."""
+    ours, _ = models("longformer")
+    batch = Collator(windows, CPU)(range(len(LENGTHS)))
+    seen = []
+    ours.longformer.register_forward_pre_hook(
+        lambda _, __, inputs: seen.append(inputs["global_attention_mask"]), with_kwargs=True
+    )
+    expected = span_logits(ours, batch)[0]
+    batch.input_ids[0, 8] = SEP  # in the first window's context
+    found = span_logits(ours, batch)[0]
+    assert torch.equal(*seen) and seen[0].sum(1).tolist() == [5] * len(LENGTHS)
+    assert not torch.equal(found[0], expected[0]) and torch.equal(found[1:], expected[1:])
+
+
+@pytest.mark.parametrize("name", [name for name in TRAINED if "--bf16" not in family_of(CONFIGS[name]()).unsupported])
+def test_half_precision(name, windows):
+    """A training step on the CPU with dropout, with the loss of fp32 except for rounding and dropout."""
+    losses = []
+    for precision in ("fp32", "bf16"):
+        model = new_model(small(name), 0.1, seed=1).train()
+        with autocast(CPU, precision):
+            losses.append(window_losses(model, Collator(windows, CPU)(range(len(LENGTHS)))).mean())
+    losses[1].backward()
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=0.3)
+    assert all(weights.grad.isfinite().all() for weights in model.parameters() if weights.grad is not None)
+
+
 # --- limits and settings ---------------------------------------------------------------------------
 
 
@@ -234,6 +264,21 @@ def test_copies_keep_the_adapted_inputs_and_the_saved_class(name, windows, tmp_p
     assert torch.equal(span_logits(copy.deepcopy(ours), batch)[0], span_logits(ours, batch)[0])
     ours.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [model_class(ours.config).__name__]
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "words"),
+    [
+        ("deberta", ["--bf16"], "--bf16 does not work with deberta models: the mask"),
+        ("deberta", ["--fp16"], "--fp16 does not work with deberta models: the mask"),
+        ("squeezebert", ["--strategy", "fsdp"], "--strategy fsdp does not work with squeezebert models: it calls"),
+    ],
+)
+def test_flags_that_a_family_fails_with_are_refused(name, flags, words):
+    check_flags(parse([]), small(name))
+    check_flags(parse(flags), small("bert"))
+    with pytest.raises(UserError, match=words):
+        check_flags(parse(flags), small(name))
 
 
 @pytest.fixture
