@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from hvd_bert.config.flag import MAX_THREADS, flag, properties_of, require
+from hvd_bert.config.flag import MAX_THREADS, flag, properties_of, require, require_different_columns
 from hvd_bert.config.tasks import QUESTION_ANSWERING, TASKS
 from hvd_bert.errors import UserError
 
@@ -63,28 +63,24 @@ class DataArguments:
         "question",
         "Column of the questions, in data of flat rows.",
         metavar="NAME",
-        may_change_on_resume=True,
     )
     context_column: str = flag(
         "question-answering",
         "context",
         "Column of the contexts, in data of flat rows.",
         metavar="NAME",
-        may_change_on_resume=True,
     )
     answer_column: str = flag(
         "question-answering",
         "answers",
         "Column of the answers, in data of flat rows.",
         metavar="NAME",
-        may_change_on_resume=True,
     )
     bad_examples: str = flag(
         "question-answering",
         "error",
         "Questions with a mistake, such as a misplaced answer: refuse the data, or skip these questions.",
         choices=("error", "skip"),
-        may_change_on_resume=True,
     )
     version_2_with_negative: bool = flag(
         "question-answering",
@@ -165,12 +161,7 @@ class DataArguments:
             self.dataset_name = "squad_v2" if self.version_2_with_negative else DEFAULT_DATASET
         if self.dataset_name in ("squad_v2", "rajpurkar/squad_v2"):
             self.version_2_with_negative = True
-        columns = [self.question_column, self.context_column, self.answer_column]
-        require(
-            len({*columns, "id"}) == 4,
-            f"--question_column, --context_column and --answer_column ({', '.join(columns)}): give three different"
-            " names other than id.",
-        )
+        require_different_columns(self.question_column, self.context_column, self.answer_column)
         for name in ("max_seq_length", "n_best_size", "max_answer_length"):
             require(getattr(self, name) >= 1, f"--{name} {getattr(self, name)}: must be at least 1.")
         threshold = self.null_score_diff_threshold

@@ -92,3 +92,12 @@ def require(condition: bool, message: str) -> None:
     """Raise UserError(message) unless the condition is true."""
     if not condition:
         raise UserError(message)
+
+
+def require_different_columns(question: str, context: str, answer: str) -> None:
+    """Raise UserError unless the three columns of flat rows, and that of the ids, have different names."""
+    require(
+        len({question, context, answer, "id"}) == 4,
+        f"--question_column, --context_column and --answer_column ({question}, {context}, {answer}): give three"
+        " different names other than id.",
+    )

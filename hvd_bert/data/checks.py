@@ -79,7 +79,7 @@ def _judged(
 
 
 def _text_mistake(question: Question) -> Mistake | None:
-    """A mistake that no use of the question can do with."""
+    """A mistake that makes the question unusable."""
     if not question.context.strip():
         return Mistake("empty text", "its context is empty")
     # A question of blanks has no tokens but does no harm, so it is accepted.

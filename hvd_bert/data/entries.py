@@ -52,18 +52,27 @@ def found(make: Callable[..., Found], where: str, *arguments: Any) -> Found:
 def squad_question(where: str, title: str, context: str, entry: Any, reading: Reading) -> Found:
     """An entry of "qas" in SQuAD's JSON."""
     id_ = _id(where, entry, "id", reading)
-    pairs: list[_Answer] = []
-    if _has(entry, "answers", reading):
-        for number, answer in enumerate(get(where, entry, "answers", list)):
-            at_answer = f"{where}.answers[{number}]"
-            pairs.append((attempt(get, at_answer, answer, "text", str), attempt(_start, at_answer, answer)))
-    texts, starts, mistake = _answers(pairs)
+    texts, starts, mistake = _answers(_readable(reading, _squad_answers, where, entry, reading))
     if texts and entry.get("is_impossible"):
         mistake = mistake or Mistake(
             "contradiction", f'{where} has "is_impossible": true, but also answers. Remove one of the two'
         )
     question = get(where, entry, "question", str)
     return Found(where, Question(id_, title, context, question, texts, starts), mistake)
+
+
+def _squad_answers(where: str, entry: dict[str, Any], reading: Reading) -> list[_Answer]:
+    if not _has(entry, "answers", reading):
+        return []
+    return _answer_objects(f"{where}.answers", get(where, entry, "answers", list))
+
+
+def _answer_objects(where: str, answers: list[Any]) -> list[_Answer]:
+    places = [f"{where}[{number}]" for number in range(len(answers))]
+    return [
+        (attempt(get, place, answer, "text", str), attempt(_start, place, answer))
+        for place, answer in zip(places, answers, strict=True)
+    ]
 
 
 def mrqa_question(where: str, title: str, context: str, entry: Any, reading: Reading) -> Found:
@@ -73,6 +82,12 @@ def mrqa_question(where: str, title: str, context: str, entry: Any, reading: Rea
     other accepted answers, too.
     """
     id_ = _id(where, entry, "qid", reading)
+    texts, starts, mistake = _answers(_readable(reading, _mrqa_answers, where, context, entry, reading))
+    question = get(where, entry, "question", str)
+    return Found(where, Question(id_, title, context, question, texts, starts), mistake)
+
+
+def _mrqa_answers(where: str, context: str, entry: dict[str, Any], reading: Reading) -> list[_Answer]:
     pairs: list[_Answer] = []
     if _has(entry, "detected_answers", reading):
         for number, answer in enumerate(get(where, entry, "detected_answers", list)):
@@ -84,18 +99,18 @@ def mrqa_question(where: str, title: str, context: str, entry: Any, reading: Rea
                 pairs.append((context[span[0] : span[1] + 1], span[0]))
     known = {text for text, _ in pairs if isinstance(text, str)}
     accepted = [text for text in get(where, entry, "answers", list, []) if isinstance(text, str) and text not in known]
-    texts, starts, mistake = _answers([*pairs, *((text, None) for text in dict.fromkeys(accepted))])
-    question = get(where, entry, "question", str)
-    return Found(where, Question(id_, title, context, question, texts, starts), mistake)
+    return [*pairs, *((text, None) for text in dict.fromkeys(accepted))]
 
 
 def row_question(where: str, row: Any, reading: Reading, contexts: dict[str, str]) -> Found:
-    """A flat row. Its answers are an object of two lists or, with a column "answer_start", the text of one answer.
+    """A flat row. Its answers are an object of two lists, or a list of objects as SQuAD's, or one such object.
+
+    With a column "answer_start", they may be the text of one answer.
 
     `contexts`: those of earlier rows. About five rows share a context, of which one copy is kept.
     """
     context = get(where, row, reading.context_column, str)
-    texts, starts, mistake = _answers(_row_answers(where, row, reading))
+    texts, starts, mistake = _answers(_readable(reading, _row_answers, where, row, reading))
     question = Question(
         id=_id(where, row, "id", reading),
         title=get(where, row, "title", str, ""),
@@ -112,13 +127,17 @@ def _row_answers(where: str, row: dict[str, Any], reading: Reading) -> list[_Ans
     if not _has(row, column, reading):
         return []
     answers, at_answers = row.get(column), f"{where}.{column}"
-    if "answer_start" in row and not isinstance(answers, dict):
+    if "answer_start" in row and not isinstance(answers, dict | list):
         if answers in (None, "") and row["answer_start"] in (None, ""):
             return []
         return [(attempt(_expect, at_answers, answers, str), attempt(_start, where, row))]
     if isinstance(answers, str):
-        answers = _parsed(at_answers, answers)
+        answers = _parsed(at_answers, column, answers)
         row = {**row, column: answers}
+    if isinstance(answers, list):
+        return _answer_objects(at_answers, answers)
+    if isinstance(answers, dict) and isinstance(answers.get("text"), str):
+        return [(answers["text"], attempt(_start, at_answers, answers))]
     answers = get(where, row, column, dict)
     texts, starts = get(at_answers, answers, "text", list), get(at_answers, answers, "answer_start", list)
     if len(texts) != len(starts):
@@ -133,15 +152,26 @@ def _row_answers(where: str, row: dict[str, Any], reading: Reading) -> list[_Ans
     ]
 
 
-def _parsed(where: str, text: str) -> Any:
+def _parsed(where: str, column: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         example = '{"text": ["London"], "answer_start": [16]}'
         raise Mistake(
             "wrong type",
-            f"{where} should be JSON such as {example} ({shown(text)}). Give one answer as text a column answer_start",
+            f"{where} should be JSON such as {example} ({shown(text)}). If `{column}` is plain text, add a column"
+            " answer_start",
         ) from None
+
+
+def _readable(reading: Reading, read: Callable[..., list[_Answer]], *arguments: Any) -> list[_Answer]:
+    """The answers that `read` returns. Prediction does not need them, so for it a mistake means no answers."""
+    try:
+        return read(*arguments)
+    except Mistake:
+        if reading.purpose != "prediction":
+            raise
+        return []
 
 
 def _answers(
@@ -186,7 +216,7 @@ def get(where: str, parent: Any, key: str, kind: type, default: Any = None) -> A
 
 
 def _has(entry: dict[str, Any], key: str, reading: Reading) -> bool:
-    """Whether there are answers to read: only prediction does without the key."""
+    """Whether there are answers to read: only prediction does not need the key."""
     return reading.purpose != "prediction" or entry.get(key) is not None
 
 

@@ -167,6 +167,9 @@ def _from_csv(name: str, text: str, header: tuple[str, list[str]], reading: Read
 
     delimiter, columns = header
     wanted = check_columns(name, columns, reading)
+    repeated = [column for column in wanted if columns.count(column) > 1]
+    if repeated:
+        raise UserError(f"{name}: the first line names the column {repeated[0]} more than once. Rename one of them.")
     malformed: dict[int, str] = {}
 
     def note(row: Any) -> str:

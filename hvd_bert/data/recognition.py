@@ -17,11 +17,16 @@ _ARCHIVES = {
     b"\xfd7zXZ\0": "xz",
     b"PK\x03\x04": "zip",
     b"\x28\xb5\x2f\xfd": "zstd",
+    b"7z\xbc\xaf\x27\x1c": "7z",
 }
 _PARQUET = b"PAR1"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-_UTF_16_ASCII = (b"\1\0\1\0", b"\0\1\0\1")  # which bytes of two ASCII characters are not 0
+# Marks at the start, and which of the first four bytes of ASCII text are not 0. UTF-32's little-endian mark starts with
+# UTF-16's.
+_WIDE_ENCODINGS = {
+    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE, b"\1\0\0\0", b"\0\0\0\1"),
+    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, b"\1\0\1\0", b"\0\1\0\1"),
+}
 _PYTHON_REPR = re.compile(r"[\[({\s]*[\[({]\s*'")  # Python quotes keys with ', JSON with "
 # Compressed text shrinks to a tenth, and to a hundredth where rows repeat their contexts.
 _MAX_EXPANSION, _ALWAYS_ALLOWED = 300, 2**26
@@ -37,7 +42,9 @@ def unpacked(name: str, content: bytes) -> bytes:
         except (OSError, EOFError, zlib.error) as error:
             raise UserError(f"{name}: damaged gzip file ({reason_of(error)}). Copy or download it again.") from error
         if len(content) > limit:
-            raise UserError(f"{name}: expands to more than {_MAX_EXPANSION} times its size, as no data do.")
+            raise UserError(
+                f"{name}: expands to more than {_MAX_EXPANSION} times its size, which is not plausible for data."
+            )
     for magic, archive in _ARCHIVES.items():
         if content.startswith(magic):
             raise UserError(f"{name}: compressed with {archive}. Decompress the file first.")
@@ -53,8 +60,9 @@ def decoded(name: str, content: bytes) -> str:
     """The text of a file. Raises UserError if it is no text in UTF-8, or a pointer or a page in place of data."""
     if content.startswith(_LFS_POINTER):
         raise UserError(f"{name}: a git-LFS pointer, not the data. Run git lfs pull in its repository.")
-    if content.startswith(_UTF_16) or bytes(map(bool, content[:4])) in _UTF_16_ASCII:
-        raise UserError(f"{name}: UTF-16 text. Convert it: iconv -f UTF-16 -t UTF-8 {name} > NEW_FILE")
+    for encoding, (*marks, little, big) in _WIDE_ENCODINGS.items():
+        if content.startswith(tuple(marks)) or bytes(map(bool, content[:4])) in (little, big):
+            raise UserError(f"{name}: {encoding} text. Convert it: iconv -f {encoding} -t UTF-8 {name} > NEW_FILE")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -53,12 +53,12 @@ def load_model(
     seed: int,
     padded: bool = False,
     copies: int = 1,
-    trained: bool = False,
+    needs_head: bool = False,
 ) -> Any:
     """The model on the CPU, in fp32. New weights (the span head, or all from scratch) are a function of `seed`.
 
     `padded`: whether batches are padded, for transformers' own attention, or packed. `copies`: how many copies of the
-    weights must fit into memory. `trained`: refuse a model without the weights of a span head.
+    weights must fit into memory. `needs_head`: whether saved weights must include the span head.
     Raises UserError if the model's family is not supported, or it does not fit the tokenizer or `max_seq_length`.
     """
     source = args.configuration
@@ -86,10 +86,11 @@ def load_model(
         raise UserError(
             f"{args.model_name_or_path} lacks weights that its configuration needs ({names}, ...). Name another model."
         )
-    if trained and info["missing_keys"]:
+    if needs_head and info["missing_keys"]:
+        missing = ", ".join(sorted(info["missing_keys"])[:3])
         raise UserError(
-            f"{args.model_name_or_path} has no trained span head ({', '.join(sorted(info['missing_keys']))} would be"
-            " random), so it answers no questions. Name a model that was fine-tuned for question answering."
+            f"{args.model_name_or_path} has no span head ({missing}), so its answers would be random. Train it first,"
+            " or name a model that is fine-tuned for question answering."
         )
     with reported(source):
         return _counted(_prepared(model, token_types))

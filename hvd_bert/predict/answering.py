@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from hvd_bert.config.command_line import load_yaml
+from hvd_bert.config.flag import require_different_columns
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.config.tasks import QUESTION_ANSWERING
 from hvd_bert.data import squad, windows
@@ -38,7 +39,7 @@ def predict(
     args = ModelArguments(model_name_or_path=model_name)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(args)
-    model = load_model(args, tokenizer, max_seq_length or 1, seed=0, trained=True).eval()
+    model = load_model(args, tokenizer, max_seq_length or 1, seed=0, needs_head=True).eval()
     model.to(device=device)
     length = max_seq_length or min(384, max_tokens(model.config))
     window_options = windows.WindowOptions(length, doc_stride=length // 3)
@@ -82,7 +83,9 @@ def _questions(flags: argparse.Namespace) -> list[Question]:
     if flags.questions_file:
         if flags.num_questions < 1:
             raise UserError(f"--num_questions {flags.num_questions}: must be at least 1.")
-        reading = squad.Reading(flags.question_column, flags.context_column, flags.answer_column, purpose="prediction")
+        columns = flags.question_column, flags.context_column, flags.answer_column
+        require_different_columns(*columns)
+        reading = squad.Reading(*columns, purpose="prediction")
         questions = squad.open_file(flags.questions_file, flags.version_2_with_negative, reading).questions()
         picked = np.linspace(0, len(questions), flags.num_questions, endpoint=False)
         return [questions[int(i)] for i in picked]

@@ -24,7 +24,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.evaluation.classification import scores
 from hvd_bert.model.bert import compile_layers, load_tokenizer, takes_token_types
 from hvd_bert.model.classifier import class_logits, load_classifier, packs
-from hvd_bert.model.families import pad_if_needed
+from hvd_bert.model.families import check_flags, pad_if_needed
 from hvd_bert.model.flops import forward_flops
 from hvd_bert.model.loading import load_config
 from hvd_bert.tasks.dataset import DatasetTask, Examples
@@ -55,7 +55,8 @@ class TextClassification(DatasetTask):
         path, columns = data.validation_file, train.columns if train else None
         dev = texts.read(path, "--validation_file", columns) if path and args.do_eval else None
         self.tokenizer = load_tokenizer(config.model)
-        shape = load_config(config.model.configuration, config.model)
+        shape: Any = load_config(config.model.configuration, config.model)
+        check_flags(config, shape)
         pad_if_needed(data, shape, packs(shape), self.unit)
         self.model = load_classifier(
             config.model,

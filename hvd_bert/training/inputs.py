@@ -90,7 +90,8 @@ def load_inputs(config: Config, world: World) -> Inputs:
     pad_if_needed(config.data, shape, family_of(shape).packed)
     padded = config.data.pad_to is not None
     copies = weight_copies(config, world)
-    model = load_model(config.model, tokenizer, config.data.max_seq_length, config.train.seed, padded, copies)
+    length, seed, trains = config.data.max_seq_length, config.train.seed, config.train.do_train
+    model = load_model(config.model, tokenizer, length, seed, padded, copies, needs_head=not trains)
     crossover = forward_flops(model).crossover
     train = _training_set(config, tokenizer, crossover, world) if config.train.do_train else None
     dev = _question_set(config, tokenizer, world) if config.train.do_eval else None

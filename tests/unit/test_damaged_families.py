@@ -26,7 +26,10 @@ def load_small(name, settings, tokenizer, folder):
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [
-        *((name, {"type_vocab_size": 0}, "cannot be loaded") for name in ("albert", "roberta", "electra", "ernie", "megatron-bert")),
+        *(
+            (name, {"type_vocab_size": 0}, "cannot be loaded")
+            for name in ("albert", "roberta", "electra", "ernie", "megatron-bert")
+        ),
         ("albert", {"num_hidden_groups": 0}, "cannot be loaded"),
         ("albert", {"num_hidden_groups": -1}, "cannot be loaded"),
         ("albert", {"num_hidden_groups": HUGE}, "num_hidden_groups 1000000000 is more than 1000"),

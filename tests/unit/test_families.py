@@ -189,6 +189,8 @@ def test_encoder_without_a_head_is_loaded(name, tokenizer, tmp_path):
     expected = own.base_model.state_dict()
     assert all(torch.equal(value, expected[key]) for key, value in found.base_model.state_dict().items())
     assert len(found.state_dict()) == len(own.state_dict()) > len(expected)
+    with pytest.raises(UserError, match=rf"^{tmp_path} has no span head \(.*weight.*\), so its answers"):
+        load_model(ModelArguments(model_name_or_path=str(tmp_path)), tokenizer, 32, seed=1, needs_head=True)
 
 
 def test_longformers_text_may_contain_separators(windows):

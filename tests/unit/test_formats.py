@@ -88,6 +88,21 @@ def test_one_answer_as_text_with_its_place(tmp_path, questions, name):
     assert read(tmp_path, FORMATS[name](rows), Reading(answer_column="text"), v2=True) == questions
 
 
+@pytest.mark.parametrize("name", ["JSON", "JSON Lines", "Parquet"])
+def test_answers_as_objects(tmp_path, make_questions, to_rows, name):
+    """A list of objects, or a single one; in evaluation a mistake in one does not lose its text."""
+    questions = make_questions(3)
+    rows = to_rows(questions)
+    for row, question in zip(rows, questions, strict=True):
+        row["answers"] = {"text": question.answer_texts[0], "answer_start": question.answer_starts[0]}
+    assert read(tmp_path, FORMATS[name](rows)) == questions
+    rows[1]["answers"]["answer_start"] = 999
+    lists = [{**row, "answers": [row["answers"]]} for row in rows]
+    for content in (rows, lists):
+        kept = read(tmp_path, FORMATS[name](content), Reading(bad_examples="skip", purpose="evaluation"))
+        assert kept == [questions[0], dataclasses.replace(questions[1], answer_starts=(None,)), questions[2]]
+
+
 def test_gzipped_squad(tmp_path, make_questions, to_squad):
     assert read(tmp_path, gzip.compress(json.dumps(to_squad(make_questions(4))).encode())) == make_questions(4)
 
@@ -117,7 +132,9 @@ def test_missing_columns_are_named_with_the_flags(tmp_path, make_questions, to_r
 
 def test_python_objects_in_csv_are_named(tmp_path, make_questions, to_rows):
     rows = [{**row, "answers": str(row["answers"])} for row in to_rows(make_questions(2))]
-    with pytest.raises(UserError, match=r"2 wrong types, the first: row 0\.answers should be JSON .*found"):
+    with pytest.raises(
+        UserError, match=r"2 wrong types, the first: row 0\.answers should be JSON .*If `answers` is plain"
+    ):
         read(tmp_path, as_csv(rows))
 
 
@@ -129,6 +146,11 @@ def test_csv_rows_of_another_length(tmp_path, make_questions, to_rows):
     lines = content.splitlines(keepends=True)
     with pytest.raises(UserError, match=r"1 wrong type: row 2\.answers should be JSON.*; 1 malformed row: row 1 has"):
         read(tmp_path, b"".join([*lines[:2], lines[3], lines[2].replace(b"{", b"")]))
+
+
+def test_repeated_columns_of_csv(tmp_path, make_questions, to_rows):
+    with pytest.raises(UserError, match="the first line names the column context more than once"):
+        read(tmp_path, as_csv(to_rows(make_questions(2))).replace(b"title", b"context", 1))
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
@@ -237,6 +259,24 @@ def test_prediction_ignores_mistakes_in_answers(tmp_path, make_questions, to_squ
     assert second.answer_texts == ()
     with pytest.raises(UserError, match=r"its question is empty\. Fix the file\.$"):
         read(tmp_path, json.dumps([{"context": "a", "question": ""}]).encode(), Reading(purpose="prediction"))
+
+
+@pytest.mark.parametrize("answers", ["London", ["London"], 3, {"text": ["London"]}])
+@pytest.mark.parametrize("name", ["JSON", "CSV", "SQuAD", "MRQA"])
+def test_prediction_takes_answers_of_any_kind(tmp_path, make_questions, to_rows, to_squad, name, answers):
+    (question,) = make_questions(1)
+    if name in FORMATS:
+        content = FORMATS[name]([{**row, "answers": answers} for row in to_rows([question])])
+    elif name == "MRQA":
+        content = as_lines([{"context": "a", "qas": [{"qid": "b", "question": "c", "detected_answers": answers}]}])
+    else:
+        document = to_squad([question])
+        document["data"][0]["paragraphs"][0]["qas"][0]["answers"] = answers
+        content = json.dumps(document).encode()
+    (found,) = read(tmp_path, content, Reading(purpose="prediction"))
+    assert found.answer_texts == ()
+    with pytest.raises(UserError, match=r"wrong type|missing key"):
+        read(tmp_path, content)
 
 
 # --- cached windows ------------------------------------------------------------------------------

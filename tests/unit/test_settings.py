@@ -15,6 +15,7 @@ FIXED_ON_RESUME = {
     *("max_train_samples", "do_train", "learning_rate", "lr_base_batch_size", "weight_decay", "adam_beta1"),
     *("adam_beta2", "adam_epsilon", "max_grad_norm", "num_train_epochs", "max_steps", "lr_scheduler_type"),
     *("warmup_ratio", "warmup_steps", "lr_scaling", "lr_scaling_limit", "seed", "bf16", "fp16", "deterministic"),
+    *("question_column", "context_column", "answer_column", "bad_examples"),
     *("task", "torch_compile", "tf32", "metric_for_best_model", "fp16_allreduce", "gradient_predivide_factor"),
 }
 
