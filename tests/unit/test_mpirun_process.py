@@ -18,25 +18,35 @@ import os, shlex, sys
 from horovod.runner import mpirun_process
 sys.exit(mpirun_process.run(shlex.join(sys.argv[1:]), dict(os.environ)))
 """
-# Stands in for mpirun: prints the signals that it gets, and ends after a number of them.
+# Stands in for mpirun: prints the signals that it gets, and ends after a number of them with a status.
 MPIRUN = """
-import signal, sys
+import os, signal, sys
 signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT}
 signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-print("ready", flush=True)
+print("ready", os.getppid(), flush=True)
 for _ in range(int(sys.argv[1])):
     print(signal.Signals(signal.sigwait(signals)).name, flush=True)
-sys.exit(75)
+sys.exit(int(sys.argv[2]))
 """
 
 
+class Started(subprocess.Popen[str]):
+    between: str  # the id of the process between horovodrun and mpirun
+
+    def line(self) -> str:
+        """The next line that mpirun prints."""
+        assert self.stdout
+        return self.stdout.readline().rstrip()
+
+
 @contextmanager
-def started(number: int, *by: str) -> Iterator[subprocess.Popen[str]]:
-    """A horovodrun whose mpirun ends after `number` signals."""
-    mpirun = [sys.executable, "-c", MPIRUN, str(number)]
+def started(number: int, *by: str, status: int = 75) -> Iterator[Started]:
+    """A horovodrun whose mpirun ends with `status` after `number` signals."""
+    mpirun = [sys.executable, "-c", MPIRUN, str(number), str(status)]
     command = [*by, sys.executable, "-c", HOROVODRUN, *mpirun]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout and process.stdout.readline() == "ready\n"
+    with Started(command, stdout=subprocess.PIPE, text=True) as process:
+        word, process.between = process.line().split()
+        assert word == "ready"
         yield process
 
 
@@ -61,19 +71,50 @@ def test_signal_is_repeated_after_a_kill() -> None:
         assert output(process) == ["SIGUSR1", "SIGUSR1"]
 
 
-def test_second_interrupt_ends_the_ranks() -> None:
-    with started(2) as process:
-        process.send_signal(signal.SIGINT)
-        assert process.stdout and process.stdout.readline() == "SIGUSR1\n"
-        process.send_signal(signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_second_request_ends_the_ranks(number: signal.Signals) -> None:
+    with started(3) as process:
+        process.send_signal(number)
+        assert process.line() == "SIGUSR1"
+        process.send_signal(number)  # `timeout` sends each signal twice
+        assert process.line() == "SIGUSR1"  # the first one's repetition, 2 s later
+        process.send_signal(number)
         assert output(process) == ["SIGTERM"]
     assert process.returncode == 75
+
+
+@pytest.mark.parametrize("status", [0, 128 + signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_before_the_ranks_save_is_the_status(number: signal.Signals, status: int) -> None:
+    """mpirun ends with 0 if it has not started the ranks, and with 138 if SIGUSR1 ended them."""
+    with started(1, status=status) as process:
+        process.send_signal(number)
+        assert output(process) == ["SIGUSR1"]
+    assert process.returncode == 128 + number
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGKILL])
+def test_ranks_save_if_the_process_between_is_signalled(number: signal.Signals) -> None:
+    with started(1) as process:
+        os.kill(int(process.between), number)
+        assert output(process) == ["SIGUSR1"]
+    assert process.returncode == (75 if number != signal.SIGKILL else 128 + number)
+
+
+def test_what_is_typed_reaches_the_ranks() -> None:
+    master, slave = os.openpty()
+    command = [sys.executable, "-c", HOROVODRUN, "head", "-n", "1"]
+    with subprocess.Popen(command, stdin=slave, stdout=subprocess.PIPE, text=True) as process:
+        os.write(master, b"yes\n")
+        assert output(process) == ["yes"]
+    os.close(master)
+    os.close(slave)
 
 
 def test_job_is_suspended_and_resumed() -> None:
     with started(2) as process:
         process.send_signal(signal.SIGTSTP)
-        assert process.stdout and process.stdout.readline() == "SIGTSTP\n"
+        assert process.line() == "SIGTSTP"
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
         process.send_signal(signal.SIGCONT)
         assert output(process) == ["SIGCONT"]
