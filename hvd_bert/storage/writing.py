@@ -31,28 +31,37 @@ def open_to_append(path: Path) -> TextIO:
 class JsonLines:
     """A file with a fixed name, one JSON value per line. If a line cannot be written, the run continues.
 
-    It warns once. The lines stay in the buffer, and the next call tries again to write them.
+    It warns once. The next call tries again to write what is missing, in the same order. Once that is more than
+    `PENDING_LIMIT` bytes, further lines are lost.
     """
+
+    PENDING_LIMIT = 2**24  # tens of thousands of lines
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
         self._path = path
-        self._file = open_to_append(path)
+        self._file = open_to_append(path)  # its own buffer is not used: it cannot be limited
+        self._pending = b""
         self._failed = False
 
     def write(self, *values: Any) -> None:
         """Write one line per value."""
-        self._file.write("".join(json.dumps(value, allow_nan=False) + "\n" for value in values))
+        if len(self._pending) < self.PENDING_LIMIT:
+            self._pending += "".join(json.dumps(value, allow_nan=False) + "\n" for value in values).encode()
         try:
-            self._file.flush()
+            while self._pending:
+                written = os.write(self._file.fileno(), self._pending)  # part of it, if the disk is nearly full
+                self._pending = self._pending[written:]
         except OSError as error:
             if not self._failed:
                 log.warning("%s cannot be written: %s. Training continues.", self._path, error.strerror or error)
             self._failed = True
 
     def close(self) -> None:
-        """Close the file."""
-        with suppress(OSError):  # `write` has warned
+        """Write what is missing, if possible, and close the file."""
+        self.write()
+        self._pending = b""
+        with suppress(OSError):  # some network file systems report a failed write only here
             self._file.close()
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,20 +61,56 @@ def test_metrics_that_cannot_be_written_are_one_warning(tmp_path, monkeypatch, c
     ]
 
 
-def test_lines_are_written_once_there_is_space(tmp_path, caplog):
-    lines = JsonLines(tmp_path / "metrics.jsonl")
+@contextmanager
+def full_disk(lines: JsonLines) -> Iterator[None]:
+    """Inside the block its file cannot be written."""
     space = os.dup(descriptor := lines._file.fileno())
     full = os.open(FULL, os.O_WRONLY)
     os.dup2(full, descriptor)
-    with caplog.at_level(logging.WARNING, "hvd_bert"):
-        lines.write({"step": 1}, {"step": 2})
-    assert rows(tmp_path) == [] and len(caplog.messages) == 1
+    yield
     os.dup2(space, descriptor)
-    lines.write({"step": 3})
-    lines.close()
-    assert rows(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3}]
     os.close(space)
     os.close(full)
+
+
+@pytest.mark.parametrize("calls", [[2], [64], [1] * 300], ids=["two lines", "64 in one call", "300 one by one"])
+def test_lines_are_written_once_there_is_space(tmp_path, caplog, calls):
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    values = [{"step": step, "text": "x" * 400} for step in range(sum(calls))]  # 64 of them exceed Python's buffers
+    left = iter(values)
+    with full_disk(lines), caplog.at_level(logging.WARNING, "hvd_bert"):
+        for number in calls:
+            lines.write(*islice(left, number))
+        assert rows(tmp_path) == [] and len(caplog.messages) == 1
+    lines.write({"step": -1})
+    assert rows(tmp_path) == [*values, {"step": -1}]
+    lines.close()
+
+
+def test_disk_that_fills_within_a_line(tmp_path, monkeypatch):
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    write, space = os.write, [5]
+
+    def limited(descriptor: int, content: bytes) -> int:
+        if not space:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, content[: space.pop()])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", limited)
+        lines.write({"step": 1})
+    lines.close()
+    assert rows(tmp_path) == [{"step": 1}]
+
+
+def test_lines_that_wait_for_space_are_limited(tmp_path, monkeypatch):
+    monkeypatch.setattr(JsonLines, "PENDING_LIMIT", 20)
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    with full_disk(lines):
+        for step in range(9):
+            lines.write({"step": step})
+    lines.close()
+    assert rows(tmp_path) == [{"step": 0}, {"step": 1}]
 
 
 def test_gpu_usage_that_cannot_be_opened_starts_no_thread(tmp_path, monkeypatch):
