@@ -77,24 +77,30 @@ def write_results(folder: Path, results: dict[str, Any]) -> None:
 
 
 def save_model(folder: Path, task: Task) -> None:
-    """Write the task's trained model."""
+    """Write the task's trained model. Where a user's file is in its place, the model stays in the temporary folder."""
     written.add(folder, "model.safetensors")  # the next run removes what a killed one leaves of it
     partial = partial_of(folder / "model.safetensors")
     written.delete(partial)
+    keep = False
     try:
         partial.mkdir()
         task.save(partial)
-        written.claim(folder, *os.listdir(partial))
-        # config.json makes the folder a model and comes last: a crash leaves no partial model.
         for file in partial.glob("*.safetensors"):
             shutil.copymode(folder / written.RECORD, file)  # safetensors gives nobody else access
+        written.claim(folder, *os.listdir(partial))
+        # config.json makes the folder a model and comes last: a crash leaves no partial model.
         for file in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
             os.replace(file, folder / file.name)
     except SafetensorError as error:  # a full disk, for example
         raise OSError(str(error)) from None
+    except FileExistsError as error:
+        keep = True
+        kept = f"The trained model is in {partial}: move that folder away too, since the next run removes it"
+        raise FileExistsError(error.errno, f"{error.strerror}. {kept}") from None
     finally:
-        with suppress(OSError):
-            written.delete(partial)
+        if not keep:
+            with suppress(OSError):
+                written.delete(partial)
 
 
 def effective_settings(config: Config, plan: BatchPlan, learning_rate: float, world: World) -> dict[str, float]:

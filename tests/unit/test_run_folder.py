@@ -104,11 +104,14 @@ def test_a_users_file_is_not_replaced_by_a_tokenizers(tmp_path, tokenizer):
     names = ["tokenizer_config.json", "chat_template.jinja"]
     for name in names:
         (tmp_path / name).write_text("mine")
-    with pytest.raises(FileExistsError, match=r"did not write \(tokenizer_config.json\)"):
-        run_folder.save_model(tmp_path, task_of(model_of(templated), templated))
-    assert sorted(found_names(tmp_path)) == sorted(names)
+    model, kept = model_of(templated), partial_of(tmp_path / "model.safetensors")
+    with pytest.raises(FileExistsError, match=rf"did not write \(tokenizer_config.json\).*model is in {kept}:"):
+        run_folder.save_model(tmp_path, task_of(model, templated))
+    loaded = AutoModelForQuestionAnswering.from_pretrained(kept).state_dict()
+    assert all(value.equal(loaded[name]) for name, value in model.state_dict().items())
+    assert sorted(found_names(tmp_path)) == sorted([*names, kept.name])
     assert {(tmp_path / name).read_text() for name in names} == {"mine"}
     (tmp_path / "tokenizer_config.json").unlink()
     run_folder.save_model(tmp_path, task_of(model_of(templated), templated))
-    assert (tmp_path / "chat_template.jinja").read_text() == "mine"
+    assert (tmp_path / "chat_template.jinja").read_text() == "mine" and not kept.exists()
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}"
