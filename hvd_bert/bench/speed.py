@@ -100,7 +100,7 @@ def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World
     measuring_s = seconds_since_start() - start
     with tempfile.TemporaryDirectory() as folder:
         args.output_dir = folder  # GPU usage is recorded there
-        Training(task, None, None, config, world).run(recorder, stoppable=False)
+        Training(task, None, None, config, world).run(recorder)
     args.output_dir = None
     used = memory_peak(device) - before
     timed = range(flags.steps, args.max_steps)

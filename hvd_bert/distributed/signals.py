@@ -28,14 +28,15 @@ class StopRequests:
     def watched(self) -> Iterator[None]:
         """Handle the signals inside. A second SIGINT (Ctrl-C again) ends the process at once.
 
-        Once the run stops, the others stay ignored: a launcher may repeat one, which must not change the exit status.
+        After a signal the others stay ignored: a launcher may repeat one, which must not change the exit status. A
+        signal after the last vote is only noted, so the run completes.
         """
         before = {number: signal.signal(number, self._receive) for number in SIGNALS}
         try:
             yield
         finally:
             for number, handler in before.items():
-                ignored = self._stopping and number != signal.SIGINT
+                ignored = (self._stopping or self._received) and number != signal.SIGINT
                 signal.signal(number, signal.SIG_IGN if ignored else handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from contextlib import closing, nullcontext
+from contextlib import closing
 from typing import Any
 
 from torch import Tensor
@@ -70,13 +70,14 @@ def run(config: Config, world: World) -> None:
         results: dict[str, Any] = {}
         model_step, recorded = 0, False
         if training:
-            results = training.run(metrics_logger)
-            model_step, evaluation = training.model_step, training.evaluation
-            recorded = evaluation is not None
-            training = None  # frees the optimizer's memory
-            with run_folder.writing(folder, world) as writes:
-                if writes:
-                    run_folder.save_model(folder, task)
+            with training.stop_requests.watched():  # until the model is saved, or a signal would lose it
+                results = training.run(metrics_logger)
+                model_step, evaluation = training.model_step, training.evaluation
+                recorded = evaluation is not None
+                training = None  # frees the optimizer's memory
+                with run_folder.writing(folder, world) as writes:
+                    if writes:
+                        run_folder.save_model(folder, task)
         if evaluator:
             evaluation = evaluation or evaluator(task.model)
             if not recorded:
@@ -147,10 +148,10 @@ class Training:
         with run_folder.writing(folder, self.world, EXIT_BAD_INPUT):
             self.gpus = GpuUsage(self.world, folder)
 
-    def run(self, metrics_logger: MetricsLogger, stoppable: bool = True) -> dict[str, Any]:
+    def run(self, metrics_logger: MetricsLogger) -> dict[str, Any]:
         """Train to the end. Returns the results for train_results.json.
 
-        `stoppable`: a signal saves a checkpoint and raises CollectiveError. Otherwise signals have their usual effect.
+        Where `stop_requests` watches, a signal saves a checkpoint and raises CollectiveError.
         """
         self.open(metrics_logger)
         state, checkpoints, world = self.state, self.checkpoints, self.world
@@ -161,8 +162,7 @@ class Training:
             log.info("%s", note)
         state.strategy.module.train()
         self.metrics_logger.begin(self.total_steps, state.step, self.plan.steps_per_epoch)
-        watched = self.stop_requests.watched() if stoppable else nullcontext()
-        with closing(checkpoints), closing(self.gpus), closing(self.batches), closing(self.recording), watched:
+        with closing(checkpoints), closing(self.gpus), closing(self.batches), closing(self.recording):
             if state.eval_pending and self.evaluator:  # a signal stopped the run before it
                 self._evaluate()
             while state.step < self.total_steps and not checkpoints.patience_is_over:

@@ -216,6 +216,6 @@ def test_no_value_is_read_between_two_lines(tmp_path, monkeypatch):
             asked.append(mode.times - sum(asked))
 
         monkeypatch.setattr(training, "_after_step", note)
-        training.run(Recorder(), stoppable=False)
+        training.run(Recorder())
     assert len(asked) == 12
     assert [step for step, times in enumerate(asked, start=1) if times] == [1, 4, 8, 12]

@@ -44,7 +44,7 @@ def trained(tmp_path, *flags):
     world, recorder = make_world(), measure.Recorder()
     task = random_task(str(tmp_path), 24, config, world)
     training = Training(task, None, None, config, world)
-    training.run(recorder, stoppable=False)
+    training.run(recorder)
     needed = measure.memory_needed(task, world, range(2), "fp32")
     weights, moments, _ = training.state.strategy.state()
     kept = needed - 16 * sum(weight.numel() for weight in task.model.parameters())

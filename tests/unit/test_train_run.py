@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_world import make_world
 
-from hvd_bert.checkpoint import output_dir
+from hvd_bert.checkpoint import output_dir, run_folder
 from hvd_bert.config.command_line import overriding, parse
 from hvd_bert.data.batch_plan import BatchPlan
+from hvd_bert.distributed.signals import SIGNALS
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.evaluation import evaluator
 from hvd_bert.evaluation.squad_metric import score
@@ -42,6 +46,14 @@ def process_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     output_dir.unlock()
+
+
+@pytest.fixture
+def signal_handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def world_of_one() -> World:
@@ -87,6 +99,23 @@ def test_refused_training_keeps_the_earlier_run(base, tmp_path, monkeypatch):
     train(base, "--output_dir", str(out), "--overwrite_output_dir", "--max_steps", "2", "--no_do_eval")
     assert {"checkpoint-2"} == {path.name for path in out.glob("checkpoint-*")}
     assert not list(out.glob("eval_*.json")) and (out / "train_results.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signals_after_the_last_step_do_not_lose_the_model(base, tmp_path, monkeypatch, signal_handlers, number):
+    out, save, evaluate = tmp_path / "out", run_folder.save_model, loop.Evaluator.__call__
+
+    def signalled(do: Callable[..., Any]) -> Callable[..., Any]:
+        def action(*arguments: Any) -> Any:
+            os.kill(os.getpid(), number)
+            return do(*arguments)
+
+        return action
+
+    monkeypatch.setattr(run_folder, "save_model", signalled(save))
+    monkeypatch.setattr(loop.Evaluator, "__call__", signalled(evaluate))  # a launcher repeats the signal
+    train(base, "--output_dir", str(out), "--eval_strategy", "no")
+    assert {"model.safetensors", "train_results.json", "eval_results.json"} <= {path.name for path in out.iterdir()}
 
 
 def no_memory(plan, step, rank):
