@@ -42,7 +42,7 @@ class DataArguments:
     train_file: str | None = flag(
         "data",
         None,
-        "Training data: JSON, JSON Lines, CSV or Parquet, also gzipped; for texts JSON Lines or CSV.",
+        "Training data: JSON (for questions only), JSON Lines, CSV or Parquet, also gzipped.",
         default_text="none",
         metavar="FILE",
         may_change_on_resume=True,
@@ -124,9 +124,15 @@ class DataArguments:
         choices=("squad", "cmrc", "korquad"),
         may_change_on_resume=True,
     )
-    max_train_samples: int | None = flag("data", None, "Train on the first N questions only.", default_text="all")
+    max_train_samples: int | None = flag(
+        "data", None, "Train on the first N questions or examples only.", default_text="all"
+    )
     max_eval_samples: int | None = flag(
-        "data", None, "Evaluate on the first N questions only.", default_text="all", may_change_on_resume=True
+        "data",
+        None,
+        "Evaluate on the first N questions or examples only.",
+        default_text="all",
+        may_change_on_resume=True,
     )
     preprocessing_num_workers: int | None = flag(
         "data",

@@ -50,7 +50,7 @@ class TrainArguments:
     do_eval: bool = flag(
         "evaluation",
         True,
-        "Evaluate on the validation questions, if there are any.",
+        "Evaluate on the validation data, if there are any.",
         negated_help="Do not evaluate.",
         may_change_on_resume=True,
     )

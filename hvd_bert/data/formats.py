@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -40,7 +40,7 @@ def read(name: str, content: bytes, reading: Reading) -> Iterator[Found]:
     """Everything in a file. Raises UserError if it is not data at all; mistakes in parts of it are among the values."""
     content = unpacked(name, content)
     if is_parquet(content):
-        return from_rows(_parquet_rows(name, content, reading), reading)
+        return from_rows(parquet_rows(name, content, lambda present: check_columns(name, present, reading)), reading)
     text = decoded(name, content)
     header = _csv_header(text, reading)
     if header:
@@ -78,7 +78,7 @@ def _parsed(name: str, text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and _JSON.match(text):  # a whole JSON value, then more: one row per line
-            return _parsed_lines(name, text)
+            return [row for _, row in json_lines(name, text)]
         check_not_python(name, text)
         if not _JSON.match(text):
             raise UserError(
@@ -90,20 +90,20 @@ def _parsed(name: str, text: str) -> Any:
         raise UserError(f"{name}: not in SQuAD's format: {error}. {_GIVE}") from error
 
 
-def _parsed_lines(name: str, text: str) -> list[Any]:
-    rows = []
+def json_lines(name: str, text: str) -> Iterator[tuple[int, Any]]:
+    """The rows of JSON Lines, with the numbers of their lines from 1."""
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise UserError(
                     f"{name}: not JSON: {error.msg} at line {number}, column {error.colno} "
                     "(read as one JSON row per line)."
                 ) from error
             except (ValueError, RecursionError) as error:  # as in _parsed
-                raise UserError(f"{name}: not in SQuAD's format: {error} at line {number}. {_GIVE}") from error
-    return rows
+                raise UserError(f"{name}: not data: {error} at line {number}. Fix the file.") from error
+            yield number, row
 
 
 def _from_json(name: str, document: Any, reading: Reading) -> Iterator[Found]:
@@ -196,13 +196,16 @@ def _from_csv(name: str, text: str, header: tuple[str, list[str]], reading: Read
         yield Found(f"row {number}", mistake=Mistake("malformed row", f"row {number} {reason}"))
 
 
-def _parquet_rows(name: str, content: bytes, reading: Reading) -> Iterator[tuple[str, Any]]:
+def parquet_rows(
+    name: str, content: bytes, choose: Callable[[list[str]], list[str]] = list
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a Parquet file, with their places. `choose`: which of the columns to read."""
     from pyarrow import BufferReader
     from pyarrow.parquet import ParquetFile
 
     with as_user_error(lambda reason: f"{name}: damaged Parquet file: {reason}. Copy or download it again."):
         file = ParquetFile(BufferReader(content))
-        columns = check_columns(name, file.schema_arrow.names, reading)
+        columns = choose(file.schema_arrow.names)
         yield from _table_rows(file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns))
 
 

@@ -68,7 +68,7 @@ def decoded(name: str, content: bytes) -> str:
     except UnicodeDecodeError as error:
         raise UserError(f"{name}: not UTF-8 text (byte {error.start}). Save it as UTF-8.") from error
     if not text.strip():
-        raise UserError(f"{name}: the file is empty. Give a file with questions.")
+        raise UserError(f"{name}: the file is empty. Give a file with data.")
     if text[:1000].lstrip().startswith("<"):
         raise UserError(
             f"{name}: an HTML or XML page, not the data; often a login or an error page. Download the file itself (its"

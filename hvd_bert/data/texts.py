@@ -1,23 +1,25 @@
-"""Labelled sentences and pairs of sentences, from JSON Lines or CSV, with run_glue's choice of columns."""
+"""Labelled sentences and pairs of sentences, from JSON Lines, CSV or Parquet, with run_glue's choice of columns."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
 import io
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hvd_bert.data.formats import json_lines, parquet_rows
+from hvd_bert.data.recognition import decoded, is_parquet, unpacked
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import open_regular
 
 LABEL = "label"
 PAIR = ("sentence1", "sentence2")
 NOT_TEXT = (LABEL, "id", "idx")
+DELIMITERS = {".csv": ",", ".tsv": "\t"}  # by the ending of a file's name; others are JSON Lines or Parquet
 Value = str | int
 _WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # as Python prints it: "01" and "1" are two labels
 
@@ -49,11 +51,7 @@ def read(path: str, flag: str, columns: list[str] | None = None) -> Texts:
     With one such column, the texts are single sentences.
     """
     content = _content(path, flag)
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start}). Save it as UTF-8.") from None
-    located = list(_csv(path, text) if Path(path).suffix in (".csv", ".tsv") else _json_lines(path, text))
+    located = list(_rows(path, content))
     if not located:
         raise UserError(f"{path}: there are no rows. Give a file with examples.")
     names = _text_columns(path, list(located[0][1]), columns)
@@ -82,11 +80,28 @@ def _content(path: str, flag: str) -> bytes:
         raise UserError(f"{flag} {path}: cannot be read: {error.strerror or error}.") from None
 
 
-def _csv(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(path: str, content: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows with their places."""
+    content = unpacked(path, content)
+    if is_parquet(content):
+        return parquet_rows(path, content)
+    text = decoded(path, content)
+    ending = Path(path.lower().removesuffix(".gz")).suffix
+    if ending in DELIMITERS:
+        return _csv(path, text, DELIMITERS[ending])
+    if not text.lstrip().startswith(("{", "[")):
+        raise UserError(f"{path}: not JSON Lines. Give one JSON object per line, or a file that ends in .csv or .tsv.")
+    return _json_lines(path, text)
+
+
+def _csv(path: str, text: str, delimiter: str) -> Iterator[tuple[str, dict[str, Any]]]:
     csv.field_size_limit(2**31 - 1)  # a long text is not an error
     # Files with tabs, such as GLUE's, do not quote: a single " is a part of the text.
-    dialect: Any = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.endswith(".tsv") else {}
-    reader = csv.DictReader(io.StringIO(text, newline=""), **dialect)
+    reader = csv.DictReader(
+        io.StringIO(text, newline=""),
+        delimiter=delimiter,
+        quoting=csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL,
+    )
     for row in reader:
         place = f"line {reader.line_num}"
         if None in row or None in row.values():
@@ -95,18 +110,10 @@ def _csv(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _json_lines(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(
-                    f"{path}: line {number} is not JSON ({error}). Give one JSON object per line, or a file that ends"
-                    " in .csv or .tsv."
-                ) from None
-            if not isinstance(row, dict):
-                raise UserError(f"{path}: line {number} is not a JSON object. Give one JSON object per line.")
-            yield f"line {number}", row
+    for number, row in json_lines(path, text):
+        if not isinstance(row, dict):
+            raise UserError(f"{path}: line {number} is not a JSON object. Give one JSON object per line.")
+        yield f"line {number}", row
 
 
 def _text(path: str, place: str, row: dict[str, Any], name: str) -> str:

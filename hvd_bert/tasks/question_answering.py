@@ -1,4 +1,4 @@
-"""Question answering on SQuAD's data: BERT marks the answer in the passage."""
+"""Question answering on data like SQuAD's: the model marks the answer in the passage."""
 
 from __future__ import annotations
 

@@ -14,9 +14,13 @@ from hvd_bert.tasks.base import Task
 def task_class(name: str) -> type[Task]:
     """The class of a task by its name in TASKS, or by MODULE:CLASS. Raises UserError if there is none."""
     module, _, class_name = TASKS.get(name, name).partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), class_name)):
+        raise UserError(f"--task {name}: not a module and a class. Give MODULE:CLASS, such as digits:Digits.")
     try:
         found = getattr(import_module(module), class_name, None)
     except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):  # the module itself is there
+            raise UserError(f"--task {name}: {module} cannot be imported: {error}. Install it.") from None
         raise UserError(
             f"--task {name}: {error}. Run the command in the folder of the module, or add that folder to PYTHONPATH."
         ) from None

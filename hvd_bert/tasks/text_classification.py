@@ -50,7 +50,9 @@ class TextClassification(DatasetTask):
         if data.dataset_name:
             raise UserError("--dataset_name: --task text-classification reads files only. Give --train_file.")
         if args.do_train and not data.train_file:
-            raise UserError("--train_file is missing: --task text-classification trains on a JSON Lines or CSV file.")
+            raise UserError(
+                "--train_file is missing: --task text-classification trains on a JSON Lines, CSV or Parquet file."
+            )
         train = texts.read(str(data.train_file), "--train_file") if args.do_train else None
         path, columns = data.validation_file, train.columns if train else None
         dev = texts.read(path, "--validation_file", columns) if path and args.do_eval else None
@@ -67,7 +69,8 @@ class TextClassification(DatasetTask):
             data.pad_to is not None,
             weight_copies(config, world),
         )
-        shape = self.model.config
+        network: Any = self.model
+        shape = network.config
         self.names: list[str] = [shape.id2label[i] for i in range(shape.num_labels)]
         if len(self.names) < 2:
             where = data.train_file if train else config.model.configuration
@@ -133,7 +136,13 @@ class TextClassification(DatasetTask):
 
 
 def tokenized(source: Texts, tokenizer: Any, max_seq_length: int) -> WindowTable:
-    """The tokens of each text or pair, cut off as by run_glue, as a table that `Collator` takes."""
+    """The tokens of each text or pair, cut off as by run_glue, as a table that `Collator` takes.
+
+    Raises UserError if `max_seq_length` leaves no room.
+    """
+    special = tokenizer.num_special_tokens_to_add(pair=source.second is not None)
+    if max_seq_length <= special:
+        raise UserError(f"--max_seq_length {max_seq_length}: {special} special tokens leave no room for a text.")
     ids: list[list[int]] = []
     second_starts: list[int] = []
     for first in range(0, len(source), _TEXTS_AT_ONCE):

@@ -1,4 +1,4 @@
-"""Fine-tune BERT on SQuAD on all ranks of the world.
+"""Train a task on all ranks of the world; by default, fine-tune BERT on SQuAD.
 
     python -m hvd_bert.train --config sample                                 one process
     horovodrun -np 4 -H a100-01:2,a100-02:2 python -m hvd_bert.train         four ranks on two hosts

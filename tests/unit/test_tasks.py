@@ -21,6 +21,7 @@ from hvd_bert.tasks.table import load_task, task_class
 def own_task(tmp_path, monkeypatch):
     """The module `digits` of the guide."""
     (tmp_path / "digits.py").write_text(documented.own_task())
+    (tmp_path / "needy.py").write_text("import nowhere")
     monkeypatch.syspath_prepend(tmp_path)
 
 
@@ -34,6 +35,9 @@ def test_metrics_of_a_task_say_what_is_best(name):
     ("task", "message"),
     [
         ("digitz:Digits", "No module named 'digitz'. Run the command in the folder of the module"),
+        (":Digits", "not a module and a class. Give MODULE:CLASS"),
+        ("..digits:Digits", "not a module and a class. Give MODULE:CLASS"),
+        ("needy:Digits", "needy cannot be imported: No module named 'nowhere'. Install it."),
         ("digits:Digit", "digits has no class Digit that is a subclass of Task"),
         ("digits:DatasetTask", "it lacks the methods forward, load, score"),
         ("digits:load_digits", "digits has no class load_digits that is a subclass of Task"),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from hvd_bert.data import texts
 from hvd_bert.errors import UserError
@@ -36,6 +40,18 @@ def test_json_lines(write):
     assert found.first == [row["sentence1"] for row in ROWS]
     assert found.second == [row["sentence2"] for row in ROWS]
     assert found.labels == [1, 0, 10]
+
+
+@pytest.mark.parametrize("name", ["texts.CSV", "texts.csv.gz", "texts.parquet", "texts.JSONL", "texts.json.gz"])
+def test_formats_and_names(write, name):
+    row = {"text": "a", "label": "x"}
+    content = b"text,label\na,x\n" if "csv" in name.lower() else lines(row).encode()
+    if name.endswith(".parquet"):
+        out = io.BytesIO()
+        parquet.write_table(pa.Table.from_pylist([row]), out)
+        content = out.getvalue()
+    found = texts.read(write(gzip.compress(content) if name.endswith(".gz") else content, name), "--train_file")
+    assert (found.first, found.labels) == (["a"], ["x"])
 
 
 def test_csv(write):
@@ -81,8 +97,12 @@ def test_columns_of_the_training_file_are_read_from_another(write):
 @pytest.mark.parametrize(
     ("content", "name", "message"),
     [
-        ("", "t.jsonl", "there are no rows"),
-        ('{"text": "a", "label": 1}\n{"text"', "t.jsonl", "line 2 is not JSON"),
+        ("", "t.jsonl", "the file is empty"),
+        ("text,label\n", "t.csv", "there are no rows"),
+        ("text,label\na,1\n", "t.txt", "not JSON Lines. .* or a file that ends in .csv or .tsv"),
+        ("version https://git-lfs.github.com/spec/v1\n", "t.csv", "a git-LFS pointer, not the data"),
+        ("text,label\na,1\n".encode("utf-16"), "t.csv", "UTF-16 text. Convert it"),
+        ('{"text": "a", "label": 1}\n{"text"', "t.jsonl", "not JSON: .* at line 2"),
         ("[1]\n", "t.jsonl", "line 1 is not a JSON object"),
         ('{"text": "a"}\n', "t.jsonl", "needs a column `label`"),
         ('{"text": 3, "label": 1}\n', "t.jsonl", "line 1: `text` must be text, not 3"),
@@ -122,3 +142,5 @@ def test_tokens_are_those_of_run_glue(write, tokenizer, pairs, max_seq_length):
     starts = zip(table.column("context_start"), table.lengths, strict=True)
     types = [[0] * start + [1] * (length - start) for start, length in starts]
     assert types == expected["token_type_ids"]
+    with pytest.raises(UserError, match=f"--max_seq_length 2: {2 + pairs} special tokens leave no room for a text"):
+        tokenized(source, tokenizer, 2)
