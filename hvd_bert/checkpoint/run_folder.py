@@ -43,7 +43,7 @@ RUN_FILES = {
     "latest": "the name of the newest checkpoint",
     "train_config.yaml": "all settings of this run; --config reads it",
     "eval_config.yaml": "all settings of a run that only evaluated",
-    "model.safetensors": "the weights; from_pretrained loads this folder",
+    "model.safetensors": "the weights; with config.json, from_pretrained loads this folder",
     "config.json": "the model's configuration",
     "tokenizer.json": "the tokenizer",
     "tokenizer_config.json": "the tokenizer's settings",
