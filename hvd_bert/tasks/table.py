@@ -19,6 +19,8 @@ def task_class(name: str) -> type[Task]:
     try:
         found = getattr(import_module(module), class_name, None)
     except ModuleNotFoundError as error:
+        if name in TASKS:  # this package or one that it needs is damaged
+            raise
         if not f"{module}.".startswith(f"{error.name}."):  # the module itself is there
             raise UserError(f"--task {name}: {module} cannot be imported: {error}. Install it.") from None
         raise UserError(
