@@ -60,6 +60,7 @@ _BOXES = Family(refused="it needs the place of each word on a page")
 _MIXES_PADDING = Family(refused="padding changes its results, so they would depend on the other windows of a batch")
 _OVERFLOWS = "the mask of its attention overflows in half precision"
 _PAST_FSDP = "it calls its layers in a way that FSDP does not see, so their shards are not gathered"
+_UNKNOWN = "only families that have a question-answering head in transformers are supported, for any task"
 _SLOW_TOKENIZER = Family(refused="it has no fast tokenizer, which reports the positions of tokens in the text")
 
 FAMILIES: dict[str, Family] = {
@@ -111,7 +112,7 @@ def family_of(config: Any) -> Family:
     """The family of a model's configuration; `refused` is set if it cannot be trained."""
     name = config.model_type
     if name not in MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES:
-        return Family(refused="transformers has no question-answering head for it")
+        return Family(refused=_UNKNOWN)
     if config.is_encoder_decoder:
         return Family(refused="it has a decoder, and this trainer fine-tunes encoders")
     if name not in FAMILIES and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_MASKED_LM_MAPPING_NAMES:

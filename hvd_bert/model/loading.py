@@ -99,6 +99,8 @@ SUPPORTED = {
     "position_embedding_type": "absolute",
     "quantization_config": None,
 }
+# Values that the hub's configurations of a family have instead, and that are right for it.
+SUPPORTED_TOO = {("jina_embeddings_v3", "position_embedding_type", "rotary")}
 
 
 def reported(name: str, cache_dir: str | None = None) -> AbstractContextManager[None]:
@@ -249,7 +251,7 @@ def _check_config(config: Any) -> None:
             raise ValueError(f"config.json: {name} {getattr(config, name)} is not at least 0 and less than {limit}")
     for name, supported in SUPPORTED.items():
         value = getattr(config, name, supported)
-        if value != supported:
+        if value != supported and (config.model_type, name, str(value)) not in SUPPORTED_TOO:
             found = json.dumps(value, default=repr)
             raise ValueError(f"config.json: {name} must be {json.dumps(supported)}, not {found}")
 

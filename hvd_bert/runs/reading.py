@@ -26,7 +26,7 @@ IN_STEPS = ("--num_train_epochs", "--max_steps")
 OF_THE_STRATEGY = ("--fp16_allreduce", "--gradient_predivide_factor")
 LARGEST = 1e300
 # Parts of the names of weights that are used first: embeddings, and ALBERT's layers, which share their weights.
-LATE = ("embedding", "albert_layer_groups")
+LATE = ("embed", "emb_ln", "albert_layer_groups")
 PHASES = ("data", "compute", "exposed_comm", "optimizer", "checkpoint", "other")
 
 

@@ -52,5 +52,11 @@ def test_damage_is_one_message(name, settings, words, tokenizer, tmp_path):
     assert message.startswith(f"'{tmp_path}' cannot be loaded (") and "\n" not in message
 
 
+def test_rotary_positions_of_the_hubs_jina_models(tokenizer, tmp_path):
+    load_small("jina_embeddings_v3", {"position_embedding_type": "rotary"}, tokenizer, tmp_path)
+    with pytest.raises(UserError, match='position_embedding_type must be "absolute", not "rotary"'):
+        load_small("roberta", {"position_embedding_type": "rotary"}, tokenizer, tmp_path)
+
+
 def test_longformer_with_fewer_positions_than_its_window(tokenizer, tmp_path):
     load_small("longformer", {"attention_window": 128}, tokenizer, tmp_path)
