@@ -188,7 +188,7 @@ def test_wrong_structure_names_the_place(tmp_path, make_questions, to_squad, pla
         ({"text": ["a"], "answer_start": []}, "[0].answers has 1 texts, but 0 answer_starts"),
         ({"text": [1], "answer_start": [0]}, "[0].answers.text[0] should be text (found 1)"),
         ({"text": ["a"], "answer_start": [0.5]}, "[0].answers.answer_start[0] should be a whole number"),
-        ([], "[0].answers should be an object (found [])"),
+        ([], "have no answer. The first is question 'q0' ([0])"),
     ],
 )
 def test_wrong_answers_in_a_flat_row(tmp_path, make_questions, to_rows, answers, words):
