@@ -42,8 +42,6 @@ check() {
 check ruff check .
 check ruff format --check .
 check lint-imports
-check mypy
-check mkdocs build --strict --quiet
 mapfile -t shell_scripts < <(git ls-files --cached --others --exclude-standard 2>/dev/null -- '*.sh' '*.slurm' .ci/run |
   grep . || find env scripts .ci -type f \( -name '*.sh' -o -name '*.slurm' -o -name run \))
 check shellcheck "${shell_scripts[@]}"
@@ -52,6 +50,8 @@ status=0 number=0
 reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
 trap 'exit 130' INT
+(check mypy && check mkdocs build --strict --quiet) >"$reports/checks" 2>&1 & # beside the tests: they take half a minute
+checks=$!
 tests() {
   number=$((number + 1))
   check python -m pytest --junitxml="$reports/$number.xml" "$@" || status=1
@@ -67,8 +67,10 @@ if [ "$extent" = quick ]; then
 else
   tiers=(tests/parallel tests/cluster tests/integration tests/unit)
   tests -n 3 --dist loadfile --no-loadscope-reorder -m "not alone and ($campaign)" "${tiers[@]}"
-  tests -m "alone and ($campaign)" "${tiers[@]}"
+  tests -m "alone and ($campaign)" tests/cluster tests/integration
 fi
+wait "$checks" || status=1
+cat "$reports/checks"
 python tests/slowest.py "$reports"/*.xml
 printf -- '-- %d:%02d minutes without set-up\n' $((SECONDS / 60)) $((SECONDS % 60))
 exit $status

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import resuming
-from ranks import Ranks, check_every_strategy
+from ranks import Ranks, check, check_every_strategy
 from resume_checks import run
 from stopping_at import signal_at
 from training_checks import GLOBAL_BATCH
@@ -61,7 +61,7 @@ def stopped_classification_ends_as_one_never_stopped(ranks: Ranks) -> None:
         assert resuming.differences(ranks.folder / "classified", ranks.folder / "stopped_texts") == []
 
 
-@check_every_strategy
+@check
 def task_of_ones_own_ends_well(ranks: Ranks) -> None:
     """Two epochs of examples/mnist_rnn.py: an LSTM, without tokens and layers."""
     strategy, _, stage = sys.argv[3].partition(":")

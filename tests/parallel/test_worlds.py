@@ -210,6 +210,7 @@ def test_classification_is_that_of_one_rank(launch: Launch, alone: Launch) -> No
     assert launch.read(predictions) == alone.read(predictions)
 
 
+@of_horovod
 def test_losses_of_a_task_of_ones_own_are_those_of_one_rank(launch: Launch, alone: Launch) -> None:
     for one in (launch, alone):
         one.expect("task_of_ones_own_ends_well")
