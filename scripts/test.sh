@@ -50,7 +50,7 @@ status=0 number=0
 reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
 trap 'exit 130' INT
-(check mypy && check mkdocs build --strict --quiet) >"$reports/checks" 2>&1 & # beside the tests: they take half a minute
+(check mypy && check mkdocs build --strict --quiet) >"$reports/checks" 2>&1 & # half a minute, while the tests run
 checks=$!
 tests() {
   number=$((number + 1))
