@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
 from family_tokenizers import MAKERS
-from test_train_run import train
+from test_train_run import process_stays_as_it_was, train  # noqa: F401  # an autouse fixture
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer, BertConfig, DebertaV2Config, RobertaConfig
 
-from hvd_bert.checkpoint import output_dir
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.errors import UserError
 from hvd_bert.evaluation.postprocess import SpanOptions
 from hvd_bert.model.bert import load_model, load_tokenizer
 from hvd_bert.predict.answering import predict
-from hvd_bert.train import loop
 
 SIZES = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
     "max_position_embeddings": 130, "initializer_range": 0.3,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def process_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(loop, "set_up", lambda config, world: None)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    output_dir.unlock()
 
 
 @pytest.mark.parametrize(
