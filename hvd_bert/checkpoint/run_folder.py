@@ -32,6 +32,7 @@ RUN_FILES = {
     "eval_predictions.json": "the prediction for each question or example",
     "eval_nbest_predictions.json": "the best answers to each question, with probabilities",
     "eval_null_odds.json": "v2.0: the odds that a question has no answer",
+    "eval_samples.json": "some right and some wrong answers, with their questions",
     "metrics.jsonl": "one line per logged step and evaluation",
     "gpu_usage.jsonl": "the same steps: utilization, memory and power of each GPU",
     "timeline.json": "Horovod's timeline of some steps (python -m hvd_bert.timeline)",

@@ -59,6 +59,13 @@ def score(
     return _score_v2(questions, predictions, null_odds, null_score_diff_threshold, rules)
 
 
+def question_scores(
+    question: Question, prediction: str, rules: AnswerRules, version_2_with_negative: bool
+) -> tuple[float, float]:
+    """Exact match and F1 of one prediction, from 0 to 1."""
+    return (_scores_v2 if version_2_with_negative else _scores_v1)(question, prediction, rules)
+
+
 def _score_v1(questions: Sequence[Question], predictions: Mapping[str, str], rules: AnswerRules) -> dict[str, float]:
     exact = f1 = 0.0
     for question in questions:
@@ -67,12 +74,18 @@ def _score_v1(questions: Sequence[Question], predictions: Mapping[str, str], rul
                 f"question {question.id} has no answer, which SQuAD v1.1 does not allow. "
                 "For data with unanswerable questions (v2.0), use --version_2_with_negative."
             )
-        prediction = rules.normalise(predictions[question.id])
-        golds = [rules.normalise(text) for text in question.answer_texts]
-        exact += prediction in golds
-        f1 += max(rules.f1(gold, prediction) for gold in golds)
+        scores = _scores_v1(question, predictions[question.id], rules)
+        exact += scores[0]
+        f1 += scores[1]
     total = len(questions)
     return {"exact_match": 100.0 * exact / total, "f1": 100.0 * f1 / total, "total": total}
+
+
+def _scores_v1(question: Question, prediction: str, rules: AnswerRules) -> tuple[float, float]:
+    """Exact match and F1 (0 to 1) of one prediction by v1.1's rules."""
+    prediction = rules.normalise(prediction)
+    golds = [rules.normalise(text) for text in question.answer_texts]
+    return float(prediction in golds), max(rules.f1(gold, prediction) for gold in golds)
 
 
 def _score_v2(

@@ -17,6 +17,7 @@ from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.distributed.world import World
 from hvd_bert.evaluation.evaluator import Evaluator
 from hvd_bert.evaluation.postprocess import Answer
+from hvd_bert.evaluation.samples import sample_answers
 from hvd_bert.model.bert import compile_layers, window_losses
 from hvd_bert.model.flops import forward_flops
 from hvd_bert.storage import written
@@ -50,7 +51,12 @@ class QuestionAnswering(Task):
     def evaluate(self, model: nn.Module) -> Evaluation:
         self._evaluator = self._evaluator or Evaluator(self.inputs, self._config, self._world)
         evaluation = self._evaluator(model)
-        return Evaluation(evaluation.metrics, summary(evaluation.metrics), files(evaluation.answers))
+        data, answers = self._config.data, evaluation.answers
+        samples = sample_answers(
+            self._evaluator.questions, answers, data.version_2_with_negative, data.answer_normalization
+        )
+        contents = files(answers) | {"eval_samples.json": samples}
+        return Evaluation(evaluation.metrics, summary(evaluation.metrics), contents)
 
     def fingerprint(self) -> dict[str, object]:
         return self.inputs.fingerprint()

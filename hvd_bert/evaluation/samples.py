@@ -1,0 +1,58 @@
+"""A few right and wrong answers of an evaluation, for people to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvd_bert.data.questions import Question
+from hvd_bert.evaluation.normalization import ANSWER_RULES
+from hvd_bert.evaluation.postprocess import Answer
+from hvd_bert.evaluation.squad_metric import question_scores
+
+PER_KIND = 10
+EXCERPT = 400  # characters of the context
+GOLDEN_RATIO = (5**0.5 - 1) / 2
+
+
+def sample_answers(
+    questions: Sequence[Question], answers: Sequence[Answer], version_2_with_negative: bool, answer_normalization: str
+) -> list[dict[str, Any]]:
+    """Up to `PER_KIND` right answers and as many wrong ones, each in the order of the questions.
+
+    They depend only on the questions and answers, and are spread evenly over the questions.
+    """
+    rules = ANSWER_RULES[answer_normalization]
+    found: dict[bool, dict[int, dict[str, Any]]] = {True: {}, False: {}}
+    # Any first part of this order is spread evenly, so that few questions have to be scored.
+    for i in sorted(range(len(answers)), key=lambda number: number * GOLDEN_RATIO % 1):
+        exact, f1 = question_scores(questions[i], answers[i].text, rules, version_2_with_negative)
+        if len(found[exact == 1]) < PER_KIND:
+            scores = {"exact_match": 100.0 * exact, "f1": 100.0 * f1}
+            found[exact == 1][i] = _sample(questions[i], answers[i]) | scores
+        elif all(len(samples) == PER_KIND for samples in found.values()):
+            break
+    return [samples[i] for samples in found.values() for i in sorted(samples)]
+
+
+def _sample(question: Question, answer: Answer) -> dict[str, Any]:
+    probability = next(entry["probability"] for entry in answer.nbest if entry["text"] == answer.text)
+    return {
+        "id": question.id,
+        "question": question.question,
+        "context": _excerpt(question, answer),
+        "answers": list(dict.fromkeys(question.answer_texts)),
+        "prediction": answer.text,
+        # The digits after these depend on the number of ranks.
+        "probability": round(float(probability), 4),
+    }
+
+
+def _excerpt(question: Question, answer: Answer) -> str:
+    """The context around the gold answer, else around the predicted one. "…" marks an omission."""
+    context = question.context
+    places = [start for start in question.answer_starts if start is not None]
+    middle = places[0] if places else context.find(answer.text)
+    start = max(0, min(middle - EXCERPT // 2, len(context) - EXCERPT))
+    cut = context[start : start + EXCERPT]
+    return "…" * (start > 0) + cut + "…" * (start + EXCERPT < len(context))

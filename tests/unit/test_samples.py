@@ -1,0 +1,86 @@
+"""Sample answers: right and wrong ones, spread over the questions, equal for any number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvd_bert.data.questions import Question
+from hvd_bert.evaluation.postprocess import Answer
+from hvd_bert.evaluation.samples import EXCERPT, PER_KIND, sample_answers
+
+
+def question(number: int, answers: tuple[str, ...] = ("red box", "box"), before: int = 0) -> Question:
+    context = "x" * before + "red box" + "y" * before
+    return Question(f"q{number}", "", context, f"what {number}?", answers, (before,) * len(answers))
+
+
+def answer(number: int, text: str, probability: float = 0.75) -> Answer:
+    entries = [{"text": "something else", "probability": 0.9}, {"text": text, "probability": probability}]
+    return Answer(f"q{number}", text, entries, None)  # type: ignore[arg-type]
+
+
+def samples(questions: list[Question], answers: list[Answer], v2: bool = False) -> list[dict[str, object]]:
+    return sample_answers(questions, answers, v2, "squad")
+
+
+def test_sample_has_all_that_a_reader_needs():
+    assert samples([question(0), question(1)], [answer(0, "a red thing", 0.123456), answer(1, "The box!")]) == [
+        {
+            "id": "q1",
+            "question": "what 1?",
+            "context": "red box",
+            "answers": ["red box", "box"],
+            "prediction": "The box!",
+            "probability": 0.75,
+            "exact_match": 100.0,
+            "f1": 100.0,
+        },
+        {
+            "id": "q0",
+            "question": "what 0?",
+            "context": "red box",
+            "answers": ["red box", "box"],
+            "prediction": "a red thing",
+            "probability": 0.1235,
+            "exact_match": 0.0,
+            "f1": 50.0,
+        },
+    ]
+
+
+@pytest.mark.parametrize("wrong", [lambda n: n % 4 == 0, lambda n: n < 400], ids=["every fourth", "the first"])
+def test_samples_are_spread_over_the_questions(wrong):
+    count = 1600
+    questions = [question(number) for number in range(count)]
+    found = samples(questions, [answer(number, "no" if wrong(number) else "box") for number in range(count)])
+    for exact in (100.0, 0.0):
+        numbers = [int(str(sample["id"])[1:]) for sample in found if sample["exact_match"] == exact]
+        assert numbers == sorted(numbers) and len(numbers) == PER_KIND
+        of_kind = [number for number in range(count) if wrong(number) is (exact == 0.0)]
+        places = [of_kind.index(number) / len(of_kind) for number in numbers]
+        gaps = [after - before for before, after in zip([0, *places], [*places, 1], strict=True)]
+        assert max(gaps) < 3 / PER_KIND, places
+    assert [sample["exact_match"] for sample in found] == [100.0] * PER_KIND + [0.0] * PER_KIND
+
+
+def test_all_are_taken_if_there_are_few():
+    found = samples([question(number) for number in range(3)], [answer(number, "box") for number in range(3)])
+    assert [sample["id"] for sample in found] == ["q0", "q1", "q2"]
+    assert samples([question(0)], []) == []  # on ranks other than rank 0
+
+
+def test_question_without_an_answer():
+    questions = [question(0, answers=()), question(1, answers=(), before=1000)]
+    found = samples(questions, [answer(0, ""), answer(1, "red box")], v2=True)
+    assert [(sample["prediction"], sample["exact_match"], sample["answers"]) for sample in found] == [
+        ("", 100.0, []),
+        ("red box", 0.0, []),
+    ]
+    assert "red box" in str(found[1]["context"])  # around the prediction, as there is no gold answer
+
+
+@pytest.mark.parametrize(("before", "marks"), [(10, 0), (EXCERPT, 2)])
+def test_context_is_cut_around_the_answer(before, marks):
+    text = str(samples([question(0, before=before)], [answer(0, "box")])[0]["context"])
+    assert "red box" in text and text.count("…") == marks
+    assert len(text) == (before * 2 + 7 if not marks else EXCERPT + 2)
