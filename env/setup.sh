@@ -140,7 +140,7 @@ fingerprint() {
 
 # Whether everything that the stamp records is still installed. Fast, because it reads package metadata only.
 still_there() {
-  [ -x "$venv/bin/horovodrun" ] && "$venv/bin/python" - "$horovod_version" "$root/requirements.txt" <<'END' >/dev/null 2>&1
+  [ -x "$venv/bin/horovodrun" ] && [ -x "$venv/bin/hvd-bert" ] && "$venv/bin/python" - "$horovod_version" "$root/requirements.txt" <<'END' >/dev/null 2>&1
 import importlib.metadata as metadata, importlib.util, re, sys
 assert metadata.version("horovod") == sys.argv[1]
 assert all(importlib.util.find_spec(name) for name in ("pip", "torch", "horovod", "transformers", "hvd_bert"))

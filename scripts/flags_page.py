@@ -32,7 +32,8 @@ INTRODUCTION = """\
 
 # Flags
 
-Each command also prints its flags with `--help`.
+Each command also prints its flags with `--help`. `hvd-bert NAME` is short for `python -m hvd_bert.NAME`, for example
+`hvd-bert train`; `hvd-bert --help` lists the commands.
 
 ## Training
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from commands import said
-from launch import TRAIN, launcher, run
+from launch import TRAIN, launcher, programs, run
+from test_console_script import make_script
 
 pytestmark = pytest.mark.integration
 
@@ -21,7 +22,9 @@ NO_HUB |= {"HF_HUB_CACHE": None, "HF_DATASETS_CACHE": None, "TRANSFORMERS_CACHE"
 def test_trains_from_the_hubs_cache_into_a_dated_folder(hub_home: Path, tmp_path: Path, size: int, by: str) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    outcome = run([*launcher(size, by), *TRAIN], empty, env=NO_HUB).expect(0)
+    script = make_script(tmp_path, programs() / "python")
+    train = TRAIN if by == "none" else [script, "train"]
+    outcome = run([*launcher(size, by), *train], empty, env=NO_HUB).expect(0)
     assert [path.name for path in empty.iterdir()] == ["runs"]
     (out,) = (empty / "runs").iterdir()
     assert re.fullmatch(r"\d{8}-\d{6}", out.name)

@@ -1,0 +1,66 @@
+"""All commands under one name: `hvd-bert COMMAND ...` runs `python -m hvd_bert.COMMAND ...`.
+
+    hvd-bert train --config sample
+    horovodrun -np 4 hvd-bert train --config sample
+    hvd-bert --help                                     lists the commands
+
+A command is a folder with a `__main__.py`, whose docstring begins with the line that `--help` shows.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import os
+import sys
+from pathlib import Path
+
+from hvd_bert import __version__, interrupt
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK
+
+PACKAGE = Path(__file__).parent
+HELP = ("-h", "--help")
+
+
+def main() -> int:
+    """The console script. Returns the exit status, unless it becomes the command."""
+    interrupt.end_quietly()
+    word = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if word in commands():
+        os.execv(sys.executable, [sys.executable, "-m", f"hvd_bert.{word}", *sys.argv[2:]])
+
+    from hvd_bert.distributed.launch import speaks_first
+    from hvd_bert.streams import end_when_lost
+
+    if not speaks_first(os.environ):
+        return EXIT_OK  # rank 0 prints, and its status counts
+    end_when_lost()
+    if word in (*HELP, "--version"):
+        print(f"hvd-bert {__version__}" if word == "--version" else description())
+        return EXIT_OK
+    close = difflib.get_close_matches(word, commands(), n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    print(f"hvd_bert: unknown command {word!a}.{hint} `hvd-bert --help` lists the commands.", file=sys.stderr)
+    return EXIT_BAD_INPUT
+
+
+def commands() -> list[str]:
+    """The names of all commands."""
+    return sorted(path.parent.name for path in PACKAGE.glob("*/__main__.py"))
+
+
+def description() -> str:
+    """What `--help` prints."""
+    lines = ["usage: hvd-bert [-h] [--version] COMMAND ...", "", "commands:"]
+    lines += [f"  {name:<8}  {_purpose(name)}" for name in commands()]
+    return "\n".join([*lines, "", "`hvd-bert COMMAND --help` lists the flags of a command."])
+
+
+def _purpose(name: str) -> str:
+    """The first line of the command's docstring."""
+    tree = ast.parse((PACKAGE / name / "__main__.py").read_text(encoding="utf-8"))
+    return (ast.get_docstring(tree) or "").partition("\n")[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
