@@ -22,7 +22,7 @@ from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.machine import PACKAGES, cpu_name, version_of
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import partial_of, write_json, writing_to
-from hvd_bert.tasks.base import Evaluation, Task
+from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.training.optim import warmup_steps
 
 # All files that a run may write. storage/written.py records which of them it wrote.
@@ -58,7 +58,7 @@ def writing(folder: Path, world: World, status: int = EXIT_FAILURE) -> Iterator[
         yield world.rank == 0
 
 
-def write_evaluation(folder: Path, evaluation: Evaluation, data: dict[str, Any] | None = None) -> None:
+def write_evaluation(folder: Path, evaluation: EvaluationResult, data: dict[str, Any] | None = None) -> None:
     """Write the metrics and the task's files. Those of an earlier evaluation that it does not replace are removed.
 
     `data`: what `Task.describe_data` returned, for the metrics' file.

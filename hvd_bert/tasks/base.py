@@ -22,7 +22,7 @@ from hvd_bert.training.meter import Work
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationResult:
     """`metrics`: on every rank. `summary`: one line for the log. `files`: names and JSON content of further output
     files (of `run_folder.RUN_FILES`) on rank 0."""
 
@@ -67,7 +67,7 @@ class Task(ABC):
         """The loss of each window of a batch. `model`: as wrapped by the strategy."""
 
     @abstractmethod
-    def evaluate(self, model: nn.Module) -> Evaluation:
+    def evaluate(self, model: nn.Module) -> EvaluationResult:
         """Evaluate on the validation data. A collective; the model's training mode is restored."""
 
     @abstractmethod

@@ -6,6 +6,7 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from hvd_bert.errors import EXIT_FAILURE, UserError, as_user_error
 from hvd_bert.evaluation.mode import evaluating
 from hvd_bert.model.precision import autocast
 from hvd_bert.storage.reading import open_regular
-from hvd_bert.tasks.base import Evaluation, Task
+from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.training.inputs import make_plan
 
 
@@ -136,14 +137,11 @@ class DatasetTask(Task):
     def losses(self, model: nn.Module, batch: ExampleBatch) -> Tensor:
         return self.forward(model, batch.content)[0]
 
-    def evaluate(self, model: nn.Module) -> Evaluation:
+    def evaluate(self, model: nn.Module) -> EvaluationResult:
         """Each rank takes examples of about the same cost; rank 0 puts the outputs in order and scores them."""
         assert self.dev is not None
-        examples, world = self.dev, self.world
-        shares = balanced_partition(window_costs(examples.lengths, self.crossover), world.size)
-        mine = shares[world.rank]
-        mine = mine[np.argsort(-examples.lengths[mine], kind="stable")]  # the longest first, as they need most memory
-        ranks = world.gather((mine, *self._outputs(model, examples, mine)))
+        world = self.world
+        ranks = world.gather((self._share, *self._outputs(model, self.dev, self._share)))
         evaluation = None
         with world.raise_on_all_ranks(EXIT_FAILURE):
             if world.rank == 0:
@@ -153,9 +151,17 @@ class DatasetTask(Task):
                 metrics = self.score(ordered) | {"eval_loss": float(torch.cat(losses)[order].mean(dtype=torch.float64))}
                 predictions = self.predictions(ordered)
                 files = {} if predictions is None else {"eval_predictions.json": predictions}
-                evaluation = Evaluation(metrics, self.summary(metrics), files)
+                evaluation = EvaluationResult(metrics, self.summary(metrics), files)
         metrics = world.broadcast(evaluation.metrics if evaluation else None)
-        return evaluation or Evaluation(metrics, self.summary(metrics))
+        return evaluation or EvaluationResult(metrics, self.summary(metrics))
+
+    @cached_property
+    def _share(self) -> NDArray[np.int64]:
+        """This rank's examples of `dev`, the longest first, as they need most memory."""
+        assert self.dev is not None
+        costs = window_costs(self.dev.lengths, self.crossover)
+        mine = balanced_partition(costs, self.world.size)[self.world.rank]
+        return mine[np.argsort(-self.dev.lengths[mine], kind="stable")]
 
     def _outputs(self, model: nn.Module, examples: Examples, ids: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Losses and outputs for `ids`, in their order, on the CPU."""

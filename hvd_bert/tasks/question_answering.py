@@ -22,7 +22,7 @@ from hvd_bert.model.bert import compile_layers, window_losses
 from hvd_bert.model.flops import forward_flops
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import replacing
-from hvd_bert.tasks.base import Evaluation, Task
+from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.training.inputs import Inputs, load_inputs
 
 
@@ -48,7 +48,7 @@ class QuestionAnswering(Task):
     def losses(self, model: nn.Module, batch: Batch) -> Tensor:
         return window_losses(model, batch)
 
-    def evaluate(self, model: nn.Module) -> Evaluation:
+    def evaluate(self, model: nn.Module) -> EvaluationResult:
         self._evaluator = self._evaluator or Evaluator(self.inputs, self._config, self._world)
         evaluation = self._evaluator(model)
         data, answers = self._config.data, evaluation.answers
@@ -56,7 +56,7 @@ class QuestionAnswering(Task):
             self._evaluator.questions, answers, data.version_2_with_negative, data.answer_normalization
         )
         contents = files(answers) | {"eval_samples.json": samples}
-        return Evaluation(evaluation.metrics, summary(evaluation.metrics), contents)
+        return EvaluationResult(evaluation.metrics, summary(evaluation.metrics), contents)
 
     def fingerprint(self) -> dict[str, object]:
         return self.inputs.fingerprint()

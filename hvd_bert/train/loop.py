@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from contextlib import closing
 from typing import Any
@@ -16,8 +15,8 @@ from hvd_bert.checkpoint.saving import Checkpoints
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.data.prefetch import Prefetcher
 from hvd_bert.distributed.signals import StopRequests
-from hvd_bert.distributed.world import CollectiveError, World, log
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE
+from hvd_bert.distributed.world import World, log
+from hvd_bert.errors import EXIT_BAD_INPUT
 from hvd_bert.model.cpu.malloc import keep_memory
 from hvd_bert.model.peaks import peak_flops
 from hvd_bert.model.precision import autocast, set_precision
@@ -25,10 +24,10 @@ from hvd_bert.monitoring.gpu_usage import GpuUsage
 from hvd_bert.monitoring.process_usage import process_usage
 from hvd_bert.monitoring.profiling.recording import Recording
 from hvd_bert.strategies.table import strategy_class
-from hvd_bert.tasks.base import Evaluation, Task
+from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.tasks.table import load_task
-from hvd_bert.train.evaluator import Evaluator
-from hvd_bert.training.breakdown import Breakdown, describe_steps
+from hvd_bert.train.evaluations import Evaluations
+from hvd_bert.training.breakdown import Breakdown, check_finite, describe_steps
 from hvd_bert.training.metrics_log import MetricsLogger
 from hvd_bert.training.optim import large_batch_note
 from hvd_bert.training.state import Best, TrainState
@@ -56,10 +55,10 @@ def run(config: Config, world: World) -> None:
             resume.check(resume_point, config, task)
     task.model.to(device=world.device)
 
-    evaluator = Evaluator(task) if task.evaluates else None
-    training = Training(task, resume_point, evaluator, config, world) if task.plan else None
+    evaluations = Evaluations(task) if task.evaluates else None
+    training = Training(task, resume_point, evaluations, config, world) if task.plan else None
     # Without a training evaluate first: an earlier evaluation stays until there is a new one.
-    evaluation = evaluator(task.model) if evaluator and not training else None
+    evaluation = evaluations(task.model) if evaluations and not training else None
     output_dir.begin(config, resume_point, world)
     folder = config.train.folder
     resumed_step = resume_point.step if resume_point else None
@@ -78,11 +77,11 @@ def run(config: Config, world: World) -> None:
                 with run_folder.writing(folder, world) as writes:
                     if writes:
                         run_folder.save_model(folder, task)
-        if evaluator:
-            evaluation = evaluation or evaluator(task.model)
+        if evaluations:
+            evaluation = evaluation or evaluations(task.model)
             if not recorded:
-                evaluator.record(evaluation, metrics_logger, model_step)
-            results |= evaluator.totals
+                evaluations.record(evaluation, metrics_logger, model_step)
+            results |= evaluations.totals
             with run_folder.writing(folder, world) as writes:
                 if writes:
                     run_folder.write_evaluation(folder, evaluation, data)
@@ -116,7 +115,7 @@ class Training:
         self,
         task: Task,
         resume_point: ResumePoint | None,
-        evaluator: Evaluator | None,
+        evaluations: Evaluations | None,
         config: Config,
         world: World,
     ) -> None:
@@ -124,7 +123,7 @@ class Training:
         resume from."""
         args, metric = config.train, config.checkpoint.metric_for_best_model or next(iter(task.metrics))
         assert task.plan is not None
-        self.task, self.config, self.world, self.evaluator = task, config, world, evaluator
+        self.task, self.config, self.world, self.evaluations = task, config, world, evaluations
         self.plan = resume.with_its_batch(task.plan, resume_point, world)
         self.total_steps = args.total_steps(self.plan.steps_per_epoch)
         self.state = TrainState.fresh(task.model, self.plan, Best(metric, task.metrics[metric]), config, world)
@@ -139,7 +138,7 @@ class Training:
         self.recording = Recording(config, self.total_steps, self.state.meter, world)
         self.stop_requests = StopRequests(world)
         self.model_step = self.state.step
-        self.evaluation: Evaluation | None = None
+        self.evaluation: EvaluationResult | None = None
 
     def open(self, metrics_logger: MetricsLogger) -> None:
         """Open the files for measurements, once the output folder exists."""
@@ -163,7 +162,7 @@ class Training:
         state.strategy.module.train()
         self.metrics_logger.begin(self.total_steps, state.step, self.plan.steps_per_epoch)
         with closing(checkpoints), closing(self.gpus), closing(self.batches), closing(self.recording):
-            if state.eval_pending and self.evaluator:  # a signal stopped the run before it
+            if state.eval_pending and self.evaluations:  # a signal stopped the run before it
                 self._evaluate()
             while state.step < self.total_steps and not checkpoints.patience_is_over:
                 self.recording.before(state.step + 1)
@@ -217,7 +216,7 @@ class Training:
         state, checkpoints, total_steps = self.state, self.checkpoints, self.total_steps
         per_epoch = self.plan.steps_per_epoch
         evaluates = self.config.evaluates_after_step(state.step, per_epoch, total_steps)
-        state.eval_pending = self.evaluator is not None and evaluates
+        state.eval_pending = self.evaluations is not None and evaluates
         if state.eval_pending or self.config.train.logs_after_step(state.step, total_steps):
             means = self.breakdown.read(state.step)
             check_finite(state.step, means["loss"])
@@ -236,23 +235,12 @@ class Training:
         state.meter.lap("other")
 
     def _evaluate(self) -> None:
-        assert self.evaluator is not None
+        assert self.evaluations is not None
         with self.state.meter.paused():
-            evaluation = self.evaluator(self.state.strategy.whole_model())
+            evaluation = self.evaluations(self.state.strategy.whole_model())
         step = self.state.step
-        self.evaluator.record(evaluation, self.metrics_logger, step)
+        self.evaluations.record(evaluation, self.metrics_logger, step)
         self.state.eval_pending = False
         self.checkpoints.evaluated(evaluation.metrics)
         is_last = step == self.total_steps or self.checkpoints.patience_is_over
         self.evaluation = evaluation if is_last else None  # the answers are large
-
-
-def check_finite(step: int, loss: float) -> None:
-    """End the run on all ranks if the mean loss is NaN or infinite."""
-    if math.isfinite(loss):
-        return
-    raise CollectiveError(
-        f"The loss is {loss} at step {step}: training has diverged. Lower --learning_rate, lengthen the warm-up"
-        " (--warmup_ratio 0.1), or clip the gradient (--max_grad_norm 1).",
-        status=EXIT_FAILURE,
-    )

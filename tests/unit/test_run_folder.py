@@ -18,7 +18,7 @@ from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import partial_of
 from hvd_bert.tasks import question_answering
-from hvd_bert.tasks.base import Evaluation
+from hvd_bert.tasks.base import EvaluationResult
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.training.inputs import Inputs
 
@@ -37,7 +37,7 @@ def test_evaluation_files(tmp_path, v2):
     written.add(tmp_path, "eval_null_odds.json")  # of an earlier evaluation
     (tmp_path / "eval_null_odds.json").write_text("{}")
     answers = [answer(n, n - 0.5 if v2 else None) for n in range(3)]
-    run_folder.write_evaluation(tmp_path, Evaluation(metrics, "", question_answering.files(answers)))
+    run_folder.write_evaluation(tmp_path, EvaluationResult(metrics, "", question_answering.files(answers)))
     found = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert written.names(tmp_path) == set(found)
     assert found.pop("eval_null_odds.json", None) == ({"q0": -0.5, "q1": 0.5, "q2": 1.5} if v2 else None)

@@ -13,6 +13,7 @@ from hvd_bert.checkpoint import run_folder
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import TASKS
 from hvd_bert.errors import UserError
+from hvd_bert.tasks import dataset
 from hvd_bert.tasks.dataset import Examples, to_device
 from hvd_bert.tasks.table import load_task, task_class
 
@@ -57,6 +58,9 @@ def test_own_task_is_evaluated_and_saved(own_task, tmp_path):
     task = load_task(parse(["--task", "digits:Digits", "--per_device_eval_batch_size", "100"]), make_world())
     assert task.plan.num_windows == 1500 and task.config.checkpoint.metric_for_best_model == "accuracy"
     evaluation = task.evaluate(task.model)
+    with pytest.MonkeyPatch.context() as patch:  # the examples are shared out once, not at each evaluation
+        patch.setattr(dataset, "balanced_partition", None)
+        assert task.evaluate(task.model) == evaluation
     pixels, labels = task.dev.collate(np.arange(297))
     classes = task.model(pixels).argmax(1)
     assert evaluation.metrics["accuracy"] == pytest.approx(float((classes == labels).double().mean()))

@@ -103,7 +103,7 @@ def test_refused_training_keeps_the_earlier_run(base, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signals_after_the_last_step_do_not_lose_the_model(base, tmp_path, monkeypatch, signal_handlers, number):
-    out, save, evaluate = tmp_path / "out", run_folder.save_model, loop.Evaluator.__call__
+    out, save, evaluate = tmp_path / "out", run_folder.save_model, loop.Evaluations.__call__
 
     def signalled(do: Callable[..., Any]) -> Callable[..., Any]:
         def action(*arguments: Any) -> Any:
@@ -113,7 +113,7 @@ def test_signals_after_the_last_step_do_not_lose_the_model(base, tmp_path, monke
         return action
 
     monkeypatch.setattr(run_folder, "save_model", signalled(save))
-    monkeypatch.setattr(loop.Evaluator, "__call__", signalled(evaluate))  # a launcher repeats the signal
+    monkeypatch.setattr(loop.Evaluations, "__call__", signalled(evaluate))  # a launcher repeats the signal
     train(base, "--output_dir", str(out), "--eval_strategy", "no")
     assert {"model.safetensors", "train_results.json", "eval_results.json"} <= {path.name for path in out.iterdir()}
 

@@ -6,19 +6,19 @@ import time
 
 from torch import nn
 
-from hvd_bert.tasks.base import Evaluation, Task
+from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.training.metrics_log import MetricsLogger
 
 
-class Evaluator:
-    """Evaluates models. `totals`: number and total duration of the evaluations."""
+class Evaluations:
+    """Evaluates a task's models. `totals`: number and total duration of the evaluations."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self._last_s = 0.0
         self.totals = {"evaluations": 0, "evaluation_s": 0.0}
 
-    def __call__(self, model: nn.Module) -> Evaluation:
+    def __call__(self, model: nn.Module) -> EvaluationResult:
         """A collective."""
         start = time.perf_counter()
         evaluation = self.task.evaluate(model)
@@ -27,6 +27,6 @@ class Evaluator:
         self.totals["evaluation_s"] += self._last_s
         return evaluation
 
-    def record(self, evaluation: Evaluation, metrics_logger: MetricsLogger, step: int) -> None:
+    def record(self, evaluation: EvaluationResult, metrics_logger: MetricsLogger, step: int) -> None:
         """Record and show the last evaluation, which is of the model of step `step`."""
         metrics_logger.evaluated(evaluation.metrics | {"eval_s": self._last_s}, evaluation.summary, step)
