@@ -20,6 +20,7 @@ from hvd_bert.config import command_line
 from hvd_bert.config.parser import invocation
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.doctor import __main__ as doctor
+from hvd_bert.evaluate import flags as evaluate
 from hvd_bert.predict import __main__ as predict
 from hvd_bert.report import flags as report
 from hvd_bert.sample import generate
@@ -55,6 +56,7 @@ OTHERS = {
     "Tuning": tune,
     "Preflight check": doctor,
     "Prediction": predict,
+    "Evaluation": evaluate,
     "Sample": generate,
 }
 HELP_TEXT = re.compile(r"(?P<description>.*?)(?: \((?:default: (?P<default>.*)|(?P<required>required))\))?", re.DOTALL)

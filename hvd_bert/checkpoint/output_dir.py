@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hvd_bert.checkpoint import files, resume
 from hvd_bert.checkpoint.resume import ResumePoint
-from hvd_bert.checkpoint.run_folder import RUN_FILES
+from hvd_bert.checkpoint.run_folder import OF_EVALUATION, RUN_FILES
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
@@ -71,7 +71,7 @@ def _replaces(config: Config, name: str) -> bool:
     """Whether the run may replace or remove a file of this name in its folder."""
     if config.train.do_train:
         return name in RUN_FILES or files.is_checkpoint(name)
-    return name in (*fnmatch.filter(RUN_FILES, "eval_*"), "metrics.jsonl", "tb")
+    return name in (*fnmatch.filter(RUN_FILES, "eval*"), "metrics.jsonl", "tb")
 
 
 def _entries(folder: Path) -> list[str]:
@@ -167,7 +167,7 @@ def unlock() -> None:
 
 def forget_after(folder: Path, step: int) -> None:
     """Remove the lines of records, and set aside the checkpoints, of steps after `step`, which will be taken again."""
-    written.remove(folder, ["train_results.json", *fnmatch.filter(RUN_FILES, "eval_*.json")])
+    written.remove(folder, {"train_results.json", *OF_EVALUATION})
     for name in ("metrics.jsonl", "gpu_usage.jsonl"):
         path = folder / name
         if path.exists():

@@ -33,6 +33,8 @@ RUN_FILES = {
     "eval_nbest_predictions.json": "the best answers to each question, with probabilities",
     "eval_null_odds.json": "v2.0: the odds that a question has no answer",
     "eval_samples.json": "some right and some wrong answers, with their questions",
+    "evaluation.json": "scores by kind of question, and mistakes (python -m hvd_bert.evaluate)",
+    "evaluation.html": "the same as a page",
     "metrics.jsonl": "one line per logged step and evaluation",
     "gpu_usage.jsonl": "the same steps: utilization, memory and power of each GPU",
     "timeline.json": "Horovod's timeline of some steps (python -m hvd_bert.timeline)",
@@ -49,6 +51,8 @@ RUN_FILES = {
     "tokenizer.json": "the tokenizer",
     "tokenizer_config.json": "the tokenizer's settings",
 }
+# Those that a later evaluation, or a model that was trained further, makes outdated.
+OF_EVALUATION = {*fnmatch.filter(RUN_FILES, "eval*.json"), "evaluation.html"}
 
 
 @contextmanager
@@ -68,7 +72,7 @@ def write_evaluation(folder: Path, evaluation: EvaluationResult, data: dict[str,
     written.add(folder, *contents)
     for name, content in contents.items():
         write_json(folder / name, content)
-    written.remove(folder, set(fnmatch.filter(RUN_FILES, "eval_*.json")) - contents.keys())
+    written.remove(folder, OF_EVALUATION - contents.keys())
 
 
 def write_results(folder: Path, results: dict[str, Any]) -> None:

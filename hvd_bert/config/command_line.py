@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,9 +50,10 @@ def _presets() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
-def parse(argv: list[str] | None = None) -> Config:
+def parse(argv: list[str] | None = None, defaults: Mapping[str, Any] | None = None) -> Config:
     """Command line (default: this process's) -> Config.
 
+    `defaults`: settings by flag that `--config` and flags override, such as those of a model's training.
     Raises UserError for unknown flags or keys, values of the wrong type or out of range.
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -63,17 +64,23 @@ def parse(argv: list[str] | None = None) -> Config:
     chooser = Parser(prog=parser.prog, add_help=False, allow_abbrev=False)
     chooser.add_argument("--config", nargs="?", const="")
     chosen, flags = chooser.parse_known_args(argv)
-    from_file: dict[str, Any] = {}
+    before = dict(defaults or {})
     if chosen.config is not None:
-        given = flags_in(flags)
-        replaced = {name for flag in given for name in FLAGS[flag].replaces} - given
-        from_file = {name: value for name, value in load_yaml(chosen.config).items() if name not in replaced}
-    settings, unknown = parser.parse_known_args(flags, argparse.Namespace(**from_file))
+        from_file = load_yaml(chosen.config)
+        before = _not_replaced(before, from_file.keys()) | from_file
+    before = _not_replaced(before, flags_in(flags))
+    settings, unknown = parser.parse_known_args(flags, argparse.Namespace(**before))
     if unknown:
         name = unknown[0].lstrip("-").split("=")[0].replace("-", "_")
         what_to_do = RUN_QA_FLAGS_NOT_HERE.get(name) or settings_file.hint(name, "--")
         raise UserError(f"Unknown argument {shortened(unknown[0])}{what_to_do}")
     return Config(*(section(**{f.name: getattr(settings, f.name) for f in fields(section)}) for section in SECTIONS))
+
+
+def _not_replaced(settings: Mapping[str, Any], given: Set[str]) -> dict[str, Any]:
+    """The settings without those that the given flags replace."""
+    replaced = {name for flag in given for name in FLAGS[flag].replaces} - given
+    return {name: value for name, value in settings.items() if name not in replaced}
 
 
 def before_joining(argv: list[str], parse: Callable[[list[str]], Config] = parse) -> dict[str, Any]:

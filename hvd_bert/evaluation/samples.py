@@ -29,13 +29,14 @@ def sample_answers(
         exact, f1 = question_scores(questions[i], answers[i].text, rules, version_2_with_negative)
         if len(found[exact == 1]) < PER_KIND:
             scores = {"exact_match": 100.0 * exact, "f1": 100.0 * f1}
-            found[exact == 1][i] = _sample(questions[i], answers[i]) | scores
+            found[exact == 1][i] = sample(questions[i], answers[i]) | scores
         elif all(len(samples) == PER_KIND for samples in found.values()):
             break
     return [samples[i] for samples in found.values() for i in sorted(samples)]
 
 
-def _sample(question: Question, answer: Answer) -> dict[str, Any]:
+def sample(question: Question, answer: Answer) -> dict[str, Any]:
+    """An answer with its question, for people to read."""
     probability = next(entry["probability"] for entry in answer.nbest if entry["text"] == answer.text)
     return {
         "id": question.id,

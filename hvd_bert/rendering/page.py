@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -14,6 +15,7 @@ from markupsafe import Markup
 from hvd_bert.rendering.table import table
 
 DASH = "-"
+WIDTH = 100  # of text for a terminal
 GENERATOR = '<meta name="generator" content="hvd_bert">'  # marks a page as this program's (storage/written.py)
 
 
@@ -88,12 +90,26 @@ class Page:
         """The page as Markdown; its pictures are files next to it."""
         return "\n\n".join([f"# {_escaped(self.title)}", *map(_markdown, self.blocks)]) + "\n"
 
+    def as_text(self) -> str:
+        """The page for a terminal, without its pictures."""
+        return "\n\n".join([self.title, *(_plain(block) for block in self.blocks if not isinstance(block, Picture))])
+
     def as_html(self) -> str:
         """The page as one self-contained HTML file."""
         template = resources.files("hvd_bert.rendering").joinpath("page.html").read_text(encoding="utf-8")
         environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
         blocks = [(type(block).__name__, block) for block in self.blocks]
         return environment.from_string(template).render(title=self.title, blocks=blocks, generator=Markup(GENERATOR))
+
+
+def _plain(block: Text | Listing | Grid) -> str:
+    if isinstance(block, Grid):
+        return block.for_terminal()
+    if isinstance(block, Listing):
+        return "\n".join(
+            textwrap.fill(item, WIDTH, initial_indent="  - ", subsequent_indent="    ") for item in block.items
+        )
+    return f"{block.text}\n{'-' * len(block.text)}" if block.level else textwrap.fill(block.text, WIDTH)
 
 
 def _markdown(block: Block) -> str:

@@ -15,6 +15,7 @@ from hvd_bert.data.batch_plan import Ids, Lengths
 from hvd_bert.data.checks import kinds
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.distributed.world import World
+from hvd_bert.evaluation.evaluator import Evaluation
 from hvd_bert.evaluation.evaluator import Evaluator
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.evaluation.samples import sample_answers
@@ -49,11 +50,19 @@ class QuestionAnswering(Task):
         return window_losses(model, batch)
 
     def evaluate(self, model: nn.Module) -> EvaluationResult:
+        return self.described(self.answer(model))
+
+    def answer(self, model: nn.Module) -> Evaluation:
+        """Answer and score the validation questions. A collective."""
         self._evaluator = self._evaluator or Evaluator(self.inputs, self._config, self._world)
-        evaluation = self._evaluator(model)
+        return self._evaluator(model)
+
+    def described(self, evaluation: Evaluation) -> EvaluationResult:
+        """What `answer` returned, with its summary and files."""
+        assert self.inputs.dev is not None
         data, answers = self._config.data, evaluation.answers
         samples = sample_answers(
-            self._evaluator.questions, answers, data.version_2_with_negative, data.answer_normalization
+            self.inputs.dev.questions, answers, data.version_2_with_negative, data.answer_normalization
         )
         contents = files(answers) | {"eval_samples.json": samples}
         return EvaluationResult(evaluation.metrics, summary(evaluation.metrics), contents)

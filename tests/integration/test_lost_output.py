@@ -14,7 +14,7 @@ from hvd_bert.errors import EXIT_BROKEN_PIPE
 
 pytestmark = pytest.mark.integration
 
-COMMANDS = ("train", "predict", "doctor", "bench", "bench sweep", "report", "timeline", "tune")
+COMMANDS = ("train", "predict", "evaluate", "doctor", "bench", "bench sweep", "report", "timeline", "tune")
 
 
 def test_training_completes_on_a_full_log_disk(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def imported_by(
         (["hvd_bert.report"], {"numpy", "matplotlib"}),
         (["hvd_bert.timeline"], {"numpy"}),
         (["hvd_bert.predict"], set()),
+        (["hvd_bert.evaluate"], {"transformers", "numpy"}),
         (["hvd_bert.doctor"], set()),
         (["hvd_bert.sample.generate"], set()),
     ],

@@ -1,0 +1,86 @@
+"""The evaluation on all ranks: load the models, evaluate one after the other, print and write the results."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hvd_bert.checkpoint import output_dir, run_folder
+from hvd_bert.config.settings import Config
+from hvd_bert.distributed.world import World, log
+from hvd_bert.errors import EXIT_FAILURE, UserError
+from hvd_bert.evaluate.content import page_of
+from hvd_bert.evaluate.results import MARK, Scored, results_of, scored
+from hvd_bert.storage import written
+from hvd_bert.storage.writing import check_folder, replacing, write_json, writing_to
+from hvd_bert.strategies.table import strategy_class
+from hvd_bert.tasks.base import Task
+from hvd_bert.tasks.question_answering import QuestionAnswering
+from hvd_bert.tasks.table import load_task
+from hvd_bert.train.loop import set_up
+
+
+def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> None:
+    """The whole evaluation. `configs`: one per model. Called by all ranks."""
+    with world.raise_on_all_ranks():
+        strategy_class(configs[0].parallel.strategy)  # raises if it is not installed
+    set_up(configs[0], world)
+    log.info("%s", "\n".join(world.describe()))
+    with world.raise_on_all_ranks():
+        if world.rank == 0:
+            _check_outputs(flags, configs[0])
+        tasks = [_task(config, world) for config in configs]
+    for task, config in zip(tasks, configs, strict=True):
+        world.check_same({f"--{name}": value for name, value in config.as_flat().items()} | task.fingerprint())
+
+    evaluations = []
+    models: list[Scored] = []  # of question answering, on rank 0
+    for task, config in zip(tasks, configs, strict=True):
+        task.model.to(device=world.device)
+        if isinstance(task, QuestionAnswering):
+            answered = task.answer(task.model)
+            evaluations.append(task.described(answered))
+            if world.rank == 0 and task.inputs.dev:
+                models.append(scored(task.inputs.dev.questions, answered.answers, config))
+        else:
+            evaluations.append(task.evaluate(task.model))
+        task.model.to(device="cpu")  # frees the GPU's memory for the other model
+
+    if configs[0].train.output_dir:
+        output_dir.begin(configs[0], None, world)
+    with world.raise_on_all_ranks(EXIT_FAILURE):
+        if world.rank == 0:
+            results = results_of(configs, [evaluation.metrics for evaluation in evaluations], models, flags.mistakes)
+            page = page_of(results)
+            print(page.as_text(), flush=True)
+            results |= run_folder.facts(configs[0], world)
+            if flags.json:
+                with writing_to("--json", flags.json):
+                    write_json(flags.json, results)
+            if configs[0].train.output_dir:
+                folder = configs[0].train.folder
+                with writing_to("--output_dir", folder):
+                    evaluation = replace(evaluations[0], files=evaluations[0].files | {"evaluation.json": results})
+                    run_folder.write_evaluation(folder, evaluation, tasks[0].describe_data(folder))
+                    written.add(folder, "evaluation.html")
+                    with replacing(folder / "evaluation.html") as partial:
+                        partial.write_text(page.as_html(), encoding="utf-8")
+                log.info("%s", run_folder.describe(folder))
+
+
+def _check_outputs(flags: argparse.Namespace, config: Config) -> None:
+    """Raise UserError if a file cannot be written. Changes nothing."""
+    if config.train.output_dir:
+        output_dir.check(config)
+    if flags.json:
+        with writing_to("--json", flags.json):
+            check_folder(flags.json.parent)
+            written.check_marked(flags.json, MARK)
+
+
+def _task(config: Config, world: World) -> Task:
+    task = load_task(config, world)
+    if not task.evaluates:
+        raise UserError("There are no data to evaluate on: give --validation_file or --dataset_name.")
+    return task

@@ -1,0 +1,77 @@
+"""The paired bootstrap: cases computed by hand, scipy's intervals, and properties of any scores."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from hvd_bert.evaluation import bootstrap
+from hvd_bert.evaluation.bootstrap import Difference, paired_difference
+
+PERCENT = st.floats(0, 100)
+PAIRS = st.integers(1, 30).flatmap(
+    lambda n: st.tuples(arrays(float, n, elements=PERCENT), arrays(float, n, elements=PERCENT))
+)
+
+
+def of(differences: list[float]) -> Difference:
+    return paired_difference(np.array(differences), np.zeros(len(differences)))
+
+
+def test_interval_of_all_resamples():
+    """Of the 4^4 resamples of 4 questions, 2.5 % of the means are at most `low`, and 2.5 % at least `high`."""
+    differences = [100.0, 0.0, 0.0, -100.0]
+    means = np.array([np.mean(resample) for resample in itertools.product(differences, repeat=4)])
+    low, high = np.quantile(means, (0.025, 0.975))
+    assert (low, high) == (-75.0, 75.0)
+    assert of(differences) == Difference(0.0, -75.0, 75.0)
+
+
+def test_interval_of_many_questions_is_that_of_the_normal_distribution():
+    """55 % of 10,000 questions differ by 1: the standard error is sqrt(0.55 x 0.45 / 10,000)."""
+    found = of([1.0] * 5500 + [0.0] * 4500)
+    half = 1.96 * np.sqrt(0.55 * 0.45 / 10_000)
+    assert found.mean == pytest.approx(0.55)
+    assert (found.low, found.high) == pytest.approx((0.55 - half, 0.55 + half), abs=5e-4)
+
+
+def test_interval_is_scipys():
+    stats = pytest.importorskip("scipy.stats")
+    random = np.random.default_rng(1)
+    first, second = random.uniform(0, 100, (2, 200)).round(1)
+    expected: Any = stats.bootstrap(
+        (first, second), lambda a, b, axis: (a - b).mean(axis=axis), paired=True, vectorized=True, method="percentile",
+        n_resamples=bootstrap.RESAMPLES, rng=random,
+    ).confidence_interval  # fmt: skip
+    found = paired_difference(first, second)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=0.4)
+
+
+@given(PAIRS)
+def test_properties(pair):
+    first, second = pair
+    found = paired_difference(first, second)
+    differences = first - second
+    slack = 1e-9
+    assert found.mean == pytest.approx(differences.mean())
+    assert differences.min() - slack <= found.low <= found.high <= differences.max() + slack
+    assert found == paired_difference(first, second), "the seed is fixed"
+    order = np.argsort(second, kind="stable")[::-1]
+    reordered = paired_difference(first[order], second[order])
+    assert (reordered.low, reordered.high) == (found.low, found.high)
+    same = paired_difference(first, first)
+    assert (same.mean, same.low, same.high) == (0, 0, 0)
+    swapped = paired_difference(second, first)
+    assert swapped.mean == pytest.approx(-found.mean)
+
+
+@given(st.floats(-100, 100), st.integers(1, 50))
+def test_equal_differences_leave_no_doubt(value, count):
+    found = of([value] * count)
+    assert (found.mean, found.low, found.high) == pytest.approx((value,) * 3)

@@ -1,0 +1,272 @@
+"""The command evaluate, in this process: its settings, scores equal to the trainer's, its files, and comparisons."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from documented import undocumented
+from test_world import make_world
+from transformers import BertConfig, BertForQuestionAnswering, BertForSequenceClassification
+
+from hvd_bert.checkpoint import output_dir
+from hvd_bert.config.command_line import parse
+from hvd_bert.distributed.world import CollectiveError
+from hvd_bert.errors import UserError
+from hvd_bert.evaluate import flags, running
+from hvd_bert.storage import written
+from hvd_bert.train import loop
+
+SHAPE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+SETTINGS = {"max_seq_length": 64, "doc_stride": 8, "n_best_size": 5, "null_score_diff_threshold": 0.25}
+QUESTIONS = 12
+
+
+@pytest.fixture
+def make_model(tmp_path, tokenizer, make_questions, write_squad):
+    """make_model(name, kind, **settings) -> a folder as a training leaves it, with random weights."""
+    file = write_squad(make_questions(QUESTIONS, unanswered_every=3))
+
+    def make(name: str = "model", kind: Any = BertForQuestionAnswering, **settings: Any) -> Path:
+        folder = tmp_path / name
+        torch.manual_seed(len(name))
+        config = BertConfig(vocab_size=len(tokenizer), initializer_range=2.0, **SHAPE)
+        kind(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        record = {"version_2_with_negative": True, "validation_file": str(file), "learning_rate": 0.1} | SETTINGS
+        lines = (f"{flag}: {json.dumps(value)}\n" for flag, value in (record | settings).items() if value is not None)
+        (folder / "train_config.yaml").write_text("".join(lines))
+        return folder
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def process_stays_as_it_was(monkeypatch):
+    for module in (loop, running):
+        monkeypatch.setattr(module, "set_up", lambda config, world: None)
+    yield
+    output_dir.unlock()
+
+
+def evaluate(*words: object) -> None:
+    world = make_world()
+    world.set_up_device()
+    running.run(*flags.parse([str(word) for word in words] + ["--strategy", "none"]), world)
+
+
+def evaluated(folder: Path, *words: object) -> dict[str, Any]:
+    """The content of evaluation.json."""
+    file = folder.parent / "results.json"
+    evaluate(folder, *words, "--json", file)
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+# --- Settings -------------------------------------------------------------------------------------
+
+
+def settings_of(*words: object) -> list[dict[str, Any]]:
+    return [config.as_flat() for config in flags.parse([str(word) for word in words])[1]]
+
+
+def test_settings_and_data_of_the_training_are_the_defaults(make_model):
+    folder = make_model(per_device_eval_batch_size=3, max_eval_samples=2, seed=7, bf16=True)
+    (found,) = settings_of(folder)
+    trained = SETTINGS | {"version_2_with_negative": True, "per_device_eval_batch_size": 3}
+    assert {name: found[name] for name in trained} == trained
+    assert found["validation_file"].endswith("squad.json") and found["model_name_or_path"] == str(folder)
+    assert (found["max_eval_samples"], found["bf16"], found["do_train"]) == (None, False, False)
+    (found,) = settings_of(folder, "--max_seq_length", 50, "--bf16")
+    assert (found["max_seq_length"], found["doc_stride"], found["bf16"]) == (50, 8, True)
+
+
+def test_other_data_do_not_get_the_columns_of_the_trainings_data(make_model):
+    folder = make_model(context_column="passage", bad_examples="skip")
+    (found,) = settings_of(folder)
+    assert (found["context_column"], found["bad_examples"]) == ("passage", "skip")
+    for words in (["--validation_file", "f.csv"], ["--dataset_name", "squad"], ["--validation-file=f.csv"]):
+        (found,) = settings_of(folder, *words)
+        assert (found["context_column"], found["bad_examples"]) == ("context", "error")
+        assert not (found["validation_file"] and found["dataset_name"])
+
+
+def test_settings_of_a_checkpoint_are_in_the_folder_above(make_model):
+    assert settings_of(make_model() / "checkpoint-3")[0]["max_seq_length"] == 64
+
+
+def test_preset_overrides_the_training(make_model):
+    (found,) = settings_of(make_model(), "--config", "sample")
+    assert (found["max_seq_length"], found["config_name"]) == (160, None)
+
+
+def test_compared_models_have_the_same_questions_and_rules(make_model):
+    one = make_model("one", answer_normalization="cmrc")
+    two = make_model(
+        "two", version_2_with_negative=False, max_seq_length=50, validation_file=None, dataset_name="squad"
+    )
+    first, second = settings_of(one, "--compare", two)
+    differing = {name for name in first if first[name] != second[name]}
+    assert differing == {"model_name_or_path", "max_seq_length"}
+    assert (second["max_seq_length"], second["answer_normalization"]) == (50, "cmrc")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "Name the model first: python -m hvd_bert.evaluate MODEL"),
+        (["--validation_file", "f", "model"], "Name the model first"),
+        (
+            ["model", "--learning_rate", "1"],
+            "--learning_rate does not concern an evaluation of model. Remove the flag.",
+        ),
+        (["model", "--no_do_eval"], "--do_eval does not concern an evaluation"),
+        (["model", "--mistakes", "-1"], "--mistakes -1: must not be negative"),
+        (["model", "--comparre", "b"], "Unknown argument --comparre"),
+    ],
+)
+def test_wrong_command_lines(words, message):
+    with pytest.raises(UserError, match=message):
+        flags.parse(words)
+
+
+# --- Results --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["v1.1", "v2.0"])
+def test_scores_and_files_are_the_trainers(make_model, make_questions, write_squad, tmp_path, capsys, v2):
+    file = write_squad(make_questions(QUESTIONS, unanswered_every=3 * v2), "dev.json")
+    folder = make_model(version_2_with_negative=v2, validation_file=str(file))
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    evaluate(folder, "--output_dir", ours)
+    printed = capsys.readouterr().out
+    words = [f"--{name}={value}" for name, value in SETTINGS.items()] + ["--no_do_train", "--strategy=none"]
+    words += [f"--version_2_with_negative={v2}", f"--validation_file={file}", f"--model_name_or_path={folder}"]
+    world = make_world()
+    world.set_up_device()
+    loop.run(parse([*words, f"--output_dir={theirs}"]), world)
+
+    names = {path.name for path in theirs.glob("eval_*.json")}
+    assert len(names) == 4 + v2
+    for name in names:
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
+    results = json.loads((ours / "evaluation.json").read_text())
+    metrics = json.loads((theirs / "eval_results.json").read_text())
+    assert results["metrics"] == metrics
+    sections = ("evaluation.json", "eval_samples.json", "train_results.json")
+    assert undocumented(results, *sections, without=("settings", "slices", "versions", "metrics")) == []
+    (overall, *parts) = results["slices"]["questions"]
+    assert overall == {"slice": "all", "questions": QUESTIONS} | {
+        name: pytest.approx(metrics[name]) for name in ("exact_match", "f1")
+    }
+    assert [(part["f1"], part["questions"]) for part in parts] == (
+        [(pytest.approx(metrics[f"{kind}_f1"]), metrics[f"{kind}_total"]) for kind in ("HasAns", "NoAns")] if v2 else []
+    )
+    for title, rows in results["slices"].items():
+        assert title == "questions" or sum(row["questions"] for row in rows) == QUESTIONS
+    assert f"{metrics['f1']:.2f}" in printed and "Worst mistakes" in printed
+    assert ("Thresholds for no answer" in printed) == v2
+    html = (ours / "evaluation.html").read_text()
+    assert "<h2>Worst mistakes</h2>" in html and f"{metrics['f1']:.2f}" in html
+    files = names | {"evaluation.json", "evaluation.html", "eval_config.yaml"}
+    assert written.names(ours) == files
+
+    output_dir.unlock()
+    loop.run(parse([*words, f"--output_dir={ours}"]), world)
+    assert not list(ours.glob("evaluation.*")), "they would contradict the new scores"
+
+
+def test_best_threshold_gives_the_best_scores(make_model):
+    folder = make_model()
+    metrics = evaluated(folder)["metrics"]
+    assert metrics["best_f1"] > metrics["f1"]
+    threshold = f"--null_score_diff_threshold={metrics['best_f1_thresh']!r}"
+    assert evaluated(folder, threshold)["metrics"]["f1"] == metrics["best_f1"]
+
+
+def test_mistakes_are_the_worst_first(make_model):
+    folder = make_model()
+    found = evaluated(folder, "--mistakes", 100)["mistakes"]
+    assert len({mistake["id"] for mistake in found}) == len(found) > 2
+    keys = [(mistake["f1"], -mistake["probability"]) for mistake in found]
+    assert keys == sorted(keys) and all(mistake["exact_match"] == 0 for mistake in found)
+    assert evaluated(folder, "--mistakes", 2)["mistakes"] == found[:2]
+    assert evaluated(folder, "--mistakes", 0)["mistakes"] == []
+
+
+def test_comparison(make_model, capsys):
+    one, other = make_model("one"), make_model("other", max_seq_length=50)
+    results, alone, swapped = evaluated(one, "--compare", other), evaluated(other), evaluated(other, "--compare", one)
+    assert results["compared_metrics"] == {**alone["metrics"]}
+    for title, rows in results["slices"].items():
+        for row, of_other, back in zip(rows, alone["slices"][title], swapped["slices"][title], strict=True):
+            assert row["slice"] == of_other["slice"]
+            for name in ("exact_match", "f1"):
+                difference = row["difference"][name]
+                assert row["compared"][name] == of_other[name]
+                assert difference["mean"] == pytest.approx(row[name] - of_other[name])
+                assert difference["low"] <= difference["mean"] <= difference["high"]
+                assert back["difference"][name]["mean"] == pytest.approx(-difference["mean"])
+            gained = (row["exact_match"] - of_other["exact_match"]) * row["questions"] / 100
+            assert row["only_right"] - row["only_compared_right"] == pytest.approx(gained)
+            assert (back["only_right"], back["only_compared_right"]) == (row["only_compared_right"], row["only_right"])
+    assert undocumented(list(results["slices"].values()), "evaluation.json") == []
+    printed = capsys.readouterr().out
+    assert f"Evaluation of {one} (A) and {other} (B)" in printed and "only A" in printed
+    same = evaluated(one, "--compare", one)["slices"]["questions"][0]
+    assert same["difference"]["f1"] == {"mean": 0.0, "low": 0.0, "high": 0.0} and same["only_right"] == 0
+
+
+def test_text_classification_has_its_metrics(make_model, tmp_path, capsys):
+    rows = [{"sentence": f"The box {n} is red.", "label": f"LABEL_{n % 2}"} for n in range(6)]
+    file = tmp_path / "dev.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"task": "text-classification", "validation_file": str(file), "max_seq_length": 32}
+    settings = task | dict.fromkeys(
+        ("version_2_with_negative", "doc_stride", "n_best_size", "null_score_diff_threshold")
+    )
+    one, other = (make_model(name, BertForSequenceClassification, **settings) for name in ("one", "other"))
+    results = evaluated(one, "--compare", other, "--output_dir", tmp_path / "out")
+    assert results["metrics"]["total"] == 6 and results["slices"] == {} == dict(results["mistakes"])
+    assert "matthews_correlation" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "out" / "eval_predictions.json").read_text())) == 6
+
+
+def test_user_text_is_escaped_in_the_page(make_model, make_questions, write_squad, tmp_path):
+    import dataclasses
+
+    questions = [dataclasses.replace(question, question="<script>?") for question in make_questions(2)]
+    file = write_squad(questions, "dev.json")
+    evaluate(make_model(version_2_with_negative=False), "--validation_file", file, "--output_dir", tmp_path / "out")
+    html = (tmp_path / "out" / "evaluation.html").read_text()
+    assert "<script>" not in html and "&lt;script&gt;?" in html
+
+
+# --- Refusals -------------------------------------------------------------------------------------
+
+
+def test_files_of_others_are_kept(make_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "load_task", None)  # before any work
+    file = tmp_path / "mine.json"
+    file.write_text("{}")
+    with pytest.raises(CollectiveError, match=r"--json .*mine.json cannot be written: it exists"):
+        evaluate(make_model(), "--json", file)
+    with pytest.raises(CollectiveError, match=r"--json .*mine.json/x cannot be written: .* is not a folder"):
+        evaluate(make_model(), "--json", file / "x")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "evaluation.html").write_text("mine")
+    with pytest.raises(CollectiveError, match=r"did not write \(evaluation.html\)"):
+        evaluate(make_model(), "--output_dir", out)
+
+
+def test_no_data(make_model):
+    settings = dict.fromkeys(("version_2_with_negative", "doc_stride", "n_best_size", "null_score_diff_threshold"))
+    folder = make_model(
+        kind=BertForSequenceClassification, task="text-classification", validation_file=None, **settings
+    )
+    with pytest.raises(CollectiveError, match="no data to evaluate on: give --validation_file or --dataset_name"):
+        evaluate(folder)

@@ -1,0 +1,86 @@
+"""Groups of questions: by question word, length of the answer, length of the context."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_bert.data.questions import Question
+from hvd_bert.evaluation import slices
+from hvd_bert.evaluation.normalization import ANSWER_RULES
+from hvd_bert.evaluation.slices import Groups
+
+
+def question(text: str = "?", answers: tuple[str, ...] = ("red",), context: str = "red") -> Question:
+    return Question("q", "", context, text, answers, (None,) * len(answers))
+
+
+def listed(groups: Groups) -> dict[str, list[int]]:
+    return {name: members.tolist() for name, members in groups.items()}
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("What is it?", "what"),
+        ("In what year did Who sing?", "what"),
+        ("what's up", "what"),
+        ("To whom does it belong?", "who"),
+        ("Whose is the box?", "who"),
+        ("WHEN did it end?", "when"),
+        ("Where is it?", "where"),
+        ("Why?", "why"),
+        ("Of these, which one is red?", "which"),
+        ("How  many boxes are there?", "how many, how much"),
+        ("About how much is it?", "how many, how much"),
+        ("How long is it?", "how"),
+        ("Name the box.", "other"),
+        ("Whatever the whole somehow shows", "other"),
+        ("箱子是什么颜色？", "other"),  # noqa: RUF001
+        ("", "other"),
+    ],
+)
+def test_question_word(text, word):
+    assert slices.question_word(text) == word
+
+
+def test_groups_by_question_word_have_their_order():
+    questions = [question(text) for text in ("Name it.", "Who?", "What?", "Whose?")]
+    assert listed(slices.by_question_word(questions)) == {"what": [2], "who": [1, 3], "other": [0]}
+
+
+def test_groups_by_answer_length():
+    answers = ["a b c d", "a", "", "a b c d e f g h i j k", "a b", "one two three four five", "a b c d e f g h i j"]
+    questions = [question(answers=(text, "x")) if text else question(answers=()) for text in answers]
+    assert listed(slices.by_answer_length(questions, str.split)) == {
+        "no answer": [2], "1": [1], "2": [4], "4-5": [0, 5], "6-10": [6], "11 or more": [3]
+    }  # fmt: skip
+    assert listed(slices.by_answer_length([question(answers=("红箱子",))], ANSWER_RULES["cmrc"].units)) == {"3": [0]}
+
+
+def test_groups_by_context_length_are_quartiles():
+    contexts = ["w " * length for length in (8, 1, 5, 2, 6, 3, 7, 4)]
+    groups = listed(slices.by_context_length([question(context=context) for context in contexts], str.split))
+    assert groups == {"1-2": [1, 3], "3-4": [5, 7], "5-6": [2, 4], "7-8": [0, 6]}
+    assert listed(slices.by_context_length([question(context="one two")] * 3, str.split)) == {"2": [0, 1, 2]}
+
+
+def test_groups_by_answer():
+    questions = [question(), question(answers=()), question()]
+    assert listed(slices.by_answer(questions)) == {
+        "all": [0, 1, 2], "with an answer": [0, 2], "without an answer": [1]
+    }  # fmt: skip
+    assert listed(slices.by_answer(questions[:1])) == {"all": [0]}
+
+
+@given(st.lists(st.builds(question, st.text(), st.just(()) | st.tuples(st.text(min_size=1)), st.text()), min_size=1))
+def test_every_question_is_in_one_group(questions):
+    for groups in (
+        slices.by_question_word(questions),
+        slices.by_answer_length(questions, str.split),
+        slices.by_context_length(questions, str.split),
+    ):
+        assert all(len(members) for members in groups.values())
+        assert sorted(np.concatenate(list(groups.values())).tolist()) == list(range(len(questions)))
