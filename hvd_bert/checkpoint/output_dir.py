@@ -21,6 +21,7 @@ from hvd_bert.config.settings import Config
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
 from hvd_bert.monitoring.profiling.recording import TIMELINE
+from hvd_bert.publish import card
 from hvd_bert.storage import locks, written
 from hvd_bert.storage.writing import OWN_PARTIAL, check_folder, make_folder, replacing, writing_to
 
@@ -70,7 +71,7 @@ def _check_inputs(config: Config, folder: Path) -> None:
 def _replaces(config: Config, name: str) -> bool:
     """Whether the run may replace or remove a file of this name in its folder."""
     if config.train.do_train:
-        return name in RUN_FILES or files.is_checkpoint(name)
+        return name in RUN_FILES.keys() - {card.NAME} or files.is_checkpoint(name)  # a user's own card stays
     return name in (*fnmatch.filter(RUN_FILES, "eval*"), "metrics.jsonl", "tb")
 
 
@@ -189,6 +190,7 @@ def _step_of(line: str) -> float:
 
 
 def clear(folder: Path) -> None:
-    """Remove the files that earlier runs wrote in the folder; no other files."""
+    """Remove the files that earlier runs wrote in the folder; no other files, and no model card that was edited."""
     files.clear(folder)
-    written.remove(folder, RUN_FILES)
+    kept = set() if card.is_ours(folder / card.NAME) else {card.NAME}
+    written.remove(folder, RUN_FILES.keys() - kept)

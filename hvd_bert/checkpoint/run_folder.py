@@ -20,6 +20,8 @@ from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.machine import PACKAGES, cpu_name, version_of
+from hvd_bert.publish import card
+from hvd_bert.publish.public import from_hub
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import partial_of, write_json, writing_to
 from hvd_bert.tasks.base import EvaluationResult, Task
@@ -50,6 +52,7 @@ RUN_FILES = {
     "config.json": "the model's configuration",
     "tokenizer.json": "the tokenizer",
     "tokenizer_config.json": "the tokenizer's settings",
+    card.NAME: "the model card: data, settings, scores, how to use the model",
 }
 # Those that a later evaluation, or a model that was trained further, makes outdated.
 OF_EVALUATION = {*fnmatch.filter(RUN_FILES, "eval*.json"), "evaluation.html"}
@@ -143,6 +146,7 @@ def facts(config: Config, world: World) -> dict[str, Any]:
         "threads_per_rank": torch.get_num_threads(),
         "precision": config.train.precision,
         "seed": config.train.seed,
+        "from_hub": from_hub(config.as_flat()),
         "versions": {"python": platform.python_version(), "hvd_bert": __version__}
         | {package: version_of(package) for package in PACKAGES}
         | {"cuda": torch.version.cuda, "nccl": _nccl_version()},

@@ -15,8 +15,7 @@ from hvd_bert.data.batch_plan import Ids, Lengths
 from hvd_bert.data.checks import kinds
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.distributed.world import World
-from hvd_bert.evaluation.evaluator import Evaluation
-from hvd_bert.evaluation.evaluator import Evaluator
+from hvd_bert.evaluation.evaluator import Evaluation, Evaluator
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.evaluation.samples import sample_answers
 from hvd_bert.model.bert import compile_layers, window_losses

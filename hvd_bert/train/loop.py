@@ -23,6 +23,7 @@ from hvd_bert.model.precision import autocast, set_precision
 from hvd_bert.monitoring.gpu_usage import GpuUsage
 from hvd_bert.monitoring.process_usage import process_usage
 from hvd_bert.monitoring.profiling.recording import Recording
+from hvd_bert.publish import card
 from hvd_bert.strategies.table import strategy_class
 from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.tasks.table import load_task
@@ -85,11 +86,15 @@ def run(config: Config, world: World) -> None:
             with run_folder.writing(folder, world) as writes:
                 if writes:
                     run_folder.write_evaluation(folder, evaluation, data)
+                    if not task.plan:
+                        card.update(folder, evaluation.metrics, config.as_flat())
         usage = {"rank": world.rank} | process_usage(world.device)
         results |= run_folder.of_task(task) | run_folder.facts(config, world) | {"processes": world.gather(usage)}
         with run_folder.writing(folder, world) as writes:
             if writes and task.plan:
-                run_folder.write_results(folder, results | data | {"work": resume.identity(config, task)})
+                results |= data | {"work": resume.identity(config, task)}
+                card.write(folder, config.as_flat(), results, evaluation.metrics if evaluation else {})
+                run_folder.write_results(folder, results)
     if results.get("breakdown"):
         log.info("%s", "\n".join(describe_steps(results)))
     log.info("%s", run_folder.describe(folder))

@@ -18,6 +18,7 @@ from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
+from hvd_bert.publish import card
 from hvd_bert.storage import written
 
 
@@ -99,7 +100,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {output_dir.LOCK, written.RECORD}
 
 
-EVERY = [name for name in RUN_FILES if "*" not in name] + ["checkpoint-5", "checkpoint-7.aside"]
+EVERY = [name for name in RUN_FILES if "*" not in name and name != card.NAME] + ["checkpoint-5", "checkpoint-7.aside"]
 
 
 def test_only_files_that_a_run_wrote_are_removed(tmp_path):

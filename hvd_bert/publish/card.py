@@ -1,0 +1,252 @@
+"""The model card: README.md in the output folder of a training, with metadata for the hub in its YAML header.
+
+It states what the run's records hold, and nothing of this machine but its processor or GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hvd_bert.config.tasks import QUESTION_ANSWERING, TASKS
+from hvd_bert.publish.public import changed, command, public_settings
+from hvd_bert.storage import written
+from hvd_bert.storage.writing import replacing
+
+log = logging.getLogger("hvd_bert")
+NAME = "README.md"
+Record = Mapping[str, Any]
+
+# How the classes of transformers' models end -> the hub's name of the task, and transformers' class that loads them.
+HEADS = {
+    "ForQuestionAnswering": ("question-answering", "AutoModelForQuestionAnswering"),
+    "ForSequenceClassification": ("text-classification", "AutoModelForSequenceClassification"),
+    "ForTokenClassification": ("token-classification", "AutoModelForTokenClassification"),
+    "ForMaskedLM": ("fill-mask", "AutoModelForMaskedLM"),
+}
+# Settings that other rows of the table show, or the text.
+SHOWN = {
+    "learning_rate", "lr_scheduler_type", "warmup_ratio", "warmup_steps", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "global_batch", "num_train_epochs", "max_steps", "strategy", "bf16", "fp16", "seed",
+    "max_seq_length", "task", "model_name_or_path", "dataset_name", "train_file", "validation_file",
+    "max_train_samples", "max_eval_samples", "metric_for_best_model",
+}  # fmt: skip
+
+
+def write(folder: Path, settings: Record, results: Record, scores: Record, evaluated: Record | None = None) -> None:
+    """Write the card, unless the folder has a README.md that this program did not write or that was edited since.
+
+    `settings`: of the training. `results`: what train_results.json holds. `scores`: the evaluation's metrics; empty
+    without one. `evaluated`: settings of the run that evaluated, if it is not the training. Raises OSError.
+    """
+    path = folder / NAME
+    if os.path.lexists(path) and not is_ours(path):
+        log.info("%s is not this program's, or it was edited: it stays as it is.", path)
+        return
+    written.add(folder, NAME)
+    with replacing(path) as partial:
+        partial.write_text(_signed(text(folder, settings, results, scores, evaluated or settings)), encoding="utf-8")
+
+
+def update(folder: Path, scores: Record, evaluated: Record) -> None:
+    """Put an evaluation's scores into the card of the folder's model, if it has a card of ours. Raises OSError.
+
+    `evaluated`: settings of the run that evaluated; its model may be another one.
+    """
+    model = evaluated["model_name_or_path"]
+    if model is None or Path(model).resolve() != folder.resolve() or not is_ours(folder / NAME):
+        return
+    try:
+        settings = yaml.safe_load((folder / "train_config.yaml").read_text(encoding="utf-8"))
+        results = json.loads((folder / "train_results.json").read_text(encoding="utf-8"))
+        write(folder, settings, results, scores, evaluated)
+    except (FileNotFoundError, ValueError, TypeError, LookupError, yaml.YAMLError) as error:
+        log.warning("%s is not updated, since the training's records cannot be read: %s.", folder / NAME, error)
+
+
+def _signed(content: str) -> str:
+    """The card with a last line by which `is_ours` recognizes it."""
+    return f"{content}\n\n<!-- Written by hvd_bert; an edited card is not replaced. SHA-256: {_digest(content)} -->\n"
+
+
+def _digest(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def is_ours(path: Path) -> bool:
+    """Whether this program wrote the file, and nobody has changed it."""
+    if path.name not in written.names(path.parent) or path.is_symlink() or not path.is_file():
+        return False
+    found = path.read_text(encoding="utf-8", errors="replace")
+    return found == _signed(found.rpartition("\n\n<!-- ")[0])
+
+
+def text(folder: Path, settings: Record, results: Record, scores: Record, evaluated: Record) -> str:
+    """The card's content. See `write`."""
+    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+    hub = results["from_hub"]
+    settings, evaluated = public_settings(settings, hub), public_settings(evaluated, hub)
+    model = _model_config(folder)
+    tag, auto_class = _head(model)
+    title = folder.resolve().name
+    numbers = {name: float(scores[name]) for name in results["scores"] if _is_number(scores.get(name))}
+    data, split = _data_name(evaluated, "validation_file"), "validation" if evaluated["dataset_name"] else None
+    card_data = ModelCardData(
+        library_name="transformers" if auto_class else None,
+        base_model=hub.get("model_name_or_path"),
+        datasets=hub.get("dataset_name"),
+        pipeline_tag=tag,
+        tags=["hvd_bert", *([results["strategy"]] if results["strategy"] == "horovod" else [])],
+        metrics=list(numbers) or None,
+        model_name=title,
+        eval_results=[
+            EvalResult(
+                task_type=tag or "other", dataset_type=data, dataset_name=data, dataset_split=split,
+                dataset_config=evaluated["dataset_config_name"], metric_type=name, metric_value=value,
+                metric_name=name.replace("_", " ").capitalize(),
+            )
+            for name, value in numbers.items()
+        ] or None,
+    )  # fmt: skip
+    card = ModelCard.from_template(
+        card_data,
+        template_str=resources.files("hvd_bert.publish").joinpath("card.md").read_text(encoding="utf-8"),
+        title=title,
+        name=json.dumps(title),
+        summary=_summary(model, tag, settings, hub),
+        scores=_scores(scores, evaluated, data),
+        auto_class=auto_class,
+        max_length=settings["max_seq_length"],
+        labels=", ".join(map(code, model.get("id2label", {}).values())),
+        data=_data(settings, results),
+        settings=_table([("Setting", "Value"), *_settings(settings, results)]),
+        command=command(settings),
+        ranks=results["world_size"],
+        hardware=_table([("Record", "Value"), *_hardware(results)]),
+        limits="\n".join(f"- {limit}" for limit in _limits(tag, settings, scores)),
+    )
+    return str(card)
+
+
+def _model_config(folder: Path) -> Record:
+    """The configuration of a model of transformers; empty for another model."""
+    path = folder / "config.json"
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _head(model: Record) -> tuple[str | None, str | None]:
+    """The hub's name of the model's task, and the class that loads it; None: unknown, or not transformers'."""
+    names = model.get("architectures") or [None]
+    known = [HEADS[end] for end in HEADS if str(names[0]).endswith(end)]
+    return known[0] if known else (None, "AutoModel" if model else None)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def code(value: object) -> str:
+    """A value as Markdown's code, also in a table."""
+    return "`" + " ".join(str(value).split()).replace("`", "'").replace("|", "\\|") + "`"
+
+
+def _table(rows: Iterable[tuple[str, object]]) -> str:
+    head, *others = [f"| {name} | {value} |" for name, value in rows]
+    return "\n".join([head, "| --- | --- |", *others])
+
+
+def _summary(model: Record, tag: str | None, settings: Record, hub: Record) -> str:
+    kind = f"A model of the family {code(model['model_type'])}" if "model_type" in model else "A model"
+    does = {
+        "question-answering": " for question answering: it marks the answer to a question in a passage",
+        "text-classification": " for text classification: it gives the class of a text or of a pair of texts",
+    }.get(str(tag), f" of the task {code(settings['task'])}")
+    base = hub.get("model_name_or_path")
+    origin = "trained from new weights"
+    if base:
+        origin = f"fine-tuned from [{base}](https://huggingface.co/{base})"
+    elif settings["model_name_or_path"]:
+        origin = f"fine-tuned from a local model named {code(settings['model_name_or_path'])}"
+    return f"{kind}{does}. It was {origin} with hvd_bert."
+
+
+def _data_name(settings: Record, file: str) -> str:
+    return str(settings["dataset_name"] or settings[file] or settings["task"])
+
+
+def _scores(scores: Record, evaluated: Record, data: str) -> str:
+    shown = [(code(name), f"{value:.4g}") for name, value in scores.items() if _is_number(value) and name != "total"]
+    if not shown:
+        return "The model was not evaluated."
+    split = ", split validation" if evaluated["dataset_name"] else ""
+    count = f": {scores['total']:.0f} examples" if _is_number(scores.get("total")) else ""
+    limit = ", the first of the data" if evaluated["max_eval_samples"] else ""
+    percent = " Scores are in percent." if evaluated["task"] == QUESTION_ANSWERING else ""
+    return f"{_table([('Metric', 'Value'), *shown])}\n\nEvaluated on {code(data)}{split}{count}{limit}.{percent}"
+
+
+def _data(settings: Record, results: Record) -> str:
+    name, unit = _data_name(settings, "train_file"), results["unit"]
+    split = ", split train" if settings["dataset_name"] else ""
+    made = f"{results['train_windows']:,} {unit}"
+    limit = f", made of the first {settings['max_train_samples']:,} examples" if settings["max_train_samples"] else ""
+    skipped = results.get("skipped_examples", {}).get("training", {}).get("skipped")
+    left_out = f" {skipped:,} examples with mistakes were left out." if skipped else ""
+    return f"Trained on {code(name)}{split}: {made}{limit}.{left_out}"
+
+
+def _settings(settings: Record, results: Record) -> list[tuple[str, object]]:
+    unit, batch, devices = results["unit"], results["global_batch"], results["devices_per_rank"]
+    steps, per_epoch = results["train_steps"], results["steps_per_epoch"]
+    at_most = "at most " if settings["early_stopping_patience"] else ""
+    return [
+        ("Peak learning rate", f"{results['learning_rate']:g}"),
+        ("Schedule", settings["lr_scheduler_type"]),
+        ("Warm-up steps", f"{results['warmup_steps']:g}"),
+        ("Batch", f"{batch} {unit} per step, at most {settings['per_device_train_batch_size']} per device at a time"),
+        ("Epochs", f"{at_most}{steps / per_epoch:.3g} ({steps} steps)"),
+        ("Ranks", f"{results['world_size']}, each with {devices} device{'s' if devices > 1 else ''}"),
+        ("Strategy", results["strategy"]),
+        ("Precision", results["precision"]),
+        ("Seed", results["seed"]),
+        *([("Maximum length", f"{settings['max_seq_length']} tokens")] if settings["task"] in TASKS else []),
+        *((code(f"--{name}"), code(value)) for name, value in changed(settings).items() if name not in SHOWN),
+    ]
+
+
+def _hardware(results: Record) -> list[tuple[str, object]]:
+    seconds = results["train_runtime"]
+    time = f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
+    speed = f"{results['train_samples_per_second']:.4g} {results['unit']}/s"
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items() if version)
+    return [
+        ("Device of rank 0", code(results["device_name"])),
+        ("Hosts", len(set(results["hosts"]))),
+        ("Training time", f"{time}, without evaluations ({speed})"),
+        ("Versions", versions),
+    ]
+
+
+def _limits(tag: str | None, settings: Record, scores: Record) -> list[str]:
+    limits = ["The license, the languages and the biases of the model and of its data are not recorded here."]
+    if scores:
+        limits.append("It was evaluated on the data named above only. Its quality on other data is unknown.")
+    if tag == "question-answering":
+        limits.append("Every answer is a part of the passage. The model does not know what is true.")
+        if not settings["version_2_with_negative"]:
+            limits.append("It was trained on questions that have an answer: it gives one even if the passage has none.")
+    if tag in ("question-answering", "text-classification"):
+        limits.append(f"It reads at most {settings['max_seq_length']} tokens at a time.")
+    return limits

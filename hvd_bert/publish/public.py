@@ -1,0 +1,57 @@
+"""A run's settings as others may see them: names on the hub, and names of files without their folders."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hvd_bert.config.settings import FLAGS
+
+# Where this machine keeps files, and what only matters there.
+_PRIVATE_GROUPS = ("output", "profiling")
+_PRIVATE = ("cache_dir", "resume_from_checkpoint", "preprocessing_num_workers", "num_threads")
+_REVISION = "model_revision"  # may contain a slash, as refs/pr/1
+
+
+def from_hub(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The flags that name something on the hub, with their values. To be called in the run's working directory."""
+    names = ("model_name_or_path", "config_name", "tokenizer_name")
+    found = {name: settings[name] for name in names if settings[name] and not Path(settings[name]).exists()}
+    return found | ({"dataset_name": settings["dataset_name"]} if settings["dataset_name"] else {})
+
+
+def public_settings(settings: Mapping[str, Any], hub: Mapping[str, str]) -> dict[str, Any]:
+    """`settings` without those of this machine, and with names in place of paths. `hub`: what `from_hub` returned."""
+    return {
+        name: _without_folder(value) if name != _REVISION and value != hub.get(name) else value
+        for name, value in settings.items()
+        if name in FLAGS and FLAGS[name].group not in _PRIVATE_GROUPS and name not in _PRIVATE
+    }
+
+
+def _without_folder(value: Any) -> Any:
+    return Path(value).name if isinstance(value, str) and "/" in value else value
+
+
+def changed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those settings that are not the flags' defaults."""
+    compares = settings["load_best_model_at_end"] or settings["early_stopping_patience"]
+    unused = () if compares else ("metric_for_best_model",)  # the task sets it
+    return {
+        name: value
+        for name, value in settings.items()
+        if value is not None and value != FLAGS[name].default and name not in unused
+    }
+
+
+def command(settings: Mapping[str, Any]) -> str:
+    """The training command with these settings, one flag per line."""
+    words = ["python -m hvd_bert.train"]
+    for name, value in changed(settings).items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no_{name}")
+        else:
+            words.append(f"--{name} {shlex.quote(str(value))}")
+    return " \\\n  ".join(words)

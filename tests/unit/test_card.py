@@ -1,0 +1,157 @@
+"""The model card of a trained folder: true, complete, without private paths, and never in place of a user's file."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+from test_classification import make_task  # noqa: F401  # a fixture
+from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  # fixtures
+
+from hvd_bert.checkpoint import run_folder
+from hvd_bert.config.command_line import parse
+from hvd_bert.publish import card, public
+
+
+def code_of(content: str, language: str) -> str:
+    """The last code block of a language."""
+    return re.findall(rf"```{language}\n(.*?)```", content, re.DOTALL)[-1]
+
+
+def printed_by(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the card's program prints next to the model's folder."""
+    monkeypatch.chdir(folder.parent)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(compile(program, "card", "exec"), {})
+    return output.getvalue()
+
+
+def results_of(**changes: Any) -> dict[str, Any]:
+    """What train_results.json holds of a training."""
+    results = {
+        "scores": ["accuracy"], "strategy": "ddp", "unit": "images", "train_windows": 1500, "global_batch": 16,
+        "devices_per_rank": 1, "train_steps": 200, "steps_per_epoch": 94, "learning_rate": 1e-3, "warmup_steps": 20.0,
+        "world_size": 2, "hosts": ["secret-01", "secret-02"], "precision": "fp32", "seed": 42, "train_runtime": 3725.4,
+        "train_samples_per_second": 12.5, "device_name": "A processor", "versions": {"torch": "2", "cuda": None},
+        "from_hub": {},
+    }  # fmt: skip
+    return results | changes
+
+
+def test_card_of_a_training(base, tmp_path, monkeypatch):  # noqa: F811
+    train(base, "--output_dir", str(tmp_path / "out"))
+    content = (tmp_path / "out" / "README.md").read_text()
+    found = ModelCard(content).data
+    scores = json.loads((tmp_path / "out" / "eval_results.json").read_text())
+    assert (found.library_name, found.pipeline_tag) == ("transformers", "question-answering")
+    assert (found.base_model, found.license, found.language, found.datasets) == (None, None, None, None)
+    assert {result.metric_type: result.metric_value for result in found.eval_results} == {
+        name: scores[name] for name in ("exact_match", "f1")
+    }
+    assert {result.dataset_name for result in found.eval_results} == {"squad.json"}
+    assert str(tmp_path) not in content and socket.gethostname() not in content
+
+    # The command is that of the same training, from the folder of the files; the code runs.
+    monkeypatch.chdir(tmp_path)
+    again = parse(shlex.split(code_of(content, "bash").replace("\\\n", ""))[3:]).as_flat()
+    config = parse(base).as_flat()
+    paths = ("config_name", "train_file", "validation_file")
+    shown = {name: Path(value).name if name in paths else value for name, value in config.items() if value}
+    assert {name: again[name] for name in shown} == shown | {"num_threads": None}
+    assert printed_by(code_of(content, "python"), tmp_path / "out", monkeypatch).endswith("\n")
+
+
+def test_a_users_card_stays(base, tmp_path, caplog):  # noqa: F811
+    caplog.set_level("INFO", "hvd_bert")
+    out = tmp_path / "out"
+    train(base, "--output_dir", str(out))
+    written_card = (out / "README.md").read_text()
+    (out / "README.md").write_text(edited := written_card.replace("# out", "# My model"))
+    train(base, "--no_do_train", "--model_name_or_path", str(out), "--output_dir", str(out))
+    assert (out / "README.md").read_text() == edited
+    (out / "README.md").unlink()
+    (tmp_path / "notes.md").write_text(written_card)
+    (out / "README.md").symlink_to(tmp_path / "notes.md")
+    train(base, "--output_dir", str(out), "--overwrite_output_dir", "--max_steps", "4")
+    assert (tmp_path / "notes.md").read_text() == written_card and (out / "README.md").is_symlink()
+    assert f"{out}/README.md is not this program's, or it was edited: it stays as it is." in caplog.messages
+
+    (out / "README.md").unlink()
+    train(base, "--output_dir", str(out), "--overwrite_output_dir", "--max_steps", "4")
+    assert "(4 steps)" in (out / "README.md").read_text()
+    train(base, "--output_dir", str(out), "--overwrite_output_dir")
+    assert "(3 steps)" in (out / "README.md").read_text()
+
+
+def test_a_later_evaluation_updates_the_card_of_its_model(base, tmp_path, make_questions, write_squad, caplog):  # noqa: F811
+    out, other = tmp_path / "out", tmp_path / "other"
+    train(base, "--output_dir", str(out), "--no_do_eval")
+    train(base, "--output_dir", str(other))
+    before = (out / "README.md").read_text()
+    assert "The model was not evaluated." in before and ModelCard(before).data.eval_results is None
+    data = ["--validation_file", str(write_squad(make_questions(4), "later.json"))]
+    train(base, "--no_do_train", "--model_name_or_path", str(other), "--output_dir", str(out), *data)
+    assert (out / "README.md").read_text() == before, "the scores are another model's"
+    evaluation = ["--no_do_train", "--model_name_or_path", str(out), "--output_dir", str(out), *data]
+    train(base, *evaluation)
+    after = (out / "README.md").read_text()
+    assert {result.dataset_name for result in ModelCard(after).data.eval_results} == {"later.json"}
+    assert "Evaluated on `later.json`: 4 examples." in after and "Trained on `squad.json`: 6 windows." in after
+    (out / "train_results.json").write_text("{}")
+    train(base, *evaluation)
+    assert (out / "README.md").read_text() == after and "records cannot be read: 'from_hub'" in caplog.text
+
+
+def test_card_of_a_classification(make_task, tmp_path, monkeypatch):  # noqa: F811
+    task, out = make_task("--output_dir", str(tmp_path / "out")), tmp_path / "out"
+    out.mkdir()
+    run_folder.save_model(out, task)
+    scores = {"accuracy": 0.5, "f1": float("nan"), "matthews_correlation": 0.1, "eval_loss": 1.0, "total": 12.0}
+    settings = task.config.as_flat() | {"train_file": str(tmp_path / "a|b`.jsonl")}
+    card.write(out, settings, results_of(scores=["accuracy", "f1", "matthews_correlation"], unit="texts"), scores)
+    content = (out / "README.md").read_text()
+    found = ModelCard(content).data
+    assert found.pipeline_tag == "text-classification" and found.metrics == ["accuracy", "matthews_correlation"]
+    assert "The classes: `maybe`, `no`, `yes`." in content
+    assert r"Trained on `a\|b'.jsonl`: 1,500 texts." in content and "in percent" not in content
+    label, probability = printed_by(code_of(content, "python"), out, monkeypatch).split()
+    assert label in ("maybe", "no", "yes") and 1 / 3 <= float(probability) <= 1
+
+
+def test_card_of_an_own_task_and_a_model_that_is_not_transformers(tmp_path):
+    settings = parse(["--task", "digits:Digits", "--max_steps", "200", "--output_dir", "/secret/runs"]).as_flat()
+    content = card.text(tmp_path, settings, results_of(), {"accuracy": 0.97}, settings)
+    found = ModelCard(content).data
+    assert (found.library_name, found.pipeline_tag, found.metrics) == (None, None, ["accuracy"])
+    assert "```python" not in content and "load_state_dict" in content and "secret" not in content
+    assert "A launcher started it on 2 ranks." in content and "| Training time | 1:02:05, " in content
+
+
+def test_names_on_the_hub_and_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--dataset_name", "rajpurkar/squad_v2", "--tokenizer_name", "me/mine", "--model_revision", "refs/pr/1"]
+    settings = parse(["--model_name_or_path", "google-bert/bert-base-uncased", *flags]).as_flat()
+    hub = public.from_hub(settings)
+    assert hub == {
+        "model_name_or_path": "google-bert/bert-base-uncased", "tokenizer_name": "me/mine",
+        "dataset_name": "rajpurkar/squad_v2",
+    }  # fmt: skip
+    shown = public.public_settings(settings | {"cache_dir": "/secret", "train_file": "/secret/a.json"}, hub)
+    assert "/secret" not in str(shown) and shown["train_file"] == "a.json" and shown["model_revision"] == "refs/pr/1"
+    found = ModelCard(card.text(tmp_path, settings, results_of(from_hub=hub), {"accuracy": 1}, settings)).data
+    assert (found.base_model, found.datasets) == ("google-bert/bert-base-uncased", "rajpurkar/squad_v2")
+    assert {(result.dataset_type, result.dataset_split) for result in found.eval_results} == {
+        ("rajpurkar/squad_v2", "validation")
+    }
+    (tmp_path / "me" / "mine").mkdir(parents=True)  # a folder with the name of one on the hub is what is loaded
+    hub = public.from_hub(settings)
+    assert "tokenizer_name" not in hub
+    assert public.public_settings(settings, hub)["tokenizer_name"] == "mine"
