@@ -22,6 +22,7 @@ from hvd_bert.config.settings import FLAGS
 from hvd_bert.doctor import __main__ as doctor
 from hvd_bert.evaluate import flags as evaluate
 from hvd_bert.predict import __main__ as predict
+from hvd_bert.publish import __main__ as publish
 from hvd_bert.report import flags as report
 from hvd_bert.sample import generate
 from hvd_bert.timeline import __main__ as timeline
@@ -57,6 +58,7 @@ OTHERS = {
     "Preflight check": doctor,
     "Prediction": predict,
     "Evaluation": evaluate,
+    "Publishing": publish,
     "Sample": generate,
 }
 HELP_TEXT = re.compile(r"(?P<description>.*?)(?: \((?:default: (?P<default>.*)|(?P<required>required))\))?", re.DOTALL)

@@ -1,0 +1,147 @@
+"""Publishing to a stand-in for the hub: the right bytes, nothing private, and errors that say what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import yaml
+from hub_server import TOKEN, Hub, running_hub
+from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  # fixtures
+from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+
+from hvd_bert.config.command_line import load_yaml
+from hvd_bert.model.loading import TOKENIZER_FILES
+from hvd_bert.publish import upload
+from hvd_bert.publish.__main__ import main
+
+UPLOADED = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The hub of this process, logged in."""
+    with running_hub() as running:
+        for name, value in {"ENDPOINT": running.address, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield running
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What a finished training leaves, as far as it matters here."""
+    out = tmp_path / "out"
+    (out / "checkpoint-3").mkdir(parents=True)
+    settings = {"train_file": "/secret/train.json", "output_dir": "/secret/out", "max_seq_length": 64, "bf16": True}
+    contents = {
+        "train_config.yaml": yaml.safe_dump(settings), "train_results.json": "{}", "model.safetensors": "weights",
+        "config.json": "{}", "metrics.jsonl": "", "README.md": "# Mine\n",
+    }  # fmt: skip
+    for name, content in contents.items():
+        (out / name).write_text(content)
+    return out
+
+
+def test_a_training_is_published_and_loads(base, tmp_path):  # noqa: F811
+    out = tmp_path / "out"
+    train(base, "--output_dir", str(out))
+    with running_hub() as hub:
+        environment = {"HF_ENDPOINT": hub.address, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        flags = ["--repo_id", "me/mine", "--private", "--revision", "first", "--commit_message", "Add it"]
+        command = [sys.executable, "-m", "hvd_bert.publish", str(out), *flags]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | environment)
+    assert done.returncode == 0, done.stderr
+    assert f"Uploaded: {hub.address}/me/mine/commit/1" in done.stdout and "Not uploaded: checkpoint-3, " in done.stdout
+    assert hub.created == [{"name": "mine", "organization": "me", "visibility": "private"}]
+    assert hub.branches == ["first"]
+    ((branch, message, files),) = hub.commits
+    assert (branch, message, files.keys()) == ("first", "Add it", UPLOADED | {"train_config.yaml"})
+    assert {name: files[name] for name in UPLOADED} == {name: (out / name).read_bytes() for name in UPLOADED}
+    assert [name for name, content in files.items() if str(tmp_path).encode() in content] == []
+
+    published = tmp_path / "published"
+    published.mkdir()
+    for name, content in files.items():
+        (published / name).write_bytes(content)
+    AutoTokenizer.from_pretrained(published)
+    loaded = AutoModelForQuestionAnswering.from_pretrained(published).state_dict()
+    kept = AutoModelForQuestionAnswering.from_pretrained(out).state_dict()
+    assert all(value.equal(kept[name]) for name, value in loaded.items())
+    settings = load_yaml(str(published / "train_config.yaml"))
+    assert (settings["max_seq_length"], settings["train_file"]) == (64, "squad.json")
+    assert "output_dir" not in settings
+
+
+def test_dry_run_contacts_nobody(hub, folder, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "wrong")
+    assert main([str(folder), "--repo_id", "me/mine", "--dry_run"]) == 0
+    shown = capsys.readouterr().out
+    assert "Nothing was uploaded (--dry_run)." in shown and "Not uploaded: checkpoint-3, metrics.jsonl, train_" in shown
+    assert not hub.created and not hub.commits
+
+
+@pytest.mark.parametrize(
+    ("refused", "status", "words"),
+    [
+        (("whoami", 401), 2, "with status 401. Log in with `hf auth login`"),
+        (("commit", 403), 2, "with status 403 (Said by the stand-in). Use a token with write permission"),
+        (("preupload", 404), 2, "with status 404 (Said by the stand-in). Check the name of the user"),
+        (("commit", 409), 1, "with status 409 (Said by the stand-in): the repository was changed at the same time."),
+        (("commit", 418), 1, "with status 418 (Said by the stand-in). Rerun the command later."),
+    ],
+)
+def test_the_hub_refuses(hub, folder, capsys, refused, status, words):
+    hub.refused = refused
+    assert main([str(folder), "--repo_id", "me/mine"]) == status
+    assert f"hvd_bert: {hub.address} refuses the upload to me/mine {words}" in capsys.readouterr().err
+    assert not hub.commits
+
+
+def test_no_token_no_network_and_offline(hub, folder, capsys, monkeypatch, tmp_path):
+    publish = [str(folder), "--repo_id", "me/mine"]
+    hub.shutdown()
+    hub.server_close()
+    assert main(publish) == 1
+    assert f"The upload to {hub.address} failed (ConnectError: " in capsys.readouterr().err
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert main(publish) == 2 and "HF_HUB_OFFLINE is set" in capsys.readouterr().err
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    assert main(publish) == 2
+    assert "There is no token of the hub: log in with `hf auth login`, or set HF_TOKEN." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["train_results.json", "model.safetensors", "train_config.yaml"])
+def test_a_folder_without_a_finished_model_is_refused(folder, missing, capsys):
+    (folder / missing).unlink()
+    assert main([str(folder), "--repo_id", "me/mine", "--dry_run"]) == 2
+    assert f"{folder} has no {missing}, so it is not the output folder of a finished" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--repo_id", "mine"], "--repo_id mine: name the user or organization too, as in USER/mine."),
+        (["--repo_id", "me/a mine"], "--repo_id me/a mine: "),
+        (["--repo_id", "me/mine", "--commit_message", " "], "--commit_message is empty"),
+    ],
+)
+def test_wrong_flags(folder, flags, words, capsys):
+    assert main([str(folder), *flags, "--dry_run"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_damaged_records(folder, capsys):
+    (folder / "train_config.yaml").write_text("a: [")
+    assert main([str(folder), "--repo_id", "me/mine", "--dry_run"]) == 2
+    assert f"The records in {folder} cannot be read (ParserError: " in capsys.readouterr().err
+
+
+def test_all_tokenizer_files_are_published():
+    assert set(TOKENIZER_FILES) <= set(upload.FILES)
