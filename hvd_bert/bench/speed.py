@@ -144,17 +144,22 @@ def _print_table(record: dict[str, Any], path: Path | None) -> None:
     """Print a table, and write `path`. Raises UserError if it cannot be written."""
     spreads = record["figures"]
     lines = [f"{'':<40} {'median':>12} {'min':>12} {'max':>12}"]
+    has_tokens = spreads.get("tokens_per_s") != spreads.get("windows_per_s")  # otherwise an example counts as 1
     for name, (label, form) in FIGURES.items():
-        if name not in spreads:  # the MFU without a known peak, communication that a strategy does not separate
+        # Left out: the MFU without a known peak, communication that a strategy does not separate, tokens of images.
+        if name not in spreads or (name == "tokens_per_s" and not has_tokens):
             continue
         values = [form.format(spreads[name][kind]) for kind in ("median", "least", "most")]
         label = label.replace("windows", record["unit"])
         lines.append(f"{label:<40} " + " ".join(f"{value:>12}" for value in values))
     if record["matmul_peak_gflops"]:
         lines.append(f"{'matmul peak, GFLOP/s, all ranks':<40} {record['matmul_peak_gflops']:>12.1f}")
+    if has_tokens:
+        lines += [
+            f"{'padding, share of positions':<40} {record['padding_share']:>12.4f}",
+            f"{'tokens per rank, maximum over mean':<40} {record['imbalance']:>12.4f}",
+        ]
     lines += [
-        f"{'padding, share of positions':<40} {record['padding_share']:>12.4f}",
-        f"{'tokens per rank, maximum over mean':<40} {record['imbalance']:>12.4f}",
         f"{'memory per rank (maximum), GiB':<40} {max(record['memory_bytes']) / 2**30:>12.2f}",
         f"{'measured over computed memory':<40} {record['memory_over_needed']:>12.2f}",
         f"{'seconds from start to step 1':<40} {record['first_step_s']:>12.1f}",

@@ -7,7 +7,7 @@ from typing import Any
 
 from hvd_bert.rendering.page import DASH, Grid
 from hvd_bert.report.comparability import EARLY_STEPS, NATS, STRONG, Group, Tolerance
-from hvd_bert.report.comparison import RANGE, RESAMPLES, UNCHECKED, Line, Table
+from hvd_bert.report.comparison import RANGE, RESAMPLES, UNCHECKED, Line, Table, counted
 from hvd_bert.report.projection import Projection, Step
 from hvd_bert.runs.run import LeftOut, Run
 
@@ -188,9 +188,9 @@ def projection_assumptions(projection: Projection, step: Step, table: Table | No
     mb = step.gradient_bytes / 1e6
     devices = projection.baseline.one.devices
     lines = [
-        f"One device with {'all' if projection.kind == STRONG else 'its'} {projection.size:g}"
-        f" window{'s' * (projection.size != 1)}: {step.compute_s:.4g} s forward and backward, {step.rest_s:.4g} s"
-        f" for any batch (measured: {projection.baseline.name})."
+        f"One device with {'all' if projection.kind == STRONG else 'its'} "
+        f"{counted(projection.size, projection.baseline.one.unit)}: {step.compute_s:.4g} s forward and backward,"
+        f" {step.rest_s:.4g} s for any batch (measured: {projection.baseline.name})."
         f" The {'global batch' if projection.kind == STRONG else 'batch per device'} is fixed.",
         f"{mb:.1f} MB of gradients in fp32, of which {step.late_bytes / 1e6:.1f} MB (embeddings) are ready only at the"
         f" end. The backward pass takes {step.backward_share:.0%} of the time and can hide the others.",

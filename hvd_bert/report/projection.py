@@ -13,7 +13,7 @@ from typing import Any
 
 from hvd_bert.errors import UserError
 from hvd_bert.report.comparability import STRONG, WEAK, Group
-from hvd_bert.report.comparison import Table, baseline_of, title_of
+from hvd_bert.report.comparison import Table, baseline_of, counted, title_of
 
 MAX_DEVICES = 1024
 BACKWARD = 2  # times the forward pass, as in model/flops.py, which a report must not import: it needs torch
@@ -101,7 +101,7 @@ class Projection:
     @property
     def title(self) -> str:
         """The kind of scaling and the batch that is fixed."""
-        return title_of(self.kind, self.size)
+        return title_of(self.kind, self.size, self.baseline.one.unit)
 
     def measured(self, tables: Sequence[Table]) -> Table | None:
         """The table of the same kind of scaling and the same baseline, to draw its points next to the projection's.
@@ -166,16 +166,15 @@ def device_counts(maximum: int) -> list[int]:
     return [2**power for power in range(maximum.bit_length()) if 2**power <= maximum]
 
 
-def end_of(kind: str, size: float, maximum: int) -> tuple[int, str]:
-    """The last number of devices of a projection with `size` windows, and why it ends there."""
+def end_of(kind: str, size: float, maximum: int, unit: str = "windows") -> tuple[int, str]:
+    """The last number of devices of a projection with `size` of `unit`, and why it ends there."""
     counts = device_counts(maximum)
     if kind == STRONG:
         counts = [devices for devices in counts if devices <= size]
     last = counts[-1]
     ends = f"ends at {last} device{'s' * (last > 1)}: "
     if kind == STRONG and 2 * last > size:
-        windows = f"a global batch of {size:g} window{'s' * (size != 1)}"
-        return last, f"{ends}{windows} has less than one for each of {2 * last} devices"
+        return last, f"{ends}a global batch of {counted(size, unit)} has less than one for each of {2 * last} devices"
     return last, f"{ends}--most_devices {maximum}"
 
 
@@ -270,7 +269,7 @@ def both_kinds(
         except NoStep as error:
             made.append(Projection(kind, size, baseline, f"not possible: {error}"))
             continue
-        last, ends = end_of(kind, size, maximum)
+        last, ends = end_of(kind, size, maximum, baseline.one.unit)
         if last == 1:
             made.append(Projection(kind, size, baseline, f"not possible: it {ends}"))
         else:

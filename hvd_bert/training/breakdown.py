@@ -158,23 +158,19 @@ def _totals(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
             f" Writing took {results['checkpoint_write_s']:.2f} s, of which {results['checkpoint_overlap_s']:.2f} s"
             " overlapped with training."
         )
+    tokens, work = "", ""
+    if found["tokens_per_s"] != found["windows_per_s"]:  # otherwise examples have no tokens, and each counts as 1
+        tokens = f", {found['tokens_per_s']:,.0f} tokens/s"
+        work = (
+            f"; padding {found['padding_share']:.1%}; maximum tokens per rank {found['imbalance']:.3f} times the mean"
+        )
     mfu = f", MFU {found['mfu']:.1%}" if "mfu" in found else ""
-    lines.append(
-        f"{found['windows_per_s']:.1f} {results.get('unit', 'windows')}/s{_tokens(found)}"
-        f"{_useful(found)}{mfu}; padding {found['padding_share']:.1%};"
-        f" maximum tokens per rank {found['imbalance']:.3f} times the mean."
-    )
+    lines.append(f"{found['windows_per_s']:.1f} {results.get('unit', 'windows')}/s{tokens}{_useful(found)}{mfu}{work}.")
     if "tflops_per_s" in found and not mfu and results["ranks"][0]["device"] != "cpu":
         lines.append(
             f"No MFU: the peak of {results['device_name']} in {results['precision']} is unknown. Give --peak_tflops."
         )
     return lines
-
-
-def _tokens(found: Mapping[str, Any]) -> str:
-    """Empty for tasks whose examples have no tokens and count as 1."""
-    rate = found["tokens_per_s"]
-    return "" if rate == found["windows_per_s"] else f", {rate:,.0f} tokens/s"
 
 
 def _useful(found: Mapping[str, Any]) -> str:

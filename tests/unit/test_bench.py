@@ -10,7 +10,7 @@ import torch
 from test_world import make_world
 from transformers import BertConfig, BertForQuestionAnswering
 
-from hvd_bert.bench import measure
+from hvd_bert.bench import measure, speed
 from hvd_bert.bench.flags import parse
 from hvd_bert.bench.peak import matmul_peak
 from hvd_bert.bench.workload import SQUAD_DECILES, lengths_like_squad, random_inputs, random_task
@@ -129,3 +129,12 @@ def test_wrong_models(tmp_path, name, message):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=message):
         inputs_of(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(("tokens_per_s", "shown"), [(900.0, True), (8.0, False)], ids=["texts", "images"])
+def test_table_shows_tokens_only_of_examples_that_have_some(capsys, tokens_per_s, shown):
+    figures = measure.spread([{"windows_per_s": 8.0, "tokens_per_s": tokens_per_s, "step_s": 0.5}])
+    record = {"figures": figures, "unit": "images", "matmul_peak_gflops": 0.0, "padding_share": 0.0, "imbalance": 1.0}
+    speed._print_table(record | {"memory_bytes": [1], "memory_over_needed": 1.0, "first_step_s": 1.0}, None)
+    table = capsys.readouterr().out
+    assert "images/s " in table and ("token" in table) == ("padding" in table) == shown

@@ -142,6 +142,13 @@ def test_table_at_the_end():
     assert lines[-1].startswith("Waiting for data takes 10% of the step: ")
 
 
+def test_examples_without_tokens_have_no_rate_of_tokens():
+    found = results() | {"unit": "images"}
+    found["breakdown"]["tokens_per_s"] = found["breakdown"]["windows_per_s"]
+    text = "\n".join(describe_steps(found))
+    assert " images/s" in text and "token" not in text and "padding" not in text
+
+
 def test_unknown_peak_is_reported_for_gpus_only():
     (line,) = [line for line in describe_steps(results(device="cuda:0")) if "MFU" in line]
     assert "GPU of tomorrow in bf16" in line and "--peak_tflops" in line

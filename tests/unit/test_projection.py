@@ -221,6 +221,11 @@ def test_end_of_a_series(kind, size, maximum, last, reason):
     assert projection.end_of(kind, size, maximum) == (last, f"ends at {last} device{'s' * (last > 1)}: {reason}")
 
 
+def test_messages_name_what_a_step_takes():
+    ends = projection.end_of(STRONG, 24, 1024, "images")[1]
+    assert ends.endswith("a global batch of 24 images has less than one for each of 32 devices")
+
+
 def test_one_window_cannot_be_shared(tmp_path):
     strong, weak = both(group_of(tmp_path / "run", batch=1))
     assert not strong.series and strong.ends.startswith("not possible: it ends at 1 device: a global batch of 1 window")

@@ -113,6 +113,13 @@ def test_strong_and_weak_scaling_are_separated(tmp_path):
     assert "## Strong scaling: global batch 16" in text and "## Weak scaling: 8 windows per device and step" in text
 
 
+def test_titles_name_what_a_step_takes(tmp_path):
+    for ranks in (1, 2):
+        make_run(tmp_path / f"runs/weak-{ranks}", "horovod" if ranks > 1 else "none", ranks, 8 * ranks, unit="images")
+    report(tmp_path)
+    assert "## Weak scaling: 8 images per device and step" in (tmp_path / "out/report.md").read_text()
+
+
 def test_weak_scaling_over_the_same_epochs(tmp_path):
     make_run(tmp_path / "runs/one", "none", 1, 8, 10, steps=40)
     make_run(tmp_path / "runs/two", "ddp", 2, 16, 19, steps=20)  # the same windows in half the steps
