@@ -32,10 +32,9 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip(started.stderr.strip())
     assert started.returncode == 0, started.stderr
     cluster = Cluster(place)
-    servers = cluster.serve_commands()
+    server = cluster.serve_commands()
     yield cluster
-    for server in servers:
-        fork_server.end(server)
+    fork_server.end(server)
     script("down.sh", HVD_BERT_CLUSTER=str(place)).check_returncode()
     assert not place.exists()
 

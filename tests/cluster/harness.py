@@ -67,11 +67,12 @@ class Cluster:
         self.state = state
         self.local = state / "local"
 
-    def serve_commands(self) -> list[subprocess.Popen[str]]:
-        """Start a process on each host that forks its Python commands (tests/fork_server). Returns these processes."""
+    def serve_commands(self) -> subprocess.Popen[str]:
+        """Start a process that forks the Python commands of all hosts (tests/fork_server). Returns it."""
+        outer = int((self.state / "unshare.pid").read_text())
+        first = Path(f"/proc/{outer}/task/{outer}/children").read_text().split()[0]
         environ = environment() | {"HVD_BERT_CLUSTER": str(self.state)}
-        enter = ["bash", str(FOLDER / "on.sh")]
-        return [fork_server.start(programs(), environ, [*enter, host], host) for host in ("login", *HOSTS)]
+        return fork_server.start(programs(), environ, ["login", *HOSTS], int(first))
 
     def on(
         self, host: str, command: str | list[str], cwd: Path, env: Environment | None = None, timeout: float = TIMEOUT_S

@@ -1,6 +1,8 @@
 """A process that has imported the libraries, and forks for every Python command of the tests that start many.
 
-    python server.py SOCKET        runs what client.py sends, until its standard input closes
+    python server.py SOCKET [PID]  runs what client.py sends, until its standard input closes
+
+With PID it is a server in the PID namespace of that process. A command runs in its client's other namespaces.
 
 Imports are two thirds of a short training. A command that comes this way still has a process, streams, environment,
 arguments, working directory, signals and exit status of its own; only the modules in PRELOADED are there already, and
@@ -36,7 +38,9 @@ PRELOADED = [
 # Imported for the first command that names them: trainings by DeepSpeed also import torch's compiler, 5 s per rank.
 PRELOADED_IF_NAMED = {"deepspeed": ["deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"]}
 NUMBER = struct.Struct("!I")
+CREDENTIALS = struct.Struct("3i")  # of a socket's peer: process, user, group
 PR_SET_PDEATHSIG = 1
+HOST = ("net", "uts", "mnt")  # namespaces; mnt is last, since /proc may be another afterwards
 
 
 def serve(path: str) -> dict[str, Any]:
@@ -105,12 +109,32 @@ def receive(client: socket.socket) -> dict[str, Any]:
     header, streams, _, _ = socket.recv_fds(client, NUMBER.size, 3)
     with client.makefile("rb") as file:
         command: dict[str, Any] = json.loads(file.read(NUMBER.unpack(header)[0]))
-    return command | {"streams": streams}
+    peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    return command | {"streams": streams, "client": CREDENTIALS.unpack(peer)[0]}
+
+
+def enter(pid: int, namespaces: tuple[str, ...]) -> None:
+    """Move this process to the namespaces of another one, where they differ."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    files = [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in namespaces]
+    for name, file in zip(namespaces, files, strict=True):
+        if not os.path.samestat(os.fstat(file), os.stat(f"/proc/self/ns/{name}")) and libc.setns(file, 0):
+            raise OSError(ctypes.get_errno(), f"cannot enter namespace {name} of process {pid}")
+        os.close(file)
+
+
+def continue_in(pid: int) -> None:
+    """Return in a child of this process that is in all namespaces of process `pid`; this process ends as that does."""
+    enter(pid, ("pid", *HOST))
+    child = os.fork()  # a process cannot change its own PID namespace, only its children's
+    if child:
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
 
 
 def become(command: dict[str, Any]) -> None:
     """Make this process the command's own."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    enter(command["client"], HOST)
     os.setsid()
     for number, stream in enumerate(command["streams"]):
         os.dup2(stream, number)
@@ -172,5 +196,7 @@ if __name__ == "__main__":
     gc.freeze()
     gc.enable()
     del sys.path[0]  # this folder
+    if len(sys.argv) > 2:
+        continue_in(int(sys.argv[2]))
     become(serve(sys.argv[1]))
     leave(execute())

@@ -33,12 +33,16 @@ def programs(environ: Mapping[str, str]) -> Path:
     return folder
 
 
-def start(
-    folder: Path, environ: Mapping[str, str], enter: Sequence[str] = (), host: str | None = None
-) -> subprocess.Popen[str]:
-    """A server for the programs in `folder`, on this host or, by the command `enter`, on `host`. It ends with us."""
-    place = folder / (host or socket.gethostname())
-    command = [*enter, sys.executable, str(FOLDER / "server.py"), str(place)]
+def start(folder: Path, environ: Mapping[str, str], hosts: Sequence[str] = (), pid: int = 0) -> subprocess.Popen[str]:
+    """A server for the programs in `folder` on this host. It ends with us.
+
+    Or one on `hosts`, which are in the PID namespace of process `pid`. This host's server forks it.
+    """
+    first, *others = hosts or [socket.gethostname()]
+    for host in others:
+        (folder / host).symlink_to(first)
+    python = str(folder / "python") if pid else sys.executable
+    command = [python, str(FOLDER / "server.py"), str(folder / first), *([str(pid)] if pid else [])]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(environ), text=True, start_new_session=True
     )
