@@ -27,8 +27,7 @@ def seconds_since_failure(env: dict[str, str]) -> float:
 
 
 def faults(fault: str) -> dict[str, str]:
-    cold = {"HVD_BERT_TEST_COLD": "1"} if fault == "import" else {}  # the fork server has already imported it
-    return {"WATCHED_FAULT": fault} | (STALL_TIMES if fault == "stall" else {}) | cold
+    return {"WATCHED_FAULT": fault} | (STALL_TIMES if fault == "stall" else {})
 
 
 @pytest.mark.parametrize(
