@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-
 MISSING = "hvd_bert.evaluation.evaluator"
 
 
