@@ -22,7 +22,7 @@ from hvd_bert.model import attention, families
 from hvd_bert.model.cpu import linear
 from hvd_bert.model.cpu.dropout import Dropout
 from hvd_bert.model.cpu.linear import Linear
-from hvd_bert.model.flops import forward_flops
+from hvd_bert.model.flops import try_once
 from hvd_bert.model.loading import lacks_model_type, load, load_config, reported
 
 # For speed, vocabularies are padded: by fewer tokens than this, or than this share if they are large. A larger surplus
@@ -52,22 +52,22 @@ def load_model(
     max_seq_length: int,
     seed: int,
     padded: bool = False,
-    copies: int = 1,
     needs_head: bool = False,
+    config: Any = None,
 ) -> Any:
     """The model on the CPU, in fp32. New weights (the span head, or all from scratch) are a function of `seed`.
 
-    `padded`: whether batches are padded, for transformers' own attention, or packed. `copies`: how many copies of the
-    weights must fit into memory. `needs_head`: whether saved weights must include the span head.
+    `padded`: whether batches are padded, for transformers' own attention, or packed. `needs_head`: whether saved
+    weights must include the span head. `config`: the configuration, if `load_config` has loaded it before.
     Raises UserError if the model's family is not supported, or it does not fit the tokenizer or `max_seq_length`.
     """
     source = args.configuration
-    config = load_config(source, args, copies)
+    config = config or load_config(source, args)
     check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
     token_types = takes_token_types(config, source, tokenizer)
     if args.model_name_or_path is None:
         with reported(source):
-            return _counted(new_model(config, args.dropout, seed, padded, token_types))
+            return _tried(new_model(config, args.dropout, seed, padded, token_types))
     configure(config, args.dropout, padded)
     torch.manual_seed(seed)
     model, info = load(
@@ -93,12 +93,12 @@ def load_model(
             " or name a model that is fine-tuned for question answering."
         )
     with reported(source):
-        return _counted(_prepared(model, token_types))
+        return _tried(_prepared(model, token_types))
 
 
-def _counted(model: Any) -> Any:
-    """The same model after its first forward pass, which fails if the configuration is wrong."""
-    forward_flops(model)
+def _tried(model: Any) -> Any:
+    """The same model after its first forward pass."""
+    try_once(model)
     return model
 
 

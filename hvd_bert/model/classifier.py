@@ -14,7 +14,7 @@ from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data.collate import Batch
 from hvd_bert.errors import UserError
 from hvd_bert.model.bert import check_fit, configure, with_own_layers
-from hvd_bert.model.loading import load, load_config, reported
+from hvd_bert.model.loading import load, reported
 
 # Families that are trained for questions, but cannot be for texts -> the reason.
 REFUSED = {"mobilebert": "its embeddings mix neighboring tokens, so its results would depend on the padding"}
@@ -40,20 +40,19 @@ def packs(config: Any) -> bool:
 
 def load_classifier(
     args: ModelArguments,
+    config: Any,
     tokenizer: Any,
     labels: list[str] | None,
     max_seq_length: int,
     seed: int,
     padded: bool,
-    copies: int = 1,
 ) -> Any:
-    """The model on the CPU, in fp32. New weights (the head, or all from scratch) are a function of `seed`.
+    """The model of `config` on the CPU, in fp32. New weights (the head, or all) are a function of `seed`.
 
     `labels`: names of the classes, in the model's own order if it has the same; None: those of the model, whose head
-    must be trained. `padded`, `copies`: see `load_model`.
+    must be trained. `padded`: see `load_model`.
     """
-    source = args.config_name or str(args.model_name_or_path)
-    config = load_config(source, args, copies)
+    source = args.configuration
     kind: Any = _class_of(config, source)
     check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
     own = [str(config.id2label[i]) for i in range(config.num_labels)]

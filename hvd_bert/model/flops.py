@@ -61,10 +61,21 @@ def forward_flops(model: Any) -> ForwardFlops:
     return _counted[model]
 
 
+def try_once(model: Any) -> None:
+    """Run the model's encoder over one short window, which fails if the configuration is wrong."""
+    training = model.training
+    model.eval()
+    _run(model.base_model, _unit(model))
+    model.train(training)
+
+
+def _unit(model: Any) -> int:
+    """The length of the shortest window. Longformer pads its input to a multiple of its attention window."""
+    return int(np.max(getattr(model.config, "attention_window", 2)))
+
+
 def _count_passes(model: Any) -> ForwardFlops:
-    encoder, training = model.base_model, model.training
-    # Longformer pads its input to a multiple of its attention window.
-    unit = int(np.max(getattr(model.config, "attention_window", 2)))
+    encoder, training, unit = model.base_model, model.training, _unit(model)
     model.eval()
     one, two, three = (_count(encoder, length * unit) for length in (1, 2, 3))
     model.train(training)
@@ -80,18 +91,23 @@ def _count_passes(model: Any) -> ForwardFlops:
     )
 
 
-def _count(encoder: Any, length: int) -> int:
+def _run(encoder: Any, length: int) -> None:
+    """A forward pass over one window of `length` tokens, without gradients."""
     config = encoder.config
     tokens = torch.full((1, length), config.vocab_size - 1, device=encoder.device)  # 0 or 1 may be padding
     if family_of(config).positions_after_padding:  # padding has no position, and Longformer's window may exceed them
         tokens[:, max_tokens(config) :] = config.pad_token_id
+    # Without gradients, and so without their memory. FlopCounterMode fails with DeBERTa-v2 inside of torch.no_grad.
+    weights = {name: weight.detach() for name, weight in encoder.named_parameters()}
+    functional_call(encoder, weights, kwargs={"input_ids": tokens})
+
+
+def _count(encoder: Any, length: int) -> int:
     formulas: dict[Any, Any] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}
     if linear.available():
         formulas[torch.ops.mkldnn._linear_pointwise] = _linear
-    # Without gradients, and so without their memory. The counter fails with DeBERTa-v2 inside of torch.no_grad.
-    weights = {name: weight.detach() for name, weight in encoder.named_parameters()}
     with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
-        functional_call(encoder, weights, kwargs={"input_ids": tokens})
+        _run(encoder, length)
     return int(counter.get_total_flops())
 
 

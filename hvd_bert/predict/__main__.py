@@ -14,7 +14,7 @@ import sys
 from hvd_bert.config.parser import Parser
 from hvd_bert.config.values import passage
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
-from hvd_bert.startup import collector_paused
+from hvd_bert.startup import collector_paused, import_model_list
 from hvd_bert.streams import end_when_lost
 
 
@@ -26,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"hvd_bert: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     with collector_paused():
+        import_model_list()
         from hvd_bert.predict import answering
     return answering.run(flags)
 

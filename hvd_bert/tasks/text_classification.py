@@ -57,20 +57,18 @@ class TextClassification(DatasetTask):
         path, columns = data.validation_file, train.columns if train else None
         dev = texts.read(path, "--validation_file", columns) if path and args.do_eval else None
         self.tokenizer = load_tokenizer(config.model)
-        shape: Any = load_config(config.model.configuration, config.model)
+        shape: Any = load_config(config.model.configuration, config.model, weight_copies(config, world))
         check_flags(config, shape)
         pad_if_needed(data, shape, packs(shape), self.unit)
         self.model = load_classifier(
             config.model,
+            shape,
             self.tokenizer,
             [str(label) for label in sorted(set(train.labels))] if train else None,
             data.max_seq_length,
             args.seed,
             data.pad_to is not None,
-            weight_copies(config, world),
         )
-        network: Any = self.model
-        shape = network.config
         self.names: list[str] = [shape.id2label[i] for i in range(shape.num_labels)]
         if len(self.names) < 2:
             where = data.train_file if train else config.model.configuration

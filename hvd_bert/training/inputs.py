@@ -85,13 +85,12 @@ def digest_of(tokenizer: Any) -> str:
 def load_inputs(config: Config, world: World) -> Inputs:
     """Load and check all inputs, without collectives. The ranks of a host tokenize once. Raises UserError."""
     tokenizer = load_tokenizer(config.model)
-    shape = load_config(config.model.configuration, config.model)
+    shape = load_config(config.model.configuration, config.model, weight_copies(config, world))
     check_flags(config, shape)
     pad_if_needed(config.data, shape, family_of(shape).packed)
     padded = config.data.pad_to is not None
-    copies = weight_copies(config, world)
     length, seed, trains = config.data.max_seq_length, config.train.seed, config.train.do_train
-    model = load_model(config.model, tokenizer, length, seed, padded, copies, needs_head=not trains)
+    model = load_model(config.model, tokenizer, length, seed, padded, not trains, shape)
     crossover = forward_flops(model).crossover
     train = _training_set(config, tokenizer, crossover, world) if config.train.do_train else None
     dev = _question_set(config, tokenizer, world) if config.train.do_eval else None

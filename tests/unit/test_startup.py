@@ -6,8 +6,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
+import transformers.models
+from transformers.utils import import_utils
+
+from hvd_bert import startup
 
 HEAVY = {
     "torch",
@@ -95,5 +100,17 @@ def test_first_line_of_the_doctor() -> None:
 
 
 def test_these_tests_detect_imports() -> None:
-    _, imported = imported_by("hvd_bert.predict", "nowhere", "--context", "a", "--question", "b", missing=("tqdm",))
+    question = ("--context", "a", "--question", "b")
+    _, imported = imported_by("hvd_bert.predict", "nowhere", *question, missing=("hvd_bert.model.bert",))
     assert "torch" in imported
+
+
+def test_list_of_models_is_the_one_that_transformers_makes():
+    scan, init = import_utils.define_import_structure, transformers.models.__file__
+    expected = scan(init)
+    scan(Path(init).parent, prefix="models")  # `import transformers` has done this, unless it was forked
+    read = import_utils.create_import_structure_from_path.cache_info().misses
+    assert startup.model_list(init, scan) == expected
+    assert import_utils.create_import_structure_from_path.cache_info().misses == read
+    startup.import_model_list()
+    assert import_utils.define_import_structure is scan
