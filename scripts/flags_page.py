@@ -21,6 +21,7 @@ from hvd_bert.config.parser import invocation
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.doctor import __main__ as doctor
 from hvd_bert.evaluate import flags as evaluate
+from hvd_bert.export import __main__ as export
 from hvd_bert.predict import __main__ as predict
 from hvd_bert.publish import __main__ as publish
 from hvd_bert.report import flags as report
@@ -59,6 +60,7 @@ OTHERS = {
     "Prediction": predict,
     "Evaluation": evaluate,
     "Publishing": publish,
+    "ONNX": export,
     "Sample": generate,
 }
 HELP_TEXT = re.compile(r"(?P<description>.*?)(?: \((?:default: (?P<default>.*)|(?P<required>required))\))?", re.DOTALL)

@@ -26,8 +26,8 @@ NEEDS = {
     "cluster": r"(for|done|s(alloc|batch|info|run))\b|.*(a100-\d|--host(file|-discovery)|tests/cluster|cluster_pack)",
     "cores": r"mpirun -np 4",
     "names": r".*( \.\.\.|[A-Z]{4}\.\.\.|/scratch/|run_qa\.py)",  # that the reader replaces
-    "server": r"tensorboard",
-    "time": r".*(hvd_bert\.(bench|tune)\b|scripts/(demo|test)\.sh|--config sample\b)",
+    "server": r"tensorboard|.*hvd_bert\.publish\b",
+    "time": r".*(hvd_bert\.(bench|export|tune)\b|scripts/(demo|test)\.sh|--config sample\b)",
 }
 PREPARES = ("source ", "export ")
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ranks import Ranks, check_every_strategy
 from training_checks import Gradients, Training, assert_close
+from transformers import AutoModelForQuestionAnswering
 
 from hvd_bert.model.bert import window_losses
 from hvd_bert.model.recomputation import recompute_layers
@@ -108,6 +109,10 @@ def whole_model_is_what_was_trained(ranks: Ranks) -> None:
     weights, _, _ = strategy.state()
     if ranks.world.rank == 0:
         assert all(torch.equal(weights[name], after[name]) for name in after)
+        folder = ranks.folder / "saved_model"
+        training.model.save_pretrained(folder)
+        loaded = AutoModelForQuestionAnswering.from_pretrained(folder).state_dict()
+        assert loaded.keys() == after.keys() and all(torch.equal(loaded[name], after[name]) for name in after)
 
 
 @check_every_strategy

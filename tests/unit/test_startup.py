@@ -74,6 +74,7 @@ def imported_by(
         (["hvd_bert.evaluate"], {"transformers", "numpy"}),
         (["hvd_bert.doctor"], set()),
         (["hvd_bert.publish"], set()),
+        (["hvd_bert.export"], set()),
         (["hvd_bert.sample.generate"], set()),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -1,0 +1,1 @@
+"""The command that converts a trained model to ONNX."""
