@@ -38,6 +38,7 @@ RUN_FILES = {
     "evaluation.json": "scores by kind of question, and mistakes (python -m hvd_bert.evaluate)",
     "evaluation.html": "the same as a page",
     "metrics.jsonl": "one line per logged step and evaluation",
+    "events.jsonl": "starts of the run with their environment, warnings, reasons of failures",
     "gpu_usage.jsonl": "the same steps: utilization, memory and power of each GPU",
     "timeline.json": "Horovod's timeline of some steps (python -m hvd_bert.timeline)",
     "trace.json.gz": "trace of all ranks in these steps, for ui.perfetto.dev",

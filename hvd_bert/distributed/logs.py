@@ -10,6 +10,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from hvd_bert.distributed import events
+
 log = logging.getLogger("hvd_bert")
 
 FORMATS = {"plain": "%(prefix)s%(message)s", "full": "%(asctime)s %(levelname)s %(prefix)s%(message)s"}
@@ -32,6 +34,7 @@ class _Formatter(logging.Formatter):
 class _Console(logging.Handler):
     """Standard output. `kept`: a list that collects warnings instead (`collected`)."""
 
+    rank = 0
     kept: list[logging.LogRecord] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -39,6 +42,8 @@ class _Console(logging.Handler):
             properties = {name: getattr(record, name) for name in ("name", "levelno", "levelname", "created")}
             self.kept.append(logging.makeLogRecord({**properties, "msg": _MESSAGE.format(record)}))
             return
+        if record.levelno >= logging.WARNING:
+            events.add("warning", ranks=getattr(record, "ranks", [self.rank]), message=_MESSAGE.format(record))
         try:
             with tqdm.external_write_mode(file=sys.stdout):  # does not break a progress bar
                 _write(self.format(record), sys.stdout)
@@ -64,6 +69,7 @@ def _write(text: str, stream: TextIO) -> None:
 def report(text: str) -> None:
     """Print the reason why a rank ends, on standard error. It has no time: scripts search for how it begins."""
     _write(text, sys.stderr)
+    events.failed(text)
 
 
 def start(rank: int, log_format: str | None = None) -> None:
@@ -73,6 +79,7 @@ def start(rank: int, log_format: str | None = None) -> None:
     """
     global _console
     _console = _Console()
+    _console.rank = rank
     _console.setFormatter(_Formatter(log_format or ("plain" if sys.stdout.isatty() else "full"), rank))
     logging.basicConfig(handlers=[_console], force=True)  # replaces an earlier world's, under Horovod elastic
     logging.captureWarnings(True)

@@ -1,4 +1,4 @@
-"""A report as blocks of text, tables and plots, rendered as Markdown, as one HTML page or for a terminal."""
+"""A report as blocks of text, tables and charts, rendered as Markdown, as one HTML page or for a terminal."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
+from typing import Any, Literal
 
 from jinja2 import Environment
 from markupsafe import Markup
 
+from hvd_bert.rendering.charts import Chart, scripts
 from hvd_bert.rendering.table import table
+from hvd_bert.rendering.text import visible
 
 DASH = "-"
 WIDTH = 100  # of text for a terminal
@@ -21,10 +24,54 @@ GENERATOR = '<meta name="generator" content="hvd_bert">'  # marks a page as this
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph, or a heading if `level` is 1 or 2."""
+    """A paragraph, or a heading if `level` is from 1 to 3. Those of level 2 are in the page's navigation."""
 
     text: str
     level: int = 0
+
+
+@dataclass(frozen=True)
+class Status:
+    """A state in one or two words, and what to know about it."""
+
+    label: str
+    text: str
+    tone: Literal["good", "busy", "bad"]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The main figures, each with its name."""
+
+    items: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Quote:
+    """A quotation, in which the first `marked` stands out."""
+
+    text: str
+    marked: str = ""
+
+    @property
+    def parts(self) -> tuple[str, str, str]:
+        """The text before the mark, the marked text and the text after it."""
+        return self.text.partition(self.marked) if self.marked else (self.text, "", "")
+
+
+@dataclass(frozen=True)
+class Code:
+    """Lines to copy."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Details:
+    """Blocks that are hidden until the reader opens them."""
+
+    summary: str
+    blocks: Sequence[Block]
 
 
 @dataclass(frozen=True)
@@ -67,7 +114,7 @@ class Picture:
         return "data:image/png;base64," + base64.b64encode(self.png).decode("ascii")
 
 
-Block = Text | Listing | Grid | Picture
+Block = Text | Status | Figures | Quote | Code | Details | Listing | Grid | Picture | Chart
 
 
 @dataclass
@@ -96,10 +143,24 @@ class Page:
 
     def as_html(self) -> str:
         """The page as one self-contained HTML file."""
-        template = resources.files("hvd_bert.rendering").joinpath("page.html").read_text(encoding="utf-8")
-        environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-        blocks = [(type(block).__name__, block) for block in self.blocks]
-        return environment.from_string(template).render(title=self.title, blocks=blocks, generator=Markup(GENERATOR))
+        folder = resources.files("hvd_bert.rendering")
+        template, style = (folder.joinpath(f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css"))
+        headings = [block for block in self.blocks if isinstance(block, Text) and block.level == 2]
+        environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_finalize)
+        environment.filters["kind"] = lambda block: type(block).__name__
+        environment.filters["anchor"] = lambda heading: f"section-{headings.index(heading) + 1}"
+        return environment.from_string(template).render(
+            title=self.title,
+            blocks=self.blocks,
+            headings=headings,
+            style=Markup(style),
+            scripts=scripts() if any(isinstance(block, Chart) for block in self.blocks) else [],
+            generator=Markup(GENERATOR),
+        )
+
+
+def _finalize(value: Any) -> Any:
+    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _plain(block: Text | Listing | Grid) -> str:
@@ -115,18 +176,37 @@ def _plain(block: Text | Listing | Grid) -> str:
 def _markdown(block: Block) -> str:
     if isinstance(block, Text):
         return ("#" * block.level + " " if block.level else "") + _escaped(block.text)
+    if isinstance(block, Status):
+        return f"**{_escaped(block.label)}** {_escaped(block.text)}"
+    if isinstance(block, Figures):
+        return _table(["figure", "value"], block.items, 2)
+    if isinstance(block, Quote):
+        return f"> {_escaped(block.text)}"
+    if isinstance(block, Code):
+        return "\n".join(f"    {line}" for line in visible(block.text).splitlines())
+    if isinstance(block, Details):
+        return "\n\n".join([f"**{_escaped(block.summary)}**", *map(_markdown, block.blocks)])
     if isinstance(block, Listing):
         return "\n".join(f"- {_escaped(item)}" for item in block.items)
     if isinstance(block, Picture):
         return f"![{_escaped(block.alt)}]({block.name})"
-    rule = ["---" if column < block.words else "---:" for column in range(len(block.head))]
-    rows = [block.head, rule, *block.rows]
-    return "\n".join("| " + " | ".join(_escaped(cell) for cell in row) + " |" for row in rows)
+    if isinstance(block, Chart):
+        return f"{_escaped(block.title)}:\n\n{_table(block.head, block.rows, 1)}"
+    return _table(block.head, block.rows, block.words)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> str:
+    rule = ["---" if column < words else "---:" for column in range(len(head))]
+    return "\n".join("| " + " | ".join(cell) + " |" for cell in [_cells(head), rule, *map(_cells, rows)])
+
+
+def _cells(row: Sequence[str]) -> list[str]:
+    return [_escaped(cell) for cell in row]
 
 
 def _escaped(text: str) -> str:
     """Escape Markdown's and HTML's special characters, for example in names of files and devices."""
-    escaped = html.escape(" ".join(text.split()), quote=False)
+    escaped = html.escape(" ".join(visible(text).split()), quote=False)
     for mark in "\\`*_|[]":
         escaped = escaped.replace(mark, "\\" + mark)
     return escaped

@@ -1,9 +1,10 @@
-"""Compare finished runs: check that they are comparable, and report the speed-up per strategy and number of devices.
+"""Show one run, or compare several: what differs, and the speed-up of those that did the same work.
 
+    python -m hvd_bert.report runs/one
     python -m hvd_bert.report runs/sweep --out report
-    python -m hvd_bert.report runs/one runs/two --out report --gbps 25 200 --latency_us 20
+    python -m hvd_bert.report runs/one runs/two --gbps 25 200 --latency_us 20
 
-With a bandwidth one run is enough: its step is projected to more devices.
+With a bandwidth the step of a run is projected to more devices.
 RUNS are output folders of `python -m hvd_bert.train`, or folders above them. Exit status: 0 written, 2 bad input.
 """
 
@@ -15,23 +16,27 @@ import io
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.rendering.page import Listing, Page, Picture, Text
-from hvd_bert.report import comparison, content, plots, projection
+from hvd_bert.rendering.text import visible
+from hvd_bert.report import comparison, content, plots, projection, run_page, runs_page
 from hvd_bert.report.comparability import Group, Tolerance
 from hvd_bert.report.comparison import Table
 from hvd_bert.report.flags import check, make_parser
 from hvd_bert.report.projection import Fusion, Network, Projection
-from hvd_bert.runs import reading
-from hvd_bert.runs.run import LeftOut, Run
+from hvd_bert.runs import reading, record
+from hvd_bert.runs.record import Record
+from hvd_bert.runs.run import LeftOut
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import make_folder, replacing, writing_to
 from hvd_bert.streams import end_when_lost
 
+PAGE = "report.html"
+CSV_FILES = ("report.csv", "runs.csv", "projection.csv")
 # horovodrun puts a mark before each piece of output that it reads, even in the middle of a long line.
 LAUNCHERS_MARK = re.compile(r"\[\d+(,\d+)?\]<std(out|err)>:")
 
@@ -47,11 +52,29 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write(flags: argparse.Namespace) -> None:
-    """Read the runs, compare them, and write and print the report. Raises UserError."""
+    """Read the runs, and write and print the report. Raises UserError."""
     check(flags)
     baseline = comparison.parse_baseline(flags.baseline) if flags.baseline else None
     networks = _networks(flags)
-    runs, left_out = reading.read_all(reading.find(flags.runs), reading.unrun(flags.runs))
+    folders = reading.find(flags.runs)
+    records = [record.read(folder) for folder in folders]
+    if len(records) == 1 and not networks and not baseline:
+        _write_files(flags.out, run_page.page_of(records[0]), dict.fromkeys(CSV_FILES, ()))
+        print(visible("\n".join(run_page.summary(records[0]))))
+        print(f"The page: {flags.out / PAGE}")
+    else:
+        _write_comparison(folders, records, baseline, networks, flags)
+
+
+def _write_comparison(
+    folders: Sequence[Path],
+    records: Sequence[Record],
+    baseline: tuple[str, int] | None,
+    networks: Sequence[tuple[str, Network]],
+    flags: argparse.Namespace,
+) -> None:
+    """Compare runs, or project one."""
+    runs, left_out = reading.read_all(folders, reading.unrun(flags.runs))
     kept, other_hardware = comparison.same_hardware(runs) if runs else ([], [])
     left_out += other_hardware
     groups = comparison.grouped(kept)
@@ -61,18 +84,18 @@ def write(flags: argparse.Namespace) -> None:
     left_out += _without_table(groups, tables, projections, flags.baseline)
     compared = [line for table in tables for line in table.lines if line.speedup and line.group is not table.baseline]
     reasons = content.reasons(tables, left_out)
-    if not compared and not any(projected.series for projected in projections):
+    if (networks or baseline) and not compared and not any(projected.series for projected in projections):
         raise UserError(_no_result(reasons, projections, flags))
-    page = _page(tables, kept, reasons)
+    alone = len(records) == 1
+    page = run_page.page_of(records[0]) if alone else runs_page.page_of(records, kept, groups, tables, reasons)
     for projected in projections:
         _add_projection(page, projected, projected.measured(tables), networks, flags)
-    page.add(Text("Definitions", 2), Listing(content.definitions(tolerance)))
-    csv_files = {
-        "report.csv": content.table_rows(tables),
-        "runs.csv": content.run_rows(kept, left_out),
-        "projection.csv": content.projection_rows(projections),
-    }
-    _write_files(flags.out, page, csv_files)
+    if compared or projections:
+        page.add(Text("Definitions", 2), Listing(content.definitions(tolerance)))
+    rows = (content.table_rows(tables), content.run_rows(kept, left_out), content.projection_rows(projections))
+    _write_files(flags.out, page, dict(zip(CSV_FILES, rows, strict=True)))
+    if not compared:
+        print(visible(runs_page.overview(records).for_terminal()) + "\n")
     _print_summary(tables, reasons, projections, flags.out)
 
 
@@ -120,34 +143,6 @@ def _without_table(
     return [LeftOut(run.name, reason) for group in groups if id(group) not in shown for run in group.runs]
 
 
-def _page(tables: Sequence[Table], runs: Sequence[Run], reasons: Sequence[str]) -> Page:
-    page = Page("Speed-up report")
-    hardware = f"{runs[0].device_name}; torch {runs[0].versions.get('torch', 'unknown')}"
-    nothing = "No two of these runs can be compared, so all speed-ups are projected."
-    summary = content.summary(tables) or [nothing]
-    page.add(Text(f"{len(runs)} run{'s' * (len(runs) > 1)} on {hardware}."), Listing(summary))
-    caveats = content.caveats(tables, runs)
-    if caveats:
-        page.add(Text("Caveats", 2), Listing(caveats))
-    for table in tables:
-        page.add(Text(table.title, 2), Text(f"Baseline: {table.baseline.name}."), content.speedups(table))
-        if table.scales:
-            alt = f"{table.title}: speed-up, efficiency and more"
-            page.add(Picture(_free(page, table.slug), plots.scaling(table), alt))
-        page.add(content.costs(table))
-        page.add(Picture(_free(page, f"{table.slug}_loss"), plots.losses(table), f"{table.title}: loss curves"))
-    if reasons:
-        page.add(Text("Left out", 2), Listing(reasons))
-    return page
-
-
-def _free(page: Page, stem: str) -> str:
-    """A file name that no other plot has: several tables may have the same batch, but other work or baselines."""
-    taken = {picture.name for picture in page.pictures}
-    names = [f"{stem}.png", *(f"{stem}_{number}.png" for number in range(2, len(taken) + 2))]
-    return next(name for name in names if name not in taken)
-
-
 def _networks(flags: argparse.Namespace) -> list[tuple[str, Network]]:
     """The networks to project for, by name. Raises UserError."""
     inner = projection.link_of(flags.inner_gbps, flags.inner_latency_us) if flags.inner_gbps else None
@@ -192,7 +187,7 @@ def _add_projection(
         " per weight, --ns_per_weight), which published runs need beyond the network."
     )
     notes.append("Not modelled: stragglers that become slower with the number of devices, and ranks that share cores.")
-    name = _free(page, f"{projected.kind}_{projected.size:g}_projected")
+    name = runs_page.free_name(page, f"{projected.kind}_{projected.size:g}_projected")
     page.add(
         Text(
             f"Computed from the step of {projected.baseline.name} with the model of docs/evidence/scaling.md: speed-up"
@@ -204,10 +199,10 @@ def _add_projection(
     )
 
 
-def _write_files(folder: Path, page: Page, csv_files: dict[str, list[dict[str, Any]]]) -> None:
+def _write_files(folder: Path, page: Page, csv_files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
     """Replace the files of an earlier report in this folder. Raises UserError if other files are in the way."""
     contents = {picture.name: picture.png for picture in page.pictures}
-    contents |= {"report.md": page.as_markdown().encode(), "report.html": page.as_html().encode()}
+    contents |= {"report.md": page.as_markdown().encode(), PAGE: page.as_html().encode()}
     contents |= {name: _csv(rows).encode() for name, rows in csv_files.items() if rows}
     with writing_to("--out", folder):
         make_folder(folder)

@@ -13,13 +13,17 @@ from hvd_bert.report.projection import MAX_DEVICES, NS_PER_WEIGHT
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the report's flags."""
     parser = Parser(prog="python -m hvd_bert.report")
-    parser.description = "Compare finished runs: speed-up, efficiency, losses and scores, as an HTML page and tables."
+    parser.description = (
+        "Show one run, also one that is still going, or compare several: curves, scores, settings and speed-ups, as an"
+        " HTML page and tables."
+    )
     parser.add_argument(
         "runs", metavar="RUNS", nargs="+", type=Path, help="Output folders of trainings, or folders above them."
     )
     parser.add_argument(
-        "--out", metavar="DIR", type=Path, required=True, help="Folder to write the report to. (required)"
-    )
+        "--out", metavar="DIR", type=Path, default=Path("report"),
+        help="Folder to write the report to. (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
         "--baseline",
         metavar="STRATEGY:RANKS",

@@ -7,6 +7,7 @@ error and its target does not change. Lock files are never removed: otherwise tw
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import socket
@@ -61,6 +62,16 @@ def take(path: Path, *, wait: bool) -> Lock:
         if error.errno not in _NO_LOCKS:
             raise
         return Lock(_acquired(_on_this_host(path), wait, mode=0o600), error.strerror or str(error))
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds the lock, at this moment. Changes nothing. Raises OSError without locks or a file."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _acquired(path: Path, wait: bool, mode: int | None = None) -> filelock.BaseFileLock:

@@ -53,9 +53,9 @@ class JsonLines:
                 written = os.write(self._file.fileno(), self._pending)  # part of it, if the disk is nearly full
                 self._pending = self._pending[written:]
         except OSError as error:
-            if not self._failed:
+            warned, self._failed = self._failed, True  # first, since warnings are written to such a file too
+            if not warned:
                 log.warning("%s cannot be written: %s. Training continues.", self._path, error.strerror or error)
-            self._failed = True
 
     def close(self) -> None:
         """Write what is missing, if possible, and close the file."""

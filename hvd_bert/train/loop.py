@@ -14,6 +14,7 @@ from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.checkpoint.saving import Checkpoints
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.data.prefetch import Prefetcher
+from hvd_bert.distributed import events
 from hvd_bert.distributed.signals import StopRequests
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import EXIT_BAD_INPUT
@@ -24,6 +25,7 @@ from hvd_bert.monitoring.gpu_usage import GpuUsage
 from hvd_bert.monitoring.process_usage import process_usage
 from hvd_bert.monitoring.profiling.recording import Recording
 from hvd_bert.publish import card
+from hvd_bert.storage import written
 from hvd_bert.strategies.table import strategy_class
 from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.tasks.table import load_task
@@ -66,6 +68,10 @@ def run(config: Config, world: World) -> None:
     with run_folder.writing(folder, world, EXIT_BAD_INPUT) as writes:
         metrics_logger = MetricsLogger(folder, writes, resumed_step, task.unit)
         data = task.describe_data(folder) if writes else {}
+        facts = run_folder.of_task(task) | run_folder.facts(config, world)
+        if writes:
+            written.add(folder, events.NAME)
+        events.begin(folder, writes, facts | (training.effective if training else {}))
     with closing(metrics_logger):
         results: dict[str, Any] = {}
         model_step, recorded = 0, False
@@ -89,7 +95,7 @@ def run(config: Config, world: World) -> None:
                     if not task.plan:
                         card.update(folder, evaluation.metrics, config.as_flat())
         usage = {"rank": world.rank} | process_usage(world.device)
-        results |= run_folder.of_task(task) | run_folder.facts(config, world) | {"processes": world.gather(usage)}
+        results |= facts | {"processes": world.gather(usage)}
         with run_folder.writing(folder, world) as writes:
             if writes and task.plan:
                 results |= data | {"work": resume.identity(config, task)}
@@ -98,6 +104,7 @@ def run(config: Config, world: World) -> None:
     if results.get("breakdown"):
         log.info("%s", "\n".join(describe_steps(results)))
     log.info("%s", run_folder.describe(folder))
+    events.end()
 
 
 def set_up(config: Config, world: World) -> None:
@@ -141,6 +148,7 @@ class Training:
         self.breakdown = Breakdown(self.state.meter, self.plan, task.flops, peak, self.state.step)
         self.checkpoints = Checkpoints(self.state, config, task)
         self.recording = Recording(config, self.total_steps, self.state.meter, world)
+        self.effective = run_folder.effective_settings(config, self.plan, self.state.schedule.base_lrs[0], world)
         self.stop_requests = StopRequests(world)
         self.model_step = self.state.step
         self.evaluation: EvaluationResult | None = None
@@ -158,8 +166,7 @@ class Training:
         Where `stop_requests` watches, a signal saves a checkpoint and raises CollectiveError.
         """
         self.open(metrics_logger)
-        state, checkpoints, world = self.state, self.checkpoints, self.world
-        effective = run_folder.effective_settings(self.config, self.plan, state.schedule.base_lrs[0], world)
+        state, checkpoints, effective = self.state, self.checkpoints, self.effective
         log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))
         note = large_batch_note(self.config.train, self.plan.global_batch, effective["learning_rate"])
         if note:

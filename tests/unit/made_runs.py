@@ -88,3 +88,19 @@ def make_run(
     if scores:
         (folder / "eval_results.json").write_text(json.dumps({"exact_match": scores[0], "f1": scores[1]}))
     return folder
+
+
+def make_samples(folder: Path, question: str = "Which box?") -> None:
+    """One right and one wrong answer."""
+    right = {
+        "id": "q1",
+        "question": question,
+        "context": "In the hall is the red box.",
+        "answers": ["the red box"],
+        "prediction": "the red box",
+        "probability": 0.9,
+        "exact_match": 100.0,
+        "f1": 100.0,
+    }
+    wrong = right | {"id": "q2", "prediction": "hall", "exact_match": 0.0, "f1": 0.0}
+    (folder / "eval_samples.json").write_text(json.dumps([right, wrong]))

@@ -1,0 +1,116 @@
+"""Curves for the HTML page. The browser draws them with plotly.js (charts.js), from data that is part of the page."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+from numpy.typing import ArrayLike, NDArray
+
+from hvd_bert.rendering.text import visible
+
+MAX_POINTS = 1000  # of a curve
+MAX_POINTS_OF_ALL = 20_000  # of a chart, so that a page of 50 runs opens quickly
+MIN_POINTS = 100
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """A curve. NaN: no value. `colour`: its place in the palette, so that a run has one colour in all charts."""
+
+    name: str
+    x: ArrayLike
+    y: ArrayLike
+    colour: int = 0
+    points: bool = False  # marks each point, for few
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves over `x_title`. `stacked`: areas on top of each other, which add up to a whole."""
+
+    title: str
+    x_title: str
+    y_title: str
+    series: Sequence[Series]
+    stacked: bool = False
+
+    def data(self) -> Markup:
+        """JSON for charts.js, which can stand inside a script element."""
+        limit = max(MIN_POINTS, min(MAX_POINTS, MAX_POINTS_OF_ALL // max(1, len(self.series))))
+        curves = [_curve(series, limit) for series in self.series]
+        content = {"title": self.title, "x": self.x_title, "y": self.y_title, "stacked": self.stacked, "curves": curves}
+        # "</script>" in a name must not end the element.
+        return Markup(json.dumps(content, allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026"))
+
+    @property
+    def head(self) -> list[str]:
+        """The header of `rows`."""
+        return [
+            "curve",
+            "points",
+            f"first {self.x_title}",
+            f"last {self.x_title}",
+            "first",
+            "lowest",
+            "highest",
+            "last",
+        ]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """A summary of each curve, for readers without the picture."""
+        rows = []
+        for series in self.series:
+            x, y = _finite(series)
+            if len(y):
+                figures = (x[0], x[-1], y[0], y.min(), y.max(), y[-1])
+                rows.append([series.name, f"{len(y):,}", *(f"{figure:.5g}" for figure in figures)])
+        return rows
+
+
+def _finite(series: Series) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    x, y = np.asarray(series.x, dtype=np.float64), np.asarray(series.y, dtype=np.float64)
+    kept = np.isfinite(x) & np.isfinite(y)
+    return x[kept], y[kept]
+
+
+def _curve(series: Series, limit: int) -> dict[str, Any]:
+    x, y = downsample(*_finite(series), limit)
+    return {
+        "name": visible(series.name),
+        "colour": series.colour,
+        "points": series.points,
+        "x": [_short(value) for value in x.tolist()],
+        "y": [_short(value) for value in y.tolist()],
+    }
+
+
+def _short(value: float) -> float | int:
+    return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.6g}")
+
+
+def downsample(
+    x: NDArray[np.float64], y: NDArray[np.float64], limit: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """At most `limit` of the points: the first, the last, and the lowest and highest of each of equally long parts."""
+    if len(y) <= limit:
+        return x, y
+    edges = np.linspace(0, len(y), (limit - 2) // 2 + 1).astype(int)
+    parts = [(start, y[start:end]) for start, end in itertools.pairwise(edges)]
+    extremes = [start + part.argmin() for start, part in parts] + [start + part.argmax() for start, part in parts]
+    kept = np.unique([0, *extremes, len(y) - 1])
+    return x[kept], y[kept]
+
+
+def scripts() -> list[Markup]:
+    """The JavaScript of a page with charts: plotly.js, and what draws the charts."""
+    plotly = resources.files("plotly").joinpath("package_data/plotly.min.js").read_text(encoding="utf-8")
+    own = resources.files("hvd_bert.rendering").joinpath("charts.js").read_text(encoding="utf-8")
+    return [Markup(text) for text in (plotly, own)]

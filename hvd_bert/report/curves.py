@@ -1,0 +1,93 @@
+"""Charts of what one run or several runs recorded over their steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from hvd_bert.rendering.charts import Chart, Series
+from hvd_bert.runs.reading import PHASES
+from hvd_bert.runs.record import Columns, Record
+
+SCORES = {"exact_match": "EM", "f1": "F1"}
+PHASE_NAMES = {"exposed_comm": "exposed communication", "data": "waiting for data", "compute": "forward and backward"}
+
+
+def over_steps(records: Sequence[Record]) -> list[Chart]:
+    """Loss, scores, learning rate, gradient norm and throughput, as far as recorded."""
+    charts = [
+        Chart("Training loss", "step", "loss", _of(records, "loss")),
+        Chart("Validation loss", "step", "loss", _of(records, "eval_loss")),
+        *_scores(records),
+        Chart("Learning rate", "step", "learning rate", _of(records, "learning_rate")),
+        Chart("Gradient norm before clipping", "step", "norm", _of(records, "grad_norm")),
+        Chart("Throughput", "step", f"{records[0].unit}/s", _of(records, "windows_per_s")),
+    ]
+    return [chart for chart in charts if chart.series]
+
+
+def _scores(records: Sequence[Record]) -> Iterable[Chart]:
+    names = list(dict.fromkeys(name for record in records for name in record.score_names))
+    if len(records) > 1:
+        return [Chart(_score(name), "step", _score(name), _of(records, f"eval_{name}")) for name in names]
+    series = [_series(records[0], f"eval_{name}", _score(name), number) for number, name in enumerate(names)]
+    return [Chart("Scores", "step", "score", [found for found in series if found])]
+
+
+def _score(name: str) -> str:
+    return SCORES.get(name, name.replace("_", " "))
+
+
+def _of(records: Sequence[Record], key: str) -> list[Series]:
+    """A curve per run that recorded the key, under the part of its name that runs do not share."""
+    paths = [os.path.abspath(record.name) for record in records]
+    above = os.path.commonpath([os.path.dirname(path) for path in paths])
+    names = [os.path.relpath(path, above) for path in paths]
+    found = (_series(record, key, names[number], number) for number, record in enumerate(records))
+    return [series for series in found if series]
+
+
+def _series(record: Record, key: str, name: str, colour: int) -> Series | None:
+    lines = record.evaluations if key.startswith("eval_") else record.steps
+    if key not in lines:
+        return None
+    return Series(name, lines["step"], lines[key], colour, points=lines is record.evaluations)
+
+
+def step_time(record: Record) -> Chart | None:
+    """The parts of a step over the steps, in milliseconds."""
+    series = [
+        Series(phase_name(phase), record.steps["step"], 1000 * record.steps[f"{phase}_s"], number)
+        for number, phase in enumerate(PHASES)
+        if f"{phase}_s" in record.steps
+    ]
+    return Chart("Where the step time went", "step", "ms per step", series, stacked=True) if series else None
+
+
+def phase_name(phase: str) -> str:
+    """A phase of the step in words."""
+    return PHASE_NAMES.get(phase, phase)
+
+
+def gpu_usage(record: Record) -> list[Chart]:
+    """Utilization, memory and power of the GPU of each rank, over the steps."""
+    keys = {
+        "gpu_util_percent": ("GPU utilization", "%"),
+        "gpu_memory_gib": ("GPU memory in use", "GiB"),
+        "gpu_power_w": ("GPU power", "W"),
+    }
+    by_rank = {int(rank): record.gpus.of("rank", rank) for rank in np.unique(record.gpus["rank"]) if rank >= 0}
+    if not by_rank:  # only rank 0's, in metrics.jsonl
+        by_rank = {0: record.steps}
+    charts = [Chart(title, "step", unit, _by_rank(by_rank, key)) for key, (title, unit) in keys.items()]
+    return [chart for chart in charts if chart.series]
+
+
+def _by_rank(by_rank: dict[int, Columns], key: str) -> list[Series]:
+    return [
+        Series(f"rank {rank}", lines["step"], lines[key], number)
+        for number, (rank, lines) in enumerate(by_rank.items())
+        if key in lines
+    ]

@@ -1,0 +1,271 @@
+"""Everything that a run's folder says about it, also of a run that is still going, has failed or was only evaluated.
+
+`reading.py` is strict, since speeds are compared. This module is not: what is missing or damaged is listed in
+`Record.problems`, and the rest is shown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from hvd_bert.runs.reading import LARGEST, METRICS, RESULTS, SCORES, SETTINGS
+from hvd_bert.storage import locks
+
+EVENTS, SAMPLES, GPUS = "events.jsonl", "eval_samples.json", "gpu_usage.jsonl"
+EVALUATION_SETTINGS = "eval_config.yaml"
+LOCK = ".lock"
+RECENT = 20  # lines from which the speed of a run that is still going is computed
+SILENT_S = 300.0  # without locks: a run that has written nothing for longer is not running any more
+State = Literal["finished", "running", "ended"]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Lines of a JSON Lines file as one array per key, NaN where a line lacks the key."""
+
+    columns: Mapping[str, NDArray[np.float64]]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), ()))
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.columns and bool(np.isfinite(self.columns[key]).any())
+
+    def __getitem__(self, key: str) -> NDArray[np.float64]:
+        return self.columns.get(key, np.full(len(self), math.nan))
+
+    def of(self, key: str, value: float) -> Columns:
+        """The lines in which `key` has this value."""
+        kept = self[key] == value
+        return Columns({name: column[kept] for name, column in self.columns.items()})
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint's folder name, step and size; the size is None if its manifest cannot be read."""
+
+    name: str
+    step: int
+    size_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run.
+
+    Attributes:
+        steps, evaluations, gpus: Lines of metrics.jsonl and gpu_usage.jsonl.
+        facts: train_results.json; of an unfinished run what it recorded at its start.
+        ended: The recorded reason why a run that is not finished has ended; "" if there is none.
+        warnings: With the ranks that gave them.
+        best: The best evaluation by the newest checkpoint: `metric`, `value`, `step`.
+        problems: Files, or lines of files, that could not be read.
+    """
+
+    name: str
+    state: State
+    steps: Columns
+    evaluations: Columns
+    gpus: Columns
+    facts: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    scores: Mapping[str, Any]
+    samples: list[Mapping[str, Any]]
+    checkpoints: list[Checkpoint]
+    best: Mapping[str, Any]
+    ended: str = ""
+    warnings: list[Mapping[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def step(self) -> int:
+        """The last recorded step."""
+        steps = self.steps["step"]
+        return int(steps[-1]) if len(steps) else 0
+
+    def number(self, key: str) -> float | None:
+        """A number of `facts`."""
+        return _number(self.facts.get(key))
+
+    def entries(self, key: str) -> list[Mapping[str, Any]]:
+        """A list of objects of `facts`; empty if it is missing."""
+        value = self.facts.get(key)
+        return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+
+    @property
+    def unit(self) -> str:
+        """What a step takes, such as windows."""
+        return str(self.facts.get("unit", "windows"))
+
+    @property
+    def score_names(self) -> list[str]:
+        """The names of the task's scores, as in eval_results.json."""
+        recorded = self.facts.get("scores")
+        names = map(str, recorded) if isinstance(recorded, list) else ("exact_match", "f1")
+        return [name for name in names if name in self.scores or f"eval_{name}" in self.evaluations]
+
+    def score(self, name: str) -> float | None:
+        """The last value of a score."""
+        value = _number(self.scores.get(name))
+        if value is not None:
+            return value
+        found = self.evaluations[f"eval_{name}"]
+        found = found[np.isfinite(found)]
+        return float(found[-1]) if len(found) else None
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds that the remaining steps take at the recent speed, without evaluations; None: unknown."""
+        total, recent = self.number("train_steps"), self.steps["step_s"][1:][-RECENT:]
+        if total is None or not len(recent):
+            return None
+        return max(0.0, total - self.step) * statistics.median(recent)
+
+
+def _number(value: Any) -> float | None:
+    finite = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
+    return float(value) if finite else None
+
+
+def read(folder: Path) -> Record:
+    """Read the run in a folder. It may be written at the same time."""
+    problems: list[str] = []
+    events = [line for line in _lines(folder / EVENTS, problems) if isinstance(line, dict)]
+    starts = [number for number, event in enumerate(events) if event.get("event") == "start"]
+    since = events[starts[-1] :] if starts else []
+    ends = [str(event.get("message")).removeprefix("hvd_bert: ") for event in since if event.get("event") == "end"]
+    results = _object(folder / RESULTS, problems)
+    rows, evaluations = _metrics(folder / METRICS, problems)
+    trained = (folder / SETTINGS).exists() or (folder / METRICS).exists()
+    finished = bool(results) if trained else (folder / SCORES).exists()
+    samples = _load(folder / SAMPLES, problems)
+    checkpoints = _checkpoints(folder, problems)
+    state = _load(folder / checkpoints[-1].name / "state.json", problems) if checkpoints else {}
+    best = state.get("best") if isinstance(state, dict) else None
+    return Record(
+        name=str(folder),
+        state="finished" if finished else "ended" if ends or not _is_running(folder) else "running",
+        steps=rows,
+        evaluations=evaluations,
+        gpus=_columns([line for line in _lines(folder / GPUS, problems) if isinstance(line, dict)]),
+        facts=(since[0] if since else {}) | results,
+        settings=_settings(folder),
+        scores=_object(folder / SCORES, problems),
+        samples=[sample for sample in samples if isinstance(sample, dict)] if isinstance(samples, list) else [],
+        checkpoints=checkpoints,
+        best=best if isinstance(best, dict) else {},
+        ended="" if finished else "\n".join(dict.fromkeys(ends)),
+        warnings=[event for event in events if event.get("event") == "warning"],
+        problems=problems,
+    )
+
+
+def _is_running(folder: Path) -> bool:
+    try:
+        return locks.is_held(folder / LOCK)
+    except FileNotFoundError:
+        return False
+    except OSError:  # a file system without locks
+        path = folder / METRICS
+        return path.exists() and time.time() - path.stat().st_mtime < SILENT_S
+
+
+def _load(path: Path, problems: list[str]) -> Any:
+    """A JSON file's content; an empty object if it is missing or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}")
+        return {}
+
+
+def _object(path: Path, problems: list[str]) -> dict[str, Any]:
+    content = _load(path, problems)
+    return content if isinstance(content, dict) else {}
+
+
+def _lines(path: Path, problems: list[str]) -> Iterator[Any]:
+    """The values of a JSON Lines file. A last line without its end is being written."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    yield json.loads(line)
+                except (ValueError, RecursionError):
+                    if line.endswith("\n"):
+                        problems.append(f"{path.name}, line {number}, is damaged")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror or error}")
+
+
+def _metrics(path: Path, problems: list[str]) -> tuple[Columns, Columns]:
+    """The lines of the steps, and those of the evaluations."""
+    kinds: tuple[dict[str, array[float]], dict[str, array[float]]] = ({}, {})
+    counts = [0, 0]
+    for line in _lines(path, problems):
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            kind = any(key.startswith("eval_") for key in line)
+            _append(kinds[kind], line, counts[kind])
+            counts[kind] += 1
+    steps, evaluations = (_filled(columns, count) for columns, count in zip(kinds, counts, strict=True))
+    return steps, evaluations
+
+
+def _columns(lines: list[dict[str, Any]]) -> Columns:
+    columns: dict[str, array[float]] = {}
+    for number, line in enumerate(lines):
+        _append(columns, line, number)
+    return _filled(columns, len(lines))
+
+
+def _append(columns: dict[str, array[float]], line: Mapping[str, Any], number: int) -> None:
+    """Add line `number` to the columns, compactly: a sweep has millions of values."""
+    for key, value in line.items():
+        if isinstance(value, (int, float)) and abs(value) < LARGEST:
+            column = columns.setdefault(key, array("d"))
+            column.extend([math.nan] * (number - len(column)))
+            column.append(value)
+
+
+def _filled(columns: Mapping[str, array[float]], count: int) -> Columns:
+    for column in columns.values():
+        column.extend([math.nan] * (count - len(column)))
+    return Columns({key: np.array(column) for key, column in columns.items()})
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    path = folder / SETTINGS if (folder / SETTINGS).exists() else folder / EVALUATION_SETTINGS
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return {str(name): value for name, value in settings.items()} if isinstance(settings, dict) else {}
+
+
+def _checkpoints(folder: Path, problems: list[str]) -> list[Checkpoint]:
+    """The checkpoints by step; without those that were set aside."""
+    found = []
+    for path in folder.glob("checkpoint-*"):
+        step = path.name.removeprefix("checkpoint-")
+        if step.isdecimal():
+            files = _object(path / "manifest.json", problems).get("files")
+            sizes = [file.get("bytes") for file in files.values()] if isinstance(files, dict) else [None]
+            whole = all(isinstance(size, int) for size in sizes)
+            found.append(Checkpoint(path.name, int(step), sum(sizes) if whole else None))
+    return sorted(found, key=lambda checkpoint: checkpoint.step)

@@ -1,0 +1,91 @@
+"""events.jsonl: starts, warnings and reasons of a run's end."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_bert.distributed import events, logs
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(logs, "_console", None)
+    monkeypatch.setattr(events, "_early", [])
+    events.end()  # of another test's run, which failed
+    yield
+    events.end()
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / events.NAME).read_text().splitlines()]
+    assert all(line.pop("time") > 1.7e9 for line in lines)
+    return lines
+
+
+def test_start_warnings_and_end(tmp_path):
+    logs.start(rank=0)
+    logs.log.warning("before the folder is known")
+    events.begin(tmp_path, True, {"world_size": 2})
+    logs.log.info("no warning")
+    logs.log.warning("later \ud800")
+    logs.report("hvd_bert: the disk is full")
+    early, start, later, end = read(tmp_path)
+    assert early == {"event": "warning", "ranks": [0], "message": "before the folder is known"}
+    assert (start["event"], start["world_size"], start["launcher"]) == ("start", 2, "none")
+    assert start["command"].startswith("python ")
+    assert later["message"] == "later \ud800"
+    assert end == {"event": "end", "message": "hvd_bert: the disk is full"}
+
+
+def test_warnings_of_several_ranks_are_recorded_once(tmp_path):
+    logs.start(rank=0)
+    events.begin(tmp_path, True, {})
+    with logs.collected() as kept:
+        logs.log.warning("odd")
+        mine, kept[:] = kept[:], []
+    logs.show([mine, mine])
+    assert read(tmp_path)[1:] == [{"event": "warning", "ranks": [0, 1], "message": "odd"}]
+
+
+def test_another_rank_adds_only_why_it_ends(tmp_path):
+    events.begin(tmp_path, False, {})
+    events.failed("not the same folder")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / events.NAME).touch()
+    events.failed("rank 1 failed")
+    assert read(tmp_path)[-1] == {"event": "end", "message": "rank 1 failed"}
+
+
+def test_nothing_is_written_after_the_end(tmp_path):
+    events.begin(tmp_path, True, {})
+    events.end()
+    events.failed("of another command in this process")
+    assert [line["event"] for line in read(tmp_path)] == ["start"]
+
+
+def test_a_full_disk_is_reported_once(tmp_path, capsys, monkeypatch):
+    def full(descriptor: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    logs.start(rank=0, log_format="plain")
+    events.begin(tmp_path, True, {})
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        logs.log.warning("first")
+        logs.log.warning("second")
+    logs.log.warning("third")
+    assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path}/{events.NAME} cannot be written: No space left on device. Training continues.",
+        "first",
+        "second",
+        "third",
+    ]
+    messages = [line["message"] for line in read(tmp_path)[1:]]
+    assert [message.split(" ")[0] for message in messages[:1]] == ["first"] and messages[-2:] == ["second", "third"]

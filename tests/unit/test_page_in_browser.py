@@ -1,0 +1,225 @@
+"""The report's pages in headless Chromium: one browser for all tests of this file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from made_runs import make_run, make_samples
+
+from hvd_bert.report.__main__ import main
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium (env/setup.sh --dev)")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None, reason="needs Debian's packages chromium and chromium-driver"
+)
+HOSTILE = "a</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">\x1b[31m"
+OPENS_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(CHROMIUM)
+    folder = tmp_path_factory.mktemp("browser")
+    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", f"user-data-dir={folder}"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(str(DRIVER)))
+    opened.set_page_load_timeout(240)
+    opened.set_script_timeout(240)
+    yield opened
+    opened.quit()
+
+
+def show(browser: Any, page: Path, width: int = 1100, scheme: str = "light") -> None:
+    """Open a page on a screen of this width."""
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    for log in ("browser", "performance"):
+        browser.get_log(log)  # forgets what an earlier page did
+    browser.get(page.as_uri())
+
+
+def draw_all(browser: Any) -> list[dict[str, Any]]:
+    """Scroll to each chart until it is drawn. Returns title and plotly's traces of each."""
+    return browser.execute_async_script(  # type: ignore[no-any-return]
+        """
+        const done = arguments[0];
+        (async () => {
+          const found = [];
+          for (const figure of document.querySelectorAll("figure.chart")) {
+            figure.scrollIntoView();
+            const plot = figure.querySelector(".plot");
+            while (!plot.data || !plot.querySelector(".main-svg")) await new Promise(requestAnimationFrame);
+            const traces = plot.data.map(({ name, x, y }) => ({ name, x: [...x], y: [...y] }));
+            found.push({ title: figure.querySelector("figcaption").textContent, traces });
+          }
+          done(found);
+        })();
+        """
+    )
+
+
+def requests(browser: Any) -> list[str]:
+    """Addresses that the page asked for, other than itself."""
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
+    addresses = [request["request"]["url"] for request in sent if request.get("type") != "Document"]
+    return [address for address in addresses if not address.startswith("data:")]
+
+
+def hostile_run(folder: Path) -> Path:
+    run = make_run(folder / HOSTILE.replace("/", "\u2215"), "horovod", 2, scores=(60.0, 70.0))
+    make_samples(run, question=HOSTILE + "\ud800")
+    event = {"event": "warning", "ranks": [0], "message": HOSTILE}
+    (run / "events.jsonl").write_text(json.dumps(event) + "\n")
+    (run / "train_config.yaml").write_text(json.dumps({"learning_rate": 1e-3, "train_file": HOSTILE}))
+    return run
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of one run whose texts try to become markup."""
+    folder = tmp_path_factory.mktemp("one")
+    assert main([str(hostile_run(folder / "runs")), "--out", str(folder / "page")]) == 0
+    return folder / "page" / "report.html"
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a hostile run and others, of which only some can be compared."""
+    folder = tmp_path_factory.mktemp("several")
+    hostile_run(folder / "runs")
+    for seed in range(3):
+        make_run(folder / f"runs/none-{seed}", seed=seed, scores=(60.0, 70.0 + seed))
+    make_run(folder / "runs/other", work={"--max_seq_length": 128})
+    assert main([str(folder / "runs"), "--out", str(folder / "page")]) == 0
+    return folder / "page" / "report.html"
+
+
+@pytest.fixture(params=["one", "several"])
+def page(request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
+
+
+def test_console_is_clean_and_nothing_is_requested(browser: Any, page: Path) -> None:
+    show(browser, page)
+    charts = draw_all(browser)
+    assert charts and all(chart["traces"] for chart in charts)
+    assert browser.get_log("browser") == []
+    assert requests(browser) == []
+
+
+def test_charts_have_the_runs_data(browser: Any, one: Path) -> None:
+    show(browser, one)
+    charts = {chart["title"]: chart["traces"] for chart in draw_all(browser)}
+    (loss,) = charts["Training loss"]
+    assert loss["x"] == list(range(1, 41))
+    assert loss["y"] == pytest.approx(np.linspace(5, 1, 40), rel=1e-5)
+    assert [trace["y"] for trace in charts["Scores"]] == [[50]]
+    phases = charts["Where the step time went"]
+    assert sum(np.array(trace["y"]) for trace in phases) == pytest.approx([8000, *[1600] * 39], rel=1e-4)
+
+
+def test_texts_of_users_stay_texts(browser: Any, page: Path) -> None:
+    show(browser, page)
+    draw_all(browser)
+    assert browser.title.startswith(("Run ", "Report on 5 runs"))
+    assert browser.execute_script("return document.querySelectorAll('img:not([src^=\"data:\"]), main b').length") == 0
+    text = browser.execute_script("return document.body.textContent")
+    assert text.count("onerror=") > 1 and "\x1b" not in text and "\u241b[31m" in text
+
+
+def test_names_in_a_legend_stay_texts(browser: Any, several: Path) -> None:
+    show(browser, several)
+    draw_all(browser)
+    legend = browser.execute_script("return document.querySelector('.plot .legend').textContent")
+    assert "<img src=x" in legend
+
+
+def test_dark_scheme(browser: Any, one: Path) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    colours = {}
+    for scheme in ("light", "dark"):
+        show(browser, one, scheme=scheme)
+        draw_all(browser)
+        colours[scheme] = browser.execute_script(
+            "const tick = document.querySelector('.plot .xtick text');"
+            "return [getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color,"
+            " getComputedStyle(tick).fill]"
+        )
+    assert colours["light"] == ["rgb(255, 255, 255)", "rgb(26, 26, 26)", "rgb(26, 26, 26)"]
+    assert colours["dark"] == ["rgb(20, 23, 28)", "rgb(230, 230, 230)", "rgb(230, 230, 230)"]
+    # Without loading the page again.
+    features = [{"name": "prefers-color-scheme", "value": "light"}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    tick = "return getComputedStyle(document.querySelector('.plot .xtick text')).fill"
+    WebDriverWait(browser, 60).until(lambda _: browser.execute_script(tick) == "rgb(26, 26, 26)")
+
+
+def test_a_phone_needs_no_scrolling_sideways(browser: Any, page: Path) -> None:
+    show(browser, page, width=360)
+    draw_all(browser)
+    browser.execute_script("document.querySelectorAll('details').forEach(details => details.open = true)")
+    root = "document.documentElement"
+    assert browser.execute_script(f"return [{root}.scrollWidth, {root}.clientWidth]") == [360, 360]
+
+
+def test_keyboard(browser: Any, one: Path) -> None:
+    """Tab goes to the skip link, the sections, and then through the content; Enter opens the details."""
+    from selenium.webdriver.common.keys import Keys
+
+    def press(key: str) -> Any:
+        webdriver.ActionChains(browser).send_keys(key).perform()
+        return browser.switch_to.active_element
+
+    show(browser, one)
+    skip = press(Keys.TAB)
+    assert skip.text == "Skip to the content" and skip.rect["x"] >= 0
+    assert press(Keys.TAB).text == "Training"
+    browser.execute_script("document.querySelector('.skip').focus()")
+    assert press(Keys.ENTER).get_attribute("id") == "content"
+    summary = press(Keys.TAB)
+    while summary.tag_name != "summary":
+        summary = press(Keys.TAB)
+    details = summary.find_element("xpath", "..")
+    assert details.get_attribute("open") is None
+    press(Keys.ENTER)
+    assert details.get_attribute("open") is not None
+    focusable = browser.execute_script("return document.querySelectorAll('.scroll:not([tabindex=\"0\"])').length")
+    assert focusable == 0, "tables that are wider than the page could not be scrolled"
+
+
+@pytest.mark.alone
+def test_50_runs_of_10_000_points_open_quickly(browser: Any, tmp_path: Path) -> None:
+    """From the start of loading to the first chart that is drawn. The limit holds for a machine with other work."""
+    first = make_run(tmp_path / "runs/0", steps=10_000)
+    noise = np.random.default_rng(0).normal(size=10_000)
+    lines = [json.loads(line) for line in (first / "metrics.jsonl").read_text().splitlines()]
+    for line, value in zip(lines, noise.tolist(), strict=False):
+        line |= {"loss": 3 + value, "grad_norm": abs(value)}
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (first / "metrics.jsonl").write_text(text)
+    for number in range(1, 50):
+        shutil.copytree(first, tmp_path / f"runs/{number}")
+    assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "page")]) == 0
+    page = tmp_path / "page" / "report.html"
+    assert page.stat().st_size < 15e6
+    show(browser, page)
+    (loss, *_) = draw_all(browser)
+    assert len(loss["traces"]) == 50
+    assert max(loss["traces"][7]["y"]) == pytest.approx(3 + noise.max(), rel=1e-5)
+    seconds = browser.execute_script("return performance.getEntriesByName('chart drawn')[0].startTime / 1000")
+    print(f"the first chart was drawn {seconds:.2f} s after the start of loading")
+    assert seconds < 5 * OPENS_S

@@ -1,0 +1,142 @@
+"""Reading runs that are not finished, have failed or are damaged, and the page of one run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from made_runs import make_run, make_samples
+
+from hvd_bert.report import run_page
+from hvd_bert.report.__main__ import main
+from hvd_bert.runs import record
+from hvd_bert.storage import locks
+from hvd_bert.storage.locks import take
+
+
+def unfinished(folder: Path, *events: dict[str, Any]) -> Path:
+    """A run of 40 steps of which 20 are recorded."""
+    make_run(folder)
+    (folder / "train_results.json").unlink()
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:20]) + '{"step": 21, "lo')  # being written
+    start = {"event": "start", "train_steps": 40, "unit": "windows", "ranks": [{"rank": 0, "host": "a"}]}
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in (start, *events)))
+    return folder
+
+
+def page(folder: Path) -> str:
+    """The page as Markdown, by the command."""
+    assert main([str(folder), "--out", str(folder.parent / "page")]) == 0
+    return (folder.parent / "page" / "report.md").read_text()
+
+
+def test_a_run_that_is_still_going(tmp_path, capsys):
+    folder = unfinished(tmp_path / "run")
+    with take(folder / ".lock", wait=False):
+        assert record.read(folder).state == "running"
+        text = page(folder)
+    assert "**Still running.**" in text and "step 20 of 40 (50%)" in text
+    assert "about 00:32 left" in text  # 20 steps of 1.6 s
+    assert "| a | 0 | - |" in text and "Training loss" in text and "damaged" not in text
+    assert "Still running. At" in capsys.readouterr().out
+    assert record.read(folder).state == "ended"
+
+
+def test_a_run_on_a_file_system_without_locks(tmp_path, monkeypatch):
+    def no_locks(path: Path) -> bool:
+        raise OSError(95, "not supported")
+
+    monkeypatch.setattr(locks, "is_held", no_locks)
+    folder = unfinished(tmp_path / "run")
+    assert record.read(folder).state == "running"
+    monkeypatch.setattr(record, "SILENT_S", -1.0)
+    assert record.read(folder).state == "ended"
+
+
+def test_reading_does_not_take_the_lock(tmp_path):
+    path = tmp_path / ".lock"
+    path.touch()
+    assert not locks.is_held(path)
+    with take(path, wait=False):
+        assert locks.is_held(path)
+
+
+def test_a_failed_run_has_its_reason(tmp_path):
+    end = {"event": "end", "message": "hvd_bert: The loss is nan at step 20."}
+    folder = unfinished(tmp_path / "run", {"event": "warning", "ranks": [1, 2], "message": "odd"}, end, end)
+    text = page(folder)
+    assert "**Not finished, last logged step 20 of 40 (50%).** The loss is nan at step 20.\n" in text
+    assert "- rank(s) 1, 2: odd\n" in text
+    with (folder / "events.jsonl").open("a") as file:  # it was resumed, and killed
+        file.write(json.dumps({"event": "start", "train_steps": 40}) + "\n")
+    text = page(folder)
+    assert "No reason is recorded" in text and "nan" not in text and "odd" in text
+
+
+def test_a_finished_run(tmp_path):
+    folder = make_run(tmp_path / "run", "horovod", 2, scores=(60.0, 70.0))
+    results = json.loads((folder / "train_results.json").read_text())
+    results["ranks"] = [{"rank": n, "host": f"a100-0{n}", "local_rank": 0, "device": "cuda:0"} for n in range(2)]
+    (folder / "train_results.json").write_text(json.dumps(results))
+    (folder / "train_config.yaml").write_text("learning_rate: 0.001\nseed: 42\nbf16: true\nold_flag: 3\n")
+    make_samples(folder)
+    for step, best in ((20, 1.0), (40, 2.0)):
+        checkpoint = folder / f"checkpoint-{step}"
+        checkpoint.mkdir()
+        (checkpoint / "manifest.json").write_text(json.dumps({"files": {"a": {"bytes": 2**20}, "b": {"bytes": 2**19}}}))
+        (checkpoint / "state.json").write_text(json.dumps({"best": {"metric": "f1", "value": best, "step": step}}))
+    text = page(folder)
+    assert "**Finished.** Step 40 of 40" in text
+    for words in ("| EM | 60 |", "| F1 | 70 |", "| ranks | 2 |", "| strategy | horovod |"):
+        assert words in text
+    assert "| forward and backward | 1440 | - | - | 90.0% |" in text and "| step | 1600 | - | - | 100.0% |" in text
+    assert "### Right (1)" in text and "### Wrong (1)" in text and "| gold | the red box |" in text
+    assert "| a100-00 | 0 | cuda:0 |" in text and "| 1 | a100-01 | 0 | cuda:0 | 101 | 90 | 5 | 2.00 |" in text
+    assert "| checkpoint-40 | 40 | 1.5 |" in text and "Best f1: 2, at step 40." in text
+    assert "| --learning\\_rate | 0.001 | 5e-05 |" in text and "| --bf16 | yes | no |" in text
+    assert "| --old\\_flag | 3 | unknown flag |" in text and "| --seed | 42 |" in text
+    assert f"python -m hvd_bert.train --config {folder}/train_config.yaml --output_dir NEW_FOLDER" in text
+
+
+def test_a_run_that_only_evaluated(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "eval_results.json").write_text(json.dumps({"accuracy": 0.5, "eval_loss": 1.5}))
+    (folder / "eval_config.yaml").write_text("do_train: false\n")
+    (folder / "events.jsonl").write_text(json.dumps({"event": "start", "scores": ["accuracy"]}) + "\n")
+    text = page(folder)
+    assert "**Finished.** Evaluated only." in text and "| accuracy | 0.5 |" in text and "eval_config.yaml" in text
+
+
+Values = st.sampled_from([None, "text", -1, 0, 1e308, 10**400, True, [], [None], [{}], {}, {"a": 1}])
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(st.data(), Values)
+def test_any_content_gives_a_page(tmp_path, data, value):
+    folder = tmp_path / "run"
+    if not folder.exists():
+        make_run(folder, scores=(1.0, 2.0))
+        make_samples(folder)
+        (tmp_path / "whole.json").write_text((folder / "train_results.json").read_text())
+    content = json.loads((tmp_path / "whole.json").read_text())
+    content[data.draw(st.sampled_from(sorted(content)))] = value
+    (folder / "train_results.json").write_text(json.dumps(content))
+    file = data.draw(st.sampled_from(["eval_results.json", "eval_samples.json", "events.jsonl", "gpu_usage.jsonl"]))
+    (folder / file).write_text(json.dumps(value))
+    made = run_page.page_of(record.read(folder))
+    assert made.as_markdown() and run_page.summary(record.read(folder))
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "eval_samples.json", "events.jsonl", "eval_results.json"])
+def test_damaged_files_are_named(tmp_path, name):
+    folder = make_run(tmp_path / "run", scores=(1.0, 2.0))
+    with (folder / name).open("ab") as file:
+        file.write(b"{\xff\n{}\n")
+    assert [problem for problem in record.read(folder).problems if name in problem], name
+    assert name.replace("_", "\\_") in page(folder)
