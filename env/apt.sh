@@ -16,6 +16,7 @@ apt_reason() {
     openmpi-bin) echo "mpirun, which starts ranks over MPI" ;;
     libopenmpi-dev) echo "MPI's compiler and libraries, to build Horovod and mpi4py" ;;
     openssh-client) echo "ssh, by which launchers reach other hosts" ;;
+    chromium | chromium-driver) echo "opens HTML pages in the tests" ;;
     slurmctld | slurmd | slurm-client) echo "Slurm of the test cluster" ;;
     munge) echo "Slurm's authentication" ;;
     libpmix-dev) echo "srun --mpi=pmix" ;;

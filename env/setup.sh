@@ -201,6 +201,9 @@ provide_system_packages() {
     packages+=(openmpi-bin libopenmpi-dev openssh-client)
   fi
   [ ${#packages[@]} -eq 0 ] || try_apt "${packages[@]}"
+  if kinds | grep -qx dev && ! command -v chromedriver >/dev/null; then
+    try_apt chromium chromium-driver # without them the tests of HTML pages are skipped
+  fi
   look_for_mpi_and_cuda
 
   { command -v "${CXX:-g++}" && command -v make; } >/dev/null || die "building Horovod needs a C++ compiler and make" \

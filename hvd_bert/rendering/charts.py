@@ -18,6 +18,7 @@ from hvd_bert.rendering.text import visible
 MAX_POINTS = 1000  # of a curve
 MAX_POINTS_OF_ALL = 20_000  # of a chart, so that a page of 50 runs opens quickly
 MIN_POINTS = 100
+MANY = 8  # curves, as in charts.js
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +49,11 @@ class Chart:
         content = {"title": self.title, "x": self.x_title, "y": self.y_title, "stacked": self.stacked, "curves": curves}
         # "</script>" in a name must not end the element.
         return Markup(json.dumps(content, allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026"))
+
+    @property
+    def wide(self) -> bool:
+        """Whether it takes the page's whole width: where there is more to see than a few lines."""
+        return self.stacked or len(self.series) > MANY
 
     @property
     def head(self) -> list[str]:

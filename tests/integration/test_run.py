@@ -62,7 +62,13 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def test_files(finished: Run) -> None:
     expected = {"train_config.yaml", "train_results.json", "metrics.jsonl", "tb", "config.json", "model.safetensors"}
-    expected |= {"eval_results.json", "eval_predictions.json", "eval_nbest_predictions.json", "eval_samples.json"}
+    expected |= {
+        "eval_results.json",
+        "eval_predictions.json",
+        "eval_nbest_predictions.json",
+        "eval_samples.json",
+        "events.jsonl",
+    }
     expected |= {"tokenizer.json", "tokenizer_config.json", "checkpoint-6", "latest", ".lock", written.RECORD}
     assert {path.name for path in finished.out.iterdir()} == expected
     assert written.names(finished.out) == expected - {".lock", written.RECORD}
@@ -127,6 +133,8 @@ def test_every_key_is_documented(finished: Run) -> None:
     assert undocumented(read("eval_results.json"), "eval_results.json") == []
     assert undocumented(list(read("eval_nbest_predictions.json").values()), "Predictions") == []
     assert undocumented(read("eval_samples.json"), "eval_samples.json") == []
+    events = read_lines(finished.out / "events.jsonl")
+    assert undocumented(events, "events.jsonl", "train_results.json") == []
     settings = ("identity", "meter", "schedule", "strategy")
     assert undocumented(read("checkpoint-6/state.json"), "state.json", without=settings) == []
     manifest = read("checkpoint-6/manifest.json")
