@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from ranks import Ranks, check
 
 from hvd_bert.config import command_line
+from hvd_bert.distributed.world import World
+from hvd_bert.evaluate.__main__ import main as evaluate
 from hvd_bert.evaluation.evaluator import Evaluator
+from hvd_bert.train.__main__ import main as train
 from hvd_bert.training.inputs import load_inputs
 
 # 1 and 3: fewer than 4 ranks; 10: not divisible by 4.
@@ -62,3 +67,36 @@ def each_question_is_evaluated_once_v1(ranks: Ranks) -> None:
 def each_question_is_evaluated_once_v2(ranks: Ranks) -> None:
     for num_questions in NUM_QUESTIONS:
         _evaluate(ranks, "sample_v2", num_questions)
+
+
+def _run(main: Callable[[World], None], world: World, *words: object) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["command", *map(str, words)])
+        main(world)
+
+
+@check
+def command_evaluate_has_the_trainers_scores_and_those_of_one_rank(ranks: Ranks) -> None:
+    world, model, out = ranks.world, ranks.folder / "evaluated", ranks.folder / "scores"
+    tiny = ["--config_name", str(ranks.folder / "tiny"), "--tokenizer_name", str(ranks.folder / "tiny")]
+    if world.rank == 0:
+        config = command_line.parse(["--config", "sample_v2", *tiny, "--no_do_train"])
+        inputs = load_inputs(config, world)
+        inputs.model.save_pretrained(model)
+        inputs.tokenizer.save_pretrained(model)
+        config.save(model / "train_config.yaml")
+    world.allgather(None)
+    few = ["--max_eval_samples", 10, "--max_seq_length", 24, "--doc_stride", 4]
+    _run(evaluate, world, model, *few, "--output_dir", out)
+    trained = ["--config", model / "train_config.yaml", "--model_name_or_path", model, "--no_do_train"]
+    _run(train, world, *trained, *few, "--output_dir", ranks.folder / "scores_of_train")
+    if world.rank > 0:
+        return
+    alone = World()
+    alone.set_up_device()
+    _run(evaluate, alone, model, *few, "--json", ranks.folder / "alone.json")
+    found, of_one = (json.loads(path.read_text()) for path in (out / "evaluation.json", ranks.folder / "alone.json"))
+    assert found["metrics"] == json.loads((ranks.folder / "scores_of_train" / "eval_results.json").read_text())
+    assert found["metrics"] == pytest.approx(of_one["metrics"], rel=1e-6)
+    assert found["slices"] == of_one["slices"] and len(found["slices"]) == 4
+    assert [mistake["id"] for mistake in found["mistakes"]] == [mistake["id"] for mistake in of_one["mistakes"]]
