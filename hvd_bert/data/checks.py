@@ -58,7 +58,7 @@ def _judged(
     question = item.question
     if question is None:
         return None, item.mistake
-    mistake = _text_mistake(question)
+    mistake = text_mistake(question)
     if mistake:
         return None, mistake
     if reading.purpose == "prediction":
@@ -78,7 +78,7 @@ def _judged(
     return (_with_new_id(kept, places) if kept.answer_texts else None), mistake
 
 
-def _text_mistake(question: Question) -> Mistake | None:
+def text_mistake(question: Question) -> Mistake | None:
     """A mistake that makes the question unusable."""
     if not question.context.strip():
         return Mistake("empty text", "its context is empty")

@@ -35,14 +35,14 @@ from tqdm.auto import tqdm
 
 from hvd_bert.data import cache
 from hvd_bert.data.cache import default_cache_dir
-from hvd_bert.data.squad import Source
+from hvd_bert.data.squad import Question, Source
 from hvd_bert.data.tokenization import SCHEMA, QuestionBatch, WindowCounts, WindowOptions, WindowTokenizer
 from hvd_bert.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["WindowCounts", "WindowOptions", "WindowTable", "check_lengths", "default_cache_dir", "prepare"]
+__all__ = ["WindowCounts", "WindowOptions", "WindowTable", "check_lengths", "default_cache_dir", "in_memory", "prepare"]
 
 logger = logging.getLogger(__name__)
 
@@ -184,6 +184,13 @@ def prepare(
     if leader:
         _log_losses(source.name, table.counts)
     return table
+
+
+def in_memory(questions: Sequence[Question], window_tokenizer: WindowTokenizer) -> WindowTable:
+    """The windows of a few questions, without the cache. Call `check_lengths` before."""
+    with _threads(len(os.sched_getaffinity(0))):
+        batch = QuestionBatch(window_tokenizer, questions, 0)
+    return WindowTable(list(batch.record_batches()), batch.counts)
 
 
 def _log_losses(name: str, counted: WindowCounts) -> None:

@@ -69,6 +69,9 @@ class Answer:
     text: str  # "": no answer
     nbest: list[Entry]  # best first: text, start_logit, end_logit, probability (sums to 1)
     null_odds: float | None  # v2: score of "no answer" minus that of the best span
+    spans: list[
+        tuple[int, int] | None
+    ]  # of each candidate, its characters [start, end) in the context; None: no answer
 
     @property
     def best_span(self) -> str:
@@ -137,6 +140,7 @@ def _answer(question: Question, windows: Sequence[WindowLogits], options: SpanOp
         return _no_candidate(question, windows, options)
 
     scores = spans.score.astype(np.float64)
+    places: list[tuple[int, int] | None] = [(char_start, char_end) for _, char_start, char_end, *_ in spans.rows()]
     entries: list[Entry] = [
         {"text": question.context[char_start:char_end], "start_logit": start_logit, "end_logit": end_logit}
         for _, char_start, char_end, start_logit, end_logit in spans.rows()
@@ -150,14 +154,15 @@ def _answer(question: Question, windows: Sequence[WindowLogits], options: SpanOp
         # On equal scores, the span comes first. The null entry replaces the worst span, but not the only one.
         rank = int(np.count_nonzero(scores >= null_score))
         kept = max(1, options.n_best_size - 1) if rank < options.n_best_size else options.n_best_size
-        entries, scores = entries[:kept], scores[:kept]
+        entries, scores, places = entries[:kept], scores[:kept], places[:kept]
         entries.insert(rank, {"text": "", "start_logit": start_logit, "end_logit": end_logit})
+        places.insert(rank, None)
         scores = np.insert(scores, rank, null_score)
 
     weights = np.exp(scores - scores.max())
     for entry, probability in zip(entries, (weights / weights.sum()).tolist(), strict=True):
         entry["probability"] = probability
-    return Answer(question.id, text, entries, null_odds)
+    return Answer(question.id, text, entries, null_odds, places)
 
 
 def _best_of_window(window: WindowLogits, options: SpanOptions) -> _Spans:
@@ -191,7 +196,7 @@ def _no_candidate(question: Question, windows: Sequence[WindowLogits], options: 
         _, start_logit, end_logit = _null(windows)
     nothing: Entry = {"text": "", "start_logit": start_logit, "end_logit": end_logit, "probability": 1.0}
     null_odds = CERTAINLY_NO_ANSWER if options.version_2_with_negative else None
-    return Answer(question.id, "", [nothing], null_odds)
+    return Answer(question.id, "", [nothing], null_odds, [None])
 
 
 def _null(windows: Sequence[WindowLogits]) -> tuple[float, float, float]:

@@ -14,14 +14,13 @@ import pytest
 import torch
 from transformers import BertConfig, BertForQuestionAnswering, BertForSequenceClassification
 
+from hvd_bert import QuestionAnswerer
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data import hub, squad, windows
 from hvd_bert.errors import UserError
-from hvd_bert.evaluation.postprocess import SpanOptions
 from hvd_bert.model import loading
 from hvd_bert.model.bert import load_model, load_tokenizer
 from hvd_bert.model.loading import load_config, num_weights
-from hvd_bert.predict.answering import predict
 
 LENGTH = 32  # max_seq_length of these tests
 INDEX = "model.safetensors.index.json"
@@ -238,8 +237,8 @@ def test_prediction_needs_a_span_head(good, tmp_path, make_questions):
     BertForSequenceClassification(BertConfig.from_pretrained(good)).save_pretrained(folder)
     load_all(folder, make_questions)  # training makes a new head
     with pytest.raises(UserError, match=r"classifier has no span head \(qa_outputs.bias, qa_outputs.weight\), so"):
-        predict(str(folder), make_questions(1), SpanOptions(), LENGTH)
-    assert predict(str(good), make_questions(1), SpanOptions(), LENGTH)
+        QuestionAnswerer(folder, max_seq_length=LENGTH)
+    assert list(QuestionAnswerer(good, max_seq_length=LENGTH).answers(make_questions(1)))
 
 
 def test_pickled_tensors_alone_are_loaded(good, tmp_path, make_questions):

@@ -10,11 +10,10 @@ from family_tokenizers import MAKERS
 from test_train_run import process_stays_as_it_was, train  # noqa: F401  # an autouse fixture
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer, BertConfig, DebertaV2Config, RobertaConfig
 
+from hvd_bert import QuestionAnswerer
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.errors import UserError
-from hvd_bert.evaluation.postprocess import SpanOptions
 from hvd_bert.model.bert import load_model, load_tokenizer
-from hvd_bert.predict.answering import predict
 
 SIZES = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -56,7 +55,7 @@ def test_training_to_a_model_that_transformers_loads(
     # In plain transformers, padded and with its own tokenizer, it gives the same answers.
     model = AutoModelForQuestionAnswering.from_pretrained(out).eval()
     saved = AutoTokenizer.from_pretrained(out)
-    answers = predict(str(out), questions, SpanOptions(), max_seq_length=120)
+    answers = QuestionAnswerer(out).answers(questions)
     for question, answer in zip(questions, answers, strict=True):
         inputs = saved(question.question, question.context, padding="max_length", max_length=125, return_tensors="pt")
         with torch.no_grad():

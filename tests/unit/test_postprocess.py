@@ -58,14 +58,14 @@ def reference(q: Question, windows: list[WindowLogits], options: SpanOptions) ->
                     spans.append((-(start + end), int(w.char_starts[s]), int(w.char_ends[e]), -start, end))
     spans.sort()
     listed: list[dict[str, Any]] = [
-        {"text": q.context[a:b], "start_logit": -start, "end_logit": end, "score": -score}
+        {"text": q.context[a:b], "start_logit": -start, "end_logit": end, "score": -score, "span": (a, b)}
         for score, a, b, start, end in spans[: options.n_best_size]
     ]
     text, null_odds = (listed[0]["text"] if listed else ""), None
     if options.version_2_with_negative:
         nulls = [(float(w.start_logits[0]), float(w.end_logits[0])) for w in windows]
         start, end = min(nulls, key=lambda pair: (sum(pair), pair))
-        null = {"text": "", "start_logit": start, "end_logit": end, "score": start + end}
+        null = {"text": "", "start_logit": start, "end_logit": end, "score": start + end, "span": None}
         null_odds = null["score"] - listed[0]["score"] if listed else None
         if listed and null_odds > options.null_score_diff_threshold:
             text = ""
@@ -76,16 +76,17 @@ def reference(q: Question, windows: list[WindowLogits], options: SpanOptions) ->
             both.append(listed[0])
         listed = both
     elif not listed:
-        listed = [{"text": "", "start_logit": 0.0, "end_logit": 0.0, "score": 0.0}]
+        listed = [{"text": "", "start_logit": 0.0, "end_logit": 0.0, "score": 0.0, "span": None}]
     total = sum(math.exp(entry["score"]) for entry in listed)
     nbest = [{**entry, "probability": math.exp(entry["score"]) / total} for entry in listed]
+    spans_of_entries = [entry.pop("span") for entry in nbest]
     for entry in nbest:
         del entry["score"]
-    return Answer(q.id, text, nbest, null_odds)
+    return Answer(q.id, text, nbest, null_odds, spans_of_entries)
 
 
 def assert_same(got: Answer, expected: Answer) -> None:
-    assert (got.id, got.text) == (expected.id, expected.text)
+    assert (got.id, got.text, got.spans) == (expected.id, expected.text, expected.spans)
     if expected.null_odds is not None:
         assert got.null_odds == expected.null_odds
     for mine, theirs in zip(got.nbest, expected.nbest, strict=True):
@@ -244,7 +245,7 @@ def test_v1_without_spans() -> None:
     q = question(0)
     nothing = [{"text": "", "start_logit": 0.0, "end_logit": 0.0, "probability": 1.0}]
     for windows in ([], [window(q, 0, [], [])]):
-        assert only(windows, q) == Answer("q", "", nothing, None)
+        assert only(windows, q) == Answer("q", "", nothing, None, [None])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

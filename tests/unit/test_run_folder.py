@@ -28,7 +28,7 @@ def found_names(folder: Path) -> set[str]:
 
 
 def answer(number: int, odds: float | None) -> Answer:
-    return Answer(f"q{number}", f"text {number}", [{"text": f"text {number}", "probability": 1.0}], odds)
+    return Answer(f"q{number}", f"text {number}", [{"text": f"text {number}", "probability": 1.0}], odds, [(0, 6)])
 
 
 @pytest.mark.parametrize("v2", [False, True], ids=["v1.1", "v2.0"])

@@ -1,0 +1,185 @@
+"""`QuestionAnswerer`: a trained model that answers questions, for Python programs and for `python -m hvd_bert.predict`.
+
+Questions are answered in blocks, which bounds the memory. A block depends on nothing but the questions, so that the
+answers are the same on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, overload
+
+import numpy as np
+import torch
+
+from hvd_bert.config.flag import require
+from hvd_bert.config.settings import DataArguments, ModelArguments
+from hvd_bert.config.tasks import QUESTION_ANSWERING
+from hvd_bert.config.trained import trained_settings
+from hvd_bert.data.checks import text_mistake
+from hvd_bert.data.squad import Question
+from hvd_bert.data.tokenization import WindowTokenizer
+from hvd_bert.data.windows import WindowOptions, check_lengths, in_memory
+from hvd_bert.errors import UserError
+from hvd_bert.evaluation.evaluator import span_options, window_logits
+from hvd_bert.evaluation.postprocess import Answer, answers_of
+from hvd_bert.model.bert import load_model, load_tokenizer
+from hvd_bert.model.families import family_of, max_tokens
+from hvd_bert.model.precision import AUTOCAST
+from hvd_bert.predict.answer import FoundAnswer
+
+Texts = list[str] | tuple[str, ...]
+BATCH_SIZE = 8
+# A block has at most this many questions and, except for a single question, this many characters of contexts.
+BLOCK_QUESTIONS, BLOCK_CHARACTERS = 64, 2**18
+
+
+class QuestionAnswerer:
+    """Answers questions with the model of a training, from its output folder, a checkpoint or the hub.
+
+        qa = QuestionAnswerer("runs/mine")
+        answer = qa(question="Where was Ada born?", context="Ada was born in London.")
+        answer.text, answer.start, answer.end, answer.score
+
+    The settings are those of the training (train_config.yaml) unless they are given. Without that file, windows have at
+    most 384 tokens. `device`: the first GPU, or else the CPU. `precision`: fp32, bf16 or fp16. `batch_size`: windows
+    that the model takes at once.
+
+    Raises UserError, which is a ValueError, for a model or a setting that cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        device: str | torch.device | None = None,
+        precision: str = "fp32",
+        batch_size: int = BATCH_SIZE,
+        max_seq_length: int | None = None,
+        doc_stride: int | None = None,
+        n_best_size: int | None = None,
+        max_answer_length: int | None = None,
+        version_2_with_negative: bool | None = None,
+        null_score_diff_threshold: float | None = None,
+    ) -> None:
+        name = os.fspath(model)
+        require(precision in AUTOCAST, f"precision {precision!r}: choose from {', '.join(AUTOCAST)}.")
+        require(batch_size >= 1, f"batch_size {batch_size}: must be at least 1.")
+        given = {
+            "max_seq_length": max_seq_length,
+            "doc_stride": doc_stride,
+            "n_best_size": n_best_size,
+            "max_answer_length": max_answer_length,
+            "version_2_with_negative": version_2_with_negative,
+            "null_score_diff_threshold": null_score_diff_threshold,
+        }
+        settings = _settings(name, given)
+        args = ModelArguments(model_name_or_path=name)
+        tokenizer = load_tokenizer(args)
+        length = settings.get("max_seq_length", 1)
+        with torch.random.fork_rng(devices=[]):  # loading seeds the caller's random numbers
+            self.model = load_model(args, tokenizer, length, seed=0, needs_head=True).eval()
+        reason = family_of(self.model.config).unsupported.get(f"--{precision}")
+        require(not reason, f"{precision} does not work with {self.model.config.model_type} models: {reason}.")
+        settings.setdefault("max_seq_length", min(384, max_tokens(self.model.config)))
+        settings.setdefault("doc_stride", min(128, settings["max_seq_length"] // 3))
+        data = DataArguments(**settings)
+        self.window_options = WindowOptions(data.max_seq_length, data.doc_stride)
+        self.span_options = span_options(data)
+        check_lengths(self.window_options, tokenizer)
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.model.to(device=self.device)
+        self.precision, self.batch_size = precision, batch_size
+        self.tokenizer = tokenizer
+        self._window_tokenizer = WindowTokenizer(tokenizer, self.window_options)
+
+    @overload
+    def __call__(self, question: str, context: str) -> FoundAnswer: ...
+    @overload
+    def __call__(self, question: Texts, context: str | Texts) -> list[FoundAnswer]: ...
+    @overload
+    def __call__(self, question: str, context: Texts) -> list[FoundAnswer]: ...
+    def __call__(self, question: str | Texts, context: str | Texts) -> FoundAnswer | list[FoundAnswer]:
+        """The answer to one question, or a list of answers in the order of the questions.
+
+        Lists have a question and a context each, or one of the two is a single text for all.
+        """
+        single = isinstance(question, str) and isinstance(context, str)
+        asked = list(_questions(_texts("question", question), _texts("context", context)))
+        answers = [FoundAnswer.of(answer) for answer in self.answers(asked)]
+        return answers[0] if single else answers
+
+    def answers(self, questions: Iterable[Question]) -> Iterator[Answer]:
+        """The answers in the order of the questions, which are used without checks."""
+        for block in blocks(questions):
+            yield from self.answers_of_block(block)
+
+    def answers_of_block(self, block: Sequence[Question]) -> list[Answer]:
+        """The answers to questions whose windows all fit into memory. Windows of similar length share a batch."""
+        windows = in_memory(block, self._window_tokenizer)
+        longest_first = np.argsort(-windows.lengths, kind="stable")
+        logits = window_logits(self.model, windows, longest_first, self.device, self.batch_size, self.precision, [])
+        return answers_of(block, logits, self.span_options)
+
+
+def blocks(questions: Iterable[Question]) -> Iterator[list[Question]]:
+    """The questions in their order, in parts of limited size."""
+    block: list[Question] = []
+    characters = 0
+    for question in questions:
+        characters += len(question.context)
+        if block and (len(block) == BLOCK_QUESTIONS or characters > BLOCK_CHARACTERS):
+            yield block
+            block, characters = [], len(question.context)
+        block.append(question)
+    if block:
+        yield block
+
+
+def _settings(model: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The settings that are given, or else those of the model's training if it recorded them."""
+    trained = trained_settings(model)
+    task = trained.get("task", QUESTION_ANSWERING)
+    if task != QUESTION_ANSWERING:
+        raise UserError(
+            f"{model} was trained with --task {task}: it answers no questions. To predict with it, run the trainer with"
+            " --no_do_train and a --validation_file."
+        )
+    length = given["max_seq_length"]
+    if length is not None:
+        require(length >= 1, f"--max_seq_length {length}: must be at least 1.")
+        if given["doc_stride"] is None and "doc_stride" in trained:  # it may be too large for shorter windows
+            trained["doc_stride"] = min(trained["doc_stride"], length // 3)
+    chosen = {name: trained.get(name) if value is None else value for name, value in given.items()}
+    return {name: value for name, value in chosen.items() if value is not None}
+
+
+def _texts(name: str, value: Any) -> list[str] | str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name} must be a text or a list of texts, not {type(value).__name__}")
+    for number, text in enumerate(value):
+        if not isinstance(text, str):
+            raise TypeError(f"{name}[{number}] must be a text, not {type(text).__name__}")
+    return list(value)
+
+
+def _questions(questions: list[str] | str, contexts: list[str] | str) -> Iterator[Question]:
+    """Raises UserError for lists of different lengths and for a text that cannot be used."""
+    counts = {len(texts) for texts in (questions, contexts) if isinstance(texts, list)} or {1}
+    if len(counts) > 1:
+        raise UserError(
+            f"{len(questions)} questions, but {len(contexts)} contexts: give one context for each question, or one for"
+            " all."
+        )
+    (count,) = counts
+    for number in range(count):
+        text, context = (texts if isinstance(texts, str) else texts[number] for texts in (questions, contexts))
+        question = Question(str(number), "", context, text, (), ())
+        mistake = text_mistake(question)
+        if mistake:
+            which = f"question {number}" if count > 1 else "the question"
+            raise UserError(f"{which} cannot be answered: {mistake.reason}.")
+        yield question

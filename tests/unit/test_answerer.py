@@ -1,0 +1,215 @@
+"""QuestionAnswerer: the answers of evaluation, in any batch and order, with little memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_world import make_world
+from transformers import BertConfig, BertForQuestionAnswering
+
+import hvd_bert
+from hvd_bert import QuestionAnswerer
+from hvd_bert.config.command_line import parse
+from hvd_bert.errors import UserError
+from hvd_bert.evaluation.evaluator import Evaluator
+from hvd_bert.model.cpu import linear
+from hvd_bert.predict import answerer
+from hvd_bert.predict.answer import FoundAnswer
+from hvd_bert.training.inputs import load_inputs
+
+SETTINGS = {"max_seq_length": 40, "doc_stride": 8, "n_best_size": 5, "max_answer_length": 6}
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer, tmp_path_factory) -> Path:
+    """The folder of a "trained" model with settings of its own; its large weights make large differences of logits."""
+    folder = tmp_path_factory.mktemp("model")
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    BertForQuestionAnswering(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    record(folder, **SETTINGS)
+    return folder
+
+
+def record(folder: Path, **settings: object) -> None:
+    (folder / "train_config.yaml").write_text("".join(f"{name}: {value}\n" for name, value in settings.items()))
+
+
+@pytest.fixture(scope="module")
+def qa(model) -> QuestionAnswerer:
+    return QuestionAnswerer(model)
+
+
+@pytest.fixture(scope="module")
+def questions(make_questions):
+    """Questions with one to four windows."""
+    made = make_questions(30, unanswered_every=4)
+    return [replace(q, context=" ".join([q.context] * (1 + i % 4))) for i, q in enumerate(made)]
+
+
+def test_one_answer(qa):
+    context = "The box is red. The hall is green."
+    answer = qa(question="What is red?", context=context)
+    assert isinstance(answer, FoundAnswer)
+    assert answer.text == context[answer.start : answer.end] != ""
+    assert 0 < answer.score < 1 and answer.null_odds is None
+    assert len(answer.nbest) == SETTINGS["n_best_size"]
+    assert sum(candidate.score for candidate in answer.nbest) == pytest.approx(1)
+    for candidate in answer.nbest:
+        assert candidate.text == context[candidate.start : candidate.end]
+
+
+def test_lists_keep_their_order(qa, questions):
+    asked = [(q.question, q.context) for q in questions[:7]]
+    one_by_one = [qa(question, context) for question, context in asked]
+    assert len({answer.text for answer in one_by_one}) > 1
+    texts, contexts = zip(*asked, strict=True)
+    same(qa(texts, contexts), one_by_one)
+    same(qa(list(texts), contexts[3])[3:4], one_by_one[3:4])
+    same(qa(texts[2], list(contexts))[2:3], one_by_one[2:3])
+    assert qa([], []) == qa([], "The box.") == []
+
+
+def same(found: list[FoundAnswer], expected: list[FoundAnswer]) -> None:
+    """The same texts and places; numbers to the last bit where products do not depend on the other rows."""
+    assert [places(answer) for answer in found] == [places(answer) for answer in expected]
+    if linear.available():
+        assert found == expected
+    assert [answer.score for answer in found] == pytest.approx([answer.score for answer in expected], abs=1e-5)
+
+
+def places(answer: FoundAnswer) -> list[tuple[str, int | None, int | None]]:
+    return [(one.text, one.start, one.end) for one in (answer, *answer.nbest)]
+
+
+@pytest.mark.parametrize("version_2", [False, True])
+def test_answers_are_those_of_evaluation(model, questions, write_squad, tmp_path, monkeypatch, version_2):
+    if not version_2:
+        questions = [question for question in questions if question.answer_texts]
+    flags = ["--no_do_train", "--model_name_or_path", str(model), "--validation_file", str(write_squad(questions))]
+    flags += [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
+    config = parse([*flags, "--null_score_diff_threshold", "-5.5", *["--version_2_with_negative"] * version_2])
+    inputs = load_inputs(config, make_world())
+    evaluated = [FoundAnswer.of(answer) for answer in Evaluator(inputs, config, make_world())(inputs.model).answers]
+    assert {bool(answer.text) for answer in evaluated} == ({True, False} if version_2 else {True})
+
+    monkeypatch.setattr(answerer, "BLOCK_QUESTIONS", 7)
+    asked = inputs.dev.questions  # in the file's order, with the answers, which must not matter
+    for batch_size, order in ((8, 1), (3, -1), (1, 1)):
+        qa = QuestionAnswerer(
+            model, batch_size=batch_size, version_2_with_negative=version_2, null_score_diff_threshold=-5.5
+        )
+        answers = [FoundAnswer.of(answer) for answer in qa.answers(asked[::order])]
+        same(answers[::order], evaluated)
+
+
+def test_the_models_threshold_decides(model, tmp_path):
+    asked = {"question": "What is red?", "context": "The box is red."}
+    for threshold, text in ((-1e9, ""), (1e9, "text")):
+        qa = QuestionAnswerer(model, version_2_with_negative=True, null_score_diff_threshold=threshold)
+        answer = qa(**asked)
+        assert bool(answer.text) == bool(text)
+        assert (answer.start is None) == (answer.end is None) == (not text)
+        nothing = next(candidate for candidate in answer.nbest if not candidate.text)
+        assert (answer.score == nothing.score) == (not text)
+        assert isinstance(answer.null_odds, float)
+
+
+def test_settings_are_those_of_the_training(model, tmp_path):
+    def options(**given: int) -> tuple[int, int, int, bool]:
+        qa = QuestionAnswerer(tmp_path, **given)
+        windows, spans = qa.window_options, qa.span_options
+        return windows.max_seq_length, windows.doc_stride, spans.n_best_size, spans.version_2_with_negative
+
+    for file in model.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "train_config.yaml").unlink()
+    assert options() == (384, 128, 20, False)
+    record(tmp_path, max_seq_length=128, doc_stride=100, n_best_size=3, version_2_with_negative=True)
+    assert options() == (128, 100, 3, True)
+    assert options(max_seq_length=60) == (60, 20, 3, True), "the trained overlap leaves no room for the question"
+    assert options(max_seq_length=120, doc_stride=5, n_best_size=4) == (120, 5, 4, True)
+
+
+def test_half_precision(model, qa):
+    asked = {"question": "What is red?", "context": "The box is red."}
+    exact, rough = qa(**asked), QuestionAnswerer(model, precision="bf16")(**asked)
+    assert exact.score != rough.score == pytest.approx(exact.score, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("question", "context", "error", "message"),
+    [
+        ("Who?", " \n", UserError, r"^the question cannot be answered: its context is empty\.$"),
+        (["Who?", ""], "Ada.", UserError, r"^question 1 cannot be answered: its question is empty\.$"),
+        ("Who?", ["Ada.", "A\ud800"], UserError, "^question 1 cannot be answered: its context contains an unpaired"),
+        (["Who?", "Where?"], ["a", "b", "c"], UserError, "^2 questions, but 3 contexts: give one context for each"),
+        (1, "Ada.", TypeError, r"^question must be a text or a list of texts, not int$"),
+        ("Who?", None, TypeError, "^context must be a text or a list of texts, not NoneType$"),
+        (["Who?", b"Where?"], "Ada.", TypeError, r"^question\[1\] must be a text, not bytes$"),
+    ],
+)
+def test_what_cannot_be_answered(qa, question, context, error, message):
+    with pytest.raises(error, match=message):
+        qa(question=question, context=context)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"precision": "int8"}, "precision 'int8': choose from fp32, bf16, fp16"),
+        ({"batch_size": 0}, "batch_size 0: must be at least 1"),
+        ({"max_seq_length": 0}, "max_seq_length 0: must be at least 1"),
+        ({"max_seq_length": 9999}, "max_seq_length 9999: .* has only 512 positions"),
+        ({"n_best_size": 0}, "n_best_size 0: must be at least 1"),
+        ({"doc_stride": 60}, "max_seq_length 40 leaves no room for a question with --doc_stride 60"),
+    ],
+)
+def test_wrong_settings(model, settings, message):
+    with pytest.raises(UserError, match=message):
+        QuestionAnswerer(model, **settings)
+
+
+def test_loading_leaves_random_numbers_alone(model):
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    QuestionAnswerer(model)
+    assert torch.rand(1) == expected
+
+
+def test_a_long_document_takes_little_memory(model):
+    sentence = "the colour of the green box is red in the box of the red box. "
+    document = sentence * (10**6 // len(sentence)) + "the 7 is green."
+    qa = QuestionAnswerer(model, max_seq_length=384, doc_stride=64)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now
+    before = memory_mib("VmRSS")
+    answer = qa("what is green?", document)
+    assert document[answer.start : answer.end] == answer.text
+    assert memory_mib("VmHWM") - before < 300  # imports, and the weights of an encoder, take 600
+
+
+def test_blocks_are_small(make_questions):
+    questions = [replace(q, context=q.context[:10]) for q in make_questions(200)]
+    questions[100:102] = [replace(q, context="a" * answerer.BLOCK_CHARACTERS) for q in questions[100:102]]
+    parts = list(answerer.blocks(questions))
+    assert [question for part in parts for question in part] == questions
+    assert [len(part) for part in parts] == [64, 36, 1, 1, 64, 34]
+    assert list(answerer.blocks([])) == []
+
+
+def memory_mib(name: str) -> float:
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
+
+
+def test_unknown_names_of_the_package():
+    with pytest.raises(AttributeError, match="module 'hvd_bert' has no attribute 'Answerer'"):
+        hvd_bert.Answerer  # noqa: B018
