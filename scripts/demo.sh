@@ -26,6 +26,6 @@ printf '\n$ %s\n' "${command[*]}"
 # Remove horovodrun's tags of ranks: only rank 0 prints here.
 "${command[@]}" </dev/null 2>&1 | sed -u 's/\[[0-9,]*\]<std[a-z]*>://g'
 
-command=(python -m hvd_bert.predict runs/demo --questions_file hvd_bert/sample/dev-v1.1.json --num_questions 3)
+command=(python -m hvd_bert.predict runs/demo --input hvd_bert/sample/dev-v1.1.json)
 printf '\n$ %s\n' "${command[*]}"
 "${command[@]}" </dev/null

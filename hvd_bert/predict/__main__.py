@@ -1,51 +1,122 @@
 """Answer questions with a trained model.
 
     python -m hvd_bert.predict MODEL --context "Ada was born in London." --question "Where was Ada born?"
-    python -m hvd_bert.predict MODEL --questions_file dev-v1.1.json --num_questions 3
+    python -m hvd_bert.predict MODEL                                         asks for contexts and questions
+    python -m hvd_bert.predict MODEL --input dev-v1.1.json                   prints a few answers
+    horovodrun -np 4 python -m hvd_bert.predict MODEL --input questions.csv --output answers.jsonl
 
-One process. Exit status: 0 answered, 2 bad input.
+With --output, all ranks of any launcher share the questions. Rerun an interrupted command to resume.
+
+Exit status: 0 answered, 1 failure, 2 bad input.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
 
 from hvd_bert.config.parser import Parser
+from hvd_bert.config.settings import FLAGS
 from hvd_bert.config.values import passage
-from hvd_bert.errors import EXIT_BAD_INPUT, UserError
-from hvd_bert.startup import collector_paused, import_model_list
+from hvd_bert.distributed import launcher_watch
+from hvd_bert.distributed.launch import Launcher, LaunchError, find_launcher, speaks_first
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+from hvd_bert.startup import collector_paused, import_model_list, leave_help_to_one_rank
 from hvd_bert.streams import end_when_lost
+
+# Flags of the trainer -> their types. The defaults are the settings of the model's training.
+SETTINGS = {
+    "max_seq_length": int,
+    "doc_stride": int,
+    "n_best_size": int,
+    "max_answer_length": int,
+    "null_score_diff_threshold": float,
+}
+SWITCH = "version_2_with_negative"
+OUTPUTS = (".json", ".jsonl", ".csv")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
+    leave_help_to_one_rank(sys.argv[1:] if argv is None else argv)
+    launcher = Launcher("none", None, None)
     try:
-        flags = make_parser().parse_args(argv)
+        with suppress(LaunchError):  # reported when joining
+            launcher = find_launcher(os.environ)
+        flags = parse_flags(argv, launcher)
     except UserError as error:
-        print(f"hvd_bert: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        first = speaks_first(os.environ)
+        if first:
+            print(f"hvd_bert: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT if first else EXIT_OK
+    if flags.output:
+        _on_all_ranks(flags, launcher)
     with collector_paused():
         import_model_list()
         from hvd_bert.predict import answering
     return answering.run(flags)
 
 
+def _on_all_ranks(flags: argparse.Namespace, launcher: Launcher) -> NoReturn:
+    launcher_watch.start(launcher.name)
+    with collector_paused():
+        from hvd_bert.distributed.runner import run_as_rank
+        from hvd_bert.predict.file_answers import answer_file
+    # torch.distributed joins the ranks of any launcher, and a single process needs neither it nor Horovod.
+    run_as_rank(partial(answer_file, flags), "none" if launcher.size in (None, 1) else "ddp")
+
+
+def parse_flags(argv: list[str] | None, launcher: Launcher) -> argparse.Namespace:
+    flags = make_parser().parse_args(argv)
+    flags.settings = [*SETTINGS, SWITCH]
+    if flags.input and (flags.question or flags.context):
+        raise UserError("--input and --question or --context are both given: choose one source of questions.")
+    if flags.output and not flags.input:
+        raise UserError(f"--output {flags.output}: give the questions with --input.")
+    if flags.output and flags.output.suffix not in OUTPUTS:
+        raise UserError(f"--output {flags.output}: its name must end with {', '.join(OUTPUTS[:-1])} or {OUTPUTS[-1]}.")
+    if flags.question and not flags.context:
+        raise UserError("--question needs a passage: give --context, too.")
+    if (launcher.size or 1) > 1 and not flags.output:
+        raise UserError(
+            f"{launcher.name} started {launcher.size} processes, but only --input with --output uses them. Start the"
+            f" command without {launcher.name}, or add these flags."
+        )
+    if not (flags.input or flags.question or (sys.stdin.isatty() and sys.stdout.isatty())):
+        raise UserError("No question is given. Give --question and --context, or --input FILE.")
+    return flags
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
     parser = Parser(
-        prog="python -m hvd_bert.predict", description="Answer questions about a passage with a trained model."
+        prog="python -m hvd_bert.predict",
+        description="Answer questions about passages with a trained model. Without questions, it asks for them in a"
+        " terminal.",
     )
-    parser.add_argument("model", metavar="MODEL", type=str, help="Output folder of a training, or a hub name.")
+    parser.add_argument(
+        "model", metavar="MODEL", type=str, help="Output folder of a training, a checkpoint, or a hub name."
+    )
     parser.add_argument(
         "--context", metavar="TEXT", type=passage, help="Passage that contains the answer. (default: none)"
     )
     parser.add_argument("--question", metavar="TEXT", type=passage, help="Question about the passage. (default: none)")
     parser.add_argument(
-        "--questions_file",
+        "--input",
         metavar="FILE",
         type=str,
-        help="Questions in a data file, instead of --context and --question. It needs no answers. (default: none)",
+        help="Questions in a data file of any format that the trainer reads. It needs no answers. (default: none)",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="Write the answers to all questions of --input: .json, .jsonl or .csv. (default: print a few)",
     )
     for name, default in (("question", "question"), ("context", "context"), ("answer", "answers")):
         parser.add_argument(
@@ -55,21 +126,20 @@ def make_parser() -> argparse.ArgumentParser:
             default=default,
             help=f"Column of the {name}s, in files of flat rows. (default: %(default)s)",
         )
+    for name, kind in SETTINGS.items():
+        default = "as trained, else at most 384" if name == "max_seq_length" else "as trained"
+        metavar = "N" if kind is int else "X"
+        parser.add_argument(f"--{name}", metavar=metavar, type=kind, help=f"{FLAGS[name].help} (default: {default})")
     parser.add_argument(
-        "--num_questions",
+        f"--{SWITCH}", action="store_true", default=None, help="Allow 'no answer'. (default: as trained)"
+    )
+    parser.add_argument("--bf16", action="store_true", help="Compute in bf16 instead of fp32. (default: False)")
+    parser.add_argument(
+        "--per_device_eval_batch_size",
         metavar="N",
         type=int,
-        default=3,
-        help="Number of the file's questions to answer, evenly spread. (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max_seq_length",
-        metavar="N",
-        type=int,
-        help="Maximum window length in tokens. (default: as trained, else at most 384)",
-    )
-    parser.add_argument(
-        "--version_2_with_negative", action="store_true", help="Allow 'no answer'. (default: as trained)"
+        default=8,
+        help="Number of windows that the model takes at once. (default: %(default)s)",
     )
     return parser
 

@@ -76,8 +76,8 @@ def test_checkpoint_of_one_strategy_opens_under_others(tmp_path, baseline, flags
         evaluated.append(json.loads((tmp_path / name / "eval_results.json").read_text()))
     assert evaluated == [pytest.approx(written, abs=1e-4)] * 2
 
-    asked = [sys.executable, "-m", "hvd_bert.predict", checkpoint, "--questions_file", SAMPLE / "dev-v1.1.json"]
-    answers = run([*asked, "--num_questions", 1], tmp_path).expect(0)
+    asked = [sys.executable, "-m", "hvd_bert.predict", checkpoint, "--input", SAMPLE / "dev-v1.1.json"]
+    answers = run(asked, tmp_path).expect(0)
     question, answer = next(iter(json.loads((out / "eval_predictions.json").read_text()).items()))
     assert question == questions_of("dev-v1.1.json", 1)[0] and f"A: {answer}  (probability" in answers.output
 

@@ -62,6 +62,7 @@ def run_checks(world: World) -> None:
         "command_checks",
         "strategy_checks",
         "evaluation_checks",
+        "predict_checks",
         "resume_checks",
         "breakdown_checks",
         "task_checks",

@@ -19,6 +19,7 @@ import command_checks
 import evaluation_checks
 import numpy as np
 import official_squad
+import predict_checks
 import pytest
 import resume_checks  # noqa: F401  # registers its checks
 import resuming
@@ -217,6 +218,13 @@ def test_losses_of_a_task_of_ones_own_are_those_of_one_rank(launch: Launch, alon
     found, expected = ([line["loss"] for line in resuming.rows(one.folder / "digits")[:-1]] for one in (launch, alone))
     assert len(found) == 2 * 23 and expected[-1] < expected[0] / 2
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+def test_answers_to_a_file_are_those_of_one_rank(launch: Launch, alone: Launch) -> None:
+    for one in (launch, alone):
+        one.expect("file_is_answered_as_by_one_rank")
+    found, expected = ((one.folder / predict_checks.ANSWERS).read_bytes() for one in (launch, alone))
+    assert found == expected and len(expected.splitlines()) == 30
 
 
 @of_horovod

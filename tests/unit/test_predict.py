@@ -1,50 +1,47 @@
-"""The prediction's settings, from its flags and from the model's training."""
+"""The command `predict` in one process: its flags, printed answers, the prompt, and files of all formats."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import gzip
+import json
 
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
+from test_answerer import model, questions, record  # noqa: F401  # fixtures
 from test_world import make_world
 from transformers import BertConfig, BertModel
 
+from hvd_bert import QuestionAnswerer
 from hvd_bert.config.command_line import parse
-from hvd_bert.errors import UserError
-from hvd_bert.evaluation.postprocess import SpanOptions
-from hvd_bert.predict.__main__ import make_parser
-from hvd_bert.predict.answering import _questions, _take_trained_settings, predict
+from hvd_bert.distributed.launch import Launcher, RankInfo
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+from hvd_bert.predict.__main__ import main, parse_flags
+from hvd_bert.predict.answer import FoundAnswer
+from hvd_bert.predict.file_answers import answer_file
 from hvd_bert.training.inputs import load_inputs
 
-
-def settings_after(folder: Path, record: str, *flags: str) -> tuple[int | None, bool]:
-    (folder / "train_config.yaml").write_text(record)
-    parsed = make_parser().parse_args([str(folder), *flags])
-    _take_trained_settings(parsed)
-    return parsed.max_seq_length, parsed.version_2_with_negative
-
-
-def test_trained_settings_are_the_defaults(tmp_path):
-    record = "max_seq_length: 128\nversion_2_with_negative: true\n"
-    assert settings_after(tmp_path, record) == (128, True)
-    assert settings_after(tmp_path, record, "--max_seq_length", "64") == (64, True)
-    assert settings_after(tmp_path, "seed: 1") == (None, False)
+ALONE = Launcher("none", None, None)
 
 
 @pytest.mark.parametrize("value", ["abc", "1e9", "2.5", "true"])
 def test_trained_settings_of_a_wrong_type(tmp_path, value):
+    record(tmp_path, max_seq_length=value)
     with pytest.raises(UserError, match=f"train_config.yaml: .*max.seq.length: invalid int value: .{value}"):
-        settings_after(tmp_path, f"max_seq_length: {value}")
+        QuestionAnswerer(tmp_path)
 
 
 def test_model_of_another_task_is_refused(tmp_path):
+    record(tmp_path, task="text-classification")
     with pytest.raises(UserError, match="was trained with --task text-classification: it answers no questions"):
-        settings_after(tmp_path, "task: text-classification")
+        QuestionAnswerer(tmp_path)
 
 
 @pytest.mark.parametrize("length", [0, -5])
 def test_too_short_windows(length):
     with pytest.raises(UserError, match=f"--max_seq_length {length}: must be at least 1"):
-        predict("nowhere", [], SpanOptions(), length)
+        QuestionAnswerer("nowhere", max_seq_length=length)
 
 
 def test_model_without_a_span_head_is_refused_unless_it_is_trained(tokenizer, tmp_path, write_squad, make_questions):
@@ -55,24 +52,110 @@ def test_model_without_a_span_head_is_refused_unless_it_is_trained(tokenizer, tm
     flags = ["--model_name_or_path", str(tmp_path), "--train_file", file, "--validation_file", file]
     words = rf"^{tmp_path} has no span head \(qa_outputs\.bias, qa_outputs\.weight\), so its answers would be"
     with pytest.raises(UserError, match=words):
-        predict(str(tmp_path), make_questions(1), SpanOptions())
+        QuestionAnswerer(tmp_path)
     with pytest.raises(UserError, match=words):
         load_inputs(parse([*flags, "--no_do_train"]), make_world())
     load_inputs(parse(flags), make_world())
 
 
-def test_columns_must_differ():
-    flags = make_parser().parse_args(["MODEL", "--questions_file", "file.csv", "--context_column", "question"])
-    with pytest.raises(UserError, match=r"\(question, question, answers\): give three different names"):
-        _questions(flags)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "No question is given. Give --question and --context, or --input FILE."),
+        (["--question", "a"], "--question needs a passage: give --context, too."),
+        (["--input", "a", "--question", "a"], "--input and --question or --context are both given"),
+        (["--output", "a.json"], "--output a.json: give the questions with --input"),
+        (["--input", "a", "--output", "a.txt"], r"--output a.txt: its name must end with .json, .jsonl or .csv"),
+        (["--input", "a", "--questions_file", "a"], "unrecognized arguments: --questions_file a"),
+    ],
+)
+def test_wrong_command_lines(words, message):
+    with pytest.raises(UserError, match=message):
+        parse_flags(["MODEL", *words], ALONE)
 
 
-def test_questions_of_a_csv_file_without_answers(tmp_path):
-    file = tmp_path / "asked.csv"
-    file.write_text('passage,query\n"Ada, of London.",Who?\n"Bob\nof Rome.",Where?\n')
-    columns = ["--context_column", "passage", "--question_column", "query"]
-    flags = make_parser().parse_args(["MODEL", "--questions_file", str(file), "--num_questions", "2", *columns])
-    assert [(q.context, q.question) for q in _questions(flags)] == [
-        ("Ada, of London.", "Who?"),
-        ("Bob\nof Rome.", "Where?"),
-    ]
+def test_only_files_are_answered_by_several_ranks():
+    launcher = Launcher("mpirun", 2, 0)
+    for words in (["--question", "a", "--context", "b"], ["--input", "a"]):
+        with pytest.raises(UserError, match="mpirun started 2 processes, but only --input with --output uses them"):
+            parse_flags(["MODEL", *words], launcher)
+    assert parse_flags(["MODEL", "--input", "a", "--output", "a.json"], launcher)
+
+
+def test_one_question(model, capsys):  # noqa: F811
+    asked = {"question": "What is red?", "context": "The box is red. The hall is green."}
+    answer = QuestionAnswerer(model)(**asked)
+    assert main([str(model), "--question", asked["question"], "--context", asked["context"]]) == EXIT_OK
+    line = f"  A: {answer.text}  (probability {answer.score:.2f})"
+    assert capsys.readouterr().out == f"  {asked['context']}\n  Q: {asked['question']}\n{line}\n"
+    assert main([str(model), "--question", "Who?", "--context", " "]) == EXIT_BAD_INPUT
+    assert capsys.readouterr().err == "hvd_bert: the question cannot be answered: its context is empty.\n"
+
+
+def test_a_few_answers_are_printed(model, questions, write_squad, capsys):  # noqa: F811
+    assert main([str(model), "--input", str(write_squad(questions))]) == EXIT_OK
+    printed = capsys.readouterr().out
+    for question in (questions[0], questions[10], questions[20]):
+        assert f"  Q: {question.question}\n  A: " in printed
+    assert printed.count("  A: ") == 3 and "  expected: blue\n" in printed
+    assert printed.endswith("3 of 30 questions. To answer all of them, name a file with --output.\n")
+
+
+def test_prompt(model, monkeypatch, capsys):  # noqa: F811
+    context, other = "The box is red.\nThe hall is green.", "The hall is blue."
+    typed = iter(["", *context.split("\n"), "", "What is red?", "\ud800", "What is green?", "", other, "", "What?"])
+
+    def read(shown: str = "") -> str:
+        print(shown, end="")
+        line = next(typed, None)
+        if line is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    for stream in ("stdin", "stdout"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True, raising=False)
+    assert main([str(model)]) == EXIT_OK
+    assert next(typed, None) is None
+    qa = QuestionAnswerer(model)
+    expected = [qa("What is red?", context), qa("What is green?", context), qa("What?", other)]
+    printed = capsys.readouterr().out
+    shown = [line for line in printed.splitlines() if "  A: " in line]
+    assert [line.partition("A: ")[2].partition("  (")[0] for line in shown] == [answer.text for answer in expected]
+    assert "the question cannot be answered: its question contains an unpaired surrogate" in printed
+    assert printed.count("Context, then an empty line: ") == 3
+
+
+def write_rows(path, rows):
+    table = pa.Table.from_pylist([{"id": q.id, "passage": q.context, "query": q.question} for q in rows])
+    if path.suffix == ".parquet":
+        pa.parquet.write_table(table, path)
+    elif path.suffix == ".csv":
+        pa.csv.write_csv(table, path)
+    else:
+        text = "".join(json.dumps(row) + "\n" for row in table.to_pylist())
+        path.write_bytes(gzip.compress(text.encode()))
+
+
+@pytest.mark.parametrize("name", ["asked.json", "asked.jsonl.gz", "asked.csv", "asked.parquet"])
+def test_files_of_all_formats(model, questions, write_squad, tmp_path, name):  # noqa: F811
+    file, columns = tmp_path / name, ["--question_column", "query", "--context_column", "passage"]
+    if file.suffix == ".json":
+        write_squad(questions, name)
+        columns = []
+    else:
+        write_rows(file, questions)
+    output = tmp_path / "answers.json"
+    flags = parse_flags([str(model), "--input", str(file), "--output", str(output), *columns], ALONE)
+    world = make_world()
+    world.rank_infos = (RankInfo(0, "here", 0, "cpu", None, frozenset()),)
+    answer_file(flags, world)
+    expected = [FoundAnswer.of(answer) for answer in QuestionAnswerer(model).answers(questions)]
+    rows = json.loads(output.read_text())
+    assert [row["id"] for row in rows] == [question.id for question in questions]
+    for row, answer in zip(rows, expected, strict=True):
+        assert (row["answer"], row["start"], row["end"], row["probability"], row["null_odds"]) == (
+            answer.text, answer.start, answer.end, answer.score, answer.null_odds
+        )  # fmt: skip
+        assert [entry["text"] for entry in row["nbest"]] == [candidate.text for candidate in answer.nbest]
+        assert row["nbest"][0].keys() == {"text", "start", "end", "probability", "start_logit", "end_logit"}

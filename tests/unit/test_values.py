@@ -129,7 +129,7 @@ def test_without_removes_all_spellings() -> None:
         (timeline_parser, ["a" * 300]),
         (timeline_parser, ["a", "--ranks", "9" * 5000]),
         (predict_parser, [""]),
-        (predict_parser, ["model", "--questions_file", "a\0"]),
+        (predict_parser, ["model", "--input", "a\0"]),
     ],
 )
 def test_other_commands_refuse_them_too(parser: Any, words: list[str]) -> None:

@@ -1,0 +1,65 @@
+"""Checks of predict's answers to a file: those of one process on any number of ranks, also after an interruption."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Ranks, check_every_strategy
+from transformers import AutoTokenizer, BertConfig, BertForQuestionAnswering
+
+from hvd_bert.data import squad
+from hvd_bert.distributed.launch import Launcher
+from hvd_bert.distributed.world import CollectiveError
+from hvd_bert.predict import answerer
+from hvd_bert.predict.__main__ import parse_flags
+from hvd_bert.predict.file_answers import answer_file
+from hvd_bert.predict.unfinished import Unfinished
+from hvd_bert.sample.files import generated
+
+ANSWERS = "predicted/answers.jsonl"
+
+
+def _prepare(folder: Path) -> None:
+    """A model with a span head, and 30 questions without answers."""
+    torch.manual_seed(5)
+    model = BertForQuestionAnswering(BertConfig.from_pretrained(folder / "tiny", initializer_range=0.3))
+    for part in (model, AutoTokenizer.from_pretrained(folder / "tiny")):
+        part.save_pretrained(folder / "asked")
+    questions = squad.open_file(generated("dev-v1.1.json"), False).questions()[:30]
+    rows = [{"id": q.id, "context": q.context * (1 + i % 3), "question": q.question} for i, q in enumerate(questions)]
+    (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+@check_every_strategy
+def file_is_answered_as_by_one_rank(ranks: Ranks) -> None:
+    world, folder = ranks.world, ranks.folder
+    if world.rank == 0:
+        _prepare(folder)
+    world.allgather(None)
+    words = [folder / "asked", "--input", folder / "asked.jsonl", "--output", folder / ANSWERS]
+    words += ["--max_seq_length", 40, "--doc_stride", 8]
+    flags = parse_flags([str(word) for word in words], Launcher("test", world.size, world.rank))
+    kept, add = [], Unfinished.add
+
+    def add_three(self: Unfinished, block: int, rows: list[dict[str, object]]) -> None:
+        if len(kept) == 3:
+            raise OSError("the disk is full")
+        kept.append(block)
+        add(self, block, rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answerer, "BLOCK_QUESTIONS", 4)
+        with patch.context() as full, pytest.raises(CollectiveError, match="cannot be written: the disk is full"):
+            full.setattr(Unfinished, "add", add_three)
+            answer_file(flags, world)
+        first = world.broadcast(kept)
+        assert not (folder / ANSWERS).exists() and len(first) == 3
+        again: list[int] = []
+        patch.setattr(Unfinished, "add", lambda self, block, rows: (again.append(block), add(self, block, rows)))
+        answer_file(flags, world)
+    if world.rank == 0:
+        assert sorted(first + again) == list(range(8))
+        assert {path.name for path in (folder / ANSWERS).parent.iterdir()} == {"answers.jsonl", ".written_by_hvd_bert"}
