@@ -99,4 +99,5 @@ def command_evaluate_has_the_trainers_scores_and_those_of_one_rank(ranks: Ranks)
     assert found["metrics"] == json.loads((ranks.folder / "scores_of_train" / "eval_results.json").read_text())
     assert found["metrics"] == pytest.approx(of_one["metrics"], rel=1e-6)
     assert found["slices"] == of_one["slices"] and len(found["slices"]) == 4
-    assert [mistake["id"] for mistake in found["mistakes"]] == [mistake["id"] for mistake in of_one["mistakes"]]
+    wrong, wrong_of_one = ({mistake["id"] for mistake in results["mistakes"]} for results in (found, of_one))
+    assert wrong == wrong_of_one != set()
