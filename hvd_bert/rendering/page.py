@@ -138,8 +138,9 @@ class Page:
         return "\n\n".join([f"# {_escaped(self.title)}", *map(_markdown, self.blocks)]) + "\n"
 
     def as_text(self) -> str:
-        """The page for a terminal, without its pictures."""
-        return "\n\n".join([self.title, *(_plain(block) for block in self.blocks if not isinstance(block, Picture))])
+        """The texts, lists and tables of the page for a terminal."""
+        shown = [_plain(block) for block in self.blocks if isinstance(block, Text | Listing | Grid)]
+        return "\n\n".join([self.title, *shown])
 
     def as_html(self) -> str:
         """The page as one self-contained HTML file."""
