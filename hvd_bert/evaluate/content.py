@@ -16,7 +16,7 @@ COMPARISON = (
 )
 THRESHOLDS = (
     "The best scores that another --null_score_diff_threshold would give on these questions. Choose it on other"
-    " questions than those whose scores you report. All commands take the flag."
+    " questions than those whose scores you report."
 )
 
 
