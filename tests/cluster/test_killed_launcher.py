@@ -11,7 +11,7 @@ import signalled
 from harness import HOROVODRUN_SCRIPT, SMALL, Cluster
 from launch import Outcome
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = pytest.mark.cluster
 
 HOSTS = "-H a100-01:1,a100-02:1"
 TRAINER = f"{SMALL} 1000000 --no_do_eval --save_steps 0 --output_dir out"

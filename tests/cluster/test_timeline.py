@@ -15,13 +15,13 @@ from two_hosts import FOUR_RANKS, ONE_HOST, horovodrun, six_layers
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.alone,
     pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="the delay needs /dev/net/tun"),
 ]
 GBPS, LATENCY_MS = 1.0, 1.0
 SLOWED_S = 0.5
 
 
+@pytest.mark.alone  # the ranks must keep the link busy
 @pytest.mark.parametrize(("controller", "steps", "setting"), [("mpi", 26, ONE_MESSAGE), ("gloo", 10, {})])
 def test_a_slow_link_is_found(
     cluster: Cluster, tmp_path: Path, controller: str, steps: int, setting: dict[str, Any]

@@ -16,7 +16,7 @@ from launch import TRAIN, launcher, run
 from hvd_bert.timeline.__main__ import read
 from hvd_bert.training.meter import PHASES
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone]
+pytestmark = pytest.mark.integration
 
 PARAMETERS = 16 * TINY["num_hidden_layers"] + 5 + 2  # layers, embeddings, span head
 SLACK_US = 50.0  # Horovod's clock has whole us

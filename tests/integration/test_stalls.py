@@ -16,7 +16,7 @@ import pytest
 from commands import said, small_run
 from launch import REPOSITORY, Outcome, launcher, programs, run
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone]
+pytestmark = pytest.mark.integration
 
 WORKER = Path(__file__).with_name("stalling.py")
 WARN_S, END_S = 2, 4

@@ -12,7 +12,7 @@ import pytest
 from commands import TINY, small_run
 from launch import launcher, run
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone]
+pytestmark = pytest.mark.integration
 
 STEPS = 6  # of small_run
 PARAMETERS = 16 * TINY["num_hidden_layers"] + 5 + 2  # layers, embeddings, span head
