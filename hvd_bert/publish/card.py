@@ -187,13 +187,17 @@ def _data_name(settings: Record, file: str) -> str:
 
 
 def _scores(scores: Record, evaluated: Record, data: str) -> str:
-    shown = [(code(name), f"{value:.4g}") for name, value in scores.items() if _is_number(value) and name != "total"]
+    shown = [
+        (code(name), f"{value:.4g}")
+        for name, value in scores.items()
+        if _is_number(value) and not name.endswith("total")
+    ]
     if not shown:
         return "The model was not evaluated."
     split = ", split validation" if evaluated["dataset_name"] else ""
-    count = f": {scores['total']:.0f} examples" if _is_number(scores.get("total")) else ""
+    count = f": {scores['total']:,.0f} examples" if _is_number(scores.get("total")) else ""
     limit = ", the first of the data" if evaluated["max_eval_samples"] else ""
-    percent = " Scores are in percent." if evaluated["task"] == QUESTION_ANSWERING else ""
+    percent = " Exact match and F1 are in percent." if evaluated["task"] == QUESTION_ANSWERING else ""
     return f"{_table([('Metric', 'Value'), *shown])}\n\nEvaluated on {code(data)}{split}{count}{limit}.{percent}"
 
 
@@ -245,7 +249,12 @@ def _limits(tag: str | None, settings: Record, scores: Record) -> list[str]:
         limits.append("It was evaluated on the data named above only. Its quality on other data is unknown.")
     if tag == "question-answering":
         limits.append("Every answer is a part of the passage. The model does not know what is true.")
-        if not settings["version_2_with_negative"]:
+        if settings["version_2_with_negative"]:
+            limits.append(
+                "For a question without an answer, hvd_bert returns an empty text. The code for transformers prints"
+                " the first token instead, such as `[CLS]`."
+            )
+        else:
             limits.append("It was trained on questions that have an answer: it gives one even if the passage has none.")
     if tag in ("question-answering", "text-classification"):
         limits.append(f"It reads at most {settings['max_seq_length']} tokens at a time.")

@@ -121,7 +121,7 @@ def test_card_of_a_classification(make_task, tmp_path, monkeypatch):  # noqa: F8
     found = ModelCard(content).data
     assert found.pipeline_tag == "text-classification" and found.metrics == ["accuracy", "matthews_correlation"]
     assert "The classes: `maybe`, `no`, `yes`." in content
-    assert r"Trained on `a\|b'.jsonl`: 1,500 texts." in content and "in percent" not in content
+    assert r"Trained on `a\|b'.jsonl`: 1,500 texts." in content and "are in percent" not in content
     label, probability = printed_by(code_of(content, "python"), out, monkeypatch).split()
     assert label in ("maybe", "no", "yes") and 1 / 3 <= float(probability) <= 1
 
@@ -151,6 +151,8 @@ def test_names_on_the_hub_and_paths(tmp_path, monkeypatch):
     assert {(result.dataset_type, result.dataset_split) for result in found.eval_results} == {
         ("rajpurkar/squad_v2", "validation")
     }
+    (tmp_path / "config.json").write_text('{"architectures": ["BertForQuestionAnswering"]}')
+    assert "hvd_bert returns an empty text." in card.text(tmp_path, settings, results_of(from_hub=hub), {}, settings)
     (tmp_path / "me" / "mine").mkdir(parents=True)  # a folder with the name of one on the hub is what is loaded
     hub = public.from_hub(settings)
     assert "tokenizer_name" not in hub
