@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from importlib import resources
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ def _head(model: Record) -> tuple[str | None, str | None]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 def code(value: object) -> str:

@@ -62,13 +62,8 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def test_files(finished: Run) -> None:
     expected = {"train_config.yaml", "train_results.json", "metrics.jsonl", "tb", "config.json", "model.safetensors"}
-    expected |= {
-        "eval_results.json",
-        "eval_predictions.json",
-        "eval_nbest_predictions.json",
-        "eval_samples.json",
-        "events.jsonl",
-    }
+    expected |= {"eval_results.json", "eval_predictions.json", "eval_nbest_predictions.json", "eval_samples.json"}
+    expected |= {"events.jsonl", "README.md"}
     expected |= {"tokenizer.json", "tokenizer_config.json", "checkpoint-6", "latest", ".lock", written.RECORD}
     assert {path.name for path in finished.out.iterdir()} == expected
     assert written.names(finished.out) == expected - {".lock", written.RECORD}
