@@ -52,8 +52,9 @@
     const config = {
       responsive: true,
       displaylogo: false,
-      displayModeBar: narrow.matches ? false : "hover",
-      modeBarButtonsToRemove: ["select2d", "lasso2d"],
+      showSendToCloud: false, // a button that uploads the data
+      displayModeBar: !narrow.matches,
+      modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
     };
     figure.dataset.drawn = "yes";
     const drawn = Plotly.react(place, chart.curves.map((curve) => trace(curve, chart)), layout(chart), config);

@@ -60,8 +60,7 @@ def write(flags: argparse.Namespace) -> None:
     records = [record.read(folder) for folder in folders]
     if len(records) == 1 and not networks and not baseline:
         _write_files(flags.out, run_page.page_of(records[0]), dict.fromkeys(CSV_FILES, ()))
-        print(visible("\n".join(run_page.summary(records[0]))))
-        print(f"The page: {flags.out / PAGE}")
+        _print("\n".join([*run_page.summary(records[0]), f"The page: {flags.out / PAGE}"]))
     else:
         _write_comparison(folders, records, baseline, networks, flags)
 
@@ -95,7 +94,7 @@ def _write_comparison(
     rows = (content.table_rows(tables), content.run_rows(kept, left_out), content.projection_rows(projections))
     _write_files(flags.out, page, dict(zip(CSV_FILES, rows, strict=True)))
     if not compared:
-        print(visible(runs_page.overview(records).for_terminal()) + "\n")
+        _print(runs_page.overview(records).for_terminal() + "\n")
     _print_summary(tables, reasons, projections, flags.out)
 
 
@@ -203,7 +202,7 @@ def _write_files(folder: Path, page: Page, csv_files: Mapping[str, Sequence[dict
     """Replace the files of an earlier report in this folder. Raises UserError if other files are in the way."""
     contents = {picture.name: picture.png for picture in page.pictures}
     contents |= {"report.md": page.as_markdown().encode(), PAGE: page.as_html().encode()}
-    contents |= {name: _csv(rows).encode() for name, rows in csv_files.items() if rows}
+    contents |= {name: _csv(rows).encode(errors="backslashreplace") for name, rows in csv_files.items() if rows}
     with writing_to("--out", folder):
         make_folder(folder)
         written.claim(folder, *contents)
@@ -227,12 +226,17 @@ def _print_summary(
 ) -> None:
     """Print the tables, what is left out, the projections, and where the report is."""
     for table in tables:
-        print(f"{table.title} (baseline: {table.baseline.name})\n{content.speedups(table).for_terminal()}\n")
+        _print(f"{table.title} (baseline: {table.baseline.name})\n{content.speedups(table).for_terminal()}\n")
     if reasons:
-        print("Left out:\n" + "\n".join(f"  {reason}" for reason in reasons) + "\n")
+        _print("Without a speed-up:\n" + "\n".join(f"  {reason}" for reason in reasons) + "\n")
     for projected in projections:
-        print(_projection_line(projected))
-    print(f"In {folder}: report.html, report.md, the plots, and the figures as CSV.")
+        _print(_projection_line(projected))
+    _print(f"In {folder}: {PAGE}, report.md, the plots, and the figures as CSV.")
+
+
+def _print(text: str) -> None:
+    """Print a text in which names of runs and devices are no commands to the terminal."""
+    print(visible(text))
 
 
 def _projection_line(projected: Projection) -> str:

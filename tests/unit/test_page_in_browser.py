@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,7 +80,8 @@ def requests(browser: Any) -> list[str]:
 
 
 def hostile_run(folder: Path) -> Path:
-    run = make_run(folder / HOSTILE.replace("/", "\u2215"), "horovod", 2, scores=(60.0, 70.0))
+    name = HOSTILE.replace("/", "\u2215") + os.fsdecode(b"\xff")
+    run = make_run(folder / name, "horovod", 2, scores=(60.0, 70.0))
     make_samples(run, question=HOSTILE + "\ud800")
     event = {"event": "warning", "ranks": [0], "message": HOSTILE}
     (run / "events.jsonl").write_text(json.dumps(event) + "\n")
@@ -91,7 +93,7 @@ def hostile_run(folder: Path) -> Path:
 def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of one run whose texts try to become markup."""
     folder = tmp_path_factory.mktemp("one")
-    assert main([str(hostile_run(folder / "runs")), "--out", str(folder / "page")]) == 0
+    assert main([str(hostile_run(folder / "runs").parent), "--out", str(folder / "page")]) == 0
     return folder / "page" / "report.html"
 
 
@@ -116,6 +118,10 @@ def test_console_is_clean_and_nothing_is_requested(browser: Any, page: Path) -> 
     show(browser, page)
     charts = draw_all(browser)
     assert charts and all(chart["traces"] for chart in charts)
+    buttons = browser.execute_script(
+        "return [...document.querySelector('.modebar').querySelectorAll('button')].map(button => button.ariaLabel)"
+    )
+    assert buttons == ["Download plot as a PNG", "Zoom", "Pan", "Reset axes"], "one could upload the data"
     assert browser.get_log("browser") == []
     assert requests(browser) == []
 

@@ -85,6 +85,8 @@ def test_a_finished_run(tmp_path):
     (folder / "train_results.json").write_text(json.dumps(results))
     (folder / "train_config.yaml").write_text("learning_rate: 0.001\nseed: 42\nbf16: true\nold_flag: 3\n")
     make_samples(folder)
+    usage = [{"step": step, "rank": n, "gpu_util_percent": 90.0 + n} for step in (1, 2) for n in range(2)]
+    (folder / "gpu_usage.jsonl").write_text("".join(json.dumps(line) + "\n" for line in usage))
     for step, best in ((20, 1.0), (40, 2.0)):
         checkpoint = folder / f"checkpoint-{step}"
         checkpoint.mkdir()
@@ -95,6 +97,7 @@ def test_a_finished_run(tmp_path):
     for words in ("| EM | 60 |", "| F1 | 70 |", "| ranks | 2 |", "| strategy | horovod |"):
         assert words in text
     assert "| forward and backward | 1440 | - | - | 90.0% |" in text and "| step | 1600 | - | - | 100.0% |" in text
+    assert "## GPU usage" in text and "| rank 1 | 2 | 1 | 2 | 91 | 91 | 91 | 91 |" in text
     assert "### Right (1)" in text and "### Wrong (1)" in text and "| gold | the red box |" in text
     assert "| a100-00 | 0 | cuda:0 |" in text and "| 1 | a100-01 | 0 | cuda:0 | 101 | 90 | 5 | 2.00 |" in text
     assert "| checkpoint-40 | 40 | 1.5 |" in text and "Best f1: 2, at step 40." in text
