@@ -29,7 +29,7 @@
 
   function layout(chart) {
     const many = chart.curves.length > MANY;
-    const axis = { gridcolor: style("--line"), zerolinecolor: style("--line"), automargin: true };
+    const axis = { gridcolor: style("--line"), zerolinecolor: style("--line"), automargin: true, exponentformat: "e" };
     return {
       height: many && !narrow.matches ? 460 : 320,
       margin: { t: 30, r: 10, b: 45, l: 60 },

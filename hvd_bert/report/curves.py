@@ -15,38 +15,48 @@ SCORES = {"exact_match": "EM", "f1": "F1"}
 PHASE_NAMES = {"exposed_comm": "exposed communication", "data": "waiting for data", "compute": "forward and backward"}
 
 
-def over_steps(records: Sequence[Record]) -> list[Chart]:
-    """Loss, scores, learning rate, gradient norm and throughput, as far as recorded."""
-    charts = [
-        Chart("Training loss", "step", "loss", _of(records, "loss")),
-        Chart("Validation loss", "step", "loss", _of(records, "eval_loss")),
-        *_scores(records),
-        Chart("Learning rate", "step", "learning rate", _of(records, "learning_rate")),
-        Chart("Gradient norm before clipping", "step", "norm", _of(records, "grad_norm")),
-        Chart("Throughput", "step", f"{records[0].unit}/s", _of(records, "windows_per_s")),
+def of_run(record: Record) -> list[Chart]:
+    """Loss, scores, learning rate, gradient norm and throughput of one run, as far as recorded."""
+    losses = [_series(record, "loss", "training", 0), _series(record, "eval_loss", "validation", 1)]
+    scores = [_series(record, f"eval_{name}", _score(name), place) for place, name in enumerate(record.score_names)]
+    charts = [_chart("Loss", "loss", losses)]
+    if len(record.evaluations) > 1:  # one evaluation is no curve
+        charts.append(_chart("Scores", "score", scores))
+    return [chart for chart in [*charts, *_of_training([record])] if chart.series]
+
+
+def of_runs(records: Sequence[Record]) -> list[Chart]:
+    """The same of several runs: a chart per figure, with a curve per run that recorded it."""
+    charts = [_chart("Training loss", "loss", _of(records, "loss"))]
+    if any(len(record.evaluations) > 1 for record in records):
+        charts.append(_chart("Validation loss", "loss", _of(records, "eval_loss")))
+        names = dict.fromkeys(name for record in records for name in record.score_names)
+        charts += [_chart(_score(name), _score(name), _of(records, f"eval_{name}")) for name in names]
+    return [chart for chart in [*charts, *_of_training(records)] if chart.series]
+
+
+def _of_training(records: Sequence[Record]) -> list[Chart]:
+    return [
+        _chart("Learning rate", "learning rate", _of(records, "learning_rate")),
+        _chart("Gradient norm before clipping", "norm", _of(records, "grad_norm")),
+        _chart("Throughput", f"{records[0].unit}/s", _of(records, "windows_per_s")),
     ]
-    return [chart for chart in charts if chart.series]
 
 
-def _scores(records: Sequence[Record]) -> Iterable[Chart]:
-    names = list(dict.fromkeys(name for record in records for name in record.score_names))
-    if len(records) > 1:
-        return [Chart(_score(name), "step", _score(name), _of(records, f"eval_{name}")) for name in names]
-    series = [_series(records[0], f"eval_{name}", _score(name), number) for number, name in enumerate(names)]
-    return [Chart("Scores", "step", "score", [found for found in series if found])]
+def _chart(title: str, unit: str, series: Iterable[Series | None]) -> Chart:
+    return Chart(title, "step", unit, [found for found in series if found])
 
 
 def _score(name: str) -> str:
     return SCORES.get(name, name.replace("_", " "))
 
 
-def _of(records: Sequence[Record], key: str) -> list[Series]:
-    """A curve per run that recorded the key, under the part of its name that runs do not share."""
+def _of(records: Sequence[Record], key: str) -> list[Series | None]:
+    """A curve per run, under the part of its name that runs do not share."""
     paths = [os.path.abspath(record.name) for record in records]
     above = os.path.commonpath([os.path.dirname(path) for path in paths])
     names = [os.path.relpath(path, above) for path in paths]
-    found = (_series(record, key, names[number], number) for number, record in enumerate(records))
-    return [series for series in found if series]
+    return [_series(record, key, names[number], number) for number, record in enumerate(records)]
 
 
 def _series(record: Record, key: str, name: str, colour: int) -> Series | None:

@@ -26,7 +26,7 @@ def page_of(record: Record) -> Page:
     """The page of a run."""
     page = Page(f"Run {record.name}", [status(record), Figures(figures(record))])
     sections = [
-        ("Training", curves.over_steps([record])),
+        ("Training", curves.of_run(record)),
         ("Step time", _step_time(record)),
         ("GPU usage", curves.gpu_usage(record)),
         ("Sample answers", list(_samples(record))),
@@ -97,15 +97,16 @@ def _step_time(record: Record) -> list[Block]:
     if len(steps) < 2 or "step_s" not in steps:
         return []
     weights = np.diff(steps["step"])
+    suffixes = ("", "_min", "_max") if "compute_min_s" in steps else ("",)  # of several ranks
     rows = []
     for phase in (*PHASES, "step"):
         seconds = steps[f"{phase}_s"][1:]
         if not np.isfinite(seconds).any():
             continue
-        cells = [f"{1000 * _mean(steps[f'{phase}{suffix}_s'][1:], weights):.4g}" for suffix in ("", "_min", "_max")]
+        cells = [f"{1000 * _mean(steps[f'{phase}{suffix}_s'][1:], weights):.4g}" for suffix in suffixes]
         share = _mean(seconds, weights) / _mean(steps["step_s"][1:], weights)
         rows.append([curves.phase_name(phase), *(DASH if cell == "nan" else cell for cell in cells), f"{share:.1%}"])
-    head = ["phase", "ms per step", "lowest of a rank", "highest of a rank", "share"]
+    head = ["phase", *["ms per step", "lowest of a rank", "highest of a rank"][: len(suffixes)], "share"]
     chart = curves.step_time(record)
     note = "Means over the logged steps after the first log line, which is warm-up."
     return [Grid(head, rows), Text(note), *([chart] if chart else [])]

@@ -42,7 +42,7 @@ def page_of(
         page.add(
             Text("The 95 % interval of the mean is by the t-distribution: it assumes normally distributed values.")
         )
-    page.add(Text("Curves", 2), *curves.over_steps(records))
+    page.add(Text("Curves", 2), *curves.of_runs(records))
     if reasons:
         page.add(Text("Without a speed-up", 2), Listing(reasons))
     return page

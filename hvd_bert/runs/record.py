@@ -148,7 +148,7 @@ def read(folder: Path) -> Record:
     ends = [str(event.get("message")).removeprefix("hvd_bert: ") for event in since if event.get("event") == "end"]
     results = _object(folder / RESULTS, problems)
     rows, evaluations = _metrics(folder / METRICS, problems)
-    trained = (folder / SETTINGS).exists() or (folder / METRICS).exists()
+    trained = (folder / SETTINGS).exists() or len(rows) > 0
     finished = bool(results) if trained else (folder / SCORES).exists()
     samples = _load(folder / SAMPLES, problems)
     checkpoints = _checkpoints(folder, problems)

@@ -82,6 +82,9 @@ def requests(browser: Any) -> list[str]:
 def hostile_run(folder: Path) -> Path:
     name = HOSTILE.replace("/", "\u2215") + os.fsdecode(b"\xff")
     run = make_run(folder / name, "horovod", 2, scores=(60.0, 70.0))
+    *steps, _ = (run / "metrics.jsonl").read_text().splitlines()
+    evaluations = [{"step": 20, "eval_f1": 30.0}, {"step": 40, "eval_f1": 50.0, "eval_loss": 1.5}]
+    (run / "metrics.jsonl").write_text("\n".join([*steps, *map(json.dumps, evaluations)]))
     make_samples(run, question=HOSTILE + "\ud800")
     event = {"event": "warning", "ranks": [0], "message": HOSTILE}
     (run / "events.jsonl").write_text(json.dumps(event) + "\n")
@@ -129,10 +132,11 @@ def test_console_is_clean_and_nothing_is_requested(browser: Any, page: Path) -> 
 def test_charts_have_the_runs_data(browser: Any, one: Path) -> None:
     show(browser, one)
     charts = {chart["title"]: chart["traces"] for chart in draw_all(browser)}
-    (loss,) = charts["Training loss"]
+    loss, validation = charts["Loss"]
     assert loss["x"] == list(range(1, 41))
     assert loss["y"] == pytest.approx(np.linspace(5, 1, 40), rel=1e-5)
-    assert [trace["y"] for trace in charts["Scores"]] == [[50]]
+    assert (validation["name"], validation["x"], validation["y"]) == ("validation", [40], [1.5])
+    assert [(trace["x"], trace["y"]) for trace in charts["Scores"]] == [([20, 40], [30, 50])]
     phases = charts["Where the step time went"]
     assert sum(np.array(trace["y"]) for trace in phases) == pytest.approx([8000, *[1600] * 39], rel=1e-4)
 

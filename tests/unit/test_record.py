@@ -42,7 +42,7 @@ def test_a_run_that_is_still_going(tmp_path, capsys):
         text = page(folder)
     assert "**Still running.**" in text and "step 20 of 40 (50%)" in text
     assert "about 00:32 left" in text  # 20 steps of 1.6 s
-    assert "| a | 0 | - |" in text and "Training loss" in text and "damaged" not in text
+    assert "| a | 0 | - |" in text and "Loss:" in text and "damaged" not in text
     assert "Still running. At" in capsys.readouterr().out
     assert record.read(folder).state == "ended"
 
@@ -96,7 +96,7 @@ def test_a_finished_run(tmp_path):
     assert "**Finished.** Step 40 of 40" in text
     for words in ("| EM | 60 |", "| F1 | 70 |", "| ranks | 2 |", "| strategy | horovod |"):
         assert words in text
-    assert "| forward and backward | 1440 | - | - | 90.0% |" in text and "| step | 1600 | - | - | 100.0% |" in text
+    assert "| forward and backward | 1440 | 90.0% |" in text and "| step | 1600 | 100.0% |" in text
     assert "## GPU usage" in text and "| rank 1 | 2 | 1 | 2 | 91 | 91 | 91 | 91 |" in text
     assert "### Right (1)" in text and "### Wrong (1)" in text and "| gold | the red box |" in text
     assert "| a100-00 | 0 | cuda:0 |" in text and "| 1 | a100-01 | 0 | cuda:0 | 101 | 90 | 5 | 2.00 |" in text
@@ -110,6 +110,7 @@ def test_a_run_that_only_evaluated(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "eval_results.json").write_text(json.dumps({"accuracy": 0.5, "eval_loss": 1.5}))
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "eval_accuracy": 0.5}) + "\n")
     (folder / "eval_config.yaml").write_text("do_train: false\n")
     (folder / "events.jsonl").write_text(json.dumps({"event": "start", "scores": ["accuracy"]}) + "\n")
     text = page(folder)
