@@ -70,7 +70,7 @@ def figures(record: Record) -> list[tuple[str, str]]:
         found.append(("training loss, last", f"{losses[-1]:.4g}"))
     if "eval_loss" in record.scores:
         found.append(("validation loss", _score(record.scores["eval_loss"])))
-    if len(speeds):
+    if np.isfinite(speeds).any():
         found.append((f"{record.unit}/s, median", f"{np.nanmedian(speeds):.4g}"))
     for key, name in (("mfu", "MFU, median"), ("padding_share", "padding, median")):
         if key in record.steps and np.nanmedian(record.steps[key]) > 0:

@@ -47,23 +47,23 @@ def _is_changed(name: str, value: Any) -> bool:
 
 
 def differences(records: Sequence[Record]) -> Grid:
-    """A row per run with everything that is not the same in all runs."""
+    """Everything that is not the same in all runs: a row per run or, if there are fewer runs, a column per run."""
     values = [_compared(record) for record in records]
     names = dict.fromkeys(name for of_run in values for name in of_run)
     differing = [name for name in names if len({of_run.get(name, DASH) for of_run in values}) > 1]
-    rows = [
-        [record.name, *(of_run.get(name, DASH) for name in differing)]
-        for record, of_run in zip(records, values, strict=True)
-    ]
+    runs = [record.name for record in records]
+    if len(differing) > len(records):
+        rows = [[name, *(of_run.get(name, DASH) for of_run in values)] for name in differing]
+        return Grid(["what", *runs], rows, words=len(runs) + 1)
+    rows = [[run, *(of_run.get(name, DASH) for name in differing)] for run, of_run in zip(runs, values, strict=True)]
     return Grid(["run", *differing], rows, words=len(differing) + 1)
 
 
 def _compared(record: Record) -> dict[str, str]:
     compared = {f"--{name}": shown(value) for name, value in record.settings.items() if name not in OUTPUT}
     compared |= {name.replace("_", " "): shown(record.facts[name]) for name in FACTS if name in record.facts}
-    versions = record.facts.get("versions")
-    work = record.facts.get("work")
-    for kind in (versions, work):
+    for key in ("versions", "work"):
+        kind = record.facts.get(key)
         if isinstance(kind, dict):
-            compared |= {str(name): shown(value) for name, value in kind.items() if f"{name}" not in compared}
+            compared |= {str(name): shown(value) for name, value in kind.items() if str(name) not in compared}
     return compared
