@@ -25,7 +25,7 @@ NO_REASON = (
 def page_of(record: Record) -> Page:
     """The page of a run."""
     page = Page(f"Run {record.name}", [status(record), Figures(figures(record))])
-    sections = [
+    sections: list[tuple[str, Sequence[Block]]] = [
         ("Training", curves.of_run(record)),
         ("Step time", _step_time(record)),
         ("GPU usage", curves.gpu_usage(record)),

@@ -131,7 +131,7 @@ class Record:
         total, recent = self.number("train_steps"), self.steps["step_s"][1:][-RECENT:]
         if total is None or not len(recent):
             return None
-        return max(0.0, total - self.step) * statistics.median(recent)
+        return max(0.0, total - self.step) * float(statistics.median(recent))
 
 
 def _number(value: Any) -> float | None:
@@ -264,8 +264,10 @@ def _checkpoints(folder: Path, problems: list[str]) -> list[Checkpoint]:
     for path in folder.glob("checkpoint-*"):
         step = path.name.removeprefix("checkpoint-")
         if step.isdecimal():
-            files = _object(path / "manifest.json", problems).get("files")
-            sizes = [file.get("bytes") for file in files.values()] if isinstance(files, dict) else [None]
-            whole = all(isinstance(size, int) for size in sizes)
-            found.append(Checkpoint(path.name, int(step), sum(sizes) if whole else None))
+            files: Any = _object(path / "manifest.json", problems).get("files")
+            try:
+                size = sum(file["bytes"] for file in files.values())
+            except (AttributeError, KeyError, TypeError):  # not a manifest
+                size = None
+            found.append(Checkpoint(path.name, int(step), size))
     return sorted(found, key=lambda checkpoint: checkpoint.step)

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ import numpy as np
 import pytest
 from made_runs import make_run, make_samples
 
+from hvd_bert.report import runs_page
 from hvd_bert.report.__main__ import main
+from hvd_bert.runs import record
+from hvd_bert.runs.record import Columns
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium (env/setup.sh --dev)")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -51,14 +55,14 @@ def show(browser: Any, page: Path, width: int = 1100, scheme: str = "light") -> 
     browser.get(page.as_uri())
 
 
-def draw_all(browser: Any) -> list[dict[str, Any]]:
+def draw_all(browser: Any, at_most: int = 100) -> list[dict[str, Any]]:
     """Scroll to each chart until it is drawn. Returns title and plotly's traces of each."""
     return browser.execute_async_script(  # type: ignore[no-any-return]
         """
-        const done = arguments[0];
+        const [atMost, done] = arguments;
         (async () => {
           const found = [];
-          for (const figure of document.querySelectorAll("figure.chart")) {
+          for (const figure of [...document.querySelectorAll("figure.chart")].slice(0, atMost)) {
             figure.scrollIntoView();
             const plot = figure.querySelector(".plot");
             while (!plot.data || !plot.querySelector(".main-svg")) await new Promise(requestAnimationFrame);
@@ -67,7 +71,8 @@ def draw_all(browser: Any) -> list[dict[str, Any]]:
           }
           done(found);
         })();
-        """
+        """,
+        at_most,
     )
 
 
@@ -211,25 +216,19 @@ def test_keyboard(browser: Any, one: Path) -> None:
     assert focusable == 0, "tables that are wider than the page could not be scrolled"
 
 
-@pytest.mark.alone
 def test_50_runs_of_10_000_points_open_quickly(browser: Any, tmp_path: Path) -> None:
-    """From the start of loading to the first chart that is drawn. The limit holds for a machine with other work."""
-    first = make_run(tmp_path / "runs/0", steps=10_000)
+    """Processor time of the page's thread until its first chart is drawn, which other work does not change."""
+    one = record.read(make_run(tmp_path / "run", steps=10_000))
     noise = np.random.default_rng(0).normal(size=10_000)
-    lines = [json.loads(line) for line in (first / "metrics.jsonl").read_text().splitlines()]
-    for line, value in zip(lines, noise.tolist(), strict=False):
-        line |= {"loss": 3 + value, "grad_norm": abs(value)}
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (first / "metrics.jsonl").write_text(text)
-    for number in range(1, 50):
-        shutil.copytree(first, tmp_path / f"runs/{number}")
-    assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "page")]) == 0
-    page = tmp_path / "page" / "report.html"
-    assert page.stat().st_size < 15e6
+    noisy = replace(one, steps=Columns({**one.steps.columns, "loss": 3 + noise, "grad_norm": abs(noise)}))
+    page = tmp_path / "report.html"
+    page.write_text(runs_page.page_of([replace(noisy, name=f"runs/{n}") for n in range(50)], [], [], [], []).as_html())
+    assert page.stat().st_size < 10e6
+    browser.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
     show(browser, page)
-    (loss, *_) = draw_all(browser)
+    (loss, *_) = draw_all(browser, 1)
+    metrics = browser.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
+    seconds = {metric["name"]: metric["value"] for metric in metrics}
     assert len(loss["traces"]) == 50
     assert max(loss["traces"][7]["y"]) == pytest.approx(3 + noise.max(), rel=1e-5)
-    seconds = browser.execute_script("return performance.getEntriesByName('chart drawn')[0].startTime / 1000")
-    print(f"the first chart was drawn {seconds:.2f} s after the start of loading")
-    assert seconds < 5 * OPENS_S
+    assert 0.1 < seconds["TaskDuration"] < OPENS_S
