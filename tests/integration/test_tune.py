@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import documented
 import pytest
 import yaml
 from launch import TIMEOUT_S, launcher, run
@@ -14,10 +15,11 @@ pytestmark = pytest.mark.integration
 
 
 def test_two_ranks_are_tuned(tmp_path: Path) -> None:
-    """The fewest and shortest runs: there is an answer, and every run has the setting of its pair."""
+    """The shortest runs of a task of one's own: there is an answer, and every run has its pair's setting."""
+    (tmp_path / "digits.py").write_text(documented.own_task())
     launcher(2, "gloo")  # skips if there is no launcher
     words = [sys.executable, "-m", "hvd_bert.tune", "--knobs", "fp16", "--pairs", "1", "--steps", "2", "--ranks", "2"]
-    words += ["--config", "sample", "--max_train_samples", "33", "--num_groups", "8"]
+    words += ["--task", "digits:Digits", "--num_groups", "8"]
     env = {"CUDA_VISIBLE_DEVICES": "", "HOROVOD_CYCLE_TIME": "2"}
     outcome = run(words, tmp_path, env=env, timeout=2 * TIMEOUT_S).expect(0)
     assert "Set by you: HOROVOD_CYCLE_TIME=2 --num_groups=8 (gains are relative to this)" in outcome.output, outcome
