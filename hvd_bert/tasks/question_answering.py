@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -15,6 +15,7 @@ from hvd_bert.data.batch_plan import Ids, Lengths
 from hvd_bert.data.checks import kinds
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.distributed.world import World
+from hvd_bert.errors import UserError
 from hvd_bert.evaluation.evaluator import Evaluation, Evaluator
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.evaluation.samples import sample_answers
@@ -29,9 +30,11 @@ from hvd_bert.training.inputs import Inputs, load_inputs
 class QuestionAnswering(Task):
     """`inputs`: in place of those that the settings name."""
 
-    metrics: ClassVar[Mapping[str, Literal["max", "min"]]] = {"f1": "max", "exact_match": "max", "eval_loss": "min"}
+    metrics: Mapping[str, Literal["max", "min"]] = {"f1": "max", "exact_match": "max", "eval_loss": "min"}
 
     def __init__(self, config: Config, world: World, inputs: Inputs | None = None) -> None:
+        if not config.train.do_train and config.model.model_name_or_path is None:
+            raise UserError("--no_do_train: name a trained model with --model_name_or_path, not only --config_name.")
         self.inputs = inputs or load_inputs(config, world)
         self.model, self.tokenizer = self.inputs.model, self.inputs.tokenizer
         self._forward = forward_flops(self.inputs.model)

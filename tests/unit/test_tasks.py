@@ -88,6 +88,13 @@ def test_evaluation_takes_the_saved_weights(own_task, tmp_path):
         load_task(parse([*flags, "--model_name_or_path", str(tmp_path)]), make_world())
 
 
+def test_evaluation_refuses_random_weights():
+    with pytest.raises(
+        UserError, match="--no_do_train: name a trained model with --model_name_or_path, not only --con"
+    ):
+        load_task(parse(["--config", "sample", "--no_do_train"]), make_world())
+
+
 def test_batch_without_examples_has_one_that_does_not_count(own_task):
     task = load_task(parse(["--task", "digits:Digits"]), make_world())
     full, empty = task.batch(np.array([3, 4])), task.batch(np.empty(0, np.int64))
