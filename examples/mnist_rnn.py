@@ -44,7 +44,7 @@ class MnistRnn(DatasetTask):
     """Which digit an image shows."""
 
     unit: ClassVar[str] = "images"
-    metrics: ClassVar[Mapping[str, Literal["max", "min"]]] = {"accuracy": "max", "eval_loss": "min"}
+    metrics: Mapping[str, Literal["max", "min"]] = {"accuracy": "max", "eval_loss": "min"}
 
     def load(self, config: Config) -> None:
         data = config.data

@@ -160,31 +160,42 @@ def to_rows() -> Callable[[Sequence[Question]], list[dict[str, Any]]]:
 def write_hub_cache(
     to_rows: Callable[[Sequence[Question]], list[dict[str, Any]]],
 ) -> Callable[..., None]:
-    """write_hub_cache(folder, {"train": questions, ...}): what a download leaves in $HF_DATASETS_CACHE."""
+    """write_hub_cache(folder, {"train": questions, ...}): what a download leaves in $HF_DATASETS_CACHE.
 
-    def write(folder: Path, splits: dict[str, Sequence[Question]], name: str = "rajpurkar/squad") -> None:
+    With `features`, splits are lists of rows.
+    """
+
+    def write(
+        folder: Path,
+        splits: dict[str, Sequence[Any]],
+        name: str = "rajpurkar/squad",
+        config: str = "plain_text",
+        features: Any = None,
+    ) -> None:
         import datasets
         from datasets.arrow_writer import ArrowWriter
 
-        text, number = datasets.Value("string"), datasets.Value("int32")
-        features = datasets.Features(
-            {
-                **{column: text for column in ("id", "title", "context", "question")},
-                "answers": {"text": datasets.List(text), "answer_start": datasets.List(number)},
-            }
-        )
+        if features is None:
+            splits = {split: to_rows(questions) for split, questions in splits.items()}
+            text, number = datasets.Value("string"), datasets.Value("int32")
+            features = datasets.Features(
+                {
+                    **{column: text for column in ("id", "title", "context", "question")},
+                    "answers": {"text": datasets.List(text), "answer_start": datasets.List(number)},
+                }
+            )
         short = name.split("/")[-1]
-        target = folder / name.replace("/", "___") / "plain_text" / "0.0.0" / "0123456789abcdef"
+        target = folder / name.replace("/", "___") / config / "0.0.0" / "0123456789abcdef"
         target.mkdir(parents=True)
         infos = datasets.SplitDict(dataset_name=short)
-        for split, questions in splits.items():
+        for split, rows in splits.items():
             with ArrowWriter(features=features, path=str(target / f"{short}-{split}.arrow")) as writer:
-                for row in to_rows(questions):
+                for row in rows:
                     writer.write(row)
                 num_examples, num_bytes = writer.finalize()
             infos.add(datasets.SplitInfo(split, num_bytes, num_examples, dataset_name=short))
         info = datasets.DatasetInfo(
-            features=features, builder_name="parquet", dataset_name=short, config_name="plain_text",
+            features=features, builder_name="parquet", dataset_name=short, config_name=config,
             version="0.0.0", splits=infos,
         )  # fmt: skip
         info.write_to_directory(str(target))

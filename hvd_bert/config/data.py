@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from hvd_bert.config.flag import MAX_THREADS, flag, properties_of, require, require_different_columns
+from hvd_bert.config.glue import GLUE
 from hvd_bert.config.tasks import QUESTION_ANSWERING, TASKS
 from hvd_bert.errors import UserError
 
@@ -28,7 +29,7 @@ class DataArguments:
         default_text=f"{DEFAULT_DATASET}; with --version_2_with_negative squad_v2; with a data file none",
         metavar="NAME",
         may_change_on_resume=True,
-        replaces=("train_file", "validation_file"),
+        replaces=("train_file", "validation_file", "task_name"),
         source="training data",
     )
     dataset_config_name: str | None = flag(
@@ -46,7 +47,7 @@ class DataArguments:
         default_text="none",
         metavar="FILE",
         may_change_on_resume=True,
-        replaces=("dataset_name", "validation_file"),
+        replaces=("dataset_name", "validation_file", "task_name"),
         source="training data",
     )
     validation_file: str | None = flag(
@@ -56,7 +57,51 @@ class DataArguments:
         default_text="none",
         metavar="FILE",
         may_change_on_resume=True,
-        replaces=("dataset_name",),
+        replaces=("dataset_name", "task_name"),
+    )
+    task_name: str | None = flag(
+        "text-classification",
+        None,
+        "Task of GLUE, whose data are read from the hub, as in run_glue.",
+        default_text="none",
+        choices=tuple(GLUE),
+        replaces=("dataset_name", "train_file", "validation_file"),
+        source="training data",
+    )
+    train_split_name: str = flag(
+        "text-classification",
+        "train",
+        "Split of --dataset_name to train on.",
+        metavar="NAME",
+        may_change_on_resume=True,
+    )
+    validation_split_name: str = flag(
+        "text-classification",
+        "validation",
+        "Split of --dataset_name to evaluate on.",
+        metavar="NAME",
+        may_change_on_resume=True,
+    )
+    text_column_names: str | None = flag(
+        "text-classification",
+        None,
+        "Column of the texts, or two columns of pairs with a comma between them.",
+        default_text="sentence1,sentence2 if there are such columns, else the first one or two",
+        metavar="NAME,...",
+    )
+    text_column_delimiter: str | None = flag(
+        "text-classification",
+        None,
+        "Join the texts of all --text_column_names into one with this between them, as run_classification does.",
+        default_text="none: two columns are pairs",
+        metavar="TEXT",
+    )
+    label_column_name: str = flag("text-classification", "label", "Column of the labels.", metavar="NAME")
+    do_regression: bool = flag(
+        "text-classification",
+        False,
+        "Learn the labels as numbers, not as classes.",
+        default_text="True if labels are fractions, such as 3.5; otherwise False",
     )
     question_column: str = flag(
         "question-answering",
@@ -157,8 +202,13 @@ class DataArguments:
         )
         self.padding, self.pad_to_max_length = padding, padding == "max_length"
         files = [name for name in ("train_file", "validation_file") if getattr(self, name)]
-        if self.dataset_name and files:
-            raise UserError(f"--dataset_name and --{files[0]} are both given: choose one source of questions.")
+        sources = [*(name for name in ("task_name", "dataset_name") if getattr(self, name)), *files[:1]]
+        if len(sources) > 1:
+            raise UserError(f"--{sources[0]} and --{sources[1]} are both given: choose one source of data.")
+        require(
+            not (self.task_name and self.text_column_names),
+            f"--text_column_names: the columns of --task_name {self.task_name} are known. Remove one of the two flags.",
+        )
         for f in fields(self):
             group = properties_of(f).group  # of a task, or of all tasks
             others = group in TASKS and group != self.task and getattr(self, f.name) != f.default

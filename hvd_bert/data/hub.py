@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 # The hub moved these to their authors' namespaces; a local cache may have either name.
-_ALIASES = {"squad": "rajpurkar/squad", "squad_v2": "rajpurkar/squad_v2", "mnist": "ylecun/mnist"}
+_ALIASES = {
+    "squad": "rajpurkar/squad",
+    "squad_v2": "rajpurkar/squad_v2",
+    "mnist": "ylecun/mnist",
+    "glue": "nyu-mll/glue",
+}
 _REACH_TIMEOUT_S = 10.0
 _WAYS_OUT = (
     "Give local files with --train_file and --validation_file, or train on the bundled sample with --config sample."

@@ -1,39 +1,88 @@
-"""Labelled sentences and pairs of sentences, from JSON Lines, CSV or Parquet, with run_glue's choice of columns."""
+"""Labelled sentences and pairs of sentences, from files or the hub, with run_glue's choice of columns."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
 import io
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hvd_bert.data import hub
 from hvd_bert.data.formats import json_lines, parquet_rows
 from hvd_bert.data.recognition import decoded, is_parquet, unpacked
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import open_regular
 
-LABEL = "label"
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 PAIR = ("sentence1", "sentence2")
-NOT_TEXT = (LABEL, "id", "idx")
+NOT_TEXT = ("id", "idx")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}  # by the ending of a file's name; others are JSON Lines or Parquet
-Value = str | int
+Value = str | int | float
 _WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # as Python prints it: "01" and "1" are two labels
+_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns to read. `texts`: one, or two for pairs, or any number that `delimiter` joins into one text.
+
+    Without `texts` they are sentence1 and sentence2, else the first two columns besides `label`, id and idx. With one
+    such column, the texts are single sentences.
+    """
+
+    texts: tuple[str, ...] = ()
+    label: str = "label"
+    delimiter: str | None = None
+
+    def __post_init__(self) -> None:
+        names = ",".join(self.texts)
+        if "" in self.texts or len({*self.texts, self.label}) <= len(self.texts):
+            raise UserError(f"--text_column_names {names}: give different names, other than {self.label}.")
+        if len(self.texts) > 2 and self.delimiter is None:
+            raise UserError(
+                f"--text_column_names {names}: give one column or two. To join more, add --text_column_delimiter."
+            )
+
+    def found_in(self, name: str, present: Sequence[str]) -> Columns:
+        """With the names of the text columns. Raises UserError if a column is missing."""
+        chosen: Sequence[str] = self.texts
+        if not chosen:
+            others = [column for column in present if column not in (self.label, *NOT_TEXT)]
+            chosen = PAIR if set(PAIR) <= set(others) else others[:2]
+        if chosen and {self.label, *chosen} <= set(present):
+            return replace(self, texts=tuple(chosen))
+        texts = " and ".join(f"`{column}`" for column in self.texts) or "one or two with text"
+        raise UserError(
+            f"{name}: found the columns {', '.join(present)}, but needs a column `{self.label}` and {texts}. Name the"
+            " columns with --label_column_name and --text_column_names."
+        )
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts of a file with their labels. `second`: None for single sentences. `digest`: SHA-256 of the file."""
+    """Texts with their labels.
+
+    Attributes:
+        second: None for single sentences.
+        digest: SHA-256 of the file or of the rows.
+        columns: Those that the texts and the labels are from.
+        classes: Names of the classes in the data set's order, if it has a list of them.
+    """
 
     name: str
     digest: str
-    columns: list[str]
+    columns: Columns
     first: list[str]
     second: list[str] | None
     labels: list[Value]
+    classes: list[str] | None = None
 
     def __len__(self) -> int:
         return len(self.first)
@@ -44,32 +93,41 @@ class Texts:
         return replace(self, first=self.first[:count], second=second, labels=self.labels[:count])
 
 
-def read(path: str, flag: str, columns: list[str] | None = None) -> Texts:
-    """All rows of a file that `flag` names. Raises UserError.
-
-    `columns`: those of the texts; None: sentence1 and sentence2, else the first two columns besides label, id and idx.
-    With one such column, the texts are single sentences.
-    """
+def open_file(path: str, flag: str, columns: Columns = Columns()) -> Texts:
+    """All rows of a file that `flag` names. Raises UserError."""
     content = _content(path, flag)
     located = list(_rows(path, content))
     if not located:
         raise UserError(f"{path}: there are no rows. Give a file with examples.")
-    names = _text_columns(path, list(located[0][1]), columns)
-    rows = [(*(_text(path, place, row, name) for name in names), _label(path, place, row)) for place, row in located]
+    columns = columns.found_in(path, list(located[0][1]))
+    return _texts(path, hashlib.sha256(content).hexdigest(), columns, located)
+
+
+def open_hub(rows: Dataset, name: str, columns: Columns = Columns()) -> Texts:
+    """All rows of a split of a data set on the hub. Raises UserError."""
+    columns = columns.found_in(name, rows.column_names)
+    rows = rows.select_columns([*columns.texts, columns.label])
+    located = ((f"row {number}", row) for number, row in enumerate(rows.to_list()))
+    classes = getattr(rows.features[columns.label], "names", None)
+    return _texts(name, hub.digest(rows), columns, located, classes)
+
+
+def _texts(
+    name: str,
+    digest: str,
+    columns: Columns,
+    located: Iterable[tuple[str, dict[str, Any]]],
+    classes: list[str] | None = None,
+) -> Texts:
+    rows = [
+        (*(_text(name, place, row, column) for column in columns.texts), _label(name, place, row, columns, classes))
+        for place, row in located
+    ]
     *texts, labels = (list(column) for column in zip(*rows, strict=True))
-    digest = hashlib.sha256(content).hexdigest()
-    return Texts(path, digest, names, texts[0], texts[1] if len(texts) > 1 else None, _as_numbers(path, labels))
-
-
-def _text_columns(path: str, present: list[str], columns: list[str] | None) -> list[str]:
-    names = columns or (PAIR if set(PAIR) <= set(present) else [name for name in present if name not in NOT_TEXT][:2])
-    if names and {LABEL, *names} <= set(present):
-        return list(names)
-    of_training = " and ".join(f"`{name}`" for name in columns or ())
-    texts = f"{of_training}, as in --train_file" if columns else "one or two with text"
-    raise UserError(
-        f"{path}: found the columns {', '.join(present)}, but needs a column `{LABEL}` and {texts}. Rename the columns."
-    )
+    if columns.delimiter is not None:
+        texts = [[columns.delimiter.join(parts) for parts in zip(*texts, strict=True)]]
+    second = texts[1] if len(texts) > 1 else None
+    return Texts(name, digest, columns, texts[0], second, _as_numbers(name, labels), classes)
 
 
 def _content(path: str, flag: str) -> bytes:
@@ -131,18 +189,27 @@ def _encodable(path: str, place: str, name: str, value: str) -> str:
     return value
 
 
-def _label(path: str, place: str, row: dict[str, Any]) -> Value:
-    value = row.get(LABEL)
-    if isinstance(value, float):
-        raise UserError(f"{path}: {place}: the label {value} is a fraction; regression is not supported.")
-    if isinstance(value, bool) or not isinstance(value, Value) or value == "":
-        raise UserError(f"{path}: {place}: the label must be text or a whole number, not {value!r:.40}. Fix the file.")
-    return _encodable(path, place, LABEL, value) if isinstance(value, str) else value
+def _label(name: str, place: str, row: dict[str, Any], columns: Columns, classes: list[str] | None) -> Value:
+    value: Any = row.get(columns.label)
+    if classes is not None and isinstance(value, int):
+        if not 0 <= value < len(classes):  # -1 in the test sets of GLUE
+            raise UserError(f"{name}: {place} has no label ({value}). Name a split with labels.")
+        return classes[value]
+    fraction = isinstance(value, float) and math.isfinite(value)
+    if isinstance(value, bool) or not (isinstance(value, (str, int)) or fraction) or value == "":
+        raise UserError(f"{name}: {place}: the label must be text or a number, not {value!r:.40}. Fix the data.")
+    label: Value = _encodable(name, place, columns.label, value) if isinstance(value, str) else value
+    return label
 
 
-def _as_numbers(path: str, labels: list[Value]) -> list[Value]:
-    """Numbers if all labels are (a CSV file has no types), so that 10 is sorted after 9."""
-    if len({type(label) for label in labels}) > 1:
-        raise UserError(f"{path}: some labels are text and some are numbers. Fix the file.")
-    numbers = [label for label in labels if isinstance(label, int) or _WHOLE_NUMBER.fullmatch(label)]
-    return [int(label) for label in labels] if len(numbers) == len(labels) else labels
+def _as_numbers(name: str, labels: list[Value]) -> list[Value]:
+    """Numbers if all labels are (a CSV file has no types): whole ones, so that 10 is sorted after 9, or fractions."""
+    if len({isinstance(label, str) for label in labels}) > 1:
+        raise UserError(f"{name}: some labels are text and some are numbers. Fix the data.")
+    if all(isinstance(label, int) or _WHOLE_NUMBER.fullmatch(str(label)) for label in labels):
+        return [int(label) for label in labels]
+    written = [str(label) for label in labels]
+    fractions = any(isinstance(label, float) for label in labels) or (
+        all(map(_NUMBER.fullmatch, written)) and any("." in label for label in written)
+    )
+    return [float(label) for label in labels] if fractions else labels

@@ -49,16 +49,18 @@ def load_classifier(
 ) -> Any:
     """The model of `config` on the CPU, in fp32. New weights (the head, or all) are a function of `seed`.
 
-    `labels`: names of the classes, in the model's own order if it has the same; None: those of the model, whose head
-    must be trained. `padded`: see `load_model`.
+    `labels`: names of the classes, in the model's own order if it has the same; a single one for a regression; None:
+    those of the model, whose head must be trained. `padded`: see `load_model`.
     """
     source = args.configuration
     kind: Any = _class_of(config, source)
     check_fit(config, source, tokenizer, args.tokenizer, max_seq_length)
     own = [str(config.id2label[i]) for i in range(config.num_labels)]
-    names = own if labels is None or set(labels) == set(own) else labels  # the rows of a saved head have the own order
+    # The rows of a saved head have the model's own order. As in run_glue, upper and lower case are the same.
+    names = own if labels is None or sorted(map(str.lower, labels)) == sorted(map(str.lower, own)) else labels
     configure(config, args.dropout, padded or not packs(config))
     config.num_labels = len(names)
+    config.problem_type = "regression" if len(names) == 1 else None
     config.id2label, config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
     torch.manual_seed(seed)
     if args.model_name_or_path is None:

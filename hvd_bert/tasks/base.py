@@ -37,7 +37,7 @@ class Task(ABC):
     Attributes:
         unit: What a step takes, for messages; the code says "window" for all tasks.
         metrics: Metrics for --metric_for_best_model and the report, the default first -> whether "max" or "min" is
-            best. `evaluate` returns them.
+            best. `evaluate` returns them. A task may set its own when it is created.
         model: On the CPU at first; with the same weights on all ranks.
         tokenizer: Saved with the model; None without one.
         plan: Which training windows each step and rank takes; None without training.
@@ -45,7 +45,7 @@ class Task(ABC):
     """
 
     unit: ClassVar[str] = "windows"
-    metrics: ClassVar[Mapping[str, Literal["max", "min"]]] = {"eval_loss": "min"}
+    metrics: Mapping[str, Literal["max", "min"]] = {"eval_loss": "min"}
     model: nn.Module
     tokenizer: Any = None
     plan: BatchPlan | None = None

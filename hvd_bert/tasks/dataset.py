@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import safetensors.torch
@@ -80,6 +80,7 @@ class DatasetTask(Task):
 
     train: Examples | None = None
     dev: Examples | None = None
+    limits_dev: ClassVar[bool] = False  # whether `load` applies --max_eval_samples to `dev`, however long it then is
     crossover: int = 1  # where the cost of an example begins to grow faster than its length (`balance.window_costs`)
 
     def __init__(self, config: Config, world: World) -> None:
@@ -99,7 +100,7 @@ class DatasetTask(Task):
         if self.train is not None and count is not None:
             self.train = replace(self.train, lengths=self.train.lengths[:count])
         limit = config.data.max_eval_samples
-        if self.dev is not None and limit is not None and len(self.dev) > limit:
+        if self.dev is not None and limit is not None and not self.limits_dev and len(self.dev) > limit:
             raise UserError(f"--max_eval_samples {limit}: --task {config.data.task} does not support it. Remove it.")
 
     @abstractmethod
@@ -116,6 +117,10 @@ class DatasetTask(Task):
     @abstractmethod
     def score(self, outputs: Tensor) -> dict[str, float]:
         """The metrics, from the outputs for all examples of `dev` in their order. Called on rank 0."""
+
+    def mean_losses(self, losses: Tensor) -> dict[str, float]:
+        """`eval_loss`, from the losses of all examples of `dev` in their order. Called on rank 0."""
+        return {"eval_loss": float(losses.mean(dtype=torch.float64))}
 
     def predictions(self, outputs: Tensor) -> Any:
         """What eval_predictions.json holds; None: no such file. Called on rank 0."""
@@ -148,7 +153,7 @@ class DatasetTask(Task):
                 ids, losses, outputs = zip(*(found for found in ranks if len(found[0])), strict=True)
                 order = torch.from_numpy(np.argsort(np.concatenate(ids)))
                 ordered = torch.cat(outputs)[order]
-                metrics = self.score(ordered) | {"eval_loss": float(torch.cat(losses)[order].mean(dtype=torch.float64))}
+                metrics = self.score(ordered) | self.mean_losses(torch.cat(losses)[order])
                 predictions = self.predictions(ordered)
                 files = {} if predictions is None else {"eval_predictions.json": predictions}
                 evaluation = EvaluationResult(metrics, self.summary(metrics), files)

@@ -39,10 +39,10 @@ def load_task(config: Config, world: World) -> Task:
     Sets --metric_for_best_model to the task's default if it is not given.
     """
     name, args = config.data.task, config.checkpoint
-    chosen = task_class(name)
-    args.metric_for_best_model = args.metric_for_best_model or next(iter(chosen.metrics))
-    if args.metric_for_best_model not in chosen.metrics:
+    task = task_class(name)(config, world)
+    args.metric_for_best_model = args.metric_for_best_model or next(iter(task.metrics))
+    if args.metric_for_best_model not in task.metrics:
         raise UserError(
-            f"--metric_for_best_model {args.metric_for_best_model}: --task {name} has {', '.join(chosen.metrics)}."
+            f"--metric_for_best_model {args.metric_for_best_model}: --task {name} has {', '.join(task.metrics)}."
         )
-    return chosen(config, world)
+    return task

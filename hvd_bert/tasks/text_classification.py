@@ -1,9 +1,9 @@
-"""Classification of sentences and pairs of sentences, with run_glue's flags and data files."""
+"""Classification of sentences and pairs of sentences, and regression, with run_glue's flags and data."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from statistics import fmean
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -11,51 +11,49 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 
+from hvd_bert.config.glue import GLUE
 from hvd_bert.config.settings import Config
-from hvd_bert.data import texts
 from hvd_bert.data.batch_plan import Ids, Lengths
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.texts import Texts
 from hvd_bert.data.windows import WindowTable
 from hvd_bert.distributed.world import log
 from hvd_bert.errors import UserError
-from hvd_bert.evaluation.classification import scores
+from hvd_bert.evaluation import classification, regression
 from hvd_bert.model.bert import compile_layers, load_tokenizer, takes_token_types
 from hvd_bert.model.classifier import class_logits, load_classifier, packs
 from hvd_bert.model.families import check_flags, pad_if_needed
 from hvd_bert.model.flops import forward_flops
 from hvd_bert.model.loading import load_config
 from hvd_bert.tasks.dataset import DatasetTask, Examples
+from hvd_bert.tasks.text_sources import joined, open_texts
 from hvd_bert.training.inputs import digest_of, weight_copies
 
 _TEXTS_AT_ONCE = 1000
-Labelled = tuple[Batch, Tensor]  # packed or padded texts, and the class of each
+Labelled = tuple[Batch, Tensor]  # packed or padded texts, and the class or number of each
+
+
+def metrics_of(is_regression: bool, task_name: str | None) -> dict[str, Literal["max", "min"]]:
+    """The metrics of a data set, those of the task of GLUE first. As in run_glue, several have a mean."""
+    glue = GLUE[task_name].metrics if task_name else ()
+    all_names = ("pearson", "spearmanr", "mse") if is_regression else ("accuracy", "f1", "matthews_correlation")
+    names = dict.fromkeys([*(["combined_score"] if len(glue) > 1 else []), *glue, *all_names, "eval_loss"])
+    endings = GLUE[task_name].validation.values() if task_name else [""]
+    return {name + ending: "min" if name in ("mse", "eval_loss") else "max" for ending in endings for name in names}
 
 
 class TextClassification(DatasetTask):
-    """The classes are the labels of the training file or, without training, those of the model."""
+    """The classes are the data set's, or the labels of the training file. Without training they are the model's."""
 
     unit: ClassVar[str] = "texts"
-    metrics: ClassVar[Mapping[str, Literal["max", "min"]]] = {
-        "accuracy": "max",
-        "f1": "max",
-        "matthews_correlation": "max",
-        "eval_loss": "min",
-    }
+    metrics = metrics_of(False, None)
+    limits_dev: ClassVar[bool] = True
 
     def load(self, config: Config) -> None:
         data, args, world = config.data, config.train, self.world
-        if data.dataset_name:
-            raise UserError("--dataset_name: --task text-classification reads files only. Give --train_file.")
-        if args.do_train and not data.train_file:
-            raise UserError(
-                "--train_file is missing: --task text-classification trains on a JSON Lines, CSV or Parquet file."
-            )
-        train = texts.read(str(data.train_file), "--train_file") if args.do_train else None
-        path, columns = data.validation_file, train.columns if train else None
-        dev = texts.read(path, "--validation_file", columns) if path and args.do_eval else None
+        train, dev = open_texts(config)
         self.tokenizer = load_tokenizer(config.model)
         shape: Any = load_config(config.model.configuration, config.model, weight_copies(config, world))
         check_flags(config, shape)
@@ -64,61 +62,95 @@ class TextClassification(DatasetTask):
             config.model,
             shape,
             self.tokenizer,
-            [str(label) for label in sorted(set(train.labels))] if train else None,
+            _class_names(train, data.do_regression) if train else None,
             data.max_seq_length,
             args.seed,
             data.pad_to is not None,
         )
         self.names: list[str] = [shape.id2label[i] for i in range(shape.num_labels)]
-        if len(self.names) < 2:
-            where = data.train_file if train else config.model.configuration
-            raise UserError(f"{where}: all labels are {self.names[0]}. Classification needs two or more classes.")
+        known = next((source.classes for source in dev.values()), None)
+        if known and self.names == [f"LABEL_{number}" for number in range(len(known))]:  # the model does not name them
+            self.names = known
+        self.regression = shape.problem_type == "regression"
+        self.metrics = metrics_of(self.regression, data.task_name)
         self.token_types = takes_token_types(shape, config.model.configuration, self.tokenizer)
         self._forward = forward_flops(self.model)
         self.crossover = self._forward.crossover
         self.train = self._examples(train.head(data.max_train_samples), config) if train else None
-        self.dev, self.dev_labels = None, np.empty(0, np.int64)
-        if dev:
-            dev = dev.head(data.max_eval_samples)
-            self.dev_labels = self._classes(dev)
-            self.dev = self._examples(dev, config)
-        if args.do_train and args.do_eval and dev is None:
-            log.info("No --validation_file is given: the model is not evaluated.")
+        parts = {ending: source.head(data.max_eval_samples) for ending, source in dev.items()}
+        self.dev_sizes = {ending: len(source) for ending, source in parts.items()}
+        self.dev, self.dev_labels = None, np.empty(0)
+        if parts:
+            source = joined(list(parts.values()))
+            self.dev_labels = self._targets(source)
+            self.dev = self._examples(source, config)
 
-    def _classes(self, source: Texts) -> NDArray[np.int64]:
-        """The class of each text. Raises UserError for an unknown label."""
-        numbers = {name: number for number, name in enumerate(self.names)}
-        unknown = next((row for row, label in enumerate(source.labels) if str(label) not in numbers), None)
-        if unknown is not None:
+    def _targets(self, source: Texts) -> NDArray[Any]:
+        """The number to predict, or the class, of each text. Raises UserError for an unknown label."""
+        if self.regression:
+            words = next((label for label in source.labels if isinstance(label, str)), None)
+            if words is not None:
+                raise UserError(f"{source.name}: the label {words!r} is not a number, which regression needs.")
+            return np.array(source.labels, dtype=np.float32)
+        numbers = {name.lower(): number for number, name in enumerate(self.names)}
+        numbers |= {name: number for number, name in enumerate(self.names)}
+        found = [numbers.get(str(label), numbers.get(str(label).lower())) for label in source.labels]
+        if None in found:
+            row = found.index(None)
             raise UserError(
-                f"{source.name}: the label {source.labels[unknown]!r} of example {unknown + 1} is not one of"
+                f"{source.name}: the label {source.labels[row]!r} of example {row + 1} is not one of"
                 f" {', '.join(self.names)}. Fix the file, or train on a file with all labels."
             )
-        return np.array([numbers[str(label)] for label in source.labels])
+        return np.array(found)
 
     def _examples(self, source: Texts, config: Config) -> Examples:
-        labels = torch.from_numpy(self._classes(source))
+        targets = torch.from_numpy(self._targets(source))
         table = tokenized(source, self.tokenizer, config.data.max_seq_length)
         collate = Collator(table, self.world.device, config.data.pad_to)
-        log.info("%s: %d texts, %d classes", source.name, len(source), len(self.names))
+        kind = "regression" if self.regression else f"{len(self.names)} classes"
+        log.info("%s: %d texts, %s", source.name, len(source), kind)
 
         def batch(ids: Ids) -> Labelled:
-            return collate(ids), labels[torch.from_numpy(ids)]
+            return collate(ids), targets[torch.from_numpy(ids)]
 
         settings = f"{source.digest} {config.data.max_seq_length} {len(source)} {self.names}"
         return Examples(batch, table.lengths, hashlib.sha256(settings.encode()).hexdigest())
 
     def forward(self, model: nn.Module, batch: Labelled) -> tuple[Tensor, Tensor]:
-        packed, labels = batch
+        packed, targets = batch
         logits = class_logits(model, packed, self.token_types)
-        return cross_entropy(logits, labels, reduction="none"), torch.softmax(logits, -1)
+        if self.regression:
+            values = logits[:, 0]
+            return mse_loss(values, targets, reduction="none"), values
+        return cross_entropy(logits, targets, reduction="none"), torch.softmax(logits, -1)
+
+    def _of_each_set(self, values: Tensor) -> dict[str, Tensor]:
+        """The values for the examples of each validation set, by the ending of its metrics' names."""
+        return dict(zip(self.dev_sizes, values.split(list(self.dev_sizes.values())), strict=True))
 
     def score(self, outputs: Tensor) -> dict[str, float]:
-        return scores(outputs.argmax(-1).numpy(), self.dev_labels, len(self.names))
+        labels = self._of_each_set(torch.from_numpy(self.dev_labels))
+        found: dict[str, float] = {}
+        for ending, part in self._of_each_set(outputs).items():
+            if self.regression:
+                scores = regression.scores(part.double().numpy(), labels[ending].double().numpy())
+            else:
+                scores = classification.scores(part.argmax(-1).numpy(), labels[ending].numpy(), len(self.names))
+            if "combined_score" in self.metrics:
+                scores["combined_score"] = fmean(scores[name] for name in GLUE[str(self.config.data.task_name)].metrics)
+            found |= {name + ending: value for name, value in scores.items()}
+        return found
 
-    def predictions(self, outputs: Tensor) -> dict[str, str]:
+    def mean_losses(self, losses: Tensor) -> dict[str, float]:
+        return {
+            f"eval_loss{ending}": float(p.mean(dtype=torch.float64)) for ending, p in self._of_each_set(losses).items()
+        }
+
+    def predictions(self, outputs: Tensor) -> dict[str, Any]:
         """The label of each example, by its number from 0."""
-        return {str(row): self.names[number] for row, number in enumerate(outputs.argmax(-1).tolist())}
+        found = outputs.tolist() if self.regression else [self.names[number] for number in outputs.argmax(-1).tolist()]
+        keys = [f"{row}{ending}" for ending, size in self.dev_sizes.items() for row in range(size)]
+        return dict(zip(keys, found, strict=True))
 
     def positions(self, batch: Labelled, tokens: int) -> int:
         return batch[0].num_positions
@@ -131,6 +163,16 @@ class TextClassification(DatasetTask):
 
     def compile(self, model: nn.Module) -> None:
         compile_layers(model)
+
+
+def _class_names(train: Texts, do_regression: bool) -> list[str]:
+    """The names of the classes; for a regression, transformers' name of the only output. Raises UserError."""
+    if do_regression or isinstance(train.labels[0], float):
+        return ["LABEL_0"]
+    names = train.classes or [str(label) for label in sorted(set(train.labels))]
+    if len(names) < 2:
+        raise UserError(f"{train.name}: all labels are {names[0]}. Classification needs two or more classes.")
+    return names
 
 
 def tokenized(source: Texts, tokenizer: Any, max_seq_length: int) -> WindowTable:

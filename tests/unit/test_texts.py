@@ -11,6 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from hvd_bert.data import texts
+from hvd_bert.data.texts import Columns
 from hvd_bert.errors import UserError
 from hvd_bert.tasks.text_classification import tokenized
 
@@ -36,7 +37,7 @@ def lines(*rows: object) -> str:
 
 
 def test_json_lines(write):
-    found = texts.read(write(lines(*ROWS)), "--train_file")
+    found = texts.open_file(write(lines(*ROWS)), "--train_file")
     assert found.first == [row["sentence1"] for row in ROWS]
     assert found.second == [row["sentence2"] for row in ROWS]
     assert found.labels == [1, 0, 10]
@@ -50,25 +51,70 @@ def test_formats_and_names(write, name):
         out = io.BytesIO()
         parquet.write_table(pa.Table.from_pylist([row]), out)
         content = out.getvalue()
-    found = texts.read(write(gzip.compress(content) if name.endswith(".gz") else content, name), "--train_file")
+    found = texts.open_file(write(gzip.compress(content) if name.endswith(".gz") else content, name), "--train_file")
     assert (found.first, found.labels) == (["a"], ["x"])
 
 
 def test_csv(write):
     rows = [["sentence1", "sentence2", "label"], ["a box", '"is ""it"", red ?"', "9"], ['"a\n b"', "c", "10"]]
-    found = texts.read(write("".join(",".join(row) + "\n" for row in rows), "texts.csv"), "--train_file")
+    found = texts.open_file(write("".join(",".join(row) + "\n" for row in rows), "texts.csv"), "--train_file")
     assert (found.first, found.second) == (["a box", "a\n b"], ['is "it", red ?', "c"])
     assert found.labels == [9, 10], "a file without types: numbers, so that 10 comes after 9"
 
 
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (["5.000", "3.8", "-1"], [5.0, 3.8, -1.0]),
+        (["1.0", "2.0"], [1.0, 2.0]),
+        (["1.5", "x"], ["1.5", "x"]),
+        (["1.2.3", "1.0"], ["1.2.3", "1.0"]),
+        (["nan", "1.0"], ["nan", "1.0"]),
+    ],
+)
+def test_fractions_are_numbers_to_learn(write, labels, expected):
+    csv = write("text,label\n" + "".join(f"a,{label}\n" for label in labels), "t.csv")
+    found = texts.open_file(csv, "--train_file").labels
+    assert found == expected and {type(label) for label in found} == {type(expected[0])}
+
+
+def test_whole_numbers_among_fractions_are_fractions(write):
+    rows = [{"text": "a", "label": 5}, {"text": "b", "label": 4.5}]
+    found = texts.open_file(write(lines(*rows)), "--train_file").labels
+    assert found == [5.0, 4.5] and all(isinstance(label, float) for label in found)
+
+
+@pytest.mark.parametrize(
+    ("columns", "first", "second"),
+    [
+        (Columns(("title",), "stars"), ["good"], None),
+        (Columns(("title", "body"), "stars"), ["good"], ["a box"]),
+        (Columns(("title", "body"), "stars", " / "), ["good / a box"], None),
+        (Columns(("body", "title", "by"), "stars", ""), ["a boxgoodme"], None),
+        (Columns(label="stars"), ["x"], ["good"]),
+    ],
+    ids=["one", "pair", "joined", "three joined", "by place"],
+)
+def test_named_columns(write, columns, first, second):
+    row = {"label": "x", "title": "good", "body": "a box", "by": "me", "stars": 5}
+    found = texts.open_file(write(lines(row)), "--train_file", columns)
+    assert (found.first, found.second, found.labels) == (first, second, [5])
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("a", ""), ("label",), ("a", "b", "c")])
+def test_wrong_names_of_columns(names):
+    with pytest.raises(UserError, match=f"--text_column_names {','.join(names)}: give "):
+        Columns(names)
+
+
 def test_labels_that_are_not_written_as_numbers_stay_text(write):
-    found = texts.read(write("text,label\na,1\nb,01\nc,1_0\n", "t.csv"), "--train_file")
+    found = texts.open_file(write("text,label\na,1\nb,01\nc,1_0\n", "t.csv"), "--train_file")
     assert found.labels == ["1", "01", "1_0"]
 
 
 def test_quotes_between_tabs_are_text(write):
     rows = [["sentence", "label"], ['"unbalanced', "9"], ['is "it" red ?', "10"], ['"', "11"]]
-    found = texts.read(write("".join("\t".join(row) + "\n" for row in rows), "texts.tsv"), "--train_file")
+    found = texts.open_file(write("".join("\t".join(row) + "\n" for row in rows), "texts.tsv"), "--train_file")
     assert (found.first, found.labels) == (['"unbalanced', 'is "it" red ?', '"'], [9, 10, 11])
 
 
@@ -82,16 +128,18 @@ def test_quotes_between_tabs_are_text(write):
     ids=["single", "first two columns", "by name"],
 )
 def test_text_columns_are_run_glues(write, row, first, second):
-    found = texts.read(write(lines(row)), "--train_file")
+    found = texts.open_file(write(lines(row)), "--train_file")
     assert (found.first, found.second, found.labels) == ([first], None if second is None else [second], ["x"])
 
 
 def test_columns_of_the_training_file_are_read_from_another(write):
-    train = texts.read(write(lines({"text": "a", "label": "x"})), "--train_file")
+    train = texts.open_file(write(lines({"text": "a", "label": "x"})), "--train_file")
     dev = write(lines({"source": "s", "text": "b", "label": "x"}), "dev.jsonl")
-    assert texts.read(dev, "--validation_file", train.columns).first == ["b"]
-    with pytest.raises(UserError, match=r"found the columns source, label, but needs .* `text`, as in --train_file"):
-        texts.read(write(lines({"source": "s", "label": "x"})), "--validation_file", train.columns)
+    assert texts.open_file(dev, "--validation_file", train.columns).first == ["b"]
+    with pytest.raises(
+        UserError, match=r"found the columns source, label, but needs a column `label` and `text`. Name"
+    ):
+        texts.open_file(write(lines({"source": "s", "label": "x"})), "--validation_file", train.columns)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +154,8 @@ def test_columns_of_the_training_file_are_read_from_another(write):
         ("[1]\n", "t.jsonl", "line 1 is not a JSON object"),
         ('{"text": "a"}\n', "t.jsonl", "needs a column `label`"),
         ('{"text": 3, "label": 1}\n', "t.jsonl", "line 1: `text` must be text, not 3"),
-        ('{"text": "a", "label": 0.5}\n', "t.jsonl", "regression is not supported"),
-        ('{"text": "a", "label": null}\n', "t.jsonl", "must be text or a whole number, not None"),
+        ('{"text": "a", "label": NaN}\n', "t.jsonl", "line 1: the label must be text or a number, not nan"),
+        ('{"text": "a", "label": null}\n', "t.jsonl", "must be text or a number, not None"),
         (
             '{"text": "a", "label": 1}\n{"text": "b", "label": "x"}\n',
             "t.jsonl",
@@ -121,19 +169,19 @@ def test_columns_of_the_training_file_are_read_from_another(write):
 )
 def test_mistakes_name_their_place(write, content, name, message):
     with pytest.raises(UserError, match=message):
-        texts.read(write(content, name), "--train_file")
+        texts.open_file(write(content, name), "--train_file")
 
 
 def test_missing_file_names_the_flag(tmp_path):
     with pytest.raises(UserError, match=r"--validation_file .*none.csv: cannot be read"):
-        texts.read(str(tmp_path / "none.csv"), "--validation_file")
+        texts.open_file(str(tmp_path / "none.csv"), "--validation_file")
 
 
 @pytest.mark.parametrize("max_seq_length", [64, 12])
 @pytest.mark.parametrize("pairs", [False, True])
 def test_tokens_are_those_of_run_glue(write, tokenizer, pairs, max_seq_length):
     rows = ROWS if pairs else [{"sentence": row["sentence1"], "label": row["label"]} for row in ROWS]
-    source = texts.read(write(lines(*rows)), "--train_file")
+    source = texts.open_file(write(lines(*rows)), "--train_file")
     table = tokenized(source, tokenizer, max_seq_length)
     arguments = (source.first, source.second) if pairs else (source.first,)
     limit = {"max_length": max_seq_length, "truncation": True}

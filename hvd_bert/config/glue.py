@@ -1,0 +1,31 @@
+"""The tasks of GLUE (`--task_name`): their columns, validation sets and metrics, as in run_glue."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+DATASET = "glue"  # its name on the hub
+_PAIR = ("sentence1", "sentence2")
+
+
+@dataclass(frozen=True)
+class GlueTask:
+    """`texts`: columns. `metrics`: GLUE's for this task. `validation`: splits -> the ending of their metrics' names."""
+
+    texts: tuple[str, ...]
+    metrics: tuple[str, ...] = ("accuracy",)
+    validation: Mapping[str, str] = field(default_factory=lambda: {"validation": ""})
+
+
+GLUE = {
+    "cola": GlueTask(("sentence",), ("matthews_correlation",)),
+    "mnli": GlueTask(("premise", "hypothesis"), validation={"validation_matched": "", "validation_mismatched": "_mm"}),
+    "mrpc": GlueTask(_PAIR, ("accuracy", "f1")),
+    "qnli": GlueTask(("question", "sentence")),
+    "qqp": GlueTask(("question1", "question2"), ("accuracy", "f1")),
+    "rte": GlueTask(_PAIR),
+    "sst2": GlueTask(("sentence",)),
+    "stsb": GlueTask(_PAIR, ("pearson", "spearmanr")),
+    "wnli": GlueTask(_PAIR),
+}
