@@ -1,8 +1,8 @@
 """Measures where a training's memory goes, and what --gradient_checkpointing saves and costs.
 
     python benchmarks/memory.py parts
-    python benchmarks/memory.py resident --batch 2 6 --pairs 2
-    python benchmarks/memory.py cost --batch 2 --pairs 4
+    python benchmarks/memory.py resident --batch 2 6 --pairs 5
+    python benchmarks/memory.py cost --batch 2 --pairs 5
 
 `parts` prints for BERT-base and BERT-large the memory of weights, gradients and AdamW's moments, and the memory per
 token of the activations that the forward pass keeps for the backward pass: the tensors that autograd saves for three
@@ -10,8 +10,8 @@ windows of random tokens, less those for one.
 
 The others compare BERT-large without and with the flag, by turns and in reverse order in every second pair.
 `resident` trains in one process each, with `python -m hvd_bert.bench`, and prints the peak of resident memory, less
-that before the model was created (medians). `cost` prints the CPU time of forward and backward passes in one process:
-median and range.
+that before the model was created: median and range. `cost` prints the CPU time and the wall time of steps (forward
+and backward pass and AdamW) in one process: median and range.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 WINDOWS = (1, 3)  # of the two passes of `parts`
 CASES = (("fp32", False), ("bf16", False), ("fp32", True), ("bf16", True))
 FLAG = "--gradient_checkpointing"
+CLOCKS = {"CPU": time.process_time, "wall": time.perf_counter}
 GIB = 2**30
 
 
@@ -104,34 +106,40 @@ def resident(batches: list[int], pairs: int) -> None:
                 gib[recompute].append(json.loads(out.read_text(encoding="utf-8"))["memory_bytes"][0] / GIB)
                 print(f"batch {batch}, {FLAG} {recompute}: {gib[recompute][-1]:.2f} GiB", file=sys.stderr, flush=True)
                 out.unlink()
-            without, used = (statistics.median(gib[recompute]) for recompute in (False, True))
-            rows.append([str(batch), f"{without:.1f}", f"{used:.1f}", f"{used / without:.2f}"])
+            ratio = statistics.median(gib[True]) / statistics.median(gib[False])
+            rows.append([str(batch), *(spread(gib[recompute], 2) for recompute in (False, True)), f"{ratio:.2f}"])
     print(markdown_table(["windows per pass", "GiB without", "GiB with", "ratio"], rows))
 
 
 def cost(batches: list[int], pairs: int, length: int) -> None:
-    """Print the table of CPU times: those of other programs on a busy machine do not count."""
+    """Print the table of a step's times. On a busy machine, the CPU times are those to compare."""
     torch.manual_seed(0)
     config, rows = BertConfig(**SHAPES["BERT-large"]), []
     model = new_model(config, dropout=None, seed=0).train()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for batch in batches:
         windows = random_windows(np.full(batch, length, dtype=np.int32), config.vocab_size, seed=0)
         inputs = Collator(windows, torch.device("cpu"))(np.arange(batch))
-        seconds: dict[bool, list[float]] = {False: [], True: []}
+        seconds: dict[tuple[str, bool], list[float]] = defaultdict(list)
         for number, recompute in enumerate([True, *runs(pairs)]):
             if recompute:
                 recompute_layers(model)
             else:
                 model.activation_checkpointing_disable()
-            model.zero_grad()
-            start = time.process_time()
+            starts = {kind: clock() for kind, clock in CLOCKS.items()}
+            optimizer.zero_grad()
             window_losses(model, inputs).mean().backward()
+            optimizer.step()
             if number:  # the first is warm-up
-                seconds[recompute].append(time.process_time() - start)
-                print(f"batch {batch}, {FLAG} {recompute}: {seconds[recompute][-1]:.2f} s", file=sys.stderr, flush=True)
-        ratios = [used / without for without, used in zip(seconds[False], seconds[True], strict=True)]
-        rows.append([str(batch), *(spread(seconds[recompute]) for recompute in (False, True)), spread(ratios, 2)])
-    print(markdown_table(["windows per pass", "CPU s without", "CPU s with", "ratio of a pair"], rows))
+                for kind, clock in CLOCKS.items():
+                    taken = clock() - starts[kind]
+                    seconds[kind, recompute].append(taken)
+                    print(f"batch {batch}, {FLAG} {recompute}: {taken:.2f} s {kind}", file=sys.stderr, flush=True)
+        for kind in CLOCKS:
+            without, used = seconds[kind, False], seconds[kind, True]
+            ratios = [two / one for one, two in zip(without, used, strict=True)]
+            rows.append([str(batch), kind, spread(without), spread(used), spread(ratios, 2)])
+    print(markdown_table(["windows per step", "time", "s without", "s with", "ratio of a pair"], rows))
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
 
 from hvd_bert.model.families import family_of, model_class
 
@@ -33,6 +34,8 @@ INTRODUCTION = """\
 Tests compare each family that is not refused with transformers: logits to 1e-5 and gradients to 1e-4 of their size.
 The special tokens and token types are those of the model's own tokenizer. A BERT always gets token types, unless its
 tokenizer's layout has none. `--torch_compile` needs layers that are built as BERT's; otherwise it is refused.
+
+`--task text-classification` packs the same families. It is refused if transformers has no classification head.
 """
 
 
@@ -45,6 +48,7 @@ def page() -> str:
         positions = "pad_token_id + 1" if family.positions_after_padding else "0"
         checkpointing = model_class(config).supports_gradient_checkpointing
         without = [*family.unsupported, *([] if checkpointing else ["--gradient_checkpointing"])]
+        without += [] if type(config) in CLASSES else ["--task text-classification"]
         flags = ", ".join(f"`{flag}`" for flag in without) or "none"
         kind = "Refused" if family.refused else "Packed" if family.packed else "Padded"
         rows[kind].append(f"| `{name}` | {family.refused or f'{positions} | {flags}'} |")

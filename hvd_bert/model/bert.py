@@ -23,7 +23,7 @@ from hvd_bert.model.cpu import linear
 from hvd_bert.model.cpu.dropout import Dropout
 from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.flops import try_once
-from hvd_bert.model.loading import lacks_model_type, load, load_config, reported
+from hvd_bert.model.loading import lacks_model_type, load, load_config, load_encoder, reported
 
 # For speed, vocabularies are padded: by fewer tokens than this, or than this share if they are large. A larger surplus
 # means another vocabulary.
@@ -68,29 +68,14 @@ def load_model(
     if args.model_name_or_path is None:
         with reported(source):
             return _tried(new_model(config, args.dropout, seed, padded, token_types))
+    config.num_labels = 2  # start and end, whatever head the checkpoint has
     configure(config, args.dropout, padded)
     torch.manual_seed(seed)
-    model, info = load(
-        families.model_class(config),
-        args.model_name_or_path,
-        args,
-        config=config,
-        dtype=torch.float32,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # refused below with a better message
-    )
-    lost = {name for name in info["missing_keys"] if name.startswith(f"{model.base_model_prefix}.")}
-    lost |= {name for name, *_ in info["mismatched_keys"]}
-    if lost:
-        names = ", ".join(sorted(lost)[:3])
+    model, new = load_encoder(families.model_class(config), args, config)
+    if needs_head and new:
         raise UserError(
-            f"{args.model_name_or_path} lacks weights that its configuration needs ({names}, ...). Name another model."
-        )
-    if needs_head and info["missing_keys"]:
-        missing = ", ".join(sorted(info["missing_keys"])[:3])
-        raise UserError(
-            f"{args.model_name_or_path} has no span head ({missing}), so its answers would be random. Train it first,"
-            " or name a model that is fine-tuned for question answering."
+            f"{args.model_name_or_path} has no span head ({', '.join(new[:3])}), so its answers would be random. Train"
+            " it first, or name a model that is fine-tuned for question answering."
         )
     with reported(source):
         return _tried(_prepared(model, token_types))
@@ -109,6 +94,7 @@ def new_model(
 
     `token_types`: whether it gets token types; None: if it has them for question and context.
     """
+    config.num_labels = 2  # start and end
     configure(config, dropout, padded)
     torch.manual_seed(seed)
     model = families.model_class(config)(config)
@@ -119,7 +105,6 @@ def configure(config: Any, dropout: float | None, padded: bool) -> None:
     if dropout is not None:
         for name in _dropout_settings(config):
             setattr(config, name, dropout)
-    config.num_labels = 2  # start and end, whatever head the checkpoint has
     attention.register()
     linear.keep_no_kernels()
     packed = families.family_of(config).packed
@@ -156,7 +141,7 @@ def _prepared(model: Any, token_types: bool) -> Any:
     pooler = getattr(model.base_model, "pooler", None)
     if pooler is not None:  # SqueezeBERT's: it gets no gradient
         pooler.requires_grad_(False)
-    families.adapt(model, token_types)
+    families.adapt(model, token_types, families.family_of(model.config))
     return with_own_layers(model)
 
 
@@ -205,25 +190,31 @@ def span_losses(starts: torch.Tensor, ends: torch.Tensor, batch: Batch) -> torch
 
 def span_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Start and end logits of the B windows, float32 [B, T]; T: tokens of the longest; -inf after a window's end."""
-    tokens = {
-        "input_ids": batch.input_ids,
-        "token_type_ids": batch.token_type_ids,
-        "position_ids": batch.position_ids,
-    }
+    output = model(**model_inputs(batch))
     if batch.attention_mask is not None:
-        output = model(**tokens, attention_mask=batch.attention_mask)
         padding, longest = ~batch.attention_mask, max(batch.lengths)
         starts, ends = (
             logits.float().masked_fill(padding, float("-inf"))[:, :longest]
             for logits in (output.start_logits, output.end_logits)
         )
     else:
-        output = model(**tokens, window_lengths=batch.lengths, cu_seqlens=batch.cu_seqlens)
         starts, ends = (
             pad_sequence(logits[0].float().split(batch.lengths), batch_first=True, padding_value=float("-inf"))
             for logits in (output.start_logits, output.end_logits)
         )
     return starts, ends
+
+
+def model_inputs(batch: Batch) -> dict[str, Any]:
+    """A batch as arguments of the model's forward pass, packed or padded."""
+    inputs: dict[str, Any] = {
+        "input_ids": batch.input_ids,
+        "token_type_ids": batch.token_type_ids,
+        "position_ids": batch.position_ids,
+    }
+    if batch.attention_mask is not None:
+        return inputs | {"attention_mask": batch.attention_mask}
+    return inputs | {"window_lengths": batch.lengths, "cu_seqlens": batch.cu_seqlens}
 
 
 def check_fit(config: Any, model_name: str, tokenizer: Any, tokenizer_name: str, max_seq_length: int) -> None:

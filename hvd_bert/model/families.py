@@ -149,13 +149,11 @@ def pad_if_needed(data: DataArguments, config: Any, packed: bool, unit: str = "w
         log.info("%s models take no packed %s: they are padded to the longest of the batch.", config.model_type, unit)
 
 
-def adapt(model: nn.Module, token_types: bool) -> None:
-    """Let `model` take this trainer's batches, packed or padded, whatever the inputs of its family.
+def adapt(model: nn.Module, token_types: bool, family: Family) -> None:
+    """Let `model` take this trainer's batches, packed or padded, whatever the inputs of its `family`.
 
     `token_types`: whether the model gets token types. A model that takes BERT's inputs stays as it is.
     """
-    config: Any = model.config
-    family = family_of(config)
     if family == _PACKED and token_types:
         return
     if family.prepare:

@@ -149,6 +149,33 @@ def load(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:
             raise
 
 
+def load_encoder(kind: Any, args: ModelArguments, config: Any, other_head: bool = False) -> tuple[Any, list[str]]:
+    """The model in --model_name_or_path, in fp32, and the names of its new weights: those of the head and the pooler.
+
+    `other_head`: replace a saved head of another size. Raises UserError if the encoder's weights are not all there.
+    """
+    model, info = load(
+        kind,
+        str(args.model_name_or_path),
+        args,
+        config=config,
+        dtype=torch.float32,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # refused below with a better message
+    )
+    resized = {name for name, *_ in info["mismatched_keys"]}
+    new = resized | info["missing_keys"]
+    # Not every pretrained model has a pooler.
+    lost = {name for name in new if name.startswith(f"{model.base_model_prefix}.") and ".pooler." not in name}
+    lost |= set() if other_head else resized
+    if lost:
+        names = ", ".join(sorted(lost)[:3])
+        raise UserError(
+            f"{args.model_name_or_path} lacks weights that its configuration needs ({names}, ...). Name another model."
+        )
+    return model, sorted(new)
+
+
 def _load(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:
     path = Path(name)
     if path.exists():

@@ -22,9 +22,9 @@ from hvd_bert.data.windows import WindowTable
 from hvd_bert.distributed.world import log
 from hvd_bert.errors import UserError
 from hvd_bert.evaluation import classification, regression
-from hvd_bert.model.bert import compile_layers, load_tokenizer, takes_token_types
-from hvd_bert.model.classifier import class_logits, load_classifier, packs
-from hvd_bert.model.families import check_flags, pad_if_needed
+from hvd_bert.model.bert import compile_layers, load_tokenizer
+from hvd_bert.model.classifier import class_logits, load_classifier
+from hvd_bert.model.families import check_flags, family_of, pad_if_needed
 from hvd_bert.model.flops import forward_flops
 from hvd_bert.model.loading import load_config
 from hvd_bert.tasks.dataset import DatasetTask, Examples
@@ -57,7 +57,7 @@ class TextClassification(DatasetTask):
         self.tokenizer = load_tokenizer(config.model)
         shape: Any = load_config(config.model.configuration, config.model, weight_copies(config, world))
         check_flags(config, shape)
-        pad_if_needed(data, shape, packs(shape), self.unit)
+        pad_if_needed(data, shape, family_of(shape).packed, self.unit)
         self.model = load_classifier(
             config.model,
             shape,
@@ -73,7 +73,6 @@ class TextClassification(DatasetTask):
             self.names = known
         self.regression = shape.problem_type == "regression"
         self.metrics = metrics_of(self.regression, data.task_name)
-        self.token_types = takes_token_types(shape, config.model.configuration, self.tokenizer)
         self._forward = forward_flops(self.model)
         self.crossover = self._forward.crossover
         self.train = self._examples(train.head(data.max_train_samples), config) if train else None
@@ -118,7 +117,7 @@ class TextClassification(DatasetTask):
 
     def forward(self, model: nn.Module, batch: Labelled) -> tuple[Tensor, Tensor]:
         packed, targets = batch
-        logits = class_logits(model, packed, self.token_types)
+        logits = class_logits(model, packed)
         if self.regression:
             values = logits[:, 0]
             return mse_loss(values, targets, reduction="none"), values

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from test_world import make_world
-from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, ElectraConfig
+from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, DebertaV2Config, ElectraConfig
 
 from hvd_bert.checkpoint import run_folder
 from hvd_bert.config.command_line import parse
@@ -134,27 +134,29 @@ def test_labels_are_those_of_all_rows(make_task):
     assert task.names == ["maybe", "no", "yes"] and (len(task.train), len(task.dev)) == (2, 5)
 
 
-@pytest.mark.parametrize(
-    ("family", "message"),
-    [
-        ("mobilebert", "a mobilebert model: its embeddings mix neighboring tokens, so its results would depend on"),
-        ("splinter", "a splinter model: transformers has no classification head for it"),
-    ],
-)
-def test_refused_families(make_task, tmp_path, tokenizer, family, message):
-    AutoConfig.for_model(family, vocab_size=len(tokenizer)).save_pretrained(tmp_path / "refused")
-    with pytest.raises(UserError, match=f"refused is {message}"):
+def test_family_without_a_classification_head_is_refused(make_task, tmp_path, tokenizer):
+    AutoConfig.for_model("splinter", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "refused")
+    with pytest.raises(UserError, match="refused is a splinter model: transformers has no classification head for it"):
         make_task("--tokenizer_name", str(tmp_path / "model"), config=tmp_path / "refused")
 
 
-def test_padding_of_other_families_is_recorded(make_task, tmp_path, tokenizer):
+@pytest.mark.parametrize(("kind", "packed"), [(ElectraConfig, True), (DebertaV2Config, False)])
+def test_families_that_cannot_be_packed_are_padded(make_task, tmp_path, tokenizer, kind, packed):
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    ElectraConfig(vocab_size=len(tokenizer), embedding_size=8, **shape).save_pretrained(tmp_path / "electra")
-    task = make_task("--tokenizer_name", str(tmp_path / "model"), config=tmp_path / "electra")
-    assert task.config.data.padding == "longest"
-    assert not task.token_types, "as in run_glue: this tokenizer gives none (model_input_names)"
+    kind(vocab_size=len(tokenizer), **shape).save_pretrained(tmp_path / "other")
+    task = make_task("--tokenizer_name", str(tmp_path / "model"), config=tmp_path / "other")
+    assert task.config.data.padding == ("none" if packed else "longest")
+    assert not task.model.takes_token_types, "as in run_glue: this tokenizer gives none (model_input_names)"
     batch = task.batch(np.arange(12))
-    assert batch.num_positions == 12 * max(batch.content[0].lengths) > batch.num_tokens
+    padded = 12 * max(batch.content[0].lengths)
+    assert batch.num_positions == (batch.num_tokens if packed else padded) and padded > batch.num_tokens
+
+
+def test_damaged_configuration_is_one_message(make_task, tmp_path, tokenizer):
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    ElectraConfig(vocab_size=len(tokenizer), type_vocab_size=0, **shape).save_pretrained(tmp_path / "damaged")
+    with pytest.raises(UserError, match=r"damaged' cannot be loaded \("):
+        make_task("--tokenizer_name", str(tmp_path / "model"), config=tmp_path / "damaged")
 
 
 def test_wrong_uses(make_task, tmp_path):
