@@ -25,7 +25,8 @@ REPEATED = ("--seed",)
 IN_STEPS = ("--num_train_epochs", "--max_steps")
 OF_THE_STRATEGY = ("--fp16_allreduce", "--gradient_predivide_factor")
 LARGEST = 1e300
-# Parts of the names of weights that are used first: embeddings, and ALBERT's layers, which share their weights.
+# For runs of older versions, which did not record the number of weights whose gradients come last: parts of the names
+# of embeddings, and of ALBERT's layers, which share their weights.
 LATE = ("embed", "emb_ln", "albert_layer_groups")
 PHASES = ("data", "compute", "exposed_comm", "optimizer", "checkpoint", "other")
 
@@ -122,6 +123,8 @@ def read(folder: Path) -> Run:
     variant |= {"--zero_stage": str(settings.get("zero_stage"))} if strategy == "deepspeed" else {}
     places = results.values.get("ranks") or [{}]
     parameters, late = _parameters(folder, work)
+    if "late_parameters" in results.values:
+        late = results.count("late_parameters", minimum=0)
     return Run(
         name=str(folder),
         strategy=strategy,

@@ -26,7 +26,8 @@ class Run:
     `devices`: GPUs, or ranks on CPUs. `work`: settings, model and data; equal if two runs did the same work.
     `variant`: settings of the strategy. `real_s`, `user_s`, `system_s`: of the whole process, medians over the ranks.
     `memory_bytes`: the maximum over the ranks. `scores`: of the last evaluation. `unit`: what a step takes, such as
-    windows. `passes`: micro-batches per step. `parameters`: of the model; `late_parameters`: those of `reading.LATE`.
+    windows. `passes`: micro-batches per step. `parameters`: of the model; `late_parameters`: those whose
+    gradients are ready only at the end of the backward pass.
     """
 
     name: str

@@ -42,6 +42,8 @@ class Task(ABC):
         tokenizer: Saved with the model; None without one.
         plan: Which training windows each step and rank takes; None without training.
         evaluates: Whether there is data to evaluate on.
+        late_weights: How many weights have gradients that are ready only at the end of the backward pass, for the
+            report's projection; None: unknown.
     """
 
     unit: ClassVar[str] = "windows"
@@ -50,6 +52,7 @@ class Task(ABC):
     tokenizer: Any = None
     plan: BatchPlan | None = None
     evaluates: bool = False
+    late_weights: int | None = None
 
     @abstractmethod
     def __init__(self, config: Config, world: World) -> None: ...

@@ -21,6 +21,7 @@ from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.evaluation.samples import sample_answers
 from hvd_bert.model.bert import compile_layers, window_losses
 from hvd_bert.model.flops import forward_flops
+from hvd_bert.model.late import late_weights
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import replacing
 from hvd_bert.tasks.base import EvaluationResult, Task
@@ -38,6 +39,7 @@ class QuestionAnswering(Task):
         self.inputs = inputs or load_inputs(config, world)
         self.model, self.tokenizer = self.inputs.model, self.inputs.tokenizer
         self._forward = forward_flops(self.inputs.model)
+        self.late_weights = late_weights(self.inputs.model)
         self.evaluates = self.inputs.dev is not None
         if self.inputs.train:
             self.plan = self.inputs.train.plan

@@ -26,6 +26,7 @@ from hvd_bert.model.bert import compile_layers, load_tokenizer
 from hvd_bert.model.classifier import class_logits, load_classifier
 from hvd_bert.model.families import check_flags, family_of, pad_if_needed
 from hvd_bert.model.flops import forward_flops
+from hvd_bert.model.late import late_weights
 from hvd_bert.model.loading import load_config
 from hvd_bert.tasks.dataset import DatasetTask, Examples
 from hvd_bert.tasks.text_sources import joined, open_texts
@@ -74,6 +75,7 @@ class TextClassification(DatasetTask):
         self.regression = shape.problem_type == "regression"
         self.metrics = metrics_of(self.regression, data.task_name)
         self._forward = forward_flops(self.model)
+        self.late_weights = late_weights(self.model)
         self.crossover = self._forward.crossover
         self.train = self._examples(train.head(data.max_train_samples), config) if train else None
         parts = {ending: source.head(data.max_eval_samples) for ending, source in dev.items()}
