@@ -34,7 +34,9 @@ INTRODUCTION = """\
 Tests compare each family that is not refused with transformers: logits to 1e-5 and gradients to 1e-4 of their size.
 Windows equal run_qa's, which is tested with each kind of fast tokenizer: BERT's, RoBERTa's, ALBERT's, CamemBERT's,
 XLM-RoBERTa's, DeBERTa's (v1, v2), DistilBERT's, ELECTRA's, ModernBERT's, MPNet's and Splinter's. A tokenizer that pads
-on the left is refused. The special tokens and token types are those of the model's own tokenizer. A BERT always gets token types, unless its
+on the left is refused.
+
+The special tokens and token types are those of the model's own tokenizer. A BERT always gets token types, unless its
 tokenizer's layout has none. `--torch_compile` needs layers that are built as BERT's; otherwise it is refused.
 
 `--task text-classification` packs the same families. It is refused if transformers has no classification head.

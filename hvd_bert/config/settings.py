@@ -56,6 +56,9 @@ class Config:
         require(not without_horovod, only_horovod)
         fp16_on_zero = self.parallel.strategy == "deepspeed" and self.train.fp16
         require(not fp16_on_zero, "--fp16 is not supported with --strategy deepspeed. Use --bf16.")
+        for name in ("torch_compile", "gradient_checkpointing"):
+            given = strategy == "dp" and getattr(self.train, name)
+            require(not given, f"--{name} is not supported with --strategy dp, which copies the layers. Use ddp.")
         ordered = self.train.deterministic and self.parallel.num_groups > 1
         require(not ordered, "--num_groups: --deterministic sends all gradients as one group. Leave one of them out.")
 

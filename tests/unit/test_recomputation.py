@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partialmethod
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from hvd_bert.bench import measure
 from hvd_bert.bench.flags import parse
 from hvd_bert.bench.workload import random_task
+from hvd_bert.config.command_line import parse as parse_settings
 from hvd_bert.errors import UserError
 from hvd_bert.model.recomputation import recompute_layers
 from hvd_bert.train.loop import Training
@@ -62,6 +64,24 @@ def test_training_is_the_same_to_the_bit_with_less_memory(tmp_path, flags):
     assert losses == other_losses and losses[0] != losses[1]
     assert all(torch.equal(state[name], other_state[name]) for name in state)
     assert other_kept < 0.4 * kept
+
+
+def test_compiled_layers(tmp_path, monkeypatch):
+    """--torch_compile computes the same except for rounding, and recomputation saves as much with it."""
+    compile_in_full = nn.Module.compile  # the compiler's last stage takes most of its time, and sees no checkpointing
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(compile_in_full, backend="aot_eager"))
+    losses, state, kept = trained(tmp_path, "--dropout", "0")
+    compiled = trained(tmp_path, "--dropout", "0", "--torch_compile", "--gradient_checkpointing")
+    assert compiled[0] == pytest.approx(losses, abs=1e-5)
+    assert all(torch.allclose(compiled[1][name], state[name], atol=1e-4) for name in state)
+    assert compiled[2] < 0.4 * kept
+
+
+@pytest.mark.parametrize("flag", ["--torch_compile", "--gradient_checkpointing"])
+def test_dp_copies_layers_and_is_refused(flag):
+    parse_settings([flag, "--strategy", "ddp"])
+    with pytest.raises(UserError, match=f"{flag} is not supported with --strategy dp, which copies the layers. Use"):
+        parse_settings([flag, "--strategy", "dp"])
 
 
 def test_model_without_checkpointing_is_refused():
