@@ -72,7 +72,8 @@ def _replaces(config: Config, name: str) -> bool:
     """Whether the run may replace or remove a file of this name in its folder."""
     if config.train.do_train:
         return name in RUN_FILES.keys() - {card.NAME} or files.is_checkpoint(name)  # a user's own card stays
-    return name in (*fnmatch.filter(RUN_FILES, "eval*"), "metrics.jsonl", "events.jsonl", "tb")
+    records = ("metrics.jsonl", "events.jsonl", "tb", "wandb", "tracking.json")
+    return name in (*fnmatch.filter(RUN_FILES, "eval*"), *records)
 
 
 def _entries(folder: Path) -> list[str]:

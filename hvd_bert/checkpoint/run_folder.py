@@ -45,6 +45,8 @@ RUN_FILES = {
     "skipped_examples.jsonl": "the questions with mistakes in the data (--bad_examples skip)",
     "eval_skipped_examples.jsonl": "the same of a run that only evaluated",
     "tb": "metrics for TensorBoard (tensorboard --logdir)",
+    "wandb": "metrics of --report_to wandb",
+    "tracking.json": "the run's ids at wandb and MLflow, where a resumed run continues",
     "checkpoint-*": "the model at a step, and all state needed to resume",
     "latest": "the name of the newest checkpoint",
     "train_config.yaml": "all settings of this run; --config reads it",

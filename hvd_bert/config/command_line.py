@@ -29,7 +29,6 @@ _FLAG_OF = {spelling: name for name, flag in FLAGS.items() for spelling in flag.
 
 # run_qa's flags that have no field here -> what to do instead.
 RUN_QA_FLAGS_NOT_HERE = {
-    "report_to": ": metrics.jsonl and TensorBoard are always written.",
     "evaluation_strategy": ": use --eval_strategy.",
     "do_predict": ": use `python -m hvd_bert.predict`.",
     "test_file": ": use --validation_file.",

@@ -19,6 +19,13 @@ SCHEDULES = [
     "inverse_sqrt",
 ]
 
+# --report_to: the name of a package -> the class that writes for it.
+REPORTERS = {
+    "tensorboard": "hvd_bert.training.reporters.tensorboard:TensorBoard",
+    "wandb": "hvd_bert.training.reporters.wandb:Wandb",
+    "mlflow": "hvd_bert.training.reporters.mlflow:Mlflow",
+}
+
 
 @dataclass
 class TrainArguments:
@@ -121,6 +128,14 @@ class TrainArguments:
         "Steps between two lines of metrics.jsonl; the first and the last step are always logged.",
         may_change_on_resume=True,
     )
+    report_to: str = flag(
+        "output",
+        "tensorboard",
+        "Where metrics, settings and sample answers go besides the output files: tensorboard, wandb, mlflow, several"
+        " of them with commas, or none.",
+        metavar="NAME,...",
+        may_change_on_resume=True,
+    )
     log_format: str | None = flag(
         "output",
         None,
@@ -188,6 +203,9 @@ class TrainArguments:
             require(value >= 0, f"--{name} {value}: must not be negative.")
         for name in ("adam_beta1", "adam_beta2", "warmup_ratio"):
             require(0 <= getattr(self, name) < 1, f"--{name} {getattr(self, name)}: must be in [0, 1).")
+        unknown = [name for name in self.reporters if name not in REPORTERS]
+        known = f"must be none, or names of {', '.join(REPORTERS)} with commas between them"
+        require(not unknown, f"--report_to {self.report_to}: {known}.")
         batch = self.global_batch
         require(batch >= 1 or batch == -1, f"--global_batch {batch}: must be at least 1, or -1 to leave it out.")
         require(self.seed < 2**32, f"--seed {self.seed}: must be below 2^32.")
@@ -219,6 +237,11 @@ class TrainArguments:
         """output_dir as a path, once it is chosen."""
         assert self.output_dir is not None
         return Path(self.output_dir)
+
+    @property
+    def reporters(self) -> list[str]:
+        """The names in report_to, each once."""
+        return [] if self.report_to == "none" else list(dict.fromkeys(self.report_to.split(",")))
 
     @property
     def precision(self) -> str:

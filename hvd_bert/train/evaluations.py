@@ -29,4 +29,5 @@ class Evaluations:
 
     def record(self, evaluation: EvaluationResult, metrics_logger: MetricsLogger, step: int) -> None:
         """Record and show the last evaluation, which is of the model of step `step`."""
-        metrics_logger.evaluated(evaluation.metrics | {"eval_s": self._last_s}, evaluation.summary, step)
+        metrics = evaluation.metrics | {"eval_s": self._last_s}
+        metrics_logger.evaluated(metrics, evaluation.summary, step, evaluation.files.get("eval_samples.json", ()))

@@ -33,6 +33,7 @@ from hvd_bert.train.evaluations import Evaluations
 from hvd_bert.training.breakdown import Breakdown, check_finite, describe_steps
 from hvd_bert.training.metrics_log import MetricsLogger
 from hvd_bert.training.optim import large_batch_note
+from hvd_bert.training.reporters import table as reporters
 from hvd_bert.training.state import Best, TrainState
 
 
@@ -47,6 +48,7 @@ def run(config: Config, world: World) -> None:
     resume_point = None
     with world.raise_on_all_ranks():
         if world.rank == 0:
+            reporters.check(config.train.reporters)
             output_dir.check(config)
             resume_point = resume.find(config)
         task = load_task(config, world)
@@ -66,13 +68,16 @@ def run(config: Config, world: World) -> None:
     folder = config.train.folder
     resumed_step = resume_point.step if resume_point else None
     with run_folder.writing(folder, world, EXIT_BAD_INPUT) as writes:
-        metrics_logger = MetricsLogger(folder, writes, resumed_step, task.unit)
+        started = reporters.start(config.train.reporters, folder) if writes else []
+        metrics_logger = MetricsLogger(folder, writes, started, task.unit)
         data = task.describe_data(folder) if writes else {}
         facts = run_folder.of_task(task) | run_folder.facts(config, world)
         if writes:
             written.add(folder, events.NAME)
-        events.begin(folder, writes, facts | (training.effective if training else {}))
+        effective = training.effective if training else {}
+        events.begin(folder, writes, facts | effective)
     with closing(metrics_logger):
+        metrics_logger.started(config.as_flat() | effective, resumed_step)
         results: dict[str, Any] = {}
         model_step, recorded = 0, False
         if training:
@@ -101,6 +106,7 @@ def run(config: Config, world: World) -> None:
                 results |= data | {"work": resume.identity(config, task)}
                 card.write(folder, config.as_flat(), results, evaluation.metrics if evaluation else {})
                 run_folder.write_results(folder, results)
+        metrics_logger.finished = True
     if results.get("breakdown"):
         log.info("%s", "\n".join(describe_steps(results)))
     log.info("%s", run_folder.describe(folder))

@@ -1,22 +1,20 @@
-"""Metrics and progress of a run, from rank 0: metrics.jsonl, TensorBoard, terminal."""
+"""Metrics and progress of a run, from rank 0: metrics.jsonl, the reporters of --report_to, terminal."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter  # torch's SummaryWriter is slow to import
 from tqdm import tqdm
 
 from hvd_bert.distributed.logs import log
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import JsonLines
+from hvd_bert.training.reporters.base import Background, Samples
 
 # Minimum time between progress lines without a terminal (a job's log file, a launcher's pipe).
 LINE_EVERY_S = 10.0
@@ -25,23 +23,28 @@ LINE_EVERY_S = 10.0
 class MetricsLogger:
     """Records metrics and shows progress. On ranks other than 0 (`enabled` false) every method does nothing."""
 
-    def __init__(self, folder: Path, enabled: bool, resumed_step: int | None = None, unit: str = "windows") -> None:
-        """`resumed_step`: TensorBoard discards values of later steps. `unit`: what a step takes, for messages.
+    def __init__(
+        self, folder: Path, enabled: bool, reporters: Sequence[Background] = (), unit: str = "windows"
+    ) -> None:
+        """`reporters`: get the same values; closed by `close`. `unit`: what a step takes, for messages.
 
         Raises OSError if a file cannot be written.
         """
-        self.enabled, self.unit = enabled, unit
+        self.enabled, self.reporters, self.unit = enabled, reporters, unit
         self.step = self.first_step = self.total_steps = 0
         self.steps_per_epoch = 1
+        self.finished = False
         if not enabled:
             return
-        written.add(folder, "metrics.jsonl", "tb")
+        written.add(folder, "metrics.jsonl")
         self.jsonl = JsonLines(folder / "metrics.jsonl")
-        self.board: Any = EventFileWriter(str(folder / "tb"))
-        self._board_failed = False
-        if resumed_step is not None:
-            self._add_event(resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
         self.bar = tqdm(disable=True)
+
+    def started(self, settings: Mapping[str, Any], resumed_step: int | None) -> None:
+        """The run starts with these settings, or resumes from the checkpoint of step `resumed_step`."""
+        if resumed_step is not None:
+            self._report("resumed", resumed_step)
+        self._report("settings", {name: value for name, value in settings.items() if value is not None})
 
     def begin(self, total_steps: int, step: int, steps_per_epoch: int) -> None:
         """Training starts. `step`: how many of the `total_steps` steps are done, if it resumes."""
@@ -60,12 +63,14 @@ class MetricsLogger:
             self._record(step, metrics)
             self._show_progress(metrics)
 
-    def evaluated(self, metrics: dict[str, float], summary: str, step: int) -> None:
-        """Record an evaluation of the model of step `step`, and show its `summary`."""
+    def evaluated(self, metrics: dict[str, float], summary: str, step: int, samples: Samples = ()) -> None:
+        """Record an evaluation of the model of step `step` with sample answers, and show its `summary`."""
         if not self.enabled:
             return
         named = {name if name.startswith("eval_") else f"eval_{name}": value for name, value in metrics.items()}
         self._record(step, {"epoch": step / self.steps_per_epoch, **named})
+        if samples:
+            self._report("samples", step, samples)
         after = f"step {step}/{self.total_steps}: " if step else ""
         log.info(f"{after}{summary}")
 
@@ -73,18 +78,11 @@ class MetricsLogger:
         # An overflow (fp16) may leave an infinite norm, which JSON cannot hold.
         row = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self.jsonl.write({"step": step, **row})
-        scalars = dict(_scalar(name, value) for name, value in values.items())
-        # One event for all values: add_scalar would write one per value and take that many times longer.
-        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()])
-        try:
-            self._add_event(step, summary=summary)
-        except OSError as error:  # of the library's thread, which has ended
-            if not self._board_failed:
-                log.warning("TensorBoard's file cannot be written: %s. Training continues.", error.strerror or error)
-            self._board_failed = True
+        self._report("scalars", step, dict(_scalar(name, value) for name, value in values.items()))
 
-    def _add_event(self, step: int, **content: Any) -> None:
-        self.board.add_event(Event(wall_time=time.time(), step=step, **content))
+    def _report(self, method: str, *arguments: Any) -> None:
+        for reporter in self.reporters:
+            reporter.call(method, *arguments)
 
     def _show_progress(self, metrics: dict[str, float]) -> None:
         shown = {
@@ -104,16 +102,16 @@ class MetricsLogger:
             log.info(f"step {self.step}/{self.total_steps} ({self.step / self.total_steps:.0%})  {values}  ETA {eta}")
 
     def close(self) -> None:
-        """Flush and close the files."""
+        """Flush and close the files. `finished` says whether the run has done all its work."""
         if self.enabled:
             self.bar.close()
-            with suppress(OSError):  # `_record` has warned
-                self.board.close()
             self.jsonl.close()
+        for reporter in self.reporters:
+            reporter.close(self.finished)
 
 
 def _scalar(name: str, value: float) -> tuple[str, float]:
-    """A metric's tag and value for TensorBoard, which groups tags by the word before the slash."""
+    """A metric's name and value for reporters, which group names by the word before the slash."""
     if name.endswith("_share"):
         return f"share/{name.removesuffix('_share')}", value
     if name.endswith("_s") and not name.endswith("_per_s"):

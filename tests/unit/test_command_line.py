@@ -386,7 +386,7 @@ def test_saved_settings_read_back_the_same(tmp_path, preset):
     assert parse(["--config", str(path)]) == settings
 
 
-@pytest.mark.parametrize("name", ["report_to", "save_strategy", "do_predict"])
+@pytest.mark.parametrize("name", ["evaluation_strategy", "save_strategy", "do_predict"])
 def test_run_qa_flag_without_a_counterpart_is_explained(name):
     with pytest.raises(UserError, match=rf"Unknown argument --{name}: "):
         parse([f"--{name}", "1"])

@@ -31,7 +31,7 @@ FOREIGN_FLAGS = {
     "run_qa and TrainingArguments": {
         *("--data_seed", "--dataloader_", "--ddp_", "--do_predict", "--evaluation_strategy", "--fsdp"),
         *("--full_determinism", "--greater_is_better", "--group_by_length", "--max_predict_samples", "--push_to_hub"),
-        *("--report_to", "--test_file", "--token", "--trust_remote_code"),
+        *("--test_file", "--token", "--trust_remote_code"),
     },
     "Slurm": {"--mem", "--no-requeue", "--partition"},
     "docker": {"--cap-add", "--ipc", "--shm-size"},

@@ -23,6 +23,8 @@ from hvd_bert.storage.writing import JsonLines
 from hvd_bert.train import loop
 from hvd_bert.training import metrics_log
 from hvd_bert.training.metrics_log import MetricsLogger
+from hvd_bert.training.reporters import tensorboard
+from hvd_bert.training.reporters.table import start
 
 FULL = Path("/dev/full")
 
@@ -35,7 +37,9 @@ def raising(number: int):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS], ids=errno.errorcode.get)
-@pytest.mark.parametrize(("module", "opener"), [(metrics_log, "JsonLines"), (loop, "GpuUsage")])
+@pytest.mark.parametrize(
+    ("module", "opener"), [(metrics_log, "JsonLines"), (tensorboard, "EventFileWriter"), (loop, "GpuUsage")]
+)
 def test_files_that_cannot_be_opened_end_the_run_before_training(base, tmp_path, monkeypatch, module, opener, number):  # noqa: F811
     monkeypatch.setattr(module, opener, raising(number))
     with pytest.raises(CollectiveError) as failed:
@@ -45,17 +49,18 @@ def test_files_that_cannot_be_opened_end_the_run_before_training(base, tmp_path,
 
 
 def test_metrics_that_cannot_be_written_are_one_warning(tmp_path, monkeypatch, caplog):
-    metrics_logger = MetricsLogger(tmp_path, enabled=True)
+    reporters = start(["tensorboard"], tmp_path)
+    metrics_logger = MetricsLogger(tmp_path, enabled=True, reporters=reporters)
     metrics_logger.jsonl.close()
     metrics_logger.jsonl = JsonLines(FULL)
     metrics_logger.begin(3, step=0, steps_per_epoch=3)
-    monkeypatch.setattr(metrics_logger.board, "add_event", raising(errno.ENOSPC))
+    monkeypatch.setattr(tensorboard.EventFileWriter, "add_event", raising(errno.ENOSPC))
     with caplog.at_level(logging.WARNING, "hvd_bert"):
         for step in (1, 2):
             metrics_logger.logged(step, metrics(step))
         metrics_logger.evaluated(SCORES, "f1 60", 2)
         metrics_logger.close()
-    assert caplog.messages == [
+    assert sorted(caplog.messages) == [
         "/dev/full cannot be written: No space left on device. Training continues.",
         "TensorBoard's file cannot be written: No space left on device. Training continues.",
     ]

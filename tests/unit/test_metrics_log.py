@@ -1,4 +1,4 @@
-"""metrics.jsonl, TensorBoard and progress lines."""
+"""metrics.jsonl, progress lines, and what reporters get (test_reporters.py)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hvd_bert.distributed import logs
 from hvd_bert.tasks.question_answering import summary
 from hvd_bert.training import metrics_log as module
 from hvd_bert.training.metrics_log import MetricsLogger
+from hvd_bert.training.reporters.table import start
 
 SCORES = {"exact_match": 50.0, "f1": 61.25, "total": 8.0, "eval_loss": 1.5}
 
@@ -57,7 +58,7 @@ def metrics(step: int) -> dict[str, float]:
 
 def run(folder: Path, clock: Clock, enabled: bool = True, seconds: float = 4.0) -> None:
     """Eight steps of `seconds` each, with evaluations in the middle and at the end."""
-    metrics_logger = MetricsLogger(folder, enabled)
+    metrics_logger = MetricsLogger(folder, enabled, start(["tensorboard"], folder) if enabled else [])
     metrics_logger.begin(8, step=0, steps_per_epoch=4)
     for step in range(1, 9):
         clock.now += seconds
@@ -140,7 +141,7 @@ def test_evaluation_without_training(tmp_path, capsys):
 
 
 def test_evaluation_of_an_earlier_model_is_recorded_at_its_step(tmp_path, clock, capsys):
-    metrics_logger = MetricsLogger(tmp_path, enabled=True)
+    metrics_logger = MetricsLogger(tmp_path, enabled=True, reporters=start(["tensorboard"], tmp_path))
     metrics_logger.begin(8, step=0, steps_per_epoch=4)
     metrics_logger.logged(8, metrics(8))
     metrics_logger.evaluated(SCORES, summary(SCORES), 6)

@@ -1,0 +1,258 @@
+"""--report_to: metrics, settings and sample answers as TensorBoard, wandb and MLflow have them, offline."""
+
+from __future__ import annotations
+
+import html
+import json
+import logging
+import queue
+import re
+import shutil
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugin_util import markdowns_to_safe_html
+from tensorboard.plugins.hparams import metadata as hparams
+from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  fixtures
+
+from hvd_bert.checkpoint import output_dir
+from hvd_bert.config.command_line import parse
+from hvd_bert.distributed.world import CollectiveError
+from hvd_bert.errors import UserError
+from hvd_bert.training.reporters import table
+from hvd_bert.training.reporters.base import Background, Reporter
+from hvd_bert.training.reporters.tensorboard import TensorBoard
+
+NASTY = "<script>alert(1)</script> & *bold* _it_ `code` [x](javascript:y) | a\n\n# heading\n\n    code &lt;"
+
+
+def train_and_resume(base: list[str], out: Path, name: str) -> None:  # noqa: F811
+    """Three steps with an evaluation, then the third again, as if the run had been killed before, and differently."""
+    flags = [
+        "--output_dir",
+        str(out),
+        "--report_to",
+        name,
+        "--logging_steps",
+        "1",
+        "--save_steps",
+        "1",
+        "--eval_strategy",
+        "no",
+    ]
+    train(base, *flags)
+    output_dir.unlock()
+    (out / "train_results.json").unlink()
+    shutil.rmtree(out / "checkpoint-3")
+    train(base, *flags, "--per_device_eval_batch_size", "4")
+
+
+def logged(out: Path) -> dict[tuple[int, str], float]:
+    """Values of metrics.jsonl by step and key."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {(row["step"], key): value for row in rows for key, value in row.items()}
+
+
+def test_tensorboard(base: list[str], tmp_path: Path) -> None:  # noqa: F811
+    out = tmp_path / "out"
+    train_and_resume(base, out, "tensorboard")
+    events = EventAccumulator(str(out / "tb")).Reload()
+    expected = logged(out)
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [
+        (step, pytest.approx(expected[step, "loss"])) for step in (1, 2, 3)
+    ]
+    assert [(e.step, e.value) for e in events.Scalars("eval/f1")] == [(3, pytest.approx(expected[3, "eval_f1"]))]
+    content = events.PluginTagToContent(hparams.PLUGIN_NAME)[hparams.SESSION_START_INFO_TAG]
+    settings = hparams.parse_session_start_info_plugin_data(content).hparams
+    assert settings["learning_rate"].number_value == 5e-5 and settings["max_steps"].number_value == 3
+    assert settings["strategy"].string_value == "none" and settings["do_eval"].bool_value
+    assert settings["global_batch"].number_value == 8, "the effective value, not the flag's -1"
+    assert "eval_steps" not in settings, "it is None"
+    text = events.Tensors("eval/samples")[-1].tensor_proto.string_val[0].decode()
+    samples = json.loads((out / "eval_samples.json").read_text())
+    assert samples and all(sample["question"] in text and sample["prediction"] in text for sample in samples)
+
+
+def test_sample_answers_are_shown_as_they_are(tmp_path: Path) -> None:
+    reporter = TensorBoard(tmp_path)
+    reporter.samples(1, [{"question": NASTY, "answers": ["one", NASTY]}, {"question": "second", "answers": []}])
+    reporter.close(True)
+    (event,) = EventAccumulator(str(tmp_path / "tb")).Reload().Tensors("eval/samples")
+    shown = markdowns_to_safe_html(event.tensor_proto.string_val, "".join)
+    tags = set(re.findall(r"<(\w+)", shown))
+    assert tags == {"pre", "code"}
+    plain = html.unescape(re.sub(r"<[^>]*>", "", shown))
+    assert [line.split(maxsplit=1) for line in plain.splitlines() if line.strip()] == [
+        ["question", " ".join(NASTY.split())],
+        ["answers", f"one | {' '.join(NASTY.split())}"],
+        ["question", "second"],
+        ["answers"],
+    ]
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """The records of a run's file: LevelDB's log format after a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, at, whole, block = file.read_bytes(), 7, b"", 2**15
+    while at + 7 <= len(content):
+        if block - at % block < 7:
+            at += block - at % block
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        whole += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # all of a record, or its last part
+            yield Record.FromString(whole)
+            whole = b""
+
+
+def test_wandb(base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    wandb = pytest.importorskip("wandb")
+    for name, value in (("MODE", "offline"), ("SILENT", "true"), ("DISABLE_GIT", "true"), ("X_DISABLE_STATS", "true")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    out = tmp_path / "out"
+    train_and_resume(base, out, "wandb")
+    wandb.teardown()
+    assert not (out / "tb").exists()
+    run_id = json.loads((out / "tracking.json").read_text())["wandb"]
+    first, second = sorted((out / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    seen, losses = [], []
+    for file in (first, second):
+        records = list(wandb_records(file))
+        seen += [(record.run.run_id, record.run.display_name) for record in records if record.HasField("run")]
+        rows = [
+            {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            for record in records
+            if record.HasField("history")
+        ]
+        losses += [(row["train/global_step"], row["train/loss"]) for row in rows if "train/loss" in row]
+        settings = {item.key: item.value_json for record in records for item in record.config.update}
+        assert settings["max_steps"] == "3" and settings["strategy"] == '"none"' and settings["global_batch"] == "8"
+        assert [row["eval/f1"] for row in rows if "eval/f1" in row] == [logged(out)[3, "eval_f1"]]
+        assert any("eval/samples" in key for row in rows for key in row)
+        assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
+    assert seen == [(run_id, "out")] * 2, "the resumed run is the same run"
+    assert losses == [(step, pytest.approx(logged(out)[step, "loss"])) for step in (1, 2, 3, 3)]
+
+
+def test_mlflow(base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'mlruns'}")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "squad")
+    out = tmp_path / "out"
+    train_and_resume(base, out, "mlflow")
+    client = mlflow.MlflowClient()
+    (experiment,) = client.search_experiments(filter_string="name = 'squad'")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_id == json.loads((out / "tracking.json").read_text())["mlflow"]
+    assert (run.info.run_name, run.info.status) == ("out", "FINISHED")
+    losses = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(metric.step, metric.value) for metric in losses] == [
+        (step, pytest.approx(logged(out)[step, "loss"])) for step in (1, 2, 3, 3)
+    ]
+    assert run.data.metrics["eval/f1"] == logged(out)[3, "eval_f1"]
+    assert run.data.params.items() >= {"max_steps": "3", "strategy": "none", "global_batch": "8"}.items()
+    assert run.data.params["per_device_eval_batch_size"] == "8", "of the first start: MLflow refuses another value"
+    saved = json.loads((tmp_path / client.download_artifacts(run.info.run_id, "eval_samples/step-3.json")).read_text())
+    assert saved == json.loads((out / "eval_samples.json").read_text())
+
+
+def test_none(base: list[str], tmp_path: Path) -> None:  # noqa: F811
+    train(base, "--output_dir", str(tmp_path / "out"), "--report_to", "none")
+    assert (tmp_path / "out" / "metrics.jsonl").exists()
+    assert not any((tmp_path / "out" / name).exists() for name in ("tb", "wandb", "tracking.json"))
+
+
+@pytest.mark.parametrize("value", ["all", "none,wandb", "tensorboard,", "wandb tensorboard"])
+def test_unknown_reporters_are_refused(value: str) -> None:
+    with pytest.raises(UserError, match=f"--report_to {value}: must be none, or names of tensorboard, wandb, mlflow"):
+        parse(["--report_to", value])
+
+
+@pytest.mark.parametrize("folder", [False, True], ids=["nothing", "a folder of that name"])
+def test_missing_package(base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: bool) -> None:  # noqa: F811
+    monkeypatch.setitem(table.REPORTERS, "no_such_package", "none")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    if folder:
+        (tmp_path / "no_such_package").mkdir()
+    with pytest.raises(CollectiveError) as failed:
+        train(base, "--output_dir", str(tmp_path / "out"), "--report_to", "no_such_package")
+    message = (
+        "--report_to no_such_package: the package no_such_package is not installed. Run `pip install no_such_package`."
+    )
+    assert (str(failed.value), failed.value.status) == (message, 2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_library_that_refuses_the_run(base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://server")
+    with pytest.raises(CollectiveError, match=r"--report_to mlflow: no run can be started: .*nowhere") as failed:
+        train(base, "--output_dir", str(tmp_path / "out"), "--report_to", "mlflow")
+    assert failed.value.status == 2
+
+
+class Server(Reporter):
+    """Fails at the second step, or waits there."""
+
+    title = "The server"
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error, self.seen, self.answers = error, queue.Queue[object](), threading.Event()
+
+    def settings(self, settings: object) -> None:
+        self.seen.put(settings)
+
+    def scalars(self, step: int, scalars: object) -> None:
+        self.seen.put(step)
+        if step == 2 and self.error:
+            raise self.error
+        if step == 2:
+            self.answers.wait()
+
+    def samples(self, step: int, samples: object) -> None:
+        raise AssertionError
+
+    def close(self, finished: bool) -> None:
+        self.seen.put("closed")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("no route to host")], ids=str)
+def test_reporter_that_fails_is_one_warning(caplog: pytest.LogCaptureFixture, error: Exception) -> None:
+    server = Server(error)
+    reporter = Background(server)
+    with caplog.at_level(logging.WARNING, "hvd_bert"):
+        for step in range(1, 5):
+            reporter.call("scalars", step, {})
+        reporter.close(True)
+    reason = getattr(error, "strerror", None) or error
+    assert caplog.messages == [f"The server cannot be written: {reason}. Training continues."]
+    assert [*server.seen.queue] == [1, 2]
+
+
+def test_reporter_that_does_not_respond(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Background, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(Background, "MAX_CALLS", 3)
+    server = Server(None)
+    reporter = Background(server)
+    with caplog.at_level(logging.WARNING, "hvd_bert"):
+        for step in range(1, 20):
+            reporter.call("scalars", step, {})
+        reporter.close(True)
+        slow = Background(waiting := Server(None))
+        slow.call("scalars", 2, {})
+        slow.close(True)
+    assert caplog.messages == [
+        "The server cannot be written: it does not respond. Training continues.",
+        "The server cannot be written: it has not taken everything within 0.01 s. Training continues.",
+    ]
+    server.answers.set()
+    waiting.answers.set()
