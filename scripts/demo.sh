@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up the environment, trains a small BERT from scratch on the sample with 2 ranks (about 2 minutes on 2 idle
-# cores), evaluates it on held-out questions, and answers three of them.
+# cores), evaluates it on held-out questions, answers some of them, and writes a
+# page about the run.
 #   bash scripts/demo.sh                          writes to runs/demo
 #   bash scripts/demo.sh --config sample_v2       further flags of the trainer, but not --output_dir and --log_format
 #   bash scripts/demo.sh --no-apt                 as root on Debian: install no system packages
@@ -29,3 +30,19 @@ printf '\n$ %s\n' "${command[*]}"
 command=(python -m hvd_bert.predict runs/demo --input hvd_bert/sample/dev-v1.1.json)
 printf '\n$ %s\n' "${command[*]}"
 "${command[@]}" </dev/null
+
+command=(python -m hvd_bert.report runs/demo --out runs/demo/report)
+printf '\n$ %s\n' "${command[*]}"
+"${command[@]}" </dev/null
+
+cat <<END
+
+The page of this run: $PWD/runs/demo/report/report.html
+
+Next, after 'source .venv/bin/activate':
+  ask the model        python -m hvd_bert.predict runs/demo --context "Ada was born in London." --question "Where was Ada born?"
+  see all metrics      tensorboard --logdir runs
+  list the commands    hvd-bert --help
+  use your own data    docs/guides/own-data.md
+  use several hosts    docs/guides/cluster.md
+END

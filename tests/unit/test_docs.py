@@ -34,6 +34,7 @@ FOREIGN_FLAGS = {
         *("--test_file", "--token", "--trust_remote_code"),
     },
     "Slurm": {"--mem", "--no-requeue", "--partition"},
+    "jupytext": {"--to"},
     "docker": {"--cap-add", "--ipc", "--shm-size"},
     "tensorboard": {"--logdir"},
     "torchrun": {"--max-restarts"},

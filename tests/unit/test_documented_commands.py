@@ -5,6 +5,7 @@ bash reads each ```bash fence with programs that only write down their arguments
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -138,6 +139,15 @@ def test_commands_of_a_fence(fence: Fence, clone: Path) -> None:
     assert found or fence.content.startswith(("source ", "export ")), fence.content
     for words in found:
         check(words)
+
+
+def test_commands_that_the_demo_names(clone: Path) -> None:
+    script = (REPOSITORY / "scripts" / "demo.sh").read_text(encoding="utf-8")
+    named = re.findall(r"^  \w[\w ]+?  +(\S.*)$", script.split("\nNext, ")[1], re.MULTILINE)
+    assert len(named) == 5
+    for words in (call for text in named if not text.startswith(("docs/", "hvd-bert ")) for call in calls(text, clone)):
+        check(words)
+    assert all((REPOSITORY / text).exists() for text in named if text.startswith("docs/"))
 
 
 def test_commands_of_the_readmes_table(clone: Path) -> None:
