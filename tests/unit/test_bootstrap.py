@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -53,8 +53,16 @@ def test_interval_is_scipys():
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=0.4)
 
 
+@pytest.fixture(scope="module")
+def few_resamples():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bootstrap, "RESAMPLES", 1000)
+        yield
+
+
+@settings(deadline=None, max_examples=50)
 @given(PAIRS)
-def test_properties(pair):
+def test_properties(few_resamples, pair):
     first, second = pair
     found = paired_difference(first, second)
     differences = first - second
@@ -71,7 +79,8 @@ def test_properties(pair):
     assert swapped.mean == pytest.approx(-found.mean)
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.floats(-100, 100), st.integers(1, 50))
-def test_equal_differences_leave_no_doubt(value, count):
+def test_equal_differences_leave_no_doubt(few_resamples, value, count):
     found = of([value] * count)
     assert (found.mean, found.low, found.high) == pytest.approx((value,) * 3)

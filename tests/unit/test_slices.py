@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_bert.data.questions import Question
@@ -75,6 +75,7 @@ def test_groups_by_answer():
     assert listed(slices.by_answer(questions[:1])) == {"all": [0]}
 
 
+@settings(deadline=None)
 @given(st.lists(st.builds(question, st.text(), st.just(()) | st.tuples(st.text(min_size=1)), st.text()), min_size=1))
 def test_every_question_is_in_one_group(questions):
     for groups in (
