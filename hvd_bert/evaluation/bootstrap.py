@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-RESAMPLES = 10_000
+RESAMPLES, SEED = 10_000, 0
 CONFIDENCE = 0.95
 _AT_ONCE = 500  # resamples, to bound the memory
 
@@ -21,7 +21,9 @@ class Difference:
     high: float
 
 
-def paired_difference(first: NDArray[np.float64], second: NDArray[np.float64], seed: int = 0) -> Difference:
+def paired_difference(
+    first: NDArray[np.float64], second: NDArray[np.float64], resamples: int = RESAMPLES
+) -> Difference:
     """The mean of `first - second`, with the percentile interval of its bootstrap over the questions.
 
     A resample draws as many questions as there are, with replacement. The number of times that it draws each distinct
@@ -30,8 +32,8 @@ def paired_difference(first: NDArray[np.float64], second: NDArray[np.float64], s
     differences = np.asarray(first) - np.asarray(second)
     values, counts = np.unique(differences, return_counts=True)
     total = len(differences)
-    random = np.random.default_rng(seed)
-    sums = [random.multinomial(total, counts / total, _AT_ONCE) @ values for _ in range(RESAMPLES // _AT_ONCE)]
+    random = np.random.default_rng(SEED)
+    sums = [random.multinomial(total, counts / total, _AT_ONCE) @ values for _ in range(resamples // _AT_ONCE)]
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(np.concatenate(sums) / total, (tail, 1 - tail))
     return Difference(float(differences.mean()), float(low), float(high))
