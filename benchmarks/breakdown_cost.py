@@ -37,6 +37,7 @@ from hvd_bert.training.breakdown import Breakdown
 from hvd_bert.training.inputs import Inputs, TrainingSet
 from hvd_bert.training.meter import Meter
 from hvd_bert.training.metrics_log import MetricsLogger
+from hvd_bert.training.reporters.table import start
 
 Method = Callable[..., Any]
 Seconds = tuple[float, float]  # wall time, and CPU time of this process
@@ -144,7 +145,8 @@ def main(world: World) -> None:
     task.model.to(device=world.device)
     with tempfile.TemporaryDirectory() as folder:
         config.train.output_dir = folder
-        with closing(MetricsLogger(Path(folder), enabled=world.rank == 0)) as metrics_logger:
+        reporters = start(config.train.reporters, Path(folder)) if world.rank == 0 else []
+        with closing(MetricsLogger(Path(folder), world.rank == 0, reporters)) as metrics_logger:
             training = Training(task, None, None, config, world)
             training.open(metrics_logger)
             metrics_logger.begin(config.train.max_steps, 0, training.plan.steps_per_epoch)

@@ -37,9 +37,8 @@ printf '\n$ %s\n' "${command[*]}"
 
 cat <<END
 
-The page of this run: $PWD/runs/demo/report/report.html
-
 Next, after 'source .venv/bin/activate':
+  open the page        $PWD/runs/demo/report/report.html
   ask the model        python -m hvd_bert.predict runs/demo --context "Ada was born in London." --question "Where was Ada born?"
   see all metrics      tensorboard --logdir runs
   list the commands    hvd-bert --help
