@@ -7,14 +7,19 @@ import signal
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import resuming
+import torch
 from ranks import Ranks, check, check_every_strategy
 from resume_checks import run
 from stopping_at import signal_at
 from training_checks import GLOBAL_BATCH
 
+from hvd_bert.config.command_line import overriding, parse
 from hvd_bert.errors import EXIT_STOPPED
+from hvd_bert.tasks.table import load_task
+from hvd_bert.tasks.text_classification import TextClassification
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TEXTS = 17  # so that the second step of an epoch has one, and all ranks but one have none
@@ -59,6 +64,22 @@ def stopped_classification_ends_as_one_never_stopped(ranks: Ranks) -> None:
     assert run(ranks.world, words) == 0
     if ranks.world.rank == 0:
         assert resuming.differences(ranks.folder / "classified", ranks.folder / "stopped_texts") == []
+
+
+@check
+def regression_is_scored_as_on_one_rank(ranks: Ranks) -> None:
+    """As one pass over all of the validation data is; 10 texts leave no or few to some ranks."""
+    words, numbers = flags(ranks, "numbers"), ranks.folder / "numbers.jsonl"
+    if ranks.world.rank == 0:
+        numbers.write_text("".join(json.dumps(row | {"label": n / 2}) + "\n" for n, row in enumerate(rows(10))))
+    ranks.world.allgather(None)
+    task = load_task(parse(overriding(words, [f"--train_file={numbers}", f"--validation_file={numbers}"])), ranks.world)
+    assert isinstance(task, TextClassification) and task.dev is not None
+    found = task.evaluate(task.model).metrics
+    with torch.no_grad():
+        losses, values = task.forward(task.model.eval(), task.dev.collate(np.arange(10)))
+    assert found == pytest.approx(task.score(values) | task.mean_losses(losses), abs=1e-5)
+    assert ranks.world.allgather(found) == [found] * ranks.world.size
 
 
 @check
