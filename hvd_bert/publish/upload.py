@@ -48,7 +48,7 @@ def run(flags: argparse.Namespace) -> int:
     print(f"{flags.model} -> {constants.ENDPOINT}/{flags.repo_id}, branch {flags.revision}")
     for name, content in contents.items():
         size = content.stat().st_size if isinstance(content, Path) else len(content)
-        print(f"  {name:<24} {size / 1e6:10.3f} MB{'  without paths' if name == SETTINGS else ''}")
+        print(f"  {name:<24} {size / 1e3:12,.1f} kB{'  without paths' if name == SETTINGS else ''}")
     others = sorted({path.name for path in flags.model.iterdir() if not path.name.startswith(".")} - contents.keys())
     print(f"Not uploaded: {', '.join(others) or 'nothing'}.")
     if card.NAME not in contents:
