@@ -53,7 +53,7 @@ def import_model_list() -> None:
     from transformers.utils import import_utils
 
     scan = import_utils.define_import_structure
-    import_utils.define_import_structure = partial(model_list, scan=scan)
+    import_utils.define_import_structure = partial(model_list, scan=scan)  # type: ignore[assignment]
     try:
         import transformers.models  # noqa: F401
     finally:

@@ -66,9 +66,10 @@ def load_classifier(
 
 def new_classifier(config: Any, dropout: float | None, seed: int, padded: bool, token_types: bool) -> Any:
     """A model with new weights, a function of `seed`, for the classes in `config`, which is modified."""
+    kind: Any = CLASSES[type(config)]
     configure(config, dropout, padded)
     torch.manual_seed(seed)
-    return _prepared(CLASSES[type(config)](config), token_types)
+    return _prepared(kind(config), token_types)
 
 
 def _prepared(model: Any, token_types: bool) -> Any:
