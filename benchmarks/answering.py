@@ -109,7 +109,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         for kind in (AutoModelForQuestionAnswering, AutoTokenizer):
-            kind.from_pretrained(args.model_name_or_path).save_pretrained(folder)
+            kind.from_pretrained(args.model_name_or_path, trust_remote_code=False).save_pretrained(folder)
         (speed if args.what == "speed" else memory)(folder, questions)
 
 

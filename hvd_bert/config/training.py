@@ -131,8 +131,7 @@ class TrainArguments:
     report_to: str = flag(
         "output",
         "tensorboard",
-        "Where metrics, settings and sample answers go besides the output files: tensorboard, wandb, mlflow, several"
-        " of them with commas, or none.",
+        "Trackers of metrics, settings and sample answers: tensorboard, wandb and mlflow, or none.",
         metavar="NAME,...",
         may_change_on_resume=True,
     )

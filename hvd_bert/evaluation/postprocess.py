@@ -69,9 +69,7 @@ class Answer:
     text: str  # "": no answer
     nbest: list[Entry]  # best first: text, start_logit, end_logit, probability (sums to 1)
     null_odds: float | None  # v2: score of "no answer" minus that of the best span
-    spans: list[
-        tuple[int, int] | None
-    ]  # of each candidate, its characters [start, end) in the context; None: no answer
+    spans: list[tuple[int, int] | None]  # of the n best: the characters [start, end) in the context; None: no answer
 
     @property
     def best_span(self) -> str:

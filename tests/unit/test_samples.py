@@ -16,7 +16,7 @@ def question(number: int, answers: tuple[str, ...] = ("red box", "box"), before:
 
 def answer(number: int, text: str, probability: float = 0.75) -> Answer:
     entries = [{"text": "something else", "probability": 0.9}, {"text": text, "probability": probability}]
-    return Answer(f"q{number}", text, entries, None)  # type: ignore[arg-type]
+    return Answer(f"q{number}", text, entries, None, [None, None])  # type: ignore[arg-type]
 
 
 def samples(questions: list[Question], answers: list[Answer], v2: bool = False) -> list[dict[str, object]]:

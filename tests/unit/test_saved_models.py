@@ -91,7 +91,7 @@ def test_texts(model, tmp_path):
     task = saved([*model, "--task", "text-classification", "--train_file", str(texts)], tmp_path / "out")
     batch, _ = task.batch(np.arange(3)).content
     with torch.no_grad():
-        found = class_logits(task.model, batch, task.token_types)
+        found = class_logits(task.model, batch)
     expected = in_transformers(tmp_path / "out", AutoModelForSequenceClassification, batch).logits
     assert expected.shape == (3, 3)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
