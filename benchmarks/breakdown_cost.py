@@ -32,7 +32,8 @@ from hvd_bert.config.settings import Config
 from hvd_bert.distributed.runner import run_as_rank
 from hvd_bert.distributed.world import World
 from hvd_bert.tasks.question_answering import QuestionAnswering
-from hvd_bert.train.loop import Training, set_up
+from hvd_bert.train.loop import Training
+from hvd_bert.train.start import set_up
 from hvd_bert.training.breakdown import Breakdown
 from hvd_bert.training.inputs import Inputs, TrainingSet
 from hvd_bert.training.meter import Meter

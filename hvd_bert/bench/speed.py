@@ -30,7 +30,8 @@ from hvd_bert.storage.writing import writing_to
 from hvd_bert.storage.written import check_marked
 from hvd_bert.tasks.base import Task
 from hvd_bert.tasks.table import load_task
-from hvd_bert.train.loop import Training, set_up
+from hvd_bert.train.loop import Training
+from hvd_bert.train.start import set_up
 
 GENERATOR = "hvd_bert.bench"  # the first value of --json's file, which marks it as this program's
 # name -> label and format

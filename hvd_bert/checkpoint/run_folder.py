@@ -81,8 +81,9 @@ def write_evaluation(folder: Path, evaluation: EvaluationResult, data: dict[str,
     written.remove(folder, OF_EVALUATION - contents.keys())
 
 
-def write_results(folder: Path, results: dict[str, Any]) -> None:
-    """Write train_results.json, last: a run with this file counts as finished."""
+def write_results(folder: Path, results: dict[str, Any], config: Config, evaluation: EvaluationResult | None) -> None:
+    """Write the model card, then train_results.json: a run with this file counts as finished."""
+    card.write(folder, config.as_flat(), results, evaluation.metrics if evaluation else {})
     written.add(folder, "train_results.json")
     write_json(folder / "train_results.json", results)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_bert.distributed.launch import find_launcher
+from hvd_bert.storage import written
 from hvd_bert.storage.writing import JsonLines
 
 NAME = "events.jsonl"
@@ -30,6 +31,7 @@ def begin(folder: Path, writes: bool, facts: dict[str, Any]) -> None:
     end()
     _path = folder / NAME
     if writes:
+        written.add(folder, NAME)
         _open(_path)
         launcher = find_launcher(os.environ).name
         add("start", command=shlex.join(["python", *sys.orig_argv[1:]]), launcher=launcher, **facts)

@@ -21,7 +21,7 @@ from hvd_bert.strategies.table import strategy_class
 from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tasks.table import load_task
-from hvd_bert.train.loop import set_up
+from hvd_bert.train.start import set_up
 
 
 def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> None:

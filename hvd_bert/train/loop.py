@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import closing
 from typing import Any
 
 from torch import Tensor
-from transformers.utils import logging as transformers_logging
 
 from hvd_bert.checkpoint import output_dir, resume, run_folder
 from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.checkpoint.saving import Checkpoints
-from hvd_bert.config.settings import FLAGS, Config
+from hvd_bert.config.settings import Config
 from hvd_bert.data.prefetch import Prefetcher
 from hvd_bert.distributed import events
 from hvd_bert.distributed.signals import StopRequests
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import EXIT_BAD_INPUT
-from hvd_bert.model.cpu.malloc import keep_memory
 from hvd_bert.model.peaks import peak_flops
-from hvd_bert.model.precision import autocast, set_precision
+from hvd_bert.model.precision import autocast
 from hvd_bert.monitoring.gpu_usage import GpuUsage
 from hvd_bert.monitoring.process_usage import process_usage
 from hvd_bert.monitoring.profiling.recording import Recording
 from hvd_bert.publish import card
-from hvd_bert.storage import written
-from hvd_bert.strategies.table import strategy_class
 from hvd_bert.tasks.base import EvaluationResult, Task
-from hvd_bert.tasks.table import load_task
 from hvd_bert.train.evaluations import Evaluations
+from hvd_bert.train.start import load
 from hvd_bert.training.breakdown import Breakdown, check_finite, describe_steps
 from hvd_bert.training.metrics_log import MetricsLogger
 from hvd_bert.training.optim import large_batch_note
@@ -38,28 +33,8 @@ from hvd_bert.training.state import Best, TrainState
 
 
 def run(config: Config, world: World) -> None:
-    """A whole run: load, restore, train, evaluate, write. Called by all ranks."""
-    with world.raise_on_all_ranks():
-        resume.check_elastic(config, world)
-        strategy_class(config.parallel.strategy)  # raises if it is not installed
-        output_dir.unlock()  # locks from an earlier world of Horovod elastic
-    set_up(config, world)
-    log.info("%s", "\n".join(world.describe()))
-    resume_point = None
-    with world.raise_on_all_ranks():
-        if world.rank == 0:
-            reporters.check(config.train.reporters)
-            output_dir.check(config)
-            resume_point = resume.find(config)
-        task = load_task(config, world)
-        resume.check_evaluation(config, task)
-    settings = {f"--{name}": value for name, value in config.as_flat().items() if not FLAGS[name].chooses_start}
-    world.check_same(settings | task.fingerprint())  # a path that differs is a better hint than what it leads to
-    with world.raise_on_all_ranks():
-        if resume_point:  # on rank 0
-            resume.check(resume_point, config, task)
-    task.model.to(device=world.device)
-
+    """A whole run: load, train, evaluate, write. Called by all ranks."""
+    task, resume_point = load(config, world)
     evaluations = Evaluations(task) if task.evaluates else None
     training = Training(task, resume_point, evaluations, config, world) if task.plan else None
     # Without a training evaluate first: an earlier evaluation stays until there is a new one.
@@ -72,8 +47,6 @@ def run(config: Config, world: World) -> None:
         metrics_logger = MetricsLogger(folder, writes, started, task.unit)
         data = task.describe_data(folder) if writes else {}
         facts = run_folder.of_task(task) | run_folder.facts(config, world)
-        if writes:
-            written.add(folder, events.NAME)
         effective = training.effective if training else {}
         events.begin(folder, writes, facts | effective)
     with closing(metrics_logger):
@@ -104,25 +77,12 @@ def run(config: Config, world: World) -> None:
         with run_folder.writing(folder, world) as writes:
             if writes and task.plan:
                 results |= data | {"work": resume.identity(config, task)}
-                card.write(folder, config.as_flat(), results, evaluation.metrics if evaluation else {})
-                run_folder.write_results(folder, results)
+                run_folder.write_results(folder, results, config, evaluation)
         metrics_logger.finished = True
     if results.get("breakdown"):
         log.info("%s", "\n".join(describe_steps(results)))
     log.info("%s", run_folder.describe(folder))
     events.end()
-
-
-def set_up(config: Config, world: World) -> None:
-    """Threads, precision, memory and logs of this process, before large allocations."""
-    world.set_threads(config.parallel.num_threads)
-    set_precision(config.train)
-    if world.device.type == "cpu":
-        keep_memory()
-        # transformers imports DeepSpeed if it is installed, which would log its choice of the CPU on every rank.
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    transformers_logging.disable_default_handler()  # its warnings go through our handler instead
-    transformers_logging.enable_propagation()
 
 
 class Training:

@@ -18,7 +18,7 @@ from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
 from hvd_bert.evaluate import flags, running
 from hvd_bert.storage import written
-from hvd_bert.train import loop
+from hvd_bert.train import loop, start
 
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 SETTINGS = {"max_seq_length": 64, "doc_stride": 8, "n_best_size": 5, "null_score_diff_threshold": 0.25}
@@ -46,7 +46,7 @@ def make_model(tmp_path, tokenizer, make_questions, write_squad):
 
 @pytest.fixture(autouse=True)
 def process_stays_as_it_was(monkeypatch):
-    for module in (loop, running):
+    for module in (start, running):
         monkeypatch.setattr(module, "set_up", lambda config, world: None)
     yield
     output_dir.unlock()

@@ -23,7 +23,7 @@ from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.evaluation import evaluator
 from hvd_bert.evaluation.squad_metric import score
 from hvd_bert.storage import written
-from hvd_bert.train import loop
+from hvd_bert.train import loop, start
 
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
@@ -41,7 +41,7 @@ def base(tmp_path, tokenizer, make_questions, write_squad) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def process_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(loop, "set_up", lambda config, world: None)
+    monkeypatch.setattr(start, "set_up", lambda config, world: None)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -86,7 +86,7 @@ def test_refused_training_keeps_the_earlier_run(base, tmp_path, monkeypatch):
         train(base, "--output_dir", str(out), "--overwrite_output_dir")
     output_dir.unlock()
     assert content(out) == before
-    monkeypatch.setattr(loop, "strategy_class", lambda name: None)
+    monkeypatch.setattr(start, "strategy_class", lambda name: None)
     monkeypatch.setattr("hvd_bert.training.state.make_strategy", without_horovod)
     for words, flags in refusals.items():
         with pytest.raises(CollectiveError, match=words):
