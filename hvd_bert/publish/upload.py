@@ -60,6 +60,8 @@ def run(flags: argparse.Namespace) -> int:
         raise UserError("There is no token of the hub: log in with `hf auth login`, or set HF_TOKEN.")
     try:
         print(f"Uploaded: {_upload(flags, contents)}")
+    except UserError:
+        raise
     except Exception as error:  # of the hub's library and of its HTTP client, whose classes differ between releases
         status, message = _explained(error, flags.repo_id)
         print(f"hvd_bert: {message}", file=sys.stderr)
@@ -102,6 +104,11 @@ def _upload(flags: argparse.Namespace, contents: dict[str, Path | bytes]) -> str
     api = HfApi()
     print(f"Logged in as {api.whoami()['name']}.")
     api.create_repo(flags.repo_id, private=flags.private or None, exist_ok=True)
+    if flags.private and not api.repo_info(flags.repo_id).private:
+        raise UserError(
+            f"--private: the repository {flags.repo_id} exists and is public. Make it private in its settings on the"
+            " hub, or name another one."
+        )
     if flags.revision != constants.DEFAULT_REVISION:
         api.create_branch(flags.repo_id, branch=flags.revision, exist_ok=True)
     operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
@@ -113,6 +120,10 @@ def _explained(error: Exception, repo_id: str) -> tuple[int, str]:
     """The exit status and the message for an error of an upload."""
     if isinstance(error, OfflineModeIsEnabled):
         return EXIT_BAD_INPUT, "HF_HUB_OFFLINE is set, so nothing is uploaded. Unset it."
+    if isinstance(error, ValueError) and card.NAME in str(error):  # raised by create_commit's check of the metadata
+        return EXIT_BAD_INPUT, f"{reason_of(error)}. Nothing was uploaded. Fix the header of {card.NAME}."
+    if isinstance(error, OSError) and error.filename:
+        return EXIT_FAILURE, f"{error.filename} cannot be read ({error.strerror}). Nothing was uploaded."
     if not isinstance(error, HfHubHTTPError):
         what_to_do = "Check the network; on a cluster, publish from a node with access to the internet"
         return EXIT_FAILURE, f"The upload to {constants.ENDPOINT} failed ({reason_of(error)}). {what_to_do}."

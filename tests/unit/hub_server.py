@@ -23,6 +23,8 @@ class Hub(ThreadingHTTPServer):
         self.branches: list[str] = []
         self.commits: list[tuple[str, str, dict[str, bytes]]] = []
         self.large: dict[str, bytes] = {}  # by SHA-256
+        self.private = True  # whether the repository is, once it is there
+        self.header_mistakes: list[str] = []  # found in README.md
         self.refused: tuple[str, int] | None = None  # a part of a path -> the status of the answer
 
     @property
@@ -59,7 +61,11 @@ class Handler(BaseHTTPRequestHandler):
         return False
 
     def do_GET(self) -> None:
-        if not self._refuses():
+        if self._refuses():
+            return
+        if self.path == "/api/models/me/mine":
+            self._answer({"id": "me/mine", "private": self.server.private})
+        else:
             self._answer({"type": "user", "name": "me"} if self.path == "/api/whoami-v2" else {"error": self.path})
 
     def do_PUT(self) -> None:  # to a storage, without a token
@@ -75,7 +81,8 @@ class Handler(BaseHTTPRequestHandler):
             hub.created.append(json.loads(body))
             self._answer({"url": f"{hub.address}/me/mine"})
         elif path == "/api/validate-yaml":
-            self._answer({"warnings": [], "errors": []})
+            errors = [{"message": message} for message in hub.header_mistakes]
+            self._answer({"warnings": [], "errors": errors}, 400 if errors else 200)
         elif path.startswith("/api/models/me/mine/branch/"):
             hub.branches.append(path.removeprefix("/api/models/me/mine/branch/"))
             self._answer({})

@@ -103,6 +103,25 @@ def test_the_hub_refuses(hub, folder, capsys, refused, status, words):
     assert not hub.commits
 
 
+def test_a_public_repository_is_not_taken_for_a_private_one(hub, folder, capsys):
+    hub.private = False
+    assert main([str(folder), "--repo_id", "me/mine", "--private"]) == 2
+    assert "--private: the repository me/mine exists and is public. Make it private" in capsys.readouterr().err
+    assert not hub.commits
+
+
+def test_what_only_the_user_can_fix_is_no_failure_of_the_network(hub, folder, capsys):
+    hub.header_mistakes = ['"license" must be one of the known ones']
+    assert main([str(folder), "--repo_id", "me/mine"]) == 2
+    said = capsys.readouterr().err
+    assert '"license" must be one of' in said and said.endswith("Nothing was uploaded. Fix the header of README.md.\n")
+    error = FileNotFoundError(2, "No such file or directory", "out/config.json")
+    assert upload._explained(error, "me/mine") == (
+        1, "out/config.json cannot be read (No such file or directory). Nothing was uploaded.",
+    )  # fmt: skip
+    assert not hub.commits
+
+
 def test_no_token_no_network_and_offline(hub, folder, capsys, monkeypatch, tmp_path):
     publish = [str(folder), "--repo_id", "me/mine"]
     hub.shutdown()
