@@ -131,7 +131,7 @@ def effective_settings(config: Config, plan: BatchPlan, learning_rate: float, wo
 
 def of_task(task: Task) -> dict[str, Any]:
     """What the report shows of a task: what a step takes, the names of its scores, and its late gradients."""
-    facts = {"unit": task.unit, "scores": sorted(name for name in task.metrics if name != "eval_loss")}
+    facts = {"unit": task.unit, "scores": sorted(name for name in task.metrics if not name.startswith("eval_loss"))}
     return facts if task.late_weights is None else facts | {"late_parameters": task.late_weights}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-DATASET = "glue"  # its name on the hub
+DATASET = "nyu-mll/glue"  # its name on the hub
 _PAIR = ("sentence1", "sentence2")
 
 
@@ -29,3 +29,5 @@ GLUE = {
     "stsb": GlueTask(_PAIR, ("pearson", "spearmanr")),
     "wnli": GlueTask(_PAIR),
 }
+# The endings of the metrics' names.
+ENDINGS = tuple({ending: None for task in GLUE.values() for ending in task.validation.values()})

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from importlib import resources
@@ -19,8 +20,10 @@ from typing import Any
 
 import yaml
 
+from hvd_bert.config.glue import ENDINGS
 from hvd_bert.config.tasks import QUESTION_ANSWERING, TASKS
-from hvd_bert.publish.public import changed, command, public_settings
+from hvd_bert.publish.data import Data
+from hvd_bert.publish.public import changed, command, from_hub, public_settings
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import replacing
 
@@ -92,32 +95,39 @@ def is_ours(path: Path) -> bool:
     return found == _signed(found.rpartition("\n\n<!-- ")[0])
 
 
+def with_name(path: Path, name: str) -> str:
+    """A card of ours with another name of the model in its code."""
+    content = path.read_text(encoding="utf-8").rpartition("\n\n<!-- ")[0]
+    model = re.compile(r'^(name = |qa = QuestionAnswerer\()".*"', re.MULTILINE)
+    return _signed(model.sub(lambda match: match[1] + json.dumps(name), content))
+
+
 def text(folder: Path, settings: Record, results: Record, scores: Record, evaluated: Record) -> str:
     """The card's content. See `write`."""
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     hub = results["from_hub"]
-    settings, evaluated = public_settings(settings, hub), public_settings(evaluated, hub)
+    settings, evaluated = public_settings(settings, hub), public_settings(evaluated, from_hub(evaluated))
     model = _model_config(folder)
     tag, auto_class = _head(model)
     title = folder.resolve().name
     numbers = {name: float(scores[name]) for name in results["scores"] if _is_number(scores.get(name))}
-    data, split = _data_name(evaluated, "validation_file"), "validation" if evaluated["dataset_name"] else None
+    train, dev = Data.of_training(settings), Data.of_evaluation(evaluated)
     card_data = ModelCardData(
         library_name="transformers" if auto_class else None,
         base_model=hub.get("model_name_or_path"),
-        datasets=hub.get("dataset_name"),
+        datasets=train.name if train.splits else None,
         pipeline_tag=tag,
         tags=["hvd_bert", *([results["strategy"]] if results["strategy"] == "horovod" else [])],
-        metrics=list(numbers) or None,
+        metrics=list(dict.fromkeys(dev.metric(name)[0] for name in numbers)) or None,
         model_name=title,
         eval_results=[
             EvalResult(
-                task_type=tag or "other", dataset_type=data, dataset_name=data, dataset_split=split,
-                dataset_config=evaluated["dataset_config_name"], metric_type=name, metric_value=value,
+                task_type=tag or "other", dataset_type=dev.name, dataset_name=dev.name, dataset_config=dev.config,
+                dataset_split=split, metric_type=name, metric_value=value,
                 metric_name=name.replace("_", " ").capitalize(),
             )
-            for name, value in numbers.items()
+            for (name, split), value in ((dev.metric(name), value) for name, value in numbers.items())
         ] or None,
     )  # fmt: skip
     card = ModelCard.from_template(
@@ -126,11 +136,12 @@ def text(folder: Path, settings: Record, results: Record, scores: Record, evalua
         title=title,
         name=json.dumps(title),
         summary=_summary(model, tag, settings, hub),
-        scores=_scores(scores, evaluated, data),
+        scores=_scores(scores, evaluated, dev),
         auto_class=auto_class,
         max_length=settings["max_seq_length"],
         labels=", ".join(map(code, model.get("id2label", {}).values())),
-        data=_data(settings, results),
+        regression=_is_regression(model),
+        data=_data(settings, results, train),
         settings=_table([("Setting", "Value"), *_settings(settings, results)]),
         command=command(settings),
         ranks=results["world_size"],
@@ -154,6 +165,10 @@ def _head(model: Record) -> tuple[str | None, str | None]:
     return known[0] if known else (None, "AutoModel" if model else None)
 
 
+def _is_regression(model: Record) -> bool:
+    return model.get("problem_type") == "regression"
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and math.isfinite(value)
 
@@ -169,10 +184,12 @@ def _table(rows: Iterable[tuple[str, object]]) -> str:
 
 
 def _summary(model: Record, tag: str | None, settings: Record, hub: Record) -> str:
+    number = _is_regression(model)
     kind = f"A model of the family {code(model['model_type'])}" if "model_type" in model else "A model"
     does = {
         "question-answering": " for question answering: it marks the answer to a question in a passage",
-        "text-classification": " for text classification: it gives the class of a text or of a pair of texts",
+        "text-classification": f" for {'regression' if number else 'text classification'}: it gives"
+        f" {'a number for a text or for' if number else 'the class of a text or of'} a pair of texts",
     }.get(str(tag), f" of the task {code(settings['task'])}")
     base = hub.get("model_name_or_path")
     origin = "trained from new weights"
@@ -183,33 +200,34 @@ def _summary(model: Record, tag: str | None, settings: Record, hub: Record) -> s
     return f"{kind}{does}. It was {origin} with hvd_bert."
 
 
-def _data_name(settings: Record, file: str) -> str:
-    return str(settings["dataset_name"] or settings[file] or settings["task"])
+def _named(data: Data) -> str:
+    config = f", configuration {code(data.config)}" if data.config else ""
+    splits = " and ".join(map(code, data.splits.values()))
+    return f"{code(data.name)}{config}{', split ' if splits else ''}{splits}"
 
 
-def _scores(scores: Record, evaluated: Record, data: str) -> str:
+def _scores(scores: Record, evaluated: Record, data: Data) -> str:
+    totals = [f"total{ending}" for ending in ENDINGS]
     shown = [
         (code(name), f"{value:.4g}")
         for name, value in scores.items()
-        if _is_number(value) and not name.endswith("total")
+        if _is_number(value) and not name.endswith(tuple(totals))
     ]
     if not shown:
         return "The model was not evaluated."
-    split = ", split validation" if evaluated["dataset_name"] else ""
-    count = f": {scores['total']:,.0f} examples" if _is_number(scores.get("total")) else ""
+    total = sum(scores[name] for name in totals if _is_number(scores.get(name)))
+    count = f": {total:,.0f} examples" if total else ""
     limit = ", the first of the data" if evaluated["max_eval_samples"] else ""
     percent = " Exact match and F1 are in percent." if evaluated["task"] == QUESTION_ANSWERING else ""
-    return f"{_table([('Metric', 'Value'), *shown])}\n\nEvaluated on {code(data)}{split}{count}{limit}.{percent}"
+    return f"{_table([('Metric', 'Value'), *shown])}\n\nEvaluated on {_named(data)}{count}{limit}.{percent}"
 
 
-def _data(settings: Record, results: Record) -> str:
-    name, unit = _data_name(settings, "train_file"), results["unit"]
-    split = ", split train" if settings["dataset_name"] else ""
-    made = f"{results['train_windows']:,} {unit}"
+def _data(settings: Record, results: Record, data: Data) -> str:
+    made = f"{results['train_windows']:,} {results['unit']}"
     limit = f", made of the first {settings['max_train_samples']:,} examples" if settings["max_train_samples"] else ""
     skipped = results.get("skipped_examples", {}).get("training", {}).get("skipped")
     left_out = f" {skipped:,} examples with mistakes were left out." if skipped else ""
-    return f"Trained on {code(name)}{split}: {made}{limit}.{left_out}"
+    return f"Trained on {_named(data)}: {made}{limit}.{left_out}"
 
 
 def _settings(settings: Record, results: Record) -> list[tuple[str, object]]:
@@ -249,7 +267,7 @@ def _limits(tag: str | None, settings: Record, scores: Record) -> list[str]:
     if scores:
         limits.append("It was evaluated on the data named above only. Its quality on other data is unknown.")
     if tag == "question-answering":
-        limits.append("Every answer is a part of the passage. The model does not know what is true.")
+        limits.append("Every answer is a part of the passage. It does not check whether the passage is true.")
         if settings["version_2_with_negative"]:
             limits.append(
                 "For a question without an answer, hvd_bert returns an empty text. The code for transformers prints"

@@ -7,16 +7,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvd_bert.config.settings import FLAGS
+from hvd_bert.config.settings import DEFAULT_MODEL, FLAGS
+from hvd_bert.config.tasks import QUESTION_ANSWERING, TASKS
 
 # Where this machine keeps files, and what only matters there.
 _PRIVATE_GROUPS = ("output", "profiling")
 _PRIVATE = ("cache_dir", "resume_from_checkpoint", "preprocessing_num_workers", "num_threads")
-_REVISION = "model_revision"  # may contain a slash, as refs/pr/1
+# Never paths, also with a slash, as in refs/pr/1. Of every other flag, what looks like a path loses its folders.
+_NO_PATHS = (
+    "model_revision", "dataset_config_name", "train_split_name", "validation_split_name", "text_column_names",
+    "text_column_delimiter", "label_column_name", "question_column", "context_column", "answer_column",
+)  # fmt: skip
 
 
 def from_hub(settings: Mapping[str, Any]) -> dict[str, str]:
     """The flags that name something on the hub, with their values. To be called in the run's working directory."""
+    settings = _without_unused_model(settings)
     names = ("model_name_or_path", "config_name", "tokenizer_name")
     found = {name: settings[name] for name in names if settings[name] and not Path(settings[name]).exists()}
     return found | ({"dataset_name": settings["dataset_name"]} if settings["dataset_name"] else {})
@@ -25,10 +31,16 @@ def from_hub(settings: Mapping[str, Any]) -> dict[str, str]:
 def public_settings(settings: Mapping[str, Any], hub: Mapping[str, str]) -> dict[str, Any]:
     """`settings` without those of this machine, and with names in place of paths. `hub`: what `from_hub` returned."""
     return {
-        name: _without_folder(value) if name != _REVISION and value != hub.get(name) else value
-        for name, value in settings.items()
+        name: value if name in _NO_PATHS or value == hub.get(name) else _without_folder(value)
+        for name, value in _without_unused_model(settings).items()
         if name in FLAGS and FLAGS[name].group not in _PRIVATE_GROUPS and name not in _PRIVATE
     }
+
+
+def _without_unused_model(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without the default model, if the task is not one of this package's: its own model need not come from there."""
+    unused = settings.get("task", QUESTION_ANSWERING) not in TASKS and settings["model_name_or_path"] == DEFAULT_MODEL
+    return {**settings, "model_name_or_path": None} if unused else settings
 
 
 def _without_folder(value: Any) -> Any:

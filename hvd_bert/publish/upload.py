@@ -44,7 +44,7 @@ REMEDIES = {
 def run(flags: argparse.Namespace) -> int:
     """Show what is uploaded, and upload it unless --dry_run is given. Returns the exit status. Raises UserError."""
     _check_names(flags)
-    contents = files_to_upload(flags.model)
+    contents = files_to_upload(flags.model, flags.repo_id)
     print(f"{flags.model} -> {constants.ENDPOINT}/{flags.repo_id}, branch {flags.revision}")
     for name, content in contents.items():
         size = content.stat().st_size if isinstance(content, Path) else len(content)
@@ -81,7 +81,7 @@ def _check_names(flags: argparse.Namespace) -> None:
             raise UserError(f"--{name} is empty: give a value, or leave the flag out.")
 
 
-def files_to_upload(folder: Path) -> dict[str, Path | bytes]:
+def files_to_upload(folder: Path, repo_id: str) -> dict[str, Path | bytes]:
     """Names in the repository -> files or contents. Raises UserError unless the folder has a finished model."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder. Name the output folder of a finished training.")
@@ -92,6 +92,8 @@ def files_to_upload(folder: Path) -> dict[str, Path | bytes]:
                 " command with this --output_dir to finish it, or name another folder."
             )
     found: dict[str, Path | bytes] = {name: folder / name for name in FILES if (folder / name).is_file()}
+    if card.is_ours(folder / card.NAME):
+        found[card.NAME] = card.with_name(folder / card.NAME, repo_id).encode()
     with as_user_error(lambda reason: f"The records in {folder} cannot be read ({reason}). Name another folder."):
         results = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
         settings = yaml.safe_load((folder / SETTINGS).read_text(encoding="utf-8"))

@@ -186,7 +186,7 @@ class DatasetTask(Task):
     def summary(self, metrics: dict[str, float]) -> str:
         """An evaluation in one line."""
         assert self.dev is not None
-        scores = [f"{name} {metrics[name]:.4f}" for name in self.metrics if name != "eval_loss"]
+        scores = [f"{name} {metrics[name]:.4f}" for name in self.metrics if not name.startswith("eval_loss")]
         return "  ".join([*scores, f"loss {metrics['eval_loss']:.3f}", f"on {len(self.dev)} {self.unit}"])
 
     def fingerprint(self) -> dict[str, object]:

@@ -128,11 +128,51 @@ def test_card_of_a_classification(make_task, tmp_path, monkeypatch):  # noqa: F8
 
 def test_card_of_an_own_task_and_a_model_that_is_not_transformers(tmp_path):
     settings = parse(["--task", "digits:Digits", "--max_steps", "200", "--output_dir", "/secret/runs"]).as_flat()
-    content = card.text(tmp_path, settings, results_of(), {"accuracy": 0.97}, settings)
+    results = results_of(from_hub=public.from_hub(settings))
+    content = card.text(tmp_path, settings, results, {"accuracy": 0.97}, settings)
     found = ModelCard(content).data
     assert (found.library_name, found.pipeline_tag, found.metrics) == (None, None, ["accuracy"])
     assert "```python" not in content and "load_state_dict" in content and "secret" not in content
+    assert found.base_model is None and "bert-base-uncased" not in content
     assert "A launcher started it on 2 ranks." in content and "| Training time | 1:02:05, " in content
+
+
+def test_card_of_a_regression(make_task, tmp_path, monkeypatch):  # noqa: F811
+    for name in ("train", "dev"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "red", "label": 1.5}\n{"text": "green", "label": 2.5}\n')
+    task, out = make_task(), tmp_path / "out"
+    out.mkdir()
+    run_folder.save_model(out, task)
+    card.write(out, task.config.as_flat(), results_of(unit="texts"), {})
+    content = (out / "README.md").read_text()
+    assert "for regression: it gives a number for a text or for a pair of texts." in content
+    assert "The classes" not in content and "softmax" not in content
+    assert float(printed_by(code_of(content, "python"), out, monkeypatch)) < 10
+
+
+def test_data_sets_and_splits_of_the_hub(tmp_path):
+    settings = parse(["--task", "text-classification", "--task_name", "mnli"]).as_flat()
+    scores = {"accuracy": 0.5, "total": 4.0, "eval_loss": 1.0, "accuracy_mm": 0.6, "total_mm": 3.0}
+    results = results_of(scores=["accuracy", "accuracy_mm"], from_hub=public.from_hub(settings), unit="texts")
+    content = card.text(tmp_path, settings, results, scores, settings)
+    found = ModelCard(content).data
+    assert (found.datasets, found.metrics) == ("nyu-mll/glue", ["accuracy"])
+    of_split = [(r.dataset_type, r.dataset_config, r.dataset_split, r.metric_value) for r in found.eval_results]
+    assert of_split == [
+        ("nyu-mll/glue", "mnli", "validation_matched", 0.5), ("nyu-mll/glue", "mnli", "validation_mismatched", 0.6),
+    ]  # fmt: skip
+    glue = "`nyu-mll/glue`, configuration `mnli`, split"
+    assert f"Evaluated on {glue} `validation_matched` and `validation_mismatched`: 7 examples." in content
+    assert f"Trained on {glue} `train`: " in content and "| `total" not in content
+
+    # The evaluation has data of its own; a delimiter is no path.
+    flags = ["--dataset_name", "me/more", "--validation_split_name", "test", "--text_column_names", "a,b/c"]
+    later = parse(["--task", "text-classification", *flags, "--text_column_delimiter", " / "]).as_flat()
+    content = card.text(tmp_path, settings, results, {"accuracy": 0.5}, later)
+    assert "Evaluated on `me/more`, split `test`." in content
+    assert {r.dataset_type for r in ModelCard(content).data.eval_results} == {"me/more"}
+    shown = public.command(public.public_settings(later, public.from_hub(later)))
+    assert "--text_column_delimiter ' / '" in shown and "--text_column_names a,b/c" in shown
 
 
 def test_names_on_the_hub_and_paths(tmp_path, monkeypatch):

@@ -83,6 +83,7 @@ def test_logits_are_those_of_transformers(family, tokenizer, tmp_path, capsys, m
         torch.testing.assert_close(*rows, rtol=0, atol=1e-4)
 
     if family == "bert":  # a converted model with other weights leaves nothing
+
         def wrong(model: Any, example: Any, path: Path) -> list[str]:
             shutil.copy(target / "model.onnx", path)
             return ["start_logits", "end_logits"]

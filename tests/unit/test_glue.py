@@ -97,6 +97,7 @@ def test_both_validation_sets_of_mnli(hub_cache, make_task):
     task = make_task("--task_name", "mnli", "--max_eval_samples", "4")
     both = task.evaluate(task.model)
     assert both.metrics["total"] == both.metrics["total_mm"] == 4
+    assert "eval_loss" not in both.summary and not {"eval_loss", "eval_loss_mm"} & {*run_folder.of_task(task)["scores"]}
     assert list(both.files["eval_predictions.json"]) == ["0", "1", "2", "3", "0_mm", "1_mm", "2_mm", "3_mm"]
     of_hub = ["--dataset_name", "glue", "--dataset_config_name", "mnli", "--max_eval_samples", "4"]
     for split, ending in GLUE["mnli"].validation.items():

@@ -62,7 +62,15 @@ def test_a_training_is_published_and_loads(base, tmp_path):  # noqa: F811
     assert hub.branches == ["first"]
     ((branch, message, files),) = hub.commits
     assert (branch, message, files.keys()) == ("first", "Add it", UPLOADED | {"train_config.yaml"})
-    assert {name: files[name] for name in UPLOADED} == {name: (out / name).read_bytes() for name in UPLOADED}
+    kept = {name: (out / name).read_bytes() for name in UPLOADED}
+    card = (
+        kept["README.md"]
+        .replace(b'name = "out"', b'name = "me/mine"')
+        .replace(b'Answerer("out"', b'Answerer("me/mine"')
+    )
+    assert card != kept["README.md"] and files["README.md"].rpartition(b"<!--")[0] == card.rpartition(b"<!--")[0]
+    for name in UPLOADED - {"README.md"}:
+        assert files[name] == kept[name]
     assert [name for name, content in files.items() if str(tmp_path).encode() in content] == []
 
     published = tmp_path / "published"
@@ -71,8 +79,8 @@ def test_a_training_is_published_and_loads(base, tmp_path):  # noqa: F811
         (published / name).write_bytes(content)
     AutoTokenizer.from_pretrained(published)
     loaded = AutoModelForQuestionAnswering.from_pretrained(published).state_dict()
-    kept = AutoModelForQuestionAnswering.from_pretrained(out).state_dict()
-    assert all(value.equal(kept[name]) for name, value in loaded.items())
+    trained = AutoModelForQuestionAnswering.from_pretrained(out).state_dict()
+    assert all(value.equal(trained[name]) for name, value in loaded.items())
     settings = load_yaml(str(published / "train_config.yaml"))
     assert (settings["max_seq_length"], settings["train_file"]) == (64, "squad.json")
     assert "output_dir" not in settings
