@@ -26,7 +26,7 @@ NOT_TEXT = ("id", "idx")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}  # by the ending of a file's name; others are JSON Lines or Parquet
 Value = str | int | float
 _WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # as Python prints it: "01" and "1" are two labels
-_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 @dataclass(frozen=True)
@@ -210,6 +210,7 @@ def _as_numbers(name: str, labels: list[Value]) -> list[Value]:
         return [int(label) for label in labels]
     written = [str(label) for label in labels]
     fractions = any(isinstance(label, float) for label in labels) or (
-        all(map(_NUMBER.fullmatch, written)) and any("." in label for label in written)
+        all(_NUMBER.fullmatch(label) and math.isfinite(float(label)) for label in written)
+        and any({*".eE"} & {*label} for label in written)
     )
     return [float(label) for label in labels] if fractions else labels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from statistics import fmean
 from typing import Any, ClassVar, Literal
 
@@ -17,7 +18,7 @@ from hvd_bert.config.glue import GLUE
 from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import Ids, Lengths
 from hvd_bert.data.collate import Batch, Collator
-from hvd_bert.data.texts import Texts
+from hvd_bert.data.texts import Texts, Value
 from hvd_bert.data.windows import WindowTable
 from hvd_bert.distributed.world import log
 from hvd_bert.errors import UserError
@@ -89,10 +90,12 @@ class TextClassification(DatasetTask):
     def _targets(self, source: Texts) -> NDArray[Any]:
         """The number to predict, or the class, of each text. Raises UserError for an unknown label."""
         if self.regression:
-            words = next((label for label in source.labels if isinstance(label, str)), None)
-            if words is not None:
-                raise UserError(f"{source.name}: the label {words!r} is not a number, which regression needs.")
-            return np.array(source.labels, dtype=np.float32)
+            for row, label in enumerate(source.labels, 1):
+                if not _is_number(label):
+                    raise UserError(
+                        f"{source.name}: the label {label!r} of example {row} is not a number, which regression needs."
+                    )
+            return np.array([float(label) for label in source.labels], dtype=np.float32)
         numbers = {name.lower(): number for number, name in enumerate(self.names)}
         numbers |= {name: number for number, name in enumerate(self.names)}
         found = [numbers.get(str(label), numbers.get(str(label).lower())) for label in source.labels]
@@ -164,6 +167,13 @@ class TextClassification(DatasetTask):
 
     def compile(self, model: nn.Module) -> None:
         compile_layers(model)
+
+
+def _is_number(label: Value) -> bool:
+    try:
+        return math.isfinite(float(label))
+    except (ValueError, OverflowError):
+        return False
 
 
 def _class_names(train: Texts, do_regression: bool) -> list[str]:
