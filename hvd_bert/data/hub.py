@@ -32,29 +32,29 @@ def load(
     dataset_config_name: str | None = None,
     cache_dir: str | None = None,
     ways_out: str = _WAYS_OUT,
+    flag: str = "",
 ) -> Dataset:
     """One split of a data set. Raises `UserError` with `ways_out` if it is not available.
 
+    `flag`: the flag that asks for it, with its value, if it is not --dataset_name.
     The local cache comes first: it needs no network, and N ranks do not all contact the hub.
     """
     import datasets  # slow to import, and not needed for files
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
 
+    flag = flag or f"--dataset_name {dataset_name}"
     try:
         validate_repo_id(dataset_name)
     except HFValidationError:
+        raise UserError(f"{flag}: not the name of a data set on the hub, such as rajpurkar/squad. {ways_out}") from None
+    if os.path.isdir(dataset_name):  # `datasets` would read the files in it
         raise UserError(
-            f"--dataset_name {dataset_name}: not the name of a data set on the hub, such as rajpurkar/squad. {ways_out}"
-        ) from None
-    names = [dataset_name]
-    for old, new in _ALIASES.items():
-        names += [new] if dataset_name == old else [old] if dataset_name == new else []
-    for name in filter(os.path.isdir, names):  # `datasets` would read the files in it
-        raise UserError(
-            f"--dataset_name {dataset_name}: {name} is a folder in the working directory. To load the hub's data set,"
-            f" run the command in another one. {ways_out}"
+            f"{flag}: {dataset_name} is a folder in the working directory. To load the hub's data set, run the command"
+            f" in another one. {ways_out}"
         )
+    others = [new if dataset_name == old else old for old, new in _ALIASES.items() if dataset_name in (old, new)]
+    names = [dataset_name, *(name for name in others if not os.path.isdir(name))]
     reason: Exception | None = None
     with _quiet():
         for name, offline in [*((name, True) for name in names), (dataset_name, False)]:
@@ -70,7 +70,7 @@ def load(
                 reason = error
     assert reason is not None
     raise UserError(
-        f"--dataset_name {dataset_name}: split {split!r} is not in the Hugging Face cache on this machine and could "
+        f"{flag}: split {split!r} is not in the Hugging Face cache on this machine and could "
         f"not be downloaded ({reason_of(reason)}). {ways_out}"
     ) from reason
 

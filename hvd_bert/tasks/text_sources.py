@@ -47,7 +47,8 @@ def _open(config: Config, split: str, file_flag: str, columns: Columns) -> Texts
         (DATASET, data.task_name) if data.task_name else (data.dataset_name, data.dataset_config_name)
     )
     if dataset:
-        rows = hub.load(dataset, split, config_name, cache_dir, _WAYS_OUT)
+        flag = f"--task_name {data.task_name}" if data.task_name else ""
+        rows = hub.load(dataset, split, config_name, cache_dir, _WAYS_OUT, flag)
         return texts.open_hub(rows, f"{'/'.join(filter(None, (dataset, config_name)))}[{split}]", columns)
     path = data.train_file if file_flag == "train_file" else data.validation_file
     return texts.open_file(path, f"--{file_flag}", columns) if path else None

@@ -18,6 +18,19 @@ from hvd_bert.tasks.table import load_task
 
 WORDS = ("the box is red", "what is green ?", "red", "the green box in the red box", "is the box green ?")
 ENTAILMENT = ["entailment", "not_entailment"]
+# Columns as in `task_to_keys` of transformers' run_glue.py, and GLUE's metrics.
+TASKS = {
+    "cola": (("sentence",), ["matthews_correlation"]),
+    "mnli": (("premise", "hypothesis"), ["accuracy"]),
+    "mrpc": (("sentence1", "sentence2"), ["accuracy", "f1"]),
+    "qnli": (("question", "sentence"), ["accuracy"]),
+    "qqp": (("question1", "question2"), ["accuracy", "f1"]),
+    "rte": (("sentence1", "sentence2"), ["accuracy"]),
+    "sst2": (("sentence",), ["accuracy"]),
+    "stsb": (("sentence1", "sentence2"), ["pearson", "spearmanr"]),
+    "wnli": (("sentence1", "sentence2"), ["accuracy"]),
+}
+VALIDATION = {"mnli": {"validation_matched": "", "validation_mismatched": "_mm"}}
 # Names of the classes on the hub; none for STS-B, whose labels are numbers from 0 to 5.
 CLASSES = {
     "cola": ["unacceptable", "acceptable"],
@@ -73,21 +86,20 @@ def saved(task, folder):
     run_folder.save_model(folder, task)
 
 
-@pytest.mark.parametrize("name", GLUE)
+@pytest.mark.parametrize("name", TASKS)
 def test_tasks_of_glue(hub_cache, make_task, name):
-    glue = GLUE[name]
-    hub_cache("nyu-mll/glue", name, glue.texts, CLASSES[name], ("train", *glue.validation))
+    assert TASKS.keys() == GLUE.keys()
+    (columns, of_task), validation = TASKS[name], VALIDATION.get(name, {"validation": ""})
+    hub_cache("nyu-mll/glue", name, columns, CLASSES[name], ("train", *validation))
     task = make_task("--task_name", name)
     assert task.names == (CLASSES[name] or ["LABEL_0"]) and task.model.config.num_labels == len(task.names)
-    assert (len(task.train), len(task.dev)) == (7, sum(6 - number for number in range(len(glue.validation))))
+    assert (len(task.train), len(task.dev)) == (7, sum(6 - number for number in range(len(validation))))
     metrics = task.evaluate(task.model).metrics
-    combined = ["combined_score"] if len(glue.metrics) > 1 else []
-    assert next(iter(task.metrics)) == (combined or glue.metrics)[0] == task.config.checkpoint.metric_for_best_model
-    assert (
-        metrics.keys() >= task.metrics.keys() >= {f"{m}{end}" for m in glue.metrics for end in glue.validation.values()}
-    )
+    combined = ["combined_score"] if len(of_task) > 1 else []
+    assert next(iter(task.metrics)) == (combined or of_task)[0] == task.config.checkpoint.metric_for_best_model
+    assert metrics.keys() >= task.metrics.keys() >= {f"{m}{end}" for m in of_task for end in validation.values()}
     if combined:
-        assert metrics["combined_score"] == pytest.approx(np.mean([metrics[metric] for metric in glue.metrics]))
+        assert metrics["combined_score"] == pytest.approx(np.mean([metrics[metric] for metric in of_task]))
 
 
 def test_both_validation_sets_of_mnli(hub_cache, make_task):
@@ -100,7 +112,7 @@ def test_both_validation_sets_of_mnli(hub_cache, make_task):
     assert "eval_loss" not in both.summary and not {"eval_loss", "eval_loss_mm"} & {*run_folder.of_task(task)["scores"]}
     assert list(both.files["eval_predictions.json"]) == ["0", "1", "2", "3", "0_mm", "1_mm", "2_mm", "3_mm"]
     of_hub = ["--dataset_name", "glue", "--dataset_config_name", "mnli", "--max_eval_samples", "4"]
-    for split, ending in GLUE["mnli"].validation.items():
+    for split, ending in VALIDATION["mnli"].items():
         alone = make_task(*of_hub, "--validation_split_name", split)
         for metric, value in alone.evaluate(alone.model).metrics.items():
             assert both.metrics[metric + ending] == pytest.approx(value, abs=1e-6)
@@ -131,8 +143,8 @@ def test_whole_numbers_are_learnt_as_numbers_on_request(make_task, tmp_path):
     flags = ["--train_file", str(tmp_path / "train.csv"), "--label_column_name", "stars"]
     assert make_task(*flags).names == ["1", "3", "5"]
     assert make_task(*flags, "--do_regression").dev is None and make_task(*flags, "--do_regression").regression
-    (tmp_path / "train.csv").write_text("text,stars\nred,good\n")
-    with pytest.raises(UserError, match=r"train.csv: the label 'good' is not a number, which regression needs"):
+    (tmp_path / "train.csv").write_text("text,stars\nred,1.5\nred,good\n")
+    with pytest.raises(UserError, match=r"train.csv: the label 'good' of example 2 is not a number, which regression"):
         make_task(*flags, "--do_regression")
 
 
@@ -167,6 +179,15 @@ def test_test_sets_without_labels_are_refused(tmp_path, monkeypatch, write_hub_c
     rows = [{"sentence": "red", "label": 1}, {"sentence": "red", "label": -1}]
     write_hub_cache(tmp_path / "hub", {"train": rows}, "glue", "cola", features)
     with pytest.raises(UserError, match=r"glue/cola\[train\]: row 1 has no label \(-1\). Name a split with labels"):
+        make_task("--task_name", "cola")
+
+
+def test_tasks_of_glue_next_to_a_folder_of_that_name(hub_cache, make_task, tmp_path, monkeypatch):
+    (tmp_path / "glue").mkdir()
+    monkeypatch.chdir(tmp_path)
+    hub_cache("nyu-mll/glue", "rte", ("sentence1", "sentence2"), CLASSES["rte"])
+    assert len(make_task("--task_name", "rte").train) == 7
+    with pytest.raises(UserError, match=r"--task_name cola: split 'train' is not in the Hugging Face cache"):
         make_task("--task_name", "cola")
 
 
