@@ -48,10 +48,13 @@ def leave_help_to_one_rank(argv: Sequence[str]) -> None:
 def import_model_list() -> None:
     """Import `transformers.models`, which would read the source files of all models a second time: 0.2 s.
 
-    `import transformers` has just read them, but into a cache that is too small for all.
+    `import transformers` has just read them, but into a cache that is too small for all. Another release of
+    transformers may do without `define_import_structure`.
     """
     from transformers.utils import import_utils
 
+    if not hasattr(import_utils, "define_import_structure"):
+        return
     scan = import_utils.define_import_structure
     import_utils.define_import_structure = partial(model_list, scan=scan)  # type: ignore[assignment]
     try:
@@ -60,8 +63,12 @@ def import_model_list() -> None:
         import_utils.define_import_structure = scan
 
 
-def model_list(init: str, scan: Callable[..., dict[frozenset[str], dict[str, Any]]]) -> dict[frozenset[str], Any]:
+def model_list(
+    init: str, *args: Any, scan: Callable[..., dict[frozenset[str], dict[str, Any]]], **kwargs: Any
+) -> dict[frozenset[str], Any]:
     """What `scan` finds next to `init` (.../models/__init__.py), from its scan of the whole package."""
+    if args or kwargs:  # of another release of transformers
+        return scan(init, *args, **kwargs)
     prefix = "models."
     return {
         backends: {name.removeprefix(prefix): found for name, found in modules.items() if name.startswith(prefix)}

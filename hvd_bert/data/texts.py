@@ -105,6 +105,8 @@ def open_file(path: str, flag: str, columns: Columns = Columns()) -> Texts:
 
 def open_hub(rows: Dataset, name: str, columns: Columns = Columns()) -> Texts:
     """All rows of a split of a data set on the hub. Raises UserError."""
+    if not len(rows):
+        raise UserError(f"{name}: there are no rows. Name another split.")
     columns = columns.found_in(name, rows.column_names)
     rows = rows.select_columns([*columns.texts, columns.label])
     located = ((f"row {number}", row) for number, row in enumerate(rows.to_list()))
@@ -160,6 +162,10 @@ def _csv(path: str, text: str, delimiter: str) -> Iterator[tuple[str, dict[str, 
         delimiter=delimiter,
         quoting=csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL,
     )
+    names = list(reader.fieldnames or ())
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{path}: the first line names the column `{twice}` more than once. Fix the file.")
     for row in reader:
         place = f"line {reader.line_num}"
         if None in row or None in row.values():

@@ -71,9 +71,15 @@ class TextClassification(DatasetTask):
         )
         self.names: list[str] = [shape.id2label[i] for i in range(shape.num_labels)]
         known = next((source.classes for source in dev.values()), None)
-        if known and self.names == [f"LABEL_{number}" for number in range(len(known))]:  # the model does not name them
+        unnamed = [f"LABEL_{number}" for number in range(len(self.names))]  # transformers' names of unnamed classes
+        self.unnamed = self.names == unnamed
+        if known and self.unnamed and len(known) == len(unnamed):
             self.names = known
         self.regression = shape.problem_type == "regression"
+        if data.do_regression and not self.regression:
+            raise UserError(
+                f"--do_regression: {config.model.configuration} gives classes, not a number. Remove the flag."
+            )
         self.metrics = metrics_of(self.regression, data.task_name)
         self._forward = forward_flops(self.model)
         self.late_weights = late_weights(self.model)
@@ -98,6 +104,8 @@ class TextClassification(DatasetTask):
             return np.array([float(label) for label in source.labels], dtype=np.float32)
         numbers = {name.lower(): number for number, name in enumerate(self.names)}
         numbers |= {name: number for number, name in enumerate(self.names)}
+        if self.unnamed:
+            numbers |= {str(number): number for number in range(len(self.names))}
         found = [numbers.get(str(label), numbers.get(str(label).lower())) for label in source.labels]
         if None in found:
             row = found.index(None)

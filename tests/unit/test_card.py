@@ -82,7 +82,7 @@ def test_a_users_card_stays(base, tmp_path, caplog):  # noqa: F811
     (out / "README.md").symlink_to(tmp_path / "notes.md")
     train(base, "--output_dir", str(out), "--overwrite_output_dir", "--max_steps", "4")
     assert (tmp_path / "notes.md").read_text() == written_card and (out / "README.md").is_symlink()
-    assert f"{out}/README.md is not this program's, or it was edited: it stays as it is." in caplog.messages
+    assert f"{out}/README.md is not this program's: it stays as it is." in caplog.messages
 
     (out / "README.md").unlink()
     train(base, "--output_dir", str(out), "--overwrite_output_dir", "--max_steps", "4")
@@ -110,7 +110,7 @@ def test_a_later_evaluation_updates_the_card_of_its_model(base, tmp_path, make_q
     assert (out / "README.md").read_text() == after and "records cannot be read: 'from_hub'" in caplog.text
 
 
-def test_card_of_a_classification(make_task, tmp_path, monkeypatch):  # noqa: F811
+def test_card_of_a_classification(make_task, tmp_path, monkeypatch, caplog):  # noqa: F811
     task, out = make_task("--output_dir", str(tmp_path / "out")), tmp_path / "out"
     out.mkdir()
     run_folder.save_model(out, task)
@@ -124,6 +124,10 @@ def test_card_of_a_classification(make_task, tmp_path, monkeypatch):  # noqa: F8
     assert r"Trained on `a\|b'.jsonl`: 1,500 texts." in content and "are in percent" not in content
     label, probability = printed_by(code_of(content, "python"), out, monkeypatch).split()
     assert label in ("maybe", "no", "yes") and 1 / 3 <= float(probability) <= 1
+    (out / "README.md").write_text(edited := content.replace("# out", "# My model"))
+    card.write(out, settings, results_of(unit="texts"), {})
+    assert (out / "README.md").read_text() == edited
+    assert "README.md was edited and is kept: it describes the earlier model." in caplog.text
 
 
 def test_card_of_an_own_task_and_a_model_that_is_not_transformers(tmp_path):

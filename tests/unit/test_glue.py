@@ -171,6 +171,13 @@ def test_labels_of_a_trained_model(hub_cache, make_task, tmp_path):
         again = make_task("--task_name=sst2", "--no_do_train", model=("--model_name_or_path", f"saved{number}"))
         assert again.evaluate(again.model).metrics == evaluation.metrics
     assert again.names == CLASSES["sst2"]
+    rows = "".join(f"{WORDS[i % 5]},{i % 2}\n" for i in range(6))  # the same, with the numbers of the classes
+    (tmp_path / "dev.csv").write_text(f"sentence,label\n{rows}")
+    flags = ["--no_do_train", "--validation_file", str(tmp_path / "dev.csv")]
+    again = make_task(*flags, model=("--model_name_or_path", "saved1"))
+    assert again.evaluate(again.model).metrics == evaluation.metrics
+    with pytest.raises(UserError, match=r"--do_regression: .*saved1 gives classes, not a number. Remove the flag."):
+        make_task(*flags, "--do_regression", model=("--model_name_or_path", "saved1"))
 
 
 def test_test_sets_without_labels_are_refused(tmp_path, monkeypatch, write_hub_cache, make_task):

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 
+import datasets
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -167,11 +168,17 @@ def test_columns_of_the_training_file_are_read_from_another(write):
         ('{"text": "a", "label": "\\ud800"}\n', "t.jsonl", "`label` contains an unpaired surrogate"),
         ("text,label\na,1\nb\n", "t.csv", "line 3 has another number of columns"),
         (b"text,label\n\xff,1\n", "t.csv", "not UTF-8 text"),
+        ("text,label,text\na,1,b\n", "t.csv", "the first line names the column `text` more than once"),
     ],
 )
 def test_mistakes_name_their_place(write, content, name, message):
     with pytest.raises(UserError, match=message):
         texts.open_file(write(content, name), "--train_file")
+
+
+def test_empty_split_of_the_hub():
+    with pytest.raises(UserError, match=r"me/mine\[test\]: there are no rows. Name another split."):
+        texts.open_hub(datasets.Dataset.from_dict({"text": [], "label": []}), "me/mine[test]")
 
 
 def test_missing_file_names_the_flag(tmp_path):
