@@ -119,7 +119,7 @@ def text(folder: Path, settings: Record, results: Record, scores: Record, evalua
     card_data = ModelCardData(
         library_name="transformers" if auto_class else None,
         base_model=hub.get("model_name_or_path"),
-        datasets=train.name if train.splits else None,
+        datasets=train.name if settings["task_name"] else hub.get("dataset_name"),
         pipeline_tag=tag,
         tags=["hvd_bert", *([results["strategy"]] if results["strategy"] == "horovod" else [])],
         metrics=list(dict.fromkeys(dev.metric(name)[0] for name in numbers)) or None,

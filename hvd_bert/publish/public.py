@@ -14,7 +14,7 @@ from hvd_bert.config.tasks import QUESTION_ANSWERING, TASKS
 _PRIVATE_GROUPS = ("output", "profiling")
 _PRIVATE = ("cache_dir", "resume_from_checkpoint", "preprocessing_num_workers", "num_threads")
 # Never paths, also with a slash, as in refs/pr/1. Of every other flag, what looks like a path loses its folders.
-_NO_PATHS = (
+NO_PATHS = (
     "model_revision", "dataset_config_name", "train_split_name", "validation_split_name", "text_column_names",
     "text_column_delimiter", "label_column_name", "question_column", "context_column", "answer_column",
 )  # fmt: skip
@@ -23,15 +23,14 @@ _NO_PATHS = (
 def from_hub(settings: Mapping[str, Any]) -> dict[str, str]:
     """The flags that name something on the hub, with their values. To be called in the run's working directory."""
     settings = _without_unused_model(settings)
-    names = ("model_name_or_path", "config_name", "tokenizer_name")
-    found = {name: settings[name] for name in names if settings[name] and not Path(settings[name]).exists()}
-    return found | ({"dataset_name": settings["dataset_name"]} if settings["dataset_name"] else {})
+    names = ("model_name_or_path", "config_name", "tokenizer_name", "dataset_name")
+    return {name: settings[name] for name in names if settings[name] and not Path(settings[name]).exists()}
 
 
 def public_settings(settings: Mapping[str, Any], hub: Mapping[str, str]) -> dict[str, Any]:
     """`settings` without those of this machine, and with names in place of paths. `hub`: what `from_hub` returned."""
     return {
-        name: value if name in _NO_PATHS or value == hub.get(name) else _without_folder(value)
+        name: value if name in NO_PATHS or value == hub.get(name) else _without_folder(value)
         for name, value in _without_unused_model(settings).items()
         if name in FLAGS and FLAGS[name].group not in _PRIVATE_GROUPS and name not in _PRIVATE
     }

@@ -18,6 +18,7 @@ from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  #
 
 from hvd_bert.checkpoint import run_folder
 from hvd_bert.config.command_line import parse
+from hvd_bert.config.settings import FLAGS
 from hvd_bert.publish import card, public
 
 
@@ -131,12 +132,15 @@ def test_card_of_a_classification(make_task, tmp_path, monkeypatch, caplog):  # 
 
 
 def test_card_of_an_own_task_and_a_model_that_is_not_transformers(tmp_path):
-    settings = parse(["--task", "digits:Digits", "--max_steps", "200", "--output_dir", "/secret/runs"]).as_flat()
+    (tmp_path / "numbers").mkdir()  # data that the task itself reads from there
+    flags = ["--max_steps", "200", "--output_dir", "/secret/runs", "--dataset_name", f"{tmp_path}/numbers"]
+    settings = parse(["--task", "digits:Digits", *flags]).as_flat()
     results = results_of(from_hub=public.from_hub(settings))
     content = card.text(tmp_path, settings, results, {"accuracy": 0.97}, settings)
     found = ModelCard(content).data
     assert (found.library_name, found.pipeline_tag, found.metrics) == (None, None, ["accuracy"])
     assert "```python" not in content and "load_state_dict" in content and "secret" not in content
+    assert str(tmp_path) not in content and found.datasets is None
     assert found.base_model is None and "bert-base-uncased" not in content
     assert "A launcher started it on 2 ranks." in content and "| Training time | 1:02:05, " in content
 
@@ -190,6 +194,8 @@ def test_names_on_the_hub_and_paths(tmp_path, monkeypatch):
     }  # fmt: skip
     shown = public.public_settings(settings | {"cache_dir": "/secret", "train_file": "/secret/a.json"}, hub)
     assert "/secret" not in str(shown) and shown["train_file"] == "a.json" and shown["model_revision"] == "refs/pr/1"
+    paths = {name: "/secret/x" for name in FLAGS.keys() - public.NO_PATHS}  # also of flags that are added later
+    assert "/secret" not in str(public.public_settings(paths, hub))
     found = ModelCard(card.text(tmp_path, settings, results_of(from_hub=hub), {"accuracy": 1}, settings)).data
     assert (found.base_model, found.datasets) == ("google-bert/bert-base-uncased", "rajpurkar/squad_v2")
     assert {(result.dataset_type, result.dataset_split) for result in found.eval_results} == {
