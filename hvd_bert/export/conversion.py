@@ -22,7 +22,8 @@ from hvd_bert.config.settings import ModelArguments
 from hvd_bert.errors import UserError, reason_of
 from hvd_bert.model.bert import load_tokenizer, takes_token_types
 from hvd_bert.model.families import max_tokens
-from hvd_bert.model.loading import TOKENIZER_FILES, load
+from hvd_bert.model.loading import load
+from hvd_bert.storage.model_files import TOKENIZER_FILES
 from hvd_bert.storage.writing import replacing, writing_to
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -39,7 +40,10 @@ def convert(folder: Path, output: Path, with_tokenizer: bool) -> Iterator[str]:
     """
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"Converting needs {', '.join(missing)}: install with `pip install {' '.join(missing)}`.")
+        raise UserError(
+            f"Converting needs {', '.join(missing)}: install with `pip install {' '.join(missing)}`, or with the extra"
+            " `onnx` of this package."
+        )
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder. Name the output folder of a training.")
     copied = _files_to_copy(folder, output.parent) if with_tokenizer else []
@@ -94,7 +98,9 @@ def _load_model(folder: Path, args: ModelArguments) -> Any:
     name = next(iter(getattr(config, "architectures", None) or ["no class"]))
     kind = getattr(transformers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
-        raise UserError(f"{folder}/config.json: architectures names {name}, which is no model of transformers.")
+        raise UserError(
+            f"{folder}/config.json: architectures names {name}, which is not a model class of transformers."
+        )
     model, info = load(kind, str(folder), args, config=config, dtype=torch.float32, output_loading_info=True)
     if info["missing_keys"] or info["mismatched_keys"]:
         lost = ", ".join(map(str, sorted(map(str, info["missing_keys"]))[:3])) or "weights of another shape"

@@ -28,6 +28,7 @@ from hvd_bert.data import hub
 from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.machine import free_memory
 from hvd_bert.model.families import family_of, model_class
+from hvd_bert.storage.model_files import TOKENIZER_FILES
 
 GIB = 2**30
 
@@ -41,18 +42,6 @@ OWNERS = {
 }
 HUB_NAMES = {name: f"{owner}/{name}" for owner, names in OWNERS.items() for name in names}
 
-TOKENIZER_FILES = (
-    "tokenizer_config.json",
-    "tokenizer.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "sentencepiece.bpe.model",
-    "spiece.model",
-    "spm.model",
-)
 # The first that exists is loaded.
 WEIGHT_FILES = (
     "model.safetensors",

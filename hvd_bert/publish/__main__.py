@@ -45,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="Repository on the hub. It is created if missing. (required)",
     )
     parser.add_argument(
-        "--private", action="store_true", help="Create it as a private repository. A public one is refused."
+        "--private", action="store_true", help="Create it as a private repository. An existing public one is refused."
     )
     parser.add_argument(
         "--revision", metavar="BRANCH", type=str, default="main",

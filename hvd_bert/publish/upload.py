@@ -15,23 +15,10 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError, as_user_error, reason_of
 from hvd_bert.publish import card
 from hvd_bert.publish.public import public_settings
+from hvd_bert.storage.model_files import TOKENIZER_FILES
 
 WEIGHTS, SETTINGS, RESULTS = "model.safetensors", "train_config.yaml", "train_results.json"
-FILES = (
-    card.NAME,
-    "config.json",
-    WEIGHTS,
-    "tokenizer_config.json",
-    "tokenizer.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "sentencepiece.bpe.model",
-    "spiece.model",
-    "spm.model",
-)
+FILES = (card.NAME, "config.json", WEIGHTS, *TOKENIZER_FILES)
 # The hub's statuses for what the user can fix -> what to do.
 REMEDIES = {
     401: "Log in with `hf auth login`, or set HF_TOKEN to a valid token",
@@ -57,7 +44,7 @@ def run(flags: argparse.Namespace) -> int:
         print("Nothing was uploaded (--dry_run).")
         return EXIT_OK
     if get_token() is None:
-        raise UserError("There is no token of the hub: log in with `hf auth login`, or set HF_TOKEN.")
+        raise UserError("No Hugging Face token was found: log in with `hf auth login`, or set HF_TOKEN.")
     try:
         print(f"Uploaded: {_upload(flags, contents)}")
     except UserError:

@@ -16,9 +16,9 @@ from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  #
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
 from hvd_bert.config.command_line import load_yaml
-from hvd_bert.model.loading import TOKENIZER_FILES
 from hvd_bert.publish import upload
 from hvd_bert.publish.__main__ import main
+from hvd_bert.storage.model_files import TOKENIZER_FILES
 
 UPLOADED = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
@@ -141,7 +141,7 @@ def test_no_token_no_network_and_offline(hub, folder, capsys, monkeypatch, tmp_p
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     assert main(publish) == 2
-    assert "There is no token of the hub: log in with `hf auth login`, or set HF_TOKEN." in capsys.readouterr().err
+    assert "No Hugging Face token was found: log in with `hf auth login`, or set HF_TOKEN." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("missing", ["train_results.json", "model.safetensors", "train_config.yaml"])
