@@ -142,6 +142,8 @@ def text(folder: Path, settings: Record, results: Record, scores: Record, evalua
         scores=_scores(scores, evaluated, dev),
         auto_class=auto_class,
         max_length=settings["max_seq_length"],
+        # A BERT always gets them; other families, only if their tokenizer returns them by itself.
+        token_types="return_token_type_ids=True, " if model.get("model_type") == "bert" else "",
         labels=", ".join(map(code, model.get("id2label", {}).values())),
         regression=_is_regression(model),
         data=_data(settings, results, train),

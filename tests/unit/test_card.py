@@ -121,7 +121,7 @@ def test_card_of_a_classification(make_task, tmp_path, monkeypatch, caplog):  # 
     content = (out / "README.md").read_text()
     found = ModelCard(content).data
     assert found.pipeline_tag == "text-classification" and found.metrics == ["accuracy", "matthews_correlation"]
-    assert "The classes: `maybe`, `no`, `yes`." in content
+    assert "The classes: `maybe`, `no`, `yes`." in content and ", return_token_type_ids=True, return_t" in content
     assert r"Trained on `a\|b'.jsonl`: 1,500 texts." in content and "are in percent" not in content
     label, probability = printed_by(code_of(content, "python"), out, monkeypatch).split()
     assert label in ("maybe", "no", "yes") and 1 / 3 <= float(probability) <= 1
