@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import string
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,11 @@ from hvd_bert.data.squad import Question
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REAL_SQUAD = Path(os.environ.get("HVD_BERT_SQUAD") or REPOSITORY.parent / "shared" / "data" / "squad")
+
+
+def pytest_configure() -> None:
+    # A shell starts background commands with Ctrl-C ignored, which their processes would inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
