@@ -14,6 +14,8 @@ def trained_settings(model: str) -> dict[str, Any]:
     For a checkpoint they are in the folder above.
     """
     folder = Path(model)
+    if folder.is_dir():
+        folder = folder.resolve()  # "." and links do not have the name of a checkpoint
     for place in (folder, folder.parent) if folder.name.startswith("checkpoint-") else (folder,):
         if (place / "train_config.yaml").is_file():
             return load_yaml(str(place / "train_config.yaml"))

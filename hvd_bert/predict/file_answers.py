@@ -14,18 +14,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from torch import nn
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
-from hvd_bert.data.squad import Question
+from hvd_bert.data.squad import Question, Source
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE
 from hvd_bert.model.cpu.malloc import keep_memory
+from hvd_bert.predict import answerer
 from hvd_bert.predict.answer import FoundAnswer
 from hvd_bert.predict.answerer import QuestionAnswerer, blocks
 from hvd_bert.predict.answering import load_model, open_input
 from hvd_bert.predict.unfinished import Row, Unfinished
 from hvd_bert.storage.writing import writing_to
+from hvd_bert.training.inputs import digest_of as tokenizer_digest
+
+# Keys of a configuration that differ between copies of the same model.
+NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")
 
 
 def answer_file(flags: argparse.Namespace, world: World) -> None:
@@ -36,8 +41,7 @@ def answer_file(flags: argparse.Namespace, world: World) -> None:
         qa = load_model(flags, device=world.device)
         source = open_input(flags, qa)
         questions = source.questions()
-    digests = {"the model": digest_of(qa.model)[:16], "the input": source.digest[:16]}
-    run = digests | {"a setting": json.dumps(settings_of(qa))}
+    run = identity_of(qa, source)
     world.check_same(run)
     parts = list(blocks(questions))
     unfinished: Unfinished | None = None
@@ -95,14 +99,22 @@ def _row(question_id: str, answer: FoundAnswer) -> Row:
     }
 
 
-def settings_of(qa: QuestionAnswerer) -> dict[str, object]:
-    """The settings that the answers depend on."""
-    return asdict(qa.window_options) | asdict(qa.span_options) | {"precision": qa.precision}
+def identity_of(qa: QuestionAnswerer, source: Source) -> dict[str, str]:
+    """Everything that the answers and their blocks depend on, by the words that name it in a message."""
+    limits = {"blocks": (answerer.BLOCK_QUESTIONS, answerer.BLOCK_CHARACTERS)}
+    settings = asdict(qa.window_options) | asdict(qa.span_options) | {"precision": qa.precision} | limits
+    return {
+        "the model": digest_of(qa.model)[:16],
+        "the tokenizer": tokenizer_digest(qa.tokenizer),
+        "the input": source.digest[:16],
+        "a setting": json.dumps(settings),
+    }
 
 
-def digest_of(model: nn.Module) -> str:
-    """SHA-256 of a model's weights."""
-    digest = hashlib.sha256()
+def digest_of(model: PreTrainedModel) -> str:
+    """SHA-256 of a model's configuration and weights."""
+    config = {name: value for name, value in model.config.to_dict().items() if name not in NOT_OF_THE_MODEL}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, weights in model.state_dict().items():
         digest.update(name.encode())
         digest.update(weights.cpu().contiguous().numpy())

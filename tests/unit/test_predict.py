@@ -15,11 +15,14 @@ from transformers import BertConfig, BertModel
 
 from hvd_bert import QuestionAnswerer
 from hvd_bert.config.command_line import parse
+from hvd_bert.config.trained import trained_settings
 from hvd_bert.distributed.launch import Launcher, RankInfo
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+from hvd_bert.predict import answerer
 from hvd_bert.predict.__main__ import main, parse_flags
 from hvd_bert.predict.answer import FoundAnswer
-from hvd_bert.predict.file_answers import answer_file
+from hvd_bert.predict.answering import open_input
+from hvd_bert.predict.file_answers import answer_file, identity_of
 from hvd_bert.training.inputs import load_inputs
 
 ALONE = Launcher("none", None, None)
@@ -36,6 +39,17 @@ def test_model_of_another_task_is_refused(tmp_path):
     record(tmp_path, task="text-classification")
     with pytest.raises(UserError, match="was trained with --task text-classification: it answers no questions"):
         QuestionAnswerer(tmp_path)
+
+
+def test_settings_of_a_checkpoint_are_found_by_any_name(tmp_path, monkeypatch):
+    record(tmp_path, seed=5)
+    checkpoint = tmp_path / "checkpoint-6"
+    checkpoint.mkdir()
+    (tmp_path / "best").symlink_to(checkpoint)
+    (tmp_path / "checkpoint-7").symlink_to(tmp_path)
+    monkeypatch.chdir(checkpoint)
+    for name in (checkpoint, tmp_path / "best", tmp_path / "checkpoint-7", "."):
+        assert trained_settings(str(name)) == {"seed": 5}
 
 
 @pytest.mark.parametrize("length", [0, -5])
@@ -135,6 +149,33 @@ def write_rows(path, rows):
     else:
         text = "".join(json.dumps(row) + "\n" for row in table.to_pylist())
         path.write_bytes(gzip.compress(text.encode()))
+
+
+def test_every_input_of_the_answers_is_in_the_identity(model, tmp_path, monkeypatch):  # noqa: F811
+    file = tmp_path / "asked.jsonl"
+    file.write_text(json.dumps({"question": "Who?", "context": "Ada.", "passage": "Bo."}) + "\n")
+
+    def identity(*words: str) -> dict[str, str]:
+        return identity_of(qa, open_input(parse_flags([str(model), "--input", str(file), *words], ALONE), qa))
+
+    def changed() -> list[str]:
+        return [what for what, value in identity().items() if before[what] != value]
+
+    qa = QuestionAnswerer(model)
+    before = identity()
+    qa.model.config.name_or_path = "elsewhere"
+    assert before == identity() != identity("--context_column", "passage")
+    qa.model.config.layer_norm_eps *= 2
+    assert changed() == ["the model"]
+    before = identity()
+    qa.model.qa_outputs.bias.data += 1
+    assert changed() == ["the model"]
+    before = identity()
+    qa.tokenizer.add_tokens(["Ada"])
+    assert changed() == ["the tokenizer"]
+    before = identity()
+    monkeypatch.setattr(answerer, "BLOCK_QUESTIONS", 7)
+    assert changed() == ["a setting"]
 
 
 @pytest.mark.parametrize("name", ["asked.json", "asked.jsonl.gz", "asked.csv", "asked.parquet"])
