@@ -42,7 +42,16 @@ from hvd_bert.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["WindowCounts", "WindowOptions", "WindowTable", "check_lengths", "default_cache_dir", "in_memory", "prepare"]
+__all__ = [
+    "WindowCounts",
+    "WindowOptions",
+    "WindowTable",
+    "check_lengths",
+    "default_cache_dir",
+    "in_memory",
+    "min_length",
+    "prepare",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -134,13 +143,17 @@ def check_lengths(options: WindowOptions, tokenizer: PreTrainedTokenizerBase) ->
         raise UserError(
             f"--max_seq_length {length}: this model's tokenizer allows at most {tokenizer.model_max_length}."
         )
-    # the special tokens, one token of the question, and one new token of the context per window
-    needed = stride + tokenizer.num_special_tokens_to_add(pair=True) + 2
+    needed = min_length(stride, tokenizer)
     if length < needed:
         raise UserError(
             f"--max_seq_length {length} leaves no room for a question with --doc_stride {stride}: "
             f"use at least {needed} (--doc_stride is the overlap of neighboring windows)."
         )
+
+
+def min_length(doc_stride: int, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The length of a window with one token of the question and one new token of the context."""
+    return doc_stride + int(tokenizer.num_special_tokens_to_add(pair=True)) + 2
 
 
 def prepare(

@@ -6,6 +6,7 @@ answers are the same on any number of ranks.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
@@ -20,7 +21,7 @@ from hvd_bert.config.trained import trained_settings
 from hvd_bert.data.checks import text_mistake
 from hvd_bert.data.squad import Question
 from hvd_bert.data.tokenization import WindowTokenizer
-from hvd_bert.data.windows import WindowOptions, check_lengths, in_memory
+from hvd_bert.data.windows import WindowOptions, check_lengths, in_memory, min_length
 from hvd_bert.errors import UserError
 from hvd_bert.evaluation.evaluator import span_options, window_logits
 from hvd_bert.evaluation.postprocess import Answer, answers_of
@@ -28,6 +29,8 @@ from hvd_bert.model.bert import load_model, load_tokenizer
 from hvd_bert.model.families import family_of, max_tokens
 from hvd_bert.model.precision import AUTOCAST
 from hvd_bert.predict.answer import FoundAnswer
+
+logger = logging.getLogger(__name__)
 
 Texts = list[str] | tuple[str, ...]
 BATCH_SIZE = 8
@@ -43,8 +46,9 @@ class QuestionAnswerer:
         answer.text, answer.start, answer.end, answer.score
 
     The settings are those of the training (train_config.yaml) unless they are given. Without that file, windows have at
-    most 384 tokens. `device`: the first GPU, or else the CPU. `precision`: fp32, bf16 or fp16. `batch_size`: windows
-    that the model takes at once.
+    most 384 tokens. If the training's `doc_stride` does not fit into a shorter `max_seq_length`, it is lowered.
+    `device`: the first GPU, or else the CPU. `precision`: fp32, bf16 or fp16. `batch_size`: windows that the model
+    takes at once.
 
     Raises UserError, which is a ValueError, for a model or a setting that cannot be used.
     """
@@ -77,13 +81,14 @@ class QuestionAnswerer:
         settings = _settings(name, given)
         args = ModelArguments(model_name_or_path=name)
         tokenizer = load_tokenizer(args)
-        length = settings.get("max_seq_length", 1)
         with torch.random.fork_rng(devices=[]):  # loading seeds the caller's random numbers
-            self.model = load_model(args, tokenizer, length, seed=0, needs_head=True).eval()
+            self.model = load_model(args, tokenizer, settings.get("max_seq_length", 1), seed=0, needs_head=True).eval()
         reason = family_of(self.model.config).unsupported.get(f"--{precision}")
         require(not reason, f"{precision} does not work with {self.model.config.model_type} models: {reason}.")
-        settings.setdefault("max_seq_length", min(384, max_tokens(self.model.config)))
-        settings.setdefault("doc_stride", min(128, settings["max_seq_length"] // 3))
+        longest = int(min(384, max_tokens(self.model.config), tokenizer.model_max_length))
+        length = settings.setdefault("max_seq_length", longest)
+        if doc_stride is None:
+            settings["doc_stride"] = _fitting_stride(settings.get("doc_stride"), length, tokenizer)
         data = DataArguments(**settings)
         self.window_options = WindowOptions(data.max_seq_length, data.doc_stride)
         self.span_options = span_options(data)
@@ -149,10 +154,21 @@ def _settings(model: str, given: dict[str, Any]) -> dict[str, Any]:
     length = given["max_seq_length"]
     if length is not None:
         require(length >= 1, f"--max_seq_length {length}: must be at least 1.")
-        if given["doc_stride"] is None and "doc_stride" in trained:  # it may be too large for shorter windows
-            trained["doc_stride"] = min(trained["doc_stride"], length // 3)
     chosen = {name: trained.get(name) if value is None else value for name, value in given.items()}
     return {name: value for name, value in chosen.items() if value is not None}
+
+
+def _fitting_stride(trained: int | None, length: int, tokenizer: Any) -> int:
+    """The training's overlap of windows, or a third of a window if that is unknown or does not fit."""
+    third = length // 3
+    if trained is None:
+        return min(128, third)
+    if min_length(trained, tokenizer) <= length or trained <= third:
+        return trained
+    logger.warning(
+        "The training's --doc_stride %d does not fit into --max_seq_length %d: %d is used.", trained, length, third
+    )
+    return third
 
 
 def _texts(name: str, value: Any) -> list[str] | str:

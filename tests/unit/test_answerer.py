@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,7 +123,7 @@ def test_the_models_threshold_decides(model, tmp_path):
         assert isinstance(answer.null_odds, float)
 
 
-def test_settings_are_those_of_the_training(model, tmp_path):
+def test_settings_are_those_of_the_training(model, tmp_path, caplog):
     def options(**given: int) -> tuple[int, int, int, bool]:
         qa = QuestionAnswerer(tmp_path, **given)
         windows, spans = qa.window_options, qa.span_options
@@ -132,9 +133,18 @@ def test_settings_are_those_of_the_training(model, tmp_path):
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "train_config.yaml").unlink()
     assert options() == (384, 128, 20, False)
+    tokenizer = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"model_max_length": 90}))
+    assert options() == (90, 30, 20, False)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     record(tmp_path, max_seq_length=128, doc_stride=100, n_best_size=3, version_2_with_negative=True)
     assert options() == (128, 100, 3, True)
+    record(tmp_path, max_seq_length=384, doc_stride=128, n_best_size=3, version_2_with_negative=True)
+    assert options(max_seq_length=256) == (256, 128, 3, True), "an evaluation has these windows, too"
+    assert not caplog.messages
     assert options(max_seq_length=60) == (60, 20, 3, True), "the trained overlap leaves no room for the question"
+    assert caplog.messages == ["The training's --doc_stride 128 does not fit into --max_seq_length 60: 20 is used."]
     assert options(max_seq_length=120, doc_stride=5, n_best_size=4) == (120, 5, 4, True)
 
 
