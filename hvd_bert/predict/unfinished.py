@@ -6,7 +6,7 @@ import csv
 import fcntl
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -26,7 +26,7 @@ class Unfinished:
     def __init__(self, output: Path, run: Mapping[str, str]) -> None:
         """Create the file, or resume from it. `run`: what must be the same, by the words that name it in a message.
 
-        Raises OSError, and UserError if the file is of another run.
+        Raises OSError, and UserError if the file is damaged or of another run.
         """
         make_folder(output.parent)
         self.output, self.path = output, output.with_name(f"{output.name}.unfinished")
@@ -61,7 +61,8 @@ class Unfinished:
             self._file.write(json.dumps(dict(run)).encode() + b"\n")
             self._file.flush()
             return
-        before = json.loads(first)
+        with self._reading():
+            before = dict(json.loads(first))
         changed = [what for what, value in run.items() if before.get(what) != value]
         if changed:
             raise UserError(
@@ -73,7 +74,8 @@ class Unfinished:
             if not line.endswith(b"\n"):
                 self._file.truncate(place)
                 break
-            self._places[int(line.partition(b"\t")[0])] = place
+            with self._reading():
+                self._places[int(line.partition(b"\t")[0])] = place
             place += len(line)
 
     def add(self, block: int, rows: Sequence[Row]) -> None:
@@ -83,7 +85,10 @@ class Unfinished:
         self._file.flush()
 
     def finish(self) -> None:
-        """Write the output from all blocks in their order, atomically, and remove the file. Raises OSError."""
+        """Write the output from all blocks in their order, atomically, and remove the file.
+
+        Raises OSError, and UserError if the file is damaged.
+        """
         with replacing(self.output, durable=True) as partial, partial.open("w", encoding="utf-8", newline="") as file:
             write_rows(file, self.output.suffix, self._rows())
         self.close()
@@ -92,7 +97,16 @@ class Unfinished:
     def _rows(self) -> Iterator[Row]:
         for _, place in sorted(self._places.items()):
             self._file.seek(place)
-            yield from json.loads(self._file.readline().partition(b"\t")[2])
+            with self._reading():
+                rows = list(json.loads(self._file.readline().partition(b"\t")[2]))
+            yield from rows
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, TypeError):
+            raise UserError(f"{self.path} is damaged. Delete it to start again.") from None
 
     def close(self) -> None:
         """Close the file, which stays."""
@@ -103,7 +117,8 @@ class Unfinished:
 def write_rows(file: TextIO, suffix: str, rows: Iterable[Row]) -> None:
     """Write answers as JSON, JSON Lines or CSV, one at a time."""
     if suffix == ".csv":
-        table = csv.writer(file, lineterminator="\n")
+        # Quotes all texts: Python before 3.13 would not quote one for a carriage return, which ends a row.
+        table = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
         for number, row in enumerate(rows):
             if number == 0:
                 table.writerow(row)

@@ -18,7 +18,14 @@ RUN = {"the model": "m", "a setting": "s", "the input": "i"}
 
 def row(number: int) -> dict[str, Any]:
     nbest = [{"text": "Zoë, “the” first", "start": 3}]
-    return {"id": f"q{number}", "answer": 'Zoë, "a"\nb', "start": None, "null_odds": 0.5, "nbest": nbest}
+    return {
+        "id": f"q{number}",
+        "answer": 'Zoë, "a"\nb',
+        "line": "a\rb",
+        "start": None,
+        "null_odds": 0.5,
+        "nbest": nbest,
+    }
 
 
 ROWS = [row(number) for number in range(5)]
@@ -73,6 +80,18 @@ def test_an_incomplete_line_is_cut_off(tmp_path):
         assert killed.path.read_bytes() == whole
     killed.path.write_bytes(whole[:5])
     assert Unfinished(output, RUN).done == set()
+
+
+@pytest.mark.parametrize("change", [(b'{"the', b"{the"), (b"{", b"[", 1), (b"0\t", b"x\t"), (b"0\t[", b"0\t]")])
+def test_a_damaged_file_is_refused(tmp_path, change):
+    output = tmp_path / "answers.json"
+    first = Unfinished(output, RUN)
+    first.add(0, ROWS)
+    first.close()
+    first.path.write_bytes(first.path.read_bytes().replace(*change))
+    with pytest.raises(UserError, match=r"answers.json.unfinished is damaged. Delete it to start again\.$"):
+        Unfinished(output, RUN).finish()
+    assert not output.exists()
 
 
 def test_answers_of_another_run_are_refused(tmp_path):
