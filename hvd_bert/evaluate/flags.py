@@ -89,6 +89,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
         raise UserError(f"--{refused[0]} does not concern an evaluation of {own.model}. Remove the flag.")
     named = command_line.names_of(words) & {"config", "dataset_name", "validation_file"}
     trained = trained_settings(own.model)
+    if trained.get("train_file") and not trained.get("validation_file") and not named:
+        raise UserError(f"The training of {own.model} records no validation data. Give --validation_file FILE.")
     configs = [_config(own.model, words, trained, OF_MODEL if named else (*OF_MODEL, *OF_DATA))]
     if own.compare:
         settings = configs[0].as_flat()

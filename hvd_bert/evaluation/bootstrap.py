@@ -33,7 +33,8 @@ def paired_difference(
     values, counts = np.unique(differences, return_counts=True)
     total = len(differences)
     random = np.random.default_rng(SEED)
-    sums = [random.multinomial(total, counts / total, _AT_ONCE) @ values for _ in range(resamples // _AT_ONCE)]
+    sizes = [min(_AT_ONCE, resamples - first) for first in range(0, resamples, _AT_ONCE)]
+    sums = [random.multinomial(total, counts / total, size) @ values for size in sizes]
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(np.concatenate(sums) / total, (tail, 1 - tail))
     return Difference(float(differences.mean()), float(low), float(high))

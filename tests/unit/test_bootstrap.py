@@ -54,6 +54,11 @@ def test_interval_is_scipys():
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=0.4)
 
 
+def test_a_single_resample_has_no_width():
+    found = paired_difference(np.arange(9.0), np.zeros(9), resamples=1)
+    assert found.low == found.high
+
+
 quick = partial(paired_difference, resamples=1000)
 
 

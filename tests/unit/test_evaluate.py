@@ -16,7 +16,8 @@ from hvd_bert.checkpoint import output_dir
 from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
-from hvd_bert.evaluate import flags, running
+from hvd_bert.evaluate import content, flags, running
+from hvd_bert.evaluation.squad_metric import score
 from hvd_bert.storage import written
 from hvd_bert.train import loop, start
 
@@ -187,6 +188,16 @@ def test_best_threshold_gives_the_best_scores(make_model):
     assert evaluated(folder, threshold)["metrics"]["f1"] == metrics["best_f1"]
 
 
+def test_no_threshold_is_shown_as_the_best_where_it_is_not(make_questions):
+    questions = make_questions(4, unanswered_every=2)
+    wrong, right = {q.id: "wrong" for q in questions}, {q.id: (*q.answer_texts, "wrong")[0] for q in questions}
+    odds = {q.id: -3.0 if q.answer_texts else -1.0 for q in questions}
+    for predictions, threshold in ((wrong, "below all odds: never answer"), (right, "-3.0")):
+        metrics = score(questions, predictions, odds, version_2_with_negative=True)
+        found = content._thresholds({"metrics": metrics, "compared_metrics": None, "compared_with": None})
+        assert {row[-1] for row in found.rows} == {threshold}
+
+
 def test_mistakes_are_the_worst_first(make_model):
     folder = make_model()
     found = evaluated(folder, "--mistakes", 100)["mistakes"]
@@ -230,7 +241,7 @@ def test_text_classification_has_its_metrics(make_model, tmp_path, capsys):
     )
     one, other = (make_model(name, BertForSequenceClassification, **settings) for name in ("one", "other"))
     results = evaluated(one, "--compare", other, "--output_dir", tmp_path / "out")
-    assert results["metrics"]["total"] == 6 and results["slices"] == {} == dict(results["mistakes"])
+    assert results["metrics"]["total"] == 6 and results["slices"] == {} and results["mistakes"] == []
     assert "matthews_correlation" in capsys.readouterr().out
     assert len(json.loads((tmp_path / "out" / "eval_predictions.json").read_text())) == 6
 
@@ -261,6 +272,13 @@ def test_files_of_others_are_kept(make_model, tmp_path, monkeypatch):
     (out / "evaluation.html").write_text("mine")
     with pytest.raises(CollectiveError, match=r"did not write \(evaluation.html\)"):
         evaluate(make_model(), "--output_dir", out)
+
+
+def test_training_without_validation_data(make_model):
+    folder = make_model(train_file="train.json", validation_file=None)
+    with pytest.raises(UserError, match=r"The training of .*model records no validation data"):
+        flags.parse([str(folder)])
+    assert settings_of(folder, "--validation_file", "dev.json")[0]["validation_file"] == "dev.json"
 
 
 def test_no_data(make_model):
