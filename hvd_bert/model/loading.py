@@ -96,8 +96,8 @@ def reported(name: str, cache_dir: str | None = None) -> AbstractContextManager[
     """Turn any error inside into a UserError that says that `name` cannot be loaded, why, and what to do."""
     return as_user_error(
         lambda reason: (
-            f"'{name}' cannot be loaded ({reason}). {_remedy(name, cache_dir)}, or try `--config sample`, which has a"
-            " model of its own."
+            f"'{name}' cannot be loaded ({reason}). {_remedy(name, cache_dir)}, or try"
+            " `python -m hvd_bert.train --config sample`, which has a model of its own."
         )
     )
 

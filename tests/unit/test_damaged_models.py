@@ -306,5 +306,6 @@ def test_remedy_fits_the_reason(tmp_path, monkeypatch, name, remedy):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hub, "reachable", lambda: False)
     args = ModelArguments(model_name_or_path=name, cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(UserError, match=rf"'{name}' cannot be loaded .*{remedy}.*, or try `--config sample`"):
+    sample = "`python -m hvd_bert.train --config sample`"  # predict and evaluate have no such flag
+    with pytest.raises(UserError, match=rf"'{name}' cannot be loaded .*{remedy}.*, or try {sample}"):
         load_config(name, args)
