@@ -200,9 +200,11 @@ def prepare(
 
 
 def in_memory(questions: Sequence[Question], window_tokenizer: WindowTokenizer) -> WindowTable:
-    """The windows of a few questions, without the cache. Call `check_lengths` before."""
-    with _threads(len(os.sched_getaffinity(0))):
-        batch = QuestionBatch(window_tokenizer, questions, 0)
+    """The windows of a few questions, without the cache. Call `check_lengths` before.
+
+    Leaves the environment alone, which other threads of a program may use at the same time.
+    """
+    batch = QuestionBatch(window_tokenizer, questions, 0)
     return WindowTable(list(batch.record_batches()), batch.counts)
 
 
@@ -293,6 +295,6 @@ def _threads(count: int) -> Iterator[None]:
     finally:
         for name, value in before.items():
             if value is None:
-                del os.environ[name]
+                os.environ.pop(name, None)
             else:
                 os.environ[name] = value

@@ -22,7 +22,7 @@ from hvd_bert.data.checks import text_mistake
 from hvd_bert.data.squad import Question
 from hvd_bert.data.tokenization import WindowTokenizer
 from hvd_bert.data.windows import WindowOptions, check_lengths, in_memory, min_length
-from hvd_bert.errors import UserError
+from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.evaluation.evaluator import span_options, window_logits
 from hvd_bert.evaluation.postprocess import Answer, answers_of
 from hvd_bert.model.bert import load_model, load_tokenizer
@@ -69,6 +69,7 @@ class QuestionAnswerer:
     ) -> None:
         name = os.fspath(model)
         require(precision in AUTOCAST, f"precision {precision!r}: choose from {', '.join(AUTOCAST)}.")
+        require(isinstance(batch_size, int), f"batch_size {batch_size!r}: must be an integer.")
         require(batch_size >= 1, f"batch_size {batch_size}: must be at least 1.")
         given = {
             "max_seq_length": max_seq_length,
@@ -93,11 +94,13 @@ class QuestionAnswerer:
         self.window_options = WindowOptions(data.max_seq_length, data.doc_stride)
         self.span_options = span_options(data)
         check_lengths(self.window_options, tokenizer)
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.model.to(device=self.device)
+        with as_user_error(lambda reason: f"device {str(device)!r} cannot be used ({reason}). Name another."):
+            self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            self.model.to(device=self.device)
         self.precision, self.batch_size = precision, batch_size
         self.tokenizer = tokenizer
         self._window_tokenizer = WindowTokenizer(tokenizer, self.window_options)
+        self._warned = False  # that a question was truncated
 
     @overload
     def __call__(self, question: str, context: str) -> FoundAnswer: ...
@@ -123,6 +126,12 @@ class QuestionAnswerer:
     def answers_of_block(self, block: Sequence[Question]) -> list[Answer]:
         """The answers to questions whose windows all fit into memory. Windows of similar length share a batch."""
         windows = in_memory(block, self._window_tokenizer)
+        if windows.counts.shortened_questions and not self._warned:
+            self._warned = True
+            logger.warning(
+                "A question was truncated to leave room for the context (raise --max_seq_length or lower --doc_stride)."
+                " Further questions are truncated without a warning."
+            )
         longest_first = np.argsort(-windows.lengths, kind="stable")
         logits = window_logits(self.model, windows, longest_first, self.device, self.batch_size, self.precision, [])
         return answers_of(block, logits, self.span_options)

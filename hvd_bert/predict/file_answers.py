@@ -69,7 +69,7 @@ def answer_file(flags: argparse.Namespace, world: World) -> None:
     with _writing(flags, world):
         if unfinished:
             unfinished.finish()
-    log.info("%s: the answers to %d questions", flags.output, len(questions))
+    log.info("%s: %d question(s) answered", flags.output, len(questions))
 
 
 @contextmanager

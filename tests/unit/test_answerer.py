@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from transformers import BertConfig, BertForQuestionAnswering
 import hvd_bert
 from hvd_bert import QuestionAnswerer
 from hvd_bert.config.command_line import parse
+from hvd_bert.data import windows
+from hvd_bert.data.tokenization import QuestionBatch
 from hvd_bert.errors import UserError
 from hvd_bert.evaluation.evaluator import Evaluator
 from hvd_bert.model.cpu import linear
@@ -111,15 +114,15 @@ def test_answers_are_those_of_evaluation(model, questions, write_squad, tmp_path
         same(answers[::order], evaluated)
 
 
-def test_the_models_threshold_decides(model, tmp_path):
+def test_the_models_threshold_decides(model):
     asked = {"question": "What is red?", "context": "The box is red."}
-    for threshold, text in ((-1e9, ""), (1e9, "text")):
+    for threshold, answered in ((-1e9, False), (1e9, True)):
         qa = QuestionAnswerer(model, version_2_with_negative=True, null_score_diff_threshold=threshold)
         answer = qa(**asked)
-        assert bool(answer.text) == bool(text)
-        assert (answer.start is None) == (answer.end is None) == (not text)
+        assert bool(answer.text) == answered
+        assert (answer.start is None) == (answer.end is None) == (not answered)
         nothing = next(candidate for candidate in answer.nbest if not candidate.text)
-        assert (answer.score == nothing.score) == (not text)
+        assert (answer.score == nothing.score) == (not answered)
         assert isinstance(answer.null_odds, float)
 
 
@@ -146,6 +149,24 @@ def test_settings_are_those_of_the_training(model, tmp_path, caplog):
     assert options(max_seq_length=60) == (60, 20, 3, True), "the trained overlap leaves no room for the question"
     assert caplog.messages == ["The training's --doc_stride 128 does not fit into --max_seq_length 60: 20 is used."]
     assert options(max_seq_length=120, doc_stride=5, n_best_size=4) == (120, 5, 4, True)
+
+
+def test_truncated_questions_are_reported_once(model, caplog):
+    qa = QuestionAnswerer(model)
+    qa("What is red?", "The box is red.")
+    assert not caplog.messages
+    for _ in range(2):
+        qa("What is red? " * 30, "The box is red.")
+    (message,) = caplog.messages
+    assert message.startswith("A question was truncated to leave room for the context (raise --max_seq_length")
+
+
+def test_tokenization_leaves_the_environment_to_other_threads(qa, monkeypatch):
+    seen = []
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setattr(windows, "QuestionBatch", lambda *args: seen.append(dict(os.environ)) or QuestionBatch(*args))
+    qa("What is red?", "The box is red.")
+    assert seen == [dict(os.environ)]
 
 
 def test_half_precision(model, qa):
@@ -176,6 +197,9 @@ def test_what_cannot_be_answered(qa, question, context, error, message):
     [
         ({"precision": "int8"}, "precision 'int8': choose from fp32, bf16, fp16"),
         ({"batch_size": 0}, "batch_size 0: must be at least 1"),
+        ({"batch_size": 2.5}, "batch_size 2.5: must be an integer"),
+        ({"device": "foo"}, "device 'foo' cannot be used .*Name another"),
+        ({"device": "cuda:99"}, "device 'cuda:99' cannot be used .*Name another"),
         ({"max_seq_length": 0}, "max_seq_length 0: must be at least 1"),
         ({"max_seq_length": 9999}, "max_seq_length 9999: .* has only 512 positions"),
         ({"n_best_size": 0}, "n_best_size 0: must be at least 1"),
