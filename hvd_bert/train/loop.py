@@ -43,12 +43,12 @@ def run(config: Config, world: World) -> None:
     folder = config.train.folder
     resumed_step = resume_point.step if resume_point else None
     with run_folder.writing(folder, world, EXIT_BAD_INPUT) as writes:
-        started = reporters.start(config.train.reporters, folder) if writes else []
-        metrics_logger = MetricsLogger(folder, writes, started, task.unit)
         data = task.describe_data(folder) if writes else {}
         facts = run_folder.of_task(task) | run_folder.facts(config, world)
         effective = training.effective if training else {}
         events.begin(folder, writes, facts | effective)
+        started = reporters.start(config.train.reporters, folder) if writes else []
+        metrics_logger = MetricsLogger(folder, writes, started, task.unit)
     with closing(metrics_logger):
         metrics_logger.started(config.as_flat() | effective, resumed_step)
         results: dict[str, Any] = {}

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from hvd_bert.distributed.logs import log
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import JsonLines
-from hvd_bert.training.reporters.base import Background, Samples
+from hvd_bert.training.reporters.base import Background, Samples, close
 
 # Minimum time between progress lines without a terminal (a job's log file, a launcher's pipe).
 LINE_EVERY_S = 10.0
@@ -106,8 +106,7 @@ class MetricsLogger:
         if self.enabled:
             self.bar.close()
             self.jsonl.close()
-        for reporter in self.reporters:
-            reporter.close(self.finished)
+        close(self.reporters, self.finished)
 
 
 def _scalar(name: str, value: float) -> tuple[str, float]:

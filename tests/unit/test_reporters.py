@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdowns_to_safe_html
@@ -24,8 +25,9 @@ from hvd_bert.checkpoint import output_dir
 from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
+from hvd_bert.training.reporters import base as base_module
 from hvd_bert.training.reporters import table
-from hvd_bert.training.reporters.base import Background, Reporter
+from hvd_bert.training.reporters.base import Background, Reporter, close
 from hvd_bert.training.reporters.tensorboard import TensorBoard
 
 NASTY = "<script>alert(1)</script> & *bold* _it_ `code` [x](javascript:y) | a\n\n# heading\n\n    code &lt;"
@@ -198,6 +200,66 @@ def test_library_that_refuses_the_run(base: list[str], tmp_path: Path, monkeypat
     with pytest.raises(CollectiveError, match=r"--report_to mlflow: no run can be started: .*nowhere") as failed:
         train(base, "--output_dir", str(tmp_path / "out"), "--report_to", "mlflow")
     assert failed.value.status == 2
+    assert not (tmp_path / "out").exists(), "an earlier run in this folder would be lost"
+
+
+def test_wandb_without_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    wandb.teardown()  # forgets the settings of another test
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for name, value in (("MODE", "online"), ("SILENT", "true"), ("CONFIG_DIR", str(tmp_path))):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with pytest.raises(UserError, match=r"--report_to wandb: no run can be started: .*Without a server set WANDB_MODE"):
+        table.check(["wandb"])
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()
+    table.check(["wandb"])
+    wandb.teardown()
+
+
+def test_wandb_whose_service_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    from hvd_bert.training.reporters.wandb import SERVICE, Wandb
+
+    def services() -> list[psutil.Process]:
+        return [process for process in psutil.Process().children() if process.name() == SERVICE]
+
+    wandb.teardown()
+    for name, value in (("MODE", "offline"), ("SILENT", "true"), ("DISABLE_GIT", "true"), ("X_DISABLE_STATS", "true")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    monkeypatch.setattr(base_module, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(logging.getLogger("wandb"), "propagate", True)  # restored afterwards
+    reporter = Background(Wandb(tmp_path))
+    (service,) = services()
+    service.suspend()
+    try:
+        with caplog.at_level(logging.WARNING, "hvd_bert"):
+            close([reporter], True)
+            reporter._thread.join()
+        warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert warnings == ["wandb cannot be written: it does not respond. Its last values may be missing."]
+        assert not service.is_running() or service.status() == psutil.STATUS_ZOMBIE, "wandb would wait for it at exit"
+    finally:
+        if service.is_running():
+            service.resume()
+    wandb.teardown()  # as at exit
+
+
+def test_a_later_reporter_that_refuses_closes_the_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Server(None)
+
+    def refuses(folder: Path) -> Reporter:
+        raise UserError("no login")
+
+    classes = {"first": lambda folder: first, "second": refuses}
+    monkeypatch.setattr(table, "_class", classes.__getitem__)
+    with pytest.raises(UserError, match="no login"):
+        table.start(["first", "second"], tmp_path)
+    assert [*first.seen.queue] == ["closed"]
 
 
 class Server(Reporter):
@@ -232,27 +294,30 @@ def test_reporter_that_fails_is_one_warning(caplog: pytest.LogCaptureFixture, er
     with caplog.at_level(logging.WARNING, "hvd_bert"):
         for step in range(1, 5):
             reporter.call("scalars", step, {})
-        reporter.close(True)
+        reporter._thread.join()
+        close([reporter], True)
     reason = getattr(error, "strerror", None) or error
     assert caplog.messages == [f"The server cannot be written: {reason}. Training continues."]
-    assert [*server.seen.queue] == [1, 2]
+    assert [*server.seen.queue] == [1, 2, "closed"]
 
 
 def test_reporter_that_does_not_respond(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Background, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(base_module, "PATIENCE_S", 0.01)
     monkeypatch.setattr(Background, "MAX_CALLS", 3)
     server = Server(None)
     reporter = Background(server)
     with caplog.at_level(logging.WARNING, "hvd_bert"):
         for step in range(1, 20):
             reporter.call("scalars", step, {})
-        reporter.close(True)
-        slow = Background(waiting := Server(None))
-        slow.call("scalars", 2, {})
-        slow.close(True)
+        close([reporter], True)
+        slow = [Background(waiting := Server(None)), Background(Server(None))]
+        for other in slow:
+            other.call("scalars", 1, {})
+        slow[0].call("scalars", 2, {})
+        close(slow, True)
     assert caplog.messages == [
         "The server cannot be written: it does not respond. Training continues.",
-        "The server cannot be written: it has not taken everything within 0.01 s. Training continues.",
+        "The server cannot be written: it does not respond. Its last values may be missing.",
     ]
     server.answers.set()
     waiting.answers.set()

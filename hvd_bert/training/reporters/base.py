@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from hvd_bert.distributed.logs import log
@@ -19,6 +21,10 @@ class Reporter(ABC):
     """Sends what rank 0 records to one library. A method may raise any error: `Background` reports it."""
 
     title: ClassVar[str]
+
+    @classmethod  # noqa: B027  most libraries need neither a server nor an account
+    def check(cls) -> None:
+        """Raise UserError if the library would refuse a run. Changes nothing."""
 
     def resumed(self, step: int) -> None:  # noqa: B027  most libraries need not know
         """The run resumes from the checkpoint of this step. The first call, if at all."""
@@ -39,25 +45,27 @@ class Reporter(ABC):
     def close(self, finished: bool) -> None:
         """The end. `finished`: the run has done all its work, so it is not to be resumed."""
 
+    def abandon(self) -> None:  # noqa: B027  a thread alone does not keep the process from ending
+        """Another thread's call does not return: stop whatever would keep the process from ending."""
+
 
 class Background:
     """Calls a reporter in a thread of its own, so that training never waits for a server or a disk.
 
-    After an error it warns once and calls the reporter no more.
+    After an error it warns once, closes the reporter and calls it no more.
     """
 
-    PATIENCE_S = 30.0  # at the end of the run
     MAX_CALLS = 10_000  # that wait, for hours of logged steps
 
     def __init__(self, reporter: Reporter) -> None:
-        self._title = reporter.title
+        self._reporter, self._title = reporter, reporter.title
         self._calls: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(self.MAX_CALLS)
-        self._failed = False
-        self._thread = threading.Thread(target=self._run, args=(reporter,), name=self._title, daemon=True)
+        self._failed = self._closing = False
+        self._thread = threading.Thread(target=self._run, name=self._title, daemon=True)
         self._thread.start()
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Have a method called, after those before."""
+        """Queue a method call."""
         if self._failed:
             return
         try:
@@ -65,23 +73,46 @@ class Background:
         except queue.Full:
             self._fail("it does not respond")
 
-    def close(self, finished: bool) -> None:
-        """Have the reporter closed, and wait for it, but not long."""
+    def begin_close(self, finished: bool) -> None:
+        """Queue the reporter's close."""
         self.call("close", finished)
-        self._thread.join(0 if self._failed else self.PATIENCE_S)
-        if self._thread.is_alive():
-            self._fail(f"it has not taken everything within {self.PATIENCE_S:g} s")
+        self._closing = True
 
-    def _run(self, reporter: Reporter) -> None:
+    def end_close(self, deadline: float) -> None:
+        """Wait for the reporter until `deadline`, in time.monotonic()'s seconds."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            self._fail("it does not respond")
+            with suppress(Exception):
+                self._reporter.abandon()
+
+    def _run(self) -> None:
         method = ""
         try:
-            while method != "close":
+            while method != "close" and not self._failed:
                 method, arguments = self._calls.get()
-                getattr(reporter, method)(*arguments)
+                getattr(self._reporter, method)(*arguments)
         except Exception as error:
             self._fail(getattr(error, "strerror", None) or reason_of(error))
+        if method != "close":
+            with suppress(Exception):  # the first error is the reason
+                self._reporter.close(False)
 
     def _fail(self, reason: str) -> None:
         if not self._failed:
             self._failed = True
-            log.warning("%s cannot be written: %s. Training continues.", self._title, reason)
+            effect = "Its last values may be missing." if self._closing else "Training continues."
+            log.warning("%s cannot be written: %s. %s", self._title, reason, effect)
+
+
+PATIENCE_S = 30.0  # at the end of a run, for all reporters together
+PATIENCE_UNFINISHED_S = 5.0  # a scheduler may give a stopped run little time
+
+
+def close(reporters: Sequence[Background], finished: bool) -> None:
+    """Close reporters, and wait for them, but not long."""
+    for reporter in reporters:
+        reporter.begin_close(finished)
+    deadline = time.monotonic() + (PATIENCE_S if finished else PATIENCE_UNFINISHED_S)
+    for reporter in reporters:
+        reporter.end_close(deadline)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import wandb
 
 from hvd_bert.errors import as_user_error
@@ -14,19 +16,28 @@ from hvd_bert.training.reporters import run_ids
 from hvd_bert.training.reporters.base import Reporter, Samples, Settings
 
 FOLDER = "wandb"
+SERVICE = "wandb-core"
 STEP = "train/global_step"  # as transformers names it
+
+
+def _refused(reason: str) -> str:
+    return f"--report_to wandb: no run can be started: {reason}. Without a server set WANDB_MODE=offline."
 
 
 class Wandb(Reporter):
     title = "wandb"
 
+    @classmethod
+    def check(cls) -> None:
+        with as_user_error(_refused):
+            if wandb.setup().settings.mode not in ("offline", "dryrun", "disabled"):
+                wandb.login()
+
     def __init__(self, folder: Path) -> None:
         """Raises UserError."""
         if "WANDB_DIR" not in os.environ:
             written.add(folder, FOLDER)
-        with as_user_error(
-            "--report_to wandb: no run can be started: {}. Without a server set WANDB_MODE=offline.".format
-        ):
+        with as_user_error(_refused):
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "hvd_bert"),
                 name=os.environ.get("WANDB_NAME", folder.absolute().name),
@@ -53,3 +64,11 @@ class Wandb(Reporter):
 
     def close(self, finished: bool) -> None:
         self._run.finish(exit_code=0 if finished else 1)
+
+    def abandon(self) -> None:
+        # At exit wandb would wait for its service process for ever, and torch_world.py runs its exit function too.
+        logging.getLogger("wandb").propagate = False  # it would log tracebacks of the service's end
+        for process in psutil.Process().children():
+            if process.name() == SERVICE:
+                process.kill()
+        wandb.teardown()  # unregisters the exit function; its error, that the service is gone, is of no interest
