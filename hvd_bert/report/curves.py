@@ -8,17 +8,17 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from hvd_bert.rendering.charts import Chart, Series
+from hvd_bert.report.content import SHORT
 from hvd_bert.runs.reading import PHASES
 from hvd_bert.runs.record import Columns, Record
 
-SCORES = {"exact_match": "EM", "f1": "F1"}
 PHASE_NAMES = {"exposed_comm": "exposed communication", "data": "waiting for data", "compute": "forward and backward"}
 
 
 def of_run(record: Record) -> list[Chart]:
     """Loss, scores, learning rate, gradient norm and throughput of one run, as far as recorded."""
     losses = [_series(record, "loss", "training", 0), _series(record, "eval_loss", "validation", 1)]
-    scores = [_series(record, f"eval_{name}", _score(name), place) for place, name in enumerate(record.score_names)]
+    scores = [_series(record, f"eval_{name}", score_name(name), place) for place, name in enumerate(record.score_names)]
     charts = [_chart("Loss", "loss", losses)]
     if len(record.evaluations) > 1:  # one evaluation is no curve
         charts.append(_chart("Scores", "score", scores))
@@ -31,7 +31,7 @@ def of_runs(records: Sequence[Record]) -> list[Chart]:
     if any(len(record.evaluations) > 1 for record in records):
         charts.append(_chart("Validation loss", "loss", _of(records, "eval_loss")))
         names = dict.fromkeys(name for record in records for name in record.score_names)
-        charts += [_chart(_score(name), _score(name), _of(records, f"eval_{name}")) for name in names]
+        charts += [_chart(score_name(name), score_name(name), _of(records, f"eval_{name}")) for name in names]
     return [chart for chart in [*charts, *_of_training(records)] if chart.series]
 
 
@@ -47,8 +47,9 @@ def _chart(title: str, unit: str, series: Iterable[Series | None]) -> Chart:
     return Chart(title, "step", unit, [found for found in series if found])
 
 
-def _score(name: str) -> str:
-    return SCORES.get(name, name.replace("_", " "))
+def score_name(name: str) -> str:
+    """A score's name for tables and charts."""
+    return SHORT.get(name, name.replace("_", " "))
 
 
 def _of(records: Sequence[Record], key: str) -> list[Series | None]:

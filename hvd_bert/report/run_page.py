@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from hvd_bert.distributed.logs import describe_ranks
 from hvd_bert.rendering.page import DASH, Block, Code, Details, Figures, Grid, Listing, Page, Quote, Status, Text
-from hvd_bert.report import curves, settings
+from hvd_bert.report import content, curves, settings
 from hvd_bert.runs.reading import PHASES
-from hvd_bert.runs.record import Record
+from hvd_bert.runs.record import Record, number_of
 
 GIB = 2**30
 NO_REASON = (
@@ -54,7 +55,9 @@ def status(record: Record) -> Status:
         return Status("Still running.", f"At {now}: {reached}{left}. All figures are those so far.", "busy")
     if record.state == "ended":
         return Status(f"Not finished, last logged {reached}.", record.ended or NO_REASON, "bad")
-    return Status("Finished.", f"{reached[0].upper()}{reached[1:]}." if record.step else "Evaluated only.", "good")
+    if not record.trained:
+        return Status("Finished.", "Evaluated only.", "good")
+    return Status("Finished.", f"{reached[0].upper()}{reached[1:]}." if record.step else "", "good")
 
 
 def duration(seconds: float) -> str:
@@ -64,10 +67,10 @@ def duration(seconds: float) -> str:
 
 def figures(record: Record) -> list[tuple[str, str]]:
     """The run's main figures."""
-    found = [(_score_name(name), _score(record.score(name))) for name in record.score_names]
+    found = [(curves.score_name(name), _score(record.score(name))) for name in record.score_names]
     losses, speeds = record.steps["loss"], record.steps["windows_per_s"][1:]
     if len(losses):
-        found.append(("training loss, last", f"{losses[-1]:.4g}"))
+        found.append(("training loss, last", _score(losses[-1])))
     if "eval_loss" in record.scores:
         found.append(("validation loss", _score(record.scores["eval_loss"])))
     if np.isfinite(speeds).any():
@@ -83,12 +86,8 @@ def figures(record: Record) -> list[tuple[str, str]]:
     return found
 
 
-def _score_name(name: str) -> str:
-    return curves.SCORES.get(name, name.replace("_", " "))
-
-
 def _score(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, (int, float)) else DASH
+    return content.number(number_of(value), ".4g")
 
 
 def _step_time(record: Record) -> list[Block]:
@@ -98,15 +97,15 @@ def _step_time(record: Record) -> list[Block]:
         return []
     weights = np.diff(steps["step"])
     suffixes = ("", "_min", "_max") if "compute_min_s" in steps else ("",)  # of several ranks
-    rows = []
+    rows, whole = [], _mean(steps["step_s"][1:], weights)
     for phase in (*PHASES, "step"):
         seconds = steps[f"{phase}_s"][1:]
         if not np.isfinite(seconds).any():
             continue
         cells = [f"{1000 * _mean(steps[f'{phase}{suffix}_s'][1:], weights):.4g}" for suffix in suffixes]
-        share = _mean(seconds, weights) / _mean(steps["step_s"][1:], weights)
-        rows.append([curves.phase_name(phase), *(DASH if cell == "nan" else cell for cell in cells), f"{share:.1%}"])
-    head = ["phase", *["ms per step", "lowest of a rank", "highest of a rank"][: len(suffixes)], "share"]
+        share = f"{_mean(seconds, weights) / whole:.1%}" if whole > 0 else DASH
+        rows.append([curves.phase_name(phase), *(DASH if cell == "nan" else cell for cell in cells), share])
+    head = ["phase", *["ms per step", "minimum over ranks", "maximum over ranks"][: len(suffixes)], "share"]
     chart = curves.step_time(record)
     note = "Means over the logged steps after the first log line, which is warm-up."
     return [Grid(head, rows), Text(note), *([chart] if chart else [])]
@@ -158,10 +157,10 @@ def _ranks(record: Record) -> list[Block]:
     rows = []
     for rank in ranks:
         process = processes.get(str(rank.get("rank")), {})
-        memory = process.get("memory_peak_bytes")
+        memory = number_of(process.get("memory_peak_bytes"))
         times = [_score(process.get(key)) for key in ("real_s", "user_s", "system_s")]
         cells = [settings.shown(rank.get(key)) for key in ("rank", "host", "local_rank", "device")]
-        rows.append([*cells, *times, f"{memory / GIB:.2f}" if isinstance(memory, (int, float)) else DASH])
+        rows.append([*cells, *times, content.number(memory and memory / GIB, ".2f")])
     head = ["rank", "host", "local rank", "device", "real, s", "user, s", "system, s", "memory, GiB"]
     return [
         Grid(["host", "ranks", "devices"], hosts, words=3),
@@ -179,9 +178,9 @@ def _checkpoints(record: Record) -> list[Block]:
         size = DASH if checkpoint.size_bytes is None else f"{checkpoint.size_bytes / 2**20:,.1f}"
         rows.append([checkpoint.name, str(checkpoint.step), size])
     blocks: list[Block] = [Grid(["checkpoint", "step", "MiB"], rows)] if rows else []
-    if isinstance(record.best.get("value"), (int, float)):
-        best = record.best
-        blocks.append(Text(f"Best {best.get('metric')}: {best['value']:.4g}, at step {best.get('step')}."))
+    best = number_of(record.best.get("value"))
+    if best is not None:
+        blocks.append(Text(f"Best {record.best.get('metric')}: {best:.4g}, at step {record.best.get('step')}."))
     return blocks
 
 
@@ -193,15 +192,16 @@ def _warnings(record: Record) -> list[Block]:
 
 
 def _by(event: Mapping[str, Any]) -> str:
-    ranks = event.get("ranks")
-    return f"rank(s) {_joined(ranks)}: " if isinstance(ranks, list) and ranks != [0] else ""
+    recorded = event.get("ranks")
+    ranks = [rank for rank in recorded if isinstance(rank, int)] if isinstance(recorded, list) else []
+    return f"{describe_ranks(ranks)}: " if ranks not in ([], [0]) else ""
 
 
 def _settings(record: Record) -> list[Block]:
     if not record.settings:
         return []
     changed, rest = settings.changed(record.settings), settings.unchanged(record.settings)
-    return [changed, Details(f"{len(rest.rows)} settings with their default", [rest])]
+    return [changed, Details(f"{len(rest.rows)} settings at their defaults", [rest])]
 
 
 def _versions(record: Record) -> list[Block]:
@@ -221,7 +221,8 @@ def _reproduce(record: Record) -> list[Block]:
     command, launcher = record.facts.get("command"), record.facts.get("launcher")
     size = len(record.entries("ranks"))
     if command:
-        started = f"Each of the {size} ranks was started by {launcher} as:" if size > 1 else "The run was started as:"
+        by = f" by {launcher}" if launcher not in (None, "none") else ""
+        started = f"Each of the {size} ranks was started{by} as:" if size > 1 else "The run was started as:"
         blocks += [Text(started), Code(str(command))]
     if record.settings:
         blocks.append(Text(f"{'Under the same launcher, this' if size > 1 else 'This'} has all settings of the run:"))

@@ -8,7 +8,7 @@ from hvd_bert.rendering.page import DASH, Figures, Grid, Listing, Page, Picture,
 from hvd_bert.report import content, curves, plots, repeats, run_page, settings
 from hvd_bert.report.comparability import Group
 from hvd_bert.report.comparison import Table
-from hvd_bert.runs.record import Record
+from hvd_bert.runs.record import Record, number_of
 from hvd_bert.runs.run import Run
 
 
@@ -69,7 +69,7 @@ def overview(records: Sequence[Record]) -> Grid:
         cells = [record.name, record.state if record.state != "ended" else "not finished"]
         cells += [settings.shown(record.facts.get(key)) for key in ("strategy", "world_size")]
         cells += [str(record.step), DASH if seconds is None else run_page.duration(seconds)]
-        cells.append(f"{losses[-1]:.4g}" if len(losses) else DASH)
+        cells.append(content.number(number_of(losses[-1]) if len(losses) else None, ".4g"))
         cells += [content.number(record.score(name), ".4g") for name in scores]
         rows.append(cells)
     return Grid([*head, *(content.SHORT.get(name, name) for name in scores)], rows, words=3)

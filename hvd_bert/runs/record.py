@@ -20,13 +20,13 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from hvd_bert.runs.reading import LARGEST, METRICS, RESULTS, SCORES, SETTINGS
+from hvd_bert.runs.reading import EVALUATED_ONLY, LARGEST, METRICS, RESULTS, SCORES, SETTINGS
 from hvd_bert.storage import locks
 
 EVENTS, SAMPLES, GPUS = "events.jsonl", "eval_samples.json", "gpu_usage.jsonl"
-EVALUATION_SETTINGS = "eval_config.yaml"
 LOCK = ".lock"
 RECENT = 20  # lines from which the speed of a run that is still going is computed
+MAX_STEP = 2**53  # floats hold all whole numbers up to it
 SILENT_S = 300.0  # without locks: a run that has written nothing for longer is not running any more
 State = Literal["finished", "running", "ended"]
 
@@ -66,6 +66,7 @@ class Record:
     """A run.
 
     Attributes:
+        trained: False if the run only evaluated.
         steps, evaluations, gpus: Lines of metrics.jsonl and gpu_usage.jsonl.
         facts: train_results.json; of an unfinished run what it recorded at its start.
         ended: The recorded reason why a run that is not finished has ended; "" if there is none.
@@ -76,6 +77,7 @@ class Record:
 
     name: str
     state: State
+    trained: bool
     steps: Columns
     evaluations: Columns
     gpus: Columns
@@ -97,7 +99,7 @@ class Record:
 
     def number(self, key: str) -> float | None:
         """A number of `facts`."""
-        return _number(self.facts.get(key))
+        return number_of(self.facts.get(key))
 
     def entries(self, key: str) -> list[Mapping[str, Any]]:
         """A list of objects of `facts`; empty if it is missing."""
@@ -118,7 +120,7 @@ class Record:
 
     def score(self, name: str) -> float | None:
         """The last value of a score."""
-        value = _number(self.scores.get(name))
+        value = number_of(self.scores.get(name))
         if value is not None:
             return value
         found = self.evaluations[f"eval_{name}"]
@@ -131,10 +133,11 @@ class Record:
         total, recent = self.number("train_steps"), self.steps["step_s"][1:][-RECENT:]
         if total is None or not len(recent):
             return None
-        return max(0.0, total - self.step) * float(statistics.median(recent))
+        return number_of(max(0.0, total - self.step) * float(statistics.median(recent)))
 
 
-def _number(value: Any) -> float | None:
+def number_of(value: Any) -> float | None:
+    """A finite number of moderate size; None if `value` is none, as it may be in a damaged file."""
     finite = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
     return float(value) if finite else None
 
@@ -144,6 +147,8 @@ def read(folder: Path) -> Record:
     problems: list[str] = []
     events = [line for line in _lines(folder / EVENTS, problems) if isinstance(line, dict)]
     starts = [number for number, event in enumerate(events) if event.get("event") == "start"]
+    # A later evaluation in the folder of a training is not how the run was started.
+    start = next((events[number] for number in reversed(starts) if "train_steps" in events[number]), None)
     since = events[starts[-1] :] if starts else []
     ends = [str(event.get("message")).removeprefix("hvd_bert: ") for event in since if event.get("event") == "end"]
     results = _object(folder / RESULTS, problems)
@@ -154,13 +159,17 @@ def read(folder: Path) -> Record:
     checkpoints = _checkpoints(folder, problems)
     state = _load(folder / checkpoints[-1].name / "state.json", problems) if checkpoints else {}
     best = state.get("best") if isinstance(state, dict) else None
+    facts = (start or (since[0] if since else {})) | results
+    if isinstance(facts.get("ranks"), list):
+        facts.setdefault("world_size", len(facts["ranks"]))
     return Record(
         name=str(folder),
+        trained=trained,
         state="finished" if finished else "ended" if ends or not _is_running(folder) else "running",
         steps=rows,
         evaluations=evaluations,
         gpus=_columns([line for line in _lines(folder / GPUS, problems) if isinstance(line, dict)]),
-        facts=(since[0] if since else {}) | results,
+        facts=facts,
         settings=_settings(folder),
         scores=_object(folder / SCORES, problems),
         samples=[sample for sample in samples if isinstance(sample, dict)] if isinstance(samples, list) else [],
@@ -215,14 +224,21 @@ def _lines(path: Path, problems: list[str]) -> Iterator[Any]:
 
 
 def _metrics(path: Path, problems: list[str]) -> tuple[Columns, Columns]:
-    """The lines of the steps, and those of the evaluations."""
+    """The lines of the steps, in increasing order, and those of the evaluations."""
     kinds: tuple[dict[str, array[float]], dict[str, array[float]]] = ({}, {})
-    counts = [0, 0]
+    counts, last, left_out = [0, 0], -1, 0
     for line in _lines(path, problems):
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            kind = any(key.startswith("eval_") for key in line)
-            _append(kinds[kind], line, counts[kind])
-            counts[kind] += 1
+        if not isinstance(line, dict) or type(line.get("step")) is not int:
+            continue
+        kind, step = any(key.startswith("eval_") for key in line), line["step"]
+        if not (0 if kind else last + 1) <= step < MAX_STEP:
+            left_out += 1
+            continue
+        last = last if kind else step
+        _append(kinds[kind], line, counts[kind])
+        counts[kind] += 1
+    if left_out:
+        problems.append(f"{path.name}: lines without a step that increases are left out ({left_out})")
     steps, evaluations = (_filled(columns, count) for columns, count in zip(kinds, counts, strict=True))
     return steps, evaluations
 
@@ -250,7 +266,7 @@ def _filled(columns: Mapping[str, array[float]], count: int) -> Columns:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    path = folder / SETTINGS if (folder / SETTINGS).exists() else folder / EVALUATION_SETTINGS
+    path = folder / SETTINGS if (folder / SETTINGS).exists() else folder / EVALUATED_ONLY
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):

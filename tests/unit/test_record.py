@@ -71,7 +71,7 @@ def test_a_failed_run_has_its_reason(tmp_path):
     folder = unfinished(tmp_path / "run", {"event": "warning", "ranks": [1, 2], "message": "odd"}, end, end)
     text = page(folder)
     assert "**Not finished, last logged step 20 of 40 (50%).** The loss is nan at step 20.\n" in text
-    assert "- rank(s) 1, 2: odd\n" in text
+    assert "- ranks 1, 2: odd\n" in text
     with (folder / "events.jsonl").open("a") as file:  # it was resumed, and killed
         file.write(json.dumps({"event": "start", "train_steps": 40}) + "\n")
     text = page(folder)
@@ -117,6 +117,36 @@ def test_a_run_that_only_evaluated(tmp_path):
     assert "**Finished.** Evaluated only." in text and "| accuracy | 0.5 |" in text and "eval_config.yaml" in text
 
 
+def test_lines_of_steps_in_disorder_are_left_out(tmp_path):
+    folder = make_run(tmp_path / "run")
+    line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+    lines = [line | {"step": step} for step in (1, 2, 2, 1, 3, 10**400)] + [line | {"step": 4, "loss": None}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    read = record.read(folder)
+    assert read.steps["step"].tolist() == [1, 2, 3, 4]
+    text = page(folder)
+    assert "lines without a step that increases are left out (3)" in text and "nan" not in text
+
+
+def test_a_training_whose_metrics_are_lost(tmp_path):
+    folder = make_run(tmp_path / "run", scores=(60.0, 70.0))
+    (folder / "train_config.yaml").write_text("seed: 42\n")
+    (folder / "metrics.jsonl").write_text("{\n")
+    text = page(folder)
+    assert "**Finished.**" in text and "Evaluated only" not in text
+
+
+def test_an_evaluation_in_the_folder_of_a_training(tmp_path):
+    training = {"event": "start", "train_steps": 40, "command": "python train.py", "launcher": "none"}
+    ranks = {"ranks": [{"rank": rank} for rank in range(2)]}
+    folder = unfinished(tmp_path / "run")
+    lines = (training | ranks, {"event": "start", "command": "python -m hvd_bert.train --no_do_train"})
+    (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = page(folder)
+    assert "python train.py" in text and "do_train" not in text and "| ranks | 2 |" in text
+    assert "Each of the 2 ranks was started as:" in text
+
+
 Values = st.sampled_from([None, "text", -1, 0, 1e308, 10**400, True, [], [None], [{}], {}, {"a": 1}])
 
 
@@ -128,11 +158,21 @@ def test_any_content_gives_a_page(tmp_path, data, value):
         make_run(folder, scores=(1.0, 2.0))
         make_samples(folder)
         (tmp_path / "whole.json").write_text((folder / "train_results.json").read_text())
+        (tmp_path / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text())
+        (folder / "checkpoint-20").mkdir()
     content = json.loads((tmp_path / "whole.json").read_text())
     content[data.draw(st.sampled_from(sorted(content)))] = value
     (folder / "train_results.json").write_text(json.dumps(content))
     file = data.draw(st.sampled_from(["eval_results.json", "eval_samples.json", "events.jsonl", "gpu_usage.jsonl"]))
-    (folder / file).write_text(json.dumps(value))
+    contents = [value, {"eval_loss": value, "f1": value}, [{"probability": value, "f1": value, "answers": value}]]
+    (folder / file).write_text(json.dumps(data.draw(st.sampled_from(contents))))
+    best = {"metric": "f1", "value": 1.0, "step": 20}
+    best[data.draw(st.sampled_from(sorted(best)))] = value
+    (folder / "checkpoint-20" / "state.json").write_text(json.dumps({"best": best}))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    row = data.draw(st.sampled_from([rows[0], rows[20], rows[-1]]))
+    row[data.draw(st.sampled_from(sorted(row)))] = value
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     made = run_page.page_of(record.read(folder))
     assert made.as_markdown() and run_page.summary(record.read(folder))
 
