@@ -57,6 +57,7 @@ RUN_FILES = {
     "tokenizer_config.json": "the tokenizer's settings",
     card.NAME: "the model card: data, settings, scores, how to use the model",
 }
+SAMPLES = "eval_samples.json"
 # Those that a later evaluation, or a model that was trained further, makes outdated.
 OF_EVALUATION = {*fnmatch.filter(RUN_FILES, "eval*.json"), "evaluation.html"}
 
@@ -66,6 +67,13 @@ def writing(folder: Path, world: World, status: int = EXIT_FAILURE) -> Iterator[
     """Around rank 0's writes (yields True there). An OSError, such as a full disk, ends the run on all ranks."""
     with world.raise_on_all_ranks(status), writing_to("--output_dir", folder):
         yield world.rank == 0
+
+
+def write_samples(folder: Path, evaluation: EvaluationResult) -> None:
+    """Write an evaluation's sample answers, if the task has any, for a run that is still going."""
+    if SAMPLES in evaluation.files:
+        written.add(folder, SAMPLES)
+        write_json(folder / SAMPLES, evaluation.files[SAMPLES])
 
 
 def write_evaluation(folder: Path, evaluation: EvaluationResult, data: dict[str, Any] | None = None) -> None:

@@ -37,23 +37,30 @@ def sample_answers(
 
 def sample(question: Question, answer: Answer) -> dict[str, Any]:
     """An answer with its question, for people to read."""
+    excerpt, place = _excerpt(question, answer)
     probability = next(entry["probability"] for entry in answer.nbest if entry["text"] == answer.text)
     return {
         "id": question.id,
         "question": question.question,
-        "context": _excerpt(question, answer),
+        "context": excerpt,
         "answers": list(dict.fromkeys(question.answer_texts)),
+        "answer_start": place,
         "prediction": answer.text,
         # The digits after these depend on the number of ranks.
         "probability": round(float(probability), 4),
     }
 
 
-def _excerpt(question: Question, answer: Answer) -> str:
-    """The context around the gold answer, else around the predicted one. "…" marks an omission."""
+def _excerpt(question: Question, answer: Answer) -> tuple[str, int | None]:
+    """The context around the gold answer, else around the predicted one, and the first gold answer's place in it.
+
+    "…" marks an omission.
+    """
     context = question.context
     places = [start for start in question.answer_starts if start is not None]
     middle = places[0] if places else context.find(answer.text)
     start = max(0, min(middle - EXCERPT // 2, len(context) - EXCERPT))
     cut = context[start : start + EXCERPT]
-    return "…" * (start > 0) + cut + "…" * (start + EXCERPT < len(context))
+    place = question.answer_starts[0] if question.answer_starts else None
+    excerpt = "…" * (start > 0) + cut + "…" * (start + EXCERPT < len(context))
+    return excerpt, None if place is None else place - start + (start > 0)

@@ -48,15 +48,18 @@ class Figures:
 
 @dataclass(frozen=True)
 class Quote:
-    """A quotation, in which the first `marked` stands out."""
+    """A quotation, in which `marked` at offset `start`, or the first after it, stands out."""
 
     text: str
     marked: str = ""
+    start: int = 0
 
     @property
     def parts(self) -> tuple[str, str, str]:
         """The text before the mark, the marked text and the text after it."""
-        return self.text.partition(self.marked) if self.marked else (self.text, "", "")
+        start = self.text.find(self.marked, self.start) if self.marked else -1
+        end = start + len(self.marked)
+        return (self.text, "", "") if start < 0 else (self.text[:start], self.marked, self.text[end:])
 
 
 @dataclass(frozen=True)

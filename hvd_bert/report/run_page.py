@@ -135,7 +135,9 @@ def _sample(sample: Mapping[str, Any]) -> Details:
         ["F1", _score(sample.get("f1"))],
         ["id", str(sample.get("id"))],
     ]
-    quote = Quote(str(sample.get("context", "")), golds[0] if golds else "")
+    start = sample.get("answer_start")  # older runs lack it
+    place = max(0, start) if isinstance(start, int) else 0
+    quote = Quote(str(sample.get("context", "")), golds[0] if golds else "", place)
     return Details(
         f"{sample.get('question')} - {prediction or 'no answer'}", [quote, Grid(["field", "value"], rows, 2)]
     )

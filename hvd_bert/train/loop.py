@@ -218,6 +218,9 @@ class Training:
             evaluation = self.evaluations(self.state.strategy.whole_model())
         step = self.state.step
         self.evaluations.record(evaluation, self.metrics_logger, step)
+        with run_folder.writing(self.config.train.folder, self.world) as writes:
+            if writes:
+                run_folder.write_samples(self.config.train.folder, evaluation)
         self.state.eval_pending = False
         self.checkpoints.evaluated(evaluation.metrics)
         is_last = step == self.total_steps or self.checkpoints.patience_is_over

@@ -95,8 +95,9 @@ def make_samples(folder: Path, question: str = "Which box?") -> None:
     right = {
         "id": "q1",
         "question": question,
-        "context": "In the hall is the red box.",
+        "context": "Not the red box of the shed: in the hall is the red box.",
         "answers": ["the red box"],
+        "answer_start": 44,
         "prediction": "the red box",
         "probability": 0.9,
         "exact_match": 100.0,

@@ -93,6 +93,8 @@ def test_a_finished_run(tmp_path):
         (checkpoint / "manifest.json").write_text(json.dumps({"files": {"a": {"bytes": 2**20}, "b": {"bytes": 2**19}}}))
         (checkpoint / "state.json").write_text(json.dumps({"best": {"metric": "f1", "value": best, "step": step}}))
     text = page(folder)
+    shown = (folder.parent / "page" / "report.html").read_text()
+    assert "Not the red box of the shed: in the hall is <mark>the red box</mark>." in shown
     assert "**Finished.** Step 40 of 40" in text
     for words in ("| EM | 60 |", "| F1 | 70 |", "| ranks | 2 |", "| strategy | horovod |"):
         assert words in text

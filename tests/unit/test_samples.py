@@ -30,6 +30,7 @@ def test_sample_has_all_that_a_reader_needs():
             "question": "what 1?",
             "context": "red box",
             "answers": ["red box", "box"],
+            "answer_start": 0,
             "prediction": "The box!",
             "probability": 0.75,
             "exact_match": 100.0,
@@ -40,6 +41,7 @@ def test_sample_has_all_that_a_reader_needs():
             "question": "what 0?",
             "context": "red box",
             "answers": ["red box", "box"],
+            "answer_start": 0,
             "prediction": "a red thing",
             "probability": 0.1235,
             "exact_match": 0.0,
@@ -81,6 +83,8 @@ def test_question_without_an_answer():
 
 @pytest.mark.parametrize(("before", "marks"), [(10, 0), (EXCERPT, 2)])
 def test_context_is_cut_around_the_answer(before, marks):
-    text = str(samples([question(0, before=before)], [answer(0, "box")])[0]["context"])
+    (sample,) = samples([question(0, before=before)], [answer(0, "box")])
+    text, start = str(sample["context"]), sample["answer_start"]
+    assert isinstance(start, int) and text[start:].startswith("red box")
     assert "red box" in text and text.count("…") == marks
     assert len(text) == (before * 2 + 7 if not marks else EXCERPT + 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -126,6 +127,18 @@ def without_horovod(name, *arguments):
     from hvd_bert.strategies.table import make_strategy
 
     return make_strategy("none", *arguments)
+
+
+def test_sample_answers_of_a_run_that_is_not_finished(base, tmp_path, monkeypatch):
+    def fails(folder: Path, task: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = tmp_path / "out"
+    monkeypatch.setattr(run_folder, "save_model", fails)
+    with pytest.raises(CollectiveError, match="No space left"):
+        train(base, "--output_dir", str(out), "--save_steps", "0")
+    assert json.loads((out / "eval_samples.json").read_text())
+    assert not (out / "eval_results.json").exists()
 
 
 def test_failed_evaluation_keeps_the_earlier_one(base, tmp_path):
