@@ -23,6 +23,9 @@ import filelock
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 
 
+BRIEFLY_S = 0.2  # `is_held` of another process takes the lock for a moment
+
+
 class InUse(Exception):
     """Another process holds the lock. `holder`: that process, as named in the lock file."""
 
@@ -84,7 +87,7 @@ def _acquired(path: Path, wait: bool, mode: int | None = None) -> filelock.BaseF
     )
     lock = make() if mode is None else make(mode=mode)
     try:
-        lock.acquire(blocking=wait)
+        lock.acquire(timeout=-1 if wait else BRIEFLY_S)
     except filelock.Timeout:
         raise InUse(_holder(path)) from None
     return lock
