@@ -19,6 +19,7 @@ import csv
 import subprocess
 import sys
 from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -34,19 +35,24 @@ subprocess.run([sys.executable, "-m", "hvd_bert.report", sweep, "--out", report]
 # A row without a speed-up gives the reason: the runs did different work, or their losses do not agree.
 
 # %%
-curves = defaultdict(list)
-with (report / "report.csv").open(encoding="utf-8", newline="") as file:
+table = report / "report.csv"  # missing if no two runs did the same work
+curves, ideal = defaultdict(list), {}
+with table.open(encoding="utf-8", newline="") if table.exists() else nullcontext(()) as file:
     for row in csv.DictReader(file):
         if row["speedup"]:
-            curves[row["strategy"], row["scaling"]].append((int(row["devices"]), float(row["speedup"])))
+            devices, speedup = int(row["devices"]), float(row["speedup"])
+            curves[row["strategy"], row["scaling"]].append((devices, speedup))
+            ideal[devices] = speedup / float(row["efficiency"])
         else:
             print(f"{row['strategy']} on {row['devices']}: {row['reason']}")
 
 for (strategy, scaling), points in curves.items():
     plt.plot(*zip(*sorted(points), strict=True), marker="o", label=f"{strategy}, {scaling} scaling")
-most = max(devices for points in curves.values() for devices, _ in points)
-plt.plot([1, most], [1, most], color="grey", linestyle=":", label="ideal")
-plt.xlabel("devices")
-plt.ylabel("speed-up")
-plt.legend()
-plt.show()
+if curves:
+    plt.plot(*zip(*sorted(ideal.items()), strict=True), color="grey", linestyle=":", label="ideal")
+    plt.xlabel("devices")
+    plt.ylabel("speed-up")
+    plt.legend()
+    plt.show()
+else:
+    print(f"There is no speed-up. {report / 'report.html'} has the reasons.")

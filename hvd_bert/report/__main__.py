@@ -86,7 +86,8 @@ def _write_comparison(
     if (networks or baseline) and not compared and not any(projected.series for projected in projections):
         raise UserError(_no_result(reasons, projections, flags))
     alone = len(records) == 1
-    page = run_page.page_of(records[0]) if alone else runs_page.page_of(records, kept, groups, tables, reasons)
+    shown = [table for table in tables if any(line in compared for line in table.lines)]
+    page = run_page.page_of(records[0]) if alone else runs_page.page_of(records, kept, groups, shown, reasons)
     for projected in projections:
         _add_projection(page, projected, projected.measured(tables), networks, flags)
     if compared or projections:
@@ -95,7 +96,7 @@ def _write_comparison(
     _write_files(flags.out, page, dict(zip(CSV_FILES, rows, strict=True)))
     if not compared:
         _print(runs_page.overview(records).for_terminal() + "\n")
-    _print_summary(tables, reasons, projections, flags.out)
+    _print_summary(shown, reasons, projections, flags.out)
 
 
 def _no_result(reasons: Sequence[str], projections: Sequence[Projection], flags: argparse.Namespace) -> str:

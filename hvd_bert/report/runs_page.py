@@ -19,7 +19,10 @@ def page_of(
     tables: Sequence[Table],
     reasons: Sequence[str],
 ) -> Page:
-    """The page, without projections. `runs`: those whose speeds can be compared, in `groups`."""
+    """The page, without projections.
+
+    `runs`: those whose speeds can be compared, in `groups`. `tables`: those with a speed-up.
+    """
     page = Page(f"Report on {len(records)} runs")
     page.add(Figures(_figures(records, runs)))
     summary = content.summary(tables)
@@ -27,7 +30,7 @@ def page_of(
         page.add(Listing(summary))
     else:
         page.add(Text("No two of these runs can be compared for speed, so there are no measured speed-ups."))
-    caveats = content.caveats(tables, runs)
+    caveats = content.caveats(tables, runs) if tables else []
     if caveats:
         page.add(Text("Caveats", 2), Listing(caveats))
     page.add(Text("Runs", 2), overview(records))

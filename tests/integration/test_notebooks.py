@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from launch import REPOSITORY, TRAIN, environment, programs
 from made_runs import make_run
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell
+
+from hvd_bert.report.__main__ import main as report
 
 pytestmark = pytest.mark.integration
 
@@ -56,6 +60,17 @@ def test_read_a_sweep(tmp_path: Path) -> None:
     outputs = execute("read_a_sweep.py", tmp_path, "")
     assert plots(outputs) == 1
     assert "ddp on 4: " in printed(outputs)
+
+
+def test_read_a_sweep_without_a_speedup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "runs" / "sweep" / "one")
+    (tmp_path / "notebooks").mkdir()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    monkeypatch.setattr(subprocess, "run", lambda command, check: report([str(word) for word in command[3:]]))
+    runpy.run_path(str(REPOSITORY / "notebooks" / "read_a_sweep.py"))
+    assert "There is no speed-up. " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)

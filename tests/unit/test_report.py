@@ -67,6 +67,7 @@ def side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     assert main([str(folder), "--out", str(out)]) == 0
     text = (out / "report.md").read_text()
     assert "No two of these runs can be compared for speed" in text and "## Without a speed-up" in text
+    assert not any(words in text for words in ("## Caveats", "Baseline:", "loss curves", "## Definitions"))
     assert all(run.name in text for run in reading.find([folder]))
     rows = read_csv(out / "report.csv") if (out / "report.csv").exists() else []
     assert {row["speedup"] for row in rows if row["reason"]} <= {""}
