@@ -58,8 +58,10 @@ def failed(reason: str) -> None:
     if _path is not None:
         with suppress(OSError):
             if _file is None and _path.exists():  # rank 0's
+                _early.clear()  # this rank's warnings, of which rank 0 has those that it logged for all ranks
                 _open(_path)
-            add("end", message=reason)
+            if _file is not None:
+                add("end", message=reason)
 
 
 def end() -> None:
