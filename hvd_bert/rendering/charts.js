@@ -39,10 +39,13 @@
       hoverlabel: { bgcolor: style("--surface"), font: { color: style("--text") } },
       hovermode: many ? "closest" : "x unified",
       showlegend: chart.curves.length > 1 && !(many && narrow.matches),
-      legend: many ? { font: { size: 10 } } : { orientation: "h", x: 0, y: -0.25, yanchor: "top" },
+      // Below a narrow chart the legend's lines would cover the axis' title.
+      legend: many
+        ? { font: { size: 10 } }
+        : { orientation: "h", x: 0, ...(narrow.matches ? { y: 1, yanchor: "bottom" } : { y: -0.25, yanchor: "top" }) },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: style("--muted"), activecolor: style("--link") },
       xaxis: { ...axis, title: { text: chart.x } },
-      yaxis: { ...axis, title: { text: chart.y }, ...(chart.stacked ? { rangemode: "tozero" } : {}) },
+      yaxis: { ...axis, title: { text: chart.y, standoff: 12 }, ...(chart.stacked ? { rangemode: "tozero" } : {}) },
     };
   }
 

@@ -68,9 +68,9 @@ def _series(record: Record, key: str, name: str, colour: int) -> Series | None:
 
 
 def step_time(record: Record) -> Chart | None:
-    """The parts of a step over the steps, in milliseconds."""
+    """The parts of a step over the steps, in milliseconds, without the first line, which is warm-up."""
     series = [
-        Series(phase_name(phase), record.steps["step"], 1000 * record.steps[f"{phase}_s"], number)
+        Series(phase_name(phase), record.steps["step"][1:], 1000 * record.steps[f"{phase}_s"][1:], number)
         for number, phase in enumerate(PHASES)
         if f"{phase}_s" in record.steps
     ]
