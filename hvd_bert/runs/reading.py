@@ -116,7 +116,7 @@ def read(folder: Path) -> Run:
     scores = _Record(SCORES, _load(folder / SCORES)) if (folder / SCORES).exists() else None
     # A task may have none, and older runs of question answering do not name theirs.
     names = list(map(str, results.sequence("scores") if "scores" in results.values else ["exact_match", "f1"]))
-    settings = _settings(folder)
+    settings = settings_of(folder / SETTINGS)
     strategy = str(results.values.get("strategy") or "horovod")
     variant = {name: work[name] for name in OF_THE_STRATEGY if name in work}
     variant |= {"--num_groups": str(settings.get("num_groups") or 0)} if strategy == "horovod" else {}
@@ -243,13 +243,13 @@ def _median(processes: Sequence[Mapping[str, float]], key: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _settings(folder: Path) -> dict[str, Any]:
-    """The run's flags; empty if their file is missing or damaged, since no comparison depends on them."""
+def settings_of(path: Path) -> dict[str, Any]:
+    """A run's flags; empty if their file is missing or damaged, since no comparison depends on them."""
     try:
-        settings = yaml.safe_load((folder / SETTINGS).read_text(encoding="utf-8"))
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
-    return settings if isinstance(settings, dict) else {}
+    return {str(name): value for name, value in settings.items()} if isinstance(settings, dict) else {}
 
 
 def _passes(settings: Mapping[str, Any], windows: float) -> int:

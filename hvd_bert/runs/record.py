@@ -17,17 +17,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
-from hvd_bert.runs.reading import EVALUATED_ONLY, LARGEST, METRICS, RESULTS, SCORES, SETTINGS
+from hvd_bert.runs.reading import EVALUATED_ONLY, LARGEST, METRICS, RESULTS, SCORES, SETTINGS, settings_of
 from hvd_bert.storage import locks
 
 EVENTS, SAMPLES, GPUS = "events.jsonl", "eval_samples.json", "gpu_usage.jsonl"
 LOCK = ".lock"
 RECENT = 20  # lines from which the speed of a run that is still going is computed
 MAX_STEP = 2**53  # floats hold all whole numbers up to it
-SILENT_S = 300.0  # without locks: a run that has written nothing for longer is not running any more
+SILENT_S = 300.0  # where a lock cannot be seen: a run that has written nothing for longer is not running any more
 State = Literal["finished", "running", "ended"]
 
 
@@ -170,7 +169,7 @@ def read(folder: Path) -> Record:
         evaluations=evaluations,
         gpus=_columns([line for line in _lines(folder / GPUS, problems) if isinstance(line, dict)]),
         facts=facts,
-        settings=_settings(folder),
+        settings=settings_of(folder / (SETTINGS if (folder / SETTINGS).exists() else EVALUATED_ONLY)),
         scores=_object(folder / SCORES, problems),
         samples=[sample for sample in samples if isinstance(sample, dict)] if isinstance(samples, list) else [],
         checkpoints=checkpoints,
@@ -183,12 +182,16 @@ def read(folder: Path) -> Record:
 
 def _is_running(folder: Path) -> bool:
     try:
-        return locks.is_held(folder / LOCK)
+        if locks.is_held(folder / LOCK):
+            return True
+        if not locks.names_another_host(folder / LOCK):
+            return False
     except FileNotFoundError:
         return False
     except OSError:  # a file system without locks
-        path = folder / METRICS
-        return path.exists() and time.time() - path.stat().st_mtime < SILENT_S
+        pass
+    written = [folder / METRICS, folder / EVENTS, *folder.glob("checkpoint-*")]
+    return any(path.exists() and time.time() - path.stat().st_mtime < SILENT_S for path in written)
 
 
 def _load(path: Path, problems: list[str]) -> Any:
@@ -263,15 +266,6 @@ def _filled(columns: Mapping[str, array[float]], count: int) -> Columns:
     for column in columns.values():
         column.extend([math.nan] * (count - len(column)))
     return Columns({key: np.array(column) for key, column in columns.items()})
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    path = folder / SETTINGS if (folder / SETTINGS).exists() else folder / EVALUATED_ONLY
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return {}
-    return {str(name): value for name, value in settings.items()} if isinstance(settings, dict) else {}
 
 
 def _checkpoints(folder: Path, problems: list[str]) -> list[Checkpoint]:

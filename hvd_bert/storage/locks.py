@@ -77,6 +77,12 @@ def is_held(path: Path) -> bool:
     return False
 
 
+def names_another_host(path: Path) -> bool:
+    """Whether a process of another host signed the lock last: some network file systems do not show its lock here."""
+    _, on, host = _holder(path).rpartition(" on ")
+    return bool(on) and host != socket.gethostname()
+
+
 def _acquired(path: Path, wait: bool, mode: int | None = None) -> filelock.BaseFileLock:
     make = partial(
         filelock.UnixFileLock,

@@ -58,6 +58,14 @@ def test_a_run_on_a_file_system_without_locks(tmp_path, monkeypatch):
     assert record.read(folder).state == "ended"
 
 
+def test_a_run_on_another_host_whose_lock_is_not_visible_here(tmp_path, monkeypatch):
+    folder = unfinished(tmp_path / "run")
+    (folder / ".lock").write_text("process 7 on another-host\n")
+    assert record.read(folder).state == "running"
+    monkeypatch.setattr(record, "SILENT_S", -1.0)
+    assert record.read(folder).state == "ended"
+
+
 def test_reading_does_not_take_the_lock(tmp_path):
     path = tmp_path / ".lock"
     path.touch()
