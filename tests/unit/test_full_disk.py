@@ -59,6 +59,7 @@ def test_metrics_that_cannot_be_written_are_one_warning(tmp_path, monkeypatch, c
         for step in (1, 2):
             metrics_logger.logged(step, metrics(step))
         metrics_logger.evaluated(SCORES, "f1 60", 2)
+        reporters[0]._thread.join()
         metrics_logger.close()
     assert sorted(caplog.messages) == [
         "/dev/full cannot be written: No space left on device. Training continues.",

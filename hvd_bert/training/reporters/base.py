@@ -82,7 +82,7 @@ class Background:
         """Wait for the reporter until `deadline`, in time.monotonic()'s seconds."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._fail("it does not respond")
+            self._fail("it has not taken everything in time")
             with suppress(Exception):
                 self._reporter.abandon()
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -67,8 +67,8 @@ class Wandb(Reporter):
 
     def abandon(self) -> None:
         # At exit wandb would wait for its service process for ever, and torch_world.py runs its exit function too.
-        logging.getLogger("wandb").propagate = False  # it would log tracebacks of the service's end
         for process in psutil.Process().children():
             if process.name() == SERVICE:
                 process.kill()
-        wandb.teardown()  # unregisters the exit function; its error, that the service is gone, is of no interest
+        with suppress(Exception, SystemExit):  # the connection is lost, or the service's status is not 0
+            wandb.teardown()  # unregisters the exit function
