@@ -31,8 +31,7 @@ def recorded(
     program = f"{FOLDER / 'slowed.py'} -m hvd_bert.train" if slowed else "-m hvd_bert.train"
     if slowed:
         flags += f" --timeline_file {timeline} --timeline_steps 2:100000"
-    # Not forked, so that the timings are those of a user's processes.
-    env = {"HVD_BERT_TEST_COLD": "1"} | (slowed or {"HOROVOD_TIMELINE": str(timeline)})
+    env = slowed or {"HOROVOD_TIMELINE": str(timeline)}
     cluster.on("a100-01", f"{horovodrun(hosts, controller, program)} {flags}", folder, env).expect(0)
     count = str(hosts.count(",") + 1)
     command = [sys.executable, "-m", "hvd_bert.timeline", str(timeline), "--hosts", count, "--json"]

@@ -20,6 +20,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdowns_to_safe_html
 from tensorboard.plugins.hparams import metadata as hparams
+from tensorboard.summary.writer import event_file_writer
 from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  fixtures
 
 from hvd_bert.checkpoint import output_dir
@@ -61,8 +62,10 @@ def logged(out: Path) -> dict[tuple[int, str], float]:
     return {(row["step"], key): value for row in rows for key, value in row.items()}
 
 
-def test_tensorboard(base: list[str], tmp_path: Path) -> None:  # noqa: F811
+def test_tensorboard(base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     out = tmp_path / "out"
+    # Files of one second are read in the order of their names, which end in this number: 10 would come before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     train_and_resume(base, out, "tensorboard")
     events = EventAccumulator(str(out / "tb")).Reload()
     expected = logged(out)
