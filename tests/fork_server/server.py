@@ -30,7 +30,8 @@ from typing import Any, NoReturn
 
 PRELOADED = [
     "hvd_bert.train.loop", "hvd_bert.training.reporters.tensorboard", "hvd_bert.predict.file_answers",
-    "hvd_bert.config.flags_parser", "transformers.models.bert.modeling_bert", "transformers.models.bert.tokenization_bert",
+    "hvd_bert.config.flags_parser", "transformers.models.bert.modeling_bert",
+    "transformers.models.bert.tokenization_bert", "transformers.conversion_mapping",
     "hvd_bert.distributed.runner", "hvd_bert.distributed.torch_world", "hvd_bert.strategies.horovod",
     "hvd_bert.strategies.ddp", "hvd_bert.strategies.fsdp",
     "hvd_bert.doctor.diagnosis", "hvd_bert.bench.speed", "horovod.torch",
@@ -194,6 +195,8 @@ if __name__ == "__main__":
     gc.disable()
     for module in PRELOADED:
         importlib.import_module(module)
+    # Makes transformers' table of names of weights, which each rank would make when it saves.
+    sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("bert")
     gc.freeze()
     gc.enable()
     del sys.path[0]  # this folder
