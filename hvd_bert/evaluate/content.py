@@ -7,8 +7,8 @@ from typing import Any
 
 from hvd_bert.evaluation.bootstrap import CONFIDENCE
 from hvd_bert.rendering.page import Grid, Listing, Page, Text
+from hvd_bert.report.content import SHORT
 
-SHORT = {"exact_match": "EM", "f1": "F1"}
 COMPARISON = (
     f"A - B has an interval of {CONFIDENCE:.0%} confidence, by a paired bootstrap over the questions: it shows what"
     " other questions of this kind could give. It does not cover other seeds of a training. Of many intervals, some"

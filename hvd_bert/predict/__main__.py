@@ -65,6 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 def _on_all_ranks(flags: argparse.Namespace, launcher: Launcher) -> NoReturn:
     launcher_watch.start(launcher.name)
     with collector_paused():
+        import_model_list()
         from hvd_bert.distributed.runner import run_as_rank
         from hvd_bert.predict.file_answers import answer_file
     # torch.distributed joins the ranks of any launcher, and a single process needs neither it nor Horovod.

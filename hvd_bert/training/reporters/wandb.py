@@ -66,7 +66,7 @@ class Wandb(Reporter):
         self._run.finish(exit_code=0 if finished else 1)
 
     def abandon(self) -> None:
-        # At exit wandb would wait for its service process for ever, and torch_world.py runs its exit function too.
+        # At exit wandb would wait for its service process without end. torch_world.py runs its exit function, too.
         for process in psutil.Process().children():
             if process.name() == SERVICE:
                 process.kill()
