@@ -24,6 +24,9 @@ As root on Debian it prints which system packages are missing, and why it needs 
   --torch-index URL package index for torch only, such as the CPU index on pytorch.org
   --with-mpi | --without-mpi      require MPI, or build without (default: MPI if mpicxx is found or apt can install it)
   --with-nccl | --without-nccl    require NCCL, or build without (default: NCCL if torch has CUDA and nvcc is found)
+  --locked | --not-locked         install exactly the files whose hashes env/locked/ has, torch's included unless
+                    --torch or --torch-index chose another (default: the versions of requirements.txt; what those
+                    need in turn is the newest)
   --auto            forget the --with-... and --without-... options
   --dev             add packages for scripts/test.sh (env/requirements-dev.txt)
   --bench           add packages for benchmarks/compare_peers.py (env/requirements-bench.txt)
@@ -44,7 +47,7 @@ say() { printf '%s\n' "$*"; }
 
 parse_arguments() {
   python='' venv=$root/.venv extras=() auto=no
-  given_torch='' given_torch_index='' given_mpi='' given_nccl=''
+  given_torch='' given_torch_index='' given_mpi='' given_nccl='' given_locked=''
   while [ $# -gt 0 ]; do
     case $1 in
       --python | --venv | --torch | --torch-index)
@@ -61,6 +64,8 @@ parse_arguments() {
       --without-mpi) given_mpi=no ;;
       --with-nccl) given_nccl=yes ;;
       --without-nccl) given_nccl=no ;;
+      --locked) given_locked=yes ;;
+      --not-locked) given_locked=no ;;
       --auto) auto=yes ;;
       --dev | --bench | --deepspeed) extras+=("${1#--}") ;;
       --no-apt) use_apt=no ;;
@@ -83,11 +88,11 @@ parse_arguments() {
 
 # The environment keeps the options, because scripts/demo.sh and scripts/test.sh run this file without them.
 load_settings() {
-  torch="torch==$default_torch" torch_index='' mpi=auto nccl=auto mpi_seen=none nvcc_seen=none torch_installed='' horovod_version=''
+  torch="torch==$default_torch" torch_index='' mpi=auto nccl=auto locked=no mpi_seen=none nvcc_seen=none torch_installed='' horovod_version=''
   if [ -f "$venv/hvd_bert.settings" ]; then
     local name value
     while IFS='=' read -r name value; do
-      case $name in torch | torch_index | torch_installed | mpi | nccl | mpi_seen | nvcc_seen | horovod_version) printf -v "$name" '%s' "$value" ;; esac
+      case $name in torch | torch_index | torch_installed | mpi | nccl | locked | mpi_seen | nvcc_seen | horovod_version) printf -v "$name" '%s' "$value" ;; esac
     done <"$venv/hvd_bert.settings"
   fi
   [ "$auto" = no ] || mpi=auto nccl=auto
@@ -95,11 +100,12 @@ load_settings() {
   torch_index=${given_torch_index:-$torch_index}
   mpi=${given_mpi:-$mpi}
   nccl=${given_nccl:-$nccl}
+  locked=${given_locked:-$locked}
 }
 
 save_settings() {
   local name
-  for name in torch torch_index torch_installed mpi nccl mpi_seen nvcc_seen horovod_version; do
+  for name in torch torch_index torch_installed mpi nccl locked mpi_seen nvcc_seen horovod_version; do
     printf '%s=%s\n' "$name" "${!name}"
   done >"$venv/hvd_bert.settings.new"
   mv "$venv/hvd_bert.settings.new" "$venv/hvd_bert.settings"
@@ -120,12 +126,12 @@ venv_python_identity() { "$venv/bin/python" -c 'import sys; print(sys.prefix, sy
 
 # Read once at the start: if a file changes during a run, the next run must notice.
 read_inputs() {
-  local files=("$root"/{requirements.txt,pyproject.toml,env/setup.sh,env/build_horovod.sh})
+  local files=("$root"/{requirements.txt,pyproject.toml,env/setup.sh,env/build_horovod.sh} "$root"/env/locked/{torch,base}.txt)
   declare -gA inputs
   inputs[base]=$(cat "${files[@]}" | sha256sum)
   local extra
   for extra in dev bench deepspeed; do
-    inputs[$extra]=$(cat "${files[@]}" "$root/env/requirements-$extra.txt" | sha256sum)
+    inputs[$extra]=$(cat "${files[@]}" "$root"/env/{requirements-$extra,locked/$extra}.txt | sha256sum)
   done
 }
 
@@ -134,7 +140,7 @@ kinds() { printf '%s\n' base ${extras[@]+"${extras[@]}"}; } # an empty array is 
 
 # $1: one of kinds
 fingerprint() {
-  printf '%s\n' "${inputs[$1]}" "$root" "$(venv_python_identity)" "$torch" "$torch_index" "$mpi" "$nccl" "$mpi_seen" "$nvcc_seen" |
+  printf '%s\n' "${inputs[$1]}" "$root" "$(venv_python_identity)" "$torch" "$torch_index" "$mpi" "$nccl" "$locked" "$mpi_seen" "$nvcc_seen" |
     sha256sum | cut -c 1-32
 }
 
@@ -241,11 +247,17 @@ same_base() {
     "$("$venv/bin/python" -c 'import sys; print(sys.base_prefix, sys.version)' 2>/dev/null)" ]
 }
 
+by_hash=(--require-hashes --no-deps)
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 version_of() { "$venv/bin/python" -c 'import importlib.metadata as m, sys; print(m.version(sys.argv[1]))' "$1" 2>/dev/null; }
 
 install_torch() {
-  local command=(install --progress-bar off ${torch_index:+--index-url "$torch_index"} "$torch")
+  local command=(install --progress-bar off)
+  if [ "$locked" = yes ] && [ "$torch@$torch_index" = "torch==$default_torch@" ]; then
+    command+=("${by_hash[@]}" -r "$root/env/locked/torch.txt")
+  else
+    command+=(${torch_index:+--index-url "$torch_index"} "$torch")
+  fi
   # Another index or file may have another build of the same version, which pip would not install.
   if [ -n "$torch_installed" ] && [ "$torch_installed" != "$torch@$torch_index" ]; then command+=(--force-reinstall); fi
   pip "${command[@]}"
@@ -271,14 +283,20 @@ has_mpi() { "$venv/bin/python" -c 'import sys, horovod.torch as hvd; sys.exit(no
 
 # torch and Horovod are installed and must stay as they are. mpi4py is needed only with MPI.
 install_requirements() {
-  local skip='^(torch|horovod)\b'
+  local skip='^(torch|horovod)\b' extra files
   has_mpi || skip='^(torch|horovod|mpi4py)\b'
-  grep -vE "$skip" "$root/requirements.txt" >"$venv/hvd_bert.requirements.txt"
-  printf 'torch==%s\n' "$(version_of torch)" >"$venv/hvd_bert.constraints.txt"
-  local files=(-r "$venv/hvd_bert.requirements.txt")
-  local extra
-  for extra in ${extras[@]+"${extras[@]}"}; do files+=(-r "$root/env/requirements-$extra.txt"); done
-  pip install --progress-bar off -c "$venv/hvd_bert.constraints.txt" "${files[@]}"
+  if [ "$locked" = yes ]; then
+    # A package takes several lines, all but the last with a backslash.
+    sed -E "/$skip/,/[^\\]\$/d" "$root/env/locked/base.txt" >"$venv/hvd_bert.requirements.txt"
+    files=("${by_hash[@]}" -r "$venv/hvd_bert.requirements.txt")
+    for extra in ${extras[@]+"${extras[@]}"}; do files+=(-r "$root/env/locked/$extra.txt"); done
+  else
+    grep -vE "$skip" "$root/requirements.txt" >"$venv/hvd_bert.requirements.txt"
+    printf 'torch==%s\n' "$(version_of torch)" >"$venv/hvd_bert.constraints.txt"
+    files=(-c "$venv/hvd_bert.constraints.txt" -r "$venv/hvd_bert.requirements.txt")
+    for extra in ${extras[@]+"${extras[@]}"}; do files+=(-r "$root/env/requirements-$extra.txt"); done
+  fi
+  pip install --progress-bar off "${files[@]}"
   ! has_mpi || match_mpi4py
   pip install --no-deps --no-build-isolation --config-settings editable_mode=compat -e "$root"
   pip check || true # for the log

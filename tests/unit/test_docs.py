@@ -35,7 +35,9 @@ FOREIGN_FLAGS = {
     },
     "Slurm": {"--mem", "--no-requeue", "--partition"},
     "jupytext": {"--to"},
-    "docker": {"--cap-add", "--ipc", "--shm-size"},
+    "apptainer": {"--nv"},
+    "docker": {"--cap-add", "--gpus", "--ipc", "--shm-size"},
+    "pip-licenses": {"--format", "--from", "--packages", "--with-system"},
     "tensorboard": {"--logdir"},
     "torchrun": {"--max-restarts"},
 }

@@ -1,0 +1,69 @@
+"""env/locked/: the locked packages agree with the requirements files, for every supported Python."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCKED = ROOT / "env" / "locked"
+FILES = {
+    "base": ROOT / "requirements.txt",
+    "torch": ROOT / "requirements.txt",
+    "dev": ROOT / "env" / "requirements-dev.txt",
+    "deepspeed": ROOT / "env" / "requirements-deepspeed.txt",
+    "bench": ROOT / "env" / "requirements-bench.txt",
+}
+SUPPORTED = ("3.10", "3.11", "3.12", "3.13")
+
+
+def pins(path: Path, python: str) -> dict[str, str]:
+    """Package -> "==version", of the lines that count on Linux with this Python."""
+    found = {}
+    for line in path.read_text().splitlines():
+        text = line.partition("#")[0].rstrip(" \\")
+        if not text or text.startswith(" "):
+            continue
+        requirement = Requirement(text)
+        environment = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
+        if requirement.marker is None or requirement.marker.evaluate(environment):
+            found[requirement.name.lower().replace("_", "-")] = str(requirement.specifier)
+    return found
+
+
+@pytest.mark.parametrize("python", SUPPORTED)
+@pytest.mark.parametrize("name", FILES)
+def test_the_locked_versions_are_the_required_ones(name: str, python: str) -> None:
+    required, locked = pins(FILES[name], python), pins(LOCKED / f"{name}.txt", python)
+    if FILES[name].name == "requirements.txt":  # torch has a file of its own, and Horovod's hash is in its build
+        required = {package: pin for package, pin in required.items() if (package == "torch") == (name == "torch")}
+        required.pop("horovod", None)
+    assert required and required.items() <= locked.items(), "run `bash env/lock.sh`"
+
+
+@pytest.mark.parametrize("python", SUPPORTED)
+def test_no_package_has_two_locked_versions(python: str) -> None:
+    seen: dict[str, str] = {}
+    for name in FILES:
+        for package, pin in pins(LOCKED / f"{name}.txt", python).items():
+            assert seen.setdefault(package, pin) == pin, package
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_locked_package_has_hashes_and_no_address(name: str) -> None:
+    text = (LOCKED / f"{name}.txt").read_text()
+    entries = re.split(r"\n(?=\S)", text.strip())
+    assert all(re.search(r"--hash=sha256:[0-9a-f]{64}", entry) for entry in entries)
+    assert "://" not in text and "--index" not in text
+
+
+def test_the_licences_page_has_every_package_of_a_user() -> None:
+    page = (ROOT / "docs" / "reference" / "licences.md").read_text()
+    rows = re.findall(r"^\| (\S+) +\| (\S+)", page, re.MULTILINE)
+    listed = {name.lower().replace("_", "-"): version for name, version in rows}
+    for name in ("torch", "base", "deepspeed"):
+        for package, pin in pins(LOCKED / f"{name}.txt", "3.12").items():
+            assert listed[package] == pin.removeprefix("=="), "make the page again, with the command that it names"
