@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -23,8 +23,8 @@ from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED, UserError
 from hvd_bert.tasks.base import Task
 from hvd_bert.training.state import TrainState
 
-# Rank 0's seconds: training waits, the writes take, and the part of the writes that training did not wait for.
-SECONDS = ("checkpoint_pause_s", "checkpoint_write_s", "checkpoint_overlap_s")
+# Rank 0's seconds: training waits; the part of these for copies; the writes take; the part of these without waiting.
+SECONDS = ("checkpoint_pause_s", "checkpoint_copy_s", "checkpoint_write_s", "checkpoint_overlap_s")
 
 
 class Checkpoints:
@@ -35,8 +35,10 @@ class Checkpoints:
         self.args = config.checkpoint
         self.overwrites = config.train.overwrite_output_dir
         self._config, self._task = config, task
-        self._writer = Writer()
-        self._writes = False  # whether rank 0 is writing; equal on all ranks
+        self._writer = ThreadPoolExecutor(1, "checkpoint writer")  # the process ends after its jobs
+        self._running: Future[tuple[Exception | None, float]] | None = None  # its error and its seconds
+        if self.args.save_steps and state.world.rank == 0:
+            state.copies.reserve()
         self._last_saved = -1  # not the resumed step, which may be in another run's folder
         self._diverged = False
         self._new: dict[str, float] = {}
@@ -53,36 +55,46 @@ class Checkpoints:
         return every > 0 and (step % every == 0 or step == total_steps or self.patience_is_over)
 
     def save(self, whole: bool = False) -> None:
-        """Save the state after this step. Training waits for the copy; the write runs alongside the next step.
+        """Save the state after this step. Training waits for the copy; the write runs alongside the next steps.
 
+        It waits for an earlier write first, so a kill loses at most --save_steps and the steps of one write.
         `whole`: save everything needed to resume, also with --save_only_model.
         """
         model_only = self.args.save_only_model and not whole
         if self.state.step == self._last_saved and not (whole and self.args.save_only_model):
             return
-        self.await_write()
         with self._pause():
-            tensors, rest = self.state.snapshot()
-            if self.state.world.rank == 0:
-                self._diverged = not all(math.isfinite(loss) for loss, *_ in rest["since_last_look"])
-                if self._diverged:
-                    log.warning("No checkpoint is saved at step %d: the loss is NaN or infinite.", rest["step"])
-                else:
-                    keep = (
-                        {checkpoint_files.name_of(self.state.best.step)} if self.args.load_best_model_at_end else set()
-                    )
-                    self._writer.start(lambda: self._write(tensors, rest, model_only, keep))
-        self._last_saved, self._writes = self.state.step, True
+            self._end_of_write(warns=True)
+            # The other ranks wait here: at the next gradients a slow file system would look like a stall.
+            self.state.world.allgather(None)
+            with self._counted("checkpoint_copy_s"):
+                tensors, rest = self.state.snapshot()
+        self._last_saved = self.state.step
         self.totals["checkpoints"] += 1
+        if self.state.world.rank == 0:
+            self._diverged = not all(math.isfinite(loss) for loss, *_ in rest["since_last_look"])
+            if self._diverged:
+                log.warning("No checkpoint is saved at step %d: the loss is NaN or infinite.", rest["step"])
+                return
+            keep = {checkpoint_files.name_of(self.state.best.step)} if self.args.load_best_model_at_end else set()
+            self._running = self._writer.submit(self._write, tensors, rest, model_only, keep)
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
         """Around work that training waits for."""
         self.state.meter.lap("other")
-        with self.state.meter.phase("checkpoint"):
-            start = time.perf_counter()
+        with self.state.meter.phase("checkpoint"), self._counted("checkpoint_pause_s"):
             yield
-            self._count("checkpoint_pause_s", time.perf_counter() - start)
+
+    @contextmanager
+    def _counted(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._count(name, time.perf_counter() - start)
+
+    def _count(self, name: str, seconds: float) -> None:
+        self._new[name] = self._new.get(name, 0.0) + seconds
+        self.totals[name] += seconds
 
     @cached_property
     def _of_the_run(self) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -96,45 +108,45 @@ class Checkpoints:
             return Contents({"model": tensors["model"]}, {"state": {"step": rest["step"], "model_only": True}}, files)
         return Contents(tensors, {"state": rest | same}, files)
 
-    def _write(self, tensors: dict[str, Any], rest: dict[str, Any], model_only: bool, keep: set[str]) -> None:
-        checkpoint_files.write(self.folder, rest["step"], self._contents(tensors, rest, model_only))
+    def _write(
+        self, tensors: dict[str, Any], rest: dict[str, Any], model_only: bool, keep: set[str]
+    ) -> tuple[Exception | None, float]:
+        """In the background: write a checkpoint. Returns the error, such as a full disk, and the seconds."""
+        start, failure = time.perf_counter(), None
         try:
-            checkpoint_files.prune(self.folder, self.args.save_total_limit, keep)
-        except OSError as error:
-            log.warning("An old checkpoint in %s could not be removed: %s.", self.folder, error)
+            checkpoint_files.write(self.folder, rest["step"], self._contents(tensors, rest, model_only))
+            try:
+                checkpoint_files.prune(self.folder, self.args.save_total_limit, keep)
+            except OSError as error:
+                log.warning("An old checkpoint in %s could not be removed: %s.", self.folder, error)
+        except Exception as error:
+            failure = error
+        return failure, time.perf_counter() - start
 
-    def _count(self, name: str, seconds: float) -> None:
-        self._new[name] = self._new.get(name, 0.0) + seconds
-        self.totals[name] += seconds
-
-    def await_write(self) -> None:
-        """Wait for the write, if one runs. Called before each step counts, so that a kill loses at most --save_steps.
+    def check_write(self) -> None:
+        """Report the write if it has ended. Waits for nothing.
 
         A failed write is only a warning: training continues, and the next write may succeed.
         """
-        if not self._writes:
-            return
-        with self._pause():
-            error = self._end_of_write()
-            # The other ranks wait here: at the next gradients a slow file system would look like a stall.
-            self.state.world.allgather(None)
-        self._writes = False
-        if error is not None:
-            log.warning("A checkpoint could not be written in %s: %s. Training continues.", self.folder, error)
+        if self._running is not None and self._running.done():
+            self._end_of_write(warns=True)
 
-    def _end_of_write(self) -> Exception | None:
-        """Wait for the write and count its time. Returns its error; None on ranks that don't write."""
+    def _end_of_write(self, warns: bool = False) -> Exception | None:
+        """Wait for the write, if there is one, and count its time. Returns its error."""
+        if self._running is None:
+            return None
         start = time.perf_counter()
-        error, written = self._writer.wait()
-        waited = time.perf_counter() - start
+        error, written = self._running.result()
+        waited, self._running = time.perf_counter() - start, None
         self._count("checkpoint_write_s", written)
         self._count("checkpoint_overlap_s", max(0.0, written - waited))
+        if error is not None and warns:
+            log.warning("A checkpoint could not be written in %s: %s. Training continues.", self.folder, error)
         return error
 
     def close(self) -> None:
         """Under Horovod elastic, finish a running write before another rank may start one."""
-        if self.state.world.elastic:
-            self._writer.wait()
+        self._writer.shutdown(wait=self.state.world.elastic)
 
     def metrics(self) -> dict[str, float]:
         """SECONDS since the last call."""
@@ -144,11 +156,8 @@ class Checkpoints:
     def finish(self) -> None:
         """Wait for the last write. Raises CollectiveError on all ranks if it failed."""
         with self.state.world.raise_on_all_ranks(EXIT_FAILURE):
-            error = None
-            if self._writes:
-                with self._pause():
-                    error = self._end_of_write()
-            self._writes = False
+            with self._pause():
+                error = self._end_of_write()
             if self._diverged:
                 raise UserError(f"The loss is NaN or infinite at step {self._last_saved}: training has diverged.")
             if error is not None:
@@ -203,37 +212,6 @@ class Checkpoints:
         world.broadcast_tensors(model.state_dict())
         log.info("The model is the best one, of step %d (%s %.4g).", best.step, best.metric, best.value)
         return best.step
-
-
-class Writer:
-    """Runs one job at a time in the background."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-        self._seconds = 0.0
-
-    def start(self, job: Callable[[], None]) -> None:
-        """Start a job. The previous one must have been waited for."""
-        # Not a daemon: the process finishes the write before it ends.
-        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint writer")
-        self._thread.start()
-
-    def _run(self, job: Callable[[], None]) -> None:
-        start = time.perf_counter()
-        try:
-            job()
-        except Exception as error:  # such as a full disk; `wait` returns it
-            self._error = error
-        self._seconds = time.perf_counter() - start
-
-    def wait(self) -> tuple[Exception | None, float]:
-        """Wait for the job, if there is one. Returns the error that it ended with, and its seconds."""
-        if self._thread is not None:
-            self._thread.join()
-        ended = self._error, self._seconds
-        self._thread, self._error, self._seconds = None, None, 0.0
-        return ended
 
 
 def model_files(task: Task) -> dict[str, bytes]:

@@ -187,7 +187,7 @@ class Training:
         """Work that does not need the step's gradients, while the last of them are averaged."""
         self.stop_requests.start_vote()
         self.breakdown.count(self.state.step)
-        self.checkpoints.await_write()
+        self.checkpoints.check_write()
 
     def _after_step(self, learning_rate: float, grad_norm: Tensor, stops: bool) -> None:
         """Log, stop, evaluate, save: whatever is due after this step."""

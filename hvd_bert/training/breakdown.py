@@ -153,10 +153,12 @@ def _totals(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     if results.get("evaluations"):
         lines.append(f"{results['evaluations']} evaluation(s) in {results['evaluation_s']:.1f} s.")
     if results["checkpoints"]:
+        copies = results["checkpoint_copy_s"]
+        writes = results["checkpoint_pause_s"] - copies
         lines.append(
-            f"{results['checkpoints']} checkpoint(s): training waited {results['checkpoint_pause_s']:.2f} s."
-            f" Writing took {results['checkpoint_write_s']:.2f} s, of which {results['checkpoint_overlap_s']:.2f} s"
-            " overlapped with training."
+            f"{results['checkpoints']} checkpoint(s): training waited {copies:.2f} s for copies and {writes:.2f} s for"
+            f" writes. Writing took {results['checkpoint_write_s']:.2f} s, of which"
+            f" {results['checkpoint_overlap_s']:.2f} s overlapped with training."
         )
     tokens, work = "", ""
     if found["tokens_per_s"] != found["windows_per_s"]:  # otherwise examples have no tokens, and each counts as 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from hvd_bert.distributed.world import World
 from hvd_bert.model.recomputation import recompute_layers
 from hvd_bert.strategies.base import Strategy, StrategyOptions
 from hvd_bert.strategies.table import make_strategy
+from hvd_bert.training.copies import Copies
 from hvd_bert.training.meter import Meter
 from hvd_bert.training.optim import make_optimizer, make_schedule
 
@@ -65,6 +66,7 @@ class TrainState:
     plan: BatchPlan
     world: World
     best: Best
+    copies: Copies = field(default_factory=Copies)
     step: int = 0
     eval_pending: bool = False  # the evaluation due after this step has not run
 
@@ -72,6 +74,7 @@ class TrainState:
     def fresh(model: nn.Module, plan: BatchPlan, best: Best, config: Config, world: World) -> TrainState:
         """The state before the first step, with rank 0's weights. A collective."""
         args = config.train
+        copies = Copies.of_training(model, world.device)  # before a strategy shards the model
         if args.gradient_checkpointing:
             with world.raise_on_all_ranks():
                 recompute_layers(model)
@@ -86,20 +89,20 @@ class TrainState:
         seed_ranks(args.seed, 0, world)
         meter = Meter(world, strategy.tells_exposed_comm)
         strategy.mark_gradients(meter.gradients_computed)
-        return TrainState(strategy, schedule, meter, plan, world, best)
+        return TrainState(strategy, schedule, meter, plan, world, best, copies)
 
     def snapshot(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """Tensors by file and name, copied to the CPU, and the rest for JSON; empty on ranks other than 0.
 
-        A collective. Training waits for the copies only, not for the write.
+        A collective. The next snapshot overwrites the copies.
         """
         parts = self.world.gather((_random_numbers(self.world.device), self.meter.since_last_look()))
         weights, optimizer, rest = self.strategy.state()
         if self.world.rank != 0:
             return {}, {}
         tensors = {
-            "model": _copies(weights),
-            "optimizer": _copies(optimizer),
+            "model": self.copies.copy("model", weights),
+            "optimizer": self.copies.copy("optimizer", optimizer),
             "rng": {f"rank{rank}.{name}": value for rank, (rng, _) in enumerate(parts) for name, value in rng.items()},
         }
         schedule = {name: value for name, value in self.schedule.state_dict().items() if name != "lr_lambdas"}
@@ -182,17 +185,6 @@ def seed_ranks(seed: int, step: int, world: World) -> None:
     for gpu, other in enumerate(others, start=1):  # this rank's further GPUs (--strategy dp)
         with torch.cuda.device(gpu):
             torch.cuda.manual_seed(other)
-
-
-def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    # Non-blocking copies into pinned memory, with one wait at the end, use the whole bandwidth of the bus.
-    copies = {}
-    for name, tensor in tensors.items():
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        copies[name] = copy.copy_(tensor.detach(), non_blocking=True)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return copies
 
 
 def _random_numbers(device: torch.device) -> dict[str, Tensor]:

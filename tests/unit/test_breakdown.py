@@ -117,7 +117,8 @@ def test_counting_a_step_partitions_nothing_again():
 
 
 def results(peak: float | None = None, device: str = "cpu") -> dict:
-    checkpoints = {"checkpoints": 2, "checkpoint_pause_s": 0.25, "checkpoint_write_s": 1.0, "checkpoint_overlap_s": 0.8}
+    checkpoints = {"checkpoints": 2, "checkpoint_pause_s": 0.25, "checkpoint_copy_s": 0.05}
+    checkpoints |= {"checkpoint_write_s": 1.0, "checkpoint_overlap_s": 0.8}
     place = {"world_size": 2, "ranks": [{"device": device}], "device_name": "GPU of tomorrow", "precision": "bf16"}
     return {
         "breakdown": trained(peak).results(),
@@ -137,7 +138,8 @@ def test_table_at_the_end():
     assert ["evaluation", "(additional)", "1000.0", "50.0%"] in words
     assert "2 evaluation(s) in 4.0 s." in lines
     wrote = "Writing took 1.00 s, of which 0.80 s overlapped with training."
-    assert f"2 checkpoint(s): training waited 0.25 s. {wrote}" in lines
+    waited = "training waited 0.05 s for copies and 0.20 s for writes."
+    assert f"2 checkpoint(s): {waited} {wrote}" in lines
     assert any("MFU" in line and "padding 20.0%" in line for line in lines)
     assert lines[-1].startswith("Waiting for data takes 10% of the step: ")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from concurrent.futures import wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from test_world import make_world
 
 from hvd_bert.checkpoint import files, saving
-from hvd_bert.checkpoint.saving import Checkpoints, Writer
+from hvd_bert.checkpoint.saving import Checkpoints
 from hvd_bert.config.command_line import parse
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, HostsChanged
@@ -80,24 +81,51 @@ def test_slow_write_holds_what_was_there(run, tmp_path, monkeypatch):
     assert (found.documents["state"]["step"], found.documents["state"]["best"]["value"]) == (4, None)
 
 
-def test_no_step_counts_before_the_write_of_the_last_save(run, monkeypatch):
-    checkpoints, go, whole, order = run(), threading.Event(), files.write, []
-    monkeypatch.setattr(files, "write", lambda *arguments: (go.wait(30), whole(*arguments), order.append("written")))
-    checkpoints.state.step = 4
-    checkpoints.save()
-    waiting = threading.Thread(target=lambda: (checkpoints.await_write(), order.append("next step")))
-    waiting.start()
-    go.set()
-    waiting.join(30)
-    assert order == ["written", "next step"]
-    counted = {"checkpoint_pause_s", "checkpoint_write_s", "checkpoint_overlap_s"}
+@pytest.fixture
+def waited_for(monkeypatch) -> threading.Event:
+    """Set while training waits for a write."""
+    waits, end = threading.Event(), Checkpoints._end_of_write
+
+    def telling(checkpoints: Checkpoints, **options: bool) -> Exception | None:
+        waits.set()
+        try:
+            return end(checkpoints, **options)
+        finally:
+            waits.clear()
+
+    monkeypatch.setattr(Checkpoints, "_end_of_write", telling)
+    return waits
+
+
+def test_steps_overlap_with_the_write_and_the_next_save_waits_for_it(run, waited_for, monkeypatch):
+    checkpoints, whole, order = run(), files.write, []
+    snapshot = checkpoints.state.snapshot
+
+    def slow(folder, step, contents):
+        assert waited_for.wait(30)
+        whole(folder, step, contents)
+        order.append(f"written {step}")
+
+    monkeypatch.setattr(files, "write", slow)
+    monkeypatch.setattr(checkpoints.state, "snapshot", lambda: (order.append("copied"), snapshot())[1])
+    for step in range(4, 9):
+        checkpoints.state.step = step
+        checkpoints.check_write()
+        order.append(f"step {step}")
+        if step % 4 == 0:
+            checkpoints.save()
+    checkpoints.finish()
+    steps = [f"step {step}" for step in range(5, 9)]
+    assert order == ["step 4", "copied", *steps, "written 4", "copied", "written 8"]
+    counted = {"checkpoint_pause_s", "checkpoint_copy_s", "checkpoint_write_s", "checkpoint_overlap_s"}
     assert set(checkpoints.metrics()) == counted and not checkpoints.metrics()
 
 
-def test_waiting_for_a_write_does_not_count_as_overlap(run, monkeypatch):
+def test_waiting_for_a_write_does_not_count_as_overlap(run, waited_for, monkeypatch):
     """Training waits for the end of the first write, and for the whole last one."""
-    checkpoints, whole, wait = run(), files.write, Writer.wait
-    clock, began, waited_for = SimpleNamespace(now=0.0), threading.Event(), threading.Event()
+    checkpoints, whole = run(), files.write
+    clock, began = SimpleNamespace(now=0.0), threading.Event()
+    snapshot = checkpoints.state.snapshot
 
     def write(*arguments):
         began.set()
@@ -105,38 +133,42 @@ def test_waiting_for_a_write_does_not_count_as_overlap(run, monkeypatch):
         clock.now += 3
         return whole(*arguments)
 
+    def copy():
+        clock.now += 1
+        return snapshot()
+
     monkeypatch.setattr(saving, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     monkeypatch.setattr(files, "write", write)
-    monkeypatch.setattr(Writer, "wait", lambda writer: (waited_for.set(), wait(writer))[1])
+    monkeypatch.setattr(checkpoints.state, "snapshot", copy)
     for step, seconds in ((4, 7), (8, 0)):
-        waited_for.clear()
         began.clear()
         checkpoints.state.step = step
         checkpoints.save()
         assert began.wait(30)
         clock.now += seconds  # of training
-        if step == 4:
-            checkpoints.await_write()
-            checkpoints.await_write()  # nothing to wait for
-    counted = {"checkpoint_pause_s": 3, "checkpoint_write_s": 10, "checkpoint_overlap_s": 7}
+    counted = {"checkpoint_pause_s": 5, "checkpoint_copy_s": 2, "checkpoint_write_s": 10, "checkpoint_overlap_s": 7}
     assert checkpoints.metrics() == counted
     for _ in range(2):
         checkpoints.finish()
-    counted = {"checkpoint_pause_s": 6, "checkpoint_write_s": 13, "checkpoint_overlap_s": 7}
+    counted |= {"checkpoint_pause_s": 8, "checkpoint_write_s": 13}
     assert checkpoints.totals == {"checkpoints": 2} | counted
 
 
-def test_failed_write_is_a_warning_and_the_next_one_succeeds(run, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("at_next_step", [True, False])
+def test_failed_write_is_a_warning_and_the_next_one_succeeds(run, tmp_path, monkeypatch, caplog, at_next_step):
     checkpoints = run()
     with monkeypatch.context() as patch:
         patch.setattr(files, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         checkpoints.state.step = 1
         checkpoints.save()
-        with caplog.at_level(logging.WARNING, "hvd_bert"):
-            checkpoints.await_write()
+        wait([checkpoints._running])
     checkpoints.state.step = 2
-    checkpoints.save()
-    assert "could not be written" in caplog.text and "No space left on device" in caplog.text
+    with caplog.at_level(logging.WARNING, "hvd_bert"):
+        if at_next_step:
+            checkpoints.check_write()
+            assert "could not be written" in caplog.text
+        checkpoints.save()
+    assert caplog.text.count("could not be written") == 1 and "No space left on device" in caplog.text
     checkpoints.finish()
     assert [path.name for path in files.candidates(tmp_path)] == ["checkpoint-2"]
 
@@ -147,7 +179,8 @@ def test_no_space_for_the_small_files_is_a_failed_write(run, monkeypatch, caplog
     checkpoints.state.step = 1
     with caplog.at_level(logging.WARNING, "hvd_bert"):
         checkpoints.save()
-        checkpoints.await_write()
+        wait([checkpoints._running])
+        checkpoints.check_write()
     assert "could not be written" in caplog.text and "Training continues" in caplog.text
 
 
