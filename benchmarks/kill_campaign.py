@@ -3,9 +3,10 @@
     python benchmarks/kill_campaign.py --kills 200 --out DIR
 
 Each attempt resumes the run that the last kill interrupted. Some kills hit the start, most the training, and many the
-write of a checkpoint, which is slowed down for that. The last attempt is not killed. The run must then equal one that
-was never killed, bit for bit. Prints the figures of docs/evidence/benchmarks.md as JSON. Exit status 1 if a checkpoint
-was damaged, more than --save_steps steps were lost, or the two runs differ.
+write of a checkpoint, which is slowed down for that: in some attempts it takes fewer steps than --save_steps, in others
+more. The last attempt is not killed. The run must then equal one that was never killed, bit for bit. Prints the figures
+of docs/evidence/benchmarks.md as JSON. Exit status 1 if a checkpoint was damaged, a kill lost more than --save_steps
+steps and those taken during the write that it hit, these were more than --save_steps, or the two runs differ.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import select
 import signal
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,9 +32,10 @@ import forked_training
 
 from hvd_bert.checkpoint import files
 from hvd_bert.storage.writing import flush
+from hvd_bert.training.state import TrainState
 
-SAVE_STEPS = 4
-SLOWER_S = 0.02  # per file of a checkpoint
+SAVE_STEPS = 8
+SLOWER_S = 0.02  # at most, per file of a checkpoint
 TIMES = ("_s", "_share", "mfu")  # ends of the keys of metrics.jsonl that depend on time
 
 
@@ -46,16 +50,42 @@ class Tally:
     damaged: list[str] = field(default_factory=list)
     went_back: list[str] = field(default_factory=list)
     steps_lost: list[int] = field(default_factory=list)
+    steps_of_writes: list[int] = field(default_factory=list)  # steps since the beginning of the writes that kills hit
+    lost_too_many: list[str] = field(default_factory=list)
 
 
-def slowed(function: Callable[[Path], None]) -> Callable[[Path], None]:
+def slowed(function: Callable[[Path], None], seconds: float) -> Callable[[Path], None]:
     """The function, after a pause."""
 
     def slow(path: Path) -> None:
-        time.sleep(SLOWER_S)
+        time.sleep(seconds)
         function(path)
 
     return slow
+
+
+@contextmanager
+def noting_writes() -> Iterator[Callable[[], int | None]]:
+    """Inside, a training notes its writes. Yields a function: the step of a write that has begun and not ended."""
+    write, snapshot = files.write, TrainState.snapshot
+    with tempfile.TemporaryFile() as notes:
+
+        def noting_snapshot(state: TrainState) -> Any:
+            os.write(notes.fileno(), f"{state.step} begun\n".encode())
+            return snapshot(state)
+
+        def noting_write(folder: Path, step: int, contents: files.Contents) -> Path:
+            written = write(folder, step, contents)
+            os.write(notes.fileno(), f"{step} ended\n".encode())
+            return written
+
+        def unfinished() -> int | None:
+            notes.seek(0)
+            lines = [line.split() for line in notes.read().decode().splitlines()]
+            return int(lines[-1][0]) if lines and lines[-1][1] == "begun" else None
+
+        with patch.object(files, "write", noting_write), patch.object(TrainState, "snapshot", noting_snapshot):
+            yield unfinished
 
 
 def let_through(flags: list[str]) -> bool:
@@ -67,12 +97,14 @@ def let_through(flags: list[str]) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def train_and_kill(flags: list[str], begun: int, delay_s: float) -> tuple[int, bool]:
+def train_and_kill(flags: list[str], begun: int, delay_s: float, slower_s: float) -> tuple[int, bool]:
     """Train, and send SIGKILL `delay_s` seconds after the attempt has begun `begun` steps (0: after its start).
+
+    `slower_s`: by how much each file of a checkpoint takes longer to write.
 
     Returns the number of the last step that began (0: none), and whether the run ended before the kill.
     """
-    with patch.object(files, "flush", slowed(flush)):
+    with patch.object(files, "flush", slowed(flush, slower_s)):
         child, pipe = forked_training.start(flags)
     last = 0
     for _ in range(begun):
@@ -91,10 +123,11 @@ def train_and_kill(flags: list[str], begun: int, delay_s: float) -> tuple[int, b
     return last, ended
 
 
-def inspect(out: Path, last: int, before: int, tally: Tally) -> int:
+def inspect(out: Path, last: int, before: int, writing: int | None, tally: Tally) -> int:
     """Count what a kill left in `out`; returns the step of the newest checkpoint.
 
-    `last`: the last step that began; `before`: the newest checkpoint's step before the attempt.
+    `last`: the last step that began; `before`: the newest checkpoint's step before the attempt; `writing`: the step of
+    the checkpoint that was being written.
     """
     tally.while_writing += any(out.glob(".partial-checkpoint-*"))
     saved = 0
@@ -109,7 +142,13 @@ def inspect(out: Path, last: int, before: int, tally: Tally) -> int:
     if saved < before:
         tally.went_back.append(f"from step {before} to {saved}")
     if last:
-        tally.steps_lost.append(last - 1 - saved)  # the last step had only begun
+        finished = last - 1  # the last step had only begun
+        tally.steps_lost.append(finished - saved)
+        of_write = finished - writing if writing is not None and saved < writing else 0
+        if of_write:
+            tally.steps_of_writes.append(of_write)
+        if finished - saved > SAVE_STEPS + of_write or of_write > SAVE_STEPS:
+            tally.lost_too_many.append(f"{finished - saved} of {finished}, {of_write} of them during a write")
     else:
         tally.while_starting += 1
     return saved
@@ -141,6 +180,11 @@ def result_of(out: Path) -> dict[str, Any]:
     return result
 
 
+def figures_of(values: list[int]) -> dict[str, float]:
+    """Number, median and maximum."""
+    return {"number": len(values), "median": statistics.median(values or [0]), "most": max(values, default=0)}
+
+
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Kill a training at random moments and check what each kill leaves.")
@@ -155,7 +199,7 @@ def main() -> int:
     args = parse()
     args.out.mkdir(parents=True)  # fails if it exists
     os.environ.update(HVD_BERT_CACHE=str(args.out / "cache"), OMP_NUM_THREADS="1")
-    steps = 8 * args.kills
+    steps = 2 * SAVE_STEPS * args.kills
     flags = ["--config", "sample", "--max_train_samples", "64", "--max_eval_samples", "4", "--max_steps", str(steps)]
     flags += ["--per_device_train_batch_size", "4", "--logging_steps", "1", "--save_steps", str(SAVE_STEPS)]
     flags += ["--dropout", "0.1", "--eval_strategy", "no"]
@@ -166,22 +210,25 @@ def main() -> int:
     while tally.kills < args.kills and not ended:
         begun = 0 if dice.random() < 0.1 else dice.randint(1, 3 * SAVE_STEPS)
         delay_s = dice.random() * (0.2 if begun else 2.0)
-        last, ended = train_and_kill([*flags, "--output_dir", str(out)], begun, delay_s)
-        if not ended:
-            tally.kills += 1
-            saved = inspect(out, last, saved, tally)
+        with noting_writes() as unfinished:
+            last, ended = train_and_kill([*flags, "--output_dir", str(out)], begun, delay_s, dice.random() * SLOWER_S)
+            if not ended:
+                tally.kills += 1
+                saved = inspect(out, last, saved, unfinished(), tally)
     if ended:
         print(f"The run ended after {tally.kills} kills.", file=sys.stderr)
     succeeded = let_through([*flags, "--output_dir", str(out)])
-    differing, lost = differences(whole, out), max(tally.steps_lost, default=0)
+    differing = differences(whole, out)
     figures = asdict(tally) | {
-        "steps_lost": {"median": statistics.median(tally.steps_lost or [0]), "most": lost, "save_steps": SAVE_STEPS},
+        "save_steps": SAVE_STEPS,
+        "steps_lost": figures_of(tally.steps_lost),
+        "steps_of_writes": figures_of(tally.steps_of_writes),
         "succeeded": succeeded,
         "steps": steps,
         "differs_from_a_run_never_killed": differing,
     }
     print(json.dumps(figures, indent=1))
-    return 1 if tally.damaged or tally.went_back or differing or not succeeded or lost > SAVE_STEPS else 0
+    return 1 if tally.damaged or tally.went_back or tally.lost_too_many or differing or not succeeded else 0
 
 
 if __name__ == "__main__":
