@@ -38,6 +38,11 @@ class WindowParallel(nn.DataParallel[nn.Module]):
             for part, device in zip(parts, device_ids, strict=False)  # a short batch leaves GPUs without a part
         ]
 
+    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
+        # torch's threads take over whether autocast is on, but not its dtype: bf16 would become fp16.
+        same = torch.autocast("cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"))
+        return super().parallel_apply([same(replica.__call__) for replica in replicas], inputs, kwargs)
+
     def gather(self, outputs: Any, output_device: Any) -> Any:
         return join_windows(outputs, output_device) if self._packed else super().gather(outputs, output_device)
 

@@ -218,11 +218,12 @@ def load_weights(model: nn.Module, args: ModelArguments) -> None:
 def to_device(content: Any, device: torch.device) -> Any:
     """The same content with all tensors in it on the device."""
     if isinstance(content, Tensor):
-        if device.type == "cuda":
+        if device.type == "cuda" and content.device.type == "cpu":
             content = content.pin_memory()  # otherwise the thread that makes batches would wait for the copy
         return content.to(device, non_blocking=True)
     if isinstance(content, dict):
         return {key: to_device(value, device) for key, value in content.items()}
     if isinstance(content, (list, tuple)):
-        return type(content)(to_device(value, device) for value in content)
+        make = getattr(content, "_make", type(content))  # a named tuple's constructor takes its fields one by one
+        return make(to_device(value, device) for value in content)
     return content

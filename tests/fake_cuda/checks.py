@@ -1,0 +1,190 @@
+"""What the package does on a GPU, checked on fake tensors (machine.py): shapes, dtypes and devices."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from machine import Machine, capability, on_gpu
+from torch import Tensor, nn
+from transformers import BertConfig
+
+from hvd_bert.data.collate import Batch, Collator
+from hvd_bert.data.windows import WindowTable
+from hvd_bert.distributed.world import World
+from hvd_bert.model import attention
+from hvd_bert.model.attention import Windows, by_jagged, by_varlen, by_window, choose, cu_seqlens_of, has_flash
+from hvd_bert.model.bert import new_model, span_logits, window_losses
+from hvd_bert.model.precision import AUTOCAST, autocast
+from hvd_bert.strategies.base import Strategy, StrategyOptions
+from hvd_bert.strategies.dp import DPStrategy
+from hvd_bert.tasks.dataset import to_device
+
+GPU, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
+LENGTHS = [5, 9, 3]
+KINDS = [("fp32", False), ("bf16", False), ("fp16", False), ("bf16", True)]  # precision, padded
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    """Register a check under its function's name."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+def batch(padded: bool, device: torch.device = GPU) -> Batch:
+    ones = [1] * len(LENGTHS)
+    columns = {"input_ids": [[7] * length for length in LENGTHS], "context_start": ones}
+    table = WindowTable.from_columns(columns | {"start_position": ones, "end_position": ones})
+    return Collator(table, device, 16 if padded else None)(range(len(LENGTHS)))
+
+
+def small_bert(dropout: float = 0.1, padded: bool = False) -> nn.Module:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = BertConfig(vocab_size=60, max_position_embeddings=64, **sizes)
+    return on_gpu(lambda: new_model(config, dropout, 0, padded))
+
+
+def expect(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = GPU) -> None:
+    assert (tuple(tensor.shape), tensor.dtype, tensor.device) == (shape, dtype, device), tensor
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+@check
+def packed_batches_are_pinned_and_copied() -> None:
+    before = Machine.pinned
+    made = batch(padded=False)
+    for tensor in (made.input_ids, made.token_type_ids, made.position_ids):
+        expect(tensor, (1, sum(LENGTHS)), torch.int64)
+    for tensor in (made.starts, made.ends):
+        expect(tensor, (len(LENGTHS),), torch.int64)
+    assert made.cu_seqlens is not None
+    expect(made.cu_seqlens, (len(LENGTHS) + 1,), torch.int32)
+    assert Machine.pinned - before == 6
+
+
+@check
+def padded_batches_are_copied() -> None:
+    made = batch(padded=True, device=SECOND)
+    expect(made.input_ids, (len(LENGTHS), 16), torch.int64, SECOND)
+    assert made.attention_mask is not None
+    expect(made.attention_mask, (len(LENGTHS), 16), torch.bool, SECOND)
+
+
+@check
+def a_tasks_batches_may_be_on_the_gpu_already() -> None:
+    pair = namedtuple("pair", "x y")
+    rows = torch.ones(2, 3)
+    before = Machine.pinned
+    copied = to_device({"a": [rows, rows.to(GPU)], "b": (pair(rows, 7), "text")}, GPU)
+    assert Machine.pinned - before == 2
+    for tensor in (*copied["a"], copied["b"][0].x):
+        expect(tensor, (2, 3), torch.float32)
+    assert type(copied["b"][0]) is pair and copied["b"][0].y == 7 and copied["b"][1] == "text"
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+def attend(kernel: attention.Kernel, dtype: torch.dtype, dropout: float, size: int, reach: int | None) -> None:
+    """Forward and backward pass of a kernel on views as BERT makes them."""
+    made = [torch.randn(1, sum(LENGTHS), 4, size, device=GPU, dtype=dtype, requires_grad=True) for _ in range(3)]
+    query, key, value = (tensor.transpose(1, 2).squeeze(0).transpose(0, 1) for tensor in made)
+    output = kernel(query, key, value, Windows(LENGTHS, cu_seqlens_of(LENGTHS, GPU), reach), dropout, 0.5)
+    expect(output, (sum(LENGTHS), 4, size), dtype)
+    output.float().sum().backward()
+    for tensor in made:
+        assert tensor.grad is not None
+        expect(tensor.grad, (1, sum(LENGTHS), 4, size), dtype)
+
+
+@check
+def every_kernel_in_every_dtype() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        attend(by_jagged, dtype, 0.1, 64, None)
+        attend(by_window, dtype, 0.1, 64, None)
+        attend(by_window, dtype, 0.1, 64, 2)
+        if dtype != torch.float32:
+            attend(by_varlen, dtype, 0.0, 64, None)
+            attend(by_varlen, dtype, 0.0, 64, 2)
+
+
+@check
+def the_chosen_kernel_depends_on_the_gpu() -> None:
+    for version, kernel in (((7, 0), by_jagged), ((8, 0), by_varlen), ((9, 0), by_varlen)):
+        with capability(*version):
+            assert choose("cuda", torch.float16, 0.0, 64, has_flash(GPU)) is kernel
+            attend(kernel, torch.float16, 0.0, 64, None)
+
+
+# --- models and steps ----------------------------------------------------------------------------
+
+
+def one_step(strategy: Strategy, made: Batch, precision: str) -> None:
+    """Two passes of a step, as the loop makes them."""
+    strategy.module.train()
+    for _ in range(strategy.options.accumulation):
+        with autocast(GPU, precision):
+            losses = window_losses(strategy.module, made)
+            expect(losses, (len(LENGTHS),), torch.float32)
+            loss = losses.sum() / len(LENGTHS)
+        strategy.backward(loss)
+    strategy.synchronize()
+    for name, parameter in strategy.model.named_parameters():
+        assert parameter.grad is not None, name
+        expect(parameter.grad, tuple(parameter.shape), torch.float32)
+    expect(strategy.clip(), (), torch.float32)
+    strategy.step()
+    assert all(parameter.grad is None for parameter in strategy.model.parameters())
+    for slots in strategy.optimizer.state.values():
+        assert {slot.device for slot in slots.values()} == {GPU}
+
+
+def made_strategy(kind: type[Strategy], precision: str, padded: bool, devices: int = 1) -> Strategy:
+    world = World()
+    world.device, world.devices = GPU, devices
+    options = StrategyOptions(2, max_grad_norm=1.0, fp16=precision == "fp16", bf16=precision == "bf16")
+    strategy = kind(
+        small_bert(padded=padded), lambda module: torch.optim.AdamW(module.parameters(), fused=True), options, world
+    )
+    # A fake tensor has no value to read: the scale stays as it is.
+    strategy.scaler.get_scale = lambda: 1.0  # type: ignore[method-assign]
+    strategy.scaler.update = lambda: None  # type: ignore[method-assign, misc, assignment]
+    return strategy
+
+
+@check
+def a_step_in_every_precision() -> None:
+    for precision, padded in KINDS:
+        one_step(made_strategy(Strategy, precision, padded), batch(padded), precision)
+
+
+@check
+def logits_of_an_evaluation_are_fp32() -> None:
+    for precision, padded in KINDS:
+        model = small_bert(padded=padded).eval()
+        with torch.no_grad(), autocast(GPU, precision):
+            for logits in span_logits(model, batch(padded)):
+                expect(logits, (len(LENGTHS), max(LENGTHS)), torch.float32)
+
+
+def _note(seen: set[tuple[torch.device, torch.dtype]], _: object, __: object, output: Tensor) -> None:
+    seen.add((output.device, output.dtype))
+
+
+@check
+def dp_computes_on_each_gpu_in_the_precision_of_the_run() -> None:
+    for precision in AUTOCAST:  # padded batches are split by torch's own code, which needs a CUDA build
+        strategy = made_strategy(DPStrategy, precision, padded=False, devices=2)
+        seen: set[tuple[torch.device, torch.dtype]] = set()
+        note = partial(_note, seen)
+        for layer in strategy.model.modules():
+            if type(layer).__name__ == "BertIntermediate":
+                layer.register_forward_hook(note)
+        with autocast(GPU, precision):  # no backward pass: a thread per GPU would share the mode of the fake tensors
+            expect(window_losses(strategy.module, batch(padded=False)), (len(LENGTHS),), torch.float32)
+        assert seen == {(gpu, AUTOCAST[precision] or torch.float32) for gpu in (GPU, SECOND)}, seen

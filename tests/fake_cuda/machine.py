@@ -1,0 +1,202 @@
+"""A process with two made-up A100s, whose tensors have shapes, types and devices, but no values (torch's FakeTensor).
+
+    python machine.py LIBRARY RESULTS [CHECK...]       LIBRARY: device.cpp, compiled
+
+Runs all checks (checks.py), or those that are named, and writes RESULTS: check -> traceback, or null. On a CPU build of
+torch, this runs what the package does on a GPU up to the kernels: a wrong argument, a dtype that a kernel refuses or a
+tensor that was left on the CPU is an error here as well. `tests/unit/test_fake_cuda.py` starts this.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+if __name__ == "__main__":
+    ctypes.CDLL(sys.argv[1])  # before torch, which looks for devices once
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nested._internal import sdpa
+from torch.nn.attention import SDPBackend
+from torch.nn.parallel import _functions, parallel_apply, replicate
+
+OVERRIDES = torch.library.Library("aten", "IMPL")
+NAME = "NVIDIA A100-SXM4-80GB"
+
+
+class Properties:
+    """Of a device."""
+
+    uuid = "8c1a2b3c-0000-0000-0000-000000000000"
+    total_memory = 80 * 2**30
+    multi_processor_count = 108
+
+
+class Stream(nullcontext[None]):
+    """Of a device."""
+
+    def is_capturing(self) -> bool:
+        return False
+
+
+class Event:
+    """Of a stream."""
+
+    def __init__(self, **_: Any) -> None: ...
+    def record(self, *_: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, _: Event) -> float:
+        return 1.0
+
+
+class Machine:
+    """Stands for torch.cuda, as far as the package uses it. `pinned`: how many tensors were copied to pinned memory."""
+
+    capability: ClassVar[tuple[int, int]] = (8, 0)
+    pinned: ClassVar[int] = 0
+    mode: ClassVar[Any] = None
+    functions: ClassVar[dict[str, Any]] = {
+        "is_available": lambda: True,
+        "is_bf16_supported": lambda *_: True,
+        "device_count": lambda: 2,
+        "set_device": lambda device: None,
+        "current_device": lambda: 0,
+        "current_stream": lambda device=None: Stream(),
+        "synchronize": lambda device=None: None,
+        "get_device_name": lambda device=None: NAME,
+        "get_device_capability": lambda device=None: Machine.capability,
+        "get_device_properties": lambda device=None: Properties,
+        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device=None: None,
+        "manual_seed": lambda seed: None,
+        "manual_seed_all": lambda seed: None,
+        "device": lambda device: nullcontext(),
+        "Event": Event,
+    }
+
+
+def install() -> None:
+    """Put the machine in the place of torch.cuda, and what needs a CUDA build of torch besides."""
+    for name, function in Machine.functions.items():
+        setattr(torch.cuda, name, function)
+    Tensor.pin_memory = _pin  # type: ignore[method-assign]
+    sdpa._select_sdp_backend = _backend
+    OVERRIDES.impl("_efficient_attention_backward", _efficient_backward, "Meta", allow_override=True)
+    # DataParallel's copies of the weights.
+    _functions.Broadcast = replicate.__globals__["Broadcast"] = _Broadcast  # type: ignore[misc]
+    replicate.__globals__["comm"] = _Copies
+    parallel_apply.__globals__["threading"] = SimpleNamespace(Lock=threading.Lock, Thread=_OneAfterTheOther)
+    torch.accelerator.current_stream = lambda device=None: Stream()  # type: ignore[assignment]
+    torch.accelerator.device_index = lambda device: nullcontext()  # type: ignore[assignment, misc]
+
+
+def _pin(tensor: Tensor, *_: Any) -> Tensor:
+    if tensor.device.type != "cpu":
+        raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")  # torch's own words
+    Machine.pinned += 1
+    return tensor
+
+
+def _backend(query: Tensor, *_: Any) -> SDPBackend:
+    """torch's choice for jagged tensors, which asks the device."""
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    flash = half and Machine.capability >= (8, 0) and query.size(-1) % 8 == 0 and query.size(-1) <= 256
+    return SDPBackend.FLASH_ATTENTION if flash else SDPBackend.EFFICIENT_ATTENTION
+
+
+def _efficient_backward(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> Any:
+    """torch 2.13's own lacks an argument."""
+    return (*map(torch.empty_like, (query, key, value)), torch.empty((), device=query.device))
+
+
+class _OneAfterTheOther(threading.Thread):
+    """A thread of DataParallel: two at a time would share the mode of the fake tensors. Its other state is its own."""
+
+    def start(self) -> None:
+        super().start()
+        self.join()
+
+    def run(self) -> None:
+        with Machine.mode:
+            super().run()
+
+
+class _Broadcast:
+    @staticmethod
+    def apply(devices: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.to(f"cuda:{device}", copy=True) for device in devices for tensor in tensors)
+
+
+class _Copies:
+    @staticmethod
+    def broadcast_coalesced(tensors: list[Tensor], devices: list[int]) -> list[list[Tensor]]:
+        return [[tensor.to(f"cuda:{device}") for tensor in tensors] for device in devices]
+
+
+@contextmanager
+def capability(major: int, minor: int) -> Any:
+    """Another GPU: (7, 0) is a V100."""
+    from hvd_bert.model.attention import has_flash
+
+    before, Machine.capability = Machine.capability, (major, minor)
+    has_flash.cache_clear()
+    yield
+    Machine.capability = before
+    has_flash.cache_clear()
+
+
+def fake() -> AbstractContextManager[Any]:
+    """Inside, tensors are fake: made on the CPU or on a GPU, they have no values."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())  # jagged tensors have a symbolic length
+
+
+def on_gpu(make: Callable[[], nn.Module]) -> nn.Module:
+    """A model with fake weights on the first GPU."""
+    with unset_fake_temporarily():
+        model = make()
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    moved = torch.empty_like(tensor, device="cuda")
+                    tensors[name] = nn.Parameter(moved) if tensors is module._parameters else moved
+    return model
+
+
+def main() -> None:
+    """All checks, one after the other."""
+    install()
+    import checks
+
+    results: dict[str, str | None] = {}
+    warnings.simplefilter("error", UserWarning)
+    for name in sys.argv[3:] or checks.CHECKS:
+        function = checks.CHECKS[name]
+        start = time.process_time()
+        try:
+            with fake() as Machine.mode:
+                function()
+            results[name] = None
+        except Exception:
+            results[name] = traceback.format_exc()
+        print(f"{name}: {time.process_time() - start:.1f} s")
+    Path(sys.argv[2]).write_text(json.dumps(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.modules["machine"] = sys.modules["__main__"]  # the checks import this module by its name
+    main()
