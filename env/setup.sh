@@ -21,6 +21,7 @@ As root on Debian it prints which system packages are missing, and why it needs 
   --python PY       Python 3.10 or later for the environment (default: python3, else the newest on PATH)
   --venv DIR        the environment's folder (default: .venv in this clone)
   --torch SPEC      a version (2.8.0), a requirement ('torch>=2.8,<2.9') or a wheel file (default: $default_torch)
+  --torch-in-place  use the torch that --python already has, with its packages; nothing is installed there
   --torch-index URL package index for torch only, such as the CPU index on pytorch.org
   --with-mpi | --without-mpi      require MPI, or build without (default: MPI if mpicxx is found or apt can install it)
   --with-nccl | --without-nccl    require NCCL, or build without (default: NCCL if torch has CUDA and nvcc is found)
@@ -66,6 +67,7 @@ parse_arguments() {
       --without-nccl) given_nccl=no ;;
       --locked) given_locked=yes ;;
       --not-locked) given_locked=no ;;
+      --torch-in-place) given_torch=in-place ;;
       --auto) auto=yes ;;
       --dev | --bench | --deepspeed) extras+=("${1#--}") ;;
       --no-apt) use_apt=no ;;
@@ -76,7 +78,7 @@ parse_arguments() {
   done
   venv=$(realpath -m "$venv")
   case $given_torch in
-    '' | torch*) ;;
+    '' | in-place | torch*) ;;
     *.whl)
       [ -f "$given_torch" ] || die "--torch: no such file: $given_torch"
       given_torch="torch @ file://$(realpath "$given_torch")"
@@ -140,7 +142,9 @@ kinds() { printf '%s\n' base ${extras[@]+"${extras[@]}"}; } # an empty array is 
 
 # $1: one of kinds
 fingerprint() {
-  printf '%s\n' "${inputs[$1]}" "$root" "$(venv_python_identity)" "$torch" "$torch_index" "$mpi" "$nccl" "$locked" "$mpi_seen" "$nvcc_seen" |
+  local there=''
+  [ "$torch" != in-place ] || there=$(version_of torch || true) # it may be replaced without this script
+  printf '%s\n' "${inputs[$1]}" "$root" "$(venv_python_identity)" "$torch$there" "$torch_index" "$mpi" "$nccl" "$locked" "$mpi_seen" "$nvcc_seen" |
     sha256sum | cut -c 1-32
 }
 
@@ -230,15 +234,29 @@ make_venv() {
   fi
   local identity
   identity=$(venv_python_identity) || identity=''
-  if [ "${identity%%|*}" = "$venv" ] && "$venv/bin/python" -m pip --version >/dev/null 2>&1 && same_base; then
+  if [ "${identity%%|*}" = "$venv" ] && "$venv/bin/python" -m pip --version >/dev/null 2>&1 && same_base && same_place; then
     return 0
   fi
   find_python
+  local torch_place=''
+  if [ "$torch" = in-place ]; then
+    torch_place=$("$python" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' 2>/dev/null) ||
+      die "--torch-in-place: $python has no torch that works" "Name the Python that has it: --python PY"
+  fi
   # The base Python of an active environment, because that environment may be the one to recreate.
   python=$("$python" -c 'import sys; print(getattr(sys, "_base_executable", None) or sys.executable)')
   [ ! -e "$venv" ] || say "      $venv is incomplete or has another Python: recreating it"
   logged "$python" -m venv --clear "$venv"
+  # Not --system-site-packages: of a Python in another environment, that would take the packages of its base.
+  [ -z "$torch_place" ] || echo "$torch_place" >"$(echo "$venv"/lib/python*/site-packages)/torch_in_place.pth"
   torch_installed='' mpi_seen=none nvcc_seen=none horovod_version='' # the options stay; what was installed is gone
+}
+
+# Whether the environment takes torch from another Python, if it should, and only then.
+same_place() {
+  local found=no
+  ! compgen -G "$venv/lib/python*/site-packages/torch_in_place.pth" >/dev/null || found=yes
+  [ "$found" = "$([ "$torch" = in-place ] && echo yes || echo no)" ]
 }
 
 # Whether the environment was created from the Python of --python.
@@ -252,6 +270,7 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 version_of() { "$venv/bin/python" -c 'import importlib.metadata as m, sys; print(m.version(sys.argv[1]))' "$1" 2>/dev/null; }
 
 install_torch() {
+  [ "$torch" != in-place ] || { torch_works && return; }
   local command=(install --progress-bar off)
   if [ "$locked" = yes ] && [ "$torch@$torch_index" = "torch==$default_torch@" ]; then
     command+=("${by_hash[@]}" -r "$root/env/locked/torch.txt")
@@ -349,7 +368,7 @@ set_up() {
   save_settings # now, so that an interrupted run keeps the options
   provide_system_packages
   say "[2/5] system packages: $(${CXX:-g++} --version | head -n 1), $(mpirun --version 2>/dev/null | head -n 1 | grep . || echo 'no MPI')"
-  say "[3/5] torch: $torch (the CUDA builds are several GB)"
+  say "[3/5] torch: $torch$([ "$torch" = in-place ] || echo ' (the CUDA builds are several GB)')"
   logged install_torch
   torch_is_new_enough || die "torch $(version_of torch) is too old: transformers needs 2.6 or later" "Select another: --torch 2.8.0"
   torch_installed=$torch@$torch_index

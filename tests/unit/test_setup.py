@@ -160,3 +160,12 @@ def test_setup_refuses_unknown_arguments(machine: Machine, arguments: list[str])
     result = machine.run("setup.sh", "--venv", str(machine.folder / "venv"), *arguments)
     assert result.returncode == 1 and result.stderr.startswith("env/setup.sh: error: ")
     assert not (machine.folder / "venv").exists()
+
+
+def test_torch_in_place_needs_a_python_with_torch(machine: Machine) -> None:
+    (machine.folder / "torch/__init__.py").write_text("raise ImportError('libcudart')\n")
+    where = ["--venv", str(machine.folder / "venv"), "--python", sys.executable, "--no-apt"]
+    result = machine.run("setup.sh", *where, "--torch-in-place")
+    assert result.returncode == 1
+    assert f"--torch-in-place: {sys.executable} has no torch that works" in result.stderr
+    assert not (machine.folder / "venv").exists()

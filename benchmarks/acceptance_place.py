@@ -1,0 +1,113 @@
+"""What the checks of gpu_acceptance.py share: the machine, its time, and how a command is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import compare_peers
+from shared import REPOSITORY
+
+from hvd_bert.checkpoint.files import name_of
+from hvd_bert.errors import UserError
+
+MAX_COMMAND_S = {"cuda": 240.0, "cpu": 600.0}  # the longest on a GPU is torch.compile's first run
+SAMPLE = ["--config", "sample", "--max_train_samples", "700", "--no_do_eval", "--report_to", "none"]
+STEPS, BATCH = 20, 32
+
+
+class NotHere(Exception):
+    """The check does not apply to this machine. The message says why."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a check. `passed` None: a figure without a goal on this machine. `figures`: for the JSON file."""
+
+    found: str
+    passed: bool | None = True
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Place:
+    """The machine. `device`: "cuda" or "cpu"; `gpus`: how many there are; `gpu`: the first one's name;
+    `ends_at`: when all must be done, by time.monotonic()."""
+
+    device: str
+    gpus: int
+    gpu: str
+    out: Path
+    ends_at: float
+    losses: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        """As many ranks as there are GPUs, such that they divide the batch; on CPUs 2."""
+        return 2 if self.device == "cpu" else 2 ** (min(self.gpus, BATCH).bit_length() - 1)
+
+    def left_s(self) -> float:
+        return self.ends_at - time.monotonic()
+
+    def several(self) -> None:
+        """Raise NotHere unless there are several GPUs; on CPUs two ranks share them."""
+        if self.device == "cuda" and self.gpus < 2:
+            raise NotHere("needs 2 GPUs")
+
+    def environment(self, device: str, gpus: int) -> dict[str, str]:
+        """For a command on the CPU, or on the first GPUs."""
+        env = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HVD_BERT_CACHE": str(self.out / "cache")}
+        env |= {name: "1" for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), env.get("PYTHONPATH", "")]))
+        env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
+        if device == "cpu":
+            env |= {"CUDA_VISIBLE_DEVICES": ""}
+            env.setdefault("OMP_NUM_THREADS", "1" if self.device == "cpu" else "4")
+        else:
+            visible = env.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self.gpus)))
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:gpus])
+        if os.geteuid() == 0:  # Open MPI refuses to run as root otherwise
+            env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        return env
+
+    def run(self, name: str, words: Sequence[str], device: str = "", gpus: int = 1) -> str:
+        """Run a command. Returns its output, also in NAME.log. Raises UserError with the end of it if it fails."""
+        if self.left_s() < 5:
+            raise UserError("no time was left for this check (--minutes)")
+        log = self.out / f"{name}.log"
+        timeout_s = min(self.left_s(), MAX_COMMAND_S[self.device])
+        compare_peers.run(words, self.environment(device or self.device, gpus), log, timeout_s)
+        return log.read_text(encoding="utf-8", errors="replace")
+
+    def train(self, name: str, *flags: str, ranks: int = 0, device: str = "", gpus: int = 1) -> Path:
+        """Train on the sample. Returns the output folder. `ranks`: under horovodrun; 0: without a launcher."""
+        folder = self.out / name
+        words = [sys.executable, "-m", "hvd_bert.train", *SAMPLE, "--output_dir", str(folder), *flags]
+        self.run(name, launched(ranks) + words, device, gpus)
+        return folder
+
+    def losses_of(self, name: str, *flags: str, ranks: int = 0, device: str = "", gpus: int = 1) -> list[float]:
+        """The losses of STEPS steps with a global batch of BATCH windows, without dropout. Each run is made once."""
+        if name not in self.losses:
+            steps = ["--max_steps", str(STEPS), "--logging_steps", "1", "--save_steps", "0"]
+            steps += ["--global_batch", str(BATCH)]
+            folder = self.train(f"losses-{name}", *steps, *flags, ranks=ranks, device=device, gpus=gpus)
+            rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+            self.losses[name] = [row["loss"] for row in rows if "loss" in row]
+        return self.losses[name]
+
+
+def launched(ranks: int) -> list[str]:
+    """The words before a command that start it on `ranks` ranks of this host."""
+    horovodrun = str(Path(sys.executable).with_name("horovodrun"))
+    return [horovodrun, "-np", str(ranks), "-H", f"localhost:{ranks}"] if ranks else []
+
+
+def checkpoint_of(folder: Path, step: int) -> Path:
+    return folder / name_of(step)

@@ -1,0 +1,220 @@
+"""The measurements of gpu_acceptance.py: BERT-base at 384 tokens in bf16, next to the Hugging Face Trainer.
+
+The variants take turns, each in a new process on one GPU, on windows of random tokens as long as SQuAD's.
+Padded-equivalent windows/s: useful FLOP/s over the FLOP of a window of 384 tokens, that is, windows/s if all windows
+were that long.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import compare_peers
+import numpy as np
+from acceptance_place import NotHere, Outcome, Place
+from compare_report import timing
+from datasets import Dataset
+from shared import REPOSITORY, spread
+from transformers import AutoTokenizer, BertConfig, BertForQuestionAnswering
+
+from hvd_bert.bench.workload import lengths_like_squad, random_windows
+from hvd_bert.errors import UserError
+from hvd_bert.model.flops import forward_flops
+
+SAMPLE = REPOSITORY / "hvd_bert" / "sample"
+LENGTH = 384
+MFU_GOAL, WINDOWS_GOAL, PEER_GOAL = 0.50, 700.0, 1.5
+WITH_GOALS = ("A100", "H100", "H200")  # the goals are for these GPUs
+ROUNDS, ROUND_S = 3, 150.0  # a round starts only if this many seconds are left
+WARMUP = 5  # steps of the peer
+SIZES = {"cuda": {"batch": 32, "steps": 10, "repeats": 5, "peer_steps": 50}}
+SIZES["cpu"] = {"batch": 4, "steps": 2, "repeats": 1, "peer_steps": 4}
+PEER = "HF Trainer, best flags"
+OURS = {"this trainer": [], "this trainer, --torch_compile": ["--torch_compile"]}
+
+
+def model_flags(place: Place) -> list[str]:
+    """BERT-base; on the CPU a small BERT."""
+    return ["--model", str(SAMPLE / "six_layers.json"), "--max_seq_length", "128"] if place.device == "cpu" else []
+
+
+def common_flags(place: Place) -> list[str]:
+    """Of `python -m hvd_bert.bench` and of top_kernels.py."""
+    batch = SIZES[place.device]["batch"]
+    flags = ["--bf16", "--strategy", "none", "--max_seq_length", str(LENGTH)]
+    return [*flags, "--per_device_train_batch_size", str(batch), *model_flags(place)]
+
+
+def ours(place: Place, flags: list[str], name: str) -> dict[str, Any]:
+    """The record of `python -m hvd_bert.bench`."""
+    sizes, file = SIZES[place.device], place.out / f"{name}.json"
+    words = [sys.executable, "-m", "hvd_bert.bench", *common_flags(place), *flags, "--json", str(file)]
+    place.run(name, [*words, "--steps", str(sizes["steps"]), "--repeats", str(sizes["repeats"])])
+    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return record
+
+
+def peer(place: Place, _: list[str], name: str) -> dict[str, Any]:
+    """windows/s and tokens/s of the HF Trainer with its best flags."""
+    sizes = SIZES[place.device]
+    model, windows = prepare_peer(place)
+    out = place.out / name
+    out.mkdir()
+    steps = WARMUP + sizes["peer_steps"]
+    words = [sys.executable, str(compare_peers.PEERS / "hf_trainer.py"), "--model_name_or_path", str(model)]
+    words += ["--windows", str(windows), "--times_file", str(out / "times.json"), "--output_dir", str(out)]
+    words += ["--max_steps", str(steps), "--per_device_train_batch_size", str(sizes["batch"])]
+    words += ["--bf16", "--save_strategy", "no", "--report_to", "none", *compare_peers.HF_BEST]
+    words += compare_peers.VARIANTS["hf_best"].shuffling
+    place.run(name, words + (["--use_cpu"] if place.device == "cpu" else []))
+    rows = json.loads((out / "times.json").read_text(encoding="utf-8"))
+    timed = timing(rows, WARMUP, sizes["peer_steps"], sizes["batch"])
+    return {
+        "figures": {"windows_per_s": {"median": timed.windows_per_s}, "tokens_per_s": {"median": timed.tokens_per_s}}
+    }
+
+
+def prepare_peer(place: Place) -> tuple[Path, Path]:
+    """The peer's model, with new weights, and its windows, as random as the benchmark's and as long."""
+    model, windows = place.out / "peer-model", place.out / "peer-windows"
+    if windows.exists():
+        return model, windows
+    config = BertConfig.from_json_file(SAMPLE / "six_layers.json") if place.device == "cpu" else BertConfig()
+    config.num_labels = 2
+    BertForQuestionAnswering(config).save_pretrained(model)
+    AutoTokenizer.from_pretrained(SAMPLE).save_pretrained(model)  # it only pads, by 0 as BERT's own
+    sizes = SIZES[place.device]
+    count = sizes["batch"] * (WARMUP + sizes["peer_steps"])
+    lengths = lengths_like_squad(count, min(LENGTH, config.max_position_embeddings), seed=42)
+    table = random_windows(lengths, config.vocab_size, seed=42)
+    rows = np.arange(count)
+    ids = [tokens.tolist() for tokens in table.lists("input_ids", rows)]
+    starts = table.numbers("context_start", rows).tolist()
+    columns = {
+        "input_ids": ids,
+        "token_type_ids": [[int(i >= start) for i in range(len(row))] for row, start in zip(ids, starts, strict=True)],
+        "attention_mask": [[1] * len(row) for row in ids],
+        "start_positions": table.numbers("start_position", rows).tolist(),
+        "end_positions": table.numbers("end_position", rows).tolist(),
+    }
+    Dataset.from_dict(columns).save_to_disk(windows)
+    return model, windows
+
+
+class Rounds:
+    """The variants' records. They are measured when the first check asks for them."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, list[dict[str, Any]]] = {name: [] for name in (*OURS, PEER)}
+        self.errors: dict[str, str] = {}
+        self._measured = False
+
+    def of(self, place: Place, name: str) -> list[dict[str, Any]]:
+        """The records of a variant, one per round. Raises UserError if it could not be measured."""
+        if not self._measured:
+            self._measured = True
+            self._measure(place)
+        if name in self.errors:
+            raise UserError(self.errors[name])
+        if not self.records[name]:
+            raise UserError("no time was left for this measurement (--minutes)")
+        return self.records[name]
+
+    def _measure(self, place: Place) -> None:
+        """In turns, every second round in reverse order. A variant that fails does not keep the others from running."""
+        variants: dict[str, tuple[Callable[..., dict[str, Any]], list[str]]]
+        variants = {name: (ours, flags) for name, flags in OURS.items()} | {PEER: (peer, [])}
+        for number in range(ROUNDS if place.device == "cuda" else 1):
+            if number and place.left_s() < ROUND_S:
+                return
+            for name in variants if number % 2 == 0 else reversed(variants):
+                measure, flags = variants[name]
+                if name not in self.errors:
+                    try:
+                        log = f"round{number + 1}-{'-'.join(name.replace(',', '').split())}"
+                        self.records[name].append(measure(place, flags, log))
+                    except Exception as error:
+                        self.errors[name] = f"{type(error).__name__}: {error}"
+
+
+def _medians(records: list[dict[str, Any]], figure: str) -> list[float]:
+    found = [record["figures"][figure]["median"] for record in records if figure in record["figures"]]
+    if not found:
+        raise NotHere(f"{figure} is unknown on this device")
+    return found
+
+
+def window_flops(place: Place) -> float:
+    """Useful FLOP of training on a window of LENGTH tokens."""
+    config = BertConfig.from_json_file(SAMPLE / "six_layers.json") if place.device == "cpu" else BertConfig()
+    return forward_flops(BertForQuestionAnswering(config)).training([LENGTH])
+
+
+def has_goals(place: Place) -> bool:
+    return any(name in place.gpu for name in WITH_GOALS)
+
+
+def utilization(place: Place, rounds: Rounds, name: str) -> Outcome:
+    """MFU."""
+    records = rounds.of(place, name)
+    values = _medians(records, "mfu" if place.device == "cuda" and has_goals(place) else "matmul_utilization")
+    passed = statistics.median(values) >= MFU_GOAL if has_goals(place) else None
+    what = "MFU" if has_goals(place) else "of the measured matmul peak"
+    return Outcome(f"{spread(values, 3)} {what}", passed, {"values": values})
+
+
+def throughput(place: Place, rounds: Rounds, name: str) -> Outcome:
+    records = rounds.of(place, name)
+    padded = [1e9 * gflops / window_flops(place) for gflops in _medians(records, "useful_gflops")]
+    windows = _medians(records, "windows_per_s")
+    passed = statistics.median(padded) >= WINDOWS_GOAL if has_goals(place) else None
+    found = f"{spread(padded)} padded-equivalent windows/s; {spread(windows)} of SQuAD's lengths"
+    return Outcome(found, passed, {"padded_equivalent": padded, "windows_per_s": windows})
+
+
+def memory(place: Place, rounds: Rounds) -> Outcome:
+    record = rounds.of(place, next(iter(OURS)))[0]
+    gib = max(record["memory_bytes"]) / 2**30
+    return Outcome(f"{gib:.2f} GiB, {record['memory_over_needed']:.2f} of the computed need", None, {"gib": gib})
+
+
+def over_peer(place: Place, rounds: Rounds) -> Outcome:
+    """The faster of this trainer's variants over the HF Trainer, round by round."""
+    theirs = _medians(rounds.of(place, PEER), "windows_per_s")
+    measured = [name for name in OURS if name not in rounds.errors]
+    both = [_medians(rounds.of(place, name), "windows_per_s") for name in measured]
+    best = max(both, key=statistics.median)
+    ratios = [mine / other for mine, other in zip(best, theirs, strict=False)]
+    passed = statistics.median(ratios) >= PEER_GOAL if place.device == "cuda" else None
+    return Outcome(f"{spread(ratios, 2)} x; {PEER}: {spread(theirs)} windows/s", passed, {"ratios": ratios})
+
+
+def kernels(place: Place) -> Outcome:
+    """The ten kernels with the largest share of the device's time."""
+    file = place.out / "top_kernels.json"
+    program = str(Path(__file__).with_name("top_kernels.py"))
+    steps = "8" if place.device == "cuda" else "2"
+    place.run("top-kernels", [sys.executable, program, "--out", str(file), "--steps", steps, *common_flags(place)])
+    rows = json.loads(file.read_text(encoding="utf-8"))["kernels"]
+    listed = ", ".join(f"{row['share']:.0%} {row['name'][:40]}" for row in rows[:3])
+    return Outcome(f"{listed}, ...", None, {"kernels": rows})
+
+
+def checks() -> dict[str, tuple[str, Callable[[Place], Outcome]]]:
+    """name -> goal, check. The first of them measures for all."""
+    rounds, on = Rounds(), f"on {', '.join(WITH_GOALS)}"
+    found: dict[str, tuple[str, Callable[[Place], Outcome]]] = {}
+    for name in OURS:
+        found[f"MFU, {name}"] = (f">= {MFU_GOAL:g} {on}", partial(utilization, rounds=rounds, name=name))
+        goal = f">= {WINDOWS_GOAL:g} padded-equivalent {on}"
+        found[f"windows/s, {name}"] = goal, partial(throughput, rounds=rounds, name=name)
+    found["memory"] = "-", partial(memory, rounds=rounds)
+    found["over the HF Trainer's best flags"] = f">= {PEER_GOAL:g} x windows/s", partial(over_peer, rounds=rounds)
+    found["kernels that dominate"] = "-", kernels
+    return found

@@ -1,0 +1,147 @@
+"""Checks and measures this package on the GPUs of this machine, at most 15 minutes, without a network.
+
+    bash scripts/gpu_acceptance.sh                 sets up, then runs this program
+    python benchmarks/gpu_acceptance.py --out DIR
+
+Prints a line per check as it ends, then all as one Markdown table, and writes DIR/gpu_acceptance.json with hardware and
+versions. A check that fails does not keep the others from running. `--device cpu` runs, at small sizes and without
+goals for speed, what needs no GPU. docs/evidence/gpu_acceptance.md describes the checks.
+
+Exit status: 0 if no check failed, 1 if one did, 2 bad input, 3 if there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import acceptance_attention
+import acceptance_speed
+import acceptance_training
+import torch
+from acceptance_place import NotHere, Outcome, Place
+from compare_report import machine
+from shared import markdown_table
+
+from hvd_bert.doctor import probes
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
+from hvd_bert.monitoring.gpu_usage import NvmlError
+
+EXIT_NO_GPU = 3
+PASSED, FAILED, REPORTED, NOT_HERE = "pass", "FAIL", "-", "not here"
+Checks = Mapping[str, tuple[str, Callable[[Place], Outcome]]]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the table. `result`: PASSED, FAILED, REPORTED (no goal on this machine) or NOT_HERE."""
+
+    check: str
+    goal: str
+    found: str
+    result: str
+    seconds: float
+    figures: dict[str, Any]
+
+    def cells(self) -> list[str]:
+        found = self.found.replace("|", "\\|")
+        return [self.check, self.goal, found, self.result, f"{self.seconds:.0f}"]
+
+
+def all_checks() -> Checks:
+    """In their order: what is fast and tells most comes first."""
+    return acceptance_attention.CHECKS | acceptance_training.CHECKS | acceptance_speed.checks()
+
+
+def run_check(name: str, goal: str, check: Callable[[Place], Outcome], place: Place) -> Line:
+    """Whatever a check raises is its result."""
+    start = time.monotonic()
+    figures: dict[str, Any] = {}
+    try:
+        outcome = check(place)
+        found, figures = outcome.found, outcome.figures
+        result = REPORTED if outcome.passed is None else PASSED if outcome.passed else FAILED
+    except NotHere as reason:
+        found, result = str(reason), NOT_HERE
+    except Exception as error:
+        # The last line says most: the others are the end of a log, which the JSON file has.
+        text = str(error).strip()
+        reason_line = next((line for line in reversed(text.splitlines()) if "rror" in line), text[-200:])
+        found, result = f"{type(error).__name__}: {reason_line.strip()[:200]}", FAILED
+        figures = {"error": text}
+    return Line(name, goal, found, result, time.monotonic() - start, figures)
+
+
+def hardware() -> dict[str, Any]:
+    """GPUs, driver and the versions of CUDA and NCCL that torch has."""
+    gpus = probes.gpus()
+    found: dict[str, Any] = {"cuda_of_torch": torch.version.cuda}
+    if torch.cuda.is_available():
+        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        found["nccl_of_torch"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found | ({"driver": str(gpus)} if isinstance(gpus, NvmlError) else {"driver": gpus.driver})
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Check and measure this package on this machine's GPUs.")
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("runs/gpu_acceptance"), help="New folder. (default: %(default)s)")
+    add("--device", choices=["cuda", "cpu"], default="cuda", help="(default: %(default)s)")
+    add("--minutes", type=float, default=15.0, help="Time for everything. (default: %(default)g)")
+    add("--only", nargs="+", metavar="WORD", help="Only checks with one of these words in their names. (default: all)")
+    args = parser.parse_args(argv)
+    if not args.minutes > 0:
+        parser.error(f"--minutes {args.minutes:g}: must be above 0")
+    return args
+
+
+def without_gpu() -> str:
+    """Why there is no GPU, in one line."""
+    gpus = probes.gpus()
+    driver = f"no driver: {gpus}" if isinstance(gpus, NvmlError) else f"driver {gpus.driver}, {len(gpus.names)} GPU(s)"
+    return (
+        f"gpu_acceptance: no GPU: torch {torch.__version__} (CUDA {torch.version.cuda}) sees none here ({driver})."
+        " --device cpu checks what needs none."
+    )
+
+
+def main(argv: Sequence[str] | None = None, checks: Checks | None = None) -> int:
+    """Run the checks, print, write. Returns the exit status."""
+    args = parse(argv)
+    gpus = torch.cuda.device_count()
+    if args.device == "cuda" and not gpus:
+        print(without_gpu(), file=sys.stderr)
+        return EXIT_NO_GPU
+    out = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()):
+        raise UserError(f"--out {args.out}: the folder is not empty. Name a new one.")
+    gpu = torch.cuda.get_device_name(0) if args.device == "cuda" else ""
+    place = Place(args.device, gpus if args.device == "cuda" else 0, gpu, out, time.monotonic() + 60 * args.minutes)
+    lines = []
+    for name, (goal, check) in (all_checks() if checks is None else checks).items():
+        if not args.only or any(word in name for word in args.only):
+            lines.append(run_check(name, goal, check, place))
+            print(f"{lines[-1].result:8} {name}: {lines[-1].found}", file=sys.stderr, flush=True)
+    record = {"command": shlex.join(sys.orig_argv), "device": args.device, "gpu": hardware(), **machine()}
+    record |= {"lines": [asdict(line) for line in lines]}
+    (out / "gpu_acceptance.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(markdown_table(["check", "goal", "found", "result", "s"], [line.cells() for line in lines]))
+    failed = sum(line.result == FAILED for line in lines)
+    print(f"\n{failed} of {len(lines)} checks failed. Details: {out}/gpu_acceptance.json, and a log of each command.")
+    return EXIT_FAILURE if failed else EXIT_OK
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"gpu_acceptance.py: error: {error}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)

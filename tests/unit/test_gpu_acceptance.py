@@ -1,0 +1,258 @@
+"""benchmarks/gpu_acceptance.py: its table and exit status, its commands, and its checks of the kernels on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import acceptance_attention
+import acceptance_speed
+import acceptance_training
+import compare_peers
+import gpu_acceptance
+import pytest
+import torch
+from acceptance_place import STEPS, NotHere, Outcome, Place
+
+from hvd_bert.bench import flags as bench_flags
+from hvd_bert.config import command_line
+from hvd_bert.errors import UserError
+from hvd_bert.model.attention import by_jagged, by_window
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def place(tmp_path: Path, device: str = "cpu", gpus: int = 0, minutes: float = 15, gpu: str = "") -> Place:
+    return Place(device, gpus, gpu, tmp_path, time.monotonic() + 60 * minutes)
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def fails(_: Place) -> Outcome:
+    raise UserError("line 1\nRuntimeError: no | kernel\nended with status 1")
+
+
+def is_not_here(_: Place) -> Outcome:
+    raise NotHere("needs 2 GPUs")
+
+
+CHECKS = {
+    "right": ("> 1", lambda _: Outcome("2", figures={"value": 2})),
+    "wrong": ("> 1", lambda _: Outcome("0", False)),
+    "raises": ("> 1", fails),
+    "of two": ("> 1", is_not_here),
+    "without a goal": ("-", lambda _: Outcome("3", None)),
+}
+
+
+def test_every_check_is_a_line_and_a_failure_keeps_none_from_running(tmp_path, capsys):
+    assert gpu_acceptance.main(["--device", "cpu", "--out", str(tmp_path / "out")], CHECKS) == 1
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.replace("\\|", "/").split("|")[1:-1]] for line in table]
+    assert [row[3] for row in rows[2:]] == ["pass", "FAIL", "FAIL", "not here", "-"]
+    assert rows[4][2] == "UserError: RuntimeError: no / kernel"
+    record = json.loads((tmp_path / "out/gpu_acceptance.json").read_text())
+    assert record["lines"][0]["figures"] == {"value": 2}
+    assert record["lines"][2]["figures"]["error"].startswith("line 1\n")
+    assert record["versions"]["torch"] == torch.__version__
+
+
+def test_status_0_if_no_check_failed(tmp_path, capsys):
+    words = ["--device", "cpu", "--out", str(tmp_path / "out"), "--only", "right", "without"]
+    assert gpu_acceptance.main(words, CHECKS) == 0
+    assert "0 of 2 checks failed" in capsys.readouterr().out
+
+
+def test_without_a_gpu_one_line_and_status_3(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert gpu_acceptance.main(["--out", str(tmp_path / "out")], CHECKS) == 3
+    said = capsys.readouterr()
+    assert said.err.startswith("gpu_acceptance: no GPU: torch") and said.err.count("\n") == 1 and not said.out
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_files_is_not_used(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UserError, match="not empty"):
+        gpu_acceptance.main(["--device", "cpu", "--out", str(tmp_path)], CHECKS)
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
+def test_the_script_needs_a_driver_before_it_installs_anything():
+    words = ["bash", str(ROOT / "scripts/gpu_acceptance.sh")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.count("\n") == 1 and "no NVIDIA driver" in done.stderr
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", acceptance_attention.DTYPES)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_the_kernels_are_right_on_this_cpu(tmp_path, precision):
+    assert acceptance_attention.check(place(tmp_path), precision).passed
+
+
+def of_one_window(query, key, value, windows, dropout, scaling):
+    """A kernel that does not see the borders of windows."""
+    return by_window(query, key, value, windows._replace(lengths=[sum(windows.lengths)]), dropout, scaling)
+
+
+def without_dropout(query, key, value, windows, dropout, scaling):
+    return by_window(query, key, value, windows, 0.0, scaling)
+
+
+def of_more_dropout(query, key, value, windows, dropout, scaling):
+    return by_window(query, key, value, windows, dropout, scaling) * 0.9
+
+
+@pytest.mark.parametrize("kernel", [of_one_window, without_dropout, of_more_dropout])
+@pytest.mark.parametrize("precision", acceptance_attention.DTYPES)
+def test_wrong_kernels_are_found(tmp_path, monkeypatch, kernel, precision):
+    monkeypatch.setattr(acceptance_attention, "kernels", lambda *_: [("it", kernel, None)])
+    outcome = acceptance_attention.check(place(tmp_path), precision)
+    assert outcome.passed is False and outcome.found.startswith("wrong: it")
+
+
+def test_local_attention_is_compared_with_its_own_reference(tmp_path, monkeypatch):
+    monkeypatch.setattr(acceptance_attention, "kernels", lambda *_: [("it", lambda q, k, v, w, *rest: by_jagged(
+        q, k, v, w._replace(reach=None), *rest), acceptance_attention.REACH)])  # fmt: skip
+    assert acceptance_attention.check(place(tmp_path), "fp32").passed is False
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+class Commands:
+    """Stands for the runs: keeps their words, and writes what each would leave."""
+
+    def __init__(self, speed: float = 1.0, losses: dict[str, float] | None = None) -> None:
+        self.words: list[list[str]] = []
+        self.visible: list[str] = []
+        self.speed, self.losses = speed, losses or {}
+
+    def __call__(self, words: list[str], env: dict[str, str], log: Path, timeout_s: float) -> None:
+        self.words.append(list(words))
+        self.visible.append(env.get("CUDA_VISIBLE_DEVICES", "all"))
+        assert timeout_s > 0
+        log.write_text("435.6 MB  Horovod, NCCL, GPU memory  12.3 ms\n")
+        name = log.stem
+        if "hvd_bert.train" in words:
+            config = command_line.parse(words[words.index("hvd_bert.train") + 1 :])
+            folder = Path(str(config.train.output_dir))
+            folder.mkdir()
+            loss = self.losses.get(name, 5.0)
+            folder.joinpath("metrics.jsonl").write_text(f'{{"loss": {loss}}}\n' * STEPS)
+            folder.joinpath("model.safetensors").write_text("weights")
+        elif "hvd_bert.bench" in words:
+            flags, _ = bench_flags.parse(words[words.index("hvd_bert.bench") + 1 :])
+            figures = {"windows_per_s": 900 * self.speed, "useful_gflops": 2e5 * self.speed, "mfu": 0.6 * self.speed}
+            figures["matmul_utilization"] = 0.7
+            record: dict[str, Any] = {"figures": {key: {"median": value} for key, value in figures.items()}}
+            flags.json.write_text(json.dumps(record | {"memory_bytes": [2**34], "memory_over_needed": 1.2}))
+        elif words[1].endswith("hf_trainer.py"):
+            row = {"step_s": 0.08, "loss": 1.0, "tokens": 100}
+            Path(words[words.index("--times_file") + 1]).write_text(json.dumps([row] * 100))
+        elif words[1].endswith("top_kernels.py"):
+            bench_flags.parse(words[words.index("--steps") :])
+            kernel = {"name": "flash", "share": 0.3}
+            Path(words[words.index("--out") + 1]).write_text(json.dumps({"kernels": [kernel] * 10}))
+
+
+def lines_of(machine: Place, monkeypatch: pytest.MonkeyPatch, commands: Commands) -> dict[str, gpu_acceptance.Line]:
+    monkeypatch.setattr(compare_peers, "run", commands)
+    monkeypatch.setattr(acceptance_speed, "prepare_peer", lambda place: (Path("model"), Path("windows")))
+    monkeypatch.setattr(acceptance_speed, "window_flops", lambda place: 2e11)
+    checks = acceptance_training.CHECKS | acceptance_speed.checks()
+    return {name: gpu_acceptance.run_check(name, goal, check, machine) for name, (goal, check) in checks.items()}
+
+
+def test_two_a100(tmp_path, monkeypatch):
+    commands = Commands()
+    lines = lines_of(place(tmp_path, "cuda", 2, gpu="NVIDIA A100-SXM4-80GB"), monkeypatch, commands)
+    failed = {name: line.found for name, line in lines.items() if line.result not in ("pass", "-")}
+    assert not failed
+    assert [name for name, line in lines.items() if line.result == "-"] == ["memory", "kernels that dominate"]
+    assert lines["windows/s, this trainer"].figures["padded_equivalent"] == [1000.0] * acceptance_speed.ROUNDS
+    assert lines["over the HF Trainer's best flags"].figures["ratios"] == pytest.approx([2.25] * acceptance_speed.ROUNDS)
+    on_two = [words for words, visible in zip(commands.words, commands.visible, strict=True) if visible == "0,1"]
+    assert [shlex.join(words[1:5]) for words in on_two if "horovodrun" in words[0]] == ["-np 2 -H localhost:2"] * 3
+    assert set(commands.visible) == {"", "0", "0,1"}  # "": the CPU's losses; the peer would take all that it sees
+    assert sum("hvd_bert.train" in words for words in commands.words) == 14  # the runs that checks share are made once
+
+
+def test_one_slow_gpu_of_another_kind(tmp_path, monkeypatch):
+    lines = lines_of(place(tmp_path, "cuda", 1, gpu="NVIDIA L4"), monkeypatch, Commands(speed=0.5))
+    assert {name for name, line in lines.items() if line.result == "not here"} == {
+        "horovod, world of all GPUs", "ddp, world of all GPUs", "dp, all GPUs", "allreduce of all GPUs",
+    }  # fmt: skip
+    assert {name for name, line in lines.items() if line.result == "FAIL"} == {"over the HF Trainer's best flags"}
+    assert lines["MFU, this trainer"].result == "-"
+
+
+def test_losses_that_differ_and_goals_that_are_missed_fail(tmp_path, monkeypatch):
+    commands = Commands(speed=0.5, losses={"losses-bf16": 5.4, "losses-ddp-1": 5.01})
+    lines = lines_of(place(tmp_path, "cuda", 1, gpu="NVIDIA H100 80GB HBM3"), monkeypatch, commands)
+    missed = [f"{what}, {name}" for name in acceptance_speed.OURS for what in ("MFU", "windows/s")]
+    assert [name for name, line in lines.items() if line.result == "FAIL"] == [
+        "losses of 20 steps, bf16", "ddp, world of 1", *missed, "over the HF Trainer's best flags",
+    ]  # fmt: skip
+
+
+def test_no_command_starts_after_the_time(tmp_path, monkeypatch):
+    commands = Commands()
+    lines = lines_of(place(tmp_path, "cuda", 1, minutes=0), monkeypatch, commands)
+    assert not commands.words
+    assert "no time was left" in lines["preflight check"].found
+    assert "no time was left" in lines["memory"].found
+
+
+def test_a_variant_that_fails_keeps_no_other_from_being_measured(tmp_path, monkeypatch):
+    class NoCompiler(Commands):
+        def __call__(self, words, env, log, timeout_s):
+            if "--torch_compile" in words:
+                raise UserError("InductorError: no compiler")
+            super().__call__(words, env, log, timeout_s)
+
+    lines = lines_of(place(tmp_path, "cuda", 1, gpu="NVIDIA A100-SXM4-80GB"), monkeypatch, NoCompiler())
+    assert {name for name, line in lines.items() if line.result == "FAIL"} == {
+        "MFU, this trainer, --torch_compile", "windows/s, this trainer, --torch_compile",
+    }  # fmt: skip
+    assert lines["over the HF Trainer's best flags"].result == "pass"
+
+
+def test_resumed_weights_that_differ_fail(tmp_path, monkeypatch):
+    class Other(Commands):
+        def __call__(self, words, env, log, timeout_s):
+            super().__call__(words, env, log, timeout_s)
+            if log.stem == "resume-resumed":
+                (log.parent / "resume-resumed/model.safetensors").write_text("others")
+
+    lines = lines_of(place(tmp_path, "cuda", 1), monkeypatch, Other())
+    assert lines["resume, --deterministic, fp32"].result == "FAIL"
+    assert lines["resume, --deterministic, bf16"].result == "pass"
+
+
+def test_the_users_choice_of_gpus_holds(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,GPU-abc")
+    machine = place(tmp_path, "cuda", 3)
+    assert machine.ranks == 2
+    assert machine.environment("cuda", 2)["CUDA_VISIBLE_DEVICES"] == "5,7"
+    assert machine.environment("cpu", 1)["CUDA_VISIBLE_DEVICES"] == ""
+    assert str(ROOT) in machine.environment("cuda", 1)["PYTHONPATH"].split(os.pathsep)
+
+
+@pytest.mark.campaign  # some 20 commands; the tests above have all of it but the commands
+def test_all_checks_on_this_cpu(tmp_path):
+    pytest.importorskip("accelerate", reason="needs env/setup.sh --bench")
+    words = [sys.executable, str(ROOT / "benchmarks/gpu_acceptance.py"), "--device", "cpu", "--minutes", "30"]
+    done = subprocess.run([*words, "--out", str(tmp_path / "out")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
