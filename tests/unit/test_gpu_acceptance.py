@@ -182,7 +182,8 @@ def test_two_a100(tmp_path, monkeypatch):
     assert not failed
     assert [name for name, line in lines.items() if line.result == "-"] == ["memory", "kernels that dominate"]
     assert lines["windows/s, this trainer"].figures["padded_equivalent"] == [1000.0] * acceptance_speed.ROUNDS
-    assert lines["over the HF Trainer's best flags"].figures["ratios"] == pytest.approx([2.25] * acceptance_speed.ROUNDS)
+    ratios = lines["over the HF Trainer's best flags"].figures["ratios"]
+    assert ratios == pytest.approx([2.25] * acceptance_speed.ROUNDS)
     on_two = [words for words, visible in zip(commands.words, commands.visible, strict=True) if visible == "0,1"]
     assert [shlex.join(words[1:5]) for words in on_two if "horovodrun" in words[0]] == ["-np 2 -H localhost:2"] * 3
     assert set(commands.visible) == {"", "0", "0,1"}  # "": the CPU's losses; the peer would take all that it sees
@@ -250,7 +251,7 @@ def test_the_users_choice_of_gpus_holds(tmp_path, monkeypatch):
     assert str(ROOT) in machine.environment("cuda", 1)["PYTHONPATH"].split(os.pathsep)
 
 
-@pytest.mark.campaign  # some 20 commands; the tests above have all of it but the commands
+@pytest.mark.campaign  # it starts some 20 commands; the tests above have all of it but the commands
 def test_all_checks_on_this_cpu(tmp_path):
     pytest.importorskip("accelerate", reason="needs env/setup.sh --bench")
     words = [sys.executable, str(ROOT / "benchmarks/gpu_acceptance.py"), "--device", "cpu", "--minutes", "30"]
