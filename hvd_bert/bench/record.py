@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 from hvd_bert.bench.points import Point
 from hvd_bert.errors import UserError
 from hvd_bert.storage import locks
+from hvd_bert.storage.reading import read_json
 from hvd_bert.storage.writing import make_folder, write_json, writing_to
 
 FILE = "sweep.json"
@@ -97,7 +97,7 @@ def read_previous(folder: Path, file: str, same: Mapping[str, Any], what: str) -
     if not path.exists():
         return {}
     try:
-        previous: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+        previous: dict[str, Any] = dict(read_json(path))
         before = dict(previous["same"])
     except (OSError, ValueError, KeyError, TypeError):
         raise unreadable(path) from None

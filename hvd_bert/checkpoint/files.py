@@ -25,7 +25,9 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from hvd_bert.checkpoint import schema
 from hvd_bert.storage import written
+from hvd_bert.storage.reading import open_regular, read_json
 from hvd_bert.storage.writing import flush, replacing
 
 FORMAT = 1
@@ -140,20 +142,19 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
     """The fingerprint of each file that the checkpoint must have."""
     path = folder / "manifest.json"
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        version = int(manifest["format"])
-        named = {
-            str(name): {"bytes": int(f["bytes"]), "sha256": str(f["sha256"])} for name, f in manifest["files"].items()
-        }
+        manifest = read_json(path)
+        schema.MANIFEST_VERSION(manifest, "")
+        version = manifest["format"]
+        if version > FORMAT:
+            raise CorruptCheckpoint(f"{path}: format {version} needs a newer hvd_bert; this one reads up to {FORMAT}")
+        schema.MANIFEST(manifest, "")
+    except CorruptCheckpoint:
+        raise
     except OSError as error:
         raise CorruptCheckpoint(f"{path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise CorruptCheckpoint(f"{path} is not a list of files with sizes ({error})") from None
-    if version > FORMAT:
-        raise CorruptCheckpoint(f"{path}: format {version} needs a newer hvd_bert; this one reads up to {FORMAT}")
-    if any(Path(name).name != name for name in named):
-        raise CorruptCheckpoint(f"{path} names files outside its folder")
-    return named
+    return {name: {"bytes": file["bytes"], "sha256": file["sha256"]} for name, file in manifest["files"].items()}
 
 
 def read(folder: Path) -> Contents:
@@ -161,7 +162,7 @@ def read(folder: Path) -> Contents:
     paths = [folder / name for name in verify(folder) if name.endswith(".safetensors")]
     try:
         tensors = {path.stem: safetensors.torch.load_file(path) for path in paths}
-        documents = {"state": json.loads((folder / "state.json").read_text(encoding="utf-8"))}
+        documents = {"state": read_json(folder / "state.json")}
     except (OSError, ValueError, SafetensorError) as error:
         raise CorruptCheckpoint(f"{folder}: {error}") from None
     return Contents(tensors, documents, {})
@@ -222,7 +223,7 @@ def set_aside_after(output_dir: Path, step: int) -> list[str]:
 
 def _fingerprint(path: Path) -> dict[str, Any]:
     digest, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(_BLOCK):
             digest.update(block)
             size += len(block)

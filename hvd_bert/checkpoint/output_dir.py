@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-import json
 import math
 import os
 import tempfile
@@ -23,6 +22,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.monitoring.profiling.recording import TIMELINE
 from hvd_bert.publish import card
 from hvd_bert.storage import locks, written
+from hvd_bert.storage.reading import parse_json, read_text
 from hvd_bert.storage.writing import OWN_PARTIAL, check_folder, make_folder, replacing, writing_to
 
 # Flags that name a file or a folder that the run reads.
@@ -173,7 +173,7 @@ def forget_after(folder: Path, step: int) -> None:
     for name in ("metrics.jsonl", "gpu_usage.jsonl"):
         path = folder / name
         if path.exists():
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = read_text(path, errors="replace").splitlines()
             kept = [line for line in lines if _step_of(line) <= step]
             with replacing(path) as partial:
                 partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
@@ -185,8 +185,8 @@ def forget_after(folder: Path, step: int) -> None:
 
 def _step_of(line: str) -> float:
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):  # cut short by a crash
+        return int(parse_json(line)["step"])
+    except (ValueError, LookupError, TypeError, OverflowError):  # cut short by a crash
         return math.inf
 
 

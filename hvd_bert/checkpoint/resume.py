@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from hvd_bert.checkpoint import files
+from hvd_bert.checkpoint import files, schema
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
+from hvd_bert.checkpoint.fit import misfit, shape_of
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.data.batch_plan import BatchPlan
-from hvd_bert.distributed.world import World, log
-from hvd_bert.errors import UserError
+from hvd_bert.distributed.world import CollectiveError, World, log
+from hvd_bert.errors import UserError, reason_of
 from hvd_bert.storage import written
 from hvd_bert.tasks.base import Task
 from hvd_bert.training.state import TrainState
@@ -84,10 +82,11 @@ def unfinished(folder: Path) -> bool:
     return started and not (folder / "train_results.json").exists()
 
 
-def find(config: Config) -> ResumePoint | None:
+def find(config: Config, task: Task | None = None) -> ResumePoint | None:
     """The checkpoint of --resume_from_checkpoint, or the newest valid one of an unfinished run in output_dir.
 
     None: train from the start. Raises UserError if a checkpoint is requested or exists, but none can be used.
+    `task`: its model's tensors must fit, too, if the checkpoint says that it is of this model.
     """
     named, folder = config.checkpoint.resume_from_checkpoint, Path(config.train.output_dir or "")
     if not config.train.do_train:
@@ -96,11 +95,11 @@ def find(config: Config) -> ResumePoint | None:
         raise UserError("--resume_from_checkpoint latest: give the run's folder as well (--output_dir).")
     resumes = bool(config.train.output_dir) and not config.train.overwrite_output_dir and unfinished(folder)
     if named and named != LATEST:
-        return _named(Path(named), folder if resumes else None)
+        return _named(Path(named), folder if resumes else None, task)
     if not named and not resumes:
         return None
     try:
-        resume_point, damage = _newest_valid(folder)
+        resume_point, damage = _newest_valid(folder, task)
     except OSError as error:
         raise UserError(f"--output_dir {folder} cannot be read: {error.strerror or error}.") from None
     if resume_point is None and damage:
@@ -115,15 +114,15 @@ def find(config: Config) -> ResumePoint | None:
     return resume_point
 
 
-def _named(folder: Path, output_dir: Path | None) -> ResumePoint:
+def _named(folder: Path, output_dir: Path | None, task: Task | None) -> ResumePoint:
     """The checkpoint that the flag names. `output_dir`: an unfinished run, which the same command may have started."""
     try:
-        resume_point = ResumePoint(folder, _resumable(folder))
+        resume_point = ResumePoint(folder, _resumable(folder, task))
     except CorruptCheckpoint as error:
         raise UserError(f"--resume_from_checkpoint {folder} cannot be used: {error}.") from None
     if output_dir is None or folder.resolve().parent == output_dir.resolve():
         return resume_point
-    own, damage = _newest_valid(output_dir)
+    own, damage = _newest_valid(output_dir, task)
     if own is None and not damage:
         return resume_point  # it was stopped before its own first checkpoint
     if own is None or own.step < resume_point.step:
@@ -134,21 +133,35 @@ def _named(folder: Path, output_dir: Path | None) -> ResumePoint:
     return own  # of a run that resumed from `folder` and was stopped
 
 
-def _newest_valid(output_dir: Path) -> tuple[ResumePoint | None, list[str]]:
+def _newest_valid(output_dir: Path, task: Task | None) -> tuple[ResumePoint | None, list[str]]:
     damage: list[str] = []
     for folder in files.candidates(output_dir):
         try:
-            return ResumePoint(folder, _resumable(folder)), damage
+            return ResumePoint(folder, _resumable(folder, task)), damage
         except CorruptCheckpoint as error:
             damage.append(str(error))
     return None, damage
 
 
-def _resumable(folder: Path) -> Contents:
+def _resumable(folder: Path, task: Task | None) -> Contents:
     contents = files.read(folder)
+    try:
+        schema.check_state(contents.documents["state"])
+    except schema.Wrong as error:
+        raise CorruptCheckpoint(f"{folder / 'state.json'} does not hold a training's state ({error})") from None
     if contents.documents["state"].get("model_only"):
         raise CorruptCheckpoint(f"{folder} holds only the model (--save_only_model) and cannot be resumed")
+    problem = misfit(contents, task.model) if task else ""
+    if problem:
+        raise CorruptCheckpoint(f"{folder}: {problem}")
     return contents
+
+
+def fitting(resume_point: ResumePoint | None, config: Config, task: Task) -> ResumePoint | None:
+    """`resume_point`, or an older one if its tensors are not those of its model. Raises UserError if none is left."""
+    if resume_point is None or not misfit(resume_point.contents, task.model):
+        return resume_point
+    return find(config, task)
 
 
 def identity(config: Config, task: Task) -> dict[str, Any]:
@@ -156,7 +169,7 @@ def identity(config: Config, task: Task) -> dict[str, Any]:
     assert task.plan is not None
     settings = {f"--{name}": value for name, value in config.as_flat().items() if not FLAGS[name].may_change_on_resume}
     return settings | {
-        "the model": _shape_of(task.model),
+        "the model": shape_of(task.model),
         **task.identity(),
         "the number of training windows": task.plan.num_windows,
     }
@@ -165,12 +178,6 @@ def identity(config: Config, task: Task) -> dict[str, Any]:
 def rank_batch(config: Config) -> int:
     """Windows per rank and step, by the flags."""
     return config.train.per_device_train_batch_size * config.train.gradient_accumulation_steps
-
-
-def _shape_of(model: nn.Module) -> str:
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
-    size = sum(parameter.numel() for parameter in model.parameters())
-    return f"{len(shapes)} tensors, {size:,} parameters, {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
 
 
 def check(resume_point: ResumePoint, config: Config, task: Task) -> None:
@@ -219,5 +226,12 @@ def restore(state: TrainState, resume_point: ResumePoint | None, seed: int) -> N
     if not state.world.broadcast(resume_point is not None):
         return
     tensors, rest = (resume_point.contents.tensors, resume_point.state) if resume_point else ({}, {})
-    state.restore(tensors, rest, seed)
+    try:
+        state.restore(tensors, rest, seed)
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:  # the same on all ranks
+        where = resume_point.folder if resume_point else ""
+        raise CollectiveError(
+            f"{where} cannot be resumed: its content does not fit this run ({reason_of(error)}). Name another"
+            " checkpoint (--resume_from_checkpoint), or add --overwrite_output_dir to train from the start."
+        ) from error
     tensors.clear()  # frees gigabytes for a large model

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, TextIO
 
 from hvd_bert.errors import UserError
 from hvd_bert.storage import written
+from hvd_bert.storage.reading import parse_json
 from hvd_bert.storage.writing import make_folder, replacing
 
 Row = dict[str, Any]
@@ -62,7 +63,7 @@ class Unfinished:
             self._file.flush()
             return
         with self._reading():
-            before = dict(json.loads(first))
+            before = dict(parse_json(first))
         changed = [what for what, value in run.items() if before.get(what) != value]
         if changed:
             raise UserError(
@@ -98,7 +99,7 @@ class Unfinished:
         for _, place in sorted(self._places.items()):
             self._file.seek(place)
             with self._reading():
-                rows = list(json.loads(self._file.readline().partition(b"\t")[2]))
+                rows = [dict(row) for row in parse_json(self._file.readline().partition(b"\t")[2])]
             yield from rows
 
     @contextmanager

@@ -18,13 +18,12 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hvd_bert.config.glue import ENDINGS
 from hvd_bert.config.tasks import QUESTION_ANSWERING, TASKS
 from hvd_bert.publish.data import Data
 from hvd_bert.publish.public import changed, command, from_hub, public_settings
 from hvd_bert.storage import written
+from hvd_bert.storage.reading import read_json, read_text, read_yaml
 from hvd_bert.storage.writing import replacing
 
 log = logging.getLogger("hvd_bert")
@@ -74,10 +73,9 @@ def update(folder: Path, scores: Record, evaluated: Record) -> None:
     if model is None or Path(model).resolve() != folder.resolve() or not is_ours(folder / NAME):
         return
     try:
-        settings = yaml.safe_load((folder / "train_config.yaml").read_text(encoding="utf-8"))
-        results = json.loads((folder / "train_results.json").read_text(encoding="utf-8"))
+        settings, results = read_yaml(folder / "train_config.yaml"), read_json(folder / "train_results.json")
         write(folder, settings, results, scores, evaluated)
-    except (FileNotFoundError, ValueError, TypeError, LookupError, yaml.YAMLError) as error:
+    except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError) as error:
         log.warning("%s is not updated, since the training's records cannot be read: %s.", folder / NAME, error)
 
 
@@ -94,7 +92,7 @@ def is_ours(path: Path) -> bool:
     """Whether this program wrote the file, and nobody has changed it."""
     if path.name not in written.names(path.parent) or path.is_symlink() or not path.is_file():
         return False
-    found = path.read_text(encoding="utf-8", errors="replace")
+    found = read_text(path, errors="replace")
     return found == _signed(found.rpartition("\n\n<!-- ")[0])
 
 
@@ -159,7 +157,7 @@ def text(folder: Path, settings: Record, results: Record, scores: Record, evalua
 def _model_config(folder: Path) -> Record:
     """The configuration of a model of transformers; empty for another model."""
     path = folder / "config.json"
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found = read_json(path) if path.is_file() else {}
     return found if isinstance(found, dict) else {}
 
 

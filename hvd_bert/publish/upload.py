@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError, as
 from hvd_bert.publish import card
 from hvd_bert.publish.public import public_settings
 from hvd_bert.storage.model_files import TOKENIZER_FILES
+from hvd_bert.storage.reading import read_json, read_yaml
 
 WEIGHTS, SETTINGS, RESULTS = "model.safetensors", "train_config.yaml", "train_results.json"
 FILES = (card.NAME, "config.json", WEIGHTS, *TOKENIZER_FILES)
@@ -82,8 +82,7 @@ def files_to_upload(folder: Path, repo_id: str) -> dict[str, Path | bytes]:
     if card.is_ours(folder / card.NAME):
         found[card.NAME] = card.with_name(folder / card.NAME, repo_id).encode()
     with as_user_error(lambda reason: f"The records in {folder} cannot be read ({reason}). Name another folder."):
-        results = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
-        settings = yaml.safe_load((folder / SETTINGS).read_text(encoding="utf-8"))
+        results, settings = read_json(folder / RESULTS), read_yaml(folder / SETTINGS)
         public = public_settings(settings, results.get("from_hub", {}))
     return found | {SETTINGS: yaml.safe_dump(public, sort_keys=False).encode()}
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,6 +31,7 @@ from hvd_bert.runs import reading, record
 from hvd_bert.runs.record import Record
 from hvd_bert.runs.run import LeftOut
 from hvd_bert.storage import written
+from hvd_bert.storage.reading import parse_json, read_text
 from hvd_bert.storage.writing import make_folder, replacing, writing_to
 from hvd_bert.streams import end_when_lost
 
@@ -149,9 +149,8 @@ def _networks(flags: argparse.Namespace) -> list[tuple[str, Network]]:
     links = [(f"{gbps:g} Gb/s", projection.link_of(gbps, flags.latency_us)) for gbps in flags.gbps or []]
     if flags.doctor:
         try:
-            text = flags.doctor.read_text(encoding="utf-8")
-            text = LAUNCHERS_MARK.sub("", text)
-            report = json.loads(text[max(0, text.find("{")) :])
+            text = LAUNCHERS_MARK.sub("", read_text(flags.doctor))
+            report = parse_json(text[max(0, text.find("{")) :])
             link, _ = projection.doctors_link(report, flags.cycle_ms / 1000)
         except OSError as error:
             raise UserError(f"--doctor {flags.doctor}: cannot be read: {error.strerror or error}.") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
@@ -10,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from safetensors import SafetensorError, safe_open
 
 from hvd_bert.errors import UserError
 from hvd_bert.runs.run import LeftOut, Row, Run
+from hvd_bert.storage.reading import parse_json, read_json, read_text, read_yaml
 
 RESULTS, METRICS, SETTINGS, SCORES = "train_results.json", "metrics.jsonl", "train_config.yaml", "eval_results.json"
 EVALUATED_ONLY = "eval_config.yaml"
@@ -193,26 +192,28 @@ class _Record:
 
 def _load(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except OSError as error:
         raise Unusable(f"{path.name} cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError):
-        raise Unusable(f"{path.name} is damaged: not valid JSON") from None
+    except ValueError as error:
+        raise Unusable(f"{path.name} is damaged: not valid JSON ({error})") from None
 
 
 def _rows(path: Path) -> tuple[Row, ...]:
     """The lines of the steps: at least two, in increasing order of steps. Raises Unusable."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).split("\n")
     except (OSError, ValueError) as error:
         raise Unusable(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     rows: list[Row] = []
+    if not lines[-1]:  # after the last line's end
+        lines.pop()
     for number, line in enumerate(lines, start=1):
         where = f"{path.name}, line {number},"
         try:
-            record = _Record(where, json.loads(line))
-        except (ValueError, RecursionError):
-            raise Unusable(f"{where} is damaged: not valid JSON") from None
+            record = _Record(where, parse_json(line))
+        except ValueError as error:
+            raise Unusable(f"{where} is damaged: not valid JSON ({error})") from None
         if any(key.startswith("eval_") for key in record.values):
             continue
         numbers = {key: record.number(key) for key in ("loss", "windows_per_s", "step_s")}
@@ -246,8 +247,8 @@ def _median(processes: Sequence[Mapping[str, float]], key: str) -> float | None:
 def settings_of(path: Path) -> dict[str, Any]:
     """A run's flags; empty if their file is missing or damaged, since no comparison depends on them."""
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        settings = read_yaml(path)
+    except (OSError, ValueError):
         return {}
     return {str(name): value for name, value in settings.items()} if isinstance(settings, dict) else {}
 

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -21,10 +20,13 @@ from numpy.typing import NDArray
 
 from hvd_bert.runs.reading import EVALUATED_ONLY, LARGEST, METRICS, RESULTS, SCORES, SETTINGS, settings_of
 from hvd_bert.storage import locks
+from hvd_bert.storage.reading import open_regular, parse_json, read_json
 
 EVENTS, SAMPLES, GPUS = "events.jsonl", "eval_samples.json", "gpu_usage.jsonl"
 LOCK = ".lock"
 RECENT = 20  # lines from which the speed of a run that is still going is computed
+MAX_LINE = 2**20  # bytes; no line of a run is nearly as long
+MAX_PROBLEMS = 5  # lines of a file that are named
 MAX_STEP = 2**53  # floats hold all whole numbers up to it
 SILENT_S = 300.0  # where a lock cannot be seen: a run that has written nothing for longer is not running any more
 State = Literal["finished", "running", "ended"]
@@ -197,10 +199,10 @@ def _is_running(folder: Path) -> bool:
 def _load(path: Path, problems: list[str]) -> Any:
     """A JSON file's content; an empty object if it is missing or damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         problems.append(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}")
         return {}
 
@@ -212,18 +214,24 @@ def _object(path: Path, problems: list[str]) -> dict[str, Any]:
 
 def _lines(path: Path, problems: list[str]) -> Iterator[Any]:
     """The values of a JSON Lines file. A last line without its end is being written."""
+    damaged: list[int] = []
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for number, line in enumerate(file, start=1):
+        with open_regular(path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), start=1):
                 try:
-                    yield json.loads(line)
-                except (ValueError, RecursionError):
-                    if line.endswith("\n"):
-                        problems.append(f"{path.name}, line {number}, is damaged")
+                    if len(line) == MAX_LINE:
+                        raise ValueError
+                    yield parse_json(line.decode("utf-8", "replace"))
+                except ValueError:
+                    if line.endswith(b"\n") or len(line) == MAX_LINE:
+                        damaged.append(number)
     except FileNotFoundError:
         return
     except OSError as error:
         problems.append(f"{path.name} cannot be read: {error.strerror or error}")
+    problems += [f"{path.name}, line {number}, is damaged" for number in damaged[:MAX_PROBLEMS]]
+    if len(damaged) > MAX_PROBLEMS:
+        problems.append(f"{path.name}: {len(damaged) - MAX_PROBLEMS:,} more lines are damaged")
 
 
 def _metrics(path: Path, problems: list[str]) -> tuple[Columns, Columns]:

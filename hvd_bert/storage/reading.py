@@ -1,12 +1,19 @@
-"""Opening files that users name."""
+"""Reading files that users name, or that others may have changed: regular files only, of limited size and depth."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from hvd_bert.errors import reason_of
+
+MIB = 2**20
+MAX_BYTES = 256 * MIB  # of a file that is read as a whole; none that this program writes is nearly as large
+MAX_YAML_BYTES = MIB
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -15,3 +22,57 @@ def open_regular(path: str | Path) -> BinaryIO:
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(errno.EINVAL, "it is a pipe or a device; write its content to a file")
     return open(path, "rb")
+
+
+def read_text(path: str | Path, max_bytes: int = MAX_BYTES, errors: str = "strict") -> str:
+    """The text of a regular file. Raises OSError, and ValueError if it is too large or not UTF-8.
+
+    `errors`: what to do with bytes that are not UTF-8, as in `bytes.decode`.
+    """
+    with open_regular(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"it is larger than {max_bytes // MIB} MiB")
+    try:
+        return content.decode("utf-8", errors)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text (byte {error.start})") from None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON. Raises ValueError with the reason, also if it is nested too deeply or has a number too long."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text (byte {error.start})") from None
+    except ValueError:  # Python's limit of digits
+        raise ValueError("it has a number with thousands of digits") from None
+
+
+def read_json(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
+    """The value in a JSON file. Raises OSError and ValueError."""
+    return parse_json(read_text(path, max_bytes))
+
+
+def read_yaml(path: str | Path) -> Any:
+    """The value in a YAML file without aliases, which could expand a short file to gigabytes.
+
+    Raises OSError and ValueError.
+    """
+    import yaml  # not every command needs it
+
+    text = read_text(path, MAX_YAML_BYTES)
+    try:
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise ValueError("it has aliases")
+        return yaml.safe_load(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"not YAML: {reason_of(error)}") from None
+    except (OverflowError, LookupError, TypeError, AttributeError) as error:  # PyYAML's, of odd scalars
+        raise ValueError(f"not YAML: {reason_of(error)}") from None

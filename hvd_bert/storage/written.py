@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from hvd_bert.storage.reading import read_text
 from hvd_bert.storage.writing import open_to_append, partial_of, replacing
 
 RECORD = ".written_by_hvd_bert"
@@ -20,7 +21,7 @@ RECORD = ".written_by_hvd_bert"
 def names(folder: Path) -> set[str]:
     """The recorded names. A file in another folder has its path relative to this one."""
     try:
-        text = (folder / RECORD).read_text(encoding="utf-8", errors="surrogateescape")
+        text = read_text(folder / RECORD, errors="surrogateescape")
     except (FileNotFoundError, NotADirectoryError):
         return set()
     return set(text.split("\n")) - {""}

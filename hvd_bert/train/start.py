@@ -37,6 +37,7 @@ def load(config: Config, world: World) -> tuple[Task, ResumePoint | None]:
     settings = {f"--{name}": value for name, value in config.as_flat().items() if not FLAGS[name].chooses_start}
     world.check_same(settings | task.fingerprint())  # a path that differs is a better hint than what it leads to
     with world.raise_on_all_ranks():
+        resume_point = resume.fitting(resume_point, config, task)
         if resume_point:  # on rank 0
             resume.check(resume_point, config, task)
     task.model.to(device=world.device)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from hvd_bert.storage import written
+from hvd_bert.storage.reading import read_json
 from hvd_bert.storage.writing import write_json
 
 FILE = "tracking.json"
@@ -26,7 +26,7 @@ def keep(folder: Path, library: str, run_id: str) -> None:
 
 def _all(folder: Path) -> dict[str, str]:
     try:
-        ids = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        ids = read_json(folder / FILE)
     except (FileNotFoundError, ValueError):  # damaged: the run gets a new id
         return {}
-    return ids if isinstance(ids, dict) else {}
+    return {name: value for name, value in ids.items() if isinstance(value, str)} if isinstance(ids, dict) else {}
