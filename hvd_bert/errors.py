@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 MAX_REASON = 400
+# Control characters are commands to a terminal, and HTML does not allow them: shown as their symbols.
+VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
+VISIBLE |= {code: 0xFFFD for code in range(0x80, 0xA0)}
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -21,6 +24,9 @@ class UserError(ValueError):
     The message states what is wrong, where it is and what to do. The entry point prints it once,
     on one rank and without a traceback, and exits with `EXIT_BAD_INPUT`.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message.translate(VISIBLE))  # it may quote a file
 
 
 def reason_of(error: BaseException) -> str:

@@ -10,10 +10,12 @@ from hvd_bert.bench.points import names_data
 from hvd_bert.config import command_line
 from hvd_bert.config.parser import HELP, Parser
 from hvd_bert.config.settings import FLAGS, Config
+from hvd_bert.config.values import LARGEST, MAX_RUNS, check_range
 from hvd_bert.errors import EXIT_OK, UserError
 
 # Flags that name weights or a tokenizer. Random windows need neither.
 MODEL_FLAGS = {name for name, flag in FLAGS.items() if flag.source == "model"}
+MAX_WINDOWS = 10**6  # random ones, in memory
 
 
 def make_parser() -> Parser:
@@ -51,10 +53,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         parser.print_help()
         sys.exit(EXIT_OK)
     flags, rest = parser.parse_known_args(argv)
-    for name, minimum in (("steps", 2), ("repeats", 1), ("windows", 1)):
-        value = getattr(flags, name)
-        if value is not None and value < minimum:
-            raise UserError(f"--{name} {value}: must be at least {minimum}.")
+    for name, minimum, maximum in (("steps", 2, LARGEST), ("repeats", 1, MAX_RUNS), ("windows", 1, MAX_WINDOWS)):
+        check_range(name, getattr(flags, name), minimum, maximum)
     given = command_line.names_of(rest)
     flags.random = not names_data(rest)
     if not flags.random and (flags.model or flags.windows):

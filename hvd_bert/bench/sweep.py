@@ -30,6 +30,7 @@ from hvd_bert.bench.one_run import LOG, Stopped, exit_status, train
 from hvd_bert.bench.points import Plan, Point
 from hvd_bert.bench.record import DONE, FAILED, FILE, SKIPPED, STATES, WAITING, Record, Result, locked, prepare
 from hvd_bert.config.parser import Parser
+from hvd_bert.config.values import LARGEST, MAX_RUNS, MAX_SECONDS, check_range, shortened
 from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.runs import reading
@@ -118,10 +119,9 @@ def make_parser() -> Parser:
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     flags, rest = make_parser().parse_known_args(argv)
-    for name in ("repeats", "steps", "global_batch", "timeout"):
-        minimum = 2 if name == "steps" else 1  # the first step is warm-up
-        if getattr(flags, name) < minimum:
-            raise UserError(f"--{name} {getattr(flags, name):g}: must be at least {minimum}.")
+    check_range("steps", flags.steps, 2, LARGEST)  # the first step is warm-up
+    for name, maximum in (("repeats", MAX_RUNS), ("global_batch", LARGEST), ("timeout", MAX_SECONDS)):
+        check_range(name, getattr(flags, name), 1, maximum)
     if flags.epochs is not None and not 0 < flags.epochs < float("inf"):
         raise UserError(f"--epochs {flags.epochs:g}: must be a positive number.")
     return flags, rest
@@ -133,8 +133,8 @@ def _names(text: str) -> list[str]:
 
 def _numbers(text: str, minimum: int = 1, name: str = "numbers of ranks") -> list[int]:
     parts = text.split(",")
-    if not all(part.isdecimal() and int(part) >= minimum for part in parts):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a list of {name} such as 1,2,4")
+    if not all(part.isdecimal() and len(part) < 11 and minimum <= int(part) <= LARGEST for part in parts):
+        raise argparse.ArgumentTypeError(f"'{shortened(text)}' is not a list of {name} such as 1,2,4")
     return [int(part) for part in parts]
 
 

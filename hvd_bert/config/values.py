@@ -7,9 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from hvd_bert.errors import UserError
 from hvd_bert.storage.places import path_problem
 
 LARGEST = 2**32 - 1  # the libraries that take these numbers accept no larger ones
+MAX_SECONDS = 1e9  # the system's clocks overflow beyond 9e9
+MAX_RUNS = 1000  # repeats of a measurement, which are planned one by one
 
 
 class StoreOnce(argparse.Action):
@@ -35,6 +38,14 @@ def whole_number(text: str) -> int:
     if abs(number) > LARGEST:
         raise argparse.ArgumentTypeError(f"{shortened(text)} is out of range: the largest number is {LARGEST}")
     return number
+
+
+def check_range(name: str, value: float | None, minimum: float, maximum: float) -> None:
+    """Raise UserError unless a flag is missing or its value is in this range. NaN is in no range."""
+    if value is None or minimum <= value <= maximum:
+        return
+    limit = f"at most {maximum:g}" if value > maximum else f"at least {minimum:g}"
+    raise UserError(f"--{name} {value:g}: must be {limit}.")
 
 
 def name_or_path(text: str) -> str:

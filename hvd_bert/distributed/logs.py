@@ -11,6 +11,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 from hvd_bert.distributed import events
+from hvd_bert.errors import VISIBLE
 
 log = logging.getLogger("hvd_bert")
 
@@ -28,7 +29,7 @@ class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         ranks = getattr(record, "ranks", [self._rank])
         record.prefix = "" if ranks == [0] else f"{describe_ranks(ranks)}: "
-        return super().format(record).rstrip("\n")  # Python's warnings end in one
+        return super().format(record).rstrip("\n").translate(VISIBLE)  # Python's warnings end in a line break
 
 
 class _Console(logging.Handler):

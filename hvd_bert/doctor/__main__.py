@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from hvd_bert.config.parser import Parser
+from hvd_bert.config.values import MAX_SECONDS, check_range
 from hvd_bert.distributed.launch import find_launcher, speaks_first
 from hvd_bert.doctor.report import Report
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
@@ -73,6 +74,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         raise UserError(f"--repeats {flags.repeats}: must be from 1 to {MAX_REPEATS}.")
     if not flags.timeout > 0:
         raise UserError(f"--timeout {flags.timeout:g}: must be above 0 seconds.")
+    check_range("timeout", flags.timeout, 0, MAX_SECONDS)
     return flags
 
 

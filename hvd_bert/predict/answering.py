@@ -15,6 +15,7 @@ from hvd_bert.data import squad
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.predict.answer import FoundAnswer
 from hvd_bert.predict.answerer import QuestionAnswerer
+from hvd_bert.rendering.text import visible
 
 PRINTED = 3  # answers of a file
 WIDTH = 100
@@ -28,7 +29,7 @@ def run(flags: argparse.Namespace) -> int:
             _print_some(flags, qa)
         elif flags.question:
             answer = qa(question=flags.question, context=flags.context)
-            print(f"{_passage(flags.context)}\n  Q: {flags.question}\n{_line(answer)}")
+            _print(f"{_passage(flags.context)}\n  Q: {flags.question}\n{_line(answer)}")
         else:
             prompt(qa, flags.context)
     except UserError as error:
@@ -58,11 +59,16 @@ def _print_some(flags: argparse.Namespace, qa: QuestionAnswerer) -> None:
     for number in picked.astype(int):
         question = questions[number]
         (answer,) = qa.answers([question])
-        print(f"{_passage(question.context)}\n  Q: {question.question}\n{_line(FoundAnswer.of(answer))}")
+        _print(f"{_passage(question.context)}\n  Q: {question.question}\n{_line(FoundAnswer.of(answer))}")
         if question.answer_texts:
-            print(f"  expected: {question.answer_texts[0]}")
+            _print(f"  expected: {question.answer_texts[0]}")
         print()
     print(f"{len(picked)} of {len(questions)} questions. To answer all of them, name a file with --output.")
+
+
+def _print(text: str) -> None:
+    """Print a text in which a passage is no command to the terminal."""
+    print(visible(text))
 
 
 def prompt(qa: QuestionAnswerer, context: str | None) -> None:
@@ -79,7 +85,7 @@ def prompt(qa: QuestionAnswerer, context: str | None) -> None:
                 context = None
                 continue
             try:
-                print(_line(qa(question=question, context=context)))
+                _print(_line(qa(question=question, context=context)))
             except UserError as error:
                 print(f"  {error}")
     print()

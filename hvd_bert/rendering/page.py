@@ -143,7 +143,7 @@ class Page:
     def as_text(self) -> str:
         """The texts, lists and tables of the page for a terminal."""
         shown = [_plain(block) for block in self.blocks if isinstance(block, Text | Listing | Grid)]
-        return "\n\n".join([self.title, *shown])
+        return visible("\n\n".join([self.title, *shown]))
 
     def as_html(self) -> str:
         """The page as one self-contained HTML file."""

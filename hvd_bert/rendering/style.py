@@ -19,4 +19,5 @@ STYLE: Any = {
     "grid.alpha": 0.3,
     "legend.frameon": False,
     "savefig.dpi": 130,
+    "text.parse_math": False,  # a name with dollar signs is no formula
 }

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from hvd_bert.config.parser import Parser
+from hvd_bert.config.values import LARGEST, check_range
 from hvd_bert.errors import UserError
 from hvd_bert.report.projection import MAX_DEVICES, NS_PER_WEIGHT
 
@@ -76,14 +77,13 @@ def check(flags: argparse.Namespace) -> None:
     positive = ["inner_gbps", "parameters", "fusion_mb", "cycle_ms", "most_devices", "gpus_per_node"]
     for name in [*positive, "loss_tolerance", "final_loss_tolerance"]:
         value = getattr(flags, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise UserError(f"--{name} {value:g}: must be above 0 and finite.")
+        _check_positive(name, value)
     for value in flags.gbps or []:
-        if not 0 < value < float("inf"):
-            raise UserError(f"--gbps {value:g}: must be above 0 and finite.")
+        _check_positive("gbps", value)
     for name in ("latency_us", "inner_latency_us", "ns_per_weight"):
         if not 0 <= getattr(flags, name) < float("inf"):
             raise UserError(f"--{name} {getattr(flags, name):g}: must not be negative or infinite.")
+        check_range(name, getattr(flags, name), 0, LARGEST)
     if flags.backward_share is not None and not 0 <= flags.backward_share <= 1:
         raise UserError(f"--backward_share {flags.backward_share:g}: must be from 0 to 1.")
     if (flags.gpus_per_node > 1) != (flags.inner_gbps is not None):
@@ -93,3 +93,9 @@ def check(flags: argparse.Namespace) -> None:
     for name in ("inner_gbps", "parameters", "backward_share"):
         if getattr(flags, name) is not None and not flags.gbps and not flags.doctor:
             raise UserError(f"--{name} is for the projection, which needs a bandwidth: add --gbps N or --doctor FILE.")
+
+
+def _check_positive(name: str, value: float | None) -> None:
+    if value is not None and not 0 < value < float("inf"):
+        raise UserError(f"--{name} {value:g}: must be above 0 and finite.")
+    check_range(name, value, 0, LARGEST)

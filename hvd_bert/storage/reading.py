@@ -72,7 +72,5 @@ def read_yaml(path: str | Path) -> Any:
         return yaml.safe_load(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"not YAML: {reason_of(error)}") from None
-    except (OverflowError, LookupError, TypeError, AttributeError) as error:  # PyYAML's, of odd scalars
-        raise ValueError(f"not YAML: {reason_of(error)}") from None
+    except (yaml.YAMLError, OverflowError, LookupError, TypeError, AttributeError) as error:  # PyYAML's, of odd values
+        raise ValueError(reason_of(error)) from None

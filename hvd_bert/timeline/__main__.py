@@ -19,6 +19,7 @@ from hvd_bert.config.parser import Parser
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.model.cpu import malloc
 from hvd_bert.rendering.page import GENERATOR, Listing, Page, Picture, Text
+from hvd_bert.rendering.text import visible
 from hvd_bert.storage.writing import writing_to
 from hvd_bert.storage.written import check_marked
 from hvd_bert.streams import end_when_lost
@@ -45,9 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     if flags.json:
         print(json.dumps(content.as_json(findings)))
     else:
-        print(content.terminal(findings))
+        print(visible(content.terminal(findings)))
         if flags.html:
-            print(f"\nHTML page: {flags.html}")
+            print(visible(f"\nHTML page: {flags.html}"))
     return EXIT_OK
 
 

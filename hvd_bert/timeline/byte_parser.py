@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,60 +68,68 @@ def _parsed(digits: Array) -> Array:
 class SpanNames:
     """Looks up the numbers of names by the 16 bytes before the end of a name."""
 
-    BITS = 12
-    SHIFT = np.uint64(64 - BITS)
+    MIN_BITS = 12
+    MAX_NAMES = 1 << 12  # kinds of spans, and ranks
+    MAX_RANK = 10**6
+    TRIES = 4  # with a table of one size
 
     def __init__(self, names: Names) -> None:
         self.names = names
-        self.known: list[tuple[int, int, int, int]] = []  # two words, phase, code
-        self._choose()
+        self.words = np.zeros((0, 2), np.uint64)
+        self.values = np.zeros((0, 2), np.int32)  # phase and code of each name
+        self._codes: dict[str, int] = {}
+        self._arrange()
 
-    def _choose(self) -> None:
-        """Choose multipliers that give each known name its own slot."""
-        seed = 0
-        while True:
-            seed += 1
-            random = np.random.default_rng(seed)
+    def _arrange(self) -> None:
+        """Choose multipliers that give each known name its own slot, in a larger table if the first ones do not."""
+        for attempt in itertools.count():
+            random = np.random.default_rng(attempt + 1)
             self.factors = random.integers(0, 1 << 63, 2, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-            self.mixed = np.zeros(1 << self.BITS, np.uint64)
-            self.phase, self.code = np.zeros((2, 1 << self.BITS), np.int32)  # phase 0: not Horovod's
-            slots = set()
-            for first, second, phase, code in self.known:
-                mixed = self._mix(np.array([[first, second]], np.uint64))
-                (slot,) = (mixed >> self.SHIFT).tolist()
-                slots.add(slot)
-                self.mixed[slot], self.phase[slot], self.code[slot] = mixed[0], phase, code
-            if len(slots) == len(self.known):
-                return
+            bits = self.MIN_BITS + attempt // self.TRIES
+            self.shift = np.uint64(64 - bits)
+            mixed = self._mix(self.words)
+            slots = mixed >> self.shift
+            if len(np.unique(slots)) == len(slots):
+                break
+        self.mixed = np.zeros(1 << bits, np.uint64)
+        self.phase, self.code = np.zeros((2, 1 << bits), np.int32)  # phase 0: not Horovod's
+        self.mixed[slots] = mixed
+        self.phase[slots], self.code[slots] = self.values.T
 
     def _mix(self, words: Array) -> Array:
         mixed: Array = words[:, 0] * self.factors[0] + words[:, 1] * self.factors[1]
         return mixed
 
     def look_up(self, words: Array, data: bytes, ends: Array) -> tuple[Array, Array]:
-        """Phase and code of the names that end at `ends`; phase 0 if a name is not Horovod's."""
+        """Phase and code of the names that end at `ends`; phase 0 if a name is not Horovod's. Raises UserError."""
         while True:
             mixed = self._mix(words)
-            slots = mixed >> self.SHIFT
+            slots = mixed >> self.shift
             unknown = np.flatnonzero(self.mixed[slots] != mixed)
             if not len(unknown):
                 return self.phase[slots], self.code[slots]
-            at = int(unknown[0])
-            if len(self.known) >= 1 << (self.BITS - 2):
+            _, first = np.unique(mixed[unknown], return_index=True)
+            new = np.sort(unknown[first])  # numbered in the order of the file
+            if len(self.words) + len(new) > self.MAX_NAMES:
                 raise UserError("The file has more kinds of events than Horovod writes. It is not a Horovod timeline.")
-            self.known.append((int(words[at, 0]), int(words[at, 1]), *self._describe(data, int(ends[at]))))
-            self._choose()
+            self.words = np.concatenate((self.words, words[new]))
+            described = [self._describe(data, end) for end in ends[new].tolist()]
+            self.values = np.concatenate((self.values, np.array(described, np.int32)))
+            self._arrange()
 
     def _describe(self, data: bytes, end: int) -> tuple[int, int]:
         key = b'", "name": "'
         start = data.rfind(key, max(0, end - 200), end)
         name = data[start + len(key) : end].decode("utf-8", "replace")
         phase = data[start - 1] if start > 0 else 0
-        if phase == TICK and name.isdigit():
+        if phase == TICK and name.isascii() and name.isdigit():
+            if len(name) > 7 or int(name) > self.MAX_RANK:
+                raise UserError(f"The file names rank {name[:20]}, which cannot be. It is not a Horovod timeline.")
             self.names.ranks.add(int(name))
             return TICK, int(name)
         if phase in (BEGIN, MARK):
-            if name not in self.names.spans:
+            if name not in self._codes:
+                self._codes[name] = len(self.names.spans)
                 self.names.spans.append(name)
-            return phase, self.names.spans.index(name)
+            return phase, self._codes[name]
         return 0, 0

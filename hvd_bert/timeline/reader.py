@@ -25,16 +25,18 @@ from pathlib import Path
 import numpy as np
 
 from hvd_bert.errors import UserError
+from hvd_bert.storage.reading import open_regular
 from hvd_bert.timeline.byte_parser import END, MARK, Array, Names, SpanNames, digit_counts, numbers, word, words
 
 BLOCK = 2 << 20  # bytes: its arrays fit into a core's cache
 LONGEST_EVENT = 1 << 20  # bytes; nothing longer is an event
 LONGEST_METADATA = 4096  # bytes of a tensor's two lines
+LARGEST = 2**50  # bytes of a tensor
 CYCLE = "CYCLE_START"
 _PAD = b"\0" * 96  # so that reads before the first and after the last event stay inside
 _EVENT = b'{"ph": "'
 _TENSOR = b'{"name": "process_name"'
-_METADATA = re.compile(rb'"process_name", "ph": "M", "pid": (\d+), "args": \{"name": "(.*?)"\}\}', re.DOTALL)
+_METADATA = re.compile(rb', "ph": "M", "pid": (\d{1,7}), "args": \{"name": "(.*?)"\}\}', re.DOTALL)
 _SHAPE = re.compile(rb', "args": \{"dtype": "(\w+)", "shape": "\[([\d, ]*)\]"')
 ITEM_BYTES = {"uint8": 1, "int8": 1, "bool": 1, "uint16": 2, "int16": 2, "float16": 2, "bfloat16": 2} | {
     **{"int32": 4, "float32": 4, "uint32": 4, "int64": 8, "uint64": 8, "float64": 8}
@@ -96,7 +98,7 @@ class Reader:
     def check_start(self) -> None:
         """Raise UserError if the file cannot be read or does not start like a timeline."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 start = file.read(LONGEST_EVENT).removeprefix(codecs.BOM_UTF8)
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read: {error.strerror or error}.") from None
@@ -124,10 +126,8 @@ class Reader:
                 data = b"".join((_PAD, rest, chunk, _PAD))
                 end = _last_event(data)
                 if end > 0:
-                    rest = data[end : -len(_PAD)]
                     yield self._events(data[:end] + _PAD)
-                else:
-                    rest = data[len(_PAD) : -len(_PAD)][-LONGEST_EVENT:]
+                rest = data[max(end, len(_PAD)) : -len(_PAD)][-LONGEST_EVENT:]
         self.cut_short = not rest.rstrip(b"\n\r \0").endswith(b"}]")
         yield self._events(b"".join((_PAD, rest, _PAD)))
 
@@ -192,8 +192,9 @@ class Reader:
             self._named = grown
         if self._named[pid].all():
             return
-        for match in _METADATA.finditer(data):
-            self.names.tensors[int(match[1])] = match[2].decode("utf-8", "replace")
+        for start in data.split(b'"process_name"')[1:]:  # parts, since a search for a missing end must not go on
+            if match := _METADATA.match(start[:LONGEST_METADATA]):
+                self.names.tensors[int(match[1])] = match[2].decode("utf-8", "replace")
         self._named[pid] = True
 
     @property
@@ -213,7 +214,8 @@ def _last_event(data: bytes) -> int:
 def _sizes(data: bytes, pid: Array, at: Array) -> Array:
     """Bytes of the tensors, from the dtype and shape of each one's first event in the block; -1 if unknown."""
     _, first, which = np.unique(pid, return_index=True, return_inverse=True)
-    sizes = [_bytes_of(data[place : data.find(b"}", place)]) for place in at[first].tolist()]
+    ends = [data.find(b"}", place, place + LONGEST_METADATA) for place in at[first].tolist()]
+    sizes = [_bytes_of(data[place:end]) if end > 0 else -1 for place, end in zip(at[first].tolist(), ends, strict=True)]
     return np.array(sizes, np.int64)[which]
 
 
@@ -224,4 +226,8 @@ def _bytes_of(arguments: bytes) -> int:
     item = ITEM_BYTES.get(match[1].decode()) if match else None
     if match is None or item is None:
         return -1
-    return item * math.prod(int(part) for part in match[2].split(b",") if part.strip())
+    parts = [part.strip() for part in match[2].split(b",") if part.strip()]
+    if not all(part.isdigit() and len(part) < 16 for part in parts):
+        return -1
+    size = item * math.prod(map(int, parts))
+    return size if size < LARGEST else -1

@@ -27,6 +27,7 @@ from hvd_bert.bench.record import locked, prepare
 from hvd_bert.config import command_line
 from hvd_bert.config.parser import Parser
 from hvd_bert.config.settings import FLAGS, Config
+from hvd_bert.config.values import LARGEST, MAX_RUNS, MAX_SECONDS, check_range
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import end_when_lost, keep_running
@@ -93,10 +94,9 @@ def make_parser() -> Parser:
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     flags, rest = make_parser().parse_known_args(argv)
-    for name, minimum in (("ranks", 2), ("steps", 2), ("pairs", 1), ("minutes", 0), ("timeout", 1)):
-        value = getattr(flags, name)
-        if value is not None and not value >= minimum:
-            raise UserError(f"--{name} {value:g}: must be at least {minimum}.")
+    limits = {"ranks": (2, LARGEST), "steps": (2, LARGEST), "pairs": (1, MAX_RUNS), "minutes": (0, MAX_SECONDS)}
+    for name, (minimum, maximum) in (limits | {"timeout": (1, MAX_SECONDS)}).items():
+        check_range(name, getattr(flags, name), minimum, maximum)
     return flags, rest
 
 
