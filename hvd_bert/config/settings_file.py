@@ -35,7 +35,7 @@ def read(name: str, path: Path) -> dict[str, str]:
     except RecursionError:
         raise UserError(f"--config {name}: is nested too deeply. Write lines of `flag: value`.") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(f"--config {name}: cannot be read as YAML: {reason}") from None
     pairs = root.value if isinstance(root, yaml.MappingNode) else []
     if not pairs or not all(isinstance(key, yaml.ScalarNode) for key, _ in pairs):

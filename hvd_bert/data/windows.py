@@ -38,6 +38,7 @@ from hvd_bert.data.cache import default_cache_dir
 from hvd_bert.data.squad import Question, Source
 from hvd_bert.data.tokenization import SCHEMA, QuestionBatch, WindowCounts, WindowOptions, WindowTokenizer
 from hvd_bert.errors import UserError
+from hvd_bert.storage.reading import open_regular, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -259,24 +260,29 @@ def _write(folder: Path, source: Source, window_tokenizer: WindowTokenizer, show
 
 def _is_whole(entry: Path) -> bool:
     try:
-        meta = json.loads((entry / _META).read_text())
-        return bool(meta["crc32"] == _checksum(entry, meta["counts"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        meta = read_json(entry / _META)
+        if meta["crc32"] != _checksum(entry, meta["counts"]):
+            return False
+        _open(entry)
+        return True
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # pyarrow's errors are among them
         return False
 
 
 def _checksum(folder: Path, counts: dict[str, int]) -> int:
     """CRC-32 of the table and its counts. It takes 0.05 s for SQuAD v1.1, so every rank computes it at every start."""
     crc = zlib.crc32(json.dumps(counts, sort_keys=True).encode())
-    with (folder / _DATA).open("rb") as file:
+    with open_regular(folder / _DATA) as file:
         while block := file.read(_BLOCK):
             crc = zlib.crc32(block, crc)
     return crc
 
 
 def _open(entry: Path) -> WindowTable:
-    meta = json.loads((entry / _META).read_text())
+    meta = read_json(entry / _META)
     with pa.ipc.open_stream(pa.memory_map(str(entry / _DATA))) as stream:
+        if stream.schema != SCHEMA:
+            raise ValueError(f"{entry / _DATA} has other columns")
         return WindowTable(list(stream), WindowCounts(**meta["counts"]), entry / _DATA)
 
 

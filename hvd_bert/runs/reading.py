@@ -112,7 +112,7 @@ def read(folder: Path) -> Run:
     ranks = results.count("world_size")
     devices = ranks * (results.count("devices_per_rank") if "devices_per_rank" in results.values else 1)
     processes = _processes(results)
-    scores = _Record(SCORES, _load(folder / SCORES)) if (folder / SCORES).exists() else None
+    scores = _Record(SCORES, _load(folder / SCORES)) if os.path.lexists(folder / SCORES) else None
     # A task may have none, and older runs of question answering do not name theirs.
     names = list(map(str, results.sequence("scores") if "scores" in results.values else ["exact_match", "f1"]))
     settings = settings_of(folder / SETTINGS)

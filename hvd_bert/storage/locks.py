@@ -19,10 +19,13 @@ from pathlib import Path
 
 import filelock
 
+from hvd_bert.storage.reading import open_regular, read_text
+
 # Errors of file systems that are mounted without locks (some Lustre, some NFS).
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 
 
+MAX_HOLDER = 300  # characters of the name of a process and its host
 BRIEFLY_S = 0.2  # `is_held` of another process takes the lock for a moment
 
 
@@ -69,7 +72,7 @@ def take(path: Path, *, wait: bool) -> Lock:
 
 def is_held(path: Path) -> bool:
     """Whether a process holds the lock, at this moment. Changes nothing. Raises OSError without locks or a file."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -110,8 +113,8 @@ def _sign(descriptor: int) -> None:
 
 def _holder(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace").strip() or "an unknown process"
-    except OSError:
+        return read_text(path, errors="replace").strip()[:MAX_HOLDER] or "an unknown process"
+    except (OSError, ValueError):
         return "an unknown process"
 
 

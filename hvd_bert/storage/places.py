@@ -6,11 +6,21 @@ import os
 import sys
 from pathlib import Path
 
+from hvd_bert.errors import UserError
+
 
 def cache_root() -> Path:
     """`$HVD_BERT_CACHE`, else `$XDG_CACHE_HOME/hvd_bert`, else `~/.cache/hvd_bert`."""
     own = os.environ.get("HVD_BERT_CACHE")
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_bert"
+
+
+def check_working_directory() -> None:
+    """Raise UserError if the working directory was removed: no path could be looked up from it."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UserError(f"The working directory cannot be used ({error.strerror}). Change to another (cd).") from None
 
 
 NAME_MAX, PATH_MAX = 255, 4096  # bytes, of Linux

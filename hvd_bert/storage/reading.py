@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import stat
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,6 +15,7 @@ from hvd_bert.errors import reason_of
 MIB = 2**20
 MAX_BYTES = 256 * MIB  # of a file that is read as a whole; none that this program writes is nearly as large
 MAX_YAML_BYTES = MIB
+MAX_DIGITS = 100  # of a whole number in YAML, where 1:30 and 0x1E are numbers, too
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -67,10 +69,30 @@ def read_yaml(path: str | Path) -> Any:
 
     text = read_text(path, MAX_YAML_BYTES)
     try:
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise ValueError("it has aliases")
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_yaml_loader())  # a SafeLoader
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except (yaml.YAMLError, OverflowError, LookupError, TypeError, AttributeError) as error:  # PyYAML's, of odd values
         raise ValueError(reason_of(error)) from None
+
+
+@cache
+def _yaml_loader() -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Refuses what a short file can make large. Checks while it composes: the scanner alone takes quadratic time
+        for deep nesting, which ends this with a RecursionError."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise ValueError("it has aliases")
+            return super().compose_node(parent, index)
+
+        def construct_yaml_int(self, node: Any) -> int:
+            if len(node.value) > MAX_DIGITS:
+                raise ValueError("it has a number with too many digits")
+            return int(super().construct_yaml_int(node))
+
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
+    return Loader

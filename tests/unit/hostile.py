@@ -1,0 +1,75 @@
+"""Files with which no reader may hang, end in a traceback or use gigabytes: contents, and things that are no files."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+Make = Callable[[Path], object]  # puts something in the place of a file
+
+
+def text(content: str | bytes) -> Make:
+    return lambda path: path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def bound_socket(path: Path) -> None:
+    """A socket's file. Its path may be too long to bind to, so from its folder."""
+    before = os.getcwd()
+    os.chdir(path.parent)
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(before)
+
+
+CONTENTS: dict[str, Make] = {
+    "empty": text(""),
+    "NUL bytes": text(bytes(100)),
+    "not UTF-8": text(b'{"a": "\xff\xfe"}\n'),
+    "UTF-16": text('{"a": 1}'.encode("utf-16")),
+    "cut off": text('{"step": 1, "lo'),
+    "lists 100,000 deep": text("[" * 100_000 + "]" * 100_000 + "\n"),
+    "objects 100,000 deep": text('{"a":' * 100_000 + "1" + "}" * 100_000 + "\n"),
+    "5,000 digits": text('{"step": ' + "9" * 5000 + "}\n"),
+    "only digits": text("7" * 5000 + "\n"),
+    "a list": text("[1]\n"),
+    "null": text("null\n"),
+    "a text": text('"a\\ud800\\u001b[31m"\n'),
+}
+NO_FILES: dict[str, Make] = {
+    "fifo": lambda path: os.mkfifo(path),
+    "socket": bound_socket,
+    "/dev/zero": lambda path: path.symlink_to("/dev/zero"),
+    "folder": lambda path: path.mkdir(),
+    "link to itself": lambda path: path.symlink_to(path.name),
+}
+ALL = CONTENTS | NO_FILES
+
+
+@contextmanager
+def in_place_of(path: Path, what: str) -> Iterator[None]:
+    """Replace a file by the hostile one of this name, and put it back."""
+    before = path.read_bytes() if path.exists() else None
+    path.unlink(missing_ok=True)
+    ALL[what](path)
+    try:
+        yield
+    finally:
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        else:
+            path.unlink()
+        if before is not None:
+            path.write_bytes(before)
+
+
+def check_message(message: str, *words: str) -> None:
+    """It names what it must, is one line of moderate length, and is no command to a terminal."""
+    for word in words:
+        assert word in message, message
+    printed = message.encode(errors="backslashreplace").decode()  # as all commands print
+    assert len(printed) < 1000 and printed.isprintable(), printed

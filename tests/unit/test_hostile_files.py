@@ -1,0 +1,186 @@
+"""Every file that a command reads, replaced by each hostile one: refused with its name, or skipped with a note."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import hostile
+import pytest
+from made_runs import make_run, make_samples
+from made_timelines import training
+
+from hvd_bert.bench.record import read_previous
+from hvd_bert.config import settings_file
+from hvd_bert.config.trained import trained_settings
+from hvd_bert.data import squad, texts
+from hvd_bert.doctor import collective
+from hvd_bert.errors import UserError
+from hvd_bert.predict.unfinished import Unfinished
+from hvd_bert.publish import card
+from hvd_bert.report import run_page
+from hvd_bert.report.__main__ import _networks
+from hvd_bert.report.flags import make_parser
+from hvd_bert.runs import reading, record
+from hvd_bert.storage import locks, written
+from hvd_bert.timeline import __main__ as timeline
+from hvd_bert.training.reporters import run_ids
+
+pytestmark = pytest.mark.timeout(60)  # a reader that blocks must fail its test soon
+
+# --- files whose content a command needs: it is refused with a UserError that names the file ----------
+
+
+@dataclass(frozen=True)
+class Needed:
+    """`good`: content that is accepted. `accepts`: hostile contents that this file may hold."""
+
+    name: str
+    good: str
+    read: Callable[[Path], object]
+    accepts: tuple[str, ...] = ()
+
+
+def one_question(path: Path) -> object:
+    return squad.open_file(path, False, squad.Reading(purpose="prediction")).questions()
+
+
+def doctors_report(path: Path) -> object:
+    return _networks(make_parser().parse_args(["runs", "--doctor", str(path)]))
+
+
+def unfinished(path: Path) -> object:
+    written.add(path.parent, path.name, path.stem)
+    answers = Unfinished(path.with_suffix(""), {"the model": "m"})
+    try:
+        answers.finish()
+    finally:
+        answers.close()
+    return answers
+
+
+ALLREDUCE = [{"method": "Horovod", "num_bytes": size, "world_size": 2, "seconds": [0.1]} for size in (4, 10**8)]
+NEEDED = {
+    "data": Needed("data.json", '[{"id": "q", "question": "a?", "context": "b"}]', one_question),
+    "data, row by row": Needed("data.jsonl", '{"id": "q", "question": "a?", "context": "b"}\n', one_question),
+    "labelled texts": Needed(
+        "texts.jsonl", '{"text": "a", "label": 1}\n', lambda path: texts.open_file(str(path), "--train_file")
+    ),
+    "labelled texts, CSV": Needed(
+        "texts.csv", "text,label\na,1\n", lambda path: texts.open_file(str(path), "--train_file")
+    ),
+    "configuration": Needed("mine.yaml", "seed: 1\n", lambda path: settings_file.read(str(path), path)),
+    "settings of a model": Needed(
+        "train_config.yaml", "seed: 1\n", lambda path: trained_settings(str(path.parent)), tuple(hostile.NO_FILES)
+    ),
+    "timeline": Needed("timeline.json", training(steps=4).text.removesuffix(",") + "]", timeline.read),
+    "doctor's report": Needed("doctor.json", json.dumps({"allreduce": ALLREDUCE}), doctors_report),
+    "record of a sweep": Needed(
+        "sweep.json",
+        '{"same": {}}',
+        lambda path: read_previous(path.parent, path.name, {}, "sweep"),
+        ("link to itself",),
+    ),
+    "unfinished answers": Needed(
+        "answers.json.unfinished", '{"the model": "m"}\n', unfinished, ("empty", "cut off", "NUL bytes", "UTF-16")
+    ),
+}
+
+
+def test_good_files_are_read(tmp_path: Path) -> None:
+    for needed in NEEDED.values():
+        path = tmp_path / needed.name
+        path.write_text(needed.good)
+        needed.read(path)
+
+
+@pytest.mark.parametrize("what", hostile.ALL)
+@pytest.mark.parametrize("name", NEEDED)
+def test_refused(tmp_path: Path, name: str, what: str) -> None:
+    needed = NEEDED[name]
+    path = tmp_path / needed.name
+    hostile.ALL[what](path)
+    if what in needed.accepts:
+        return
+    with pytest.raises((UserError, OSError)) as raised:
+        needed.read(path)
+    hostile.check_message(str(raised.value), needed.name if isinstance(raised.value, UserError) else "")
+
+
+# --- a run's files: the rest of the run is shown, and the run is left out of comparisons --------------
+
+OF_A_RUN = {
+    "metrics.jsonl": True,  # whether a comparison needs it
+    "train_results.json": True,
+    "eval_results.json": True,
+    "train_config.yaml": False,
+    "events.jsonl": False,
+    "eval_samples.json": False,
+    "gpu_usage.jsonl": False,
+    "checkpoint-20/manifest.json": False,
+    "checkpoint-20/state.json": False,
+    ".lock": False,
+}
+UNNAMED = ("train_config.yaml", ".lock")  # nothing that is shown depends on them
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_run(tmp_path_factory.mktemp("runs") / "run", steps=5, scores=(1.0, 2.0))
+    make_samples(folder)
+    (folder / "events.jsonl").write_text('{"event": "start", "train_steps": 5, "ranks": [{"rank": 0}]}\n')
+    (folder / "gpu_usage.jsonl").write_text('{"step": 1, "gpu": 0}\n')
+    (folder / "checkpoint-20").mkdir()
+    (folder / "checkpoint-20" / "manifest.json").write_text('{"files": {"a": {"bytes": 1}}}')
+    (folder / "checkpoint-20" / "state.json").write_text('{"best": {"metric": "f1", "value": 2.0, "step": 20}}')
+    return folder
+
+
+@pytest.mark.parametrize("what", hostile.ALL)
+@pytest.mark.parametrize("name", OF_A_RUN)
+def test_a_run_is_shown_and_left_out(run: Path, name: str, what: str) -> None:
+    with hostile.in_place_of(run / name, what):
+        shown = record.read(run)
+        assert "\x1b" not in run_page.page_of(shown).as_markdown() + "\n".join(run_page.summary(shown))
+        if what in hostile.NO_FILES and name not in UNNAMED:
+            assert [problem for problem in shown.problems if Path(name).name in problem]
+        if OF_A_RUN[name]:
+            with pytest.raises(reading.Unusable, match=name) as raised:
+                reading.read(run)
+            hostile.check_message(str(raised.value).encode("ascii", "replace").decode())
+        else:
+            assert reading.read(run).steps == 5
+
+
+# --- files that a run keeps for itself: it continues without them, or says what is in the way ---------
+
+KEPT: dict[str, Callable[[Path], object]] = {
+    "tracking.json": lambda folder: run_ids.read(folder, "wandb"),
+    "README.md": lambda folder: (written.add(folder, "README.md"), card.is_ours(folder / "README.md")),
+    ".written_by_hvd_bert": written.names,
+    "train_results.json": lambda folder: card.update(folder, {}, {"model_name_or_path": str(folder)}),
+    ".lock": lambda folder: locks.names_another_host(folder / ".lock"),
+}
+
+
+@pytest.mark.parametrize("what", hostile.ALL)
+@pytest.mark.parametrize("name", KEPT)
+def test_own_files(tmp_path: Path, name: str, what: str) -> None:
+    hostile.ALL[what](tmp_path / name)
+    try:
+        KEPT[name](tmp_path)
+    except OSError as error:  # which callers report with the path
+        assert what in hostile.NO_FILES
+        hostile.check_message(error.strerror or str(error))
+
+
+@pytest.mark.parametrize("what", hostile.ALL)
+def test_model_that_doctor_checks(tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    hostile.ALL[what](tmp_path / "config.json")
+    with pytest.raises(UserError) as raised:
+        collective.gradient_bytes(str(tmp_path))
+    hostile.check_message(str(raised.value), str(tmp_path))
