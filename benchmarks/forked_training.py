@@ -1,10 +1,12 @@
-"""A training in a forked child process: it starts with everything imported and reports each step that it begins."""
+"""A training in forked child processes: it starts with everything imported and reports each step that it begins."""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from unittest.mock import patch
 
 import hvd_bert.train.loop  # noqa: F401  # which the command imports late, and here the child would
 from hvd_bert.data.collate import Batch
@@ -27,15 +29,13 @@ def start(flags: Sequence[str], before_step: Callable[[int], None] | None = None
         return child, reading
     os.close(reading)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    of_step = Prefetcher.of_step
 
-    def reporting(self: Prefetcher, step: int) -> Iterator[Batch]:
-        os.write(writing, (step + 1).to_bytes(NUMBER_BYTES, "little"))
+    def reporting(step: int) -> None:
+        os.write(writing, step.to_bytes(NUMBER_BYTES, "little"))
         if before_step:
-            before_step(step + 1)
-        return of_step(self, step)
+            before_step(step)
 
-    Prefetcher.of_step = reporting  # type: ignore[method-assign]
+    call_before_each_step(reporting)
     sys.argv = ["hvd_bert.train", *flags]
     status = 1
     try:
@@ -44,6 +44,34 @@ def start(flags: Sequence[str], before_step: Callable[[int], None] | None = None
         status = int(end.code or 0)
     finally:
         os._exit(status)  # the rest of the program is the parent's
+
+
+def start_ranks(
+    flags: Sequence[str], size: int, before_step: Callable[[int], None] | None = None
+) -> list[tuple[int, int]]:
+    """Train on `size` ranks over Gloo, with torchrun's variables. Returns what `start` returns, for each rank."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    job |= {"TORCHELASTIC_RUN_ID": "forked", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    job |= {"GROUP_WORLD_SIZE": 1, "GROUP_RANK": 0}
+    started = []
+    for rank in range(size):
+        environ = {name: str(value) for name, value in (job | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        with patch.dict(os.environ, environ):
+            started.append(start(flags, before_step))
+    return started
+
+
+def call_before_each_step(before_step: Callable[[int], None]) -> None:
+    """From now on this process calls `before_step` with the number of each step (1, 2, ...) that it begins."""
+    of_step = Prefetcher.of_step
+
+    def calling(self: Prefetcher, step: int) -> Iterator[Batch]:
+        before_step(step + 1)
+        return of_step(self, step)
+
+    Prefetcher.of_step = calling  # type: ignore[method-assign]
 
 
 def read_step(pipe: int) -> int | None:
