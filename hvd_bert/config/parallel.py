@@ -49,6 +49,12 @@ class ParallelArguments:
         owner="horovod",
         may_change_on_resume=True,
     )
+    check_weights_steps: int = flag(
+        "distributed",
+        0,
+        "Horovod and DDP: every N steps, end the run if the weights differ between ranks; 0: do not compare.",
+        may_change_on_resume=True,
+    )
     num_threads: int | None = flag(
         "distributed",
         None,
@@ -74,6 +80,13 @@ class ParallelArguments:
             self.num_groups == 0 or factor == 1.0,
             f"--num_groups {self.num_groups}: Horovod cannot group gradients with --gradient_predivide_factor."
             " Leave one of them out.",
+        )
+        every = self.check_weights_steps
+        require(every >= 0, f"--check_weights_steps {every}: must not be negative.")
+        require(
+            every == 0 or self.strategy in ("horovod", "ddp"),
+            f"--check_weights_steps {every}: with --strategy {self.strategy} the ranks hold no copies of the weights to"
+            " compare. Leave it out.",
         )
         threads = self.num_threads
         require(threads is None or threads >= 1, f"--num_threads {threads}: must be at least 1.")

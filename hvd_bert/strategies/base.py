@@ -48,7 +48,6 @@ class Strategy:
     Attributes:
         module: The module that the loop calls for the forward pass.
         optimizer: The optimizer whose learning rate the schedule sets.
-        skipped_steps: Number of steps skipped because a gradient overflowed.
     """
 
     # Whether time spent waiting for other ranks can be measured apart from computation.
@@ -61,7 +60,6 @@ class Strategy:
         self.module = self._distribute(model, world)
         self.optimizer: Any = make_optimizer(self.module)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=options.fp16)
-        self.skipped_steps = 0
         self._passes = 0
         self._average_next(options.accumulation == 1)
 
@@ -89,14 +87,24 @@ class Strategy:
         """Wait for the averaged gradients, which `clip` needs."""
 
     def clip(self) -> Tensor:
-        """Clip the averaged gradients. Returns their norm before clipping (0-dim, on the device)."""
+        """Clip the averaged gradients. Returns their norm before clipping (0-dim, on the device).
+
+        A norm that is NaN or infinite is so on all ranks. Then `step` leaves the weights as they are.
+        """
         self.scaler.unscale_(self.optimizer)
+        norm = self._clip()
+        if not self.options.fp16:  # there the scaler sets it
+            # The fused optimizer reads it on the device, so that the host need not wait for the norm.
+            self.optimizer.found_inf = torch.logical_not(torch.isfinite(norm)).float()
+        return norm
+
+    def _clip(self) -> Tensor:
         return nn.utils.clip_grad_norm_(self.module.parameters(), self.options.max_grad_norm or float("inf"))
 
     def step(self) -> bool:
-        """Apply and clear the clipped gradients. Returns False if they overflowed and the step was skipped."""
+        """Apply and clear the clipped gradients. Returns False if they overflowed and the host knows already that the
+        step was skipped."""
         applied = self._apply()
-        self.skipped_steps += not applied
         self.optimizer.zero_grad()
         return applied
 
@@ -113,7 +121,7 @@ class Strategy:
     def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
         """State for a checkpoint, whole on rank 0: weights, the optimizer's tensors as "parameter/slot", and the rest
         for JSON. A collective."""
-        rest = {"groups": self._groups(), "scaler": self.scaler.state_dict(), "skipped_steps": self.skipped_steps}
+        rest = {"groups": self._groups(), "scaler": self.scaler.state_dict()}
         return self._weights(), self._optimizer_tensors(), rest
 
     def load_state(self, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
@@ -121,7 +129,6 @@ class Strategy:
         self._load(weights, tensors, rest["groups"])
         if rest["scaler"]:
             self.scaler.load_state_dict(rest["scaler"])
-        self.skipped_steps = rest["skipped_steps"]
 
     def _groups(self) -> list[dict[str, Any]]:
         return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]

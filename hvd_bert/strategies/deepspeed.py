@@ -110,7 +110,6 @@ class DeepSpeedStrategy(Strategy):
         return torch.as_tensor(self.module.get_global_grad_norm())
 
     def step(self) -> bool:
-        self.skipped_steps += not self._applied
         return self._applied
 
     def whole_model(self) -> nn.Module:

@@ -46,8 +46,8 @@ class FSDPStrategy(Strategy):
     def _average_next(self, averages: bool) -> None:
         self.module.set_requires_gradient_sync(averages)
 
-    def clip(self) -> Tensor:
-        norm = super().clip()
+    def _clip(self) -> Tensor:
+        norm = super()._clip()
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def whole_model(self) -> nn.Module:

@@ -81,6 +81,10 @@ class Task(ABC):
     def identity(self) -> dict[str, object]:
         """What must not change on resume besides the settings and the model's shape, such as the training data."""
 
+    def window_names(self, ids: Ids) -> list[str]:
+        """Names by which a user finds the training windows `ids` in the data, for messages."""
+        return [f"number {id_}" for id_ in ids.tolist()]
+
     def flops(self, lengths: Lengths, passes: int) -> float | None:
         """Useful FLOP of training on windows of these lengths in `passes` passes, without padding; None: unknown."""
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,6 +71,19 @@ class QuestionAnswering(Task):
         )
         contents = files(answers) | {"eval_samples.json": samples}
         return EvaluationResult(evaluation.metrics, summary(evaluation.metrics), contents)
+
+    def window_names(self, ids: Ids) -> list[str]:
+        assert self.inputs.train is not None
+        try:
+            return [self._question_ids[n] for n in self.inputs.train.windows.numbers("question", ids).tolist()]
+        except (UserError, OSError, IndexError):  # the data is not there any more, or has changed
+            return super().window_names(ids)
+
+    @cached_property
+    def _question_ids(self) -> list[str]:
+        """Ids of the training questions, read once more when a message needs them."""
+        assert self.inputs.train is not None
+        return [question.id for question in self.inputs.train.source.questions()]
 
     def fingerprint(self) -> dict[str, object]:
         return self.inputs.fingerprint()

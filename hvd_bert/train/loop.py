@@ -25,7 +25,8 @@ from hvd_bert.publish import card
 from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.train.evaluations import Evaluations
 from hvd_bert.train.start import load
-from hvd_bert.training.breakdown import Breakdown, check_finite, describe_steps
+from hvd_bert.training.breakdown import Breakdown, describe_steps
+from hvd_bert.training.health import Health
 from hvd_bert.training.metrics_log import MetricsLogger
 from hvd_bert.training.optim import large_batch_note
 from hvd_bert.training.reporters import table as reporters
@@ -113,6 +114,7 @@ class Training:
         peak = peak_flops(args, config.profiling.peak_tflops, world)
         self.breakdown = Breakdown(self.state.meter, self.plan, task.flops, peak, self.state.step)
         self.checkpoints = Checkpoints(self.state, config, task)
+        self.health = Health(self.state, task.window_names, config)
         self.recording = Recording(config, self.total_steps, self.state.meter, world)
         self.effective = run_folder.effective_settings(config, self.plan, self.state.schedule.base_lrs[0], world)
         self.stop_requests = StopRequests(world)
@@ -155,9 +157,8 @@ class Training:
             self.model_step = checkpoints.end()
             if self.model_step != state.step:
                 self.evaluation = None  # it is the last model's, and an earlier one is the best
-        skipped = {"skipped_steps": state.strategy.skipped_steps}
         sums = {"breakdown": self.breakdown.results()}
-        return state.meter.results() | sums | checkpoints.totals | skipped | effective
+        return state.meter.results() | sums | checkpoints.totals | effective
 
     def _step(self) -> tuple[float, Tensor]:
         """One optimizer step. Returns its learning rate and the norm of its gradient."""
@@ -180,6 +181,7 @@ class Training:
             learning_rate = state.schedule.get_last_lr()[0]
             if strategy.step():
                 state.schedule.step()
+            meter.end_step(grad_norm)
         state.step += 1
         return learning_rate, grad_norm
 
@@ -197,17 +199,14 @@ class Training:
         state.eval_pending = self.evaluations is not None and evaluates
         if state.eval_pending or self.config.train.logs_after_step(state.step, total_steps):
             means = self.breakdown.read(state.step)
-            check_finite(state.step, means["loss"])
-            now = {
-                "epoch": state.step / per_epoch,
-                "learning_rate": learning_rate,
-                "grad_norm": float(grad_norm),
-            }
+            self.health.look(state.step)
+            now = {"epoch": state.step / per_epoch, "learning_rate": learning_rate, "grad_norm": float(grad_norm)}
             self.metrics_logger.logged(state.step, now | means | self.gpus.read(state.step) | checkpoints.metrics())
         if stops:
             checkpoints.stop(self.stop_requests.reason())
         if state.eval_pending:
             self._evaluate()
+        self.health.check_weights()  # before a checkpoint holds wrong ones
         if checkpoints.due(total_steps):
             checkpoints.save()
         state.meter.lap("other")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,8 +9,6 @@ import numpy as np
 import torch
 
 from hvd_bert.data.batch_plan import BatchPlan, Lengths
-from hvd_bert.distributed.world import CollectiveError
-from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.training.meter import Meter
 
 NAMES = {
@@ -189,14 +186,3 @@ def _largest(found: Mapping[str, Any]) -> list[str]:
     if shares[phase] < LARGE_SHARE:
         return []
     return [f"{NAMES[phase].capitalize()} takes {shares[phase]:.0%} of the step: {ADVICE[phase]}"]
-
-
-def check_finite(step: int, loss: float) -> None:
-    """End the run on all ranks if the mean loss is NaN or infinite."""
-    if math.isfinite(loss):
-        return
-    raise CollectiveError(
-        f"The loss is {loss} at step {step}: training has diverged. Lower --learning_rate, lengthen the warm-up"
-        " (--warmup_ratio 0.1), or clip the gradient (--max_grad_norm 1).",
-        status=EXIT_FAILURE,
-    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,9 +13,11 @@ from typing import Protocol, TypeVar
 import torch
 
 from hvd_bert.distributed.world import World
+from hvd_bert.training.last_step import LastStep
 
 # The phases of a step in the order of the step-time summary, described in docs/reference/output-files.md.
 PHASES = ("data", "compute", "exposed_comm", "optimizer", "checkpoint", "other")
+MAX_STEPS = 200  # between two reads whose losses are kept; older ones are forgotten
 Item = TypeVar("Item")
 
 
@@ -83,7 +87,8 @@ class Look:
     """Sums over all ranks between two reads; `seconds` by this rank's clock.
 
     `phases`: seconds per rank and phase, [ranks, phases], in the last `watched` of these steps. Steps before a resume
-    are not among them.
+    are not among them. `losses`: of the last steps, [ranks, steps]; their sum over the ranks, divided by the world
+    size, is the step's loss.
     """
 
     seconds: float
@@ -92,12 +97,15 @@ class Look:
     positions: int
     watched: int
     phases: torch.Tensor
+    losses: torch.Tensor
 
 
 class Meter:
     """Sums up work, loss and time between two reads, without reading from the device in between.
 
     Times exclude evaluations. `phases`: names of the phases that are told apart. `look`: sums of the last read.
+    `on_step`: called with each step's loss, of this rank, and norm of the gradient, one step later or before a read.
+    `skipped_steps`: those that `on_step` found to have no finite gradient.
     """
 
     look: Look
@@ -107,12 +115,16 @@ class Meter:
         self.world = world
         self.phases = tuple(phase for phase in PHASES if tells_exposed_comm or phase != "exposed_comm")
         self.on_lap: Callable[[str], None] | None = None  # set while steps are recorded
-        self.last_step = 0
+        self.on_step: Callable[[float, float], None] = lambda loss, grad_norm: None
+        self.last_step = self.skipped_steps = self._skipped_before = 0
         self.train_s = self.loss_sum = 0.0
         self.windows = self.tokens = 0
         self._phase = "other"  # of `phase`'s innermost block
         self._stopwatch = Stopwatch(world.device)
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
+        self._step_loss = torch.zeros_like(self._loss)
+        self._pending = LastStep(2, world.device)
+        self._losses: deque[float] = deque(maxlen=MAX_STEPS)
         self._windows = self._tokens = self._positions = 0
         self._start(0)
 
@@ -148,10 +160,26 @@ class Meter:
 
     def add(self, loss: torch.Tensor, batch: Work) -> None:
         """Count one forward pass. `loss`: this rank's share of the step's loss, as passed to the strategy."""
-        self._loss += loss.detach()
+        self._step_loss += loss.detach()
         self._windows += batch.num_windows
         self._tokens += batch.num_tokens
         self._positions += batch.num_positions
+
+    def end_step(self, grad_norm: torch.Tensor) -> None:
+        """Count the loss of the step's passes, except if the step is skipped: `grad_norm` is not finite, and the loss
+        may be NaN."""
+        self.settle()
+        grad_norm = grad_norm.to(self._loss.device)
+        self._pending.put(self._step_loss, grad_norm)
+        self._loss += torch.where(torch.isfinite(grad_norm), self._step_loss, 0.0)
+        self._step_loss.zero_()
+
+    def settle(self) -> None:
+        """Report the last step to `on_step`, if it is not yet. All ranks call this after the same step."""
+        for loss, grad_norm in filter(None, [self._pending.take()]):
+            self._losses.append(loss)
+            self.skipped_steps += not math.isfinite(grad_norm)
+            self.on_step(loss, grad_norm)
 
     def read(self, step: int) -> dict[str, float]:
         """Means over all ranks since the previous read. A collective.
@@ -160,14 +188,16 @@ class Meter:
         of the step: `data_s`, `data_share`, ... With several ranks also the minimum and the maximum over the ranks:
         `data_min_s`, `data_max_s`, ...
         """
+        self.settle()
         self.lap("other")
         laps = self._stopwatch.take()
         if "exposed_comm" not in self.phases:
             laps["compute"] += laps.pop("exposed_comm")
-        mine = [float(self._loss), self._windows, self._tokens, self._positions, *laps.values()]
+        mine = [float(self._loss), self._windows, self._tokens, self._positions, *laps.values(), *self._losses]
         now = self._stopwatch.now_s()
         seconds, self._since = now - self._since, now  # what follows counts for the next step
         self._loss.zero_()
+        self._losses.clear()
         self._windows = self._tokens = self._positions = 0
         table = torch.zeros(self.world.size, len(mine), dtype=torch.float64)
         table[self.world.rank] = torch.tensor(mine, dtype=torch.float64)
@@ -175,15 +205,18 @@ class Meter:
         loss, *counts = table[:, :4].sum(0).tolist()
         windows, tokens, positions = map(round, counts)
         loss /= self.world.size
-        self.look = Look(seconds, windows, tokens, positions, step - self._watched_from, table[:, 4:])
+        phases, losses = table[:, 4:].split([len(laps), table.shape[1] - 4 - len(laps)], dim=1)
+        self.look = Look(seconds, windows, tokens, positions, step - self._watched_from, phases, losses)
         steps = step - self.last_step
+        counted = steps - (self.skipped_steps - self._skipped_before)
+        self._skipped_before = self.skipped_steps
         self.last_step = self._watched_from = step
         self.train_s += seconds
         self.loss_sum += loss
         self.windows += windows
         self.tokens += tokens
         return {
-            "loss": loss / steps,
+            "loss": loss / counted if counted else math.nan,
             "windows_per_s": windows / seconds,
             "tokens_per_s": tokens / seconds,
             "padding_share": 1 - tokens / positions,
@@ -199,16 +232,19 @@ class Meter:
     def state(self) -> dict[str, float]:
         """Totals up to the last read, equal on all ranks, and the time since."""
         totals = {name: getattr(self, name) for name in _TOTALS}
+        totals |= {"skipped_steps": self.skipped_steps, "skipped_before": self._skipped_before}
         return totals | {"seconds": time.perf_counter() - self._since}
 
     def since_last_look(self) -> list[float]:
         """This rank's sums since the last read: loss, windows, tokens, positions. Waits for the device."""
+        self.settle()
         return [float(self._loss), self._windows, self._tokens, self._positions]
 
     def restore(self, state: dict[str, float], since_last_look: list[float], step: int) -> None:
         """Restore what `state` and `since_last_look` returned after `step`. Phases are counted from here on."""
         for name in _TOTALS:
             setattr(self, name, state[name])
+        self.skipped_steps, self._skipped_before = state.get("skipped_steps", 0), state.get("skipped_before", 0)
         loss, windows, tokens, *positions = since_last_look
         self._loss.fill_(loss)
         self._windows, self._tokens = int(windows), int(tokens)
@@ -224,7 +260,8 @@ class Meter:
             "train_samples_per_second": self.windows / self.train_s,
             "train_steps_per_second": self.last_step / self.train_s,
             "train_tokens_per_second": self.tokens / self.train_s,
-            "train_loss": self.loss_sum / self.last_step,
+            "train_loss": self.loss_sum / max(1, self.last_step - self.skipped_steps),
+            "skipped_steps": self.skipped_steps,
         }
 
 

@@ -66,6 +66,7 @@ def run_checks(world: World) -> None:
         "resume_checks",
         "breakdown_checks",
         "task_checks",
+        "health_checks",
     ):
         importlib.import_module(module)  # its checks register themselves
     folder, controller, strategy = Path(sys.argv[1]), *sys.argv[2:]

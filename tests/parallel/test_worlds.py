@@ -17,6 +17,7 @@ from typing import Any
 import breakdown_checks  # noqa: F401  # registers its checks
 import command_checks
 import evaluation_checks
+import health_checks  # noqa: F401  # registers its checks
 import numpy as np
 import official_squad
 import predict_checks

@@ -10,6 +10,8 @@ import torch
 from hvd_bert.training import meter as module
 from hvd_bert.training.meter import PHASES, Meter
 
+FINITE = torch.tensor(1.0)  # the norm of a gradient
+
 
 class Clock:
     """A `time` module whose clock the test sets."""
@@ -53,6 +55,7 @@ def test_meter(clock, size, passes):
         for value in values:
             for _ in range(passes):  # each is a share of the step's loss, as for the strategy
                 meter.add(torch.tensor(value / passes, requires_grad=True), batch(4, 100))
+            meter.end_step(FINITE)
             clock.now += 0.5
 
     steps(losses[:3])
@@ -74,6 +77,7 @@ def test_meter(clock, size, passes):
             "train_steps_per_second": 2.0,
             "train_tokens_per_second": 200 * work,
             "train_loss": 3.0,
+            "skipped_steps": 0,
         }
     )
 
@@ -81,6 +85,7 @@ def test_meter(clock, size, passes):
 def test_meter_holds_no_graph(clock):
     meter = Meter(world_of(1))
     meter.add(torch.tensor(1.0, requires_grad=True) * 2, batch(1, 1))
+    meter.end_step(FINITE)
     clock.now += 1.0
     assert not meter._loss.requires_grad
     assert meter.read(1)["loss"] == 2.0

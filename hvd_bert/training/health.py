@@ -1,0 +1,137 @@
+"""Steps whose loss or gradient is NaN or infinite, and jumps of the loss, with the windows of their batches.
+
+The averaged gradient has the same norm on all ranks, so all of them find such a step without a further message. They
+find it a step later, since nothing waits for the device; the strategy has left the weights as they were.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_bert.config.settings import Config
+from hvd_bert.data.batch_plan import Ids
+from hvd_bert.distributed import events
+from hvd_bert.distributed.logs import describe_ranks
+from hvd_bert.distributed.world import CollectiveError, log
+from hvd_bert.errors import EXIT_FAILURE
+from hvd_bert.training.checksums import check_copies
+from hvd_bert.training.state import TrainState
+
+# So many skipped steps in a row end the training. Loss scaling skips up to 16 steps until its first scale fits.
+LIMIT, LIMIT_SCALED = 3, 20
+# A jump: a step's loss exceeds the mean of the steps before by so many of their standard deviations, and by MIN_JUMP.
+DEVIATIONS, MIN_JUMP = 6.0, 0.1
+STEPS_BEFORE, MIN_STEPS = 100, 20
+MAX_EVENTS = 100  # of each kind per start, so that events.jsonl stays small
+MAX_RANKS, MAX_NAMES = 8, 8  # of an event, and of a message
+ADVICE = (
+    "Lower --learning_rate, lengthen the warm-up (--warmup_ratio 0.1), or clip the gradient (--max_grad_norm 1). If it"
+    " is always the same batch, check its data."
+)
+Losses = NDArray[np.float64]
+
+
+class Health:
+    """Watches the steps of a training. All ranks call the methods after the same steps."""
+
+    def __init__(self, state: TrainState, names: Callable[[Ids], list[str]], config: Config) -> None:
+        """`names`: of training windows."""
+        self.state, self.meter, self.plan, self.world = state, state.meter, state.plan, state.world
+        self.names, self.check_every = names, config.parallel.check_weights_steps
+        # Where gradients are fp16, steps are skipped until their scale fits.
+        self.limit = LIMIT_SCALED if config.train.fp16 or config.parallel.fp16_allreduce else LIMIT
+        self._step, self._skipped = state.step, 0  # steps done, and the last ones of them that were skipped
+        self._before: deque[float] = deque(maxlen=STEPS_BEFORE)
+        self._events: Counter[str] = Counter()
+        self.meter.on_step = self._ended
+
+    def _ended(self, loss: float, grad_norm: float) -> None:
+        """A step has ended with this rank's loss and all ranks' norm. Raises CollectiveError after too many skipped
+        steps."""
+        self._step += 1
+        self._skipped = 0 if math.isfinite(grad_norm) else self._skipped + 1
+        if not self._skipped:
+            return
+        losses = np.array(self.world.allgather(loss))
+        bad = np.flatnonzero(~np.isfinite(losses))
+        batch = self._batch(self._step, bad if len(bad) else np.arange(self.world.size), losses)
+        self._record("skipped_step", step=self._step, grad_norm=str(grad_norm), batch=batch)
+        what = (
+            f"The loss of {describe_ranks(bad.tolist())} is {losses[bad[0]]}"
+            if len(bad)
+            else "The gradient is NaN or infinite"
+        )
+        what += f" at step {self._step}"
+        if self._skipped == self.limit:
+            message = (
+                f"{what}: training has diverged. The last {self.limit} steps were skipped.{_shown(batch)} {ADVICE}"
+            )
+            raise CollectiveError(message, status=EXIT_FAILURE)
+        if self.world.rank == 0 and self.limit == LIMIT:  # with scaling it is nothing unusual
+            log.warning("%s. The step is skipped: the weights stay as they were.%s", what, _shown(batch))
+
+    def look(self, step: int) -> None:
+        """After `Meter.read` at `step`: find jumps of the loss. Raises CollectiveError if the loss was not finite in a
+        step whose gradient was."""
+        losses = self.meter.look.losses.numpy()  # of the last steps
+        for number, of_ranks in zip(range(step - losses.shape[1] + 1, step + 1), losses.T, strict=True):
+            if np.isfinite(of_ranks).all():
+                self._compare(number, of_ranks)
+        if not math.isfinite(self.meter.loss_sum):
+            what = (
+                f"The loss is {self.meter.loss_sum} at step {step}, or since the last log line: training has diverged."
+            )
+            raise CollectiveError(f"{what} {ADVICE}", status=EXIT_FAILURE)
+
+    def check_weights(self) -> None:
+        """Every --check_weights_steps, raise CollectiveError if a weight differs between ranks."""
+        if self.check_every and self.state.step % self.check_every == 0:
+            check_copies(self.state.strategy.model, self.world, self.state.step)
+
+    def _compare(self, step: int, losses: Losses) -> None:
+        """Compare a step's losses with the steps before."""
+        loss = float(losses.mean())
+        if len(self._before) >= MIN_STEPS:
+            mean, deviation = statistics.fmean(self._before), statistics.pstdev(self._before)
+            if loss > mean + max(DEVIATIONS * deviation, MIN_JUMP):
+                batch = self._batch(step, np.argsort(-losses, kind="stable"), losses)
+                if self._record("loss_jump", step=step, loss=loss, mean=mean, deviation=deviation, batch=batch):
+                    many = len(self._before)
+                    text = "The loss jumped to %.4g at step %d; its mean over the %d steps before is %.4g.%s"
+                    log.info(text, loss, step, many, mean, _shown(batch))
+        self._before.append(loss)
+
+    def _batch(self, step: int, ranks: NDArray[np.int64], losses: Losses) -> list[dict[str, Any]]:
+        """Mean loss and windows of these ranks in a step, for rank 0."""
+        if self.world.rank != 0:
+            return []
+        windows = len(self.plan.step_windows(step - 1))
+        found = []
+        for rank in ranks[:MAX_RANKS].tolist():
+            ids = np.concatenate(self.plan.rank_windows(step - 1, rank))
+            # A rank's loss is its share of the step's, times the world size.
+            mean = losses[rank] * windows / self.world.size / max(1, len(ids))
+            found.append({"rank": rank, "loss": str(mean), "windows": self.names(ids)})
+        return found
+
+    def _record(self, event: str, **values: Any) -> bool:
+        """Add an event on rank 0. Returns whether it is there."""
+        self._events[event] += 1
+        if self.world.rank != 0 or self._events[event] > MAX_EVENTS:
+            return False
+        events.add(event, **values)
+        return True
+
+
+def _shown(batch: list[dict[str, Any]]) -> str:
+    """The first windows, as a sentence; empty on ranks other than 0."""
+    names = [name for part in batch for name in part["windows"]]
+    more = f" and {len(names) - MAX_NAMES} more (in events.jsonl)" if len(names) > MAX_NAMES else ""
+    return f" Its windows: {', '.join(names[:MAX_NAMES])}{more}." if names else ""

@@ -1,0 +1,245 @@
+"""Steps without a finite gradient, jumps of the loss, and weights that differ between ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_world import heard, make_world
+from torch import nn
+
+from hvd_bert.config.command_line import parse
+from hvd_bert.data.batch_plan import BatchPlan
+from hvd_bert.distributed import events
+from hvd_bert.distributed.world import CollectiveError
+from hvd_bert.errors import EXIT_FAILURE, UserError
+from hvd_bert.strategies.base import StrategyOptions
+from hvd_bert.strategies.table import make_strategy
+from hvd_bert.training.checksums import check_copies, checksum
+from hvd_bert.training.health import LIMIT, LIMIT_SCALED, MAX_EVENTS, Health
+from hvd_bert.training.meter import Meter
+
+BAD, GOOD = math.nan, 1.0
+WINDOWS = 8
+
+
+class Watched:
+    """The health of rank 0 of 2 ranks; `losses` has those of the other rank, which are gathered and summed."""
+
+    def __init__(self, *flags: str) -> None:
+        self.world = make_world(size=2)
+        self.other = 0.0
+        self.world.allgather = lambda mine: [mine, self.other]  # type: ignore[method-assign]
+        self.world.sum = self._sum  # type: ignore[method-assign]
+        self.meter = Meter(self.world)
+        plan = BatchPlan(np.full(64, 20, np.int32), WINDOWS, accumulation=1, size=2, seed=0, crossover=4608)
+        state = SimpleNamespace(meter=self.meter, plan=plan, world=self.world, step=0)
+        self.plan, self.step = plan, 0
+        self.others: list[float] = []
+        self.health = Health(state, lambda ids: [f"w{n}" for n in ids], parse(list(flags)))  # type: ignore[arg-type]
+
+    def _sum(self, table: torch.Tensor) -> torch.Tensor:
+        table[1] = table[0]
+        if self.others:
+            table[1, -len(self.others) :] = torch.tensor(self.others)
+        self.others = []
+        return table
+
+    def train(self, loss: float, grad_norm: float = GOOD, other: float | None = None) -> None:
+        self.meter.add(torch.tensor(loss), SimpleNamespace(num_windows=4, num_tokens=80, num_positions=80))
+        self.meter.end_step(torch.tensor(grad_norm))  # which reports the step before
+        self.other = loss if other is None else other
+        self.others.append(self.other)
+        self.step += 1
+
+    def look(self) -> dict[str, float]:
+        row = self.meter.read(self.step)
+        self.health.look(self.step)
+        return row
+
+
+@pytest.fixture
+def recorded(monkeypatch) -> list[dict[str, Any]]:
+    """The events."""
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(events, "add", lambda event, **values: found.append({"event": event, **values}))
+    return found
+
+
+def test_skipped_step_names_the_rank_and_its_windows(recorded, caplog):
+    run = Watched()
+    run.train(2.0)
+    run.train(1.0, BAD, other=math.nan)
+    run.train(4.0)
+    row = run.look()
+    (event,) = recorded
+    windows = [f"w{n}" for n in run.plan.rank_windows(1, 1)[0]]
+    assert (event["event"], event["step"], event["grad_norm"]) == ("skipped_step", 2, "nan")
+    assert event["batch"] == [{"rank": 1, "loss": "nan", "windows": windows}]
+    said = "The loss of rank 1 is nan at step 2. The step is skipped: the weights stay as they were. Its windows: "
+    assert said + windows[0] in caplog.text
+    assert row["loss"] == 3.0  # of the other steps
+    results = run.meter.results()
+    assert (results["skipped_steps"], results["train_loss"]) == (1, 3.0)
+
+
+def test_gradient_alone_that_is_not_finite(recorded, caplog):
+    run = Watched()
+    run.train(2.0, math.inf)
+    run.meter.settle()
+    assert [part["rank"] for part in recorded[0]["batch"]] == [0, 1]
+    assert "The gradient is NaN or infinite at step 1" in caplog.text
+    assert "and 0 more" not in caplog.text and caplog.text.count("w") > WINDOWS
+
+
+@pytest.mark.parametrize(("flags", "limit"), [([], LIMIT), (["--bf16"], LIMIT), (["--fp16"], LIMIT_SCALED)], ids=str)
+def test_training_ends_after_so_many_skipped_steps_in_a_row(flags, limit, recorded):
+    run = Watched(*flags)
+    for _ in range(2):  # a good step in between starts the count again
+        for _ in range(limit - 1):
+            run.train(math.nan, BAD)
+        run.train(2.0)
+    for _ in range(limit):
+        run.train(math.nan, BAD)
+    with pytest.raises(
+        CollectiveError, match=f"The loss of ranks 0, 1 is nan at step {3 * limit}: training has diver"
+    ) as ended:
+        run.meter.settle()
+    assert ended.value.status == EXIT_FAILURE
+    assert f"The last {limit} steps were skipped. Its windows: w" in str(ended.value)
+    assert recorded[-1]["step"] == 3 * limit
+
+
+def test_line_of_skipped_steps_only_has_no_loss():
+    run = Watched()
+    run.train(math.nan, BAD)
+    assert math.isnan(run.look()["loss"])
+    run.train(3.0)
+    assert run.look()["loss"] == 3.0
+
+
+def test_infinite_loss_with_a_finite_gradient_ends_the_training():
+    run = Watched()
+    run.train(1.0)
+    run.train(math.inf)
+    with pytest.raises(CollectiveError, match="The loss is inf at step 2, or since the last log line"):
+        run.look()
+
+
+def test_sums_without_the_skipped_step_are_resumed(recorded):
+    first, second = Watched(), Watched()
+    first.train(2.0)
+    first.look()
+    first.train(math.nan, BAD)
+    first.train(4.0)
+    since = first.meter.since_last_look()
+    assert since[0] == 4.0
+    second.meter.restore(first.meter.state(), since, 3)
+    for run in (first, second):
+        run.step = 3
+        run.train(6.0)
+        assert run.meter.read(4)["loss"] == 5.0
+        assert run.meter.results()["train_loss"] == 4.0
+
+
+def test_jump_names_the_windows_of_the_highest_rank_first(recorded, caplog):
+    run = Watched()
+    with caplog.at_level(logging.INFO, "hvd_bert"):
+        for step in range(30):
+            run.train(2.0 + 0.1 * (step % 3))
+        run.look()
+        run.train(2.0, other=5.0)
+        run.train(2.1)
+        run.look()
+    (event,) = recorded
+    assert (event["event"], event["step"], event["loss"]) == ("loss_jump", 31, 3.5)
+    assert event["mean"] == pytest.approx(2.1)
+    assert [(part["rank"], part["loss"]) for part in event["batch"]] == [(1, "5.0"), (0, "2.0")]
+    first = f"w{run.plan.rank_windows(30, 1)[0][0]}"
+    assert (
+        f"The loss jumped to 3.5 at step 31; its mean over the 30 steps before is 2.1. Its windows: {first},"
+        in caplog.text
+    )
+
+
+@pytest.mark.parametrize("losses", [[3.0] * 10 + [9.0], [1e-4, 2e-4] * 15 + [0.01], [3.0, 1.0] * 15 + [4.0]], ids=str)
+def test_what_is_no_jump(losses, recorded):
+    """Too few steps before; tiny losses; losses that vary as much anyway."""
+    run = Watched()
+    for loss in losses:
+        run.train(loss)
+    run.look()
+    assert recorded == []
+
+
+def test_events_are_limited(recorded):
+    run = Watched("--fp16")
+    for _ in range(MAX_EVENTS + 5):
+        run.train(math.nan, BAD)
+        run.train(1.0)
+    run.meter.settle()
+    assert len(recorded) == MAX_EVENTS
+
+
+def test_weights_stay_as_they_were_without_a_finite_gradient():
+    model = nn.Linear(2, 2)
+    options = StrategyOptions(max_grad_norm=1.0)
+    make: Callable[[nn.Module], torch.optim.Optimizer] = lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, fused=True)  # noqa: E731
+    strategy = make_strategy("none", model, make, options, make_world())
+    moved = []
+    for factor in (1.0, math.nan, math.inf, 1.0):
+        before = model.weight.detach().clone()
+        strategy.backward(model(torch.ones(1, 2)).sum() * factor)
+        strategy.synchronize()
+        strategy.clip()
+        strategy.step()
+        moved.append(not torch.equal(model.weight, before))
+    assert moved == [True, False, False, True]
+    _, tensors, _ = strategy.state()
+    assert torch.isfinite(model.weight).all() and tensors["weight/step"] == 2
+
+
+def test_one_flipped_bit_is_found():
+    weights = torch.randn(50)
+    before = checksum(weights)
+    bits = weights.view(torch.int32)
+    for bit in range(32):
+        bits[7] ^= torch.tensor(1, dtype=torch.int64).bitwise_left_shift(bit).to(torch.int32)
+        assert checksum(weights) != before
+        bits[7] ^= torch.tensor(1, dtype=torch.int64).bitwise_left_shift(bit).to(torch.int32)
+    assert checksum(weights) == before
+    for kind in (torch.bool, torch.bfloat16, torch.float64, torch.int64):
+        assert checksum(torch.ones(3, dtype=kind)) != checksum(torch.tensor([1, 0, 1]).to(kind))
+
+
+@pytest.mark.parametrize(
+    ("size", "flipped", "said"),
+    [
+        (4, [2], "rank 2 on node2 differ from those of the other ranks after step 5, in weight. A memory"),
+        (2, [1], "rank 1 on node1 differ from those of the other ranks after step 5, in weight. No majority"),
+        (4, [1, 2], "ranks 1, 2 on node1, node2 differ from .* in weight. No majority tells which are right. A memory"),
+    ],
+)
+def test_ranks_whose_weights_differ_are_named(size, flipped, said):
+    model = nn.Linear(3, 3)
+    good = [int(checksum(weight)) for weight in model.state_dict().values()]
+    world = make_world(size=size)
+    world.rank_infos = tuple(SimpleNamespace(host=f"node{rank}") for rank in range(size))  # type: ignore[assignment]
+    check_copies(model, heard(world, [good] * size), 5)
+    sums = [[good[0] + 1, good[1]] if rank in flipped else good for rank in range(size)]
+    with pytest.raises(CollectiveError, match="The weights of " + said):
+        check_copies(model, heard(world, sums), 5)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed", "none", "dp"])
+def test_strategy_without_copies_refuses_the_flag(strategy):
+    with pytest.raises(
+        UserError, match=f"--check_weights_steps 5: with --strategy {strategy} the ranks hold no copies"
+    ):
+        parse(["--strategy", strategy, "--check_weights_steps", "5"])
