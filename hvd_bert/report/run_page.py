@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from hvd_bert.distributed.logs import describe_ranks
 from hvd_bert.rendering.page import DASH, Block, Code, Details, Figures, Grid, Listing, Page, Quote, Status, Text
-from hvd_bert.report import content, curves, settings
+from hvd_bert.report import content, curves, health, settings
 from hvd_bert.runs.reading import PHASES
 from hvd_bert.runs.record import Record, number_of
 
@@ -28,6 +28,7 @@ def page_of(record: Record) -> Page:
     page = Page(f"Run {record.name}", [status(record), Figures(figures(record))])
     sections: list[tuple[str, Sequence[Block]]] = [
         ("Training", curves.of_run(record)),
+        ("Skipped steps and jumps of the loss", health.of_run(record)),
         ("Step time", _step_time(record)),
         ("GPU usage", curves.gpu_usage(record)),
         ("Sample answers", list(_samples(record))),

@@ -72,6 +72,7 @@ class Record:
         facts: train_results.json; of an unfinished run what it recorded at its start.
         ended: The recorded reason why a run that is not finished has ended; "" if there is none.
         warnings: With the ranks that gave them.
+        numeric_events: Skipped steps and jumps of the loss.
         best: The best evaluation by the newest checkpoint: `metric`, `value`, `step`.
         problems: Files, or lines of files, that could not be read.
     """
@@ -90,6 +91,7 @@ class Record:
     best: Mapping[str, Any]
     ended: str = ""
     warnings: list[Mapping[str, Any]] = field(default_factory=list)
+    numeric_events: list[Mapping[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -178,6 +180,7 @@ def read(folder: Path) -> Record:
         best=best if isinstance(best, dict) else {},
         ended="" if finished else "\n".join(dict.fromkeys(ends)),
         warnings=[event for event in events if event.get("event") == "warning"],
+        numeric_events=[event for event in events if event.get("event") in ("skipped_step", "loss_jump")],
         problems=problems,
     )
 

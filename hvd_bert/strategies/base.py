@@ -93,8 +93,9 @@ class Strategy:
         """
         self.scaler.unscale_(self.optimizer)
         norm = self._clip()
-        if not self.options.fp16:  # there the scaler sets it
-            # The fused optimizer reads it on the device, so that the host need not wait for the norm.
+        fused = self.optimizer.param_groups[0].get("fused")
+        if fused and not self.options.fp16:  # whose scaler sets it
+            # A fused optimizer reads it on the device, so that the host need not wait for the norm.
             self.optimizer.found_inf = torch.logical_not(torch.isfinite(norm)).float()
         return norm
 
