@@ -109,6 +109,7 @@ def _sign(descriptor: int) -> None:
             return
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        os.fsync(descriptor)  # NFS would keep it on this host, and show other hosts an empty file
 
 
 def _holder(path: Path) -> str:

@@ -45,6 +45,13 @@ def test_lock_names_its_holder_and_ends_with_it(tmp_path, holder):
     locks.take(tmp_path / ".lock", wait=True).release()
 
 
+def test_name_in_a_lock_is_flushed_for_other_hosts(tmp_path, monkeypatch):
+    flushed: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.pread(descriptor, 99, 0).decode()))
+    locks.take(tmp_path / ".lock", wait=False).release()
+    assert flushed == [f"process {os.getpid()} on {socket.gethostname()}\n"]
+
+
 def test_a_look_at_the_lock_does_not_refuse_it(tmp_path, monkeypatch):
     flock, looks = fcntl.flock, [True]
 
