@@ -7,20 +7,22 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 from torch import distributed
 
-from hvd_bert.distributed import rendezvous
+from hvd_bert.distributed import rendezvous, watchdog
 from hvd_bert.distributed.horovod_world import HorovodWorld
 from hvd_bert.distributed.interfaces import address_of, apply_setting, choose_interface
 from hvd_bert.distributed.launch import check_nesting, find_launcher, is_elastic
 from hvd_bert.distributed.world import World
 
-# Ranks wait for one that writes a checkpoint or finishes its share of an evaluation. Gloo notices a dead rank at once.
+# Ranks wait for one that writes a checkpoint or finishes its share of an evaluation. Gloo notices a dead rank at once,
+# and the watchdog a step that takes too long.
 TIMEOUT = timedelta(hours=2)
 
 
@@ -29,8 +31,10 @@ class DistributedWorld(World):
 
     controller = "torch.distributed"
 
-    def __init__(self, rank: int, size: int, comm: Any = None) -> None:
-        self.rank, self.size, self._comm = rank, size, comm
+    def __init__(self, rank: int, size: int, comm: Any = None, store: Any = None) -> None:
+        """`store`: a key-value store of all ranks."""
+        self.rank, self.size, self._comm, self._store = rank, size, comm, store
+        self._watchdog: watchdog.Watchdog | None = None
         super().__init__()
         hosts = self.allgather(self.host)
         names = list(dict.fromkeys(hosts))
@@ -63,9 +67,22 @@ class DistributedWorld(World):
             meeting.close()
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-        world = DistributedWorld(rank, size, comm)
+        world = DistributedWorld(rank, size, comm, store)
         world.elastic = is_elastic(os.environ)  # refused later: only Horovod is elastic
         return world
+
+    def set_up_device(self) -> None:
+        super().set_up_device()
+        if self.size > 1:
+            # A connection of its own, since another thread may wait in the first one.
+            store = distributed.PrefixStore("hvd_bert.waits", self._store.clone())  # type: ignore[attr-defined]
+            arrivals = watchdog.StoreArrivals(store, self.rank, self.size)
+            hosts = [info.host for info in self.rank_infos]
+            limit_s = watchdog.inspect(os.environ, elastic=False)
+            self._watchdog = watchdog.Watchdog(self.rank, hosts, limit_s, arrivals, self.abort)
+
+    def waiting(self, names: Callable[[], Sequence[str]]) -> AbstractContextManager[None]:
+        return self._watchdog.over(self._watchdog.step_s, names) if self._watchdog else nullcontext()
 
     def allgather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -91,7 +108,8 @@ class DistributedWorld(World):
         work = distributed.all_reduce(flag, async_op=True)
 
         def count() -> bool:
-            work.wait()
+            with self.waiting(lambda: ["the vote on stopping"]):
+                work.wait()
             return bool(flag.item())
 
         return count

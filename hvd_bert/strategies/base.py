@@ -6,6 +6,7 @@ One optimizer step of the loop is `backward` once per micro-batch, then `synchro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,7 @@ class Strategy:
         """A collective: all ranks get rank 0's weights. `make_optimizer` is called with `module`."""
         self.model = model
         self.options = options
+        self._world = world
         self.module = self._distribute(model, world)
         self.optimizer: Any = make_optimizer(self.module)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=options.fp16)
@@ -73,6 +75,25 @@ class Strategy:
 
     def mark_gradients(self, mark: Callable[[], None]) -> None:
         """Register `mark`, called when the last gradient is ready, if `backward` also waits for other ranks."""
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        """Around a call that also waits for other ranks: if one stalls, the job ends."""
+        return self._world.waiting(lambda: ["the step's gradients"])
+
+    def _forward_waits(self) -> None:
+        """Do the same around the forward pass of `module`."""
+        inside = ExitStack()
+
+        @torch.compiler.disable
+        def begin(*_: object) -> None:
+            inside.enter_context(self._world.waiting(lambda: ["the step's weights"]))
+
+        @torch.compiler.disable
+        def end(*_: object) -> None:
+            inside.close()
+
+        self.module.register_forward_pre_hook(begin, prepend=True)
+        self.module.register_forward_hook(end, always_call=True)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a share of the step's loss. The last pass of a step starts the averaging."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_bert.distributed.world import World
@@ -33,6 +33,10 @@ class DDPStrategy(Strategy):
             # not if parameters may be unused.
             find_unused_parameters=self.options.deterministic,
         )
+
+    def backward(self, loss: Tensor) -> None:
+        with self._waiting():
+            super().backward(loss)
 
     def _average_next(self, averages: bool) -> None:
         self.module.require_backward_grad_sync = averages  # what its no_sync() sets; the next forward pass reads it

@@ -63,7 +63,6 @@ class DeepSpeedStrategy(Strategy):
         self._gathered: Any = deepspeed.zero.GatheredParameters
         self._partitioned = options.zero_stage == 3
         self._applied = True
-        self._world = world
         world.broadcast_tensors(model.state_dict())
         # DeepSpeed would compile an allreduce for one host's ranks. A rank killed meanwhile leaves a lock that blocks
         # all later ones.
@@ -88,6 +87,8 @@ class DeepSpeedStrategy(Strategy):
         )
         self._zero: Any = self.module.optimizer
         self._make_slots(torch.zeros(()))
+        if self._partitioned:
+            self._forward_waits()
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
         return copy.deepcopy(model) if self._partitioned else model
@@ -98,14 +99,16 @@ class DeepSpeedStrategy(Strategy):
         return trained
 
     def backward(self, loss: Tensor) -> None:
-        self.module.backward(loss * self.options.accumulation)  # which it divides by that
+        with self._waiting():
+            self.module.backward(loss * self.options.accumulation)  # which it divides by that
         self._passes += 1
         if self._passes < self.options.accumulation:
             self.module.step()  # only counts the pass
 
     def clip(self) -> Tensor:
         self._passes = 0
-        self.module.step()
+        with self._waiting():
+            self.module.step()
         self._applied = self.module.was_step_applied()
         return torch.as_tensor(self.module.get_global_grad_norm())
 

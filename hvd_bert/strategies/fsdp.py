@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hvd_bert.distributed.world import World
-from hvd_bert.strategies.base import Strategy, slots_of
+from hvd_bert.strategies.base import MakeOptimizer, Strategy, StrategyOptions, slots_of
 
 WHOLE_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 WHOLE = StateDictOptions(full_state_dict=True)
@@ -34,6 +34,10 @@ class FSDPStrategy(Strategy):
     module: Any
     tells_exposed_comm = False  # it waits inside forward and backward
 
+    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, options: StrategyOptions, world: World) -> None:
+        super().__init__(model, make_optimizer, options, world)
+        self._forward_waits()
+
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
         world.broadcast_tensors(model.state_dict())
         return sharded_copy(model, init_device_mesh(world.device.type, (world.size,)))
@@ -46,9 +50,14 @@ class FSDPStrategy(Strategy):
     def _average_next(self, averages: bool) -> None:
         self.module.set_requires_gradient_sync(averages)
 
+    def backward(self, loss: Tensor) -> None:
+        with self._waiting():
+            super().backward(loss)
+
     def _clip(self) -> Tensor:
-        norm = super()._clip()
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        with self._waiting():
+            norm = super()._clip()
+            return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def whole_model(self) -> nn.Module:
         self.model.load_state_dict(get_model_state_dict(self.module, options=WHOLE))

@@ -22,7 +22,6 @@ class HorovodStrategy(Strategy):
         import horovod.torch as hvd
 
         super().__init__(model, make_optimizer, options, world)
-        self._world = world
         # The optimizer must have its final parameter groups: groups added later would get the class defaults.
         self.optimizer = hvd.DistributedOptimizer(
             self.optimizer,
