@@ -6,6 +6,7 @@ The base class is the world of a single process. `horovod_world.py` and `torch_w
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -27,6 +28,8 @@ from hvd_bert.distributed.launch import (
 from hvd_bert.distributed.logs import log
 from hvd_bert.distributed.slurm import find_job, is_slurm_step
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
+
+ABORT_S = 20  # seconds that MPI_Abort may take
 
 __all__ = ["CollectiveError", "HostsChanged", "World", "log"]
 
@@ -241,7 +244,10 @@ def abort_mpi(comm: Any, status: int) -> None:
 
     MPI_Abort makes Slurm kill the step at once. srun then drops what it has not yet received, often the last lines of
     a traceback (seen with Slurm 22.05), and no interface tells a task what srun has received.
+
+    A rank that cannot reach mpirun, since its host has lost the network, would stay in MPI_Abort: SIGALRM ends it.
     """
+    signal.alarm(ABORT_S)
     try:
         if is_slurm_step(os.environ):
             time.sleep(1)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from hvd_bert.distributed import world as world_module
 from hvd_bert.distributed.launch import RankInfo
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import UserError
@@ -127,3 +128,11 @@ def test_value_that_only_some_ranks_have() -> None:
     world.rank_infos = on_hosts("a", "b")
     with pytest.raises(CollectiveError, match=r"the validation data differs: 12 windows on a \(rank 0\), None on b"):
         world.check_same({"the validation data": "12 windows"})
+
+
+def test_mpi_abort_that_never_returns_has_a_limit(monkeypatch):
+    calls: list[tuple[str, int]] = []
+    monkeypatch.setattr(world_module.signal, "alarm", lambda seconds: calls.append(("alarm", seconds)))
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    world_module.abort_mpi(SimpleNamespace(Abort=lambda status: calls.append(("abort", status))), 1)
+    assert calls == [("alarm", world_module.ABORT_S), ("abort", 1)]
