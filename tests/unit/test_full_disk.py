@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -24,6 +25,7 @@ from hvd_bert.train import loop
 from hvd_bert.training import metrics_log
 from hvd_bert.training.metrics_log import MetricsLogger
 from hvd_bert.training.reporters import tensorboard
+from hvd_bert.training.reporters.base import close
 from hvd_bert.training.reporters.table import start
 
 FULL = Path("/dev/full")
@@ -65,6 +67,18 @@ def test_metrics_that_cannot_be_written_are_one_warning(tmp_path, monkeypatch, c
         "/dev/full cannot be written: No space left on device. Training continues.",
         "TensorBoard's file cannot be written: No space left on device. Training continues.",
     ]
+
+
+def test_tensorboards_thread_prints_no_traceback(tmp_path, monkeypatch):
+    shown: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", shown.append)
+    (reporter,) = start(["tensorboard"], tmp_path)
+    worker = reporter._reporter._writer._async_writer._worker
+    monkeypatch.setattr(worker._record_writer, "write", raising(errno.EROFS))
+    reporter.call("scalars", 1, {"train/loss": 1.0})
+    worker.join(60)
+    assert isinstance(worker.exception, OSError) and shown == []
+    close([reporter], finished=False)
 
 
 @contextmanager
