@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -35,25 +36,48 @@ def tokenised(env: dict[str, str]) -> Counter[str]:
     return Counter(line.split()[0] for line in Path(env["WATCHED_LOG"]).read_text().splitlines())
 
 
+@pytest.fixture
+def listeners(tmp_path: Path) -> Path:
+    """Folder in which each rank notes what listens on its host while it trains (watched.py)."""
+    folder = tmp_path / "listeners"
+    folder.mkdir()
+    return folder
+
+
+def listening(folder: Path, rank: int) -> set[tuple[str, str]]:
+    """Pairs of program and interface on the host of a rank, without the daemons of the cluster."""
+    found = set()
+    for program, address in json.loads((folder / str(rank)).read_text()):
+        own = "loopback" if address.startswith("127.") else "eth0" if address.startswith("10.77.0.") else "all"
+        found.add((program, own if address not in ("0.0.0.0", "::") else "all"))
+    return {(program, where) for program, where in found if program.rstrip(":") not in ("sshd", "slurmd")}
+
+
 def test_horovodrun_over_mpi_with_a_cache_per_node(
-    cluster: Cluster, tmp_path: Path, one_host: list[float], watched: dict[str, str]
+    cluster: Cluster, tmp_path: Path, one_host: list[float], watched: dict[str, str], listeners: Path
 ) -> None:
-    env = watched | {"HVD_BERT_CACHE": str(cluster.local / "cache")}
+    env = watched | {"HVD_BERT_CACHE": str(cluster.local / "cache"), "WATCHED_LISTENERS": str(listeners)}
     command = f"horovodrun -np 4 -H a100-01:2,a100-02:2 python -m hvd_bert.train {STEPS} --output_dir out"
     outcome = cluster.on("login", command, tmp_path, env).expect(0)
     check(tmp_path / "out", "mpi", one_host)
     assert results(tmp_path / "out")["job"] is None
     assert "a100-02: rank 2 cpu, rank 3 cpu" in said(outcome), outcome
     assert tokenised(env) == {"a100-01": 2, "a100-02": 2}  # train and dev, once per node
+    for rank in range(4):  # docs/guides/cluster.md has this table; libfabric is not part of every Open MPI
+        libfabric = {("rank", "eth0")}
+        assert listening(listeners, rank) - libfabric == {("orted", "all"), ("orted", "loopback"), ("rank", "all")}
 
 
 def test_horovodrun_over_gloo_with_a_shared_cache(
-    cluster: Cluster, tmp_path: Path, one_host: list[float], watched: dict[str, str]
+    cluster: Cluster, tmp_path: Path, one_host: list[float], watched: dict[str, str], listeners: Path
 ) -> None:
     command = "horovodrun -np 4 -H a100-01:2,a100-02:2 --gloo --network-interfaces eth0 python -m hvd_bert.train"
-    cluster.on("a100-01", f"{command} {STEPS} --output_dir out", tmp_path, watched).expect(0)
+    env = watched | {"WATCHED_LISTENERS": str(listeners)}
+    cluster.on("a100-01", f"{command} {STEPS} --output_dir out", tmp_path, env).expect(0)
     check(tmp_path / "out", "gloo", one_host)
     assert sum(tokenised(watched).values()) == 2
+    here = {("horovodrun", "all"), ("rank", "eth0")}  # its rendezvous, and rank 0's store
+    assert [listening(listeners, rank) for rank in range(4)] == [here, here, set(), set()]
 
 
 def test_job_on_two_nodes(cluster: Cluster, tmp_path: Path, one_host: list[float]) -> None:

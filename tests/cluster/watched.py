@@ -3,10 +3,12 @@
 WATCHED_LOG: file for a line "HOST RANK tokenises" per table of windows that is built, and "failed TIME".
 WATCHED_FAULT: rank 1's failure in its second step: kill (SIGKILL), raise, or stall (it reads from a pipe without a
   writer); or import: a package is missing.
+WATCHED_LISTENERS: folder for a file per rank with what listens on its host in its second step.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import signal
@@ -15,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 MISSING = "hvd_bert.evaluation.evaluator"
 
@@ -33,6 +37,19 @@ def fail(fault: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     else:
         raise RuntimeError("broken on purpose")
+
+
+def note_listeners(folder: Path, rank: int) -> None:
+    """Write what listens on this host, by /proc/net/tcp: pairs of program and address."""
+    rows = [row for row in psutil.net_connections("tcp") if row.status == psutil.CONN_LISTEN]
+    (folder / str(rank)).write_text(json.dumps([(program(folder, row.pid or 0), row.laddr.ip) for row in rows]))
+
+
+def program(folder: Path, pid: int) -> str:
+    if (folder / f"{pid}.rank").exists():
+        return "rank"
+    words = psutil.Process(pid).cmdline() if pid else []
+    return "horovodrun" if any("fork_server" in word for word in words) else Path(words[0] if words else "?").name
 
 
 class Lacking:
@@ -57,6 +74,9 @@ def watch() -> None:
     from hvd_bert.data import windows
     from hvd_bert.strategies.horovod import HorovodStrategy
 
+    listeners = os.environ.get("WATCHED_LISTENERS")
+    if listeners:
+        Path(listeners, f"{os.getpid()}.rank").touch()
     write, step, steps = windows._write, HorovodStrategy.step, []
 
     def noted(*arguments: Any, **options: Any) -> Any:
@@ -67,6 +87,8 @@ def watch() -> None:
         steps.append(1)
         if fault and len(steps) == 2:
             fail(fault)
+        if listeners and len(steps) == 2:
+            note_listeners(Path(listeners), rank)
         return step(self)
 
     windows._write, HorovodStrategy.step = noted, faulty  # type: ignore[method-assign]
