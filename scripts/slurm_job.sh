@@ -20,6 +20,7 @@ warn() {
 }
 trap 'warn USR1' USR1
 trap 'warn USR2' USR2
+trap 'warn TERM' TERM # of sites that send nothing else before a job is preempted
 
 # Prints a field of this job in Slurm.
 show() { scontrol show job "$job_id" 2>/dev/null | sed -n "s/^ *$1=//p"; }

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hvd_bert.distributed import rendezvous, watchdog
-from hvd_bert.distributed.interfaces import address_of, apply_setting
+from hvd_bert.distributed.interfaces import address_of, apply_setting, avoid_inner_networks
 from hvd_bert.distributed.launch import (
     Launcher,
     check_horovod,
@@ -222,6 +222,7 @@ def _mpi_world(launcher: Launcher) -> Any:
     from mpi4py import MPI
 
     check_pmi(launcher, os.environ, MPI.Get_library_version())
+    avoid_inner_networks(os.environ)
     if not torch.cuda.is_available():
         # Open MPI polls while it waits: on CPUs Horovod's thread would take the core from the training of its own rank.
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 
@@ -17,6 +19,13 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 SETTING = "HVD_BERT_INTERFACE"
 # From these torch's Gloo, Horovod's Gloo, NCCL and Open MPI read the name of the interface.
 VARIABLES = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include")
+
+TCP_INTERFACES = ("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude")  # Open MPI accepts only one of them
+OMPI_EXCLUDES = "127.0.0.1/8,sppp"  # Open MPI's default
+# Networks of containers and virtual machines: Docker's, Podman's, libvirt's, LXC's, those of Kubernetes.
+_INNER = re.compile(
+    r"docker\d+|docker_gwbridge|br-[0-9a-f]{12}|podman\d+|virbr\d+|lxcbr\d+|lxdbr\d+|cni\S*|flannel\S*|cali\S*"
+)
 
 
 def apply_setting(environ: MutableMapping[str, str]) -> None:
@@ -72,6 +81,26 @@ def choose_interface(environ: MutableMapping[str, str], variable: str, hosts: Se
     name = environ.get(variable) or interface_to(other)
     if name is not None:
         environ[variable] = name
+
+
+def avoid_inner_networks(environ: MutableMapping[str, str]) -> None:
+    """Keep Open MPI off this host's networks of containers. Keeps what the user or the site has set. Call before MPI.
+
+    Docker's bridge has the same address on all hosts: Open MPI would connect a rank to its own host, and wait forever.
+    """
+    inner = [name for name in _addresses() if _INNER.fullmatch(name)]
+    if inner and not any(name in environ for name in TCP_INTERFACES) and not _is_set_by_site():
+        environ[TCP_INTERFACES[1]] = ",".join([OMPI_EXCLUDES, *inner])
+
+
+def _is_set_by_site() -> bool:
+    """Whether a file of Open MPI's parameters (openmpi-mca-params.conf) names interfaces."""
+    command = ["ompi_info", "--parsable", "--param", "btl", "tcp", "--level", "9"]
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return re.search(r":btl_tcp_if_(in|ex)clude:source:(?!default)", shown) is not None
 
 
 def address_of(interface: str | None) -> str | None:

@@ -2,6 +2,8 @@
 # Shared by the scripts of the test cluster, which source it.
 state=${HVD_BERT_CLUSTER:-/tmp/hvd_bert_cluster} # the cluster's folder, removed by down.sh
 export state
+hosts=${HVD_BERT_CLUSTER_HOSTS:-2}                  # number of nodes, at most 99
+own_interfaces=${HVD_BERT_CLUSTER_OWN_INTERFACES:-} # not empty: the nodes' interfaces are eth1, eth2, ..., not eth0
 PATH=$PATH:/usr/sbin:/sbin
 export PATH
 

@@ -6,8 +6,13 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/common.sh"
 trap 'echo "login.sh: line $LINENO failed: $BASH_COMMAND"; touch "$state/failed"' ERR
 
-nodes=(a100-01 a100-02)
-declare -A address=([login]=10.77.0.1 [a100-01]=10.77.0.11 [a100-02]=10.77.0.12)
+count=$(printf '%02d' "$hosts")
+nodes=()
+declare -A address=([login]=10.77.0.1)
+for ((number = 1; number <= hosts; number++)); do
+  nodes+=("$(printf 'a100-%02d' "$number")")
+  address[${nodes[-1]}]=10.77.0.$((10 + number))
+done
 
 network() {
   hostname login
@@ -91,19 +96,20 @@ END
     echo "NodeName=$host NodeAddr=${address[$host]} CPUs=64 Boards=1 SocketsPerBoard=1 CoresPerSocket=64 ThreadsPerCore=1" \
       "Gres=gpu:a100:2 State=UNKNOWN"
   done >>/etc/slurm/slurm.conf
-  echo "PartitionName=gpu Nodes=a100-[01-02] Default=YES MaxTime=INFINITE State=UP" >>/etc/slurm/slurm.conf
-  echo "NodeName=a100-[01-02] Name=gpu Type=a100 File=$state/gpu[0-1]" >/etc/slurm/gres.conf
+  echo "PartitionName=gpu Nodes=a100-[01-$count] Default=YES MaxTime=INFINITE State=UP" >>/etc/slurm/slurm.conf
+  echo "NodeName=a100-[01-$count] Name=gpu Type=a100 File=$state/gpu[0-1]" >/etc/slurm/gres.conf
   printf 'CgroupAutomount=no\n' >/etc/slurm/cgroup.conf
 }
 
 start_node() {
-  local host=$1 ip=$2 link=veth${1#a100-} pid
-  HVD_BERT_CLUSTER=$state unshare --net --uts --mount bash "$here/node.sh" "$host" "$ip" \
+  local host=$1 ip=$2 link=veth${1#a100-} interface=eth0 pid
+  [ -z "$own_interfaces" ] || interface=eth$((10#${1#a100-}))
+  HVD_BERT_CLUSTER=$state unshare --net --uts --mount bash "$here/node.sh" "$host" "$ip" "$interface" \
     >"$state/log/$host.log" 2>&1 &
   pid=$!
   has_namespace() { [ "$(readlink "/proc/$pid/ns/net")" != "$(readlink /proc/$$/ns/net)" ]; }
   wait_for 10 "$host's namespace" has_namespace
-  ip link add name "$link" type veth peer name eth0 netns "$pid"
+  ip link add name "$link" type veth peer name "$interface" netns "$pid"
   ip link set "$link" master cluster0 up
   echo "$pid" >"$state/nodes/$host/pid"
 }

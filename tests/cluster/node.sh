@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
-# A node of the test cluster, in separate namespaces; started by login.sh: node.sh NAME ADDRESS
+# A node of the test cluster, in separate namespaces; started by login.sh: node.sh NAME ADDRESS INTERFACE
 set -Eeuo pipefail
 # shellcheck source=tests/cluster/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 trap 'echo "node.sh $host: line $LINENO failed: $BASH_COMMAND"; touch "$state/failed"' ERR
 
-host=$1 address=$2
+host=$1 address=$2 interface=$3
 hostname "$host"
 ip link set lo up
-wait_for 10 "the network link" ip link show dev eth0
-ip addr add "$address/24" dev eth0
-ip link set eth0 up
+wait_for 10 "the network link" ip link show dev "$interface"
+ip addr add "$address/24" dev "$interface"
+ip link set "$interface" up
+ip link add name docker0 type bridge # as Docker makes it: with the same address on each host
+ip addr add 172.17.0.1/16 dev docker0
+ip link set docker0 up
 # A separate disk, under the same path on each node, and separate shared memory.
 mount --bind "$state/nodes/$host/local" "$state/local"
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm

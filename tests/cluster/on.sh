@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Runs a command, or a shell, on a host of the test cluster: bash tests/cluster/on.sh login|a100-01|a100-02 [COMMAND...]
+# Runs a command, or a shell, on a host of the test cluster: bash tests/cluster/on.sh login|a100-NN [COMMAND...]
 set -euo pipefail
 # shellcheck source=tests/cluster/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-host=${1:?which host: login, a100-01 or a100-02}
+host=${1:?which host: login, a100-01, ...}
 shift
 first=$(first_process) || {
   echo "tests/cluster/on.sh: no cluster is running; 'bash tests/cluster/up.sh' starts it" >&2
@@ -19,7 +19,7 @@ export HOME=$state/home
 export OMPI_MCA_orte_tmpdir_base=$state/local # Open MPI's session folders, which killed ranks leave behind
 if [ "$host" = login ]; then exec "${enter[@]}" "${here[@]}" "$@"; fi
 pid=$(cat "$state/nodes/$host/pid" 2>/dev/null) || {
-  echo "tests/cluster/on.sh: no host '$host': login, a100-01 or a100-02" >&2
+  echo "tests/cluster/on.sh: no host '$host': login, a100-01, ..." >&2
   exit 1
 }
 exec "${enter[@]}" nsenter --target "$pid" --net --uts --mount "${here[@]}" "$@"

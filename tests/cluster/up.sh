@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Starts a cluster of three hosts on this machine: login, a100-01 and a100-02, with sshd, Slurm, munge and PMIx.
+# Starts a cluster of three hosts on this machine: login, a100-01 and a100-02, with sshd, Slurm, munge and PMIx. With
+# HVD_BERT_CLUSTER_HOSTS=8 there are a100-01 to a100-08. With HVD_BERT_CLUSTER_OWN_INTERFACES=yes their interfaces are
+# eth1, eth2, ... instead of eth0.
 #   bash tests/cluster/up.sh [--owner PID]     --owner: it stops when that process ends
 #   bash tests/cluster/on.sh login             a shell on the login host (or: on.sh a100-01 COMMAND...)
 #   bash tests/cluster/down.sh                 stops it
@@ -16,6 +18,7 @@ cannot() {
 }
 
 check_machine() {
+  [[ $hosts =~ ^[1-9][0-9]?$ ]] || cannot "HVD_BERT_CLUSTER_HOSTS=$hosts: must be from 1 to 99"
   [ ${#state} -le 36 ] || cannot "$state is too long a path for the sockets of Slurm and PMIx (HVD_BERT_CLUSTER)"
   [ "$(id -u)" -eq 0 ] || cannot "needs root (network namespaces, sshd, slurmd)"
   local program
@@ -56,4 +59,4 @@ if ! wait_for 60 "the cluster" test -e "$state/ready" -o -e "$state/failed" || [
   bash "$here/down.sh" --quiet
   exit 1
 fi
-echo "Up in $((($(date +%s%N) - start) / 1000000)) ms: login, a100-01, a100-02. bash tests/cluster/on.sh login"
+echo "Up in $((($(date +%s%N) - start) / 1000000)) ms: login and $((hosts)) node(s), a100-01 and up. bash tests/cluster/on.sh login"

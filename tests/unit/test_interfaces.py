@@ -87,3 +87,38 @@ def test_interface_is_the_one_towards_another_host(monkeypatch):
     alone: dict[str, str] = {}
     interfaces.choose_interface(alone, "GLOO_SOCKET_IFNAME", [here])
     assert alone == {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+SITES = "mca:btl:tcp:param:btl_tcp_if_include:source:file (/etc/openmpi/openmpi-mca-params.conf)"
+
+
+@pytest.mark.parametrize(
+    ("inner", "environ", "shown", "excluded"),
+    [
+        (["docker0", "br-0123456789ab", "virbr0", "cni-podman0"], {}, "", "docker0,br-0123456789ab,virbr0,cni-podman0"),
+        (["br0", "br-lan", "dockerless"], {}, "", None),  # perhaps the host's own network
+        (["docker0"], {"OMPI_MCA_btl_tcp_if_include": "eth0"}, "", None),  # horovodrun's
+        (["docker0"], {"OMPI_MCA_btl_tcp_if_exclude": "lo"}, "", "lo"),
+        (["docker0"], {}, SITES, None),
+        (["docker0"], {}, SITES.replace("file", "default"), "docker0"),
+    ],
+)
+def test_open_mpi_avoids_networks_of_containers(inner, environ, shown, excluded, tmp_path, monkeypatch):
+    monkeypatch.setattr(interfaces, "_addresses", lambda: {**ADDRESSES, **{name: ["172.17.0.1"] for name in inner}})
+    program = tmp_path / "ompi_info"
+    program.write_text(f"#!/bin/sh\necho '{shown}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    before = dict(environ)
+    interfaces.avoid_inner_networks(environ)
+    found = environ.get("OMPI_MCA_btl_tcp_if_exclude")
+    assert found == (f"127.0.0.1/8,sppp,{excluded}" if excluded and excluded != "lo" else excluded)
+    assert all(environ[name] == value for name, value in before.items())
+
+
+def test_networks_of_containers_without_ompi_info(tmp_path, monkeypatch):
+    monkeypatch.setattr(interfaces, "_addresses", lambda: {"docker0": ["172.17.0.1"]})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    environ: dict[str, str] = {}
+    interfaces.avoid_inner_networks(environ)
+    assert environ == {"OMPI_MCA_btl_tcp_if_exclude": "127.0.0.1/8,sppp,docker0"}
