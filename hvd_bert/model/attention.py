@@ -94,7 +94,7 @@ def choose(device: str, dtype: torch.dtype, dropout: float, head_size: int, flas
         if flash and fits and not dropout:
             return by_varlen
         return by_window if local else by_jagged
-    if device == "cpu" and dtype == torch.float32 and dropout:
+    if device == "cpu" and dtype in (torch.float32, torch.bfloat16) and dropout:
         return by_probabilities
     return by_window
 
@@ -164,7 +164,7 @@ def _near(query: torch.Tensor, reach: int | None) -> torch.Tensor | None:
 def by_probabilities(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
 ) -> torch.Tensor:
-    """Attention with dropout on the CPU in fp32. torch's own draws slowly and stores the probabilities three times."""
+    """Attention with dropout on the CPU, fp32 or bf16. torch's own draws slowly and keeps the probabilities thrice."""
     output: torch.Tensor = _Attention.apply(query, key, value, windows.lengths, windows.reach, dropout, scaling)  # type: ignore[no-untyped-call]
     return output
 
@@ -199,7 +199,7 @@ class _Attention(torch.autograd.Function):
             scores, near = _product(q, k.transpose(1, 2)), _near(q, reach)
             if near is not None:
                 scores.masked_fill_(~near, float("-inf"))
-            probabilities = torch.softmax(scores, -1)
+            probabilities = torch.softmax(scores.float(), -1).to(scores.dtype)
             keep = keep_mask(probabilities.shape, dropout)
             product(probabilities * keep, v, out)
             kept += [probabilities, keep]

@@ -151,6 +151,25 @@ def test_dropout_zeroes_probabilities_and_their_gradient():
     torch.testing.assert_close(gradients, own, rtol=1e-4, atol=1e-6)
 
 
+def test_bf16_is_near_fp32_with_the_same_dropout():
+    torch.manual_seed(0)
+    lengths = [40, 25]
+    exact = [torch.randn(65, 3, 8).bfloat16().float().requires_grad_() for _ in range(3)]
+    rounded = [tensor.detach().bfloat16().requires_grad_() for tensor in exact]
+    upstream = torch.randn(65, 3, 8).bfloat16()
+
+    def both_passes(tensors):
+        torch.manual_seed(1)
+        output = by_probabilities(*tensors, Windows(lengths, cu_seqlens_of(lengths, CPU)), 0.1, 8**-0.5)
+        return [output, *torch.autograd.grad(output, tensors, upstream.to(output.dtype))]
+
+    for found, expected in zip(both_passes(rounded), both_passes(exact), strict=True):
+        assert found.dtype == torch.bfloat16
+        # Four roundings follow each other; the sum of their errors is far below its bound.
+        bound = 4 * torch.finfo(torch.bfloat16).eps * expected.norm() / 2
+        assert (found.float() - expected).norm() < bound
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "dropout", "head_size", "flash", "expected"),
     [
@@ -164,7 +183,10 @@ def test_dropout_zeroes_probabilities_and_their_gradient():
         ("cuda", torch.float32, 0.1, 64, True, by_jagged),
         ("cpu", torch.float32, 0.1, 64, False, by_probabilities),
         ("cpu", torch.float32, 0.0, 64, False, by_window),
-        ("cpu", torch.bfloat16, 0.1, 64, False, by_window),
+        ("cpu", torch.bfloat16, 0.1, 64, False, by_probabilities),
+        ("cpu", torch.bfloat16, 0.0, 64, False, by_window),
+        ("cpu", torch.float16, 0.1, 64, False, by_window),
+        ("cpu", torch.float64, 0.1, 64, False, by_window),
         ("mps", torch.float32, 0.1, 64, False, by_window),
     ],
 )

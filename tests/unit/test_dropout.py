@@ -76,7 +76,7 @@ def test_extremes_stay_finite(p):
 
 def test_other_types_use_torchs_own_dropout():
     module, own = Dropout(0.5), nn.Dropout(0.5)
-    for kind in (torch.float64, torch.bfloat16):
+    for kind in (torch.float64, torch.float16):
         values = torch.ones(1000, dtype=kind)
         torch.manual_seed(0)
         found = module(values)
@@ -92,3 +92,18 @@ def test_strided_input():
     torch.testing.assert_close(result, values * kept)
     (gradient,) = torch.autograd.grad(result.sum(), values)
     assert torch.equal(gradient, kept)
+
+
+def test_bf16_drops_the_same_elements_as_fp32():
+    values = torch.randn(1000)
+    found = []
+    for kind in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        rows = values.to(kind).requires_grad_()
+        result = Dropout(0.25)(rows)
+        found.append((result, *torch.autograd.grad(result.sum(), rows)))
+    (exact, gradient), (rounded, rounded_gradient) = found
+    assert rounded.dtype == rounded_gradient.dtype == torch.bfloat16
+    assert torch.equal(rounded == 0, exact == 0)
+    torch.testing.assert_close(rounded.float(), exact, rtol=2 * torch.finfo(torch.bfloat16).eps, atol=0)
+    torch.testing.assert_close(rounded_gradient, gradient.bfloat16())

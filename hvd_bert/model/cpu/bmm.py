@@ -1,7 +1,8 @@
-"""Products of many small fp32 matrices on the CPU, with numpy's BLAS.
+"""Products of many small matrices on the CPU, in fp32 with numpy's BLAS.
 
-torch uses MKL, which is slower for them on AMD cores than numpy's OpenBLAS (`benchmarks/cpu_kernels.py`). OpenBLAS
-processes one matrix after the other, so threads do not help; only ranks with one thread use it.
+torch uses MKL for fp32, which is slower for them on AMD cores than numpy's OpenBLAS (`benchmarks/cpu_kernels.py`).
+OpenBLAS processes one matrix after the other, so threads do not help; only ranks with one thread use it. For bf16,
+torch uses oneDNN.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Write left [B, m, k] times right [B, k, n] to `out` [B, m, n] and return it. All may be strided. No autograd."""
-    if torch.get_num_threads() > 1 or not available():
+    if left.dtype != torch.float32 or torch.get_num_threads() > 1 or not available():
         return torch.bmm(left, right, out=out)
     np.matmul(left.numpy(), right.numpy(), out=out.numpy())
     return out

@@ -38,7 +38,7 @@ def _dropped(p: float) -> int:
 
 def supports(tensor: torch.Tensor) -> bool:
     """Whether to use these functions; torch handles all other tensors."""
-    return tensor.device.type == "cpu" and tensor.dtype == torch.float32
+    return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.bfloat16)
 
 
 class _Dropout(torch.autograd.Function):
@@ -57,7 +57,7 @@ class _Dropout(torch.autograd.Function):
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout with other random numbers for float32 on the CPU."""
+    """nn.Dropout with other random numbers for float32 and bfloat16 on the CPU."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """In training, zero a share p of the elements and scale up the others; otherwise return `input`."""
