@@ -12,10 +12,6 @@ from harness import FOLDER, Cluster, Environment
 from launch import REPOSITORY
 from two_hosts import horovodrun
 
-# Open MPI's threads poll, and four of them share two cores with the ranks' computation. This would limit the speed, not
-# the link. So these runs compute little, and send the gradients afterwards in one message.
-ONE_MESSAGE = {"windows": 4, "more": " --deterministic"}
-
 
 def recorded(
     cluster: Cluster, folder: Path, hosts: str, controller: str, flags: str, slowed: Environment | None = None,
