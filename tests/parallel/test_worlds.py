@@ -99,8 +99,6 @@ def _start(folder: Path, size: int, by: str, strategy: str) -> Launch:
     ranks = Path(__file__).with_name("ranks.py")
     command = [*launcher(size, by), sys.executable, ranks, folder, controller, strategy]
     env = {"HVD_BERT_CACHE": str(folder / "cache")}
-    if size == 4:  # on two cores Horovod's threads, which meet every ms, would take a fifth of the time
-        env["HOROVOD_CYCLE_TIME"] = "5"
     outcome = run(command, folder, env=env, timeout=2 * TIMEOUT_S)
     results = folder / "results.json"
     return Launch(outcome, folder, json.loads(results.read_text()) if results.exists() else {})
