@@ -41,13 +41,16 @@ ALLOCATOR = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train. `script`: the peer's; None: this trainer. `padded`: every window to --max_seq_length."""
+    """A way to train. `script`: the peer's; None: this trainer. `padded`: every window to --max_seq_length.
+    `fp32`: also with --bf16.
+    """
 
     label: str
     script: str | None = None
     flags: Sequence[str] = ()
     shuffling: Sequence[str] = ()  # flags that the preflight omits, since it needs the windows in order
     padded: bool = False
+    fp32: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -59,6 +62,7 @@ HF_BEST = [
 ]
 VARIANTS = {
     "ours": Variant("this trainer", environment=ALLOCATOR),
+    "ours_fp32": Variant("this trainer in fp32, next to --bf16", environment=ALLOCATOR, fp32=True),
     "hf_run_qa": Variant("HF Trainer as run_qa sets it", "hf_trainer.py", padded=True),
     "hf_best": Variant(
         "HF Trainer: dynamic padding, grouped by length, fused AdamW, allocator settings", "hf_trainer.py", HF_BEST,
@@ -79,6 +83,7 @@ def command(name: str, args: argparse.Namespace, work: Work, out: Path, steps: i
     """The command of a variant. `seed` None: the preflight, in the order of the tables and with losses."""
     variant = VARIANTS[name]
     common = ["--max_steps", str(steps), "--output_dir", str(out)]
+    common += ["--bf16"] if args.bf16 and not variant.fp32 else []
     used_seed = work.seed if seed is None else seed
     if variant.script is None:
         start = [str(Path(sys.executable).with_name("horovodrun")), "-np", str(args.ranks), sys.executable, "-m"]
@@ -187,7 +192,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model_name_or_path", required=True, help="Folder or hub name of a BERT.")
     add("--train_file", type=Path, required=True, help="SQuAD file.")
     add("--out", type=Path, required=True, help="New folder to work in.")
-    add("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="(default: all)")
+    add("--variants", nargs="+", choices=list(VARIANTS), help="(default: all; ours_fp32 only with --bf16)")
     add("--repeats", type=int, default=3, help="Rounds. (default: %(default)s)")
     add("--warmup", type=int, default=3, help="Untimed steps per run. (default: %(default)s)")
     # The HF Trainer sorts 50 batches of a rank at a time by length, the longest first. 25 steps of two ranks are one
@@ -195,15 +200,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=25, help="Timed steps per run. (default: %(default)s)")
     add("--padded_steps", type=int, default=10, help="Timed steps if every window is padded. (default: %(default)s)")
     add("--preflight_steps", type=int, default=4, help="Steps whose losses must agree. (default: %(default)s)")
-    add("--tolerance", type=float, default=1e-4, help="Their maximum relative difference. (default: %(default)s)")
+    add("--tolerance", type=float, help="Their maximum relative difference. (default: 1e-4, with --bf16 0.02)")
     add("--ranks", type=int, default=2, help="World size. (default: %(default)s)")
     add("--threads", type=int, default=1, help="Threads per rank. (default: %(default)s)")
     add("--per_device_train_batch_size", type=int, default=8, help="Windows per rank. (default: %(default)s)")
     add("--max_seq_length", type=int, default=384, help="Maximum tokens per window. (default: %(default)s)")
     add("--max_windows", type=int, help="Use only the first questions, up to this many windows. (default: all)")
+    add("--bf16", action="store_true", help="Train in bfloat16 autocast, except for ours_fp32.")
     add("--seed", type=int, default=42, help="Seed of the first round; each round has its own. (default: %(default)s)")
     add("--timeout", type=float, default=1800.0, help="Maximum seconds per run. (default: %(default)g)")
     args = parser.parse_args(argv)
+    args.variants = args.variants or [name for name in VARIANTS if args.bf16 or not VARIANTS[name].fp32]
+    if args.tolerance is None:
+        args.tolerance = 0.02 if args.bf16 else 1e-4
     for name in ("repeats", "steps", "padded_steps", "preflight_steps", "ranks", "threads", "max_windows"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)}: must be at least 1")

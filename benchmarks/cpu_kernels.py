@@ -7,7 +7,8 @@ Measures CPU time on one thread. The variants take turns, and ratios are taken t
 1. fp32 products of the model's shapes, for the output and both gradients, by torch (MKL on x86) and by oneDNN;
 2. attention's fp32 products for several window lengths, by torch and by numpy's BLAS;
 3. dropout with p = 0.1 of a batch's hidden states, by torch and by `hvd_bert.model.cpu.dropout`;
-4. forward and backward pass of the model on real batches of `--batch` windows, with each layer replaced.
+4. forward and backward pass of the model on real batches of `--batch` windows, with each layer replaced, in fp32 and
+   in bf16 autocast.
 
 Prints Markdown tables of medians. `--profile` adds the share of a step per kind of operation, AdamW included.
 """
@@ -35,7 +36,9 @@ from hvd_bert.model import attention
 from hvd_bert.model.bert import load_model, load_tokenizer, window_losses
 from hvd_bert.model.cpu import dropout, linear
 from hvd_bert.model.cpu.malloc import keep_memory
+from hvd_bert.model.precision import autocast
 
+CPU = torch.device("cpu")
 CHOOSE = attention.choose
 AVAILABLE = linear.available()
 VARIANTS = {  # which layers are replaced: products, dropout, attention
@@ -140,23 +143,32 @@ def dropouts(count: int, turns: int) -> None:
 def steps(model: nn.Module, batches: list[Batch], turns: int) -> None:
     """Table 4."""
 
-    def step(variant: str, batch: Batch) -> Callable[[], None]:
+    def step(variant: str, precision: str, batch: Batch) -> Callable[[], None]:
         def work() -> None:
             use(variant)
-            window_losses(model, batch).mean().backward()
+            with autocast(CPU, precision):
+                loss = window_losses(model, batch).mean()
+            loss.backward()
             model.zero_grad()
 
         return work
 
+    cases = [(variant, precision) for precision in ("fp32", "bf16") for variant in VARIANTS]
     seconds: dict[str, list[float]] = defaultdict(list)
     for batch in batches:
-        for variant, values in in_turns({name: step(name, batch) for name in VARIANTS}, turns).items():
-            seconds[variant].append(statistics.median(values))
+        works = {f"{variant}, {precision}": step(variant, precision, batch) for variant, precision in cases}
+        for case, values in in_turns(works, turns).items():
+            seconds[case].append(statistics.median(values))
     rows = []
-    for variant, values in seconds.items():
-        ratios = [before / after for before, after in zip(seconds["none"], values, strict=True)]
-        rows.append([variant, f"{statistics.median(values):.3f}", spread(ratios, 2)])
-    head = ["replaced", f"s per batch, median of {len(batches)}", "times as fast as torch's"]
+    for variant, precision in cases:
+        values = seconds[f"{variant}, {precision}"]
+        to_torch, to_fp32 = (
+            [before / after for before, after in zip(seconds[other], values, strict=True)]
+            for other in (f"none, {precision}", f"{variant}, fp32")
+        )
+        median = f"{statistics.median(values):.3f}"
+        rows.append([f"{variant}, {precision}", median, spread(to_torch, 2), spread(to_fp32, 2)])
+    head = ["replaced", f"s per batch, median of {len(batches)}", "times as fast as torch's", "times as fast as fp32"]
     print("\n" + markdown_table(head, rows))
 
 
@@ -169,13 +181,15 @@ def kind_of(operation: str) -> str:
     return "other"
 
 
-def shares(model: nn.Module, batches: list[Batch], variant: str) -> None:
+def shares(model: nn.Module, batches: list[Batch], variant: str, precision: str) -> None:
     """The share of a step per kind of operation: loss, backward pass, clipping, AdamW."""
     use(variant)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def step(batch: Batch) -> None:
-        window_losses(model, batch).mean().backward()
+        with autocast(CPU, precision):
+            loss = window_losses(model, batch).mean()
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -189,7 +203,7 @@ def shares(model: nn.Module, batches: list[Batch], variant: str) -> None:
         times[kind_of(event.key)] += event.self_cpu_time_total
     total = sum(times.values())
     rows = [[kind, f"{spent / total:.1%}"] for kind, spent in sorted(times.items(), key=lambda item: -item[1])]
-    print("\n" + markdown_table([f"kind of operation (replaced: {variant})", "share of a step"], rows))
+    print("\n" + markdown_table([f"kind of operation ({precision}, replaced: {variant})", "share of a step"], rows))
 
 
 def main() -> None:
@@ -209,7 +223,7 @@ def main() -> None:
     source = squad.open_file(flags.train_file, False)
     with tempfile.TemporaryDirectory() as cache:
         options = windows.WindowOptions(max_samples=2000)
-        collate = Collator(windows.prepare(source, tokenizer, options, cache_dir=cache), torch.device("cpu"))
+        collate = Collator(windows.prepare(source, tokenizer, options, cache_dir=cache), CPU)
         order = np.random.default_rng(0).permutation(len(collate.windows))
         batches = [collate(order[i * flags.batch :][: flags.batch]) for i in range(flags.batches)]
     model = load_model(args, tokenizer, options.max_seq_length, seed=0).train()
@@ -222,8 +236,9 @@ def main() -> None:
     dropouts(rows * hidden, flags.turns)
     steps(model, batches, flags.turns)
     if flags.profile:
-        for variant in ("none", "all"):
-            shares(model, batches, variant)
+        for precision in ("fp32", "bf16"):
+            for variant in ("none", "all"):
+                shares(model, batches, variant, precision)
 
 
 if __name__ == "__main__":

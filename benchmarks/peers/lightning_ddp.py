@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--learning_rate", type=float, default=5e-5)
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--in_order", action="store_true")
+    parser.add_argument("--bf16", action="store_true")
     args = parser.parse_args()
 
     lightning.seed_everything(args.seed)
@@ -82,6 +83,7 @@ def main() -> None:
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         strategy="ddp",
+        precision="bf16-mixed" if args.bf16 else "32-true",
         max_steps=args.max_steps,
         gradient_clip_val=1.0,
         enable_checkpointing=False,

@@ -174,7 +174,7 @@ def test_all_are_given_the_same_work(name: str, work: Work):
     same["--learning_rate"] = "5e-05"
     assert same.items() <= timed.items() and same.items() <= preflight.items()
     assert timed["--seed"] == "7" and preflight["--seed"] == "42"
-    if name != "ours":
+    if not name.startswith("ours"):
         assert timed["--windows"] == ("padded" if name in ("hf_run_qa", "lightning") else "windows")
         assert "--in_order" in preflight or preflight["--train_sampling_strategy"] == "sequential"
         assert "--in_order" not in timed and timed.get("--train_sampling_strategy") != "sequential"
@@ -191,7 +191,7 @@ def test_only_those_that_ask_for_it_have_the_allocator_settings(monkeypatch: pyt
     monkeypatch.setenv("MALLOC_TOP_PAD_", "1")  # of the shell from which it is started
     for name, variant in compare_peers.VARIANTS.items():
         env = compare_peers.environment(variant, threads=1)
-        wanted = compare_peers.ALLOCATOR if name in ("ours", "hf_best", "hf_rebalance") else {}
+        wanted = compare_peers.ALLOCATOR if name in ("ours", "ours_fp32", "hf_best", "hf_rebalance") else {}
         assert {key: value for key, value in env.items() if key in compare_peers.ALLOCATOR} == wanted
         assert env["OMP_NUM_THREADS"] == "1"
 
@@ -220,3 +220,12 @@ def test_a_run_that_takes_too_long_is_ended_with_all_its_processes(tmp_path: Pat
 def test_flags_that_will_not_do(flags: list[str]):
     with pytest.raises(SystemExit):
         compare_peers.parse(["--model_name_or_path", "M", "--train_file", "T", "--out", "O", *flags])
+
+
+def test_bf16_is_for_all_variants_but_one(tmp_path: Path, work: Work):
+    words = ["--model_name_or_path", "M", "--train_file", "T", "--out", "O"]
+    args, in_fp32 = compare_peers.parse([*words, "--bf16"]), compare_peers.parse(words)
+    given = {name for name in args.variants if "--bf16" in compare_peers.command(name, args, work, tmp_path, 5, 42)}
+    assert given == compare_peers.VARIANTS.keys() - {"ours_fp32"}
+    assert (args.tolerance, in_fp32.tolerance) == (0.02, 1e-4)
+    assert in_fp32.variants == [name for name in compare_peers.VARIANTS if name != "ours_fp32"]
