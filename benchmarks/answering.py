@@ -1,11 +1,12 @@
-"""Compares predict's throughput with the evaluation's, and measures the memory for a long document.
+"""Compares predict's throughput with the evaluation's, and this with its forward passes'; measures memory.
 
     python benchmarks/answering.py speed --model_name_or_path MINILM --file dev-v1.1.json
     python benchmarks/answering.py memory --model_name_or_path MINILM --file dev-v1.1.json
 
 `speed` evaluates and answers the same questions in turns, a hundred at a time, in one process, and in the other order
-in every second pair. The evaluation's windows are tokenized before, as by its cache; predict tokenizes them. Prints
-windows per second of CPU time: median and range, and the ratios of the pairs. `memory` asks about a document of 1 MB,
+in every second turn. The evaluation's windows are tokenized before, as by its cache; predict tokenizes them. The
+forward passes are those of the evaluation, on batches made before. Prints windows per second of CPU time: median and
+range, and the ratios of the turns. `memory` asks about a document of 1 MB,
 which is made of the file's contexts, in a new process, and prints the peak of its resident memory.
 
 The model gets a new span head, since only time and memory count.
@@ -26,15 +27,19 @@ from functools import partial
 import torch
 from compare_report import machine
 from shared import markdown_table, spread
+from torch import nn
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
 from hvd_bert.config.command_line import parse
+from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.questions import Reading
 from hvd_bert.data.squad import Question, from_questions, open_file
 from hvd_bert.data.tokenization import WindowTokenizer
 from hvd_bert.data.windows import in_memory
 from hvd_bert.distributed.world import World
 from hvd_bert.evaluation.evaluator import Evaluator
+from hvd_bert.evaluation.mode import evaluating
+from hvd_bert.model.bert import model_inputs
 from hvd_bert.model.cpu.malloc import keep_memory
 from hvd_bert.predict.answerer import QuestionAnswerer
 from hvd_bert.predict.file_answers import rows_of
@@ -44,6 +49,20 @@ PART = 100  # questions at a time
 DOCUMENT = 10**6  # characters
 
 
+def forward_passes(model: nn.Module, batches: list[Batch]) -> None:
+    """All of an evaluation that needs the model."""
+    with evaluating(model):
+        for batch in batches:
+            model(**model_inputs(batch))
+
+
+def batches_of(evaluator: Evaluator) -> list[Batch]:
+    """An evaluation's batches, in its order."""
+    collate, size = Collator(evaluator.windows, torch.device("cpu"), evaluator.pad_to), evaluator.batch_size
+    ids = evaluator.window_ids
+    return [collate(ids[first : first + size]) for first in range(0, len(ids), size)]
+
+
 def speed(folder: str, questions: list[Question]) -> None:
     """Print the throughputs and their ratio."""
     keep_memory()  # as both commands do
@@ -51,8 +70,7 @@ def speed(folder: str, questions: list[Question]) -> None:
     qa, world = QuestionAnswerer(folder), World()
     config = parse(["--no_do_train", "--model_name_or_path", folder])
     tokenizer = WindowTokenizer(qa.tokenizer, qa.window_options)
-    rates: dict[str, list[float]] = {"evaluation": [], "predict": []}
-    ratios = []
+    rates: dict[str, list[float]] = {"evaluation": [], "predict": [], "forward passes": []}
     for number, first in enumerate(range(0, len(questions), PART)):
         part = questions[first : first + PART]
         windows = in_memory(part, tokenizer)
@@ -61,15 +79,17 @@ def speed(folder: str, questions: list[Question]) -> None:
         work: dict[str, Callable[[], object]] = {
             "evaluation": partial(evaluator, qa.model),
             "predict": partial(rows_of, part, qa),
+            "forward passes": partial(forward_passes, qa.model, batches_of(evaluator)),
         }
         for name in sorted(work, reverse=number % 2 == 1):
             start = time.process_time()
             work[name]()
             rates[name].append(len(windows) / (time.process_time() - start))
-        ratios.append(rates["predict"][-1] / rates["evaluation"][-1])
     rows = [[name, spread(values)] for name, values in rates.items()]
     print(markdown_table(["command", "windows per second of CPU time"], rows))
-    print(f"\npredict over evaluation: {spread(ratios, 3)} in {len(ratios)} pairs")
+    for one, other in (("predict", "evaluation"), ("evaluation", "forward passes")):
+        ratios = [a / b for a, b in zip(rates[one], rates[other], strict=True)]
+        print(f"\n{one} over {other}: {spread(ratios, 3)} in {len(ratios)} turns")
 
 
 def memory(folder: str, questions: list[Question]) -> None:

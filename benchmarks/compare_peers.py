@@ -30,12 +30,12 @@ from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 
 PEERS = Path(__file__).resolve().parent / "peers"
 
-# glibc keeps the memory of a step for the next. oneDNN does not keep a kernel for each new length.
+# glibc keeps the memory of a step for the next. oneDNN keeps as many kernels as this trainer sets.
 ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": "4294967296",
     "MALLOC_TRIM_THRESHOLD_": "8589934592",
     "MALLOC_TOP_PAD_": "268435456",
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
 }
 
 

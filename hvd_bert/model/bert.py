@@ -106,7 +106,7 @@ def configure(config: Any, dropout: float | None, padded: bool) -> None:
         for name in _dropout_settings(config):
             setattr(config, name, dropout)
     attention.register()
-    linear.keep_no_kernels()
+    linear.keep_few_kernels()
     packed = families.family_of(config).packed
     own = "sdpa" if families.model_class(config)._supports_sdpa else "eager"
     config._attn_implementation = attention.NAME if packed and not padded else own
