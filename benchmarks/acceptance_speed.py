@@ -19,7 +19,6 @@ import compare_peers
 import numpy as np
 from acceptance_place import NotHere, Outcome, Place
 from compare_report import timing
-from datasets import Dataset
 from shared import REPOSITORY, spread
 from transformers import AutoTokenizer, BertConfig, BertForQuestionAnswering
 
@@ -33,22 +32,25 @@ MFU_GOAL, WINDOWS_GOAL, PEER_GOAL = 0.50, 700.0, 1.5
 WITH_GOALS = ("A100", "H100", "H200")  # the goals are for these GPUs
 ROUNDS, ROUND_S = 3, 150.0  # a round starts only if this many seconds are left
 WARMUP = 5  # steps of the peer
-SIZES = {"cuda": {"batch": 32, "steps": 10, "repeats": 5, "peer_steps": 50}}
-SIZES["cpu"] = {"batch": 4, "steps": 2, "repeats": 1, "peer_steps": 4}
+SIZES = {
+    "cuda": {"batch": 32, "length": LENGTH, "steps": 10, "repeats": 5, "peer_steps": 50},
+    "cpu": {"batch": 4, "length": 128, "steps": 2, "repeats": 1, "peer_steps": 4},
+}
 PEER = "HF Trainer, best flags"
 OURS = {"this trainer": [], "this trainer, --torch_compile": ["--torch_compile"]}
 
 
-def model_flags(place: Place) -> list[str]:
-    """BERT-base; on the CPU a small BERT."""
-    return ["--model", str(SAMPLE / "six_layers.json"), "--max_seq_length", "128"] if place.device == "cpu" else []
-
-
 def common_flags(place: Place) -> list[str]:
-    """Of `python -m hvd_bert.bench` and of top_kernels.py."""
-    batch = SIZES[place.device]["batch"]
-    flags = ["--bf16", "--strategy", "none", "--max_seq_length", str(LENGTH)]
-    return [*flags, "--per_device_train_batch_size", str(batch), *model_flags(place)]
+    """Of `python -m hvd_bert.bench` and of top_kernels.py: BERT-base; on the CPU a smaller one."""
+    sizes = SIZES[place.device]
+    flags = ["--bf16", "--strategy", "none", "--max_seq_length", str(sizes["length"])]
+    flags += ["--per_device_train_batch_size", str(sizes["batch"])]
+    return flags + (["--model", str(SAMPLE / "six_layers.json")] if place.device == "cpu" else [])
+
+
+def shape_of(place: Place) -> BertConfig:
+    """The model that is measured."""
+    return BertConfig.from_json_file(SAMPLE / "six_layers.json") if place.device == "cpu" else BertConfig()
 
 
 def ours(place: Place, flags: list[str], name: str) -> dict[str, Any]:
@@ -82,16 +84,18 @@ def peer(place: Place, _: list[str], name: str) -> dict[str, Any]:
 
 def prepare_peer(place: Place) -> tuple[Path, Path]:
     """The peer's model, with new weights, and its windows, as random as the benchmark's and as long."""
+    from datasets import Dataset  # here, so that other lines do not need it
+
     model, windows = place.out / "peer-model", place.out / "peer-windows"
     if windows.exists():
         return model, windows
-    config = BertConfig.from_json_file(SAMPLE / "six_layers.json") if place.device == "cpu" else BertConfig()
+    config = shape_of(place)
     config.num_labels = 2
     BertForQuestionAnswering(config).save_pretrained(model)
     AutoTokenizer.from_pretrained(SAMPLE).save_pretrained(model)  # it only pads, by 0 as BERT's own
     sizes = SIZES[place.device]
     count = sizes["batch"] * (WARMUP + sizes["peer_steps"])
-    lengths = lengths_like_squad(count, min(LENGTH, config.max_position_embeddings), seed=42)
+    lengths = lengths_like_squad(count, sizes["length"], seed=42)
     table = random_windows(lengths, config.vocab_size, seed=42)
     rows = np.arange(count)
     ids = [tokens.tolist() for tokens in table.lists("input_ids", rows)]
@@ -152,8 +156,7 @@ def _medians(records: list[dict[str, Any]], figure: str) -> list[float]:
 
 def window_flops(place: Place) -> float:
     """Useful FLOP of training on a window of LENGTH tokens."""
-    config = BertConfig.from_json_file(SAMPLE / "six_layers.json") if place.device == "cpu" else BertConfig()
-    return forward_flops(BertForQuestionAnswering(config)).training([LENGTH])
+    return forward_flops(BertForQuestionAnswering(shape_of(place))).training([LENGTH])
 
 
 def has_goals(place: Place) -> bool:

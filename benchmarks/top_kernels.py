@@ -57,7 +57,9 @@ def top(recorded: Any, on_gpu: bool) -> list[dict[str, Any]]:
     times: dict[str, list[float]] = {}
     for event in recorded.key_averages():
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        if microseconds and (not on_gpu or event.device_type != torch.autograd.DeviceType.CPU):
+        # Annotations, such as "Optimizer.step", span kernels that have rows of their own.
+        is_kernel = event.device_type != torch.autograd.DeviceType.CPU and not event.is_user_annotation
+        if microseconds and (is_kernel or not on_gpu):
             entry = times.setdefault(event.key, [0.0, 0.0])
             entry[0] += microseconds / 1e6
             entry[1] += event.count

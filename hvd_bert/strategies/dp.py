@@ -40,8 +40,9 @@ class WindowParallel(nn.DataParallel[nn.Module]):
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
         # torch's threads take over whether autocast is on, but not its dtype: bf16 would become fp16.
-        same = torch.autocast("cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"))
-        return super().parallel_apply([same(replica.__call__) for replica in replicas], inputs, kwargs)
+        dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        forwards = [torch.autocast("cuda", dtype, enabled)(replica.__call__) for replica in replicas]
+        return super().parallel_apply(forwards, inputs, kwargs)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         return join_windows(outputs, output_device) if self._packed else super().gather(outputs, output_device)

@@ -190,6 +190,13 @@ def test_two_a100(tmp_path, monkeypatch):
     assert sum("hvd_bert.train" in words for words in commands.words) == 14  # the runs that checks share are made once
 
 
+def test_a_cpu_runs_all_but_what_needs_two_gpus(tmp_path, monkeypatch):
+    lines = lines_of(place(tmp_path), monkeypatch, Commands())
+    assert {name: line.found for name, line in lines.items() if line.result == "FAIL"} == {}
+    assert [name for name, line in lines.items() if line.result == "not here"] == ["dp, all GPUs"]
+    assert all(line.result == "-" for name, line in lines.items() if name.startswith(("MFU", "windows/s", "over")))
+
+
 def test_one_slow_gpu_of_another_kind(tmp_path, monkeypatch):
     lines = lines_of(place(tmp_path, "cuda", 1, gpu="NVIDIA L4"), monkeypatch, Commands(speed=0.5))
     assert {name for name, line in lines.items() if line.result == "not here"} == {
