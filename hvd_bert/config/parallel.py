@@ -74,6 +74,7 @@ class ParallelArguments:
             math.isfinite(factor) and factor > 0,
             f"--gradient_predivide_factor {factor}: must be a positive, finite number.",
         )
+        require(factor <= 1e30, f"--gradient_predivide_factor {factor}: must be at most 1e+30.")
         require(self.num_groups >= 0, f"--num_groups {self.num_groups}: must not be negative.")
         # Horovod ignores the factor for grouped gradients, so their sums could overflow.
         require(

@@ -9,6 +9,7 @@ from pathlib import Path
 from hvd_bert.config.flag import flag, require
 
 # The schedules of transformers that need neither further arguments nor the loss at each step.
+LARGEST_FACTOR = 1e30  # a larger one overflows in fp32
 SCHEDULES = [
     "linear",
     "cosine",
@@ -200,6 +201,9 @@ class TrainArguments:
             value = getattr(self, name)
             require(math.isfinite(value), f"--{name} {value}: must be a finite number.")
             require(value >= 0, f"--{name} {value}: must not be negative.")
+        for name in ("learning_rate", "adam_epsilon", "weight_decay", "max_grad_norm"):
+            value = getattr(self, name)
+            require(value <= LARGEST_FACTOR, f"--{name} {value}: must be at most {LARGEST_FACTOR:g}.")
         for name in ("adam_beta1", "adam_beta2", "warmup_ratio"):
             require(0 <= getattr(self, name) < 1, f"--{name} {getattr(self, name)}: must be in [0, 1).")
         unknown = [name for name in self.reporters if name not in REPORTERS]

@@ -49,6 +49,7 @@ class Launcher:
         return isinstance(error, VariableError) and self.local_rank == 0
 
 
+MAX_THREADS = 1024  # as for --num_threads
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # only torchrun sets it
 # Each launcher's variables of size and rank: first those of the world, then those of parts of it.
 # Most specific first: mpirun inside srun inherits Slurm's variables, never the other way round.
@@ -249,12 +250,18 @@ def share_cores(mine: frozenset[int], on_this_host: Sequence[frozenset[int]]) ->
 
 
 def choose_threads(environ: Mapping[str, str], share: int) -> int:
-    """Threads per rank: OMP_NUM_THREADS, else its `share` of the cores, at most Slurm's --cpus-per-task."""
-    chosen = environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    if chosen.isdecimal() and int(chosen) > 0:
-        return int(chosen)
-    allotted = environ.get("SLURM_CPUS_PER_TASK", "")
-    return min(share, int(allotted)) if allotted.isdecimal() and int(allotted) > 0 else share
+    """Threads per rank: OMP_NUM_THREADS, else its `share` of the cores, at most Slurm's --cpus-per-task.
+
+    A number above MAX_THREADS is a mistake, and is ignored like a text: so many threads cannot be started.
+    """
+    chosen = _threads_in(environ.get("OMP_NUM_THREADS", "").split(",")[0])
+    allotted = _threads_in(environ.get("SLURM_CPUS_PER_TASK", ""))
+    return chosen or min(share, allotted or share)
+
+
+def _threads_in(text: str) -> int | None:
+    found = re.fullmatch(r" *([0-9]{1,9}) *", text)
+    return int(found[1]) if found and 1 <= int(found[1]) <= MAX_THREADS else None
 
 
 @dataclass(frozen=True)

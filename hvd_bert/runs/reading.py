@@ -12,6 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from hvd_bert.errors import UserError
+from hvd_bert.rendering.text import visible
 from hvd_bert.runs.run import LeftOut, Row, Run
 from hvd_bert.storage.reading import parse_json, read_json, read_text, read_yaml
 
@@ -116,7 +117,7 @@ def read(folder: Path) -> Run:
     # A task may have none, and older runs of question answering do not name theirs.
     names = list(map(str, results.sequence("scores") if "scores" in results.values else ["exact_match", "f1"]))
     settings = settings_of(folder / SETTINGS)
-    strategy = str(results.values.get("strategy") or "horovod")
+    strategy = visible(str(results.values.get("strategy") or "horovod"))
     variant = {name: work[name] for name in OF_THE_STRATEGY if name in work}
     variant |= {"--num_groups": str(settings.get("num_groups") or 0)} if strategy == "horovod" else {}
     variant |= {"--zero_stage": str(settings.get("zero_stage"))} if strategy == "deepspeed" else {}
@@ -127,7 +128,7 @@ def read(folder: Path) -> Run:
     return Run(
         name=str(folder),
         strategy=strategy,
-        variant=variant | {"controller": str(results.values.get("controller"))},
+        variant=variant | {"controller": visible(str(results.values.get("controller")))},
         nodes=max(1, len(results.sequence("hosts"))),
         ranks=ranks,
         devices=devices,
@@ -138,7 +139,7 @@ def read(folder: Path) -> Run:
         seed=results.count("seed", minimum=0),
         without_dropout=work.get("--dropout") in ("0", "0.0"),
         work={name: value for name, value in work.items() if name not in (*REPEATED, *IN_STEPS, *OF_THE_STRATEGY)},
-        device_name=str(results.values.get("device_name")),
+        device_name=visible(str(results.values.get("device_name"))),
         on_cpu=isinstance(places, list) and isinstance(places[0], dict) and places[0].get("device") == "cpu",
         threads=results.count("threads_per_rank"),
         versions=results.mapping("versions"),
@@ -187,7 +188,9 @@ class _Record:
     def mapping(self, key: str) -> dict[str, str]:
         """An object's values as text; empty if it is missing."""
         value = self.values.get(key)
-        return {str(name): str(item) for name, item in value.items()} if isinstance(value, dict) else {}
+        return (
+            {visible(str(name)): visible(str(item)) for name, item in value.items()} if isinstance(value, dict) else {}
+        )
 
 
 def _load(path: Path) -> Any:

@@ -1,0 +1,185 @@
+"""Numbers that no flag can take, a removed working directory, and names of runs that are markup or commands."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import hostile
+import pytest
+from made_runs import make_run, make_samples
+
+from hvd_bert.bench import flags as bench
+from hvd_bert.bench import sweep
+from hvd_bert.config.command_line import parse
+from hvd_bert.config.settings import FLAGS
+from hvd_bert.distributed.launch import Launcher, choose_threads
+from hvd_bert.doctor import __main__ as doctor
+from hvd_bert.errors import EXIT_OK, UserError
+from hvd_bert.evaluate import flags as evaluate
+from hvd_bert.predict import __main__ as predict
+from hvd_bert.predict import answering
+from hvd_bert.report import flags as report_flags
+from hvd_bert.report.__main__ import main as report
+from hvd_bert.timeline import __main__ as timeline
+from hvd_bert.tune import __main__ as tune
+
+pytestmark = pytest.mark.timeout(60)
+
+NONE = Launcher("none", None, None)
+NOT_A_NUMBER = ("nan", "-nan")
+HUGE = ("inf", "1e300", "9" * 400)
+NEGATIVE = ("-inf", "-1e300", "-1")
+NO_TIME = (*NOT_A_NUMBER, *HUGE, *NEGATIVE, "")
+NO_COUNT = ("99999999999", "-1", "0", "nan", "1e300", "9" * 5000, "1.5", "\u00b2", "")
+
+
+def checked_report(argv: Sequence[str]) -> argparse.Namespace:
+    flags = report_flags.make_parser().parse_args(argv)
+    report_flags.check(flags)
+    return flags
+
+
+COMMANDS: dict[str, Callable[[list[str]], object]] = {
+    "train": parse,
+    "doctor": doctor._parse,
+    "sweep": sweep._parse,
+    "tune": tune._parse,
+    "bench": bench.parse,
+    "report": lambda flags: checked_report(["runs", *flags]),
+    "projection": lambda flags: checked_report(["runs", "--gbps", "25", *flags]),
+    "predict": lambda flags: predict.parse_flags(["model", "--input", "file", *flags], NONE),
+    "evaluate": lambda flags: evaluate.parse(["model", *flags]),
+}
+NUMBERS = [
+    *(("doctor", "timeout", value) for value in (*NO_TIME, "0")),
+    *(("doctor", "size", value) for value in (*NO_TIME, "0")),
+    *(("doctor", "repeats", value) for value in NO_COUNT),
+    *((command, "timeout", value) for command in ("sweep", "tune") for value in (*NO_TIME, "0")),
+    *(("sweep", name, value) for name in ("repeats", "steps", "global_batch") for value in NO_COUNT),
+    *(("sweep", "ranks", value) for value in (*NO_COUNT, "1,", "1,99999999999", "1;2")),
+    *(("sweep", "epochs", value) for value in ("nan", "inf", "-1", "0", "")),
+    *(("tune", name, value) for name in ("ranks", "steps", "pairs") for value in NO_COUNT),
+    *(("tune", "minutes", value) for value in (*NO_TIME,)),
+    *(("bench", name, value) for name in ("steps", "repeats", "windows") for value in NO_COUNT),
+    *(("report", name, value) for name in ("gbps", "loss_tolerance") for value in (*NO_TIME, "0")),
+    *(
+        ("projection", name, value)
+        for name in ("latency_us", "cycle_ms", "fusion_mb", "ns_per_weight")
+        for value in NO_TIME
+    ),
+    *(("projection", name, value) for name in ("most_devices", "parameters") for value in NO_COUNT),
+    *(("projection", "backward_share", value) for value in (*NO_TIME, "2")),
+    *(("evaluate", "mistakes", value) for value in NO_COUNT if value != "0"),
+]
+POSITIVE = ("max_seq_length", "per_device_train_batch_size", "gradient_accumulation_steps", "n_best_size")
+FRACTIONS = ("learning_rate", "adam_epsilon", "num_train_epochs", "weight_decay", "max_grad_norm", "adam_beta1")
+
+
+@pytest.mark.parametrize(("command", "name", "value"), NUMBERS, ids=lambda value: value[:12])
+def test_numbers_are_refused(command: str, name: str, value: str) -> None:
+    with pytest.raises(UserError) as raised:
+        COMMANDS[command]([f"--{name}={value}"])
+    hostile.check_message(str(raised.value), f"--{name}")
+
+
+@pytest.mark.parametrize("value", NO_COUNT)
+@pytest.mark.parametrize("name", POSITIVE)
+def test_counts_of_the_trainer_are_refused(name: str, value: str) -> None:
+    with pytest.raises(UserError) as raised:
+        parse([f"--{name}={value}"])
+    hostile.check_message(str(raised.value), f"--{name}")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", ""])
+@pytest.mark.parametrize("name", FRACTIONS)
+def test_fractions_of_the_trainer_are_refused(name: str, value: str) -> None:
+    with pytest.raises(UserError) as raised:
+        parse([f"--{name}={value}"])
+    hostile.check_message(str(raised.value), f"--{name}")
+
+
+def test_no_number_of_the_trainer_may_be_nan_or_astronomic() -> None:
+    numbers = [name for name, flag in FLAGS.items() if type(flag.default) in (int, float)]
+    unlimited = {"null_score_diff_threshold", "lr_scaling_limit", "warmup_steps"}  # only compared and divided by
+    assert len(numbers) > 20
+    for name in numbers:
+        for value in ("nan",) if name in unlimited else ("nan", "1e300", "9" * 400, "99999999999e99"):
+            with pytest.raises(UserError, match=f"--{name}"):
+                parse([f"--{name}={value}"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model", "--question", "a?", "--context", " \t"],
+        ["model", "--question", "a?", "--context", ""],
+        ["model", "--question", "  ", "--context", "b"],
+        ["model", "--num_questions", "1000000000"],
+        ["model", "--input", "a.json", "--context", "b"],
+    ],
+    ids=str,
+)
+def test_questions_without_a_text(words: list[str]) -> None:
+    with pytest.raises(UserError) as raised:
+        predict.parse_flags(words, NONE)
+    hostile.check_message(str(raised.value), "--")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_no_question_is_printed_twice(
+    count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions = [SimpleNamespace(question=f"Q{n}\x1b[31m?", context="c", answer_texts=()) for n in range(count)]
+    monkeypatch.setattr(answering, "open_input", lambda flags, qa: SimpleNamespace(questions=lambda: questions))
+    monkeypatch.setattr(answering.FoundAnswer, "of", lambda answer: SimpleNamespace(text="a\x1b]0;b", score=1.0))
+    answering._print_some(argparse.Namespace(), SimpleNamespace(answers=lambda asked: [None]))  # type: ignore[arg-type]
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert [shown.count(f"Q: Q{n}") for n in range(count)].count(1) == shown.count("Q: ") == min(3, count)
+
+
+@pytest.mark.parametrize("value", ["1000000", "0", "-1", "nan", "x,4", "\u00b2", "9" * 5000])
+def test_variables_of_threads_that_cannot_be_are_ignored(value: str) -> None:
+    assert choose_threads({"OMP_NUM_THREADS": value}, 2) == 2
+    assert choose_threads({"SLURM_CPUS_PER_TASK": value, "OMP_NUM_THREADS": "3,2"}, 2) == 3
+    assert choose_threads({"SLURM_CPUS_PER_TASK": value}, 2) == 2
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "timeline"])
+def test_a_removed_working_directory(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    parser = COMMANDS | {"timeline": lambda flags: timeline.make_parser().parse_args(["file", *flags])}
+    with pytest.raises(UserError, match=r"The working directory cannot be used \(No such file.*cd"):
+        parser[command]([])
+    monkeypatch.chdir(tmp_path)
+
+
+NAMES = ["$\\frac{1}$", "$^$", "\x1b]0;title\x07", "a\ud800b", "<script>alert(1)</script>", "a\n# b", "|x|y|"]
+
+
+def test_names_of_runs_are_only_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As folder, strategy, device, question and warning: in pictures, page, table and terminal.
+
+    One bad run among them does not end the report.
+    """
+    make_run(tmp_path / "runs" / "none", device_name=NAMES[0])
+    for number, name in enumerate(NAMES):
+        folder = f"{number}{name}".encode(errors="replace").replace(b"/", b"_")
+        run = make_run(tmp_path / "runs" / os.fsdecode(folder + b"\xff"), name, 2, 16, 19.0, device_name=NAMES[0])
+        make_samples(run, f"What is {name}?")
+        (run / "events.jsonl").write_text(json.dumps({"event": "warning", "message": name}) + "\n")
+    make_run(tmp_path / "runs" / "bad", steps=3)
+    (tmp_path / "runs" / "bad" / "metrics.jsonl").write_text('{"step": 1, "loss": Infinity}\n' * 2)
+    assert report([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == EXIT_OK
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    shown = capsys.readouterr().out + (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert not {"\x1b", "\x07", "\ud800"} & set(shown + page[page.index("<body") :]) and "<script>alert" not in page
+    assert "bad: " in shown and "Strong scaling" in shown and "alert(1)" in shown
+    assert len(list((tmp_path / "out").glob("*.png"))) == 2
