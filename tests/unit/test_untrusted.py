@@ -1,0 +1,220 @@
+"""Nothing runs code from a file, leaves its folder or shows markup, and any content is read or refused."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import hostile
+import numpy as np
+import pytest
+import test_hostile_checkpoints as checkpoints
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from made_runs import make_run
+from test_no_foreign_code import PROGRAMS
+from test_tokenization import answer_of, to_windows
+from test_tokenization import texts as passages
+
+from hvd_bert.checkpoint import files, resume, saving
+from hvd_bert.checkpoint.files import CorruptCheckpoint
+from hvd_bert.data import squad, windows
+from hvd_bert.data.questions import Question
+from hvd_bert.errors import UserError
+from hvd_bert.runs import reading, record
+from hvd_bert.storage import written
+from hvd_bert.training.reporters import tensorboard
+
+ANY_FOLDER = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+# --- no code ------------------------------------------------------------------------------------------
+
+# Calls that run what a file holds, and the argument without which they do.
+FORBIDDEN = {"eval", "exec", "os.system", "os.popen", "tempfile.mktemp", "yaml.unsafe_load", "yaml.full_load"}
+FORBIDDEN |= {"pickle.load", "pickle.loads", "pickle.Unpickler"}  # the module's errors may be named
+MODULES = {"cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "imp"}
+SAFE_WITH = {"torch.load": ("weights_only", "True"), "yaml.load": ("Loader", "_yaml_loader()")}
+
+
+def test_no_program_unpickles_or_runs_text() -> None:
+    found = []
+    for path in PROGRAMS:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
+                found += [f"{path}:{node.lineno}: {name}" for name in names & MODULES]
+            if not isinstance(node, ast.Call):
+                continue
+            name, where = ast.unparse(node.func), f"{path}:{node.lineno}: {ast.unparse(node)[:80]}"
+            flags = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            unsafe = name in FORBIDDEN or flags.get("shell", "False") != "False"
+            unsafe |= flags.get("allow_pickle", "False") != "False" or name.split(".")[-1] == "load_module"
+            unsafe |= name in SAFE_WITH and flags.get(SAFE_WITH[name][0]) != SAFE_WITH[name][1]
+            found += [where] if unsafe else []
+    assert found == []
+
+
+def test_a_script_in_a_data_set_never_runs(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name in ("mine.py", "dataset.py", "__init__.py"):
+        (folder / name).write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
+    hostile.Canary(tmp_path / "ran").pickled(folder / "train.pkl")
+    with pytest.raises(UserError, match="mine"):
+        squad.open_hub(str(folder), "train", False).questions()
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["train.json", "train.jsonl", "train.csv", "train.parquet", "train.json.gz", "a.npy"])
+def test_pickles_are_no_data(tmp_path: Path, name: str) -> None:
+    canary = hostile.Canary(tmp_path / "ran")
+    canary.pickled(tmp_path / name)
+    if name == "a.npy":
+        np.save(tmp_path / name, np.array([canary], dtype=object), allow_pickle=True)
+    with pytest.raises(UserError, match=name):
+        squad.open_file(tmp_path / name, False).questions()
+    assert not canary.ran
+
+
+@pytest.mark.parametrize("name", ["windows.json", "windows.arrow"])
+@pytest.mark.parametrize("what", [*hostile.ALL, "pickle"])
+def test_a_damaged_cache_is_built_again(
+    tmp_path: Path, tokenizer: Any, make_questions: Any, own_cache: Path, name: str, what: str
+) -> None:
+    source = squad.from_questions("small", make_questions(2))
+    options = windows.WindowOptions(32, 8)
+    table = windows.prepare(source, tokenizer, options)
+    entry = table.path.parent
+    assert {path.name for path in entry.iterdir()} == {"windows.json", "windows.arrow"}
+    canary = hostile.Canary(tmp_path / "ran")
+    (entry / name).unlink()
+    (canary.pickled if what == "pickle" else hostile.ALL[what])(entry / name)
+    if stat.S_ISREG(os.stat(entry / "windows.arrow", follow_symlinks=False).st_mode) and name == "windows.arrow":
+        counts = json.loads((entry / "windows.json").read_text())["counts"]  # the right checksum of wrong content
+        (entry / "windows.json").write_text(json.dumps({"crc32": windows._checksum(entry, counts), "counts": counts}))
+    assert len(windows.prepare(source, tokenizer, options)) == len(table)
+    assert not canary.ran
+
+
+# --- folders, temporary folders, markup -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["../mine", "a/../../mine", "/etc/mine", "..", ".", "", "a/b"])
+def test_a_record_of_files_removes_nothing_elsewhere(tmp_path: Path, name: str) -> None:
+    (tmp_path / "mine").write_text("mine")
+    folder = tmp_path / "folder"
+    (folder / "a").mkdir(parents=True)
+    (folder / "a" / "b").write_text("mine")
+    (folder / written.RECORD).write_text(f"{name}\n")
+    written.remove(folder, [name])
+    written.remove_partials(folder)
+    assert (tmp_path / "mine").read_text() == "mine" and (folder / "a" / "b").exists()
+
+
+def test_temporary_folders_are_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+
+    def save(folder: Path) -> None:
+        modes.append(stat.S_IMODE(folder.stat().st_mode))
+
+    before = os.umask(0)
+    try:
+        saving.model_files(type("Task", (), {"save_description": staticmethod(save)}))  # type: ignore[arg-type]
+        with tempfile.TemporaryDirectory() as folder:
+            save(Path(folder))
+    finally:
+        os.umask(before)
+    assert modes == [0o700, 0o700]
+
+
+def test_samples_in_tensorboard_are_code() -> None:
+    sample = {"question": "<script>alert(1)</script>\n# a [link](javascript:x)", "answers": ["**b**\n\n<img src=x>"]}
+    lines = tensorboard._as_code(sample).split("\n")
+    assert len(lines) == 2 and all(line.startswith("    ") for line in lines)  # Markdown shows such lines as they are
+
+
+# --- any content ------------------------------------------------------------------------------------------
+
+
+@ANY_FOLDER
+@given(content=JSON | st.binary(max_size=60))
+def test_any_data_are_read_or_refused(tmp_path: Path, content: Any) -> None:
+    path = tmp_path / "data.json"
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    try:
+        squad.open_file(path, False).questions()
+    except UserError as error:
+        assert "data.json" in str(error) and len(str(error)) < 1000
+
+
+@ANY_FOLDER
+@given(data=st.data(), value=JSON)
+def test_any_manifest_or_state_is_read_or_refused(tmp_path: Path, data: st.DataObject, value: Any) -> None:
+    folder = tmp_path / "checkpoint-20"
+    if not folder.exists():
+        checkpoints.write(tmp_path, 20)
+        (tmp_path / "manifest").write_bytes((folder / "manifest.json").read_bytes())
+    manifest = json.loads((tmp_path / "manifest").read_text())
+    state: Any = copy.deepcopy(checkpoints.STATE)
+    place = data.draw(st.sampled_from([manifest, manifest["files"], manifest["files"]["state.json"], state, *[
+        part for part in state.values() if isinstance(part, dict)
+    ]]))  # fmt: skip
+    place[data.draw(st.sampled_from(sorted(place)) | st.text(max_size=5))] = value
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    try:
+        files.verify(folder)
+        checkpoints.rewritten(folder, "state.json", json.dumps(state).encode())
+        found = resume._resumable(folder, checkpoints.TASK)
+    except CorruptCheckpoint as error:
+        assert "checkpoint-20" in str(error)
+        return
+    point = resume.ResumePoint(folder, found)
+    assert point.step >= 0 and point.state["global_batch"] >= 1
+
+
+@ANY_FOLDER
+@given(content=st.lists(JSON.map(json.dumps) | st.text(max_size=20), max_size=5))
+def test_any_metrics_are_shown_or_left_out(tmp_path: Path, content: list[str]) -> None:
+    folder = tmp_path / "run"
+    if not folder.exists():
+        make_run(folder, steps=3)
+        (tmp_path / "whole").write_bytes((folder / "metrics.jsonl").read_bytes())
+    lines = (tmp_path / "whole").read_text().splitlines()
+    text = "\n".join([*lines, *content])
+    (folder / "metrics.jsonl").write_text(text, encoding="utf-8", errors="surrogatepass")
+    assert record.read(folder).step >= 3
+    try:
+        assert reading.read(folder).rows[0].step == 1
+    except reading.Unusable as error:
+        assert "metrics.jsonl" in str(error)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), context=passages, question=passages)
+def test_an_answer_maps_back_to_exactly_its_text(
+    tokenizer: Any, data: st.DataObject, context: str, question: str
+) -> None:
+    """For any answer that starts and ends with a token: in each window that has it, the labels give its very text."""
+    offsets = tokenizer(context, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    assume(offsets)
+    first = data.draw(st.integers(0, len(offsets) - 1))
+    last = data.draw(st.integers(first, min(first + 6, len(offsets) - 1)))
+    start, end = offsets[first][0], offsets[last][1]
+    text = context[start:end]
+    assume(text.strip())
+    asked = Question("q", "", context, question, (text,), (start,))
+    rows, counts = to_windows(tokenizer, [asked], 32, 4)
+    labelled = [row for row in rows if row["end_position"]]
+    assert labelled or counts.cut_answers + counts.tokenless_answers
+    assert {answer_of(asked, row).strip() for row in labelled} <= {text.strip()}
