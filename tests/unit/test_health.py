@@ -16,11 +16,14 @@ from torch import nn
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.data.batch_plan import BatchPlan
+from hvd_bert.data.squad import from_questions, open_file
+from hvd_bert.data.windows import WindowTable
 from hvd_bert.distributed import events
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import EXIT_FAILURE, UserError
 from hvd_bert.strategies.base import StrategyOptions
 from hvd_bert.strategies.table import make_strategy
+from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.training.checksums import check_copies, checksum
 from hvd_bert.training.health import LIMIT, LIMIT_SCALED, MAX_EVENTS, Health
 from hvd_bert.training.meter import Meter
@@ -243,3 +246,21 @@ def test_strategy_without_copies_refuses_the_flag(strategy):
         UserError, match=f"--check_weights_steps 5: with --strategy {strategy} the ranks hold no copies"
     ):
         parse(["--strategy", strategy, "--check_weights_steps", "5"])
+
+
+def test_windows_are_named_by_their_questions(make_questions):
+    task = QuestionAnswering.__new__(QuestionAnswering)
+    questions, windows = make_questions(3), WindowTable.from_columns({"question": [0, 1, 1, 2]})
+    train = SimpleNamespace(windows=windows, source=from_questions("made", questions))
+    task.inputs = SimpleNamespace(train=train)  # type: ignore[assignment]
+    assert task.window_names(np.array([2, 0])) == [questions[1].id, questions[0].id]
+
+
+def test_windows_of_a_file_that_is_gone_are_numbered(tmp_path, make_questions, write_squad):
+    file = write_squad(make_questions(3))
+    task = QuestionAnswering.__new__(QuestionAnswering)
+    source = open_file(file, version_2_with_negative=False)
+    train = SimpleNamespace(windows=WindowTable.from_columns({"question": [0, 1, 1, 2]}), source=source)
+    task.inputs = SimpleNamespace(train=train)  # type: ignore[assignment]
+    file.unlink()
+    assert task.window_names(np.array([2, 0])) == ["number 2", "number 0"]
