@@ -264,3 +264,5 @@ def test_windows_of_a_file_that_is_gone_are_numbered(tmp_path, make_questions, w
     task.inputs = SimpleNamespace(train=train)  # type: ignore[assignment]
     file.unlink()
     assert task.window_names(np.array([2, 0])) == ["number 2", "number 0"]
+    train.windows = WindowTable.from_columns({"start_position": [0, 1, 1, 2]})  # as those of `bench`
+    assert task.window_names(np.array([3])) == ["number 3"]
