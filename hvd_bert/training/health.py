@@ -7,7 +7,6 @@ find it a step later, since nothing waits for the device; the strategy has left 
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
@@ -99,7 +98,8 @@ class Health:
         """Compare a step's losses with the steps before."""
         loss = float(losses.mean())
         if len(self._before) >= MIN_STEPS:
-            mean, deviation = statistics.fmean(self._before), statistics.pstdev(self._before)
+            before = np.array(self._before)
+            mean, deviation = float(before.mean()), float(before.std())
             if loss > mean + max(DEVIATIONS * deviation, MIN_JUMP):
                 batch = self._batch(step, np.argsort(-losses, kind="stable"), losses)
                 if self._record("loss_jump", step=step, loss=loss, mean=mean, deviation=deviation, batch=batch):
