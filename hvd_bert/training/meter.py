@@ -244,7 +244,8 @@ class Meter:
         """Restore what `state` and `since_last_look` returned after `step`. Phases are counted from here on."""
         for name in _TOTALS:
             setattr(self, name, state[name])
-        self.skipped_steps, self._skipped_before = state.get("skipped_steps", 0), state.get("skipped_before", 0)
+        self.skipped_steps = int(state.get("skipped_steps", 0))  # missing in older checkpoints, as the next one is
+        self._skipped_before = int(state.get("skipped_before", 0))
         loss, windows, tokens, *positions = since_last_look
         self._loss.fill_(loss)
         self._windows, self._tokens = int(windows), int(tokens)
