@@ -10,6 +10,7 @@ and each rank also has a `Watchdog` with the same limit, which asks which ranks 
 from __future__ import annotations
 
 import math
+import queue
 import re
 import threading
 import time
@@ -26,6 +27,7 @@ ENDS_AFTER = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 WARN_S, END_S = 120, 600  # for a step's collectives; longer than one rank takes to compile a model
 LONGEST_S = 2 * 3600.0  # while one rank downloads, tokenizes, evaluates or writes
 TURN_S = 6.0  # between two ranks' reports: a launcher ends the second rank within 5 s of the first one's end
+ANSWER_S = 10.0  # a store behind a dead link does not answer
 _TAG = 7  # of this module's MPI messages
 
 
@@ -163,13 +165,13 @@ class Watchdog:
 
     def _announce(self, number: int) -> None:
         try:
-            self._arrivals.announce(number)
+            _answered(lambda: self._arrivals.announce(number))
         except RuntimeError as error:  # rank 0 is gone with its store: other ranks report that
             logs.report(f"rank {self._rank} cannot reach rank 0: {error}")
 
     def _end(self, number: int, waited_s: float, names: Sequence[str]) -> None:
         try:
-            missing = self._arrivals.missing(number)
+            missing = _answered(lambda: self._arrivals.missing(number))
         except RuntimeError:
             missing = [0]
         ranks = _shortened([f"rank {rank} on {self._hosts[rank]}" for rank in missing])
@@ -181,6 +183,26 @@ class Watchdog:
             f" may take that long, raise {ENDS_AFTER} (docs/guides/resume-and-reliability.md)."
         )
         self._abort(EXIT_FAILURE)
+
+
+def _answered(question: Callable[[], Any]) -> Any:
+    """What `question` returns. Raises RuntimeError if it fails or takes too long."""
+    answers: queue.SimpleQueue[tuple[Any, RuntimeError | None]] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put((question(), None))
+        except RuntimeError as error:
+            answers.put((None, error))
+
+    threading.Thread(target=ask, name="stall question", daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=ANSWER_S)
+    except queue.Empty:
+        raise RuntimeError(f"no answer in {ANSWER_S:.0f} s") from None
+    if error is not None:
+        raise error
+    return answer
 
 
 def _safely(names: Callable[[], Sequence[str]]) -> Sequence[str]:

@@ -92,6 +92,13 @@ def test_rank_one_reports_if_rank_zero_does_not(end, monkeypatch):
     assert "for rank 0 on a100-01, rank 3 on a100-02 to reach a.weight" in end(1, 2, names=["a.weight"])
 
 
+def test_store_that_does_not_answer_is_rank_zeros(end, monkeypatch):
+    monkeypatch.setattr(watchdog, "TURN_S", 0.0)
+    monkeypatch.setattr(watchdog, "ANSWER_S", 0.1)
+    monkeypatch.setattr(StoreArrivals, "missing", lambda self, wait: threading.Event().wait())
+    assert "for rank 0 on a100-01 to reach a.weight" in end(1, names=["a.weight"])
+
+
 @pytest.mark.parametrize(("waited", "message", "ends"), [
     (301, SHUT_DOWN, True), (299, SHUT_DOWN, False), (301, "other", False),
 ])  # fmt: skip
