@@ -6,7 +6,7 @@ One optimizer step of the loop is `backward` once per micro-batch, then `synchro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,7 @@ class Strategy:
         self.optimizer: Any = make_optimizer(self.module)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=options.fp16)
         self._passes = 0
+        self._has_stepped = False
         self._average_next(options.accumulation == 1)
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
@@ -78,7 +79,11 @@ class Strategy:
 
     def _waiting(self) -> AbstractContextManager[None]:
         """Around a call that also waits for other ranks: if one stalls, the job ends."""
-        return self._world.waiting(lambda: ["the step's gradients"])
+        return self._watched("the step's gradients")
+
+    def _watched(self, name: str) -> AbstractContextManager[None]:
+        """Not in the first step, in which the call may compile the model, for minutes."""
+        return self._world.waiting(lambda: [name]) if self._has_stepped else nullcontext()
 
     def _forward_waits(self) -> None:
         """Do the same around the forward pass of `module`."""
@@ -86,7 +91,7 @@ class Strategy:
 
         @torch.compiler.disable
         def begin(*_: object) -> None:
-            inside.enter_context(self._world.waiting(lambda: ["the step's weights"]))
+            inside.enter_context(self._watched("the step's weights"))
 
         @torch.compiler.disable
         def end(*_: object) -> None:
@@ -126,6 +131,7 @@ class Strategy:
     def step(self) -> bool:
         """Apply and clear the clipped gradients. Returns False if they overflowed and the host knows already that the
         step was skipped."""
+        self._has_stepped = True
         applied = self._apply()
         self.optimizer.zero_grad()
         return applied

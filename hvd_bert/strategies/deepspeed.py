@@ -113,6 +113,7 @@ class DeepSpeedStrategy(Strategy):
         return torch.as_tensor(self.module.get_global_grad_norm())
 
     def step(self) -> bool:
+        self._has_stepped = True
         return self._applied
 
     def whole_model(self) -> nn.Module:
