@@ -24,7 +24,7 @@ def recorded(
     """
     folder.mkdir(parents=True, exist_ok=True)
     timeline = folder / "timeline.json"
-    program = f"{FOLDER / 'slowed.py'} -m hvd_bert.train" if slowed else "-m hvd_bert.train"
+    program = f"{FOLDER / ('slowed.py' if slowed else 'ahead.py')} -m hvd_bert.train"
     if slowed:
         flags += f" --timeline_file {timeline} --timeline_steps 2:100000"
     env = slowed or {"HOROVOD_TIMELINE": str(timeline)}

@@ -1,0 +1,20 @@
+"""Runs `-m MODULE ...` ahead of all else on this machine, for ranks whose messages are timed: ahead.py -m MODULE ..."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+from pathlib import Path
+
+HIGHEST = -20
+
+os.setpriority(os.PRIO_PROCESS, 0, HIGHEST)
+# Where the kernel groups processes by session, priorities count inside a group only, and the group has one, too.
+with contextlib.suppress(FileNotFoundError):
+    Path("/proc/self/autogroup").write_text(str(HIGHEST))
+
+assert sys.argv[1] == "-m"
+del sys.argv[:2]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
