@@ -20,6 +20,7 @@ case ${1:-} in --quick | --full) extent=${1#--} && shift ;; esac
 bash env/setup.sh --dev --deepspeed ${apt[@]+"${apt[@]}"} </dev/null
 SECONDS=0
 export PATH="$PWD/.venv/bin:$PATH"
+unset PYTHONDONTWRITEBYTECODE # else each process compiles this package, and each run all tests
 # One thread per process: the tests start up to four ranks, often on two cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
 # Kept between runs and shared by clones; mypy looks at the files' content. Without it mypy takes a minute.
