@@ -22,7 +22,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.monitoring.profiling.recording import TIMELINE
 from hvd_bert.publish import card
 from hvd_bert.storage import locks, written
-from hvd_bert.storage.reading import parse_json, read_text
+from hvd_bert.storage.reading import open_regular, parse_json
 from hvd_bert.storage.writing import OWN_PARTIAL, check_folder, make_folder, replacing, writing_to
 
 # Flags that name a file or a folder that the run reads.
@@ -173,19 +173,17 @@ def forget_after(folder: Path, step: int) -> None:
     for name in ("metrics.jsonl", "gpu_usage.jsonl"):
         path = folder / name
         if path.exists():
-            lines = read_text(path, errors="replace").splitlines()
-            kept = [line for line in lines if _step_of(line) <= step]
-            with replacing(path) as partial:
-                partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            with open_regular(path) as lines, replacing(path) as partial, partial.open("wb") as kept:
+                kept.writelines(line.rstrip(b"\r\n") + b"\n" for line in lines if _step_of(line) <= step)
     files.remove_leftovers(folder)
     aside = files.set_aside_after(folder, step)
     if aside:
         log.warning("Set aside the checkpoints after step %d, from which training resumes: %s.", step, ", ".join(aside))
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     try:
-        return int(parse_json(line)["step"])
+        return int(parse_json(line.decode("utf-8", "replace"))["step"])
     except (ValueError, LookupError, TypeError, OverflowError):  # cut short by a crash
         return math.inf
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -10,6 +11,7 @@ from hvd_bert.config.values import StoreOnce, name_or_path, path, shortened, who
 from hvd_bert.errors import UserError
 from hvd_bert.storage.places import check_working_directory
 
+OPTIMIZE = sys.flags.optimize
 HELP = {"-h", "--help"}
 
 
@@ -27,8 +29,13 @@ class Parser(argparse.ArgumentParser):
             self.register("type", kind, check)
 
     def parse_known_args(self, *args: Any, **options: Any) -> Any:
-        """As argparse's. Raises UserError for a wrong command line, and without a working directory."""
+        """As argparse's. Raises UserError for a wrong command line, and if this process could not do its work."""
         check_working_directory()
+        if OPTIMIZE > 1:
+            raise UserError(
+                "Python was started with -OO or PYTHONOPTIMIZE=2, which removes docstrings that transformers needs."
+                " Unset PYTHONOPTIMIZE."
+            )
         return super().parse_known_args(*args, **options)
 
     def error(self, message: str) -> NoReturn:

@@ -70,6 +70,12 @@ def run_as_rank(
                 " --per_device_train_batch_size (or _eval_) and double --gradient_accumulation_steps, or use --bf16."
             )
             world.abort(EXIT_FAILURE)
+        except MemoryError:
+            logs.report(
+                f"hvd_bert: rank {world.rank} on {world.host}: out of memory. Raise the limit (`ulimit -v`, Slurm's"
+                " --mem) or halve --per_device_train_batch_size and double --gradient_accumulation_steps."
+            )
+            world.abort(EXIT_FAILURE)
         except Exception as error:
             where = f"rank {world.rank} on {world.host}"
             if not (world.elastic and _may_be_lost_rank(error)):

@@ -25,6 +25,7 @@ REPEATED = ("--seed",)
 IN_STEPS = ("--num_train_epochs", "--max_steps")
 OF_THE_STRATEGY = ("--fp16_allreduce", "--gradient_predivide_factor")
 LARGEST = 1e300
+MAX_METRICS = 2**32  # bytes: millions of lines
 # For runs of older versions, which did not record the number of weights whose gradients come last: parts of the names
 # of embeddings, and of ALBERT's layers, which share their weights.
 LATE = ("embed", "emb_ln", "albert_layer_groups")
@@ -205,7 +206,7 @@ def _load(path: Path) -> Any:
 def _rows(path: Path) -> tuple[Row, ...]:
     """The lines of the steps: at least two, in increasing order of steps. Raises Unusable."""
     try:
-        lines = read_text(path).split("\n")
+        lines = read_text(path, MAX_METRICS).split("\n")
     except (OSError, ValueError) as error:
         raise Unusable(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     rows: list[Row] = []

@@ -32,9 +32,9 @@ def read_text(path: str | Path, max_bytes: int = MAX_BYTES, errors: str = "stric
     `errors`: what to do with bytes that are not UTF-8, as in `bytes.decode`.
     """
     with open_regular(path) as file:
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise ValueError(f"it is larger than {max_bytes // MIB} MiB")
+        if os.fstat(file.fileno()).st_size > max_bytes:  # not by a read of that size, which would allocate it
+            raise ValueError(f"it is larger than {max_bytes // MIB} MiB")
+        content = file.read()
     try:
         return content.decode("utf-8", errors)
     except UnicodeDecodeError as error:

@@ -14,6 +14,7 @@ from made_runs import make_run, make_samples
 from made_timelines import training
 
 from hvd_bert.bench.record import read_previous
+from hvd_bert.checkpoint import output_dir
 from hvd_bert.config import settings_file
 from hvd_bert.config.trained import trained_settings
 from hvd_bert.data import squad, texts
@@ -28,6 +29,7 @@ from hvd_bert.runs import reading, record
 from hvd_bert.storage import locks, written
 from hvd_bert.timeline import __main__ as timeline
 from hvd_bert.training.reporters import run_ids
+from hvd_bert.training.reporters.tensorboard import TensorBoard
 
 pytestmark = pytest.mark.timeout(60)  # a reader that blocks must fail its test soon
 
@@ -175,6 +177,27 @@ def test_own_files(tmp_path: Path, name: str, what: str) -> None:
     except OSError as error:  # which callers report with the path
         assert what in hostile.NO_FILES
         hostile.check_message(error.strerror or str(error))
+
+
+@pytest.mark.parametrize("what", ["empty", "a list", *(what for what in hostile.NO_FILES if what != "folder")])
+def test_something_in_the_place_of_tensorboards_folder(tmp_path: Path, what: str) -> None:
+    hostile.ALL[what](tmp_path / "tb")
+    with pytest.raises(OSError, match="tb"):  # callers report it and continue
+        TensorBoard(tmp_path)
+
+
+def test_records_are_read_whatever_their_lines_hold(tmp_path: Path) -> None:
+    lines = [
+        b'{"step": 1}',
+        b'{"step": 2, "a": "\xff"}',
+        b"[" * 100_000,
+        b"9" * 5000,
+        b'{"step": 1e999}',
+        b'{"step": 9}',
+    ]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines, b'{"step": 9}']))
+    output_dir.forget_after(tmp_path, 5)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"\n".join(lines[:2]) + b"\n"
 
 
 @pytest.mark.parametrize("what", hostile.ALL)

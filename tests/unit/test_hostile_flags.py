@@ -15,6 +15,7 @@ from made_runs import make_run, make_samples
 
 from hvd_bert.bench import flags as bench
 from hvd_bert.bench import sweep
+from hvd_bert.config import parser as config_parser
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.distributed.launch import Launcher, choose_threads
@@ -159,6 +160,13 @@ def test_a_removed_working_directory(command: str, tmp_path: Path, monkeypatch: 
     with pytest.raises(UserError, match=r"The working directory cannot be used \(No such file.*cd"):
         parser[command]([])
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_python_without_docstrings(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_parser, "OPTIMIZE", 2)
+    with pytest.raises(UserError, match=r"PYTHONOPTIMIZE=2, which removes docstrings .* Unset PYTHONOPTIMIZE"):
+        COMMANDS[command]([])
 
 
 NAMES = ["$\\frac{1}$", "$^$", "\x1b]0;title\x07", "a\ud800b", "<script>alert(1)</script>", "a\n# b", "|x|y|"]
