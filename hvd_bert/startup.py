@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hvd_bert.config.parser import HELP
 from hvd_bert.distributed import launcher_watch
 from hvd_bert.distributed.launch import LaunchError, find_launcher, speaks_first
-from hvd_bert.errors import EXIT_OK
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+from hvd_bert.storage.places import check_working_directory
 from hvd_bert.streams import end_when_lost
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Confi
     """Join the world and run `main` on every rank. `parse` reads the command line, and prints --help."""
     argv = sys.argv[1:]
     leave_help_to_one_rank(argv)
+    _check_working_directory()
     with suppress(LaunchError):  # reported when joining
         launcher_watch.start(find_launcher(os.environ).name)
     with collector_paused():
@@ -37,6 +39,17 @@ def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Confi
         import_model_list()
         from hvd_bert.distributed.runner import run_as_rank
     run_as_rank(main, **command_line.before_joining(argv, parse))
+
+
+def _check_working_directory() -> None:
+    """Exit with a message if it was removed: transformers cannot be imported without one."""
+    try:
+        check_working_directory()
+    except UserError as error:
+        first = speaks_first(os.environ)
+        if first:
+            print(f"hvd_bert: {error}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT if first else EXIT_OK)
 
 
 def leave_help_to_one_rank(argv: Sequence[str]) -> None:

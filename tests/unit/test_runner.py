@@ -53,6 +53,7 @@ def test_ranks_that_agree_exit_with_the_status(monkeypatch, capsys, entry, statu
         (UserError("only here"), EXIT_BAD_INPUT, "hvd_bert: rank 0 on {host}: only here\n"),
         (KeyError("defect"), EXIT_FAILURE, "rank 0 on {host} failed:\nTraceback"),
         (KeyboardInterrupt(), EXIT_INTERRUPTED, "hvd_bert: interrupted\n"),
+        (MemoryError(), EXIT_FAILURE, "hvd_bert: rank 0 on {host}: out of memory. Raise the limit"),
     ],
     ids=lambda value: type(value).__name__,
 )
