@@ -81,7 +81,7 @@ def parse_flags(argv: list[str] | None, launcher: Launcher) -> argparse.Namespac
         raise UserError(f"--output {flags.output}: give the questions with --input.")
     if flags.output and flags.output.suffix not in OUTPUTS:
         raise UserError(f"--output {flags.output}: its name must end with {', '.join(OUTPUTS[:-1])} or {OUTPUTS[-1]}.")
-    for name in ("question", "context"):
+    for name in ("question",) if flags.question else ("question", "context"):  # with a question, its answer says it
         if getattr(flags, name) is not None and not getattr(flags, name).strip():
             raise UserError(f"--{name} is blank: give its text, or leave the flag out.")
     if flags.question and not flags.context:

@@ -117,7 +117,7 @@ def test_no_number_of_the_trainer_may_be_nan_or_astronomic() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ["model", "--question", "a?", "--context", " \t"],
+        ["model", "--context", " \t"],
         ["model", "--question", "a?", "--context", ""],
         ["model", "--question", "  ", "--context", "b"],
         ["model", "--num_questions", "1000000000"],
