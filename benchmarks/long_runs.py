@@ -33,6 +33,9 @@ import psutil
 from kill_campaign import differences
 from shared import REPOSITORY
 
+from hvd_bert.distributed.runner import run_as_rank
+from hvd_bert.train.__main__ import main as train
+
 RANKS = 2
 EVERY = 100  # steps between two records
 MAX_GROWTH = 0.02  # of memory and of a step's time, from the first steps after the warm-up to the last ones
@@ -85,7 +88,7 @@ def as_rank(records: Path, flags: Sequence[str]) -> None:
     rank, out = int(os.environ["OMPI_COMM_WORLD_RANK"]), Path(flags[flags.index("--output_dir") + 1])
     forked_training.call_before_each_step(Recorder(records, rank, out))
     sys.argv = ["hvd_bert.train", *flags]
-    forked_training.run_as_rank(forked_training.train)
+    run_as_rank(train)
 
 
 def recorded_run(folder: Path, more: str) -> dict[str, Any]:
@@ -184,7 +187,7 @@ def resumed_run(folder: Path, resumes: int, steps_each: int) -> dict[str, Any]:
         if step % steps_each == 0 and step < total:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    ends = []
+    ends: list[str] = []
     while not ends or ends[-1] == "stopped":
         ends.append(attempt(out, stop))
     return {"resumes": len(ends) - 1, "ended": ends[-1]} | compare(folder)
@@ -197,7 +200,8 @@ def killed_run(folder: Path, minutes: int, pace_s: float) -> dict[str, Any]:
     whole, out = flags_of(folder / "whole", more), flags_of(folder / "out", more)
     uninterrupted = multiprocessing.get_context("fork").Process(target=attempt, args=(whole, None))
     uninterrupted.start()
-    start, ends = time.monotonic(), []
+    start = time.monotonic()
+    ends: list[str] = []
     while not ends or ends[-1] == "killed":
         due = time.monotonic() - start < 60 * minutes
         ends.append(attempt(out, (lambda step: time.sleep(pace_s)) if due else None, 60.0 if due else None))
