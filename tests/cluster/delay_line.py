@@ -1,8 +1,9 @@
-"""Delays packets between the two nodes, for kernels without tc's netem: delay_line.py MILLISECONDS
+"""Delays packets between the two nodes, for kernels without tc's netem: delay_line.py MILLISECONDS [LOSS]
 
-Both nodes get a device `wire`, through which they then reach each other. A packet from one arrives at the other after
-the delay. tc can limit the rate of that device. The program ends with its standard input, which removes the devices
-with their routes and qdiscs. Runs on the login host as root; prints "ready".
+LOSS: the share of the packets that do not arrive, by chance (default: 0). Both nodes get a device `wire`, through which
+they then reach each other. A packet from one arrives at the other after the delay. tc can limit the rate of that
+device. The program ends with its standard input, which removes the devices with their routes and qdiscs. Runs on the
+login host as root; prints "ready".
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import random
 import select
 import struct
 import subprocess
@@ -27,11 +29,12 @@ BUNCHES = 8  # read before packets that are due are sent
 NODES = {"a100-01": "10.77.0.11", "a100-02": "10.77.0.12"}
 
 
-def open_end(own: str, other: str) -> int:
+def open_end(own: str, other: str, loss: float) -> int:
     """Create the device of node `own`. Returns the file for its packets."""
     end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(end, TUNSETIFF, struct.pack("16sH22x", b"wire", IFF_TUN | IFF_NO_PI | IFF_VNET_HDR))
-    fcntl.ioctl(end, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4)
+    if not loss:  # a bunch would be lost as a whole
+        fcntl.ioctl(end, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4)
     node = (Path(os.environ["HVD_BERT_CLUSTER"]) / "nodes" / own / "pid").read_text().strip()
     inside = ["nsenter", "--target", node, "--net"]
     for command in (
@@ -43,7 +46,7 @@ def open_end(own: str, other: str) -> int:
     return end
 
 
-def carry(ends: list[int], delay_s: float) -> None:
+def carry(ends: list[int], delay_s: float, loss: float) -> None:
     """Carry packets from each end to the other, until standard input ends."""
     first, second = ends
     queues: dict[int, deque[tuple[float, bytes]]] = {end: deque() for end in ends}  # by destination
@@ -57,6 +60,8 @@ def carry(ends: list[int], delay_s: float) -> None:
             with contextlib.suppress(BlockingIOError):
                 for _ in range(BUNCHES):
                     packet = os.read(file, LONGEST)
+                    if loss and random.random() < loss:
+                        continue
                     queues[across[file]].append((time.monotonic() + delay_s, packet))
         now = time.monotonic()
         for end, packets in queues.items():
@@ -66,13 +71,14 @@ def carry(ends: list[int], delay_s: float) -> None:
 
 def main() -> None:
     delay_s = float(sys.argv[1]) * 1e-3
+    loss = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
     first, second = NODES
-    ends = [open_end(first, second), open_end(second, first)]
+    ends = [open_end(first, second, loss), open_end(second, first, loss)]
     # The ranks keep every core busy; the wire must not wait for them.
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     print("ready", flush=True)
-    carry(ends, delay_s)
+    carry(ends, delay_s, loss)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Limits the rate and adds a delay to the link between the two nodes, for tests, benchmarks and experiments.
 
     python tests/cluster/shaping.py 1 0.5        1 Gb/s, and each packet 0.5 ms later, until standard input ends
+    python tests/cluster/shaping.py 1 0.5 0.3    the same, and three of ten packets are lost
 
 Prints "ready" as soon as the link is shaped. The cluster must be up (up.sh); HVD_BERT_CLUSTER names its folder.
 """
@@ -24,14 +25,15 @@ TIMEOUT_S = 30.0  # of one command
 
 
 @contextmanager
-def shaped(cluster: Path, gbps: float, latency_ms: float = 0.0) -> Iterator[None]:
-    """Inside, a node sends at most `gbps` gigabits per second, and each packet arrives `latency_ms` later.
+def shaped(cluster: Path, gbps: float, latency_ms: float = 0.0, loss: float = 0.0) -> Iterator[None]:
+    """Inside, a node sends at most `gbps` gigabits per second, and each packet arrives `latency_ms` later, or is lost
+    with probability `loss`.
 
     `cluster`: the folder of a cluster that is up. Open connections stay open, and the link is always restored.
     """
     environ = os.environ | {"HVD_BERT_CLUSTER": str(cluster)}
-    if latency_ms:
-        with _wire(environ, latency_ms), _rate(environ, "wire", gbps):
+    if latency_ms or loss:
+        with _wire(environ, latency_ms, loss), _rate(environ, "wire", gbps):
             yield
     else:
         with _rate(environ, "eth0", gbps):
@@ -59,8 +61,8 @@ def _rate(environ: dict[str, str], device: str, gbps: float) -> Iterator[None]:
 
 
 @contextmanager
-def _wire(environ: dict[str, str], latency_ms: float) -> Iterator[None]:
-    command = _command("login", sys.executable, str(FOLDER / "delay_line.py"), f"{latency_ms:g}")
+def _wire(environ: dict[str, str], latency_ms: float, loss: float) -> Iterator[None]:
+    command = _command("login", sys.executable, str(FOLDER / "delay_line.py"), f"{latency_ms:g}", f"{loss:g}")
     process = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
     try:
@@ -78,9 +80,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Shape the link between the two nodes until standard input ends.")
     parser.add_argument("gbps", type=float, help="rate of each node, in gigabits per second")
     parser.add_argument("latency_ms", type=float, nargs="?", default=0.0, help="delay of each packet (default: none)")
+    parser.add_argument("loss", type=float, nargs="?", default=0.0, help="share of the packets lost (default: none)")
     flags = parser.parse_args()
     cluster = Path(os.environ.get("HVD_BERT_CLUSTER", "/tmp/hvd_bert_cluster"))
-    with shaped(cluster, flags.gbps, flags.latency_ms):
+    with shaped(cluster, flags.gbps, flags.latency_ms, flags.loss):
         print("ready", flush=True)
         sys.stdin.read()
 

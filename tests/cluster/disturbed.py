@@ -1,0 +1,119 @@
+"""Trains on two hosts, one rank each, and waits before a step for the test to disturb the hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from harness import FOLDER, HOSTS, SMALL, Cluster
+from launch import REPOSITORY, Outcome
+
+STEPS, SAVE_STEPS, GATE = 12, 4, 7  # disturbed before step 7, three steps after a checkpoint
+STALL_S = 20  # in place of 600
+START_S = 400.0  # until the gate, on a loaded machine
+LEFT_S = 60.0  # in which ranks may outlive their launcher
+TRAIN = f"{FOLDER / 'gated.py'} -m hvd_bert.train {SMALL} {STEPS} --save_steps {SAVE_STEPS} --no_do_eval"
+ON_BOTH = "--nodes=2 --ntasks-per-node=1"
+LAUNCHERS = {  # host and command
+    "mpi": ("login", "horovodrun -np 2 -H a100-01:1,a100-02:1 --mpi python"),
+    "gloo": ("a100-01", "horovodrun -np 2 -H a100-01:1,a100-02:1 --gloo --network-interfaces eth0 python"),
+    "srun": ("login", f"srun {ON_BOTH} --mpi=pmix --kill-on-bad-exit=1 python"),
+    "ddp": (
+        "login",
+        f"srun {ON_BOTH} --mpi=none --kill-on-bad-exit=1 torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d"
+        " --rdzv-endpoint a100-01:29400",
+    ),
+}
+
+
+class Disturbed:
+    """A training in `folder`.
+
+    Attributes:
+        out: Its output folder, as the ranks see it. With `on_shared_folder` faults.shared_folder must serve it.
+        seen: The same as this process sees it.
+        env: Additional environment of the ranks.
+    """
+
+    def __init__(self, cluster: Cluster, folder: Path, launcher: str, on_shared_folder: bool = False) -> None:
+        self.cluster, self.folder, self.launcher = cluster, folder, launcher
+        self.out = folder / "shared" / "out" if on_shared_folder else folder / "out"
+        self.seen = folder / "below" / "out" if on_shared_folder else self.out
+        self.gates = folder / "gates"
+        self.gates.mkdir()
+        for name in ("reached", "go"):  # pipes
+            os.mkfifo(self.gates / name)
+        self.env: dict[str, str | None] = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(STALL_S)}
+        self.hosts_environ = os.environ | {"HVD_BERT_CLUSTER": str(cluster.state)}  # of on.sh
+
+    def train(self, gate: int = 0, patience_s: float = START_S) -> Outcome:
+        """Train to the end, or resume. `gate`: the step to wait at."""
+        host, launch = LAUNCHERS[self.launcher]
+        for old in self.gates.glob("*.pid"):  # of the run that this one resumes
+            old.unlink()
+        flags = f"--output_dir {self.out}" + (" --strategy ddp" if self.launcher == "ddp" else "")
+        words = ["python", str(FOLDER / "until_all_end.py"), str(self.gates), str(LEFT_S), *launch.split()]
+        env = {"GATED_FOLDER": str(self.gates), "GATED_STEP": str(gate), **self.env}
+        return self.cluster.on(host, [*words, *TRAIN.split(), *flags.split()], self.folder, env, timeout=patience_s)
+
+    @contextmanager
+    def waiting_at_gate(self, patience_s: float) -> Iterator[Future[Outcome]]:
+        """Start a training. Inside, it waits at the gate until `go`."""
+        reached = os.open(self.gates / "reached", os.O_RDONLY | os.O_NONBLOCK)
+        with ThreadPoolExecutor(1) as pool:
+            training = pool.submit(self.train, GATE, START_S + patience_s + LEFT_S)
+            deadline = time.monotonic() + START_S
+            while not select.select([reached], [], [], 0.5)[0]:
+                if training.done() or time.monotonic() > deadline:
+                    self.go()
+                    pytest.fail(f"did not reach the gate\n{training.result()}", pytrace=False)
+            os.close(reached)
+            yield training
+
+    def go(self) -> None:
+        """Open the gate."""
+        go = os.open(self.gates / "go", os.O_RDWR)  # does not wait for a reader
+        os.write(go, b"g")
+
+    def pid(self, rank: int) -> int:
+        """A rank's process, as the hosts see it."""
+        return int((self.gates / f"{rank}.pid").read_text())
+
+    def on(self, host: str, *words: str | Path) -> str:
+        """Run a command on a host. Returns its output."""
+        return self.cluster.on(host, [str(word) for word in words], self.folder, timeout=60).expect(0).output
+
+    @contextmanager
+    def background(self, host: str, *words: str | Path) -> Iterator[None]:
+        """A program on a host that runs inside and has printed a line."""
+        command = ["bash", str(FOLDER / "on.sh"), host, *map(str, words)]
+        with subprocess.Popen(
+            command, env=self.hosts_environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as program:
+            assert program.stdin is not None and program.stdout is not None
+            assert program.stdout.readline()
+            yield program
+            program.stdin.close()
+            program.terminate()
+
+
+def first_failure(output: str) -> str:
+    """The cause that the job scripts print last."""
+    command = ["awk", "-v", f"hosts={' '.join(HOSTS)}", "-f", str(REPOSITORY / "scripts" / "first_failure.awk")]
+    done = subprocess.run(command, input=output, capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.strip()
+
+
+def ends(folder: Path) -> dict[str, float | None]:
+    """When the launcher and the ranks ended, as until_all_end.py recorded it; None for one that remains."""
+    path = folder / "ends.json"
+    found: dict[str, float | None] = json.loads(path.read_text()) if path.exists() else {"launcher": None}
+    return found

@@ -1,0 +1,141 @@
+"""Two hosts on which something goes wrong: training continues, or ends on all ranks, and resumes to the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import faults
+import pytest
+import resuming
+from disturbed import STALL_S, Disturbed, ends, first_failure
+from faults import Fault
+from harness import Cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.campaign, pytest.mark.timeout(1800)]
+MEASURED = os.environ.get("HVD_BERT_MEASURED")  # a file for one line per case, for docs/evidence/failing-clusters.md
+WAITED = rf"rank (0|1) on a100-0[12] has waited {STALL_S} s for rank (1|0) on a100-0[12] to reach "
+KILLED = r"rank 1 on a100-02: (signal 9 \(Killed\)|exit code 255 of ssh: killed by a signal|Killed|Out Of Memory)"
+NOT_WRITTEN = r"rank 0 on a100-01: The checkpoint of step 12 could not be written: \[Errno {}\] "
+
+
+@dataclass(frozen=True)
+class Case:
+    """What happens to a training of two ranks, one per host, and what must follow.
+
+    Attributes:
+        fault: What goes wrong before a step.
+        lasts_s: It is repaired after this time; None: only after the training has ended.
+        first: The first failure that is reported; None: training continues to its end.
+        within_s: The launcher and the ranks end within this time.
+        remains: A rank that remains until its host is repaired.
+        on_shared_folder: The output folder is on a file system that can fail.
+    """
+
+    fault: Fault
+    lasts_s: float | None = None
+    first: str | None = None
+    within_s: float = 60.0
+    remains: tuple[str, ...] = ()
+    on_shared_folder: bool = False
+    launchers: str = "mpi gloo ddp"
+    before: Callable[[Disturbed], None] = lambda run: None
+
+
+def folder(mode: str, lasts_s: float | None = None, first: str | None = None, within_s: float = 60.0) -> Case:
+    return Case(partial(faults.folder_mode, mode=mode), lasts_s, first, within_s, on_shared_folder=True)
+
+
+def clock(rank: int, by: str) -> Case:
+    return Case(partial(faults.clock_jumps, by=by), before=partial(faults.faked_clock, rank=rank))
+
+
+CASES = {
+    "link down for 5 s": Case(faults.link_down, 5.0),
+    "link down": Case(faults.link_down, first=WAITED, launchers="gloo srun"),
+    "30 % packet loss": Case(partial(faults.slow_link, loss=0.3), within_s=300.0, before=faults.patient),
+    "200 ms delay": Case(partial(faults.slow_link, latency_ms=200.0), within_s=300.0, before=faults.patient),
+    "bandwidth halved": Case(partial(faults.slow_link, gbps=0.5)),
+    "rank stopped for 5 s": Case(faults.stopped, 5.0),
+    "rank stopped": Case(faults.stopped, first=WAITED, launchers="mpi srun ddp"),
+    "rank stopped, gloo": Case(faults.stopped, first=WAITED, remains=("1",), launchers="gloo"),
+    "out of memory": Case(faults.out_of_memory, first=KILLED, launchers="mpi gloo srun"),
+    "folder read-only": folder("readonly", first=NOT_WRITTEN.format(30)),
+    "folder full": folder("full", first=NOT_WRITTEN.format(28)),
+    "folder full for 1 s": folder("full", 1.0),
+    "2 s per write": folder("slow", within_s=300.0),
+    "clock an hour ahead": clock(0, "+3600"),
+    "clock an hour back": clock(1, "-3600"),
+    "folder renamed": Case(faults.renamed, first=NOT_WRITTEN.format(2)),
+    "folder removed": Case(faults.removed, first=NOT_WRITTEN.format(2)),
+    "sshd gone": Case(faults.no_sshd, launchers="mpi gloo"),
+    "node drained": Case(faults.drained, launchers="srun"),
+    "munge down for 5 s": Case(faults.munge_down, 5.0, launchers="srun"),
+    "slurmd restarted": Case(faults.slurmd_restarted, launchers="srun"),  # last: it may still register with slurmctld
+}
+ROWS = [(name, launcher) for name, case in CASES.items() for launcher in case.launchers.split()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """undisturbed(launcher) -> the output folder of a run in which nothing went wrong."""
+    made: dict[str, Path] = {}
+
+    def make(launcher: str) -> Path:
+        if launcher not in made:
+            run = Disturbed(cluster, tmp_path_factory.mktemp(launcher), launcher)
+            run.train().expect(0)
+            made[launcher] = run.out
+        return made[launcher]
+
+    return make
+
+
+@pytest.mark.parametrize(("name", "launcher"), ROWS, ids=[f"{name}-{launcher}" for name, launcher in ROWS])
+def test_failing_cluster(
+    cluster: Cluster, tmp_path: Path, undisturbed: Callable[[str], Path], name: str, launcher: str
+) -> None:
+    case, same = CASES[name], undisturbed(launcher)
+    run = Disturbed(cluster, tmp_path, launcher, case.on_shared_folder)
+    with ExitStack() as stack:
+        if case.on_shared_folder:
+            stack.enter_context(faults.shared_folder(run))
+        case.before(run)
+        with run.waiting_at_gate(case.within_s) as training:
+            with case.fault(run):
+                run.go()
+                begin = time.time()
+                if case.lasts_s is None:
+                    training.result()
+                else:
+                    time.sleep(case.lasts_s)  # the fault's duration
+            outcome = training.result()
+        (tmp_path / "log").write_text(outcome.output)
+        ended = ends(run.gates)
+        seconds = {who: at and round(at - begin, 1) for who, at in ended.items()}
+        first = first_failure(outcome.output)
+        record(name, launcher, outcome.status, seconds, first)
+        assert not outcome.hung, outcome
+        assert {who for who, at in ended.items() if at is None} == set(case.remains), outcome
+        assert max(at for at in seconds.values() if at) < case.within_s, outcome
+        if case.first is None:
+            outcome.expect(0)
+        else:
+            assert outcome.status != 0 and re.match(case.first, first), (first, outcome)
+            run.train().expect(0)
+    assert resuming.differences(same, run.seen) == []
+
+
+def record(name: str, launcher: str, status: int, seconds: dict[str, float | None], first: str) -> None:
+    """Append the result to the file HVD_BERT_MEASURED."""
+    if MEASURED:
+        row = {"case": name, "launcher": launcher, "status": status, "seconds": seconds, "first": first}
+        with open(MEASURED, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")

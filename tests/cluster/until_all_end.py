@@ -1,0 +1,49 @@
+"""Runs a launcher and waits for its ranks, too: until_all_end.py FOLDER LIMIT COMMAND...
+
+FOLDER: with the ranks' process ids (gated.py). After the launcher has ended, waits at most LIMIT seconds for them.
+Writes FOLDER/ends.json: when the launcher and each rank ended, in time.time(); null for a rank that was still there.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+LOOK_S = 0.1
+
+
+def has_ended(pid: str) -> bool:
+    try:
+        return bool(pid) and psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def watch(launcher: subprocess.Popen[bytes], folder: Path, limit_s: float) -> dict[str, float | None]:
+    """When each process ended. The ranks are no children of this process."""
+    ends: dict[str, float | None] = {"launcher": None}
+    deadline = float("inf")
+    while None in ends.values() and time.monotonic() < deadline:
+        for file in folder.glob("*.pid"):
+            if ends.setdefault(file.stem, None) is None and has_ended(file.read_text()):
+                ends[file.stem] = time.time()
+        if ends["launcher"] is None and launcher.poll() is not None:
+            ends["launcher"], deadline = time.time(), time.monotonic() + limit_s
+        time.sleep(LOOK_S)  # between looks
+    return ends
+
+
+def main() -> None:
+    folder, limit_s, command = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    (folder / "ends.json").write_text(json.dumps(watch(launcher, folder, limit_s)))
+    sys.exit(launcher.returncode if launcher.returncode >= 0 else 128 - launcher.returncode)
+
+
+if __name__ == "__main__":
+    main()
