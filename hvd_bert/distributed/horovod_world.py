@@ -19,6 +19,7 @@ from hvd_bert.distributed.launch import (
     check_nesting,
     check_pmi,
     check_size,
+    extend_gloo_timeout,
     find_launcher,
     is_elastic,
 )
@@ -85,6 +86,7 @@ class HorovodWorld(World):
         launcher = find_launcher(os.environ)
         check_nesting(launcher, os.environ)
         check_horovod(launcher, os.environ)
+        extend_gloo_timeout(launcher, os.environ)
         apply_setting(os.environ)
         if launcher.size in (None, 1):
             # A single process needs no MPI, which on some clusters only starts inside a job.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 import psutil
@@ -78,6 +78,8 @@ _LOCAL_RANK = {
 _HOROVOD_VALUES = {"HOROVOD_CONTROLLER": ("mpi", "gloo"), "HOROVOD_CPU_OPERATIONS": ("mpi", "gloo", "ccl")}
 PTY = "SLURM_PTY_PORT"  # of `srun --pty bash`: only its first task has a terminal
 GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
+GLOO_TIMEOUT_S = 30  # Horovod's default
+GLOO_S_PER_RANK = 4
 
 
 def number(environ: Mapping[str, str], name: str, minimum: int = 0, maximum: int = 2**32 - 1) -> int | None:
@@ -187,7 +189,18 @@ def horovodrun_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 def gloo_timeout_s(environ: Mapping[str, str]) -> int:
     """Seconds in which ranks that have started must find each other over Gloo. Horovod reads the same variable."""
-    return number(environ, GLOO_TIMEOUT, 1) or 30
+    return number(environ, GLOO_TIMEOUT, 1) or GLOO_TIMEOUT_S
+
+
+def extend_gloo_timeout(launcher: Launcher, environ: MutableMapping[str, str]) -> None:
+    """Give the ranks of a large world longer to find each other over Gloo. Keeps what the user has set.
+
+    Each asks the launcher, one Python process, for the addresses of all others, so the time grows with the square of
+    the world size (docs/evidence/many-ranks.md). Not under Horovod elastic, where a lost host is noticed by it.
+    """
+    needed = GLOO_S_PER_RANK * (launcher.size or 1)
+    if needed > GLOO_TIMEOUT_S and not is_elastic(environ):
+        environ.setdefault(GLOO_TIMEOUT, str(needed))
 
 
 def is_elastic(environ: Mapping[str, str]) -> bool:

@@ -6,9 +6,11 @@ import pytest
 from test_launch import BATCH_STEP, HOROVODRUN, HYDRA, INSIDE_SRUN, MPIRUN, MVAPICH, SRUN, TORCHRUN
 
 from hvd_bert.distributed.launch import (
+    Launcher,
     LaunchError,
     check_horovod,
     check_nesting,
+    extend_gloo_timeout,
     find_launcher,
     gloo_timeout_s,
     is_nested,
@@ -136,3 +138,18 @@ def test_launchers_in_tasks_of_srun_report_it_once():
 )
 def test_tasks_that_the_job_requested(environ, requested):
     assert requested_tasks(environ) == requested
+
+
+@pytest.mark.parametrize(
+    ("size", "environ", "seconds"),
+    [
+        (None, {}, None),
+        (7, {}, None),  # Horovod's own
+        (32, {}, "128"),
+        (64, {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}, "20"),
+        (64, {"HOROVOD_ELASTIC": "1"}, None),
+    ],
+)
+def test_large_worlds_have_longer_to_start_over_gloo(size, environ, seconds):
+    extend_gloo_timeout(Launcher("horovodrun", size, 0), environ)
+    assert environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS") == seconds
