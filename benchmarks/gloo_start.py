@@ -24,7 +24,7 @@ from shared import markdown_table
 HEAD = ["ranks", "s", "CPU per rank, s", "CPU of the server, s", "requests", "requests per rank", "failed ranks"]
 
 
-class CountingHandler(RendezvousHandler):
+class CountingHandler(RendezvousHandler):  # type: ignore[misc]  # Horovod has no types
     """Horovod's, which counts the requests."""
 
     requests = 0
