@@ -5,7 +5,7 @@
 
 Prints a line per check as it ends, then all as one Markdown table, and writes DIR/gpu_acceptance.json with hardware and
 versions. A check that fails does not keep the others from running. `--device cpu` runs, at small sizes and without
-goals for speed, what needs no GPU. docs/evidence/gpu_acceptance.md describes the checks.
+goals for speed, what needs no GPU. docs/evidence/gpu-acceptance.md describes the checks.
 
 Exit status: 0 if no check failed, 1 if one did, 2 bad input, 3 if there is no GPU.
 """
