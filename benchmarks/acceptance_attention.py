@@ -54,7 +54,8 @@ def padded(query: Tensor, key: Tensor, value: Tensor, windows: Windows) -> Tenso
     if windows.reach is not None:
         mask = mask & ((places[:, None] - places).abs() <= windows.reach)
         mask = mask | (places[:, None] == places)  # padding attends to itself: no row without a token
-    output = scaled_dot_product_attention(*(row.transpose(1, 2) for row in rows), attn_mask=mask).transpose(1, 2)
+    by_head = [row.transpose(1, 2) for row in rows]
+    output = scaled_dot_product_attention(by_head[0], by_head[1], by_head[2], attn_mask=mask).transpose(1, 2)
     return torch.cat([row[:length] for row, length in zip(output, windows.lengths, strict=True)])
 
 

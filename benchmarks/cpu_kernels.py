@@ -20,7 +20,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +74,7 @@ def use(name: str) -> None:
     attention.choose = CHOOSE if attend else lambda *_: attention.by_window
 
 
-def in_turns(variants: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
+def in_turns(variants: Mapping[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
     """CPU seconds of each variant, `turns` times after a warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(turns + 1):

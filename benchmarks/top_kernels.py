@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from shared import markdown_table
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from hvd_bert.bench import flags as bench_flags
@@ -47,7 +47,7 @@ def train(config: Config, model: str | None, windows: int, world: World, recorde
             if training.state.step == half:
                 recorded.start()
 
-        training._after_step = start_in_the_middle  # type: ignore[method-assign]
+        training._after_step = start_in_the_middle  # type: ignore[assignment, method-assign]
         training.run(Recorder())
         recorded.stop()
 
@@ -58,17 +58,17 @@ def top(recorded: Any, on_gpu: bool) -> list[dict[str, Any]]:
     for event in recorded.key_averages():
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         # Annotations, such as "Optimizer.step", span kernels that have rows of their own.
-        is_kernel = event.device_type != torch.autograd.DeviceType.CPU and not event.is_user_annotation
+        is_kernel = event.device_type != DeviceType.CPU and not event.is_user_annotation
         if microseconds and (is_kernel or not on_gpu):
             entry = times.setdefault(event.key, [0.0, 0.0])
             entry[0] += microseconds / 1e6
             entry[1] += event.count
     total = sum(seconds for seconds, _ in times.values())
-    rows = [
+    longest = sorted(times.items(), key=lambda item: -item[1][0])[:ROWS]
+    return [
         {"name": name, "calls": int(calls), "seconds": seconds, "share": seconds / total}
-        for name, (seconds, calls) in times.items()
+        for name, (seconds, calls) in longest
     ]
-    return sorted(rows, key=lambda row: -row["seconds"])[:ROWS]
 
 
 def main(argv: list[str]) -> None:

@@ -89,16 +89,15 @@ class Strategy:
         """Do the same around the forward pass of `module`."""
         inside = ExitStack()
 
-        @torch.compiler.disable
         def begin(*_: object) -> None:
             inside.enter_context(self._watched("the step's weights"))
 
-        @torch.compiler.disable
         def end(*_: object) -> None:
             inside.close()
 
-        self.module.register_forward_pre_hook(begin, prepend=True)
-        self.module.register_forward_hook(end, always_call=True)
+        uncompiled: Callable[..., Any] = torch.compiler.disable
+        self.module.register_forward_pre_hook(uncompiled(begin), prepend=True)
+        self.module.register_forward_hook(uncompiled(end), always_call=True)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a share of the step's loss. The last pass of a step starts the averaging."""
