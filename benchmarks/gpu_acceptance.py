@@ -130,7 +130,12 @@ def main(argv: Sequence[str] | None = None, checks: Checks | None = None) -> int
         if not args.only or any(word in name for word in args.only):
             lines.append(run_check(name, goal, check, place))
             print(f"{lines[-1].result:8} {name}: {lines[-1].found}", file=sys.stderr, flush=True)
-    record = {"command": shlex.join(sys.orig_argv), "device": args.device, "gpu": hardware(), **machine()}
+    record: dict[str, Any] = {
+        "command": shlex.join(sys.orig_argv),
+        "device": args.device,
+        "gpu": hardware(),
+        **machine(),
+    }
     record |= {"lines": [asdict(line) for line in lines]}
     (out / "gpu_acceptance.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(markdown_table(["check", "goal", "found", "result", "s"], [line.cells() for line in lines]))

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from shared import markdown_table
-from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from hvd_bert.bench import flags as bench_flags
@@ -58,7 +57,7 @@ def top(recorded: Any, on_gpu: bool) -> list[dict[str, Any]]:
     for event in recorded.key_averages():
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         # Annotations, such as "Optimizer.step", span kernels that have rows of their own.
-        is_kernel = event.device_type != DeviceType.CPU and not event.is_user_annotation
+        is_kernel = event.device_type.name != "CPU" and not event.is_user_annotation
         if microseconds and (is_kernel or not on_gpu):
             entry = times.setdefault(event.key, [0.0, 0.0])
             entry[0] += microseconds / 1e6
