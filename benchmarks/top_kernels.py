@@ -57,7 +57,7 @@ def top(recorded: Any, on_gpu: bool) -> list[dict[str, Any]]:
     for event in recorded.key_averages():
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         # Annotations, such as "Optimizer.step", span kernels that have rows of their own.
-        is_kernel = event.device_type.name != "CPU" and not event.is_user_annotation
+        is_kernel = event.device_type.name != "CPU" and not getattr(event, "is_user_annotation", False)
         if microseconds and (is_kernel or not on_gpu):
             entry = times.setdefault(event.key, [0.0, 0.0])
             entry[0] += microseconds / 1e6
