@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.campaign, pytest.mark.timeout(180
 MEASURED = os.environ.get("HVD_BERT_MEASURED")  # a file for one line per case, for docs/evidence/failing-clusters.md
 WAITED = rf"rank (0|1) on a100-0[12] has waited {STALL_S} s for rank (1|0) on a100-0[12] to reach "
 KILLED = r"rank 1 on a100-02: (signal 9 \(Killed\)|exit code 255 of ssh: killed by a signal|Killed|Out Of Memory)"
+TIMED_OUT = r"rank \d on a100-0\d: .*HorovodInternalError: .*Timed out waiting 30000ms for recv"  # Gloo's own limit
 NOT_WRITTEN = r"rank 0 on a100-01: The checkpoint of step 12 could not be written: \[Errno {}\] "
 
 
@@ -60,7 +61,12 @@ def clock(rank: int, by: str) -> Case:
 CASES = {
     "link down for 5 s": Case(faults.link_down, 5.0),
     "link down": Case(faults.link_down, first=WAITED, launchers="gloo srun"),
-    "30 % packet loss": Case(partial(faults.slow_link, loss=0.3), within_s=300.0, before=faults.patient),
+    "30 % packet loss": Case(
+        partial(faults.slow_link, loss=0.3), within_s=300.0, before=faults.patient, launchers="mpi"
+    ),
+    "30 % packet loss, gloo": Case(
+        partial(faults.slow_link, loss=0.3), None, TIMED_OUT, 300.0, before=faults.patient, launchers="gloo"
+    ),
     "200 ms delay": Case(partial(faults.slow_link, latency_ms=200.0), within_s=300.0, before=faults.patient),
     "bandwidth halved": Case(partial(faults.slow_link, gbps=0.5)),
     "rank stopped for 5 s": Case(faults.stopped, 5.0),
