@@ -104,18 +104,11 @@ def _run(encoder: Any, length: int) -> None:
 
 def _count(encoder: Any, length: int) -> int:
     formulas: dict[Any, Any] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}
-    if linear.available():
-        formulas[torch.ops.mkldnn._linear_pointwise] = _linear
-    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+    with linear.replaced_by_torchs(), FlopCounterMode(display=False, custom_mapping=formulas) as counter:
         _run(encoder, length)
     return int(counter.get_total_flops())
 
 
-# For operators that torch's counter does not know. The arguments are shapes.
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """For an operator that torch's counter does not know. The arguments are shapes."""
     return int(sdpa_flop_count(query, key, value))
-
-
-def _linear(rows: Any, weight: Any, *_: Any, **__: Any) -> int:
-    """The weight [out, in] may be transposed; rows are [N, in]."""
-    return int(2 * rows[0] * np.prod(weight))

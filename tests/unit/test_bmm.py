@@ -68,7 +68,8 @@ def test_threads_as_openblas_reads_them(environ, expected, monkeypatch):
     [
         ("scipy-openblas", "AVX512", 1, True),
         ("scipy-openblas", "AVX512", 2, False),
-        ("scipy-openblas", "AVX2", 1, False),
+        ("scipy-openblas", "AVX2", 1, True),
+        ("scipy-openblas", "DEFAULT", 1, False),
         ("mkl-sdl", "AVX512", 1, False),
     ],
 )

@@ -14,7 +14,7 @@ from torch import nn
 from hvd_bert.model.cpu import linear
 from hvd_bert.model.cpu.linear import Linear
 
-needs_it = pytest.mark.skipif(not linear.available(), reason="no oneDNN with AVX-512 here: torch's own product is used")
+needs_it = pytest.mark.skipif(not linear.has_onednn(), reason="no oneDNN with AVX-512 here: it is not used")
 
 
 def in_double_precision(layer: nn.Linear, values: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
@@ -25,7 +25,15 @@ def in_double_precision(layer: nn.Linear, values: torch.Tensor, upstream: torch.
     return [result, *torch.autograd.grad(result, [rows, *exact.parameters()], upstream.double())]
 
 
-@needs_it
+@pytest.fixture(params=[pytest.param("oneDNN", marks=needs_it), "numpy"])
+def library(request, monkeypatch):
+    """The library of the products."""
+    if request.param == "numpy":  # as on a CPU without AVX-512
+        monkeypatch.setattr(linear, "has_onednn", lambda: False)
+        monkeypatch.setattr(linear, "available", lambda: True)
+
+
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("shape", [(1, 37, 24), (37, 24), (2, 5, 24), (1, 1, 24)], ids=str)
 @pytest.mark.parametrize(
     "size_out", [7, 24, 40]
@@ -48,18 +56,26 @@ def test_result_and_gradients(shape, size_out, bias, monkeypatch):
         torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-@needs_it
+@pytest.mark.usefixtures("library")
 def test_input_without_gradient():
     layer = Linear(8, 3)
     layer(torch.randn(4, 8)).sum().backward()
     torch.testing.assert_close(layer.bias.grad, torch.full((3,), 4.0))
 
 
-@needs_it
+@pytest.mark.usefixtures("library")
 def test_views_that_are_not_contiguous():
     torch.manual_seed(0)
     layer, values = Linear(8, 3), torch.randn(8, 6).t()
     torch.testing.assert_close(layer(values), nn.functional.linear(values, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize(("threads", "openblas", "expected"), [(1, True, True), (2, True, False), (1, False, False)])
+def test_without_avx512_a_single_thread_uses_numpy(threads, openblas, expected, monkeypatch):
+    monkeypatch.setattr(linear, "has_onednn", lambda: False)
+    monkeypatch.setattr(linear.bmm, "available", lambda: openblas)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert linear.available() is expected
 
 
 KEEPS_FEW_KERNELS = """
@@ -110,5 +126,10 @@ def test_unsupported_input_uses_torchs_own_layer(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(values).dtype == torch.bfloat16
     assert layer(values[:0]).shape == (0, 3)
+    with linear.replaced_by_torchs():
+        assert torch.equal(layer(values), nn.functional.linear(values, layer.weight, layer.bias))
+    with pytest.raises(AssertionError, match="was called"):
+        monkeypatch.setattr(linear, "available", lambda: True)
+        layer(values)
     monkeypatch.setattr(linear, "available", lambda: False)
     assert torch.equal(layer(values), nn.functional.linear(values, layer.weight, layer.bias))

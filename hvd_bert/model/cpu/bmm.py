@@ -18,17 +18,22 @@ def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch
     """Write left [B, m, k] times right [B, k, n] to `out` [B, m, n] and return it. All may be strided. No autograd."""
     if left.dtype != torch.float32 or torch.get_num_threads() > 1 or not available():
         return torch.bmm(left, right, out=out)
-    np.matmul(left.numpy(), right.numpy(), out=out.numpy())
+    return by_numpy(left, right, out)
+
+
+def by_numpy(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write the product of matrices, or of B matrices, to `out` and return it."""
+    np.matmul(left.detach().numpy(), right.detach().numpy(), out=out.numpy())
     return out
 
 
 @cache
 def available() -> bool:
-    """Whether numpy's BLAS is OpenBLAS with one thread, and the CPU has AVX-512, for which this was measured."""
+    """Whether numpy's BLAS is OpenBLAS with one thread, and the CPU has AVX2 or AVX-512, for which it was measured."""
     built = np.show_config(mode="dicts")
     library = built["Build Dependencies"]["blas"]["name"] if isinstance(built, dict) else ""
     cpu = torch.backends.cpu.get_cpu_capability()
-    return "openblas" in library and cpu.startswith("AVX512") and openblas_threads() == 1
+    return "openblas" in library and cpu.startswith(("AVX2", "AVX512")) and openblas_threads() == 1
 
 
 def openblas_threads() -> int:

@@ -1,22 +1,46 @@
-"""Linear layers on the CPU with oneDNN, in fp32, forward and backward.
+"""Linear layers on the CPU with oneDNN, in fp32, forward and backward; without AVX-512, with numpy's BLAS.
 
 torch uses MKL for fp32 matrix products, which reaches only half the speed on AMD cores: on one thread of a Zen 5, 77 to
-106 GFLOP/s, where oneDNN reached 179 to 218 (`benchmarks/cpu_kernels.py`). The precision is the same; only the order
-of the sums differs.
+106 GFLOP/s, where oneDNN reached 179 to 218 (`benchmarks/cpu_kernels.py`). With AVX2 only, oneDNN is no faster than
+MKL, and OpenBLAS by a tenth. The precision is the same; only the order of the sums differs.
+
+In bf16, torch uses oneDNN itself, and autocast casts each weight once per micro-batch (0.4 % of a step).
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from hvd_bert.model.cpu import bmm
+
+_replaced = True
+
+
+@contextmanager
+def replaced_by_torchs() -> Iterator[None]:
+    """Inside, all layers use torch's own product, which torch's tools can follow."""
+    global _replaced
+    _replaced = False
+    try:
+        yield
+    finally:
+        _replaced = True
+
 
 def available() -> bool:
-    """Whether torch and the CPU support the faster product: oneDNN's with AVX-512."""
+    """Whether there is a faster product than torch's."""
+    return has_onednn() or (torch.get_num_threads() == 1 and bmm.available())
+
+
+def has_onednn() -> bool:
+    """Whether torch and the CPU support oneDNN's product with AVX-512."""
     return (
         torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
@@ -37,13 +61,16 @@ def keep_few_kernels() -> None:
 
 def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """rows [N, in] times weight [out, in] transposed, plus bias [out]: [N, out]. Either may be a transposed view."""
-    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
-    return result
+    if has_onednn():
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+        return result
+    result = bmm.by_numpy(rows, weight.t(), rows.new_empty(len(rows), len(weight)))
+    return result if bias is None else result.add_(bias.detach())
 
 
 def _gradient_of_weight(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """gradient [N, out] transposed times rows [N, in]: [out, in]."""
-    if gradient.shape[1] > rows.shape[1]:  # torch copies the first operand if it is a view: pass the narrower one
+    if has_onednn() and gradient.shape[1] > rows.shape[1]:  # it copies the first operand: pass the narrower one
         return product(rows.t(), gradient.t()).t().contiguous()
     return product(gradient.t(), rows.t())
 
@@ -67,12 +94,12 @@ class _Linear(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """nn.Linear with oneDNN's product for float32 on the CPU; interface and parameters are the same."""
+    """nn.Linear with a faster product for float32 on the CPU; interface and parameters are the same."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input [..., in] -> [..., out]."""
         supported = input.device.type == "cpu" and input.dtype == self.weight.dtype == torch.float32
-        if not supported or torch.is_autocast_enabled("cpu") or not input.numel() or not available():
+        if not (supported and _replaced) or torch.is_autocast_enabled("cpu") or not input.numel() or not available():
             return super().forward(input)
         rows = input.reshape(-1, self.in_features)
         result: torch.Tensor = _Linear.apply(rows, self.weight, self.bias)  # type: ignore[no-untyped-call]
