@@ -156,7 +156,9 @@ def steps(model: nn.Module, batches: list[Batch], turns: int) -> None:
     cases = [(variant, precision) for precision in ("fp32", "bf16") for variant in VARIANTS]
     seconds: dict[str, list[float]] = defaultdict(list)
     for batch in batches:
-        works = {f"{variant}, {precision}": step(variant, precision, batch) for variant, precision in cases}
+        works: dict[str, Callable[[], object]] = {
+            f"{variant}, {precision}": step(variant, precision, batch) for variant, precision in cases
+        }
         for case, values in in_turns(works, turns).items():
             seconds[case].append(statistics.median(values))
     rows = []
