@@ -120,7 +120,6 @@ _STATE = record(
             {
                 "groups": list_of(record({"lr": number}, _setting), minimum=1),
                 "scaler": record({}, _setting),
-                "skipped_steps": count(),
             }
         ),
         "schedule": record({"last_epoch": count()}, _setting),
@@ -132,7 +131,8 @@ _STATE = record(
                 "windows": count(),
                 "tokens": count(),
                 "seconds": number,
-            }
+            },
+            others=count(),  # of skipped steps, which earlier versions did not keep here
         ),
         "since_last_look": list_of(list_of(number, minimum=3), minimum=1),
         "best": record(

@@ -88,6 +88,8 @@ def check_module(words: list[str]) -> None:
         assert name in PARSERS or name == "hvd_bert.train"
     elif name == "hvd_bert.train":
         command_line.parse(flags)
+    elif name == "pytest":
+        check([word for word in flags if "/" in word])
     elif name in ("hvd_bert.bench", "hvd_bert.bench sweep", "hvd_bert.evaluate", "hvd_bert.tune"):
         _, rest = PARSERS[name].parse_known_args(flags)
         command_line.make_parser().parse_args(rest)  # no more: in a sweep a flag may be one strategy's alone

@@ -53,8 +53,7 @@ def test_files_that_cannot_be_opened_end_the_run_before_training(base, tmp_path,
 def test_metrics_that_cannot_be_written_are_one_warning(tmp_path, monkeypatch, caplog):
     reporters = start(["tensorboard"], tmp_path)
     metrics_logger = MetricsLogger(tmp_path, enabled=True, reporters=reporters)
-    metrics_logger.jsonl.close()
-    metrics_logger.jsonl = JsonLines(FULL)
+    os.dup2(os.open(FULL, os.O_WRONLY), metrics_logger.jsonl._file.fileno())  # its own file does not open a device
     metrics_logger.begin(3, step=0, steps_per_epoch=3)
     monkeypatch.setattr(tensorboard.EventFileWriter, "add_event", raising(errno.ENOSPC))
     with caplog.at_level(logging.WARNING, "hvd_bert"):
@@ -64,7 +63,7 @@ def test_metrics_that_cannot_be_written_are_one_warning(tmp_path, monkeypatch, c
         reporters[0]._thread.join()
         metrics_logger.close()
     assert sorted(caplog.messages) == [
-        "/dev/full cannot be written: No space left on device. Training continues.",
+        f"{tmp_path / 'metrics.jsonl'} cannot be written: No space left on device. Training continues.",
         "TensorBoard's file cannot be written: No space left on device. Training continues.",
     ]
 

@@ -28,7 +28,7 @@ MODEL = torch.nn.Linear(3, 2)
 TASK: Any = SimpleNamespace(model=MODEL)
 STATE: dict[str, Any] = {
     "step": 20, "epoch": 0.5, "world_size": 1, "global_batch": 8, "rank_batch": 8, "accumulation": 1,
-    "strategy": {"groups": [{"lr": 1e-4, "betas": [0.9, 0.999]}], "scaler": {}, "skipped_steps": 0},
+    "strategy": {"groups": [{"lr": 1e-4, "betas": [0.9, 0.999]}], "scaler": {}},
     "schedule": {"last_epoch": 20, "base_lrs": [1e-4]},
     "meter": {"last_step": 20, "train_s": 1.0, "loss_sum": 5.0, "windows": 160, "tokens": 900, "seconds": 0.1},
     "since_last_look": [[0.0, 0, 0, 0]],
@@ -97,6 +97,7 @@ STATES: dict[str, Change] = {
     "rate NaN": put("strategy", "groups", 0, "lr", value=float("nan")),
     "schedule with an object": put("schedule", "base_lrs", value={"a": 1}),
     "schedule at step -1": put("schedule", "last_epoch", value=-1),
+    "skipped steps as a text": put("meter", "skipped_steps", value="1"),
     "meter with a text": put("meter", "train_s", value="1"),
     "time infinite": put("meter", "train_s", value=float("inf")),
     "sums of no rank": put("since_last_look", value=[]),
