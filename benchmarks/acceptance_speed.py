@@ -92,9 +92,8 @@ def prepare_peer(place: Place) -> tuple[Path, Path]:
     config = shape_of(place)
     config.num_labels = 2
     BertForQuestionAnswering(config).save_pretrained(model)
-    AutoTokenizer.from_pretrained(SAMPLE, trust_remote_code=False).save_pretrained(
-        model
-    )  # it only pads, by 0 as BERT's own
+    tokenizer = AutoTokenizer.from_pretrained(SAMPLE, trust_remote_code=False)
+    tokenizer.save_pretrained(model)  # it only pads, by 0 as BERT's own
     sizes = SIZES[place.device]
     count = sizes["batch"] * (WARMUP + sizes["peer_steps"])
     lengths = lengths_like_squad(count, sizes["length"], seed=42)
