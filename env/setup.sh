@@ -25,9 +25,8 @@ As root on Debian it prints which system packages are missing, and why it needs 
   --torch-index URL package index for torch only, such as the CPU index on pytorch.org
   --with-mpi | --without-mpi      require MPI, or build without (default: MPI if mpicxx is found or apt can install it)
   --with-nccl | --without-nccl    require NCCL, or build without (default: NCCL if torch has CUDA and nvcc is found)
-  --locked | --not-locked         install exactly the files whose hashes env/locked/ has, torch's included unless
-                    --torch or --torch-index chose another (default: the versions of requirements.txt; what those
-                    need in turn is the newest)
+  --locked | --not-locked         install exactly the files whose hashes env/locked/ has (exceptions:
+                    docs/start/install.md). Default: requirements.txt, with the newest of what that needs in turn
   --auto            forget the --with-... and --without-... options
   --dev             add packages for scripts/test.sh (env/requirements-dev.txt)
   --bench           add packages for benchmarks/compare_peers.py (env/requirements-bench.txt)
