@@ -145,8 +145,8 @@ class Checkpoints:
         return error
 
     def close(self) -> None:
-        """Under Horovod elastic, finish a running write before another rank may start one."""
-        self._writer.shutdown(wait=self.state.world.elastic)
+        """Finish a running write: if the training fails, before the launcher kills this rank because others ended."""
+        self._writer.shutdown()
 
     def metrics(self) -> dict[str, float]:
         """SECONDS since the last call."""

@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 from concurrent.futures import wait
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,6 +80,26 @@ def test_slow_write_holds_what_was_there(run, tmp_path, monkeypatch):
     assert torch.equal(found.tensors["model"]["weight"], before)
     assert not found.tensors["optimizer"]["weight/exp_avg"].any()
     assert (found.documents["state"]["step"], found.documents["state"]["best"]["value"]) == (4, None)
+
+
+def test_a_training_that_fails_finishes_its_write(run, tmp_path, monkeypatch):
+    checkpoints, whole, began = run(), files.write, threading.Event()
+    closes = threading.Event()
+    shutdown = checkpoints._writer.shutdown
+
+    def slow(*arguments):
+        began.set()
+        assert closes.wait(30)
+        return whole(*arguments)
+
+    monkeypatch.setattr(files, "write", slow)
+    monkeypatch.setattr(checkpoints._writer, "shutdown", lambda **options: (closes.set(), shutdown(**options)))
+    with pytest.raises(CollectiveError), closing(checkpoints):
+        checkpoints.state.step = 4
+        checkpoints.save()
+        assert began.wait(30)
+        raise CollectiveError("The loss is nan at step 5.")
+    assert state_of(tmp_path / "checkpoint-4")["step"] == 4  # before the launcher ends this rank
 
 
 @pytest.fixture
