@@ -88,19 +88,22 @@ def avoid_inner_networks(environ: MutableMapping[str, str]) -> None:
 
     Docker's bridge has the same address on all hosts: Open MPI would connect a rank to its own host, and wait forever.
     """
-    inner = [name for name in _addresses() if _INNER.fullmatch(name)]
-    if inner and not any(name in environ for name in TCP_INTERFACES) and not _is_set_by_site():
+    addresses = _addresses()
+    inner = [name for name in addresses if _INNER.fullmatch(name)]
+    others = [name for name in addresses if name not in (*inner, "lo")]
+    is_set = any(name in environ for name in TCP_INTERFACES)
+    if inner and others and not is_set and not _is_set_by_site():
         environ[TCP_INTERFACES[1]] = ",".join([OMPI_EXCLUDES, *inner])
 
 
 def _is_set_by_site() -> bool:
-    """Whether a file of Open MPI's parameters (openmpi-mca-params.conf) names interfaces."""
+    """Whether a file of Open MPI's parameters (openmpi-mca-params.conf) names interfaces, or that is unknown."""
     command = ["ompi_info", "--parsable", "--param", "btl", "tcp", "--level", "9"]
     try:
         shown = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    return re.search(r":btl_tcp_if_(in|ex)clude:source:(?!default)", shown) is not None
+        return True
+    return len(re.findall(r":btl_tcp_if_(?:in|ex)clude:source:default", shown)) != len(TCP_INTERFACES)
 
 
 def address_of(interface: str | None) -> str | None:

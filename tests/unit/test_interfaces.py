@@ -90,17 +90,20 @@ def test_interface_is_the_one_towards_another_host(monkeypatch):
 
 
 SITES = "mca:btl:tcp:param:btl_tcp_if_include:source:file (/etc/openmpi/openmpi-mca-params.conf)"
+NO_SITES = "\n".join(f"mca:btl:tcp:param:btl_tcp_if_{name}:source:default" for name in ("include", "exclude"))
+BRIDGES = ["docker0", "br-0123456789ab", "virbr0", "cni-podman0"]
 
 
 @pytest.mark.parametrize(
     ("inner", "environ", "shown", "excluded"),
     [
-        (["docker0", "br-0123456789ab", "virbr0", "cni-podman0"], {}, "", "docker0,br-0123456789ab,virbr0,cni-podman0"),
-        (["br0", "br-lan", "dockerless"], {}, "", None),  # perhaps the host's own network
-        (["docker0"], {"OMPI_MCA_btl_tcp_if_include": "eth0"}, "", None),  # horovodrun's
-        (["docker0"], {"OMPI_MCA_btl_tcp_if_exclude": "lo"}, "", "lo"),
+        (BRIDGES, {}, NO_SITES, ",".join(BRIDGES)),
+        (["br0", "br-lan", "dockerless"], {}, NO_SITES, None),  # perhaps the host's own network
+        (["docker0"], {"OMPI_MCA_btl_tcp_if_include": "eth0"}, NO_SITES, None),  # horovodrun's
+        (["docker0"], {"OMPI_MCA_btl_tcp_if_exclude": "lo"}, NO_SITES, "lo"),
         (["docker0"], {}, SITES, None),
-        (["docker0"], {}, SITES.replace("file", "default"), "docker0"),
+        (["docker0"], {}, NO_SITES, "docker0"),
+        (["docker0"], {}, "", None),  # another MPI, or no answer: unknown
     ],
 )
 def test_open_mpi_avoids_networks_of_containers(inner, environ, shown, excluded, tmp_path, monkeypatch):
@@ -116,9 +119,10 @@ def test_open_mpi_avoids_networks_of_containers(inner, environ, shown, excluded,
     assert all(environ[name] == value for name, value in before.items())
 
 
-def test_networks_of_containers_without_ompi_info(tmp_path, monkeypatch):
-    monkeypatch.setattr(interfaces, "_addresses", lambda: {"docker0": ["172.17.0.1"]})
-    monkeypatch.setenv("PATH", str(tmp_path))
+@pytest.mark.parametrize(("other", "is_set"), [("eth0", True), ("lo", False)], ids=["a site's file", "only a bridge"])
+def test_networks_of_containers_are_left_alone(other, is_set, monkeypatch):
+    monkeypatch.setattr(interfaces, "_addresses", lambda: {"docker0": ["172.17.0.1"], other: ["10.0.0.1"]})
+    monkeypatch.setattr(interfaces, "_is_set_by_site", lambda: is_set)
     environ: dict[str, str] = {}
     interfaces.avoid_inner_networks(environ)
-    assert environ == {"OMPI_MCA_btl_tcp_if_exclude": "127.0.0.1/8,sppp,docker0"}
+    assert not environ
