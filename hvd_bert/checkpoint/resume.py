@@ -228,6 +228,8 @@ def restore(state: TrainState, resume_point: ResumePoint | None, seed: int) -> N
     tensors, rest = (resume_point.contents.tensors, resume_point.state) if resume_point else ({}, {})
     try:
         state.restore(tensors, rest, seed)
+    except CollectiveError:
+        raise
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:  # the same on all ranks
         where = resume_point.folder if resume_point else ""
         raise CollectiveError(

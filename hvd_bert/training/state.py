@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World
+from hvd_bert.errors import UserError
 from hvd_bert.model.recomputation import recompute_layers
 from hvd_bert.strategies.base import Strategy, StrategyOptions
 from hvd_bert.strategies.table import make_strategy
@@ -145,7 +146,8 @@ class TrainState:
         if rest["world_size"] == world.size:
             mine = f"rank{world.rank}."
             own = {name.removeprefix(mine): v for name, v in tensors["rng"].items() if name.startswith(mine)}
-            _set_random_numbers(own, world.device)
+            with world.raise_on_all_ranks():
+                _set_random_numbers(own, world.device)
             since = rest["since_last_look"][world.rank]
         else:
             # Sums over the old ranks. `Meter.read` divides the loss by the new world size.
@@ -203,11 +205,15 @@ def _random_numbers(device: torch.device) -> dict[str, Tensor]:
 
 
 def _set_random_numbers(state: dict[str, Tensor], device: torch.device) -> None:
+    """Raises UserError if these are no states of generators."""
     *key, position, has_gauss = state["numpy"].tolist()
     gauss, next_gauss = state["gauss"].tolist()
     version, *words = state["python"].tolist()
-    torch.set_rng_state(state["torch"])
-    np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, has_gauss, gauss))
-    random.setstate((version, tuple(words), next_gauss if next_gauss == next_gauss else None))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    try:
+        torch.set_rng_state(state["torch"])
+        np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, has_gauss, gauss))
+        random.setstate((version, tuple(words), next_gauss if next_gauss == next_gauss else None))
+        if device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"The checkpoint's random numbers cannot be restored: {error}.") from error
