@@ -114,7 +114,8 @@ class Strategy:
     def clip(self) -> Tensor:
         """Clip the averaged gradients. Returns their norm before clipping (0-dim, on the device).
 
-        A norm that is NaN or infinite is so on all ranks. Then `step` leaves the weights as they are.
+        A norm that is NaN or infinite is so on all ranks. Then `step` leaves the weights as they are. With fp16 it does
+        if a gradient is NaN or infinite.
         """
         self.scaler.unscale_(self.optimizer)
         norm = self._clip()

@@ -202,11 +202,11 @@ class Training:
             self.health.look(state.step)
             now = {"epoch": state.step / per_epoch, "learning_rate": learning_rate, "grad_norm": float(grad_norm)}
             self.metrics_logger.logged(state.step, now | means | self.gpus.read(state.step) | checkpoints.metrics())
+        self.health.check_weights()  # before a checkpoint holds wrong ones
         if stops:
             checkpoints.stop(self.stop_requests.reason())
         if state.eval_pending:
             self._evaluate()
-        self.health.check_weights()  # before a checkpoint holds wrong ones
         if checkpoints.due(total_steps):
             checkpoints.save()
         state.meter.lap("other")

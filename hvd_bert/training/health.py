@@ -10,6 +10,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakMethod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,8 @@ LIMIT, LIMIT_SCALED = 3, 20
 DEVIATIONS, MIN_JUMP = 6.0, 0.1
 STEPS_BEFORE, MIN_STEPS = 100, 20
 MAX_EVENTS = 100  # of each kind per start, so that events.jsonl stays small
-MAX_RANKS, MAX_NAMES = 8, 8  # of an event, and of a message
+MAX_RANKS, MAX_WINDOWS = 8, 1000  # of an event, and per rank
+MAX_NAMES = 8  # of a message
 ADVICE = (
     "Lower --learning_rate, lengthen the warm-up (--warmup_ratio 0.1), or clip the gradient (--max_grad_norm 1). If it"
     " is always the same batch, check its data."
@@ -49,7 +51,7 @@ class Health:
         self._step, self._skipped = state.step, 0  # steps done, and the last ones of them that were skipped
         self._before: deque[float] = deque(maxlen=STEPS_BEFORE)
         self._events: Counter[str] = Counter()
-        self.meter.on_step = self._ended
+        self.meter.on_step = _weakly(self._ended)
 
     def _ended(self, loss: float, grad_norm: float) -> None:
         """A step has ended with this rank's loss and all ranks' norm. Raises CollectiveError after too many skipped
@@ -110,7 +112,7 @@ class Health:
 
     def _batch(self, step: int, ranks: NDArray[np.int64], losses: Losses) -> list[dict[str, Any]]:
         """Mean loss and windows of these ranks in a step, for rank 0."""
-        if self.world.rank != 0:
+        if self.world.rank != 0 or max(self._events.values(), default=0) >= MAX_EVENTS:
             return []
         windows = len(self.plan.step_windows(step - 1))
         found = []
@@ -118,7 +120,7 @@ class Health:
             ids = np.concatenate(self.plan.rank_windows(step - 1, rank))
             # A rank's loss is its share of the step's, times the world size.
             mean = losses[rank] * windows / self.world.size / max(1, len(ids))
-            found.append({"rank": rank, "loss": str(mean), "windows": self.names(ids)})
+            found.append({"rank": rank, "loss": str(mean), "windows": self.names(ids[:MAX_WINDOWS])})
         return found
 
     def _record(self, event: str, **values: Any) -> bool:
@@ -128,6 +130,17 @@ class Health:
             return False
         events.add(event, **values)
         return True
+
+
+def _weakly(method: Callable[[float, float], None]) -> Callable[[float, float], None]:
+    """The method without a cycle of references, which would keep the optimizer's memory after the training."""
+    reference = WeakMethod(method)
+
+    def call(loss: float, grad_norm: float) -> None:
+        if bound := reference():
+            bound(loss, grad_norm)
+
+    return call
 
 
 def _shown(batch: list[dict[str, Any]]) -> str:
