@@ -269,7 +269,11 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 version_of() { "$venv/bin/python" -c 'import importlib.metadata as m, sys; print(m.version(sys.argv[1]))' "$1" 2>/dev/null; }
 
 install_torch() {
-  [ "$torch" != in-place ] || { torch_works && return; }
+  if [ "$torch" = in-place ]; then
+    torch_works && return
+    echo "--torch-in-place needs a torch that works. Name the Python that has it: --python PY"
+    return 1
+  fi
   local command=(install --progress-bar off)
   if [ "$locked" = yes ] && [ "$torch@$torch_index" = "torch==$default_torch@" ]; then
     command+=("${by_hash[@]}" -r "$root/env/locked/torch.txt")

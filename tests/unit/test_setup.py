@@ -162,6 +162,16 @@ def test_setup_refuses_unknown_arguments(machine: Machine, arguments: list[str])
     assert not (machine.folder / "venv").exists()
 
 
+def test_torch_in_place_installs_nothing_if_that_torch_does_not_work() -> None:
+    text = (ROOT / "env/setup.sh").read_text(encoding="utf-8")
+    function = text[text.index("install_torch() {") :]
+    function = function[: function.index("\n}\n") + 3]
+    stubs = "torch=in-place; pip() { echo pip \"$@\"; }; torch_works() { false; }\n"
+    done = subprocess.run(["bash", "-c", f"set -e\n{stubs}{function}install_torch"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout.startswith("--torch-in-place needs a torch that works") and "pip" not in done.stdout
+
+
 def test_torch_in_place_needs_a_python_with_torch(machine: Machine) -> None:
     (machine.folder / "torch/__init__.py").write_text("raise ImportError('libcudart')\n")
     where = ["--venv", str(machine.folder / "venv"), "--python", sys.executable, "--no-apt"]
