@@ -1,23 +1,27 @@
 #!/usr/bin/env bash
 # Sets up this clone for the machine's GPUs (Horovod with NCCL, unless it is there), then checks and measures it:
-# benchmarks/gpu_acceptance.py. At most 15 minutes, without a network once the packages are there.
+# benchmarks/gpu_acceptance.py. The checks take at most 15 minutes. The first set-up takes longer: it downloads torch and
+# builds Horovod. No network is needed once the packages are there.
 #   bash scripts/gpu_acceptance.sh                      in .venv
 #   bash scripts/gpu_acceptance.sh --torch-in-place     with the torch of python3, or of --python PY, in .venv-in-place
 #   bash scripts/gpu_acceptance.sh --without-mpi        Horovod with Gloo and NCCL only; --with-mpi requires MPI
 #   bash scripts/gpu_acceptance.sh --no-set-up          with python3 (or --python PY) as it is: nothing is installed
 #   bash scripts/gpu_acceptance.sh --device cpu         what needs no GPU
-# All other arguments go to the program: --out DIR, --minutes N, --only WORD.
+# All other arguments go to the program: --out DIR, --minutes N (for the checks), --only WORD.
 # Exit status: the program's: 0 no check failed, 1 one did, 2 bad input, 3 no GPU; 2 also if the set-up failed.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-device=cuda python='' venv=.venv setup=yes minutes=15 set_up=() words=()
+device=cuda python='' out='' venv=.venv setup=yes minutes=15 set_up=() words=()
 while [ $# -gt 0 ]; do
   case $1 in
     --torch-in-place) venv=.venv-in-place set_up+=("$1") ;;
     --with-mpi | --without-mpi | --no-apt) set_up+=("$1") ;;
     --no-set-up) setup=no ;;
-    --python | --device | --minutes)
+    --python=* | --device=* | --minutes=* | --out=*)
+      set -- "${1%%=*}" "${1#*=}" "${@:2}"
+      continue
+      ;;
+    --python | --device | --minutes | --out)
       [ $# -ge 2 ] || { echo "gpu_acceptance: error: $1 needs a value" >&2 && exit 2; }
       printf -v "${1#--}" '%s' "$2"
       shift
@@ -32,15 +36,19 @@ if [ "$device" = cuda ] && [ ! -e /proc/driver/nvidia/version ] && [ ! -e /dev/n
   exit 3
 fi
 
+# Relative paths start in the caller's folder. Links stay: an environment's python is one.
+[ -z "$out" ] || words+=(--out "$(realpath -ms -- "$out")")
+case $python in */*) python=$(realpath -ms -- "$python") ;; esac
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
 if [ "$setup" = yes ]; then
+  set_up+=(--bench)
   [ "$device" = cpu ] || set_up+=(--with-nccl)
-  [ "$venv" = .venv-in-place ] || set_up+=(--bench)
   [ -z "$python" ] || set_up+=(--python "$python")
-  bash env/setup.sh --venv "$venv" ${set_up[@]+"${set_up[@]}"} </dev/null || exit 2
+  bash env/setup.sh --venv "$venv" "${set_up[@]}" </dev/null || exit 2
   python=$venv/bin/python
 fi
-left=$(awk -v all="$minutes" -v used="$SECONDS" 'BEGIN { print all - used / 60 }')
 status=0
 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" "${python:-python3}" benchmarks/gpu_acceptance.py \
-  --device "$device" --minutes "$left" ${words[@]+"${words[@]}"} </dev/null || status=$?
+  --device "$device" --minutes "$minutes" ${words[@]+"${words[@]}"} </dev/null || status=$?
 exit $status
