@@ -248,6 +248,8 @@ def main() -> int:
     folder = args.out.absolute()
     folder.mkdir(parents=True)  # fails if it exists
     os.environ.update(HVD_BERT_CACHE=str(folder / "cache"), OMP_NUM_THREADS="1")
+    if os.geteuid() == 0:  # Open MPI refuses to run as root otherwise
+        os.environ.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
     if args.campaign == "kills":
         os.environ["HOROVOD_CYCLE_TIME"] = "5"  # an hour of polling once a millisecond would take a core
     if args.campaign == "steps":
