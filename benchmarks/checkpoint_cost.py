@@ -66,7 +66,9 @@ def steps_by_kind(rows: list[dict[str, Any]], every: int) -> tuple[list[float], 
     during: list[float] = []
     without: list[float] = []
     for first in range(every, len(rows), every):  # the line of the step after a save
-        left = next(row["checkpoint_write_s"] for row in rows[first:] if row.get("checkpoint_write_s"))
+        left = next((row["checkpoint_write_s"] for row in rows[first:] if row.get("checkpoint_write_s")), None)
+        if left is None:  # the write ended after the last logged step
+            continue
         for row in rows[first + 1 : first + every]:
             left -= row["step_s"]
             (during if left > 0 else without).append(row["step_s"])

@@ -23,12 +23,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import compare_peers
 from shared import REPOSITORY, markdown_table
 
-from hvd_bert.errors import EXIT_STOPPED
+from hvd_bert.errors import EXIT_STOPPED, UserError
 
 RANK = Path(__file__).with_name("many_ranks_rank.py")
 STEPS = 10
+LIMIT_S = 600.0  # for each part of a stopped run
 FLAGS = "--config sample --max_train_samples 256 --max_eval_samples 32 --dropout 0 --logging_steps 1"
 HEAD = [
     "ranks", "world joined, s", "first step, s", "CPU per rank until joined, s", "until the first step, s",
@@ -78,6 +80,16 @@ def row(records: Sequence[list[dict[str, Any]]]) -> list[str]:
     return [str(len(records)), *cells]
 
 
+def end(running: subprocess.Popen[bytes]) -> None:
+    """Terminate a launcher, which terminates its ranks, or kill it."""
+    running.terminate()
+    try:
+        running.wait(30)
+    except subprocess.TimeoutExpired:
+        running.kill()
+        running.wait()
+
+
 def stop_and_resume(ranks: int, resume_on: int, controller: str, out: Path) -> None:
     """Stop a run by a signal after its first step, and resume it on another number of ranks."""
     folder = out / f"{controller}-{ranks}-stopped"
@@ -85,22 +97,32 @@ def stop_and_resume(ranks: int, resume_on: int, controller: str, out: Path) -> N
     more = f"--max_steps {3 * STEPS} --global_batch {ranks}"
     log = folder / "out" / "metrics.jsonl"
     running = subprocess.Popen(command(ranks, controller, folder, folder / "out", more), env=environment(out))
+    deadline = time.monotonic() + LIMIT_S
     while running.poll() is None and not (log.exists() and log.read_text(encoding="utf-8").count('"loss"')):
+        if time.monotonic() > deadline:
+            end(running)
+            raise SystemExit(f"The run logged no step in {LIMIT_S:.0f} s.")
         time.sleep(0.1)
     signalled = time.monotonic()
     running.send_signal(signal.SIGTERM)
-    status = running.wait()
+    try:
+        status = running.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        end(running)
+        raise SystemExit(f"SIGTERM did not end the run in {LIMIT_S:.0f} s.") from None
     seconds = time.monotonic() - signalled
     print(f"{ranks} ranks over {controller}: SIGTERM ended them after {seconds:.1f} s with status {status}")
     if not (folder / "out" / "latest").exists():
         raise SystemExit(f"The stopped run wrote no checkpoint (status {status}; a rank's is {EXIT_STOPPED}).")
     saved = (folder / "out" / "latest").read_text(encoding="utf-8").strip()
-    resumed = subprocess.run(
-        command(resume_on, controller, folder, folder / "out", more),
-        env=environment(out), stdout=subprocess.PIPE, text=True, check=False,
-    )  # fmt: skip
-    if resumed.returncode or saved not in resumed.stdout or not (folder / "out" / "train_results.json").exists():
-        raise SystemExit(f"{resumed.stdout}\nThe resumed run ended with status {resumed.returncode}.")
+    words, printed = command(resume_on, controller, folder, folder / "out", more), folder / "resumed.log"
+    try:
+        compare_peers.run(words, environment(out), printed, LIMIT_S)
+    except UserError as error:
+        raise SystemExit(f"The resumed run failed: {error}") from None
+    text = printed.read_text(encoding="utf-8", errors="replace")
+    if saved not in text or not (folder / "out" / "train_results.json").exists():
+        raise SystemExit(f"{text}\nThe run was not resumed from {saved}, or did not complete.")
     print(f"resumed from {saved} on {resume_on} ranks, and completed")
 
 

@@ -6,9 +6,12 @@ The hosts wait for each other through files. c1 ends without a word to the serve
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hvd_bert.storage import locks, writing
@@ -41,14 +44,35 @@ def await_file(name: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while name not in {path.name for path in Path().iterdir()}:
         if time.monotonic() > deadline:
-            sys.exit(f"{role}: the other host did not make {name}")
+            sys.exit(f"{role}: WRONG: the other host did not make {name}")
         time.sleep(0.1)  # between looks, which the deadline ends
+
+
+@contextmanager
+def within_limit(what: str) -> Iterator[None]:
+    """End this program if the block takes longer than PATIENCE_S."""
+
+    def expired(*_: object) -> None:
+        sys.exit(f"{role}: WRONG: {what} took more than {PATIENCE_S:.0f} s")
+
+    signal.signal(signal.SIGALRM, expired)
+    signal.alarm(int(PATIENCE_S))
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def train() -> None:
+    with within_limit("the training"):
+        say("training ended with status", subprocess.run(TRAIN.split()).returncode)
 
 
 def holder() -> subprocess.Popen[str]:
     process = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    say("holds the lock; excludes only this host because:", process.stdout.readline().strip())
+    with within_limit("taking the lock"):
+        say("holds the lock; excludes only this host because:", process.stdout.readline().strip())
     return process
 
 
@@ -71,7 +95,7 @@ def first() -> None:
         partial.write_bytes(bytes(1_000_000))
     say(f"wrote 1 MB durably in {time.monotonic() - begin:.2f} s")
     writing.write_once(Path("once"), b"same" * 1000)
-    say("training ended with status", subprocess.run(TRAIN.split()).returncode)
+    train()
     await_file("trained")
     holder()
     done("held again")
@@ -89,26 +113,27 @@ def second() -> None:
     done("refused")
     await_file("killed")
     begin = time.monotonic()
-    with locks.take(Path("lock"), wait=True):
+    with within_limit("the lock of a killed process"), locks.take(Path("lock"), wait=True):
         say(f"took the lock {time.monotonic() - begin:.2f} s after its holder was killed")
     done("taken")
     seen: set[int] = set()
     errors = 0
-    while "replaced" not in {path.name for path in Path().iterdir()}:  # lists: names alone are cached for 30 s
-        try:
-            seen.add(json.loads(Path("state.json").read_text())["number"])
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError):
-            errors += 1
-    say("read", len(seen), "different versions of the replaced file, all whole; errors:", errors)
+    with within_limit("the other host's writes"):
+        while "replaced" not in {path.name for path in Path().iterdir()}:  # lists: names alone are cached for 30 s
+            try:
+                seen.add(json.loads(Path("state.json").read_text())["number"])
+            except FileNotFoundError:
+                pass
+            except (OSError, ValueError):
+                errors += 1
+    say("WRONG:" if errors else "read", len(seen), "different versions of the replaced file; errors:", errors)
     writing.write_once(Path("once"), b"same" * 1000)
-    say("training ended with status", subprocess.run(TRAIN.split()).returncode)
+    train()
     done("trained")
     await_file("held again")
     done("waits")
     begin = time.monotonic()
-    with locks.take(Path("lock"), wait=True):
+    with within_limit("the lock of a lost host"), locks.take(Path("lock"), wait=True):
         say(f"took the lock {time.monotonic() - begin:.1f} s after its holder's host was gone")
 
 

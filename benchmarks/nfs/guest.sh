@@ -34,7 +34,16 @@ if [ "$ROLE" = server ]; then
   exec sleep infinity
 fi
 
-until [ -e "$FOLDER/run/ready" ]; do sleep 0.5; done
+waited=0
+until [ -e "$FOLDER/run/ready" ]; do
+  if [ "$waited" -ge 600 ]; then
+    echo "$ROLE: WRONG: the server exported nothing in 600 s"
+    echo o >/proc/sysrq-trigger
+    sleep 5
+  fi
+  sleep 1
+  waited=$((waited + 1))
+done
 mount -i -t nfs4 -o "vers=4.2,addr=10.78.0.10,clientaddr=$ADDRESS,hard" 10.78.0.10:/ /mnt/home
 printf '127.0.0.1 localhost\n10.78.0.11 c1\n10.78.0.12 c2\n' >/run/hosts
 mount --bind /run/hosts /etc/hosts
