@@ -1,13 +1,19 @@
 """The checks of gpu_acceptance.py of the attention kernels: each against padded attention, and its dropout.
 
 The reference is padded attention in float64. A kernel may be as far from it as torch's padded kernel of the same dtype,
-times FACTOR, plus a few roundings.
+times FACTOR, plus a few roundings. Each precision runs in its own process:
+
+    python benchmarks/acceptance_attention.py cuda bf16 FOUND.json
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 import torch
 from acceptance_place import Outcome, Place
@@ -101,10 +107,10 @@ def dropout_error(kernel: Kernel, lengths: list[int], device: torch.device, dtyp
     return abs(float(output.mean()) - 1) / chance if changed else float("inf")
 
 
-def check(place: Place, precision: str) -> Outcome:
+def check(device_type: str, precision: str) -> Outcome:
     """All kernels of a dtype."""
-    device, dtype = torch.device(place.device), DTYPES[precision]
-    lengths = LENGTHS if place.device == "cuda" else [40, 7, 1, 33]
+    device, dtype = torch.device(device_type), DTYPES[precision]
+    lengths = LENGTHS if device_type == "cuda" else [40, 7, 1, 33]
     torch.manual_seed(0)
     found = {name: excess(kernel, reach, lengths, device, dtype) for name, kernel, reach in kernels(device, dtype)}
     for name, kernel, reach in kernels(device, dtype):
@@ -115,10 +121,21 @@ def check(place: Place, precision: str) -> Outcome:
     return Outcome(text, not wrong, {"share_of_tolerance": found})
 
 
+def check_apart(place: Place, precision: str) -> Outcome:
+    """In a process that ends: its CUDA context would exclude all others from a GPU in mode Exclusive_Process."""
+    name = f"attention-{precision}"
+    file = place.out / f"{name}.json"
+    place.run(name, [sys.executable, __file__, place.device, precision, str(file)])
+    return Outcome(**json.loads(file.read_text(encoding="utf-8")))
+
+
 CHECKS = {
     f"attention kernels, {precision}": (
         f"padded attention, to {FACTOR:g} x torch's own error",
-        partial(check, precision=precision),
+        partial(check_apart, precision=precision),
     )
     for precision in DTYPES
 }
+
+if __name__ == "__main__":
+    Path(sys.argv[3]).write_text(json.dumps(asdict(check(sys.argv[1], sys.argv[2]))), encoding="utf-8")

@@ -45,7 +45,7 @@ class Place:
     gpu: str
     out: Path
     ends_at: float
-    losses: dict[str, list[float]] = field(default_factory=dict)
+    losses: dict[str, list[float | None]] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -92,8 +92,9 @@ class Place:
         self.run(name, launched(ranks) + words, device, gpus)
         return folder
 
-    def losses_of(self, name: str, *flags: str, ranks: int = 0, device: str = "", gpus: int = 1) -> list[float]:
-        """The losses of STEPS steps with a global batch of BATCH windows, without dropout. Each run is made once."""
+    def losses_of(self, name: str, *flags: str, ranks: int = 0, device: str = "", gpus: int = 1) -> list[float | None]:
+        """The losses of STEPS steps with a global batch of BATCH windows, without dropout; None: a skipped step. Each
+        run is made once."""
         if name not in self.losses:
             steps = ["--max_steps", str(STEPS), "--logging_steps", "1", "--save_steps", "0"]
             steps += ["--global_batch", str(BATCH)]

@@ -1,11 +1,12 @@
-"""Checks and measures this package on the GPUs of this machine, at most 15 minutes, without a network.
+"""Checks and measures this package on the GPUs of this machine, in at most 15 minutes and without a network.
 
     bash scripts/gpu_acceptance.sh                 sets up, then runs this program
     python benchmarks/gpu_acceptance.py --out DIR
 
 Prints a line per check as it ends, then all as one Markdown table, and writes DIR/gpu_acceptance.json with hardware and
 versions. A check that fails does not keep the others from running. `--device cpu` runs, at small sizes and without
-goals for speed, what needs no GPU. docs/evidence/gpu-acceptance.md describes the checks.
+goals for speed, what needs no GPU. docs/evidence/gpu-acceptance.md describes the checks. This process itself never uses
+a GPU, so that the commands run in compute mode Exclusive_Process, too.
 
 Exit status: 0 if no check failed, 1 if one did, 2 bad input, 3 if there is no GPU.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +37,10 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.monitoring.gpu_usage import NvmlError
 
 EXIT_NO_GPU = 3
+GPU_NAMES = (
+    "import json, torch as t; print(json.dumps([t.cuda.get_device_name(i) for i in range(t.cuda.device_count())]))"
+)
+NAMES_S = 120.0  # a limit: the first use of a GPU after a start of the machine is slow
 PASSED, FAILED, REPORTED, NOT_HERE = "pass", "FAIL", "-", "not here"
 Checks = Mapping[str, tuple[str, Callable[[Place], Outcome]]]
 
@@ -79,12 +85,24 @@ def run_check(name: str, goal: str, check: Callable[[Place], Outcome], place: Pl
     return Line(name, goal, found, result, time.monotonic() - start, figures)
 
 
-def hardware() -> dict[str, Any]:
+def gpu_names() -> list[str]:
+    """The GPUs that torch has, asked in another process. Raises UserError if it cannot use them."""
+    words = [sys.executable, "-c", GPU_NAMES]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=NAMES_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"no answer of the GPU after {NAMES_S:.0f} s") from None
+    if done.returncode:
+        raise UserError((done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1])
+    return list(json.loads(done.stdout.splitlines()[-1]))
+
+
+def hardware(names: Sequence[str]) -> dict[str, Any]:
     """GPUs, driver and the versions of CUDA and NCCL that torch has."""
     gpus = probes.gpus()
     found: dict[str, Any] = {"cuda_of_torch": torch.version.cuda}
-    if torch.cuda.is_available():
-        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    if names:
+        found["gpus"] = list(names)
         found["nccl_of_torch"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found | ({"driver": str(gpus)} if isinstance(gpus, NvmlError) else {"driver": gpus.driver})
 
@@ -94,7 +112,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, default=Path("runs/gpu_acceptance"), help="New folder. (default: %(default)s)")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="(default: %(default)s)")
-    add("--minutes", type=float, default=15.0, help="Time for everything. (default: %(default)g)")
+    add("--minutes", type=float, default=15.0, help="Time for all checks. (default: %(default)g)")
     add("--only", nargs="+", metavar="WORD", help="Only checks with one of these words in their names. (default: all)")
     args = parser.parse_args(argv)
     if not args.minutes > 0:
@@ -102,12 +120,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def without_gpu() -> str:
-    """Why there is no GPU, in one line."""
+def without_gpu(error: str = "") -> str:
+    """Why there is no GPU, in one line. `error`: why the one that is there cannot be used."""
     gpus = probes.gpus()
     driver = f"no driver: {gpus}" if isinstance(gpus, NvmlError) else f"driver {gpus.driver}, {len(gpus.names)} GPU(s)"
+    found = f"cannot use it: {error}" if error else "sees none here"
     return (
-        f"gpu_acceptance: no GPU: torch {torch.__version__} (CUDA {torch.version.cuda}) sees none here ({driver})."
+        f"gpu_acceptance: no GPU: torch {torch.__version__} (CUDA {torch.version.cuda}) {found} ({driver})."
         " --device cpu checks what needs none."
     )
 
@@ -115,16 +134,22 @@ def without_gpu() -> str:
 def main(argv: Sequence[str] | None = None, checks: Checks | None = None) -> int:
     """Run the checks, print, write. Returns the exit status."""
     args = parse(argv)
-    gpus = torch.cuda.device_count()
-    if args.device == "cuda" and not gpus:
-        print(without_gpu(), file=sys.stderr)
-        return EXIT_NO_GPU
+    names: list[str] = []
+    reason = ""
+    if args.device == "cuda":
+        try:
+            names = gpu_names()
+        except UserError as error:
+            reason = str(error)
+        if not names:
+            print(without_gpu(reason), file=sys.stderr)
+            return EXIT_NO_GPU
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
         raise UserError(f"--out {args.out}: the folder is not empty. Name a new one.")
-    gpu = torch.cuda.get_device_name(0) if args.device == "cuda" else ""
-    place = Place(args.device, gpus if args.device == "cuda" else 0, gpu, out, time.monotonic() + 60 * args.minutes)
+    gpu = names[0] if names else ""
+    place = Place(args.device, len(names), gpu, out, time.monotonic() + 60 * args.minutes)
     lines = []
     for name, (goal, check) in (all_checks() if checks is None else checks).items():
         if not args.only or any(word in name for word in args.only):
@@ -133,7 +158,7 @@ def main(argv: Sequence[str] | None = None, checks: Checks | None = None) -> int
     record: dict[str, Any] = {
         "command": shlex.join(sys.orig_argv),
         "device": args.device,
-        "gpu": hardware(),
+        "gpu": hardware(names),
         **machine(),
     }
     record |= {"lines": [asdict(line) for line in lines]}
