@@ -166,7 +166,7 @@ def test_torch_in_place_installs_nothing_if_that_torch_does_not_work() -> None:
     text = (ROOT / "env/setup.sh").read_text(encoding="utf-8")
     function = text[text.index("install_torch() {") :]
     function = function[: function.index("\n}\n") + 3]
-    stubs = "torch=in-place; pip() { echo pip \"$@\"; }; torch_works() { false; }\n"
+    stubs = 'torch=in-place; pip() { echo pip "$@"; }; torch_works() { false; }\n'
     done = subprocess.run(["bash", "-c", f"set -e\n{stubs}{function}install_torch"], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stdout.startswith("--torch-in-place needs a torch that works") and "pip" not in done.stdout
