@@ -72,6 +72,7 @@ class Machine:
         drop = ("CXX", "CXXFLAGS", "LDFLAGS", "CUDA_HOME", "CUDA_PATH")
         env = {k: v for k, v in os.environ.items() if k not in drop and not k.startswith("HOROVOD_")}
         env |= self.env | {"PATH": path, "PYTHONPATH": str(self.folder), "HOME": str(self.folder)}
+        env["PYTHONDONTWRITEBYTECODE"] = "1"  # `torch` may change twice within the second that bytecode files keep
         command = ["/bin/bash", str(ROOT / "env" / script), *arguments]
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
 
