@@ -197,6 +197,7 @@ while [ "$signalled" = yes ]; do # a signal also ends `wait`
 done
 wait "${copiers[@]}" || true
 if [ "$status" -ne 0 ]; then
+  [ -z "$(tail -c 1 "$log")" ] || echo >&2 # a progress bar that was cut off
   echo "horovodrun.sh: first failure: $(awk -v hosts="$(host_of_each_rank)" -f "$home/scripts/first_failure.awk" "$log")" >&2
 fi
 exit "$status"
