@@ -65,7 +65,7 @@ if [ "$extent" = full ]; then campaign='campaign or not campaign'; fi
 # itself, wait more than they compute. The tests of a file stay in one process, because they share runs; the file that
 # takes longest comes first.
 if [ "$extent" = quick ]; then
-  tests -n 2 --dist loadfile tests/unit
+  tests -n 2 --dist loadfile -m "$campaign" tests/unit
   tests tests/integration/test_resume.py -k "test_signal_to_one_rank_stops_all and mpi"
 else
   tiers=(tests/parallel tests/cluster tests/integration tests/unit)
