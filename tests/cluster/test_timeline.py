@@ -19,7 +19,7 @@ pytestmark = [
 ]
 GBPS, LATENCY_MS = 1.0, 1.0
 SLOW_GBPS = 0.1  # slow enough to limit four ranks that share two cores, also with other tests
-SLOWED_S = 0.5
+SLOWED_S = 1.0  # far longer than a rank waits for a core
 
 
 @pytest.fixture
@@ -40,7 +40,9 @@ def test_a_slow_link_is_found(cluster: Cluster, tmp_path: Path, narrow: str, con
         flags = six_layers(FOUR_RANKS, 7, windows=4, more=narrow)
         slow = recorded(cluster, tmp_path / "slow", FOUR_RANKS, controller, flags, one_host=one_host)
     assert (loopback["ranks"], slow["ranks"]) == (2, 4)
-    assert slow["link_bytes_per_s"] * 8 == pytest.approx(SLOW_GBPS * 1e9, rel=0.15)
+    # Other tests on these cores make messages slower, never faster than the link. benchmarks/shaped_links.py measures
+    # the rate on a machine without them.
+    assert 0.4 < slow["link_bytes_per_s"] * 8e-9 / SLOW_GBPS < 1.15
     for bound in ("exposed_least_share", "exposed_most_share"):
         assert slow["step"][bound] > loopback["step"][bound]
     assert any("messages: bandwidth." in line for line in slow["advice"]), slow["advice"]
