@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hvd_bert.model.cpu.bmm import product
-from hvd_bert.model.cpu.dropout import keep_mask, kept_scale
+from hvd_bert.model.cpu.dropout import keep_mask, kept_scale, masked
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -201,7 +201,7 @@ class _Attention(torch.autograd.Function):
                 scores.masked_fill_(~near, float("-inf"))
             probabilities = torch.softmax(scores.float(), -1).to(scores.dtype)
             keep = keep_mask(probabilities.shape, dropout)
-            product(probabilities * keep, v, out)
+            product(masked(probabilities, keep), v, out)
             kept += [probabilities, keep]
         ctx.save_for_backward(query, key, value, *kept)
         ctx.lengths, ctx.scale, ctx.scaling = lengths, kept_scale(dropout), scaling
@@ -214,8 +214,8 @@ class _Attention(torch.autograd.Function):
         gradients = [torch.empty_like(key, memory_format=torch.contiguous_format) for _ in range(3)]
         parts = _split(ctx.lengths, query, key, value, gradient * ctx.scale, *gradients)
         for (q, k, v, g, of_q, of_k, of_v), probabilities, keep in zip(parts, kept[::2], kept[1::2], strict=True):
-            of_probabilities = _product(g, v.transpose(1, 2)).mul_(keep)
-            product((probabilities * keep).transpose(1, 2), g, of_v)
+            of_probabilities = masked(_product(g, v.transpose(1, 2)), keep)
+            product(masked(probabilities, keep).transpose(1, 2), g, of_v)
             of_scores = torch._softmax_backward_data(of_probabilities, probabilities, -1, probabilities.dtype)
             product(of_scores, k, of_q)
             product(of_scores.transpose(1, 2), q, of_k)

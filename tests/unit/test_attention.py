@@ -141,7 +141,7 @@ def test_dropout_zeroes_probabilities_and_their_gradient():
     torch.manual_seed(1)
     found = by_probabilities(query, key, value, Windows([7], cu_seqlens_of([7], CPU)), 0.4, 0.5)
     torch.manual_seed(1)
-    factors = keep_mask(torch.Size([2, 7, 7]), 0.4) * kept_scale(0.4)
+    factors = -keep_mask(torch.Size([2, 7, 7]), 0.4) * kept_scale(0.4)
     assert 0 < (factors == 0).sum() < factors.numel()
     q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))
     expected = (torch.softmax(q @ k.transpose(1, 2) * 0.5, -1) * factors @ v).transpose(0, 1)

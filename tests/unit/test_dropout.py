@@ -24,12 +24,12 @@ def test_rate_and_scale(p):
     assert rounded == pytest.approx(p, abs=0.5 / LEVELS)
 
 
-def test_each_quarter_of_a_word_has_the_rate_and_neighbors_are_independent():
+def test_each_eighth_of_a_word_has_the_rate_and_neighbors_are_independent():
     torch.manual_seed(0)
-    p, bound = 0.3, 5 * math.sqrt(0.3 * 0.7 / (MANY / 4))
-    dropped = (keep_mask(torch.Size([MANY // 4, 4]), p) == 0).float()
+    p, bound = 0.3, 5 * math.sqrt(0.3 * 0.7 / (MANY / 8))
+    dropped = (keep_mask(torch.Size([MANY // 8, 8]), p) == 0).float()
     assert ((dropped.mean(0) - p).abs() < bound).all()
-    for distance in (1, 2, 3, 4):
+    for distance in (1, 2, 3, 4, 8):
         both = (dropped.flatten()[distance:] * dropped.flatten()[:-distance]).mean().item()
         assert both == pytest.approx(p * p, abs=5 * math.sqrt(p * p * (1 - p * p) / MANY))
 

@@ -1,4 +1,4 @@
-"""Dropout for the CPU: one draw of 64 random bits decides on four elements.
+"""Dropout for the CPU: one draw of 64 random bits decides on almost eight elements.
 
 torch draws one number per element; with BERT's p = 0.1, this took a tenth of a training step on one thread. The random
 bits come from torch's own generator, so a checkpoint's random state covers them. GPUs use torch's kernels.
@@ -15,16 +15,29 @@ from torch.autograd.function import once_differentiable
 
 LEVELS = 2**16  # p is rounded to a multiple of 1 / LEVELS
 WORD_BITS = 64
+BITS_OF = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
 def keep_mask(shape: torch.Size, p: float) -> torch.Tensor:
-    """int8 [shape]: 0 with probability `p` (rounded), else 1; drawn from torch's default CPU generator."""
+    """int8 [shape]: 0 with probability `p` (rounded), else -1, all bits set; from torch's default CPU generator.
+
+    An element has 8 random bits, and 8 more if they do not decide, which is 1 in 256: as exact as 16 bits for each.
+    """
     count = shape.numel()
-    words = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2 ** (WORD_BITS - 1)), None)
+    high, low = divmod(_dropped(p), 256)
+    words = torch.empty(-(-count // 8), dtype=torch.int64).random_(-(2 ** (WORD_BITS - 1)), None)
+    draws = words.view(torch.uint8)[:count].numpy()
     keep = torch.empty(shape, dtype=torch.bool)
-    # numpy compares small integers ten times as fast as torch.
-    np.greater_equal(words.view(torch.int16)[:count].numpy(), _dropped(p) - LEVELS // 2, out=keep.view(-1).numpy())
-    return keep.view(torch.int8)  # torch multiplies int8 faster than bool
+    flat = keep.view(-1).numpy()
+    np.greater(draws, high, out=flat)  # numpy compares small integers ten times as fast as torch
+    undecided = np.flatnonzero(draws == high)
+    flat[undecided] = torch.empty(len(undecided), dtype=torch.uint8).random_().numpy() >= low
+    return keep.view(torch.int8).neg_()
+
+
+def masked(values: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """`values`, 0 where `keep` is 0. Twice as fast as a product of bfloat16 with int8."""
+    return (values.view(BITS_OF[values.dtype]) & keep).view(values.dtype)
 
 
 def kept_scale(p: float) -> float:
@@ -38,7 +51,7 @@ def _dropped(p: float) -> int:
 
 def supports(tensor: torch.Tensor) -> bool:
     """Whether to use these functions; torch handles all other tensors."""
-    return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.bfloat16)
+    return tensor.device.type == "cpu" and tensor.dtype in BITS_OF
 
 
 class _Dropout(torch.autograd.Function):
@@ -47,13 +60,13 @@ class _Dropout(torch.autograd.Function):
         keep = keep_mask(values.shape, p)
         ctx.save_for_backward(keep)
         ctx.scale = kept_scale(p)
-        return (values * keep).mul_(ctx.scale)
+        return masked(values, keep).mul_(ctx.scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (keep,) = ctx.saved_tensors
-        return (gradient * keep).mul_(ctx.scale), None
+        return masked(gradient, keep).mul_(ctx.scale), None
 
 
 class Dropout(nn.Dropout):
