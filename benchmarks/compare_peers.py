@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import shutil
@@ -89,6 +90,8 @@ def command(name: str, args: argparse.Namespace, work: Work, out: Path, steps: i
         start = [str(Path(sys.executable).with_name("horovodrun")), "-np", str(args.ranks), sys.executable, "-m"]
         flags = our_flags(work.train_file, str(work.model), work.max_seq_length, work.rank_batch, used_seed)
         flags += ["--max_train_samples", str(work.max_samples)] if work.max_samples else []
+        if seed is not None:  # a line where the timed steps begin and end; the peers write none
+            flags += ["--logging_steps", str(math.gcd(args.warmup, steps))]
         return [*start, "hvd_bert.train", *flags, *common]
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks)]
     flags = ["--model_name_or_path", str(work.model), "--times_file", str(out / "times.json")]
@@ -141,15 +144,19 @@ def run(words: Sequence[str], env: dict[str, str], log: Path, timeout_s: float) 
 
 
 def rows_of(name: str, out: Path) -> list[Row]:
-    """A row per optimizer step: seconds, and the loss and the tokens if they were recorded."""
+    """A row per optimizer step: seconds, and the loss and the tokens if they were recorded.
+
+    This trainer's steps between two logged ones have the mean of these.
+    """
     if VARIANTS[name].script is not None:
         return list(json.loads((out / "times.json").read_text()))
     logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {"step_s": row["step_s"], "loss": row["loss"], "tokens": round(row["tokens_per_s"] * row["step_s"])}
-        for row in logged
-        if "step_s" in row
-    ]
+    rows: list[Row] = []
+    for row in logged:
+        if "step_s" in row:
+            one = {"step_s": row["step_s"], "loss": row["loss"], "tokens": row["tokens_per_s"] * row["step_s"]}
+            rows += [one] * (row["step"] - len(rows))
+    return rows
 
 
 def train(name: str, args: argparse.Namespace, work: Work, run_name: str, steps: int, seed: int | None) -> list[Row]:
@@ -194,7 +201,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="New folder to work in.")
     add("--variants", nargs="+", choices=list(VARIANTS), help="(default: all; ours_fp32 only with --bf16)")
     add("--repeats", type=int, default=3, help="Rounds. (default: %(default)s)")
-    add("--warmup", type=int, default=3, help="Untimed steps per run. (default: %(default)s)")
+    add("--warmup", type=int, default=5, help="Untimed steps per run. (default: %(default)s)")
     # The HF Trainer sorts 50 batches of a rank at a time by length, the longest first. 25 steps of two ranks are one
     # such group, so they have long and short windows in the data's proportions.
     add("--steps", type=int, default=25, help="Timed steps per run. (default: %(default)s)")
