@@ -191,7 +191,7 @@ def test_only_those_that_ask_for_it_have_the_allocator_settings(monkeypatch: pyt
     monkeypatch.setenv("MALLOC_TOP_PAD_", "1")  # of the shell from which it is started
     for name, variant in compare_peers.VARIANTS.items():
         env = compare_peers.environment(variant, threads=1)
-        wanted = compare_peers.ALLOCATOR if name in ("ours", "ours_fp32", "hf_best", "hf_rebalance") else {}
+        wanted = compare_peers.ALLOCATOR if name in ("hf_best", "hf_rebalance") else {}
         assert {key: value for key, value in env.items() if key in compare_peers.ALLOCATOR} == wanted
         assert env["OMP_NUM_THREADS"] == "1"
 
