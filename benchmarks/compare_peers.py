@@ -91,8 +91,8 @@ def command(name: str, args: argparse.Namespace, work: Work, out: Path, steps: i
         start = [str(Path(sys.executable).with_name("horovodrun")), "-np", str(args.ranks), sys.executable, "-m"]
         flags = our_flags(work.train_file, str(work.model), work.max_seq_length, work.rank_batch, used_seed)
         flags += ["--max_train_samples", str(work.max_samples)] if work.max_samples else []
-        if seed is not None:  # a line where the timed steps begin and end; the peers write none
-            flags += ["--logging_steps", str(math.gcd(args.warmup, steps))]
+        # The preflight needs each loss. Otherwise a line where the timed steps begin and end; the peers write none.
+        flags += ["--logging_steps", "1" if seed is None else str(math.gcd(args.warmup, steps))]
         return [*start, "hvd_bert.train", *flags, *common]
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks)]
     flags = ["--model_name_or_path", str(work.model), "--times_file", str(out / "times.json")]

@@ -40,12 +40,12 @@ class Work:
 
 
 def our_flags(train_file: Path, model: str, max_seq_length: int, rank_batch: int, seed: int) -> list[str]:
-    """The trainer's flags, except for the number of steps, the output folder and the number of questions."""
+    """The trainer's flags, except for numbers of steps and questions, and the output folder."""
     flags = ["--model_name_or_path", model, "--train_file", str(train_file), "--no_do_eval", "--seed", str(seed)]
     flags += ["--per_device_train_batch_size", str(rank_batch), "--learning_rate", str(LEARNING_RATE)]
     flags += ["--warmup_ratio", "0"]  # as the peers
     flags += ["--max_seq_length", str(max_seq_length), "--doc_stride", str(min(128, max_seq_length // 3))]
-    return [*flags, "--eval_strategy", "no", "--save_steps", "0", "--logging_steps", "1"]
+    return [*flags, "--eval_strategy", "no", "--save_steps", "0"]
 
 
 def prepare(args: argparse.Namespace) -> tuple[Work, Work]:
