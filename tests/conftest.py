@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,16 @@ def pytest_configure() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("realdata") and not (REAL_SQUAD / "train-v1.1.json").is_file():
         pytest.skip(f"no SQuAD in {REAL_SQUAD}: set HVD_BERT_SQUAD to a folder with train-v1.1.json")
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers_are_put_back() -> Iterator[None]:
+    """A training that was asked to stop leaves these signals ignored, and later tests' processes would inherit that."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

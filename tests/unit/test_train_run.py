@@ -19,7 +19,6 @@ from test_world import make_world
 from hvd_bert.checkpoint import output_dir, run_folder
 from hvd_bert.config.command_line import overriding, parse
 from hvd_bert.data.batch_plan import BatchPlan
-from hvd_bert.distributed.signals import SIGNALS
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.evaluation import evaluator
 from hvd_bert.evaluation.squad_metric import score
@@ -47,14 +46,6 @@ def process_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     output_dir.unlock()
-
-
-@pytest.fixture
-def signal_handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def world_of_one() -> World:
@@ -103,7 +94,7 @@ def test_refused_training_keeps_the_earlier_run(base, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_signals_after_the_last_step_do_not_lose_the_model(base, tmp_path, monkeypatch, signal_handlers, number):
+def test_signals_after_the_last_step_do_not_lose_the_model(base, tmp_path, monkeypatch, number):
     out, save, evaluate = tmp_path / "out", run_folder.save_model, loop.Evaluations.__call__
 
     def signalled(do: Callable[..., Any]) -> Callable[..., Any]:
