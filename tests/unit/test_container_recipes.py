@@ -1,0 +1,54 @@
+"""env/container: the Apptainer recipe makes the same image as the Dockerfile."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DOCKERFILE = (REPOSITORY / "env/container/Dockerfile").read_text(encoding="utf-8")
+DEFINITION = (REPOSITORY / "env/container/hvd_bert.def").read_text(encoding="utf-8")
+SECTIONS = {"files", "post", "environment", "test"}  # of those that Apptainer knows
+
+
+def parts() -> tuple[dict[str, str], dict[str, str]]:
+    """The header's fields and the sections' text, as Apptainer reads a definition."""
+    words = re.split(r"^%(\w+)\n", DEFINITION, flags=re.MULTILINE)
+    header = re.sub(r"^#.*\n", "", words[0], flags=re.MULTILINE).strip()
+    return dict(line.split(": ") for line in header.splitlines()), dict(zip(words[1::2], words[2::2], strict=True))
+
+
+def packages(text: str) -> set[str]:
+    """What apt-get installs."""
+    found = re.search(r"--no-install-recommends \\\n((?:.*\\\n)*.*)", text)
+    assert found
+    return set(found[1].split("&&")[0].replace("\\", "").split())
+
+
+def set_up_options(text: str) -> set[str]:
+    found = re.search(r"env/setup\.sh (.*?)(?: &&|\n)", text)
+    assert found
+    return set(found[1].replace("${SETUP}", "--locked").split())
+
+
+def test_sections_and_base() -> None:
+    header, sections = parts()
+    assert set(sections) == SECTIONS
+    base = re.search(r"^ARG BASE=docker\.io/(\S+)$", DOCKERFILE, re.MULTILINE)
+    assert base and header == {"Bootstrap": "docker", "From": base[1]}
+
+
+@pytest.mark.parametrize("read", [packages, set_up_options])
+def test_commands_are_the_dockerfiles(read) -> None:
+    assert re.search(r"^ARG SETUP=--locked$", DOCKERFILE, re.MULTILINE)
+    assert read(parts()[1]["post"]) == read(DOCKERFILE) - {"openssh-server"}  # Slurm starts the ranks
+
+
+def test_files_and_environment() -> None:
+    sections = parts()[1]
+    copied = re.search(r"^COPY (\S+) (\S+)$", DOCKERFILE, re.MULTILINE)
+    path = re.search(r"^ENV PATH=(.*):\$\{PATH\}$", DOCKERFILE, re.MULTILINE)
+    assert copied and sections["files"].split() == list(copied.groups())
+    assert path and sections["environment"].strip() == f"export PATH={path[1]}:$PATH"
