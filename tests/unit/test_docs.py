@@ -37,6 +37,7 @@ FOREIGN_FLAGS = {
     "jupytext": {"--to"},
     "apptainer": {"--nv"},
     "docker": {"--cap-add", "--gpus", "--ipc", "--shm-size"},
+    "podman": {"--cgroup-manager", "--runtime", "--storage-driver", "--ulimit"},
     "pip-licenses": {"--format", "--from", "--packages", "--with-system"},
     "tensorboard": {"--logdir"},
     "torchrun": {"--max-restarts"},
