@@ -1,0 +1,77 @@
+"""Eight hosts, whose interfaces have different names: start, stop by a signal, resume on half of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import said
+from harness import FOLDER, HOROVODRUN_SCRIPT, JOB_SCRIPT, SMALL, Cluster, losses, results, script
+
+# Campaigns: 16 interpreters start one by one, since the fork server serves only the other cluster.
+pytestmark = [pytest.mark.cluster, pytest.mark.campaign]
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+COLD = {"HVD_BERT_VENV": sys.prefix, "PATH": PATH}
+STOP_STEP = 8
+TRAIN = f"{SMALL} 12 --global_batch 16 --learning_rate 1e-4 --no_do_eval --save_steps 0"
+TIMEOUT_S = 900.0
+
+
+@pytest.fixture
+def eight(folder: Path) -> Cluster:
+    """A cluster of eight nodes."""
+    options = {"HVD_BERT_CLUSTER_HOSTS": "8", "HVD_BERT_CLUSTER_OWN_INTERFACES": "yes"}
+    started = script("up.sh", "--owner", str(os.getpid()), HVD_BERT_CLUSTER=str(folder), **options)
+    if started.returncode == 3:
+        pytest.skip(started.stderr.strip())
+    assert started.returncode == 0, started.stderr
+    return Cluster(folder)
+
+
+def waiting(tmp_path: Path) -> dict[str, str]:
+    """An environment whose ranks wait for the signal at a step (waiting.py)."""
+    python = tmp_path / "waiting" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FOLDER / "waiting.py"}" "$@"\n')
+    python.chmod(0o755)
+    return {"HVD_BERT_VENV": str(python.parents[1]), "WAITING_STEP": str(STOP_STEP), "PATH": f"{python.parent}:{PATH}"}
+
+
+def test_eight_hosts_stop_and_resume_on_four(eight: Cluster, tmp_path: Path) -> None:
+    command = f"python -m hvd_bert.train {TRAIN} --output_dir whole --strategy none"
+    eight.on("a100-01", command, tmp_path, COLD, timeout=TIMEOUT_S).expect(0)
+    job = eight.submit(
+        f"--nodes=8 --ntasks-per-node=2 {JOB_SCRIPT} {TRAIN} --output_dir out", tmp_path, waiting(tmp_path)
+    )
+    log, deadline = tmp_path / "out" / "metrics.jsonl", time.monotonic() + TIMEOUT_S
+    while not (log.exists() and '"loss"' in log.read_text()):
+        assert time.monotonic() < deadline, eight.ended(job)
+        time.sleep(0.2)  # between polls, which the deadline ends
+    eight.on("login", ["scancel", "--batch", "--signal=TERM", job], tmp_path, timeout=60).expect(0)
+    facts = eight.wait(job, "PENDING", restarts=1, timeout=TIMEOUT_S)
+    eight.on("login", ["scancel", job], tmp_path, timeout=60).expect(0)
+    out = Path(facts["StdOut"]).read_text()
+    assert "16 rank(s) on a100-01, a100-02, a100-03, a100-04, a100-05, a100-06, a100-07, a100-08" in out
+    assert f"requeueing: the next attempt resumes from out/checkpoint-{STOP_STEP}" in out
+
+    job = eight.submit(f"--nodes=4 --ntasks-per-node=2 {JOB_SCRIPT} {TRAIN} --output_dir out", tmp_path, COLD)
+    ended = eight.ended(job, timeout=TIMEOUT_S).expect(0)
+    assert f"Resuming from step {STOP_STEP}" in ended.out, ended
+    found = json.loads((tmp_path / "out" / "train_results.json").read_text())
+    assert (found["world_size"], len(found["hosts"]), found["controller"]) == (8, 4, "mpi")
+    np.testing.assert_allclose(losses(tmp_path / "out"), losses(tmp_path / "whole"), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("controller", ["mpi", "gloo"])
+def test_interfaces_with_other_names(eight: Cluster, tmp_path: Path, controller: str) -> None:
+    hosts = "a100-03:1,a100-08:1"
+    options = f"-H {hosts} --interface 10.77.0.0/24 --{controller}"
+    command = f"{HOROVODRUN_SCRIPT} {options} -- {SMALL} 2 --output_dir out"
+    outcome = eight.on("a100-03", command, tmp_path, COLD, timeout=TIMEOUT_S).expect(0)
+    assert "2 rank(s) on a100-03, a100-08" in said(outcome), outcome
+    assert results(tmp_path / "out")["controller"] == controller
