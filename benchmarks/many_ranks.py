@@ -34,8 +34,8 @@ LIMIT_S = 600.0  # for each part of a stopped run
 FLAGS = "--config sample --max_train_samples 256 --max_eval_samples 32 --dropout 0 --logging_steps 1"
 HEAD = [
     "ranks", "world joined, s", "first step, s", "CPU per rank until joined, s", "until the first step, s",
-    "whole run, s", "memory per rank, MiB", "threads", "open descriptors", "files opened at start",
-    "collectives at start",
+    "whole run, s", "that over 2 ranks'", "memory per rank, MiB", "threads", "open descriptors",
+    "files opened at start", "collectives at start",
 ]  # fmt: skip
 
 
@@ -70,11 +70,17 @@ def measure(ranks: int, controller: str, out: Path) -> list[list[dict[str, Any]]
     return records
 
 
-def row(records: Sequence[list[dict[str, Any]]]) -> list[str]:
-    """A row of the table."""
+def cpu_s(marks: Sequence[dict[str, Any]]) -> float:
+    """CPU time per rank until a mark."""
+    return fmean(mark["cpu_s"] for mark in marks)
+
+
+def row(records: Sequence[list[dict[str, Any]]], two: Sequence[list[dict[str, Any]]] | None) -> list[str]:
+    """A row of the table. `two`: the records of 2 ranks, to compare with."""
     joined, first, end = (list(marks) for marks in zip(*records, strict=True))
     cells = [f"{max(mark['wall_s'] for mark in marks):.1f}" for marks in (joined, first)]
-    cells += [f"{fmean(mark['cpu_s'] for mark in marks):.2f}" for marks in (joined, first, end)]
+    cells += [f"{cpu_s(marks):.2f}" for marks in (joined, first, end)]
+    cells.append(f"{cpu_s(end) / cpu_s([marks[-1] for marks in two]):.2f}" if two else "not measured")
     cells.append(f"{fmean(mark['pss_mib'] for mark in first):.0f}")
     cells += [str(max(mark[name] for mark in first)) for name in ("threads", "descriptors", "opened", "collectives")]
     return [str(len(records)), *cells]
@@ -137,11 +143,11 @@ def main() -> None:
     args.out.mkdir(parents=True)
     measure(1, args.controller, args.out / "warm-up")  # fills the cache of windows
     (args.out / "warm-up" / "cache").rename(args.out / "cache")
-    rows = []
+    measured = {}
     for ranks in args.ranks:
-        rows.append(row(measure(ranks, args.controller, args.out)))
-        print(rows[-1], file=sys.stderr, flush=True)
-    print(markdown_table(HEAD, rows))
+        measured[ranks] = measure(ranks, args.controller, args.out)
+        print(row(measured[ranks], measured.get(2)), file=sys.stderr, flush=True)
+    print(markdown_table(HEAD, [row(records, measured.get(2)) for records in measured.values()]), flush=True)
     if args.resume_on:
         stop_and_resume(max(args.ranks), args.resume_on, args.controller, args.out)
 
