@@ -167,8 +167,10 @@ class HorovodWorld(World):
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         if self.size == 1:
             return values
+        # Without a name each call gets a new one, and these fill Horovod's response cache of 1024 names.
+        name = f"hvd_bert.sum.{values.dtype}.{'x'.join(map(str, values.shape))}"
         with self.waiting(lambda: ["a sum of measurements"]):
-            return torch.as_tensor(self._hvd.allreduce(values, op=self._hvd.Sum))
+            return torch.as_tensor(self._hvd.allreduce(values, op=self._hvd.Sum, name=name))
 
     def broadcast_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if self.size > 1:
