@@ -134,11 +134,14 @@ def start_daemon(run: Disturbed, host: str, *words: str) -> None:
 
 @contextmanager
 def slurmd_restarted(run: Disturbed) -> Iterator[None]:
-    """The second node's slurmd ends, and starts again. The job's own slurmstepd keeps running."""
-    (slurmd,) = run.on(SECOND, "pgrep", "-f", f"slurmd -D -N {SECOND}").split()
-    run.on(SECOND, "kill", "-KILL", slurmd)
+    """The second node's slurmd ends, and starts again. The job's own slurmstepd keeps running. A later job starts."""
+    slurmd = ("pgrep", "-f", f"slurmd -D -N {SECOND}")
+    (killed,) = run.on(SECOND, *slurmd).split()
+    run.on(SECOND, "kill", "-KILL", killed)
     start_daemon(run, SECOND, "slurmd", "-D", "-N", SECOND)
     yield
+    assert run.on(SECOND, *slurmd).split() not in ([], [killed])
+    run.on("login", "srun", "--nodes=2", "--ntasks-per-node=1", "--mpi=none", "true")
 
 
 @contextmanager

@@ -18,4 +18,6 @@ ip link set docker0 up
 mount --bind "$state/nodes/$host/local" "$state/local"
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 "$(command -v sshd)" -f "$state/sshd_config" -h "$state/nodes/$host/host_key" -E "$state/log/sshd-$host.log"
-exec slurmd -D -N "$host" >/dev/null
+slurmd -D -N "$host" >/dev/null &
+wait
+exec sleep infinity # on.sh enters the node through this process, also while there is no slurmd
