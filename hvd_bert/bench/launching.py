@@ -153,7 +153,7 @@ class Launching:
         assert allocation is not None
         per_node = min(number, allocation.tasks_per_node)
         nodes = -(-number // per_node)
-        args = ["--mpi=pmix", "--kill-on-bad-exit=1", f"--nodes={nodes}", f"--ntasks={number}"]
+        args = ["--mpi=pmix", "--kill-on-bad-exit=1", "--wait=60", f"--nodes={nodes}", f"--ntasks={number}"]
         args.append(f"--ntasks-per-node={per_node}")
         # Since Slurm 22.05 srun does not inherit the job's --cpus-per-task.
         return args + ([f"--cpus-per-task={allocation.cpus_per_task}"] if allocation.cpus_per_task else [])

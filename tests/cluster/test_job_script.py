@@ -102,7 +102,7 @@ def test_environment_missing_on_one_node(cluster: Cluster, tmp_path: Path, prete
 @pytest.mark.parametrize(
     ("offers", "speaks", "launcher", "command"),
     [
-        ("none pmi2", "mca:pmix:s2:version", "pmi2", "srun --mpi=pmi2 "),
+        ("none pmi2", "mca:pmix:s2:version", "pmi2", "srun --mpi=pmi2 --kill-on-bad-exit=1 --wait=60 "),
         ("none pmi2", "mca:pmix:ext3x:version", "mpirun", "mpirun -np 4 "),
         ("none", "mca:pmix:s2:version", "mpirun", "mpirun -np 4 "),
     ],

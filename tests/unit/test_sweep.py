@@ -244,7 +244,7 @@ def test_commands_on_named_hosts() -> None:
 )
 def test_commands_in_a_slurm_job(ranks: int, expected: list[str]) -> None:
     launch = by("auto", Machine(cores=64, gpus=2, allocation=Allocation(2, 2, 32)))
-    start = ["srun", "--mpi=pmix", "--kill-on-bad-exit=1", *expected, "--cpus-per-task=32"]
+    start = ["srun", "--mpi=pmix", "--kill-on-bad-exit=1", "--wait=60", *expected, "--cpus-per-task=32"]
     for strategy in ("horovod", "ddp") if ranks > 1 else ("none", "horovod"):
         assert command_of(launch, point(strategy, ranks)) == [*start, PYTHON, *TRAINED]
         assert launch.obstacle(point(strategy, ranks)) == ""
