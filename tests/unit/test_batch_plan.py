@@ -165,3 +165,19 @@ def test_fewer_windows_than_ranks_are_refused(num_windows, size):
     with pytest.raises(UserError, match=rf"{num_windows} windows, fewer than the {size} ranks"):
         BatchPlan(lengths(num_windows), size, 1, size, 0, MINILM)
     BatchPlan(lengths(size), size, 1, size, 0, MINILM)
+
+
+@pytest.mark.parametrize(
+    ("size", "accumulation", "before", "after", "passes"),
+    [(3, 1, 8, 16, 3), (2, 2, 12, 24, 4), (4, 1, 8, 4, 1), (1, 2, 16, 17, 3)],
+)
+def test_another_global_batch_never_takes_larger_micro_batches(size, accumulation, before, after, passes):
+    plan = BatchPlan(lengths(50), before, accumulation, size, 0, MINILM)
+    changed = plan.with_global_batch(after)
+    assert (changed.global_batch, changed.accumulation, changed.passes) == (after, passes, size * passes)
+
+
+def test_imbalance_is_that_of_the_most_loaded_rank():
+    tokens = np.array([10, 20, 60], np.int32)
+    assert BatchPlan(tokens, 3, 1, 3, 0, MINILM).imbalance(0) == 2.0
+    assert BatchPlan(tokens, 3, 1, 1, 0, MINILM).imbalance(0) == 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
 
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
@@ -52,6 +54,43 @@ def test_same_step_is_replaced(tmp_path):
     assert files.read(tmp_path / "checkpoint-7").documents["state"]["step"] == 2
 
 
+def test_the_form_of_each_file(tmp_path):
+    folder = files.write(tmp_path, 7, contents(7))
+    assert (folder / "state.json").read_text() == json.dumps({"step": 7, "learning_rate": 0.1}, indent=1)
+    assert (folder / "config.json").read_bytes() == b"{}"
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}  # transformers refuses others
+    listed = {name: (folder / name).read_bytes() for name in sorted(FILES) if name != "manifest.json"}
+    manifest = {
+        "format": 1,
+        "step": 7,
+        "files": {
+            name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            for name, content in listed.items()
+        },
+    }
+    assert (folder / "manifest.json").read_text() == json.dumps(manifest, indent=1)
+
+
+def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    files.write(tmp_path, 7, contents(1))
+    done, flush, rename, point_to = [], files.flush, Path.rename, files.point_to
+    monkeypatch.setattr(files, "flush", lambda path: (done.append(path.name), flush(path)))
+    monkeypatch.setattr(Path, "rename", lambda path, to: (done.append((path.name, to.name)), rename(path, to)))
+    monkeypatch.setattr(files, "point_to", lambda folder: (done.append("latest"), point_to(folder)))
+    files.write(tmp_path, 7, contents(2))
+    assert sorted(done[:5]) == sorted(FILES)
+    partial, folder, old = ".partial-checkpoint-7", "checkpoint-7", ".partial-old-checkpoint-7"
+    assert done[5:] == [partial, (folder, old), (partial, folder), tmp_path.name, "latest"]
+
+
+def test_latest_is_durable(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(writing, "flush", lambda path: flushed.append(path.name))
+    files.point_to(tmp_path / "checkpoint-7")
+    assert len(flushed) == 2 and flushed[1] == tmp_path.name
+
+
 FILES = ["model.safetensors", "rng.safetensors", "state.json", "config.json", "manifest.json"]
 
 
@@ -66,6 +105,24 @@ def test_damage_is_named(tmp_path, name, harm):
         path.write_bytes(path.read_bytes()[:-1] if harm == "truncated" else b"")
     with pytest.raises(CorruptCheckpoint, match=str(path)):
         files.read(folder)
+
+
+def test_each_kind_of_damage_has_its_message(tmp_path):
+    folder = files.write(tmp_path, 7, contents(7))
+    path = folder / "config.json"
+    for content, message in {
+        b"[]": "has changed since it was written (its SHA-256 differs)",
+        b"{} ": "has 3 bytes instead of 2",
+    }.items():
+        path.write_bytes(content)
+        with pytest.raises(CorruptCheckpoint) as damage:
+            files.verify(folder)
+        assert str(damage.value) == f"{path} {message}"
+    for path in (folder / "config.json", folder / "manifest.json"):
+        path.unlink()
+        with pytest.raises(CorruptCheckpoint) as damage:
+            files.verify(folder)
+        assert str(damage.value) == f"{path}: No such file or directory"
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -152,6 +209,15 @@ def test_failed_write_leaves_what_was_there(tmp_path, monkeypatch, fails):
     assert steps(tmp_path) == [8, 7]
 
 
+def test_tensors_that_cannot_be_written_are_an_error_of_the_disk(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("No space left")
+
+    monkeypatch.setattr(files.safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match=r"^No space left$"):
+        files.write(tmp_path, 7, contents(7))
+
+
 def test_prune_keeps_the_newest_and_the_best(tmp_path):
     for step in (1, 2, 3, 4, 5):
         files.write(tmp_path, step, contents(step))
@@ -161,14 +227,17 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path):
 
 def test_what_a_killed_writer_left_is_swept(tmp_path):
     files.write(tmp_path, 7, contents(7))
-    written.add(tmp_path, "checkpoint-8")  # before its files
-    left, foreign = tmp_path / ".partial-checkpoint-8", tmp_path / ".partial-checkpoint-9"
-    for folder in (left, foreign):
+    written.add(tmp_path, "checkpoint-8", "checkpoint-9.aside", "notes")  # before its files
+    left, replaced = tmp_path / ".partial-checkpoint-8", tmp_path / ".partial-old-checkpoint-8"
+    aside, foreign = tmp_path / ".partial-old-checkpoint-9.aside", tmp_path / ".partial-checkpoint-9"
+    other = tmp_path / ".partial-notes"
+    for folder in (left, replaced, aside, foreign, other):
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"half")
     assert steps(tmp_path) == [7]
     files.remove_leftovers(tmp_path)
-    assert not left.exists() and foreign.exists()
+    assert not left.exists() and not replaced.exists() and not aside.exists()
+    assert foreign.exists() and other.exists()
     assert steps(tmp_path) == [7]
 
 

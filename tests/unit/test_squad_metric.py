@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from hvd_bert.data.squad import Question
 from hvd_bert.errors import UserError
-from hvd_bert.evaluation.squad_metric import score
+from hvd_bert.evaluation.normalization import ANSWER_RULES
+from hvd_bert.evaluation.squad_metric import question_scores, score
 
 GOLDEN = json.loads((Path(__file__).parent / "squad_metric_golden.json").read_text(encoding="utf-8"))
 V2_NAMES = {"exact": "exact_match", "final_exact": "best_exact", "final_exact_thresh": "best_exact_thresh",
@@ -224,6 +225,13 @@ def test_versions_differ_on_texts_without_words() -> None:
     questions = [question("q", ["the"])]
     assert score(questions, {"q": "a"}) == {"exact_match": 100.0, "f1": 0.0, "total": 1}
     assert score(questions, {"q": "a"}, version_2_with_negative=True)["f1"] == 100.0
+
+
+def test_scores_of_one_question_are_those_of_its_version() -> None:
+    rules, the = ANSWER_RULES["squad"], question("q", ["the"])
+    assert question_scores(the, "a", rules, False) == (1.0, 0.0)
+    assert question_scores(the, "a", rules, True) == (1.0, 1.0)
+    assert question_scores(question("q", ["red cat"]), "red dog", rules, False) == (0.0, 0.5)
 
 
 def test_missing_prediction_is_named() -> None:

@@ -82,6 +82,13 @@ def test_batch_sizes_do_not_change_the_table(make_questions, tokenizer, tmp_path
     assert whole.counts == parts.counts
 
 
+def test_windows_in_memory_are_those_of_the_cache(source, tokenizer):
+    dataset, questions = prepare(source, tokenizer, SMALL), source.questions()
+    table = windows.in_memory(questions, tokenization.WindowTokenizer(tokenizer, SMALL))
+    assert table.arrow == dataset.arrow
+    assert (table.counts, table.path) == (dataset.counts, None)
+
+
 def test_max_samples_keeps_the_first_questions(source, tokenizer, tmp_path):
     every = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
     some = prepare(source, tokenizer, WindowOptions(32, 8, max_samples=3), cache_dir=tmp_path)
