@@ -8,6 +8,7 @@ import json
 import logging
 import multiprocessing
 import os
+from dataclasses import asdict
 
 import numpy as np
 import pyarrow as pa
@@ -106,9 +107,11 @@ def test_only_the_leader_warns_of_truncated_questions_and_lost_answers(make_ques
         prepare(source, tokenizer, SMALL, cache_dir=tmp_path, leader=False)
         assert not caplog.records
         prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
-    assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
-        "lossy: 1 of 5 questions were truncated to leave room for the context",
-        "lossy: 1 of 5 answers are not completely inside any window; training treats them as missing",
+    assert [record.getMessage() for record in caplog.records] == [
+        "lossy: 1 of 5 questions were truncated to leave room for the context (raise --max_seq_length or lower"
+        " --doc_stride)",
+        "lossy: 1 of 5 answers are not completely inside any window; training treats them as missing (raise"
+        " --doc_stride to keep longer answers whole)",
     ]
 
 
@@ -160,9 +163,14 @@ def test_key_covers_every_option_the_text_and_the_tokenizer(
     split = copy.deepcopy(tokenizer)
     split.backend_tokenizer.encode_special_tokens = True
     prepare(source, split, SMALL, cache_dir=tmp_path)
+    other_special = copy.deepcopy(tokenizer)
+    other_special.sep_token = "?"
+    prepare(source, other_special, SMALL, cache_dir=tmp_path)
+    monkeypatch.setattr(windows.tokenizers, "__version__", "0.0")
+    prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
     monkeypatch.setattr(windows, "_FORMAT", 10**6)
     prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
-    assert len(list(tmp_path.glob("*.lock"))) == 9
+    assert len(list(tmp_path.glob("*.lock"))) == 11
 
 
 def test_using_the_tokenizer_does_not_change_the_key(source, tokenizer, tmp_path):
@@ -178,7 +186,10 @@ def flip_bit(path, offset: int) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("harm", ["cut data", "flipped token", "flipped count", "no meta", "broken meta", "old meta"])
+HARMS = ["cut data", "flipped token", "flipped count", "other columns", "no meta", "broken meta", "old meta"]
+
+
+@pytest.mark.parametrize("harm", HARMS)
 def test_damaged_table_is_named_and_rebuilt(source, tokenizer, tmp_path, caplog, harm):
     before = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
     expected, counts, tokens = before.arrow.to_pydict(), before.counts, before.lists("input_ids", [3])[0].tobytes()
@@ -190,6 +201,14 @@ def test_damaged_table_is_named_and_rebuilt(source, tokenizer, tmp_path, caplog,
         flip_bit(data, data.read_bytes().index(tokens) + 8)
     elif harm == "flipped count":
         flip_bit(meta, meta.read_bytes().index(b'"questions": ') + len('"questions": '))
+    elif harm == "other columns":  # with a checksum of their own
+        with (
+            pa.OSFile(str(data), "wb") as file,
+            pa.ipc.new_stream(file, pa.schema([("question", pa.int32())])) as stream,
+        ):
+            stream.write_batch(pa.record_batch({"question": pa.array([0], pa.int32())}))
+        crc = windows._checksum(data.parent, asdict(counts))
+        meta.write_text(json.dumps({"crc32": crc, "counts": asdict(counts)}))
     elif harm == "no meta":
         meta.unlink()
     elif harm == "broken meta":
