@@ -69,10 +69,7 @@ def _normalise_korquad(text: str) -> str:
 
 def _chinese_units(text: str) -> list[str]:
     """Each Chinese character, and the words between them."""
-    units: list[str] = []
-    for part in _CHINESE.split(text):
-        units += [part] if _CHINESE.fullmatch(part) else _words(part)
-    return units
+    return [unit for part in _CHINESE.split(text) for unit in _words(part)]
 
 
 def _words(text: str) -> list[str]:

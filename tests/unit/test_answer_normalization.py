@@ -48,6 +48,8 @@ def test_official_values(rules, version_2):
         ("korquad", "‘한글’ 은", "한글 은", 1.0, 1.0),  # noqa: RUF001
         ("korquad", "서울특별시", "서울시", 0.0, 0.75),
         ("korquad", "the TV", "tv", 0.0, 4 / 7),  # articles stay
+        ("korquad", "straße", "strasse", 0.0, 10 / 13),  # lower case, in which these differ
+        ("cmrc", "中" + "人" * 200, "京" + "人" * 200, 0.0, 200 / 201),  # frequent characters count
     ],
 )
 def test_rules_differ_as_published(rules, gold, prediction, exact, f1):

@@ -41,8 +41,24 @@ def test_no_swap_of_the_most_with_the_least_loaded_part_helps(costs, parts):
     assert not np.any(np.abs(gap - 2 * moved) < gap)
 
 
-def test_ties_are_broken_by_index():
+def test_ties_are_broken_by_index(monkeypatch):
+    """By numpy's default, the order of equal values depends on the processor, and ranks would disagree."""
+    argsort, kinds = np.argsort, []
+    monkeypatch.setattr(np, "argsort", lambda values, kind=None: (kinds.append(kind), argsort(values, kind=kind))[1])
     assert [part.tolist() for part in balanced_partition(np.full(5, 7), 2)] == [[0, 3, 4], [1, 2]]
+    costs = np.array([7, 9] * 100)
+    order = sorted(range(200), key=lambda item: -costs[item])
+    first, second = balanced_partition(costs, 2)
+    assert first.tolist() == sorted(order[0::4] + order[3::4])
+    assert second.tolist() == sorted(order[1::4] + order[2::4])
+    assert set(kinds) == {"stable"}
+
+
+def test_partition_stays_the_same():
+    """A resumed run takes the same windows on the same ranks as before."""
+    lengths = [383, 112, 240, 57, 301, 112, 99, 384, 204, 181, 77, 266, 143, 340, 95, 60, 228]
+    expected = [[1, 7, 14, 15], [0, 3, 5, 10], [6, 8, 13], [4, 12, 16], [2, 9, 11]]
+    assert [part.tolist() for part in balanced_partition(np.array(lengths) ** 2, 5)] == expected
 
 
 def test_swaps_fix_what_the_snake_leaves():

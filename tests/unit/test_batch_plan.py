@@ -179,5 +179,6 @@ def test_another_global_batch_never_takes_larger_micro_batches(size, accumulatio
 
 def test_imbalance_is_that_of_the_most_loaded_rank():
     tokens = np.array([10, 20, 60], np.int32)
-    assert BatchPlan(tokens, 3, 1, 3, 0, MINILM).imbalance(0) == 2.0
+    assert BatchPlan(tokens[:2], 2, 1, 2, 0, MINILM).imbalance(0) == 20 * 2 / 30
+    assert BatchPlan(tokens, 3, 1, 3, 0, MINILM).imbalance(0) == 60 * 3 / 90
     assert BatchPlan(tokens, 3, 1, 1, 0, MINILM).imbalance(0) == 1.0
