@@ -290,6 +290,10 @@ def test_impossible_options_are_refused_before_any_work(source, tokenizer, tmp_p
     assert not (tmp_path / "cache").exists()
 
 
+def test_options_at_their_limits_are_accepted(tokenizer):
+    check_lengths(WindowOptions(tokenizer.model_max_length, 0, 1), tokenizer)
+
+
 def test_smallest_possible_options_work(source, tokenizer, tmp_path):
     dataset = prepare(source, tokenizer, WindowOptions(13, 8), cache_dir=tmp_path)
     assert {len(ids) for ids in dataset.arrow["input_ids"]} == {13}
