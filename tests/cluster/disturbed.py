@@ -25,11 +25,11 @@ ON_BOTH = "--nodes=2 --ntasks-per-node=1"
 LAUNCHERS = {  # host and command
     "mpi": ("login", "horovodrun -np 2 -H a100-01:1,a100-02:1 --mpi python"),
     "gloo": ("a100-01", "horovodrun -np 2 -H a100-01:1,a100-02:1 --gloo --network-interfaces eth0 python"),
-    "srun": ("login", f"srun {ON_BOTH} --mpi=pmix --kill-on-bad-exit=1 python"),
+    "srun": ("login", f"srun {ON_BOTH} --mpi=pmix --kill-on-bad-exit=1 --wait=60 python"),
     "ddp": (
         "login",
-        f"srun {ON_BOTH} --mpi=none --kill-on-bad-exit=1 torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d"
-        " --rdzv-endpoint a100-01:29400",
+        f"srun {ON_BOTH} --mpi=none --kill-on-bad-exit=1 --wait=60 torchrun --nnodes 2 --nproc-per-node 1"
+        " --rdzv-backend c10d --rdzv-endpoint a100-01:29400",
     ),
 }
 
@@ -40,29 +40,40 @@ class Disturbed:
     Attributes:
         out: Its output folder, as the ranks see it. With `on_shared_folder` faults.shared_folder must serve it.
         seen: The same as this process sees it.
+        host, launch: Where the launcher starts, and its command up to the program.
         env: Additional environment of the ranks.
     """
 
     def __init__(self, cluster: Cluster, folder: Path, launcher: str, on_shared_folder: bool = False) -> None:
         self.cluster, self.folder, self.launcher = cluster, folder, launcher
+        self.host, self.launch = LAUNCHERS[launcher]
         self.out = folder / "shared" / "out" if on_shared_folder else folder / "out"
         self.seen = folder / "below" / "out" if on_shared_folder else self.out
         self.gates = folder / "gates"
         self.gates.mkdir()
         for name in ("reached", "go"):  # pipes
             os.mkfifo(self.gates / name)
+        if "torchrun" in self.launch:
+            self._note_agents()
         self.env: dict[str, str | None] = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(STALL_S)}
         self.hosts_environ = os.environ | {"HVD_BERT_CLUSTER": str(cluster.state)}  # of on.sh
 
+    def _note_agents(self) -> None:
+        """Have each host's torchrun write its process id, as its rank does: it must end, too."""
+        start = self.folder / "noted"
+        start.write_text(f'#!/bin/sh\necho $$ >"{self.gates}/torchrun on $(hostname).pid"\nexec "$@"\n')
+        start.chmod(0o755)
+        self.launch = self.launch.replace(" torchrun ", f" {start} torchrun ")
+
     def train(self, gate: int = 0, patience_s: float = START_S) -> Outcome:
         """Train to the end, or resume. `gate`: the step to wait at."""
-        host, launch = LAUNCHERS[self.launcher]
         for old in self.gates.glob("*.pid"):  # of the run that this one resumes
             old.unlink()
         flags = f"--output_dir {self.out}" + (" --strategy ddp" if self.launcher == "ddp" else "")
-        words = ["python", str(FOLDER / "until_all_end.py"), str(self.gates), str(LEFT_S), *launch.split()]
+        words = ["python", str(FOLDER / "until_all_end.py"), str(self.gates), str(LEFT_S), *self.launch.split()]
+        words += [*TRAIN.split(), *flags.split()]
         env = {"GATED_FOLDER": str(self.gates), "GATED_STEP": str(gate), **self.env}
-        return self.cluster.on(host, [*words, *TRAIN.split(), *flags.split()], self.folder, env, timeout=patience_s)
+        return self.cluster.on(self.host, words, self.folder, env, timeout=patience_s)
 
     @contextmanager
     def waiting_at_gate(self, patience_s: float) -> Iterator[Future[Outcome]]:

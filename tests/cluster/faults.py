@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -21,11 +22,12 @@ MEMORY = "/sys/fs/cgroup/memory"
 @contextmanager
 def link_down(run: Disturbed) -> Iterator[None]:
     """The second host's port at the switch passes nothing. The host itself still sees a carrier."""
-    run.on("login", "ip", "link", "set", "veth02", "nomaster")
+    # The login host, which is the switch, too, must not answer through the port in place of the switch.
+    run.on("login", "ip", "link", "set", "veth02", "nomaster", "arp", "off")
     try:
         yield
     finally:
-        run.on("login", "ip", "link", "set", "veth02", "master", "cluster0")
+        run.on("login", "ip", "link", "set", "veth02", "master", "cluster0", "arp", "on")
 
 
 def slow_link(
@@ -77,19 +79,30 @@ def folder_mode(run: Disturbed, mode: str) -> Iterator[None]:
 
 
 @contextmanager
+def slow_and_killed(run: Disturbed) -> Iterator[None]:
+    """The shared folder is slow, and before that ends the kernel kills rank 1."""
+    with folder_mode(run, "slow"):
+        yield
+        run.on(SECOND, "kill", "-KILL", str(run.pid(1)))
+
+
+@contextmanager
 def clock_jumps(run: Disturbed, by: str) -> Iterator[None]:
-    """A rank's clock, prepared with `faked_clock`, jumps."""
+    """The clock of a host, prepared with `faked_clock`, jumps."""
     (run.folder / "clock").write_text(by)
     yield
 
 
-def faked_clock(run: Disturbed, rank: int) -> None:
-    """Prepare a rank whose clock can jump."""
-    library = run.folder / "jumping_clock.so"
+def faked_clock(run: Disturbed, host: str) -> None:
+    """Prepare a host whose clock can jump, for its rank and, with torchrun, for the agent that starts the rank."""
+    library, clock, start = (run.folder / name for name in ("jumping_clock.so", "clock", "with_clock"))
     compiler = shutil.which("cc") or pytest.skip("the jump of a clock needs a C compiler")
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, FOLDER / "jumping_clock.c"], check=True, timeout=60)
-    (run.folder / "clock").write_text("0")
-    run.env |= {"GATED_CLOCK": str(rank), "GATED_PRELOAD": str(library), "JUMPING_CLOCK": str(run.folder / "clock")}
+    clock.write_text("0")
+    preload = f"export LD_PRELOAD={library} JUMPING_CLOCK={clock}"
+    start.write_text(f'#!/bin/sh\n[ "$(hostname)" != {host} ] || {preload}\nexec "$@"\n')
+    start.chmod(0o755)
+    run.launch = re.sub(r" (python|torchrun)\b", rf" {start} \1", run.launch)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 GATED_FOLDER: where each rank writes its process id to `RANK.pid`; has the pipes `reached` and `go`.
 GATED_STEP: before this step, counted from 1, rank 0 writes to the first and reads from the second; 0: never.
-GATED_CLOCK: the rank that is started with the library GATED_PRELOAD (jumping_clock.c).
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ def gated_step(self: Training) -> Any:
 
 
 assert sys.argv[1] == "-m"
-if os.environ.get("GATED_CLOCK") == str(rank) and "LD_PRELOAD" not in os.environ:
-    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"LD_PRELOAD": os.environ["GATED_PRELOAD"]})
 del sys.argv[:2]
 (folder / f"{rank}.pid").write_text(str(os.getpid()))
 Training._step = gated_step  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ done
 network() {
   hostname login
   ip link set lo up
-  ip link add name cluster0 type bridge
+  ip link add name cluster0 address 02:00:00:00:00:01 type bridge # not a port's: see link_down in faults.py
   ip addr add "${address[login]}/24" dev cluster0
   ip link set cluster0 up
 }

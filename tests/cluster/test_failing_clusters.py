@@ -54,18 +54,21 @@ def folder(mode: str, lasts_s: float | None = None, first: str | None = None, wi
     return Case(partial(faults.folder_mode, mode=mode), lasts_s, first, within_s, on_shared_folder=True)
 
 
-def clock(rank: int, by: str) -> Case:
-    return Case(partial(faults.clock_jumps, by=by), before=partial(faults.faked_clock, rank=rank))
+def clock(host: str, by: str) -> Case:
+    return Case(partial(faults.clock_jumps, by=by), before=partial(faults.faked_clock, host=host))
 
 
 CASES = {
     "link down for 5 s": Case(faults.link_down, 5.0),
-    "link down": Case(faults.link_down, first=WAITED, launchers="gloo srun"),
+    "link down": Case(faults.link_down, first=WAITED, within_s=120.0, launchers="gloo srun ddp"),
     "30 % packet loss": Case(
         partial(faults.slow_link, loss=0.3), within_s=300.0, before=faults.patient, launchers="mpi"
     ),
     "30 % packet loss, gloo": Case(
         partial(faults.slow_link, loss=0.3), None, TIMED_OUT, 300.0, before=faults.patient, launchers="gloo"
+    ),
+    "30 % packet loss, ddp": Case(
+        partial(faults.slow_link, loss=0.3), within_s=300.0, before=faults.patient, launchers="ddp"
     ),
     "200 ms delay": Case(partial(faults.slow_link, latency_ms=200.0), within_s=300.0, before=faults.patient),
     "bandwidth halved": Case(partial(faults.slow_link, gbps=0.5)),
@@ -77,8 +80,11 @@ CASES = {
     "folder full": folder("full", first=NOT_WRITTEN.format(28)),
     "folder full for 1 s": folder("full", 1.0),
     "2 s per write": folder("slow", within_s=300.0),
-    "clock an hour ahead": clock(0, "+3600"),
-    "clock an hour back": clock(1, "-3600"),
+    "2 s per write, killed": Case(
+        faults.slow_and_killed, 30.0, KILLED, 90.0, on_shared_folder=True, launchers="mpi gloo"
+    ),
+    "clock an hour ahead": clock("a100-01", "+3600"),
+    "clock an hour back": clock("a100-02", "-3600"),
     "folder renamed": Case(faults.renamed, first=NOT_WRITTEN.format(2)),
     "folder removed": Case(faults.removed, first=NOT_WRITTEN.format(2)),
     "sshd gone": Case(faults.no_sshd, launchers="mpi gloo"),
