@@ -5,8 +5,22 @@ set -Eeuo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 trap 'echo "node.sh $host: line $LINENO failed: $BASH_COMMAND"; touch "$state/failed"' ERR
 
+# As with Slurm's job_container/tmpfs or a local disk. What the nodes share must be below $state then.
+separate_tmp() {
+  local new=$state/nodes/$host/new_tmp
+  mkdir "$new"
+  mount -t tmpfs -o mode=1777 tmpfs "$new"
+  case $state in /tmp/*)
+    mkdir -p "$new/${state#/tmp/}"
+    mount --bind "$state" "$new/${state#/tmp/}"
+    ;;
+  esac
+  mount --move "$new" /tmp
+}
+
 host=$1 address=$2 interface=$3
 hostname "$host"
+[ -z "$own_tmp" ] || separate_tmp
 ip link set lo up
 wait_for 10 "the network link" ip link show dev "$interface"
 ip addr add "$address/24" dev "$interface"

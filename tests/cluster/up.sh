@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts a cluster of three hosts on this machine: login, a100-01 and a100-02, with sshd, Slurm, munge and PMIx. With
 # HVD_BERT_CLUSTER_HOSTS=8 there are a100-01 to a100-08. With HVD_BERT_CLUSTER_OWN_INTERFACES=yes their interfaces are
-# eth1, eth2, ... instead of eth0.
+# eth1, eth2, ... instead of eth0. With HVD_BERT_CLUSTER_OWN_TMP=yes they have no common /tmp.
 #   bash tests/cluster/up.sh [--owner PID]     --owner: it stops when that process ends
 #   bash tests/cluster/on.sh login             a shell on the login host (or: on.sh a100-01 COMMAND...)
 #   bash tests/cluster/down.sh                 stops it
