@@ -1,0 +1,52 @@
+"""Two hosts without a common /tmp: each launcher trains, and a training whose output folder is there resumes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import resuming
+from disturbed import Disturbed, ends
+from harness import HOSTS, Cluster, script
+
+pytestmark = [pytest.mark.cluster, pytest.mark.campaign, pytest.mark.timeout(1200)]
+BIN = Path(sys.executable).parent
+# The fork server's programs are in /tmp, which the hosts do not share: these start from nothing.
+COLD = {"PATH": f"{BIN}:{os.environ['PATH']}", "HVD_BERT_VENV": str(BIN.parent), "HF_HOME": None}
+
+
+@pytest.fixture
+def apart(folder: Path) -> Cluster:
+    """A cluster whose nodes have no common /tmp. They share the cluster's own folder."""
+    script("up.sh", HVD_BERT_CLUSTER=str(folder), HVD_BERT_CLUSTER_OWN_TMP="yes").check_returncode()
+    return Cluster(folder)
+
+
+def training(cluster: Cluster, name: str, launcher: str) -> Disturbed:
+    folder = cluster.state / "shared" / launcher / name
+    folder.mkdir(parents=True)
+    run = Disturbed(cluster, folder, launcher)
+    run.env |= COLD
+    # on.sh moves Open MPI's session folders away from /tmp, where they are by default.
+    run.launch = f"env --unset=OMPI_MCA_orte_tmpdir_base {run.launch}"
+    return run
+
+
+@pytest.mark.parametrize("launcher", ["mpi", "gloo", "srun", "ddp"])
+def test_trains_and_resumes(apart: Cluster, launcher: str) -> None:
+    whole, killed = training(apart, "whole", launcher), training(apart, "killed", launcher)
+    for host in HOSTS:
+        assert apart.state.parent != Path("/tmp") or "pytest" not in killed.on(host, "ls", "/tmp")
+    whole.train().expect(0)
+    killed.out = Path(f"/tmp/{launcher}")  # on the host of rank 0 only
+    with killed.waiting_at_gate(60.0) as outcome:
+        killed.on(HOSTS[1], "kill", "-KILL", str(killed.pid(1)))
+        killed.go()
+        assert outcome.result().status != 0, outcome.result()
+    assert None not in ends(killed.gates).values(), outcome.result()
+    assert "Resuming from step 4" in killed.train().expect(0).output
+    killed.on(HOSTS[0], "cp", "--recursive", killed.out, killed.folder / "out")
+    assert resuming.differences(whole.out, killed.folder / "out") == []
+    assert not Path(killed.out).exists()
