@@ -19,7 +19,6 @@ import acceptance_training
 import compare_peers
 import gpu_acceptance
 import pytest
-import torch
 from acceptance_place import STEPS, NotHere, Outcome, Place
 
 from hvd_bert.bench import flags as bench_flags
