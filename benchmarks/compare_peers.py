@@ -91,7 +91,7 @@ def command(name: str, args: argparse.Namespace, work: Work, out: Path, steps: i
         start = [str(Path(sys.executable).with_name("horovodrun")), "-np", str(args.ranks), sys.executable, "-m"]
         flags = our_flags(work.train_file, str(work.model), work.max_seq_length, work.rank_batch, used_seed)
         flags += ["--max_train_samples", str(work.max_samples)] if work.max_samples else []
-        # The preflight needs each loss. Otherwise a line where the timed steps begin and end; the peers write none.
+        # The preflight needs each loss. Otherwise few lines, of which one is where the timed steps begin.
         flags += ["--logging_steps", "1" if seed is None else str(math.gcd(args.warmup, steps))]
         return [*start, "hvd_bert.train", *flags, *common]
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks)]

@@ -34,7 +34,7 @@ LIMIT_S = 600.0  # for each part of a stopped run
 FLAGS = "--config sample --max_train_samples 256 --max_eval_samples 32 --dropout 0 --logging_steps 1"
 HEAD = [
     "ranks", "world joined, s", "first step, s", "CPU per rank until joined, s", "until the first step, s",
-    "whole run, s", "that over 2 ranks'", "memory per rank, MiB", "threads", "open descriptors",
+    "whole run, s", "whole run relative to 2 ranks", "memory per rank, MiB", "threads", "open descriptors",
     "files opened at start", "collectives at start",
 ]  # fmt: skip
 

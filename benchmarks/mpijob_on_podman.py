@@ -3,8 +3,8 @@
     python benchmarks/mpijob_on_podman.py --image localhost/hvd_bert --out DIR
     python benchmarks/mpijob_on_podman.py --image localhost/hvd_bert --out DIR --podman "podman --runtime runc"
 
-Needs root, podman and `ip`. Each pod has a network namespace and the host name that the operator gives it. What the
-operator adds to pods is as in its source (pkg/controller/mpi_job_controller.go): a key of ECDSA P-521 as `id_rsa`,
+Needs root, podman, `ip` and `ssh-keygen`. Each pod has a network namespace and the host name that the operator gives
+it. What the operator adds to pods is as in its source (pkg/controller/mpi_job_controller.go): a key of ECDSA P-521 as `id_rsa`,
 readable for all and owned by root, the hostfile in /etc/mpi, and variables of Open MPI. Commands, user, mounts and
 shared memory are the job's. Changed are the image, the training (`--training`), and GPUs, which are left out.
 Prints the launcher's output and ends with its status.
@@ -116,6 +116,7 @@ def run_job(manifest: dict[str, Any], podman: Sequence[str], create: Sequence[st
         for pod in pods[:-1]:
             run(*command(pod, worker, "--detach"), *worker["containers"][0]["args"])
             stack.callback(run, *podman, "stop", "--time=5", pod)
+        stack.callback(run, *podman, "rm", "--force", "--ignore", pods[-1])  # it runs on if this program is ended
         words = [*command(pods[-1], launcher), *training(launcher["containers"][0]["args"], own)]
         print("+", shlex.join(words), flush=True)
         return subprocess.run(words, stdin=subprocess.DEVNULL, timeout=LIMIT_S).returncode

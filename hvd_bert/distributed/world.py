@@ -147,7 +147,7 @@ class World:
         return values if self.rank == 0 else []
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Elementwise sum over the ranks."""
+        """Elementwise sum over the ranks; of one shape and type on all of them."""
         return values
 
     def broadcast_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -127,7 +127,7 @@ for host in "${nodes[@]}"; do start_node "$host" "${address[$host]}"; done
 wait_for 30 slurmctld sh -c 'scontrol ping | grep -q UP'
 export HOME=$state/home
 for host in "${nodes[@]}"; do wait_for 20 "sshd of $host" ssh -o BatchMode=yes -o ConnectTimeout=2 "$host" true; done
-wait_for 30 "slurmd of both nodes" idle
+wait_for $((20 + 5 * ${#nodes[@]})) "slurmd of all nodes" idle
 touch "$state/ready"
 trap - ERR
 set +e

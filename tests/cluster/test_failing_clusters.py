@@ -60,7 +60,7 @@ def clock(host: str, by: str) -> Case:
 
 CASES = {
     "link down for 5 s": Case(faults.link_down, 5.0),
-    "link down": Case(faults.link_down, first=WAITED, within_s=120.0, launchers="gloo srun ddp"),
+    "link down": Case(faults.link_down, first=WAITED, within_s=240.0, launchers="gloo srun ddp"),
     "30 % packet loss": Case(
         partial(faults.slow_link, loss=0.3), within_s=300.0, before=faults.patient, launchers="mpi"
     ),

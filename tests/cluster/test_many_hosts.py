@@ -14,7 +14,7 @@ from commands import said
 from harness import FOLDER, HOROVODRUN_SCRIPT, JOB_SCRIPT, SMALL, Cluster, losses, results, script
 
 # Campaigns: 16 interpreters start one by one, since the fork server serves only the other cluster.
-pytestmark = [pytest.mark.cluster, pytest.mark.campaign]
+pytestmark = [pytest.mark.cluster, pytest.mark.campaign, pytest.mark.timeout(3600)]
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 COLD = {"HVD_BERT_VENV": sys.prefix, "PATH": PATH}
 STOP_STEP = 8

@@ -20,7 +20,9 @@ COLD = {"PATH": f"{BIN}:{os.environ['PATH']}", "HVD_BERT_VENV": str(BIN.parent),
 @pytest.fixture
 def apart(folder: Path) -> Cluster:
     """A cluster whose nodes have no common /tmp. They share the cluster's own folder."""
-    script("up.sh", HVD_BERT_CLUSTER=str(folder), HVD_BERT_CLUSTER_OWN_TMP="yes").check_returncode()
+    options = {"HVD_BERT_CLUSTER": str(folder), "HVD_BERT_CLUSTER_OWN_TMP": "yes"}
+    started = script("up.sh", "--owner", str(os.getpid()), **options)
+    assert started.returncode == 0, started.stderr
     return Cluster(folder)
 
 

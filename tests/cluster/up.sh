@@ -53,7 +53,7 @@ if [ -n "$owner" ]; then
     </dev/null >/dev/null 2>&1 &
   echo $! >"$state/watch.pid"
 fi
-if ! wait_for 60 "the cluster" test -e "$state/ready" -o -e "$state/failed" || [ -e "$state/failed" ]; then
+if ! wait_for $((50 + 5 * hosts)) "the cluster" test -e "$state/ready" -o -e "$state/failed" || [ -e "$state/failed" ]; then
   echo "tests/cluster/up.sh: failed:" >&2
   tail -n 30 "$state"/log/*.log >&2 || true
   bash "$here/down.sh" --quiet

@@ -71,7 +71,16 @@ def test_nothing_is_dropped_outside_training_or_at_0():
 @pytest.mark.parametrize("p", [1e-9, 1 - 1e-9])
 def test_extremes_stay_finite(p):
     torch.manual_seed(0)
-    assert torch.isfinite(Dropout(p)(torch.ones(1000))).all()
+    result = Dropout(p)(torch.ones(1000))
+    assert torch.isfinite(result).all()
+    assert (result != 0).all() if p < 0.5 else (result == 0).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("p", [1 / 512, 0.5 + 1 / 512, 1 - 1 / 512])
+def test_elements_that_8_bits_do_not_decide_get_8_more(p):
+    torch.manual_seed(0)
+    dropped = (keep_mask(torch.Size([MANY]), p) == 0).double().mean().item()
+    assert dropped == pytest.approx(p, abs=1 / 800)  # p to 8 bits is wrong by 1 / 512
 
 
 def test_other_types_use_torchs_own_dropout():

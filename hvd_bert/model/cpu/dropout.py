@@ -1,4 +1,4 @@
-"""Dropout for the CPU: one draw of 64 random bits decides on almost eight elements.
+"""Dropout for the CPU: 8 random bits per element, 16 where these do not decide.
 
 torch draws one number per element; with BERT's p = 0.1, this took a tenth of a training step on one thread. The random
 bits come from torch's own generator, so a checkpoint's random state covers them. GPUs use torch's kernels.
@@ -21,7 +21,7 @@ BITS_OF = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 def keep_mask(shape: torch.Size, p: float) -> torch.Tensor:
     """int8 [shape]: 0 with probability `p` (rounded), else -1, all bits set; from torch's default CPU generator.
 
-    An element has 8 random bits, and 8 more if they do not decide, which is 1 in 256: as exact as 16 bits for each.
+    One element in 256 needs 8 more bits than the first 8. The result is as exact as with 16 bits for each.
     """
     count = shape.numel()
     high, low = divmod(_dropped(p), 256)
