@@ -4,10 +4,10 @@
     python benchmarks/mpijob_on_podman.py --image localhost/hvd_bert --out DIR --podman "podman --runtime runc"
 
 Needs root, podman, `ip` and `ssh-keygen`. Each pod has a network namespace and the host name that the operator gives
-it. What the operator adds to pods is as in its source (pkg/controller/mpi_job_controller.go): a key of ECDSA P-521 as `id_rsa`,
-readable for all and owned by root, the hostfile in /etc/mpi, and variables of Open MPI. Commands, user, mounts and
-shared memory are the job's. Changed are the image, the training (`--training`), and GPUs, which are left out.
-Prints the launcher's output and ends with its status.
+it. What the operator adds to pods is as in its source (pkg/controller/mpi_job_controller.go): a key of ECDSA P-521 as
+`id_rsa`, readable for all and owned by root, the hostfile in /etc/mpi, and variables of Open MPI. Commands, user,
+mounts and shared memory are the job's. Changed are the image, the training (`--training`), and GPUs, which are left
+out. Prints the launcher's output and ends with its status.
 """
 
 from __future__ import annotations

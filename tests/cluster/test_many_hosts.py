@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import said
-from harness import FOLDER, HOROVODRUN_SCRIPT, JOB_SCRIPT, SMALL, Cluster, losses, results, script
+from harness import FINAL, FOLDER, HOROVODRUN_SCRIPT, JOB_SCRIPT, SMALL, Cluster, losses, results, script
 
 # Campaigns: 16 interpreters start one by one, since the fork server serves only the other cluster.
 pytestmark = [pytest.mark.cluster, pytest.mark.campaign, pytest.mark.timeout(3600)]
@@ -50,7 +50,7 @@ def test_eight_hosts_stop_and_resume_on_four(eight: Cluster, tmp_path: Path) -> 
     )
     log, deadline = tmp_path / "out" / "metrics.jsonl", time.monotonic() + TIMEOUT_S
     while not (log.exists() and '"loss"' in log.read_text()):
-        assert time.monotonic() < deadline, eight.ended(job)
+        assert time.monotonic() < deadline and eight.show(job)["JobState"] not in FINAL, eight.ended(job)
         time.sleep(0.2)  # between polls, which the deadline ends
     eight.on("login", ["scancel", "--batch", "--signal=TERM", job], tmp_path, timeout=60).expect(0)
     facts = eight.wait(job, "PENDING", restarts=1, timeout=TIMEOUT_S)
