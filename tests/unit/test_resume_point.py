@@ -95,6 +95,9 @@ def test_checkpoints_that_cannot_be_used_are_named(tmp_path, caplog):
     with pytest.raises(UserError) as refused:
         found("--resume_from_checkpoint", broken)
     assert str(refused.value) == f"--resume_from_checkpoint {broken} cannot be used: {problems[0]}."
+    with pytest.raises(UserError) as refused:
+        found("--resume_from_checkpoint", other_model, task=checkpoints.TASK)
+    assert str(refused.value) == f"--resume_from_checkpoint {other_model} cannot be used: {problems[-1]}."
 
 
 def test_latest_needs_a_folder_with_a_checkpoint(tmp_path):
