@@ -5,11 +5,14 @@ Comments name the pitfalls of Horovod 0.28 that the code avoids.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from hvd_bert.distributed.world import World
 from hvd_bert.strategies.base import MakeOptimizer, Strategy, StrategyOptions
+from hvd_bert.strategies.word_rows import WordRows, word_embedding
 
 
 class HorovodStrategy(Strategy):
@@ -37,20 +40,33 @@ class HorovodStrategy(Strategy):
         )
         # Only the parameters: broadcasting a fresh AdamW's state takes a hidden step that decays every weight.
         world.broadcast_tensors(model.state_dict())  # one GPU needs no Horovod with NCCL for this
+        self._word_rows = self._gathered_words(options)
         # Sent as fp16, a gradient above 65504 becomes inf. All ranks have the same mean and skip such a step. The check
         # synchronizes with the device, so only then.
         self._skip_overflow = options.fp16_allreduce and not options.fp16
         self._finite = True
 
+    def _gathered_words(self, options: StrategyOptions) -> WordRows | None:
+        """On CPUs, where it was measured. Neither a group nor a compressed gradient can be sparse."""
+        dense = options.deterministic or options.num_groups or options.fp16_allreduce
+        embedding = word_embedding(self.model)
+        if self._world.size == 1 or self._world.device.type != "cpu" or dense or embedding is None:
+            return None
+        return WordRows(embedding)
+
     def synchronize(self) -> None:
         with self._world.waiting(self._not_averaged):
             self.optimizer.synchronize()
+        if self._word_rows:
+            self._word_rows.make_dense()
 
     def _not_averaged(self) -> list[str]:
         """Names of the parameters whose averaged gradients have not arrived yet."""
         import horovod.torch as hvd
 
-        def has_arrived(handle: int) -> bool:
+        def has_arrived(handle: Any) -> bool:
+            if callable(handle):  # a sparse gradient, which cannot be asked for and comes last
+                return False
             try:
                 return bool(hvd.poll(handle))
             except (RuntimeError, ValueError):  # already waited for and released

@@ -26,6 +26,7 @@ from hvd_bert.model.bert import window_losses
 from hvd_bert.model.precision import autocast
 from hvd_bert.strategies.base import Strategy
 from hvd_bert.strategies.table import make_strategy
+from hvd_bert.strategies.word_rows import word_embedding
 from hvd_bert.training.inputs import Inputs, load_inputs
 from hvd_bert.training.optim import make_optimizer
 from hvd_bert.training.state import strategy_options
@@ -308,6 +309,19 @@ def gradient_predivide_factor_keeps_the_mean(ranks: Ranks) -> None:
     training = Training(ranks.world, "--gradient_predivide_factor", 4, "--max_grad_norm", 0)
     training.wrap()
     assert_close(training.averaged_gradients(0), training.plain_gradients(0))
+
+
+@check
+def only_a_single_plain_gradient_is_sparse(ranks: Ranks) -> None:
+    for flags in ((), ("--num_groups", 2), ("--fp16_allreduce",)):
+        training = Training(ranks.world, *flags)
+        strategy = training.wrap()
+        training.backward(0)
+        words = word_embedding(training.model)
+        assert words is not None and words.weight.grad is not None
+        assert words.weight.grad.is_sparse == (not flags and ranks.world.size > 1)
+        strategy.synchronize()
+        assert not words.weight.grad.is_sparse
 
 
 @check

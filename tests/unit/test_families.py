@@ -28,6 +28,7 @@ from hvd_bert.model.families import check_flags, family_of, max_tokens, model_cl
 from hvd_bert.model.loading import load_config, num_weights
 from hvd_bert.model.precision import autocast
 from hvd_bert.strategies.fsdp import sharded_copy
+from hvd_bert.strategies.word_rows import WordRows, word_embedding
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -219,6 +220,21 @@ def test_half_precision(name, windows):
     losses[1].backward()
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=0.3)
     assert all(weights.grad.isfinite().all() for weights in model.parameters() if weights.grad is not None)
+
+
+@pytest.mark.parametrize("name", [name for name in TRAINED if name != "ibert"])  # its embedding is not torch's
+def test_sparse_gradient_of_the_words(name, windows):
+    gradients = []
+    for sparse in (False, True):
+        model = new_model(small(name), 0.0, seed=1).train()
+        words = word_embedding(model)
+        assert words is not None
+        rows = WordRows(words) if sparse else None
+        window_losses(model, Collator(windows, CPU)(range(len(LENGTHS)))).mean().backward()
+        if rows:
+            rows.make_dense()
+        gradients.append(words.weight.grad)
+    torch.testing.assert_close(*gradients)
 
 
 # --- limits and settings ---------------------------------------------------------------------------
