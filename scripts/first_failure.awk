@@ -23,6 +23,9 @@ BEGIN { split(hosts, host, " ") }
   }
 }
 
+# Of ranks whose launcher ended before them, perhaps because of the failure.
+/^hvd_bert: the launcher was killed/ { killed = substr($0, 11); next }
+
 # A user error.
 /^hvd_bert: / && user_error == "" { user_error = substr($0, 11) }
 
@@ -78,5 +81,6 @@ END {
     print end_place[first] ": " (exception == "" ? end_how[first] : exception)
   }
   else if (exception != "") print exception
+  else if (killed != "") print killed
   else if (noticed != "") print noticed
 }
