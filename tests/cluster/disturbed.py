@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shlex
 import subprocess
 import time
 from collections.abc import Iterator
@@ -22,14 +23,19 @@ START_S = 400.0  # until the gate, on a loaded machine
 LEFT_S = 60.0  # in which ranks may outlive their launcher
 TRAIN = f"{FOLDER / 'gated.py'} -m hvd_bert.train {SMALL} {STEPS} --save_steps {SAVE_STEPS} --no_do_eval"
 ON_BOTH = "--nodes=2 --ntasks-per-node=1"
+AGENTS = f"srun {ON_BOTH} --mpi=none --kill-on-bad-exit=1 --wait=60"
 LAUNCHERS = {  # host and command
     "mpi": ("login", "horovodrun -np 2 -H a100-01:1,a100-02:1 --mpi python"),
     "gloo": ("a100-01", "horovodrun -np 2 -H a100-01:1,a100-02:1 --gloo --network-interfaces eth0 python"),
     "srun": ("login", f"srun {ON_BOTH} --mpi=pmix --kill-on-bad-exit=1 --wait=60 python"),
     "ddp": (
         "login",
-        f"srun {ON_BOTH} --mpi=none --kill-on-bad-exit=1 --wait=60 torchrun --nnodes 2 --nproc-per-node 1"
-        " --rdzv-backend c10d --rdzv-endpoint a100-01:29400",
+        f"{AGENTS} bash -c 'exec torchrun --nnodes=2 --node-rank=$SLURM_NODEID --nproc-per-node=1"
+        """ --master-addr=a100-01 "$@"' bash""",
+    ),
+    "c10d": (
+        "login",
+        f"{AGENTS} torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint a100-01:29400",
     ),
 }
 
@@ -69,8 +75,8 @@ class Disturbed:
         """Train to the end, or resume. `gate`: the step to wait at."""
         for old in self.gates.glob("*.pid"):  # of the run that this one resumes
             old.unlink()
-        flags = f"--output_dir {self.out}" + (" --strategy ddp" if self.launcher == "ddp" else "")
-        words = ["python", str(FOLDER / "until_all_end.py"), str(self.gates), str(LEFT_S), *self.launch.split()]
+        flags = f"--output_dir {self.out}" + (" --strategy ddp" if "torchrun" in self.launch else "")
+        words = ["python", str(FOLDER / "until_all_end.py"), str(self.gates), str(LEFT_S), *shlex.split(self.launch)]
         words += [*TRAIN.split(), *flags.split()]
         env = {"GATED_FOLDER": str(self.gates), "GATED_STEP": str(gate), **self.env}
         return self.cluster.on(self.host, words, self.folder, env, timeout=patience_s)

@@ -41,6 +41,11 @@ def patient(run: Disturbed) -> None:
     run.env["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "300"
 
 
+def cold(run: Disturbed) -> None:
+    """Ranks are descendants of Slurm's tasks, which Slurm kills, and not of the tests' fork server."""
+    run.env["HVD_BERT_TEST_COLD"] = "1"
+
+
 @contextmanager
 def stopped(run: Disturbed, rank: int = 1) -> Iterator[None]:
     """A rank's process does not run."""

@@ -35,6 +35,7 @@ class Case:
         fault: What goes wrong before a step.
         lasts_s: It is repaired after this time; None: only after the training has ended.
         first: The first failure that is reported; None: training continues to its end.
+        may_continue: It depends on chance whether that failure comes.
         within_s: The launcher and the ranks end within this time.
         remains: A rank that remains until its host is repaired.
         on_shared_folder: The output folder is on a file system that can fail.
@@ -48,6 +49,7 @@ class Case:
     on_shared_folder: bool = False
     launchers: str = "mpi gloo ddp"
     before: Callable[[Disturbed], None] = lambda run: None
+    may_continue: bool = False
 
 
 def folder(mode: str, lasts_s: float | None = None, first: str | None = None, within_s: float = 60.0) -> Case:
@@ -61,11 +63,19 @@ def clock(host: str, by: str) -> Case:
 CASES = {
     "link down for 5 s": Case(faults.link_down, 5.0),
     "link down": Case(faults.link_down, first=WAITED, within_s=240.0, launchers="gloo srun ddp"),
+    # The agent waits for an answer of the store on the other host, without a limit (docs/evidence/failing-clusters.md).
+    "link down, c10d": Case(faults.link_down, None, WAITED, 240.0, ("torchrun on a100-02",), launchers="c10d"),
     "30 % packet loss": Case(
         partial(faults.slow_link, loss=0.3), within_s=300.0, before=faults.patient, launchers="mpi"
     ),
     "30 % packet loss, gloo": Case(
-        partial(faults.slow_link, loss=0.3), None, TIMED_OUT, 300.0, before=faults.patient, launchers="gloo"
+        partial(faults.slow_link, loss=0.3),
+        None,
+        TIMED_OUT,
+        300.0,
+        launchers="gloo",
+        before=faults.patient,
+        may_continue=True,
     ),
     "30 % packet loss, ddp": Case(
         partial(faults.slow_link, loss=0.3), within_s=300.0, before=faults.patient, launchers="ddp"
@@ -73,7 +83,8 @@ CASES = {
     "200 ms delay": Case(partial(faults.slow_link, latency_ms=200.0), within_s=300.0, before=faults.patient),
     "bandwidth halved": Case(partial(faults.slow_link, gbps=0.5)),
     "rank stopped for 5 s": Case(faults.stopped, 5.0),
-    "rank stopped": Case(faults.stopped, first=WAITED, launchers="mpi srun ddp"),
+    "rank stopped": Case(faults.stopped, first=WAITED, launchers="mpi srun"),
+    "rank stopped, torchrun": Case(faults.stopped, first=WAITED, before=faults.cold, launchers="ddp c10d"),
     "rank stopped, gloo": Case(faults.stopped, first=WAITED, remains=("1",), launchers="gloo"),
     "out of memory": Case(faults.out_of_memory, first=KILLED, launchers="mpi gloo srun"),
     "folder read-only": folder("readonly", first=NOT_WRITTEN.format(30)),
@@ -137,7 +148,7 @@ def test_failing_cluster(
         assert not outcome.hung, outcome
         assert {who for who, at in ended.items() if at is None} == set(case.remains), outcome
         assert max(at for at in seconds.values() if at) < case.within_s, outcome
-        if case.first is None:
+        if case.first is None or (case.may_continue and outcome.status == 0):
             outcome.expect(0)
         else:
             assert outcome.status != 0 and re.match(case.first, first), (first, outcome)
