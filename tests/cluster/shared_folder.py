@@ -2,8 +2,8 @@
 
     python shared_folder.py BELOW WHERE MODE_FILE
 
-MODE_FILE holds `works`, `slow` (2 s per write), `full` (no space left) or `readonly`. Prints "ready" once WHERE shows
-the folder BELOW, and ends when that is unmounted. Needs mfusepy and libfuse.
+MODE_FILE holds `works`, `slow` (2 s per write), `full` (no space left), `full 3` (for three calls) or `readonly`.
+Prints "ready" once WHERE shows the folder BELOW, and ends when that is unmounted. Needs mfusepy and libfuse.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def failing(call: Callable[..., Any], mode_file: Path) -> Callable[..., Any]:
         mode = mode_file.read_text()
         if mode == "readonly":
             raise mfusepy.FuseOSError(errno.EROFS)
-        if mode == "full" and name in NEED_SPACE:
+        if mode.startswith("full") and name in NEED_SPACE:
+            if calls := int(mode.removeprefix("full") or 0):
+                mode_file.write_text(f"full {calls - 1}" if calls > 1 else "works")
             raise mfusepy.FuseOSError(errno.ENOSPC)
         if mode == "slow" and name == "write":
             time.sleep(SLOW_S)

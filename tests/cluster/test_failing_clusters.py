@@ -52,8 +52,8 @@ class Case:
     may_continue: bool = False
 
 
-def folder(mode: str, lasts_s: float | None = None, first: str | None = None, within_s: float = 60.0) -> Case:
-    return Case(partial(faults.folder_mode, mode=mode), lasts_s, first, within_s, on_shared_folder=True)
+def folder(mode: str, first: str | None = None, within_s: float = 60.0) -> Case:
+    return Case(partial(faults.folder_mode, mode=mode), None, first, within_s, on_shared_folder=True)
 
 
 def clock(host: str, by: str) -> Case:
@@ -89,7 +89,7 @@ CASES = {
     "out of memory": Case(faults.out_of_memory, first=KILLED, launchers="mpi gloo srun"),
     "folder read-only": folder("readonly", first=NOT_WRITTEN.format(30)),
     "folder full": folder("full", first=NOT_WRITTEN.format(28)),
-    "folder full for 1 s": folder("full", 1.0),
+    "folder full for 3 writes": folder("full 3"),
     "2 s per write": folder("slow", within_s=300.0),
     "2 s per write, killed": Case(
         faults.slow_and_killed, 30.0, KILLED, 90.0, on_shared_folder=True, launchers="mpi gloo"
