@@ -25,6 +25,7 @@ NOT_RUN = {
     "takes minutes or hours": r"hvd_bert\.(bench|tune)\b|scaling\.slurm|--config sample$|hvd_bert\.doctor",
     "the reader replaces a name": r"\bib0\b|[A-Z]+_FOLDER|--hostfile hosts",
     "part of a loop": r"\$seed",
+    "test_strategies.py starts these agents": r"\btorchrun\b",
     "on other nodes": NODES_ELSEWHERE,
 }
 LAUNCHES = ("horovodrun ", "scripts/horovodrun.sh ", "srun ", "sbatch ")

@@ -11,6 +11,9 @@ from harness import HOSTS, RANK_INFOS, SMALL, Cluster, losses, results
 pytestmark = pytest.mark.cluster
 STEPS = f"{SMALL} 4 --output_dir out --per_device_train_batch_size"
 TORCHRUN = "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint a100-01:29400"
+AGENTS = (
+    """bash -c 'torchrun --nnodes=2 --node-rank=$SLURM_NODEID --master-addr=a100-01 --nproc-per-node=2 "$@"' bash"""
+)
 FOUR = "salloc --nodes=2 --ntasks-per-node=2 srun"
 ONE_EACH = "salloc --nodes=2 --ntasks-per-node=1 srun --mpi=none"
 SUBNET = "env HVD_BERT_INTERFACE=10.77.0.0/24"
@@ -23,7 +26,7 @@ STARTED = {
     "srun without PMI, fsdp": f"{FOUR} --mpi=none {SOME} python -m {{train}} --strategy fsdp",
     "srun --mpi=pmix, deepspeed": f"{SUBNET} {FOUR} --mpi=pmix python -m {{train}} --strategy deepspeed",
     "torchrun, horovod": f"{ONE_EACH} {SOME} {TORCHRUN} -m {{train}}",
-    "torchrun, ddp": f"{ONE_EACH} {TORCHRUN} -m {{train}} --strategy ddp",
+    "torchrun, ddp": f"{ONE_EACH} {AGENTS} -m {{train}} --strategy ddp",
     "horovodrun, fsdp": "horovodrun -np 4 -H a100-01:2,a100-02:2 python -m {train} --strategy fsdp",
 }
 

@@ -40,7 +40,7 @@ FOREIGN_FLAGS = {
     "podman": {"--cgroup-manager", "--runtime", "--storage-driver", "--ulimit"},
     "pip-licenses": {"--format", "--from", "--packages", "--with-system"},
     "tensorboard": {"--logdir"},
-    "torchrun": {"--max-restarts"},
+    "torchrun": {"--master-port", "--max-restarts", "--rdzv-conf"},
 }
 GROUPS_OF_FLAGS = {"--save_*"}  # as a page writes them
 

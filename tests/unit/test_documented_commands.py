@@ -6,6 +6,7 @@ bash reads each ```bash fence with programs that only write down their arguments
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -74,6 +75,8 @@ def check(words: list[str]) -> None:
         check(LAUNCHERS[program](arguments))
     elif program == "python" and arguments[0] == "-m":
         check_module(arguments[1:])
+    elif program == "bash" and arguments[0] == "-c":
+        check(shlex.split(arguments[1]))
     elif program in ("python", "bash"):
         check(arguments)
     elif program not in PROGRAMS:
