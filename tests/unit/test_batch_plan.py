@@ -162,7 +162,8 @@ def test_epochs_and_seeds_differ():
 
 @pytest.mark.parametrize(("num_windows", "size"), [(0, 1), (3, 4), (1, 2)])
 def test_fewer_windows_than_ranks_are_refused(num_windows, size):
-    with pytest.raises(UserError, match=rf"{num_windows} windows, fewer than the {size} ranks"):
+    message = f"has {num_windows} windows, fewer than the {size} ranks. Use fewer ranks or more data."
+    with pytest.raises(UserError, match=f"{message}$"):
         BatchPlan(lengths(num_windows), size, 1, size, 0, MINILM)
     BatchPlan(lengths(size), size, 1, size, 0, MINILM)
 

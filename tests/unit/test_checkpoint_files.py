@@ -40,11 +40,12 @@ def test_what_is_written_is_read(tmp_path):
 
 
 def test_the_newest_comes_first_whatever_is_pointed_to(tmp_path):
-    for step in (9, 100, 30):
+    for step in (0, 9, 100, 30):
         files.write(tmp_path, step, contents(step))
     assert (tmp_path / "latest").read_text() == "checkpoint-30\n"
     (tmp_path / "latest").write_bytes(b"\xff")
-    assert steps(tmp_path) == [100, 30, 9]
+    assert steps(tmp_path) == [100, 30, 9, 0]
+    assert files.step_of(tmp_path / "notes") == -1
     assert files.candidates(tmp_path / "nowhere") == []
 
 
@@ -246,9 +247,11 @@ def test_later_steps_are_set_aside(tmp_path):
         files.write(tmp_path, step, contents(step))
     assert files.set_aside_after(tmp_path, 2) == ["checkpoint-3.aside"]
     assert sorted(steps(tmp_path)) == [1, 2]
+    written.add(tmp_path, "metrics.jsonl")
+    (tmp_path / "metrics.jsonl").touch()
     files.clear(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [written.RECORD]
-    assert written.names(tmp_path) == set()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [written.RECORD, "metrics.jsonl"]
+    assert written.names(tmp_path) == {"metrics.jsonl"}
 
 
 def test_checkpoints_of_another_trainer_stay(tmp_path):

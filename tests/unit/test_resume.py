@@ -26,12 +26,16 @@ from hvd_bert.errors import UserError
 def check(monkeypatch):
     """check(saved settings, flags): resume a checkpoint of these settings with these flags."""
 
-    def settings(config, task=None):
+    def settings(config):
         flat = config.as_flat()
         return {f"--{name}": value for name, value in flat.items() if not FLAGS[name].may_change_on_resume}
 
     def run(saved: dict, *flags: str) -> None:
-        monkeypatch.setattr(resume, "identity", settings)
+        def identity(config, of):
+            assert of is task
+            return settings(config)
+
+        monkeypatch.setattr(resume, "identity", identity)
         document = {"identity": saved, "global_batch": run.saved_batch, "rank_batch": 8, "step": 10}
         resume_point = ResumePoint(Path("checkpoint-10"), SimpleNamespace(documents={"state": document}))
         task = SimpleNamespace(plan=SimpleNamespace(global_batch=8))
@@ -85,6 +89,15 @@ def test_runs_without_anything_to_do(trains, evaluates, flags, message):
     task = SimpleNamespace(plan="a plan" if trains else None, evaluates=evaluates)
     with pytest.raises(UserError, match=message) if message else nullcontext():
         resume.check_evaluation(parse([*flags]), task)
+
+
+def test_message_of_a_run_without_anything_to_do():
+    with pytest.raises(UserError) as refused:
+        resume.check_evaluation(parse([]), SimpleNamespace(plan=None, evaluates=False))
+    assert str(refused.value) == (
+        "The run would neither train nor evaluate. Remove --no_do_train, or give data to evaluate on"
+        " (--validation_file) without --no_do_eval."
+    )
 
 
 def test_identity_has_the_model_the_data_and_what_is_learned_by():

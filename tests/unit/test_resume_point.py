@@ -54,6 +54,8 @@ def test_a_named_checkpoint_starts_a_run_that_then_resumes_from_its_own(tmp_path
     assert found(*again) == run / "checkpoint-10"
     checkpoints.write(run, 15)
     assert found(*again) == run / "checkpoint-15"
+    checkpoints.write(run, 20, of=checkpoints.tensors() | {"model": {}})  # of no use to this model
+    assert found(*again, task=checkpoints.TASK) == run / "checkpoint-15"
     assert found(*again, "--overwrite_output_dir") == named
     (tmp_path / "link").symlink_to(run)
     own = run / "checkpoint-10"

@@ -177,6 +177,11 @@ def test_best_threshold_above_the_used_one_needs_the_best_spans() -> None:
     assert score(questions, {**spans, "q2": "", "q3": ""}, odds, True)["best_f1"] == pytest.approx(200 / 3)
 
 
+def test_questions_with_odds_above_0_count_as_unanswered_by_default() -> None:
+    questions = [question("q1", ["cat"]), question("q2", ["dog"])]
+    assert score(questions, {"q1": "cat", "q2": "dog"}, {"q1": 0.0, "q2": 0.5}, True)["f1"] == 50.0
+
+
 def real_predictions(questions: list[Question], rng: random.Random) -> dict[str, str]:
     """Right, wrong, cut, widened, dressed-up and empty answers."""
     predictions = {}
@@ -243,7 +248,11 @@ def test_missing_prediction_is_named() -> None:
 
 
 def test_v1_question_without_answer_and_no_questions() -> None:
-    with pytest.raises(UserError, match=r"question q has no answer.*version_2_with_negative"):
+    with pytest.raises(UserError) as refused:
         score([question("q", [])], {"q": ""})
-    with pytest.raises(UserError, match="no questions"):
+    assert str(refused.value) == (
+        "question q has no answer, which SQuAD v1.1 does not allow. For data with unanswerable questions (v2.0), use"
+        " --version_2_with_negative."
+    )
+    with pytest.raises(UserError, match=r"^there are no questions to evaluate$"):
         score([], {})

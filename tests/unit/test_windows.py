@@ -73,6 +73,16 @@ def test_lengths_are_the_windows_tokens(source, tokenizer, own_cache, monkeypatc
     assert [len(tokens) for tokens in dataset.lists("input_ids", [2, 0])] == [expected[2], expected[0]]
 
 
+def test_windows_of_several_pieces_are_found_by_number(source, tokenizer, own_cache, monkeypatch):
+    monkeypatch.setattr(tokenization, "_WINDOWS_AT_ONCE", 3)
+    dataset = prepare(source, tokenizer, SMALL)
+    ids = range(len(dataset))[::-1]
+    tokens = dataset.arrow["input_ids"].to_pylist()
+    assert [window.tolist() for window in dataset.lists("input_ids", ids)] == tokens[::-1]
+    assert dataset.numbers("question", ids).tolist() == dataset.column("question").tolist()[::-1]
+    assert dataset.numbers("question", []).dtype == np.int32
+
+
 def test_batch_sizes_do_not_change_the_table(make_questions, tokenizer, tmp_path, monkeypatch):
     source = squad.from_questions("small", make_questions(25, unanswered_every=4))
     whole = prepare(source, tokenizer, SMALL, cache_dir=tmp_path / "a")
@@ -102,15 +112,16 @@ def test_only_the_leader_warns_of_truncated_questions_and_lost_answers(make_ques
     context = "the " * 20 + "red " * 40
     long_answer = squad.Question("a", "", context, "what?", ("red " * 39 + "red",), (80,))
     long_question = squad.Question("b", "", context, "what " * 90, ("red",), (80,))
-    source = squad.from_questions("lossy", [long_answer, long_question, *make_questions(3)])
+    without_token = squad.Question("c", "", "the \x07 box", "what?", ("\x07",), (4,))
+    source = squad.from_questions("lossy", [long_answer, long_question, without_token, *make_questions(3)])
     with caplog.at_level(logging.WARNING):
         prepare(source, tokenizer, SMALL, cache_dir=tmp_path, leader=False)
         assert not caplog.records
         prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
     assert [record.getMessage() for record in caplog.records] == [
-        "lossy: 1 of 5 questions were truncated to leave room for the context (raise --max_seq_length or lower"
+        "lossy: 1 of 6 questions were truncated to leave room for the context (raise --max_seq_length or lower"
         " --doc_stride)",
-        "lossy: 1 of 5 answers are not completely inside any window; training treats them as missing (raise"
+        "lossy: 2 of 6 answers are not completely inside any window; training treats them as missing (raise"
         " --doc_stride to keep longer answers whole)",
     ]
 
@@ -119,7 +130,8 @@ def test_progress_bar_only_when_asked_and_only_while_building(source, tokenizer,
     prepare(source, tokenizer, SMALL, cache_dir=tmp_path / "quiet")
     assert capfd.readouterr().err == ""
     prepare(source, tokenizer, SMALL, cache_dir=tmp_path, show_progress=True)
-    assert "Tokenizing small: 100%" in capfd.readouterr().err
+    progress = capfd.readouterr().err
+    assert "Tokenizing small: 100%" in progress and "q/s]" in progress
     prepare(source, tokenizer, SMALL, cache_dir=tmp_path, show_progress=True)
     assert capfd.readouterr().err == ""
 
@@ -190,7 +202,8 @@ HARMS = ["cut data", "flipped token", "flipped count", "other columns", "no meta
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_damaged_table_is_named_and_rebuilt(source, tokenizer, tmp_path, caplog, harm):
+def test_damaged_table_is_named_and_rebuilt(source, tokenizer, tmp_path, caplog, monkeypatch, harm):
+    monkeypatch.setattr(windows, "_BLOCK", 64)  # the checksum is of many
     before = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
     expected, counts, tokens = before.arrow.to_pydict(), before.counts, before.lists("input_ids", [3])[0].tobytes()
     (data,) = tmp_path.glob("*/windows.arrow")
@@ -200,7 +213,7 @@ def test_damaged_table_is_named_and_rebuilt(source, tokenizer, tmp_path, caplog,
     elif harm == "flipped token":
         flip_bit(data, data.read_bytes().index(tokens) + 8)
     elif harm == "flipped count":
-        flip_bit(meta, meta.read_bytes().index(b'"questions": ') + len('"questions": '))
+        flip_bit(meta, meta.read_bytes().index(b'"questions": 10') + len('"questions": 1'))
     elif harm == "other columns":  # with a checksum of their own
         with (
             pa.OSFile(str(data), "wb") as file,
