@@ -78,7 +78,7 @@ def record(rules: Mapping[str, Rule], others: Rule | None = anything) -> Rule:
     """An object with these keys. `others`: what further keys must hold; None: there may be none."""
 
     def check(value: Any, place: str) -> None:
-        _require(isinstance(value, dict), value, place, "an object")
+        _require(isinstance(value, dict), value, place or "it", "an object")
         start = f"{place}." if place else ""
         for key, rule in rules.items():
             if key not in value:

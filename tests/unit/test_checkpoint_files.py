@@ -34,6 +34,7 @@ def test_what_is_written_is_read(tmp_path):
     assert torch.equal(found.tensors["model"]["weight"], torch.full((3, 2), 7.0))
     assert torch.equal(found.tensors["rng"]["rank0.torch"], torch.arange(5))
     assert found.documents["state"] == {"step": 7, "learning_rate": 0.1}
+    assert found.files == {}
     assert sorted(path.name for path in tmp_path.iterdir()) == [written.RECORD, "checkpoint-7", "latest"]
     assert written.names(tmp_path) == {"checkpoint-7", "latest"}
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # readable as the umask allows
@@ -55,7 +56,8 @@ def test_same_step_is_replaced(tmp_path):
     assert files.read(tmp_path / "checkpoint-7").documents["state"]["step"] == 2
 
 
-def test_the_form_of_each_file(tmp_path):
+def test_the_form_of_each_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_BLOCK", 16)  # each has several
     folder = files.write(tmp_path, 7, contents(7))
     assert (folder / "state.json").read_text() == json.dumps({"step": 7, "learning_rate": 0.1}, indent=1)
     assert (folder / "config.json").read_bytes() == b"{}"
@@ -124,6 +126,18 @@ def test_each_kind_of_damage_has_its_message(tmp_path):
         with pytest.raises(CorruptCheckpoint) as damage:
             files.verify(folder)
         assert str(damage.value) == f"{path}: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [([], "it is [], not an object"), ({"files": {}}, "format is missing"), ({"format": 1}, "files is missing")],
+)
+def test_what_is_wrong_with_a_manifest_is_named(tmp_path, manifest, message):
+    folder = files.write(tmp_path, 7, contents(7))
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CorruptCheckpoint) as damage:
+        files.verify(folder)
+    assert str(damage.value) == f"{folder / 'manifest.json'} is not a list of files with sizes ({message})"
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
