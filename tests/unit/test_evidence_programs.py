@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
 import checkpoint_cost
 import pytest
+import run_mutants
 
 NFS = Path(__file__).resolve().parents[2] / "benchmarks/nfs/nfs.sh"
 GOOD = {
@@ -38,3 +40,21 @@ def test_steps_after_a_save_whose_write_was_not_logged_are_left_out():
     rows = [{"step_s": 1.0} for _ in range(8)]
     rows[4]["checkpoint_write_s"] = 1.5
     assert checkpoint_cost.steps_by_kind(rows, 3) == ([1.0], [1.0])
+
+
+def test_mutants_without_a_result_run_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    function = "hvd_bert.data.windows.x_prepare"
+    results = {f"{function}__mutmut_1": None, f"{function}__mutmut_2": 1, f"{function}d__mutmut_1": None}
+    (tmp_path / "hvd_bert" / "data").mkdir(parents=True)
+    (tmp_path / "hvd_bert/data/windows.py.meta").write_text(json.dumps({"exit_code_by_key": results}))
+    (tmp_path / "mutmut-stats.json").write_text('{"duration_by_test": {}, "tests_by_mangled_function_name": {}}')
+    mutants = run_mutants.Mutants([f"{function}_*"])
+    ((path, name),) = mutants.left()
+    assert (run_mutants.function_of(name), run_mutants.module_of(function)) == (function, "hvd_bert.data.windows")
+    mutants.run(path, name, [])
+    assert mutants.left() == []
+    run_mutants.summarize(["*"])
+    assert capsys.readouterr().out == (
+        f"not called by any test {name}\nhvd_bert/data/windows.py: 3 mutants, 1 killed (0 ended), 1 survived, 1 left\n"
+    )
