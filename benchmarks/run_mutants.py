@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
+import gc
 import importlib
 import io
 import json
@@ -54,6 +55,7 @@ class Mutants:
         limit = SECONDS + int(3 * sum(self.seconds.get(test, 0.0) for test in tests))
 
         def body() -> int:
+            gc.freeze()  # pytest's collections of garbage would take longer than the tests
             resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 2))
             return pytest_status(tests, mutant=name)
 

@@ -233,6 +233,20 @@ def test_tensors_that_cannot_be_written_are_an_error_of_the_disk(tmp_path, monke
         files.write(tmp_path, 7, contents(7))
 
 
+def test_leftovers_that_cannot_be_removed_do_not_hide_why_the_write_failed(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("No space left")
+
+    def denied(path):
+        if path.exists():
+            raise PermissionError("not allowed")
+
+    monkeypatch.setattr(files.safetensors.torch, "save_file", full)
+    monkeypatch.setattr(written, "delete", denied)
+    with pytest.raises(OSError, match=r"^No space left$"):
+        files.write(tmp_path, 7, contents(7))
+
+
 def test_prune_keeps_the_newest_and_the_best(tmp_path):
     for step in (1, 2, 3, 4, 5):
         files.write(tmp_path, step, contents(step))
