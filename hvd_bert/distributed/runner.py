@@ -9,6 +9,7 @@ notified of new hosts, joins the new world and calls `entry` again, which resume
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
@@ -29,6 +30,19 @@ from hvd_bert.streams import keep_running
 
 # From Horovod's and Gloo's messages after another rank has died. Other errors are reported with a traceback.
 _PEER_IS_GONE = ("Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_OUT_OF_MEMORY = (
+    "out of memory. Raise the limit (`ulimit -v`, Slurm's --mem) or halve --per_device_train_batch_size and double"
+    " --gradient_accumulation_steps."
+)
+# Words of errors at a limit of the process -> the message in place of a traceback.
+_LIMITS = {
+    "can't allocate memory": _OUT_OF_MEMORY,  # torch
+    os.strerror(errno.ENOMEM): _OUT_OF_MEMORY,
+    "failed to map segment": _OUT_OF_MEMORY,  # a library that is loaded
+    os.strerror(errno.EMFILE): "too many open files. Raise the limit (`ulimit -n`).",
+    "can't start new thread": "no thread can be started. Raise the limits (`ulimit -u`, `ulimit -v`; of a container:"
+    " pids).",
+}
 
 
 def run_as_rank(
@@ -68,12 +82,6 @@ def run_as_rank(
             logs.report(
                 f"hvd_bert: rank {world.rank} on {world.host}: out of GPU memory ({error}). Halve"
                 " --per_device_train_batch_size (or _eval_) and double --gradient_accumulation_steps, or use --bf16."
-            )
-            world.abort(EXIT_FAILURE)
-        except MemoryError:
-            logs.report(
-                f"hvd_bert: rank {world.rank} on {world.host}: out of memory. Raise the limit (`ulimit -v`, Slurm's"
-                " --mem) or halve --per_device_train_batch_size and double --gradient_accumulation_steps."
             )
             world.abort(EXIT_FAILURE)
         except Exception as error:
@@ -136,7 +144,11 @@ def _may_be_lost_rank(error: Exception) -> bool:
 
 
 def _failure(error: Exception, where: str) -> str:
-    """The report of a rank that failed. Without a traceback if it only noticed that another rank is gone."""
+    """The report of a rank that failed: without a traceback if another rank is gone or a limit is reached."""
+    text = str(error)
+    limit = next((said for words, said in _LIMITS.items() if words in text), None)
+    if limit or isinstance(error, MemoryError):
+        return f"hvd_bert: {where}: {limit or _OUT_OF_MEMORY}"
     if _lost_another_rank(error):
         return f"{where} lost another rank: {str(error).splitlines()[0]}"
     return f"{where} failed:\n{traceback.format_exc()}"

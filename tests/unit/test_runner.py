@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import resource
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import psutil
 import pytest
+import torch
 from horovod.common.exceptions import HorovodInternalError
 from test_world import make_world
 
@@ -23,6 +31,14 @@ def leave(monkeypatch: pytest.MonkeyPatch, world: World, entry) -> int | str | N
     with pytest.raises(SystemExit) as left:
         run_as_rank(entry)
     return left.value.code
+
+
+def in_a_thread_of_8_gib() -> None:
+    before = threading.stack_size(2**33)
+    try:
+        threading.Thread(target=print).start()
+    finally:
+        threading.stack_size(before)
 
 
 def raising(error: BaseException):
@@ -61,6 +77,51 @@ def test_rank_that_fails_alone_ends_all(monkeypatch, capsys, error, status, said
     world = make_world()
     assert leave(monkeypatch, world, raising(error)) == f"aborted {status}"
     assert capsys.readouterr().err.startswith(said.format(host=world.host))
+
+
+MEMORY = "out of memory. Raise the limit (`ulimit -v`"
+THREADS = "no thread can be started. Raise the limits (`ulimit -u`"
+FILES = "too many open files. Raise the limit (`ulimit -n`)"
+
+
+@contextmanager
+def limited(kind: int, value: int) -> Iterator[None]:
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+
+
+@pytest.mark.parametrize(
+    ("limit", "act", "said"),
+    [
+        ("RLIMIT_AS", lambda: bytearray(2**33), MEMORY),
+        ("RLIMIT_AS", lambda: torch.empty(2**33), MEMORY),
+        ("RLIMIT_AS", lambda: mmap.mmap(-1, 2**33), MEMORY),
+        # A user's limit of processes, which root does not have, gives the same error.
+        ("RLIMIT_AS", in_a_thread_of_8_gib, THREADS),
+        (
+            "RLIMIT_NOFILE",
+            lambda: os.open(os.devnull, os.O_RDONLY),
+            FILES,
+        ),
+        ("RLIMIT_NOFILE", lambda: socket.create_server(("", 0)), FILES),
+    ],
+    ids=["Python", "torch", "system", "thread", "file", "socket"],
+)
+def test_limits_of_the_process_are_one_message(monkeypatch, capsys, limit, act, said):
+    value = psutil.Process().memory_info().vms + 2**28 if limit == "RLIMIT_AS" else 3
+
+    def entry(world: World) -> None:
+        with limited(getattr(resource, limit), value):
+            act()
+
+    world = make_world()
+    assert leave(monkeypatch, world, entry) == f"aborted {EXIT_FAILURE}"
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"hvd_bert: rank 0 on {world.host}: {said}") and shown.count("\n") == 1
 
 
 @pytest.mark.parametrize(
