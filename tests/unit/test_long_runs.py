@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from launch import REPOSITORY, run
 def records(**grows: float) -> list[dict[str, Any]]:
     """100 records of a process; `grows`: what each adds to a key."""
     first = {"wall_s": 0.0, "training_cpu_s": 0.0, "cpu_s": 0.0, "rss": 2**28, "open_files": 20, "threads": 9}
+    first |= {"fastest_wall_s": 0.016, "fastest_training_cpu_s": 0.004}
     per_record = {"wall_s": 2.0, "training_cpu_s": 0.5, "cpu_s": 0.6} | grows
     return [
         {key: value + per_record.get(key, 0) * number for key, value in first.items()}
@@ -36,11 +38,25 @@ def test_growth_compares_the_second_tenth_with_the_last():
         ({}, []),
         ({"rss": 2**20}, ["rank 0: rss_mib grew by 29.5%"]),
         ({"threads": 1}, ["rank 0: threads grew from 29 to 109"]),
+        ({"fastest_training_cpu_s": 1e-5}, ["rank 0: fastest_training_cpu_ms_per_step grew by 19.2%"]),
     ],
     ids=str,
 )
 def test_what_grows_is_reported(grows, said):
     assert long_runs.exceeded({"ranks": [long_runs.growth(records(**grows))]}) == said
+
+
+def test_the_fastest_block_of_steps_is_recorded(tmp_path, monkeypatch):
+    now = iter(range(10**6))
+    monkeypatch.setattr(long_runs.time, "thread_time", lambda: next(now))
+    record = long_runs.Recorder(tmp_path, 1, tmp_path)
+    for step in range(1, 2 * long_runs.EVERY + 2):
+        if step == 155:
+            next(now)  # another program slows a step down
+        record(step)
+    rows = [json.loads(line) for line in (tmp_path / "rank1.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 100, 200]
+    assert [row["fastest_training_cpu_s"] for row in rows[1:]] == [1 / long_runs.BLOCK] * 2
 
 
 @pytest.mark.campaign
