@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hostile
 import pytest
 import torch
 from transformers import BertConfig, BertForQuestionAnswering, BertForSequenceClassification
@@ -64,6 +65,17 @@ def with_fifo(file: str) -> Damage:
     def damage(folder: Path) -> None:
         (folder / file).unlink(missing_ok=True)
         os.mkfifo(folder / file)
+
+    return damage
+
+
+def in_place(file: str, what: str) -> Damage:
+    """A fifo, a device or another thing that is no file, in a folder whose weights it names or is."""
+
+    def damage(folder: Path) -> None:
+        for name in {file, "model.safetensors"} if file == INDEX else {file}:
+            (folder / name).unlink(missing_ok=True)
+        hostile.NO_FILES[what](folder / file)
 
     return damage
 
@@ -189,7 +201,9 @@ for file in ("nowhere", "fifo", "../other/model.safetensors", "/etc/passwd", "a\
 CASES["index: a list"] = with_index([]), f"{INDEX} must contain a JSON object"
 CASES["index: a list of weights"] = with_index({"weight_map": [3]}), 'no object "weight_map"'
 CASES["index: no weights"] = with_index({"weight_map": {}}), 'no object "weight_map"'
-CASES["weights: fifo"] = with_fifo("model.safetensors"), "model.safetensors is not a regular file"
+for file in ("config.json", "tokenizer.json", INDEX, "model.safetensors"):
+    for what in hostile.NO_FILES:
+        CASES[f"{file}: {what}"] = in_place(file, what), f"{file} is not a regular file"
 
 
 class Code:
