@@ -49,10 +49,10 @@ class Record:
         Strategies, ranks, repeats and kinds of scaling may be added. Rows of points not in `points` are kept.
         """
         previous = read_previous(self.folder, FILE, self.same, "sweep")
-        try:
-            earlier = {row["name"]: row for row in previous["points"]} if previous else {}
-        except (KeyError, TypeError):
-            raise unreadable(self.folder / FILE) from None
+        rows = previous.get("points") if previous else []
+        if not isinstance(rows, list) or not all(map(_as_written, rows)):
+            raise unreadable(self.folder / FILE)
+        earlier = {row["name"]: row for row in rows}
         self.same = previous.get("same", {}) | self.same
         for point in points:
             row = earlier.pop(point.name, {})
@@ -112,6 +112,15 @@ def read_previous(folder: Path, file: str, same: Mapping[str, Any], what: str) -
             " choose another --out."
         )
     return previous
+
+
+def _as_written(row: Any) -> bool:
+    """Whether a point in sweep.json has the types that `Record` writes, in what is read of it."""
+    if not isinstance(row, dict) or not isinstance(row.get("name"), str):
+        return False
+    command = row.get("command", [])
+    words = isinstance(command, list) and all(isinstance(word, str) for word in command)
+    return words and isinstance(row.get("seconds"), int | float | None)
 
 
 def prepare(folder: Path, file: str) -> None:

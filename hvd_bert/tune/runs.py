@@ -26,6 +26,8 @@ WARM_UP = "warm-up"
 # A run with a candidate is terminated if it takes this many times as long as the longest run without it.
 TOO_LONG = 3
 CANDIDATE, BASELINE = "candidate", "baseline"
+NUMBER = int | float
+PAIR = {"number": int, "ratio": NUMBER | None, "seconds": dict, "reason": str, "too_long": bool}
 
 
 class Failed(Exception):
@@ -53,12 +55,12 @@ class Runs:
         """Resume with the pairs of an earlier start, except those that failed. Raises UserError."""
         previous = read_previous(self.out, FILE, self.same, "tuning")
         if previous:
-            try:
-                self.warm_up_s = previous["warm_up_s"]
-                self.pairs = [row for row in previous["pairs"] if row["ratio"] or row["too_long"]]
-                _ = self.spent_s
-            except (KeyError, TypeError, ValueError):
-                raise unreadable(self.out / FILE) from None
+            self.warm_up_s, pairs = previous.get("warm_up_s"), previous.get("pairs")
+            if not isinstance(self.warm_up_s, NUMBER | None) or not isinstance(pairs, list):
+                raise unreadable(self.out / FILE)
+            if not all(map(_as_written, pairs)):
+                raise unreadable(self.out / FILE)
+            self.pairs = [row for row in pairs if row["ratio"] or row["too_long"]]
         self.write()
 
     def write(self, result: Mapping[str, Any] | None = None) -> None:
@@ -157,3 +159,10 @@ class Runs:
     def _failure(self, setting: Setting, trained: Trained, folder: Path) -> Failed:
         reason = f"took longer than --timeout {self.timeout:g} s" if trained.status is None else trained.reason
         return Failed(f"a run with {' '.join(setting) or 'the defaults'} failed: {reason} ({folder / LOG})")
+
+
+def _as_written(row: Any) -> bool:
+    """Whether a pair in tune.json has the types that `Runs` writes."""
+    if not isinstance(row, dict) or not all(name in row and isinstance(row[name], kind) for name, kind in PAIR.items()):
+        return False
+    return all(isinstance(seconds, NUMBER) for seconds in row["seconds"].values())

@@ -7,13 +7,15 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import hostile
 import pytest
 from made_runs import make_run, make_samples
 from made_timelines import training
 
-from hvd_bert.bench.record import read_previous
+from hvd_bert.bench.points import Point
+from hvd_bert.bench.record import Record, read_previous
 from hvd_bert.checkpoint import output_dir
 from hvd_bert.config import settings_file
 from hvd_bert.config.trained import trained_settings
@@ -30,6 +32,7 @@ from hvd_bert.storage import locks, written
 from hvd_bert.timeline import __main__ as timeline
 from hvd_bert.training.reporters import run_ids
 from hvd_bert.training.reporters.tensorboard import TensorBoard
+from hvd_bert.tune.runs import Runs
 
 pytestmark = pytest.mark.timeout(60)  # a reader that blocks must fail its test soon
 
@@ -110,6 +113,47 @@ def test_refused(tmp_path: Path, name: str, what: str) -> None:
     with pytest.raises((UserError, OSError)) as raised:
         needed.read(path)
     hostile.check_message(str(raised.value), needed.name if isinstance(raised.value, UserError) else "")
+
+
+PAIR = {"number": 1, "ratio": 1.0, "seconds": {"baseline": 2.0}, "reason": "", "too_long": False}
+WRONG_RECORDS: list[tuple[str, object]] = [
+    *(("sweep.json", {"points": value}) for value in (3, {}, {"name": "a"}, "points", [3], [[]], [{}], [{"name": []}])),
+    *(("sweep.json", {"points": [{"name": "a", "seconds": value}]}) for value in ("1", [], {}, [1.0])),
+    *(("sweep.json", {"points": [{"name": "a", "command": value}]}) for value in (3, "python", [3], None)),
+    *(("tune.json", {"warm_up_s": 1.0, "pairs": value}) for value in (3, {}, None, [3], [[]], [{}])),
+    *(("tune.json", {"warm_up_s": value, "pairs": []}) for value in ("1", [], {})),
+    *(("tune.json", {"warm_up_s": 1.0, "pairs": [PAIR | {name: value}]}) for name in PAIR for value in ([], "1", 0.5)
+      if not (name == "ratio" and value == 0.5) and not (name == "reason" and value == "1")),
+    *(("tune.json", {"warm_up_s": 1.0, "pairs": [PAIR | {"seconds": {"baseline": value}}]}) for value in ("1", [])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content"), WRONG_RECORDS, ids=str)
+def test_records_with_a_wrong_schema_are_refused(tmp_path: Path, name: str, content: dict[str, object]) -> None:
+    (tmp_path / name).write_text(json.dumps({"same": {}} | content))
+    before = (tmp_path / name).read_bytes()
+    with pytest.raises(UserError, match="cannot be read as a record of runs") as raised:
+        if name == "sweep.json":
+            Record(tmp_path, {}, {}).begin([Point("a", 1, "strong", 1, 8)])
+        else:
+            Runs(SimpleNamespace(), SimpleNamespace(), (), {}, tmp_path, 1.0, 1.0, {}, {}).begin()  # type: ignore[arg-type]
+    hostile.check_message(str(raised.value), name)
+    assert (tmp_path / name).read_bytes() == before
+
+
+def test_good_records_are_resumed(tmp_path: Path) -> None:
+    point = Point("a", 1, "strong", 1, 8)
+    row = {"name": point.name, "seconds": 2.0, "command": ["python"]}
+    (tmp_path / "sweep.json").write_text(json.dumps({"same": {}, "points": [row, {"name": "other", "seconds": None}]}))
+    record = Record(tmp_path, {}, {})
+    record.begin([point])
+    assert (record.results[point].seconds, list(record.kept)) == (2.0, ["other"])
+    failed = PAIR | {"ratio": None, "reason": "it failed"}
+    content = {"same": {}, "warm_up_s": 3.0, "pairs": [PAIR, failed, failed | {"too_long": True}]}
+    (tmp_path / "tune.json").write_text(json.dumps(content))
+    runs = Runs(SimpleNamespace(), SimpleNamespace(), (), {}, tmp_path, 1.0, 1.0, {}, {})  # type: ignore[arg-type]
+    runs.begin()
+    assert runs.spent_s == 7.0 and runs.pairs == [PAIR, failed | {"too_long": True}]
 
 
 # --- a run's files: the rest of the run is shown, and the run is left out of comparisons --------------
