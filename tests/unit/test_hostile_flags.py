@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import hostile
 import pytest
+from launch import REPOSITORY
 from made_runs import make_run, make_samples
 
 from hvd_bert.bench import flags as bench
@@ -20,7 +23,7 @@ from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.distributed.launch import Launcher, choose_threads
 from hvd_bert.doctor import __main__ as doctor
-from hvd_bert.errors import EXIT_OK, UserError
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.evaluate import flags as evaluate
 from hvd_bert.predict import __main__ as predict
 from hvd_bert.predict import answering
@@ -167,6 +170,25 @@ def test_python_without_docstrings(command: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(config_parser, "OPTIMIZE", 2)
     with pytest.raises(UserError, match=r"PYTHONOPTIMIZE=2, which removes docstrings .* Unset PYTHONOPTIMIZE"):
         COMMANDS[command]([])
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("exec python -OO -m hvd_bert.COMMAND", "PYTHONOPTIMIZE=2, which removes docstrings"),
+        ("mkdir gone; cd gone; rmdir ../gone; exec python -m hvd_bert.COMMAND", "The working directory cannot be used"),
+    ],
+    ids=["docstrings", "working directory"],
+)
+def test_processes_without_docstrings_or_a_working_directory(tmp_path: Path, script: str, said: str) -> None:
+    environ = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    command = ["bash", "-c", script.replace("COMMAND", "predict model --input questions.json")]
+    ended = subprocess.run(command, cwd=tmp_path, env=environ, text=True, capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (EXIT_BAD_INPUT, ""), ended
+    assert ended.stderr.startswith("hvd_bert: ") and said in ended.stderr and ended.stderr.count("\n") == 1, ended
 
 
 NAMES = ["$\\frac{1}$", "$^$", "\x1b]0;title\x07", "a\ud800b", "<script>alert(1)</script>", "a\n# b", "|x|y|"]
