@@ -120,8 +120,9 @@ def growth(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         per_step = [[(b[key] - a[key]) / EVERY * 1000 for a, b in itertools.pairwise(part)] for part in parts]
         found[key.replace("_s", "_ms_per_step")] = compared([statistics.median(part) for part in per_step])
     for key in ("fastest_wall_s", "fastest_training_cpu_s"):
-        per_step = [[row[key] * 1000 for row in part[1:]] for part in parts]
-        found[key.replace("_s", "_ms_per_step")] = compared([statistics.median(part) for part in per_step])
+        found[key.replace("_s", "_ms_per_step")] = compared(
+            [1000 * min(row[key] for row in part[1:]) for part in parts]
+        )
     found["rss_mib"] = compared([statistics.median(row["rss"] for row in part) / 2**20 for part in parts])
     for key in ("open_files", "threads"):
         found[key] = [max(row[key] for row in part) for part in parts]
