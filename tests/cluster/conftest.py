@@ -78,3 +78,11 @@ def pretended(tmp_path: Path) -> Callable[[str], dict[str, str]]:
         return {"HVD_BERT_VENV": str(folder.parent)}
 
     return make
+
+
+@pytest.fixture
+def listeners(tmp_path: Path) -> Path:
+    """Folder in which each rank notes what listens on its host while it trains (watched.py)."""
+    folder = tmp_path / "listeners"
+    folder.mkdir()
+    return folder

@@ -132,3 +132,12 @@ def results(folder: Path) -> dict[str, Any]:
     assert (folder / "eval_results.json").exists()
     found: dict[str, Any] = json.loads((folder / "train_results.json").read_text())
     return found
+
+
+def listening(folder: Path, rank: int) -> set[tuple[str, str]]:
+    """Pairs of program and interface on the host of a rank, without the daemons of the cluster."""
+    found = set()
+    for program, address in json.loads((folder / str(rank)).read_text()):
+        own = "loopback" if address.startswith("127.") else "eth0" if address.startswith("10.77.0.") else "all"
+        found.add((program, own if address not in ("0.0.0.0", "::") else "all"))
+    return {(program, where) for program, where in found if program.rstrip(":") not in ("sshd", "slurmd")}

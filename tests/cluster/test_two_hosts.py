@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 from commands import said
-from harness import HOSTS, JOB_SCRIPT, RANK_INFOS, SMALL, Cluster, losses, results
+from harness import HOSTS, JOB_SCRIPT, RANK_INFOS, SMALL, Cluster, listening, losses, results
 
 pytestmark = pytest.mark.cluster
 STEPS = f"{SMALL} 4 --per_device_train_batch_size 4"  # the same windows in each step, wherever the 4 ranks are
@@ -34,23 +33,6 @@ def check(folder: Path, controller: str, one_host: list[float]) -> None:
 def tokenised(env: dict[str, str]) -> Counter[str]:
     """Host -> how many tables of windows were built there."""
     return Counter(line.split()[0] for line in Path(env["WATCHED_LOG"]).read_text().splitlines())
-
-
-@pytest.fixture
-def listeners(tmp_path: Path) -> Path:
-    """Folder in which each rank notes what listens on its host while it trains (watched.py)."""
-    folder = tmp_path / "listeners"
-    folder.mkdir()
-    return folder
-
-
-def listening(folder: Path, rank: int) -> set[tuple[str, str]]:
-    """Pairs of program and interface on the host of a rank, without the daemons of the cluster."""
-    found = set()
-    for program, address in json.loads((folder / str(rank)).read_text()):
-        own = "loopback" if address.startswith("127.") else "eth0" if address.startswith("10.77.0.") else "all"
-        found.add((program, own if address not in ("0.0.0.0", "::") else "all"))
-    return {(program, where) for program, where in found if program.rstrip(":") not in ("sshd", "slurmd")}
 
 
 def test_horovodrun_over_mpi_with_a_cache_per_node(

@@ -73,11 +73,11 @@ def watch() -> None:
         return
     from hvd_bert.data import windows
     from hvd_bert.strategies.horovod import HorovodStrategy
+    from hvd_bert.training.meter import Meter
 
     listeners = os.environ.get("WATCHED_LISTENERS")
-    if listeners:
-        Path(listeners, f"{os.getpid()}.rank").touch()
     write, step, steps = windows._write, HorovodStrategy.step, []
+    end_step, ended = Meter.end_step, []
 
     def noted(*arguments: Any, **options: Any) -> Any:
         note(f"{socket.gethostname()} {rank} tokenises")
@@ -87,11 +87,18 @@ def watch() -> None:
         steps.append(1)
         if fault and len(steps) == 2:
             fail(fault)
-        if listeners and len(steps) == 2:
-            note_listeners(Path(listeners), rank)
         return step(self)
 
+    def looking(self: Meter, *arguments: Any) -> None:
+        ended.append(1)
+        if len(ended) == 2:
+            note_listeners(Path(str(listeners)), rank)
+        end_step(self, *arguments)
+
     windows._write, HorovodStrategy.step = noted, faulty  # type: ignore[method-assign]
+    if listeners:
+        Path(listeners, f"{os.getpid()}.rank").touch()
+        Meter.end_step = looking  # type: ignore[method-assign]
 
 
 assert sys.argv[1] == "-m"
