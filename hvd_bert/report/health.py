@@ -8,7 +8,11 @@ from typing import Any
 from hvd_bert.rendering.page import DASH, Block, Grid, Text
 from hvd_bert.runs.record import Record, number_of
 
-WORDS = {"skipped_step": "skipped: no finite gradient", "loss_jump": "jump of the loss"}
+WORDS = {
+    "skipped_step": "skipped: no finite gradient",
+    "loss_jump": "jump of the loss",
+    "infinite_loss": "infinite loss, finite gradient",
+}
 MAX_ROWS, MAX_NAMES = 50, 8
 
 

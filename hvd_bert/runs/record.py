@@ -24,6 +24,7 @@ from hvd_bert.storage.reading import open_regular, parse_json, read_json
 
 EVENTS, SAMPLES, GPUS = "events.jsonl", "eval_samples.json", "gpu_usage.jsonl"
 LOCK = ".lock"
+NUMERIC = ("skipped_step", "loss_jump", "infinite_loss")  # events
 RECENT = 20  # lines from which the speed of a run that is still going is computed
 MAX_LINE = 2**20  # bytes; no line of a run is nearly as long
 MAX_PROBLEMS = 5  # lines of a file that are named
@@ -72,7 +73,7 @@ class Record:
         facts: train_results.json; of an unfinished run what it recorded at its start.
         ended: The recorded reason why a run that is not finished has ended; "" if there is none.
         warnings: With the ranks that gave them.
-        numeric_events: Skipped steps and jumps of the loss.
+        numeric_events: Skipped steps, jumps of the loss and an infinite loss.
         best: The best evaluation by the newest checkpoint: `metric`, `value`, `step`.
         problems: Files, or lines of files, that could not be read.
     """
@@ -180,7 +181,7 @@ def read(folder: Path) -> Record:
         best=best if isinstance(best, dict) else {},
         ended="" if finished else "\n".join(dict.fromkeys(ends)),
         warnings=[event for event in events if event.get("event") == "warning"],
-        numeric_events=[event for event in events if event.get("event") in ("skipped_step", "loss_jump")],
+        numeric_events=[event for event in events if event.get("event") in NUMERIC],
         problems=problems,
     )
 

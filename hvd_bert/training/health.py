@@ -49,6 +49,7 @@ class Health:
         # Where gradients are fp16, steps are skipped until their scale fits.
         self.limit = LIMIT_SCALED if config.train.fp16 or config.parallel.fp16_allreduce else LIMIT
         self._step, self._skipped = state.step, 0  # steps done, and the last ones of them that were skipped
+        self._skips: set[int] = set()  # skipped steps since the last look
         self._before: deque[float] = deque(maxlen=STEPS_BEFORE)
         self._events: Counter[str] = Counter()
         self.meter.on_step = _weakly(self._ended)
@@ -60,6 +61,7 @@ class Health:
         self._skipped = 0 if math.isfinite(grad_norm) else self._skipped + 1
         if not self._skipped:
             return
+        self._skips.add(self._step)
         losses = np.array(self.world.allgather(loss))
         bad = np.flatnonzero(~np.isfinite(losses))
         batch = self._batch(self._step, bad if len(bad) else np.arange(self.world.size), losses)
@@ -82,14 +84,27 @@ class Health:
         """After `Meter.read` at `step`: find jumps of the loss. Raises CollectiveError if the loss was not finite in a
         step whose gradient was."""
         losses = self.meter.look.losses.numpy()  # of the last steps
+        bad: dict[int, Losses] = {}
         for number, of_ranks in zip(range(step - losses.shape[1] + 1, step + 1), losses.T, strict=True):
             if np.isfinite(of_ranks).all():
                 self._compare(number, of_ranks)
+            elif number not in self._skips:
+                bad[number] = of_ranks
+        self._skips.clear()
         if not math.isfinite(self.meter.loss_sum):
-            what = (
-                f"The loss is {self.meter.loss_sum} at step {step}, or since the last log line: training has diverged."
-            )
-            raise CollectiveError(f"{what} {ADVICE}", status=EXIT_FAILURE)
+            raise CollectiveError(f"{self._not_finite(step, bad)} {ADVICE}", status=EXIT_FAILURE)
+
+    def _not_finite(self, step: int, bad: dict[int, Losses]) -> str:
+        """`bad`: losses of steps that were not skipped. The first of them explains the others."""
+        if not bad:
+            loss = self.meter.loss_sum
+            return f"The loss is {loss} at step {step}, or since the last log line: training has diverged."
+        number, losses = next(iter(bad.items()))
+        ranks = np.flatnonzero(~np.isfinite(losses))
+        batch = self._batch(number, ranks, losses)
+        self._record("infinite_loss", step=number, batch=batch)
+        what = f"The loss of {describe_ranks(ranks.tolist())} is {losses[ranks[0]]} at step {number}"
+        return f"{what}, although the gradient is finite: training has diverged.{_shown(batch)}"
 
     def check_weights(self) -> None:
         """Every --check_weights_steps, raise CollectiveError if a weight differs between ranks."""
