@@ -48,7 +48,13 @@ def test_commands_are_the_dockerfiles(read) -> None:
 
 def test_files_and_environment() -> None:
     sections = parts()[1]
-    copied = re.search(r"^COPY (\S+) (\S+)$", DOCKERFILE, re.MULTILINE)
+    copied = re.search(r"^COPY \. (\S+)$", DOCKERFILE, re.MULTILINE)
     path = re.search(r"^ENV PATH=(.*):\$\{PATH\}$", DOCKERFILE, re.MULTILINE)
-    assert copied and sections["files"].split() == list(copied.groups())
+    assert copied
+    files = dict(line.split() for line in sections["files"].strip().splitlines())
+    assert files == {name: f"{copied[1]}/{name}" for name in files}
+    # Apptainer has no .dockerignore: it must be given what the package and its set-up need, and no .venv or runs.
+    assert {"README.md", "pyproject.toml", "requirements.txt", "env", "hvd_bert"} <= set(files)
+    for name in files:
+        assert (REPOSITORY / name).exists() and not name.startswith((".", "outputs", "runs"))
     assert path and sections["environment"].strip() == f"export PATH={path[1]}:$PATH"
