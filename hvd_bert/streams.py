@@ -35,15 +35,20 @@ class _Dropping(io.FileIO):
     lost = False
 
     def write(self, data: Any, /) -> int:
+        left = memoryview(data)
+        size = left.nbytes
         try:
-            if not select.select([], [self], [], 0 if self.lost else PATIENCE_S)[1]:
-                raise OSError(f"it was not read for {PATIENCE_S:g} s")
-            return super().write(data) or 0  # None: a non-blocking stream is full
+            while left:
+                if not select.select([], [self], [], 0 if self.lost else PATIENCE_S)[1]:
+                    raise OSError(f"it was not read for {PATIENCE_S:g} s")
+                # A pipe that is ready takes this many bytes at once. A longer write can wait for its reader for ever.
+                written = super().write(left[: select.PIPE_BUF])
+                left = left[written or 0 :]  # None: a non-blocking stream is full
         except OSError as error:
             if not self.lost and self.fileno() == 1:
                 _warn(error.strerror or error)
             self.lost = True  # later writes are tried: the disk may have space again
-            return memoryview(data).nbytes
+        return size
 
 
 class _Ending(io.FileIO):

@@ -18,16 +18,16 @@ from hvd_bert import streams
 streams.PATIENCE_S = 0.2
 streams.{policy}()
 for number in range({sent}):
-    print(f"{{number:99}}"{flush})
+    print(f"{{number:{width}}}"{flush})
 print("done", file=sys.stderr)
 """
 WARNING = "warning: standard output cannot be written ({}): the command continues without it.\n"
 
 
 def run(
-    policy: str, *, sent: int = SENT, flush: bool = False, unbuffered: bool = False, **streams
+    policy: str, *, sent: int = SENT, width: int = 99, flush: bool = False, unbuffered: bool = False, **streams
 ) -> subprocess.CompletedProcess[str]:
-    program = PROGRAM.format(policy=policy, sent=sent, flush=", flush=True" * flush)
+    program = PROGRAM.format(policy=policy, sent=sent, width=width, flush=", flush=True" * flush)
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
     options["env"] = os.environ | {"PYTHONUNBUFFERED": "1" * unbuffered}
     return subprocess.run([sys.executable, "-c", program], text=True, timeout=60, **options)
@@ -82,8 +82,25 @@ def test_command_continues_with_one_warning(opened, lost, reason, unbuffered):
     assert (done.returncode, sorted(done.stderr.splitlines(keepends=True))) == (0, ["done\n", WARNING.format(reason)])
 
 
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_long_lines_do_not_wait_for_a_reader(opened, unbuffered):
+    """A pipe with space for a page is ready, but would keep a longer write waiting."""
+    done = run("keep_running", sent=50, width=9999, stdout=opened(unread), unbuffered=unbuffered)
+    assert (done.returncode, sorted(done.stderr.splitlines(keepends=True))) == (
+        0,
+        ["done\n", WARNING.format("it was not read for 0.2 s")],
+    )
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_long_lines_are_whole(unbuffered):
+    done = run("keep_running", sent=50, width=99999, unbuffered=unbuffered)
+    assert (done.returncode, done.stderr) == (0, "done\n")
+    assert done.stdout == "".join(f"{number:99999}\n" for number in range(50))
+
+
 def test_closed_streams_are_replaced(tmp_path):
-    program = PROGRAM.format(policy="keep_running", sent=1, flush="") + "sys.exit(open('/dev/null').fileno())"
+    program = PROGRAM.format(policy="keep_running", sent=1, width=99, flush="") + "sys.exit(open('/dev/null').fileno())"
     done = subprocess.run(["sh", "-c", '"$0" -c "$1" >&-', sys.executable, program], capture_output=True, text=True)
     assert done.stderr == WARNING.format("it is closed") + "done\n"
     assert done.returncode > 2  # no file is opened as number 1
