@@ -36,6 +36,7 @@ FOREIGN_FLAGS = {
     "Slurm": {"--mem", "--no-requeue", "--partition"},
     "jupytext": {"--to"},
     "apptainer": {"--nv"},
+    "coverage": {"--sort"},
     "docker": {"--cap-add", "--gpus", "--ipc", "--shm-size"},
     "podman": {"--cgroup-manager", "--runtime", "--storage-driver", "--ulimit"},
     "pip-licenses": {"--format", "--from", "--packages", "--with-system"},

@@ -25,7 +25,7 @@ SCRIPTS = [
     str(path.relative_to(REPOSITORY)) for folder in ("scripts", "env") for path in REPOSITORY.glob(f"{folder}/*.sh")
 ]
 PROGRAMS = {"bash", "horovodrun", "mkdocs", "module", "mpirun", "python", "salloc", "sbatch", "sinfo", "srun"}
-PROGRAMS |= {"apptainer", "docker", "mutmut", "pip", "tensorboard", "torchrun"}
+PROGRAMS |= {"apptainer", "coverage", "docker", "mutmut", "pip", "tensorboard", "torchrun"}
 # Writes a line per call: the program and its arguments, between marks that no documented command has.
 RECORDER = """#!/bin/sh
 { printf '%s\\037' "$0" "$@"; printf '\\036'; } >> "$RECORD"
