@@ -1,7 +1,7 @@
 """Runs mutmut's mutants, each in a fork of a process that has already collected the tests.
 
-    mutmut run NAME                                      # of any mutant: creates all, and the table of tests
-    python benchmarks/run_mutants.py 'hvd_bert.data.*'   # those without a result yet
+    mutmut run NAME        # of any mutant: creates all, and the table of tests
+    (cd mutants && PYTHONPATH=$PWD python benchmarks/run_mutants.py 'hvd_bert.data.*')   # those without a result yet
     mutmut results
 
 For each mutant, `mutmut run` imports the package and collects the tests again. Here only the mutants of functions that
@@ -19,7 +19,6 @@ import io
 import json
 import os
 import resource
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -147,13 +146,14 @@ def summarize(patterns: list[str]) -> None:
 
 def main() -> None:
     """Run the mutants. Print those that no test kills, and a summary per module."""
-    parser = argparse.ArgumentParser(description="Run mutmut's mutants. Start it in the clone's root.")
+    parser = argparse.ArgumentParser(description="Run mutmut's mutants.")
     parser.add_argument("patterns", nargs="+", help="Mutants to run, as in `mutmut run`.")
     parser.add_argument("--seconds", type=float, default=3600, help="Stop after this time.")
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds
-    os.chdir("mutants")
-    sys.path.insert(0, os.getcwd())
+    package = importlib.import_module("hvd_bert").__file__ or ""
+    if not (Path(package).is_relative_to(Path.cwd()) and Path("mutmut-stats.json").exists()):
+        raise SystemExit(f"{package} has no mutants: start this in the folder mutants with PYTHONPATH=$PWD.")
     draw_the_same_examples()
     for module in Path("tests/mutmut_preload.txt").read_text().split():
         importlib.import_module(module)
