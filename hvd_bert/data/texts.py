@@ -162,7 +162,10 @@ def _csv(path: str, text: str, delimiter: str) -> Iterator[tuple[str, dict[str, 
         delimiter=delimiter,
         quoting=csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL,
     )
-    names = list(reader.fieldnames or ())
+    try:
+        names = list(reader.fieldnames or ())
+    except csv.Error as error:  # under Python 3.10 a NUL byte; later versions read it
+        raise UserError(f"{path}: the first line cannot be read as CSV ({error}). Fix the file.") from None
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"{path}: the first line names the column `{twice}` more than once. Fix the file.")
