@@ -140,4 +140,4 @@ def listening(folder: Path, rank: int) -> set[tuple[str, str]]:
     for program, address in json.loads((folder / str(rank)).read_text()):
         own = "loopback" if address.startswith("127.") else "eth0" if address.startswith("10.77.0.") else "all"
         found.add((program, own if address not in ("0.0.0.0", "::") else "all"))
-    return {(program, where) for program, where in found if program.rstrip(":") not in ("sshd", "slurmd")}
+    return {(program, where) for program, where in found if program not in ("sshd", "slurmd")}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import HOSTS, RANK_INFOS, SMALL, Cluster, losses, results
+from harness import FOLDER, HOSTS, RANK_INFOS, SMALL, Cluster, listening, losses, results
 
 pytestmark = pytest.mark.cluster
 STEPS = f"{SMALL} 4 --output_dir out --per_device_train_batch_size"
@@ -29,6 +29,17 @@ STARTED = {
     "torchrun, ddp": f"{ONE_EACH} {AGENTS} -m {{train}} --strategy ddp",
     "horovodrun, fsdp": "horovodrun -np 4 -H a100-01:2,a100-02:2 python -m {train} --strategy fsdp",
 }
+# What listens on the host of rank 0 and on the other one, by docs/guides/cluster.md.
+RANK, LAUNCHER = {("rank", "eth0")}, {("launcher", "all")}
+SLURM, MPI = ({(name, where) for where in ("all", "loopback")} for name in ("slurmstepd", "orted"))
+LISTENING = {
+    "srun without PMI, ddp": (RANK, RANK),
+    "srun without PMI, fsdp": (RANK, RANK),
+    "srun --mpi=pmix, deepspeed": (RANK | SLURM, RANK | SLURM),
+    "torchrun, horovod": (RANK | LAUNCHER, set()),
+    "torchrun, ddp": (RANK | LAUNCHER, RANK),
+    "horovodrun, fsdp": (RANK | MPI | {("rank", "all")}, RANK | MPI | {("rank", "all")}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +52,16 @@ def one_process(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> l
 
 
 @pytest.mark.parametrize("how", STARTED)
-def test_four_ranks_on_two_hosts(cluster: Cluster, tmp_path: Path, one_process: list[float], how: str) -> None:
+def test_four_ranks_on_two_hosts(
+    cluster: Cluster, tmp_path: Path, one_process: list[float], listeners: Path, how: str
+) -> None:
     if "deepspeed" in how:
         pytest.importorskip("deepspeed")
-    cluster.on("login", f"{STARTED[how].format(train='hvd_bert.train')} {STEPS} 4", tmp_path).expect(0)
+    (tmp_path / "watched.py").symlink_to(FOLDER / "watched.py")
+    env = {"WATCHED_LOG": str(tmp_path / "watched.log"), "WATCHED_LISTENERS": str(listeners)}
+    command = STARTED[how].format(train="watched -m hvd_bert.train")
+    cluster.on("login", f"{command} {STEPS} 4", tmp_path, env).expect(0)
+    assert (listening(listeners, 0), listening(listeners, 2)) == LISTENING[how]
     found = results(tmp_path / "out")
     controller = "gloo" if "horovod" in how.split(", ")[1] else "torch.distributed"
     assert (found["world_size"], found["hosts"], found["controller"]) == (4, HOSTS, controller)

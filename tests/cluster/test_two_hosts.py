@@ -58,7 +58,7 @@ def test_horovodrun_over_gloo_with_a_shared_cache(
     cluster.on("a100-01", f"{command} {STEPS} --output_dir out", tmp_path, env).expect(0)
     check(tmp_path / "out", "gloo", one_host)
     assert sum(tokenised(watched).values()) == 2
-    here = {("horovodrun", "all"), ("rank", "eth0")}  # its rendezvous, and rank 0's store
+    here = {("launcher", "all"), ("rank", "eth0")}  # its rendezvous, and rank 0's store
     assert [listening(listeners, rank) for rank in range(4)] == [here, here, set(), set()]
 
 
@@ -82,8 +82,12 @@ def test_array_of_jobs_on_one_node_each(cluster: Cluster, tmp_path: Path) -> Non
         assert (found["world_size"], found["hosts"], found["job"]["array"]) == (2, [node], f"{job}_{task}")
 
 
-def test_srun_inside_salloc(cluster: Cluster, tmp_path: Path) -> None:
+def test_srun_inside_salloc(cluster: Cluster, tmp_path: Path, watched: dict[str, str], listeners: Path) -> None:
     command = f"salloc --nodes=2 --ntasks-per-node=2 srun --ntasks=2 --mpi=pmix python -m hvd_bert.train {SMALL} 2"
-    outcome = cluster.on("login", f"{command} --output_dir out", tmp_path).expect(0)
+    env = watched | {"WATCHED_LISTENERS": str(listeners)}
+    outcome = cluster.on("login", f"{command} --output_dir out", tmp_path, env).expect(0)
     assert results(tmp_path / "out")["hosts"] == HOSTS
+    slurm = {("slurmstepd", "all"), ("slurmstepd", "loopback")}
+    for rank in range(2):
+        assert listening(listeners, rank) - {("rank", "eth0")} == slurm | {("rank", "all")}
     assert outcome.output.count("The job requested 4 tasks, but only 2 rank(s) run.") == 1, outcome

@@ -49,7 +49,11 @@ def program(folder: Path, pid: int) -> str:
     if (folder / f"{pid}.rank").exists():
         return "rank"
     words = psutil.Process(pid).cmdline() if pid else []
-    return "horovodrun" if any("fork_server" in word for word in words) else Path(words[0] if words else "?").name
+    if any("fork_server" in word for word in words):
+        return "launcher"
+    name = Path(words[0]).name.partition(":")[0] if words else "?"
+    # A task of srun, which here only asks the fork server for the rank, has slurmstepd's sockets as well.
+    return "slurmstepd" if name == "python" else name
 
 
 class Lacking:
