@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from hvd_bert.model.cpu import malloc
 from hvd_bert.model.cpu.malloc import keep_memory
 
 
@@ -44,3 +47,31 @@ def test_freed_memory_is_reused():
     if kept != "True":
         pytest.skip("this C library has no mallopt")
     assert faults == 0 < new_pages("plain")[1]
+
+
+HUGE = """
+import torch
+from hvd_bert.model.cpu.malloc import keep_memory
+
+keep_memory({})
+tensor = torch.ones(64 << 20)
+for line in open("/proc/self/smaps"):
+    words = line.split()
+    if "-" in words[0] and not words[0].endswith(":"):
+        start, end = (int(place, 16) for place in words[0].split("-"))
+    if start <= tensor.data_ptr() + (64 << 20) < end and words[0] == "VmFlags:":
+        print("hg" in words)
+"""
+
+
+def test_the_heap_asks_for_huge_pages():
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this kernel has no huge pages")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run([sys.executable, "-c", HUGE], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+
+
+def test_a_limit_of_the_address_space_is_seen(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**33, 2**33))
+    assert malloc._address_space_is_limited()
