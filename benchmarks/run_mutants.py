@@ -19,6 +19,7 @@ import io
 import json
 import os
 import resource
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -151,9 +152,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600, help="Stop after this time.")
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds
-    package = importlib.import_module("hvd_bert").__file__ or ""
-    if not (Path(package).is_relative_to(Path.cwd()) and Path("mutmut-stats.json").exists()):
-        raise SystemExit(f"{package} has no mutants: start this in the folder mutants with PYTHONPATH=$PWD.")
+    if not Path("mutants/mutmut-stats.json").exists():
+        raise SystemExit("There are no mutants here: start `mutmut run` before, and this in the same folder.")
+    os.chdir("mutants")
+    os.environ["PYTHONPATH"] = str(Path.cwd())  # also for the processes of tests
+    sys.path.insert(0, str(Path.cwd()))
     draw_the_same_examples()
     for module in Path("tests/mutmut_preload.txt").read_text().split():
         importlib.import_module(module)
