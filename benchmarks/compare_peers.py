@@ -31,9 +31,11 @@ from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 
 PEERS = Path(__file__).resolve().parent / "peers"
 
-# What this trainer sets by itself, for its peers: glibc keeps the memory of a step for the next, oneDNN its kernels.
+# What this trainer sets by itself, for its peers: glibc keeps the memory of a step for the next, in huge pages, and
+# oneDNN keeps its kernels.
 # MALLOC_MMAP_THRESHOLD_ would not do: glibc ignores values above 32 MiB, and an embedding's gradient is larger.
 ALLOCATOR = {
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "8589934592",
     "MALLOC_TOP_PAD_": "268435456",
@@ -110,7 +112,7 @@ def command(name: str, args: argparse.Namespace, work: Work, out: Path, steps: i
 
 def environment(variant: Variant, threads: int) -> dict[str, str]:
     """The user's environment, on CPUs; of settings for memory only those of the variant."""
-    own = {"LD_PRELOAD", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"}
+    own = {"GLIBC_TUNABLES", "LD_PRELOAD", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"}
     env = {name: value for name, value in os.environ.items() if name not in own and not name.startswith("MALLOC_")}
     env |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
     env["PATH"] = f"{Path(sys.executable).parent}:{env.get('PATH', '')}"

@@ -1,7 +1,7 @@
 """Runs mutmut's mutants, each in a fork of a process that has already collected the tests.
 
-    mutmut run NAME        # of any mutant: creates all, and the table of tests
-    (cd mutants && PYTHONPATH=$PWD python benchmarks/run_mutants.py 'hvd_bert.data.*')   # those without a result yet
+    mutmut run NAME                                      # of any mutant: creates all, and the table of tests
+    python benchmarks/run_mutants.py 'hvd_bert.data.*'   # those without a result yet
     mutmut results
 
 For each mutant, `mutmut run` imports the package and collects the tests again. Here only the mutants of functions that
@@ -32,7 +32,7 @@ WORDS = {SURVIVED: "survived", ENDED: "ended by the limit of processor time", NO
 
 
 class Mutants:
-    """The mutants in mutmut's folder, which is the working directory, and the tests of their functions."""
+    """The mutants in mutmut's folder, the working directory, and the tests of their functions."""
 
     def __init__(self, patterns: list[str]) -> None:
         statistics = json.loads(Path("mutmut-stats.json").read_text())
@@ -86,7 +86,7 @@ def pytest_status(arguments: list[str], mutant: str) -> int:
     import pytest
 
     os.environ["MUTANT_UNDER_TEST"] = mutant  # read by each function that has mutants
-    options = ["--rootdir=.", "-x", "-q", "--tb=no", "--timeout=60", "-pno:cacheprovider", "-m=not realdata"]
+    options = ["--rootdir=.", "-x", "-q", "--tb=no", "--timeout=600", "-pno:cacheprovider", "-m=not realdata"]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         return int(pytest.main([*options, *arguments]))
 

@@ -11,6 +11,7 @@ import errno
 import io
 import os
 import select
+import stat
 import sys
 from typing import Any, NoReturn
 
@@ -41,14 +42,18 @@ class _Dropping(io.FileIO):
             while left:
                 if not select.select([], [self], [], 0 if self.lost else PATIENCE_S)[1]:
                     raise OSError(f"it was not read for {PATIENCE_S:g} s")
-                # A pipe that is ready takes this many bytes at once. A longer write can wait for its reader for ever.
-                written = super().write(left[: select.PIPE_BUF])
+                # A pipe that is ready takes this many bytes at once, unless other processes fill it meanwhile. A longer
+                # write can wait for its reader for ever.
+                written = super().write(left if self._is_file() else left[: select.PIPE_BUF])
                 left = left[written or 0 :]  # None: a non-blocking stream is full
         except OSError as error:
             if not self.lost and self.fileno() == 1:
                 _warn(error.strerror or error)
             self.lost = True  # later writes are tried: the disk may have space again
         return size
+
+    def _is_file(self) -> bool:
+        return stat.S_ISREG(os.fstat(self.fileno()).st_mode)
 
 
 class _Ending(io.FileIO):

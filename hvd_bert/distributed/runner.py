@@ -31,17 +31,20 @@ from hvd_bert.streams import keep_running
 # From Horovod's and Gloo's messages after another rank has died. Other errors are reported with a traceback.
 _PEER_IS_GONE = ("Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _OUT_OF_MEMORY = (
-    "out of memory. Raise the limit (`ulimit -v`, Slurm's --mem) or halve --per_device_train_batch_size and double"
-    " --gradient_accumulation_steps."
+    "out of memory",
+    "Raise the limit (`ulimit -v`, Slurm's --mem) or halve --per_device_train_batch_size and double"
+    " --gradient_accumulation_steps.",
 )
-# Words of errors at a limit of the process -> the message in place of a traceback.
+# Words of errors at a limit of the process -> what is wrong, and what to do: the message in place of a traceback.
 _LIMITS = {
     "can't allocate memory": _OUT_OF_MEMORY,  # torch
     os.strerror(errno.ENOMEM): _OUT_OF_MEMORY,
     "failed to map segment": _OUT_OF_MEMORY,  # a library that is loaded
-    os.strerror(errno.EMFILE): "too many open files. Raise the limit (`ulimit -n`).",
-    "can't start new thread": "no thread can be started. Raise the limits (`ulimit -u`, `ulimit -v`; of a container:"
-    " pids).",
+    os.strerror(errno.EMFILE): ("too many open files", "Raise the limit (`ulimit -n`)."),
+    "can't start new thread": (
+        "a thread cannot be started",
+        "Raise the limit of processes (`ulimit -u`, or the container's) or of memory (`ulimit -v`).",
+    ),
 }
 
 
@@ -148,7 +151,9 @@ def _failure(error: Exception, where: str) -> str:
     text = str(error)
     limit = next((said for words, said in _LIMITS.items() if words in text), None)
     if limit or isinstance(error, MemoryError):
-        return f"hvd_bert: {where}: {limit or _OUT_OF_MEMORY}"
+        what, to_do = limit or _OUT_OF_MEMORY
+        reason = text.partition("\n")[0].rstrip(".")
+        return f"hvd_bert: {where}: {what}{f' ({reason})' if reason else ''}. {to_do}"
     if _lost_another_rank(error):
         return f"{where} lost another rank: {str(error).splitlines()[0]}"
     return f"{where} failed:\n{traceback.format_exc()}"

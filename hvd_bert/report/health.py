@@ -1,4 +1,4 @@
-"""Skipped steps and jumps of the loss on a run's page, with the windows of their batches."""
+"""Skipped steps, jumps of the loss and an infinite loss on a run's page, with the windows of their batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_bert.runs.record import Record, number_of
 WORDS = {
     "skipped_step": "skipped: no finite gradient",
     "loss_jump": "jump of the loss",
-    "infinite_loss": "infinite loss, finite gradient",
+    "infinite_loss": "no finite loss, but a finite gradient",
 }
 MAX_ROWS, MAX_NAMES = 50, 8
 

@@ -28,6 +28,7 @@ class StrategyOptions:
         fp16: Scale the losses to the range of fp16.
         bf16: The forward pass runs in bf16 autocast.
         deterministic: Sum in the same order in each run.
+        compiled: torch.compile compiles the model, or its layers.
         fp16_allreduce, gradient_predivide_factor, num_groups: Horovod's; 0 groups: do not group.
         zero_stage: DeepSpeed's.
     """
@@ -37,6 +38,7 @@ class StrategyOptions:
     fp16: bool = False
     bf16: bool = False
     deterministic: bool = False
+    compiled: bool = False
     fp16_allreduce: bool = False
     gradient_predivide_factor: float = 1.0
     num_groups: int = 0

@@ -5,14 +5,15 @@ Comments name the pitfalls of Horovod 0.28 that the code avoids.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from hvd_bert.distributed.world import World
 from hvd_bert.strategies.base import MakeOptimizer, Strategy, StrategyOptions
 from hvd_bert.strategies.word_rows import WordRows, word_embedding
+
+# With more ranks, all their words' rows together may be more bytes than a ring-allreduce of all rows sends.
+MAX_GATHERING = 16
 
 
 class HorovodStrategy(Strategy):
@@ -47,12 +48,12 @@ class HorovodStrategy(Strategy):
         self._finite = True
 
     def _gathered_words(self, options: StrategyOptions) -> WordRows | None:
-        """On CPUs, where it was measured. Neither a group nor a compressed gradient can be sparse."""
-        dense = options.deterministic or options.num_groups or options.fp16_allreduce
-        embedding = word_embedding(self.model)
-        if self._world.size == 1 or self._world.device.type != "cpu" or dense or embedding is None:
+        """On CPUs, where it was measured. No group, compressed gradient or compiled model can have a sparse one."""
+        dense = options.deterministic or options.num_groups or options.fp16_allreduce or options.compiled
+        if dense or self._world.device.type != "cpu" or not 1 < self._world.size <= MAX_GATHERING:
             return None
-        return WordRows(embedding)
+        embedding = word_embedding(self.model)
+        return WordRows(embedding) if embedding else None
 
     def synchronize(self) -> None:
         with self._world.waiting(self._not_averaged):
@@ -64,16 +65,17 @@ class HorovodStrategy(Strategy):
         """Names of the parameters whose averaged gradients have not arrived yet."""
         import horovod.torch as hvd
 
-        def has_arrived(handle: Any) -> bool:
-            if callable(handle):  # a sparse gradient, which cannot be asked for and comes last
-                return False
+        def has_arrived(handle: int) -> bool:
             try:
                 return bool(hvd.poll(handle))
             except (RuntimeError, ValueError):  # already waited for and released
                 return True
 
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        late = [key for key, (handle, _) in self.optimizer._handles.items() if not has_arrived(handle)]
+        handles = {key: handle for key, (handle, _) in self.optimizer._handles.items()}
+        # A sparse gradient has a function in place of a handle, which does not tell whether it has arrived.
+        late = [key for key, handle in handles.items() if not callable(handle) and not has_arrived(handle)]
+        late = late or [key for key, handle in handles.items() if callable(handle)]
         return [names[id(p)] for key in late for p in (key if isinstance(key, tuple) else (key,))]
 
     def clip(self) -> Tensor:

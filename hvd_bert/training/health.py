@@ -64,7 +64,7 @@ class Health:
         self._skips.add(self._step)
         losses = np.array(self.world.allgather(loss))
         bad = np.flatnonzero(~np.isfinite(losses))
-        batch = self._batch(self._step, bad if len(bad) else np.arange(self.world.size), losses)
+        batch = self._batch("skipped_step", self._step, bad if len(bad) else np.arange(self.world.size), losses)
         self._record("skipped_step", step=self._step, grad_norm=str(grad_norm), batch=batch)
         what = (
             f"The loss of {describe_ranks(bad.tolist())} is {losses[bad[0]]}"
@@ -101,7 +101,7 @@ class Health:
             return f"The loss is {loss} at step {step}, or since the last log line: training has diverged."
         number, losses = next(iter(bad.items()))
         ranks = np.flatnonzero(~np.isfinite(losses))
-        batch = self._batch(number, ranks, losses)
+        batch = self._batch("infinite_loss", number, ranks, losses)
         self._record("infinite_loss", step=number, batch=batch)
         what = f"The loss of {describe_ranks(ranks.tolist())} is {losses[ranks[0]]} at step {number}"
         return f"{what}, although the gradient is finite: training has diverged.{_shown(batch)}"
@@ -118,16 +118,16 @@ class Health:
             before = np.array(self._before)
             mean, deviation = float(before.mean()), float(before.std())
             if loss > mean + max(DEVIATIONS * deviation, MIN_JUMP):
-                batch = self._batch(step, np.argsort(-losses, kind="stable"), losses)
+                batch = self._batch("loss_jump", step, np.argsort(-losses, kind="stable"), losses)
                 if self._record("loss_jump", step=step, loss=loss, mean=mean, deviation=deviation, batch=batch):
                     many = len(self._before)
                     text = "The loss jumped to %.4g at step %d; its mean over the %d steps before is %.4g.%s"
                     log.info(text, loss, step, many, mean, _shown(batch))
         self._before.append(loss)
 
-    def _batch(self, step: int, ranks: NDArray[np.int64], losses: Losses) -> list[dict[str, Any]]:
+    def _batch(self, event: str, step: int, ranks: NDArray[np.int64], losses: Losses) -> list[dict[str, Any]]:
         """Mean loss and windows of these ranks in a step, for rank 0."""
-        if self.world.rank != 0 or max(self._events.values(), default=0) >= MAX_EVENTS:
+        if self.world.rank != 0 or self._events[event] >= MAX_EVENTS:
             return []
         windows = len(self.plan.step_windows(step - 1))
         found = []

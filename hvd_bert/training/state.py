@@ -166,6 +166,7 @@ def strategy_options(config: Config, accumulation: int) -> StrategyOptions:
         fp16=train.fp16,
         bf16=train.bf16,
         deterministic=train.deterministic,
+        compiled=train.torch_compile,
         fp16_allreduce=parallel.fp16_allreduce,
         gradient_predivide_factor=parallel.gradient_predivide_factor,
         num_groups=parallel.num_groups,

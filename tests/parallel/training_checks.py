@@ -313,7 +313,7 @@ def gradient_predivide_factor_keeps_the_mean(ranks: Ranks) -> None:
 
 @check
 def only_a_single_plain_gradient_is_sparse(ranks: Ranks) -> None:
-    for flags in ((), ("--num_groups", 2), ("--fp16_allreduce",)):
+    for flags in ((), ("--num_groups", 2), ("--fp16_allreduce",), ("--torch_compile",)):
         training = Training(ranks.world, *flags)
         strategy = training.wrap()
         training.backward(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from hvd_bert.strategies.word_rows import WordRows, word_embedding
 
@@ -79,3 +79,13 @@ def test_models_without_trained_words_have_none():
     model.embeddings.word_embeddings.weight.requires_grad = False
     assert word_embedding(model) is None
     assert word_embedding(nn.Linear(2, 2)) is None
+
+
+def test_words_whose_weight_has_another_use_stay_dense():
+    settings = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 4}
+    assert word_embedding(BertForMaskedLM(BertConfig(vocab_size=WORDS, **settings))) is None  # tied to its last layer
+    embedding = made()
+    rows = WordRows(embedding)
+    (embedding(torch.tensor([1, 2])).sum() + embedding.weight.sum()).backward()
+    rows.make_dense()
+    assert embedding.weight.grad.sum(1).tolist() == [3, 6, 6, *[3] * 8]

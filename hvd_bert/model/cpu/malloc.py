@@ -1,4 +1,4 @@
-"""Keeps freed memory in the process, in huge pages; by default, glibc returns large blocks after each step."""
+"""Keeps freed memory in the process and asks for huge pages; glibc returns large blocks to the system by default."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ def keep_memory(environ: Mapping[str, str] = os.environ) -> bool:
     # No separate mapping for a large tensor, no trimming of the heap, and growth in large pieces.
     settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, _GROW_BY))
     kept = all(mallopt(name, value) == 1 for name, value in settings)
-    if kept and not _address_space_is_limited():
+    if kept and not _memory_is_counted_unused():
         _use_huge_pages(libc)
     return kept
 
 
-def _address_space_is_limited() -> bool:
-    """By `ulimit -v`, or by a kernel that counts memory before it is used."""
+def _memory_is_counted_unused() -> bool:
+    """By `ulimit -v` or `-d`, or by a kernel that gives away no more memory than it has."""
     policy = Path("/proc/sys/vm/overcommit_memory")
     strict = policy.exists() and policy.read_text().strip() == "2"
-    return strict or resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    limits = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+    return strict or any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits)
 
 
 def _use_huge_pages(libc: ctypes.CDLL) -> None:
     """Let the first part of the heap use pages of 2 MiB where the kernel gives them on demand only, as on Debian.
 
-    A step goes through hundreds of MiB. With pages of 4 KiB, a tenth of its time went into finding them.
+    A step goes through hundreds of MiB. docs/evidence/benchmarks.md has what pages of 4 KiB cost.
     """
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
