@@ -1,7 +1,7 @@
 """Runs mutmut's mutants, each in a fork of a process that has already collected the tests.
 
-    mutmut run NAME                                      # of any mutant: creates all, and the table of tests
-    python benchmarks/run_mutants.py 'hvd_bert.data.*'   # those without a result yet
+    mutmut run NAME   # of any mutant: creates all, and the table of tests
+    PYTHONPATH=mutants python benchmarks/run_mutants.py 'hvd_bert.data.*'   # those without a result yet
     mutmut results
 
 For each mutant, `mutmut run` imports the package and collects the tests again. Here only the mutants of functions that
@@ -19,7 +19,6 @@ import io
 import json
 import os
 import resource
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -156,7 +155,9 @@ def main() -> None:
         raise SystemExit("There are no mutants here: start `mutmut run` before, and this in the same folder.")
     os.chdir("mutants")
     os.environ["PYTHONPATH"] = str(Path.cwd())  # also for the processes of tests
-    sys.path.insert(0, str(Path.cwd()))
+    package = importlib.import_module("hvd_bert").__file__ or ""
+    if not Path(package).is_relative_to(Path.cwd()):
+        raise SystemExit(f"{package} has no mutants: start this with PYTHONPATH=mutants.")
     draw_the_same_examples()
     for module in Path("tests/mutmut_preload.txt").read_text().split():
         importlib.import_module(module)

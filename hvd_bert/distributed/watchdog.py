@@ -28,6 +28,7 @@ WARN_S, END_S = 120, 600  # for a step's collectives; longer than one rank takes
 LONGEST_S = 2 * 3600.0  # while one rank downloads, tokenizes, evaluates or writes
 TURN_S = 6.0  # between two ranks' reports: a launcher ends the second rank within 5 s of the first one's end
 ANSWER_S = 10.0  # a store behind a dead link does not answer
+LISTED = "the tensors that Horovod lists above"
 _TAG = 7  # of this module's MPI messages
 
 
@@ -120,6 +121,7 @@ class Watchdog:
         self._rank, self._hosts, self.step_s, self._arrivals, self._abort = rank, hosts, step_s, arrivals, abort
         self._turn_s = TURN_S * min(rank, 10)
         self._number = 0
+        self._noted: tuple[int, Sequence[str]] = 0, []  # a wait, and what had not arrived after a tenth of its limit
         self._wait: tuple[int, float, float, Callable[[], Sequence[str]]] | None = None  # number, begin, limit, names
         threading.Thread(target=self._run, name="stall watch", daemon=True).start()
 
@@ -137,7 +139,8 @@ class Watchdog:
             if "Horovod has been shut down" in str(error) and 2 * waited > limit_s:
                 self._wait = None
                 time.sleep(self._turn_s)
-                self._end(self._number, waited, ["the tensors that Horovod lists above"])
+                number, names_then = self._noted
+                self._end(self._number, waited, names_then if number == self._number else [LISTED])
             raise
         finally:
             self._wait = None
@@ -159,6 +162,7 @@ class Watchdog:
             current = number
             if 10 * waited > limit_s and number > announced:  # early, so that all waiting ranks have when one asks
                 announced = number
+                self._noted = number, _safely(names)
                 self._announce(number)
             if waited > limit_s + self._turn_s:
                 self._end(number, limit_s, _safely(names))

@@ -111,4 +111,19 @@ def test_inspector_that_comes_first_is_a_stall(monkeypatch, capsys, waited, mess
         now[0] += waited
         raise RuntimeError(message)
     assert statuses == [EXIT_FAILURE] * ends
-    assert ("the tensors that Horovod lists above" in capsys.readouterr().err) == ends
+    assert (watchdog.LISTED in capsys.readouterr().err) == ends
+
+
+def test_inspector_that_comes_first_does_not_lose_the_names(monkeypatch, capsys):
+    store, arrived = HashStore(), threading.Event()
+    stall_watchdog = Watchdog(0, ["one", "two"], 0.1, StoreArrivals(store, 0, 2), lambda _: None)
+    with (
+        pytest.raises(RuntimeError),
+        stall_watchdog.over(10, lambda: [] if arrived.is_set() else ["a weight"]),
+    ):
+        store.wait(["wait 1 0"])  # announced, after a tenth of the limit
+        arrived.set()  # Horovod forgets what it waits for
+        now = watchdog.time.monotonic()
+        monkeypatch.setattr(watchdog.time, "monotonic", lambda: now + 9)
+        raise RuntimeError("Horovod has been shut down")
+    assert "to reach a weight. " in capsys.readouterr().err
