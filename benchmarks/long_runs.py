@@ -56,9 +56,8 @@ class Recorder:
     def __init__(self, folder: Path, rank: int, out: Path) -> None:
         self._file = (folder / f"rank{rank}.jsonl").open("a", encoding="utf-8")
         self._out, self._process = (out if rank == 0 else None), psutil.Process()
-        self._times = [
-            (time.perf_counter(), time.thread_time())
-        ]  # at the beginning of each block since the last record
+        # At the beginning of each block since the last record.
+        self._times = [(time.perf_counter(), time.thread_time())]
 
     def __call__(self, step: int) -> None:
         if step % BLOCK == 1:
