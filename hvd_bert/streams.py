@@ -39,21 +39,19 @@ class _Dropping(io.FileIO):
         left = memoryview(data)
         size = left.nbytes
         try:
+            # A pipe that is ready takes this many bytes at once, unless other processes fill it meanwhile. A longer
+            # write can wait for its reader without end.
+            at_once = size if stat.S_ISREG(os.fstat(self.fileno()).st_mode) else select.PIPE_BUF
             while left:
                 if not select.select([], [self], [], 0 if self.lost else PATIENCE_S)[1]:
                     raise OSError(f"it was not read for {PATIENCE_S:g} s")
-                # A pipe that is ready takes this many bytes at once, unless other processes fill it meanwhile. A longer
-                # write can wait for its reader for ever.
-                written = super().write(left if self._is_file() else left[: select.PIPE_BUF])
+                written = super().write(left[:at_once])
                 left = left[written or 0 :]  # None: a non-blocking stream is full
         except OSError as error:
             if not self.lost and self.fileno() == 1:
                 _warn(error.strerror or error)
             self.lost = True  # later writes are tried: the disk may have space again
         return size
-
-    def _is_file(self) -> bool:
-        return stat.S_ISREG(os.fstat(self.fileno()).st_mode)
 
 
 class _Ending(io.FileIO):

@@ -36,15 +36,14 @@ class WordRows:
 
     def make_dense(self) -> None:
         """Replace the gathered gradient by a dense one. Rows of equal words are added in the order of the ranks."""
-        if (
-            self._weight.grad is None or not self._weight.grad.is_sparse
-        ):  # the model also uses the weight in another way
+        gradient = self._weight.grad
+        if gradient is None or not gradient.is_sparse:  # the model also uses the weight in another way
             return
         if self._dense.view(-1)[0].isnan():  # the last step clipped by a norm that was NaN, so all rows may be NaN
             self._dense.zero_()
         self._dense.index_fill_(0, self._rows, 0.0)  # those of the last step; the others are still zero
-        self._rows = self._weight.grad._indices()[0]
-        self._dense.index_add_(0, self._rows, self._weight.grad._values())
+        self._rows = gradient._indices()[0]
+        self._dense.index_add_(0, self._rows, gradient._values())
         self._weight.grad = self._dense
 
 

@@ -103,11 +103,7 @@ def limited(kind: int, value: int) -> Iterator[None]:
         ("RLIMIT_AS", lambda: mmap.mmap(-1, 2**33), MEMORY),
         # A user's limit of processes, which root does not have, gives the same error.
         ("RLIMIT_AS", in_a_thread_of_8_gib, THREADS),
-        (
-            "RLIMIT_NOFILE",
-            lambda: os.open(os.devnull, os.O_RDONLY),
-            FILES,
-        ),
+        ("RLIMIT_NOFILE", lambda: os.open(os.devnull, os.O_RDONLY), FILES),
         ("RLIMIT_NOFILE", lambda: socket.create_server(("", 0)), FILES),
     ],
     ids=["Python", "torch", "system", "thread", "file", "socket"],
