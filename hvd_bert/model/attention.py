@@ -194,14 +194,15 @@ class _Attention(torch.autograd.Function):
     ) -> torch.Tensor:
         query, key, value = query * scaling, key.detach(), value.detach()
         output = torch.empty_like(value, memory_format=torch.contiguous_format)
+        scratch = _for_pairs(query, lengths)
         kept = []
         for q, k, v, out in _split(lengths, query, key, value, output):
-            scores, near = _product(q, k.transpose(1, 2)), _near(q, reach)
+            scores, near = product(q, k.transpose(1, 2), _pairs(scratch, q)), _near(q, reach)
             if near is not None:
                 scores.masked_fill_(~near, float("-inf"))
-            probabilities = torch.softmax(scores.float(), -1).to(scores.dtype)
+            probabilities = torch.softmax(scores, -1, dtype=torch.float32).to(scores.dtype)
             keep = keep_mask(probabilities.shape, dropout)
-            product(masked(probabilities, keep), v, out)
+            product(masked(probabilities, keep, out=scores), v, out)
             kept += [probabilities, keep]
         ctx.save_for_backward(query, key, value, *kept)
         ctx.lengths, ctx.scale, ctx.scaling = lengths, kept_scale(dropout), scaling
@@ -213,18 +214,29 @@ class _Attention(torch.autograd.Function):
         query, key, value, *kept = ctx.saved_tensors
         gradients = [torch.empty_like(key, memory_format=torch.contiguous_format) for _ in range(3)]
         parts = _split(ctx.lengths, query, key, value, gradient * ctx.scale, *gradients)
+        first, second = _for_pairs(query, ctx.lengths), _for_pairs(query, ctx.lengths)
         for (q, k, v, g, of_q, of_k, of_v), probabilities, keep in zip(parts, kept[::2], kept[1::2], strict=True):
-            of_probabilities = masked(_product(g, v.transpose(1, 2)), keep)
-            product(masked(probabilities, keep).transpose(1, 2), g, of_v)
-            of_scores = torch._softmax_backward_data(of_probabilities, probabilities, -1, probabilities.dtype)
+            of_probabilities = _pairs(first, q)
+            product(g, v.transpose(1, 2), of_probabilities)
+            masked(of_probabilities, keep, out=of_probabilities)
+            product(masked(probabilities, keep, out=_pairs(second, q)).transpose(1, 2), g, of_v)
+            of_scores = _pairs(second, q)
+            torch._softmax_backward_data(of_probabilities, probabilities, -1, probabilities.dtype, grad_input=of_scores)
             product(of_scores, k, of_q)
             product(of_scores.transpose(1, 2), q, of_k)
         gradients[0].mul_(ctx.scaling)
         return *gradients, None, None, None, None
 
 
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return product(left, right, left.new_empty(*left.shape[:-1], right.shape[-1]))
+def _for_pairs(query: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Memory for a number per head and pair of tokens, for one window after the other: it stays in the CPU's cache."""
+    return query.new_empty(query.shape[1] * max(lengths) ** 2)
+
+
+def _pairs(memory: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """[heads, T, T], uninitialized, at the start of `memory`. `tokens`: [heads, T, head size]."""
+    heads, length, _ = tokens.shape
+    return memory[: heads * length**2].view(heads, length, length)
 
 
 def register() -> None:

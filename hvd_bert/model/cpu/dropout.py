@@ -35,9 +35,11 @@ def keep_mask(shape: torch.Size, p: float) -> torch.Tensor:
     return keep.view(torch.int8).neg_()
 
 
-def masked(values: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """`values`, 0 where `keep` is 0. Twice as fast as a product of bfloat16 with int8."""
-    return (values.view(BITS_OF[values.dtype]) & keep).view(values.dtype)
+def masked(values: torch.Tensor, keep: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write `values`, 0 where `keep` is 0, to `out`, which may be `values`. Twice as fast as bfloat16 times int8."""
+    bits = BITS_OF[values.dtype]
+    torch.bitwise_and(values.view(bits), keep, out=out.view(bits))
+    return out
 
 
 def kept_scale(p: float) -> float:
@@ -60,13 +62,13 @@ class _Dropout(torch.autograd.Function):
         keep = keep_mask(values.shape, p)
         ctx.save_for_backward(keep)
         ctx.scale = kept_scale(p)
-        return masked(values, keep).mul_(ctx.scale)
+        return masked(values, keep, torch.empty_like(values)).mul_(ctx.scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (keep,) = ctx.saved_tensors
-        return masked(gradient, keep).mul_(ctx.scale), None
+        return masked(gradient, keep, torch.empty_like(gradient)).mul_(ctx.scale), None
 
 
 class Dropout(nn.Dropout):
