@@ -88,7 +88,8 @@ def main() -> None:
     pauses = [row["checkpoint_pause_s"] for row in rows if row.get("checkpoint_pause_s")]
     writes = [row["checkpoint_write_s"] for row in rows if row.get("checkpoint_write_s")]
     # No line has the last write if it ended after the last step.
-    ratios = [pause / write for pause, write in zip(pauses, writes, strict=False)]
+    paired = pauses[:-1] if len(writes) == len(pauses) - 1 else pauses
+    ratios = [pause / write for pause, write in zip(paired, writes, strict=True)]
     print(f"pauses in order: {', '.join(f'{pause:.2f}' for pause in pauses)} s; the end waits for the last write")
     print(
         f"pause: {spread(pauses, 2)} s; write: {spread(writes, 2)} s; ratio: {spread(ratios, 3)}, {len(ratios)} saves"

@@ -216,11 +216,10 @@ class _Attention(torch.autograd.Function):
         parts = _split(ctx.lengths, query, key, value, gradient * ctx.scale, *gradients)
         first, second = _for_pairs(query, ctx.lengths), _for_pairs(query, ctx.lengths)
         for (q, k, v, g, of_q, of_k, of_v), probabilities, keep in zip(parts, kept[::2], kept[1::2], strict=True):
-            of_probabilities = _pairs(first, q)
-            product(g, v.transpose(1, 2), of_probabilities)
+            of_probabilities = product(g, v.transpose(1, 2), _pairs(first, q))
             masked(of_probabilities, keep, out=of_probabilities)
-            product(masked(probabilities, keep, out=_pairs(second, q)).transpose(1, 2), g, of_v)
-            of_scores = _pairs(second, q)
+            of_scores = _pairs(second, q)  # at first the masked probabilities
+            product(masked(probabilities, keep, out=of_scores).transpose(1, 2), g, of_v)
             torch._softmax_backward_data(of_probabilities, probabilities, -1, probabilities.dtype, grad_input=of_scores)
             product(of_scores, k, of_q)
             product(of_scores.transpose(1, 2), q, of_k)
