@@ -174,9 +174,11 @@ def train(name: str, args: argparse.Namespace, work: Work, run_name: str, steps:
     return rows
 
 
-def timed_steps(name: str, args: argparse.Namespace) -> int:
-    """Fewer if every window is padded, since all steps then do the same work."""
-    return int(args.padded_steps if VARIANTS[name].padded else args.steps)
+def steps_of(name: str, args: argparse.Namespace) -> tuple[int, int]:
+    """Untimed and timed steps. Fewer if every window is padded, since all steps then do the same work."""
+    if VARIANTS[name].padded:
+        return min(args.warmup, args.padded_steps), args.padded_steps
+    return args.warmup, args.steps
 
 
 def compare(args: argparse.Namespace, work: Work) -> dict[str, list[Timing]]:
@@ -184,9 +186,9 @@ def compare(args: argparse.Namespace, work: Work) -> dict[str, list[Timing]]:
     runs: dict[str, list[Timing]] = {name: [] for name in args.variants}
     for number in range(args.repeats):
         for name in args.variants if number % 2 == 0 else reversed(args.variants):
-            steps = timed_steps(name, args)
-            rows = train(name, args, work, f"round{number + 1}-{name}", args.warmup + steps, args.seed + number)
-            result = timing(rows, args.warmup, steps, args.per_device_train_batch_size * args.ranks)
+            warmup, steps = steps_of(name, args)
+            rows = train(name, args, work, f"round{number + 1}-{name}", warmup + steps, args.seed + number)
+            result = timing(rows, warmup, steps, args.per_device_train_batch_size * args.ranks)
             print(f"  {result.windows_per_s:.2f} windows/s", file=sys.stderr, flush=True)
             runs[name].append(result)
     return runs
@@ -208,7 +210,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     # The HF Trainer sorts 50 batches of a rank at a time by length, the longest first. 25 steps of two ranks are one
     # such group, so they have long and short windows in the data's proportions.
     add("--steps", type=int, default=25, help="Timed steps per run. (default: %(default)s)")
-    add("--padded_steps", type=int, default=10, help="Timed steps if every window is padded. (default: %(default)s)")
+    padded_help = "Timed steps, and at most as many untimed ones, if every window is padded. (default: %(default)s)"
+    add("--padded_steps", type=int, default=10, help=padded_help)
     add("--preflight_steps", type=int, default=4, help="Steps whose losses must agree. (default: %(default)s)")
     add("--tolerance", type=float, help="Their maximum relative difference. (default: 1e-4, with --bf16 0.02)")
     add("--ranks", type=int, default=2, help="World size. (default: %(default)s)")
@@ -255,9 +258,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "preflight": {"losses": losses, "largest_relative_difference": worst},
         "environments": {name: dict(VARIANTS[name].environment) for name in args.variants},
         "commands": {
-            name: shlex.join(
-                command(name, args, timed, args.out / name, args.warmup + timed_steps(name, args), args.seed)
-            )
+            name: shlex.join(command(name, args, timed, args.out / name, sum(steps_of(name, args)), args.seed))
             for name in args.variants
         },
         "runs": {

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from datasets import Dataset
-from step_times import write_times
+from step_times import leave, write_times
 from transformers import (
     AutoModelForQuestionAnswering,
     AutoTokenizer,
@@ -65,6 +65,7 @@ def main() -> None:
     if trainer.is_world_process_zero():
         losses = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
         write_times(peer.times_file, times.ends, losses, times.tokens)
+    leave()
 
 
 if __name__ == "__main__":

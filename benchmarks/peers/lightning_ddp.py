@@ -17,7 +17,7 @@ from pathlib import Path
 import lightning
 import torch
 from datasets import Dataset
-from step_times import write_times
+from step_times import leave, write_times
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoModelForQuestionAnswering, get_linear_schedule_with_warmup
 
@@ -93,6 +93,7 @@ def main() -> None:
     trainer.fit(QuestionAnswering(args.model_name_or_path, args.learning_rate), loader)
     if trainer.is_global_zero:
         write_times(args.times_file, times.ends, times.losses)
+    leave()
 
 
 if __name__ == "__main__":

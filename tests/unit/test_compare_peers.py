@@ -117,6 +117,14 @@ def test_variants_take_turns(tmp_path, monkeypatch, work, capsys):
     assert (tmp_path / "out" / "peers.json").is_file()
 
 
+def test_padded_variants_need_fewer_steps():
+    args = compare_peers.parse(["--model_name_or_path", "M", "--train_file", "T", "--out", "O", "--warmup", "50"])
+    assert compare_peers.steps_of("hf_best", args) == (50, 25)
+    assert compare_peers.steps_of("hf_run_qa", args) == (10, 10)
+    args.warmup = 0
+    assert compare_peers.steps_of("hf_run_qa", args) == (0, 10)
+
+
 def test_no_ratio_where_the_losses_differ(tmp_path, monkeypatch, work, capsys):
     with pytest.raises(UserError, match="not compared"):
         start(tmp_path, monkeypatch, work, {"ours": 6.0, "hf_run_qa": 6.01})
