@@ -115,6 +115,14 @@ def test_products_of_many_shapes_leave_little_memory_behind_and_the_last_one_is_
     assert "cache_miss" in last and "cache_hit" in again
 
 
+@pytest.mark.usefixtures("library")
+def test_the_storage_of_a_weight_can_still_be_resized_as_fsdp_does():
+    layer = Linear(24, 40)
+    layer(torch.randn(5, 24)).sum().backward()
+    layer.weight.untyped_storage().resize_(0)
+    assert layer.weight.untyped_storage().nbytes() == 0
+
+
 def test_unsupported_input_uses_torchs_own_layer(monkeypatch):
     def refuse(*_):
         raise AssertionError("oneDNN was called")

@@ -23,7 +23,8 @@ def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch
 
 def by_numpy(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Write the product of matrices, or of B matrices, to `out` and return it."""
-    np.matmul(left.detach().numpy(), right.detach().numpy(), out=out.numpy())
+    # Tensor.numpy() would make a weight's storage fixed in size, but FSDP frees it between two uses.
+    np.matmul(np.from_dlpack(left.detach()), np.from_dlpack(right.detach()), out=out.numpy())
     return out
 
 
