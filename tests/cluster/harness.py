@@ -22,7 +22,7 @@ FOLDER = Path(__file__).resolve().parent
 JOB_SCRIPT = REPOSITORY / "scripts" / "hvd.slurm"
 HOROVODRUN_SCRIPT = REPOSITORY / "scripts" / "horovodrun.sh"
 # Far above the 15 to 25 s that a test needs on two idle cores.
-TIMEOUT_S = float(os.environ.get("HVD_BERT_TEST_TIMEOUT_S", "110")) * 2
+TIMEOUT_S = float(os.environ.get("HVD_BERT_TEST_TIMEOUT_S", "190")) * 2
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 HOSTS = ["a100-01", "a100-02"]
 # rank, host, local rank and device of four ranks on both hosts
