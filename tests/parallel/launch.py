@@ -23,8 +23,8 @@ from fork_server import start as fork_server
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAMPLE = REPOSITORY / "hvd_bert" / "sample"
 TRAIN = [sys.executable, "-m", "hvd_bert.train"]
-# Far above what a launch of these tests needs on two cores, two launches beside each other (10 to 40 s; on a Zen 3
-# without AVX-512 up to 110 s).
+# Far above what a launch of these tests needs on two cores, two launches at a time: 10 to 40 s. The checks of four
+# ranks, which get twice this limit, took 107 s alone on a Zen 3 without AVX-512, and 251 s among other tests.
 TIMEOUT_S = float(os.environ.get("HVD_BERT_TEST_TIMEOUT_S", "190"))
 _TOKEN = "HVD_BERT_TEST_LAUNCH"  # in the environment of every process of a launch, so that none can hide
 # Variables of a surrounding job would be taken for this launch's. hvd_bert.model.cpu.linear sets the first two, also in
