@@ -41,9 +41,10 @@ from hvd_bert.evaluation.evaluator import Evaluator
 from hvd_bert.evaluation.mode import evaluating
 from hvd_bert.model.bert import model_inputs
 from hvd_bert.model.cpu.malloc import keep_memory
+from hvd_bert.model.flops import forward_flops
 from hvd_bert.predict.answerer import QuestionAnswerer
 from hvd_bert.predict.file_answers import rows_of
-from hvd_bert.training.inputs import Inputs, QuestionSet
+from hvd_bert.tasks.inputs import QuestionSet
 
 PART = 100  # questions at a time
 DOCUMENT = 10**6  # characters
@@ -75,7 +76,7 @@ def speed(folder: str, questions: list[Question]) -> None:
         part = questions[first : first + PART]
         windows = in_memory(part, tokenizer)
         dev = QuestionSet(from_questions("the questions", part), part, windows)
-        evaluator = Evaluator(Inputs(qa.tokenizer, qa.model, None, dev), config, world)
+        evaluator = Evaluator(dev.questions, dev.windows, forward_flops(qa.model).crossover, config, world)
         work: dict[str, Callable[[], object]] = {
             "evaluation": partial(evaluator, qa.model),
             "predict": partial(rows_of, part, qa),

@@ -31,11 +31,11 @@ from hvd_bert.config import command_line
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed.runner import run_as_rank
 from hvd_bert.distributed.world import World
+from hvd_bert.tasks.inputs import Inputs, TrainingSet
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.train.loop import Training
 from hvd_bert.train.start import set_up
 from hvd_bert.training.breakdown import Breakdown
-from hvd_bert.training.inputs import Inputs, TrainingSet
 from hvd_bert.training.meter import Meter
 from hvd_bert.training.metrics_log import MetricsLogger
 from hvd_bert.training.reporters.table import start

@@ -14,7 +14,7 @@ from hvd_bert.config.command_line import parse
 from hvd_bert.data.squad import Question
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
-from hvd_bert.training.inputs import Inputs, load_inputs
+from hvd_bert.tasks.inputs import Inputs, load_inputs
 
 LEARNING_RATE = 5e-5
 

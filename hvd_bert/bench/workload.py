@@ -18,8 +18,8 @@ from hvd_bert.model.bert import new_model
 from hvd_bert.model.families import check_flags, family_of, max_tokens, pad_if_needed
 from hvd_bert.model.flops import forward_flops
 from hvd_bert.model.loading import load_config, reported
+from hvd_bert.tasks.inputs import Inputs, TrainingSet, make_plan, weight_copies
 from hvd_bert.tasks.question_answering import QuestionAnswering
-from hvd_bert.training.inputs import Inputs, TrainingSet, make_plan, weight_copies
 
 # Tokens per window: minimum, deciles and maximum over the 3,889 windows of the first 11 articles of SQuAD v1.1's
 # training set, with bert-base-uncased's vocabulary, at most 384 tokens and stride 128.

@@ -16,7 +16,6 @@ from safetensors import SafetensorError
 
 from hvd_bert import __version__
 from hvd_bert.config.settings import Config
-from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.machine import PACKAGES, cpu_name, version_of
@@ -25,7 +24,6 @@ from hvd_bert.publish.public import from_hub
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import partial_of, write_json, writing_to
 from hvd_bert.tasks.base import EvaluationResult, Task
-from hvd_bert.training.optim import warmup_steps
 
 # All files that a run may write. storage/written.py records which of them it wrote.
 RUN_FILES = {
@@ -121,20 +119,6 @@ def save_model(folder: Path, task: Task) -> None:
         if not keep:
             with suppress(OSError):
                 written.delete(partial)
-
-
-def effective_settings(config: Config, plan: BatchPlan, learning_rate: float, world: World) -> dict[str, float]:
-    """Settings that depend on the world size. `learning_rate`: the peak."""
-    total_steps = config.train.total_steps(plan.steps_per_epoch)
-    return {
-        "world_size": world.size,
-        "global_batch": plan.global_batch,
-        "learning_rate": learning_rate,
-        "warmup_steps": warmup_steps(config.train, total_steps),
-        "train_steps": total_steps,
-        "steps_per_epoch": plan.steps_per_epoch,
-        "train_windows": plan.num_windows,
-    }
 
 
 def of_task(task: Task) -> dict[str, Any]:

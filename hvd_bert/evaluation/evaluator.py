@@ -22,6 +22,7 @@ from tqdm import tqdm
 from hvd_bert.config.settings import Config, DataArguments
 from hvd_bert.data.balance import balanced_partition, window_costs
 from hvd_bert.data.collate import Collator
+from hvd_bert.data.squad import Question
 from hvd_bert.data.windows import WindowTable
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_FAILURE
@@ -29,9 +30,7 @@ from hvd_bert.evaluation.mode import evaluating
 from hvd_bert.evaluation.postprocess import Answer, SpanOptions, WindowLogits, answers_of
 from hvd_bert.evaluation.squad_metric import score
 from hvd_bert.model.bert import span_logits, span_losses
-from hvd_bert.model.flops import forward_flops
 from hvd_bert.model.precision import autocast
-from hvd_bert.training.inputs import Inputs
 
 
 @dataclass(frozen=True)
@@ -87,12 +86,16 @@ def window_logits(
 
 
 class Evaluator:
-    """Evaluates a model on the questions of `inputs.dev` with the options in `config.data`."""
+    """Evaluates a model on `questions`, whose windows are `windows`, with the options in `config.data`.
 
-    def __init__(self, inputs: Inputs, config: Config, world: World) -> None:
-        assert inputs.dev is not None
-        self.questions = inputs.dev.questions
-        self.windows = inputs.dev.windows
+    `crossover`: see `window_costs`.
+    """
+
+    def __init__(
+        self, questions: list[Question], windows: WindowTable, crossover: int, config: Config, world: World
+    ) -> None:
+        self.questions = questions
+        self.windows = windows
         self.options = span_options(config.data)
         self.answer_normalization = config.data.answer_normalization
         self.batch_size = config.train.per_device_eval_batch_size
@@ -102,7 +105,7 @@ class Evaluator:
         question = self.windows.column("question")
         tokens = self.windows.lengths
         costs = np.zeros(len(self.questions), dtype=np.int64)  # per question, over its windows
-        np.add.at(costs, question, window_costs(tokens, forward_flops(inputs.model).crossover))
+        np.add.at(costs, question, window_costs(tokens, crossover))
         self.shares = balanced_partition(costs, world.size)  # questions per rank
         mine = np.flatnonzero(np.isin(question, self.shares[world.rank]))
         # Windows of similar length share a batch, the longest first: if memory runs out, it does so at once.

@@ -27,7 +27,7 @@ from hvd_bert.predict.answerer import QuestionAnswerer, blocks
 from hvd_bert.predict.answering import load_model, open_input
 from hvd_bert.predict.unfinished import Row, Unfinished
 from hvd_bert.storage.writing import writing_to
-from hvd_bert.training.inputs import digest_of as tokenizer_digest
+from hvd_bert.tasks.inputs import digest_of as tokenizer_digest
 
 # Keys of a configuration that differ between copies of the same model.
 NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")

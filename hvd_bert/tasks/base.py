@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import safetensors.torch
 from torch import Tensor, nn
@@ -18,7 +18,21 @@ from transformers import PreTrainedModel
 from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import BatchPlan, Ids, Lengths
 from hvd_bert.distributed.world import World
-from hvd_bert.training.meter import Work
+
+
+class Work(Protocol):
+    """A micro-batch, as far as the loop counts it: windows, their tokens, and the same with padding.
+
+    With 0 windows the rank has none left in this step: the batch holds one whose loss must not count, so that all
+    ranks run the same passes.
+    """
+
+    @property
+    def num_windows(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_positions(self) -> int: ...
 
 
 @dataclass(frozen=True)

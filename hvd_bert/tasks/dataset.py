@@ -28,7 +28,7 @@ from hvd_bert.evaluation.mode import evaluating
 from hvd_bert.model.precision import autocast
 from hvd_bert.storage.reading import open_regular
 from hvd_bert.tasks.base import EvaluationResult, Task
-from hvd_bert.training.inputs import make_plan
+from hvd_bert.tasks.inputs import make_plan
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ from hvd_bert.model.late import late_weights
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import replacing
 from hvd_bert.tasks.base import EvaluationResult, Task
-from hvd_bert.training.inputs import Inputs, load_inputs
+from hvd_bert.tasks.inputs import Inputs, load_inputs
 
 
 class QuestionAnswering(Task):
@@ -59,7 +59,10 @@ class QuestionAnswering(Task):
 
     def answer(self, model: nn.Module) -> Evaluation:
         """Answer and score the validation questions. A collective."""
-        self._evaluator = self._evaluator or Evaluator(self.inputs, self._config, self._world)
+        dev = self.inputs.dev
+        assert dev is not None
+        if self._evaluator is None:
+            self._evaluator = Evaluator(dev.questions, dev.windows, self._forward.crossover, self._config, self._world)
         return self._evaluator(model)
 
     def described(self, evaluation: Evaluation) -> EvaluationResult:

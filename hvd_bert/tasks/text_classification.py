@@ -30,8 +30,8 @@ from hvd_bert.model.flops import forward_flops
 from hvd_bert.model.late import late_weights
 from hvd_bert.model.loading import load_config
 from hvd_bert.tasks.dataset import DatasetTask, Examples
+from hvd_bert.tasks.inputs import digest_of, weight_copies
 from hvd_bert.tasks.text_sources import joined, open_texts
-from hvd_bert.training.inputs import digest_of, weight_copies
 
 _TEXTS_AT_ONCE = 1000
 Labelled = tuple[Batch, Tensor]  # packed or padded texts, and the class or number of each

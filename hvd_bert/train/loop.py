@@ -28,7 +28,7 @@ from hvd_bert.train.start import load
 from hvd_bert.training.breakdown import Breakdown, describe_steps
 from hvd_bert.training.health import Health
 from hvd_bert.training.metrics_log import MetricsLogger
-from hvd_bert.training.optim import large_batch_note
+from hvd_bert.training.optim import effective_settings, large_batch_note
 from hvd_bert.training.reporters import table as reporters
 from hvd_bert.training.state import Best, TrainState
 
@@ -116,7 +116,7 @@ class Training:
         self.checkpoints = Checkpoints(self.state, config, task)
         self.health = Health(self.state, task.window_names, config)
         self.recording = Recording(config, self.total_steps, self.state.meter, world)
-        self.effective = run_folder.effective_settings(config, self.plan, self.state.schedule.base_lrs[0], world)
+        self.effective = effective_settings(args, self.plan, self.state.schedule.base_lrs[0], world)
         self.stop_requests = StopRequests(world)
         self.model_step = self.state.step
         self.evaluation: EvaluationResult | None = None

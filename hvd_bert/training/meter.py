@@ -8,29 +8,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from hvd_bert.distributed.world import World
+from hvd_bert.tasks.base import Work
 from hvd_bert.training.last_step import LastStep
 
 # The phases of a step in the order of the step-time summary, described in docs/reference/output-files.md.
 PHASES = ("data", "compute", "exposed_comm", "optimizer", "checkpoint", "other")
 MAX_STEPS = 200  # between two reads whose losses are kept; older ones are forgotten
 Item = TypeVar("Item")
-
-
-class Work(Protocol):
-    """What the meter reads of a micro-batch: windows, their tokens, and the same with padding. With 0 windows the rank
-    has none left in this step: the batch holds one whose loss must not count, so that all ranks run the same passes."""
-
-    @property
-    def num_windows(self) -> int: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def num_positions(self) -> int: ...
 
 
 _TOTALS = ("last_step", "train_s", "loss_sum", "windows", "tokens")

@@ -27,7 +27,7 @@ from hvd_bert.model.precision import autocast
 from hvd_bert.strategies.base import Strategy
 from hvd_bert.strategies.table import make_strategy
 from hvd_bert.strategies.word_rows import word_embedding
-from hvd_bert.training.inputs import Inputs, load_inputs
+from hvd_bert.tasks.inputs import Inputs, load_inputs
 from hvd_bert.training.optim import make_optimizer
 from hvd_bert.training.state import strategy_options
 

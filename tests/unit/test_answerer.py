@@ -18,11 +18,11 @@ from hvd_bert.config.command_line import parse
 from hvd_bert.data import windows
 from hvd_bert.data.tokenization import QuestionBatch
 from hvd_bert.errors import UserError
-from hvd_bert.evaluation.evaluator import Evaluator
 from hvd_bert.model.cpu import linear
 from hvd_bert.predict import answerer
 from hvd_bert.predict.answer import FoundAnswer
-from hvd_bert.training.inputs import load_inputs
+from hvd_bert.tasks.inputs import load_inputs
+from hvd_bert.tasks.question_answering import QuestionAnswering
 
 SETTINGS = {"max_seq_length": 40, "doc_stride": 8, "n_best_size": 5, "max_answer_length": 6}
 
@@ -101,7 +101,8 @@ def test_answers_are_those_of_evaluation(model, questions, write_squad, tmp_path
     flags += [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
     config = parse([*flags, "--null_score_diff_threshold", "-5.5", *["--version_2_with_negative"] * version_2])
     inputs = load_inputs(config, make_world())
-    evaluated = [FoundAnswer.of(answer) for answer in Evaluator(inputs, config, make_world())(inputs.model).answers]
+    evaluation = QuestionAnswering(config, make_world(), inputs).answer(inputs.model)
+    evaluated = [FoundAnswer.of(answer) for answer in evaluation.answers]
     assert {bool(answer.text) for answer in evaluated} == ({True, False} if version_2 else {True})
 
     monkeypatch.setattr(answerer, "BLOCK_QUESTIONS", 7)

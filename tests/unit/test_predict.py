@@ -23,7 +23,7 @@ from hvd_bert.predict.__main__ import main, parse_flags
 from hvd_bert.predict.answer import FoundAnswer
 from hvd_bert.predict.answering import open_input
 from hvd_bert.predict.file_answers import answer_file, identity_of
-from hvd_bert.training.inputs import load_inputs
+from hvd_bert.tasks.inputs import load_inputs
 
 ALONE = Launcher("none", None, None)
 

@@ -14,7 +14,7 @@ from hvd_bert.distributed import world as world_module
 from hvd_bert.distributed.launch import RankInfo
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import UserError
-from hvd_bert.training.inputs import Inputs
+from hvd_bert.tasks.inputs import Inputs
 
 
 def make_world(rank: int = 0, size: int = 1) -> World:

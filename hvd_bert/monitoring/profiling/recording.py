@@ -10,8 +10,9 @@ import errno
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -22,16 +23,23 @@ from hvd_bert.monitoring.profiling.clocks import clock_offset_ns
 from hvd_bert.monitoring.profiling.trace import RankTrace, pack, write_trace
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import writing_to
-from hvd_bert.training.meter import Meter
 
 TIMELINE = "timeline.json"
 TRACE = "trace.json.gz"
 
 
+class Laps(Protocol):
+    """What splits a step into phases (`Meter`)."""
+
+    on_lap: Callable[[str], None] | None
+
+    def lap(self, phase: str) -> None: ...
+
+
 class Recording:
     """Called before and after each step; starts at the first step to record and stops after the last."""
 
-    def __init__(self, config: Config, total_steps: int, meter: Meter, world: World) -> None:
+    def __init__(self, config: Config, total_steps: int, meter: Laps, world: World) -> None:
         """A collective. Raises CollectiveError if the file cannot be written or the run has no such steps."""
         self.config, self.meter, self.world = config.profiling, meter, world
         self._train = config.train

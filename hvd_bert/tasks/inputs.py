@@ -1,4 +1,4 @@
-"""A run's inputs: tokenizer, windows, batch plan, model.
+"""The inputs of question answering: tokenizer, windows, batch plan, model.
 
 They are checked here, so that bad input ends the run before any training.
 """
