@@ -10,7 +10,7 @@ Measures CPU time on one thread. The variants take turns, and ratios are taken t
 4. forward and backward pass of the model on real batches of `--batch` windows, with each layer replaced, in fp32 and
    in bf16 autocast.
 
-Prints Markdown tables of medians. `--profile` adds the share of a step per kind of operation, AdamW included.
+Prints Markdown tables of medians.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from shared import markdown_table, spread
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data import squad, windows
@@ -47,22 +46,6 @@ VARIANTS = {  # which layers are replaced: products, dropout, attention
     "dropout": (False, True, False),
     "attention with dropout": (False, False, True),
     "all": (True, True, True),
-}
-# Kinds of operations -> parts of their names; the first match counts.
-KINDS = {
-    "products of linear layers": ("mm", "addmm", "linear_pointwise"),
-    "attention's products": ("bmm", "baddbmm"),
-    "softmax": ("softmax",),
-    "GELU": ("gelu",),
-    "layer norm": ("layer_norm",),
-    "random numbers": ("random_", "bernoulli"),
-    "dropout's factors": ("mul", "mul_"),
-    "attention, with numpy's products": ("Attention", "AttentionBackward"),
-    "optimizer": ("fused_adamw", "foreach", "linalg_vector_norm", "clip"),
-    "loss": ("nll", "log_softmax"),
-    "copies, cat, split": ("copy_", "cat", "clone", "contiguous"),
-    "residuals": ("add", "add_", "sum"),
-    "embeddings": ("embedding", "index_select"),
 }
 
 
@@ -174,40 +157,6 @@ def steps(model: nn.Module, batches: list[Batch], turns: int) -> None:
     print("\n" + markdown_table(head, rows))
 
 
-def kind_of(operation: str) -> str:
-    """The kind of an operation, from its name in the profiler."""
-    name = operation.split("::")[-1].lstrip("_")
-    for kind, parts in KINDS.items():
-        if any(name == part or (len(part) > 4 and part in name) for part in parts):
-            return kind
-    return "other"
-
-
-def shares(model: nn.Module, batches: list[Batch], variant: str, precision: str) -> None:
-    """The share of a step per kind of operation: loss, backward pass, clipping, AdamW."""
-    use(variant)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-
-    def step(batch: Batch) -> None:
-        with autocast(CPU, precision):
-            loss = window_losses(model, batch).mean()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step(batches[0])
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
-        for batch in batches:
-            step(batch)
-    times: dict[str, float] = defaultdict(float)
-    for event in recorded.key_averages():
-        times[kind_of(event.key)] += event.self_cpu_time_total
-    total = sum(times.values())
-    rows = [[kind, f"{spent / total:.1%}"] for kind, spent in sorted(times.items(), key=lambda item: -item[1])]
-    print("\n" + markdown_table([f"kind of operation ({precision}, replaced: {variant})", "share of a step"], rows))
-
-
 def main() -> None:
     """Load the data, measure, print."""
     parser = argparse.ArgumentParser(description="CPU time of the trainer's CPU layers next to torch's.")
@@ -216,7 +165,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="Windows per batch. (default: %(default)s)")
     parser.add_argument("--batches", type=int, default=6, help="Number of batches. (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=3, help="Runs per variant and batch. (default: %(default)s)")
-    parser.add_argument("--profile", action="store_true", help="Also print the share of a step per kind of operation.")
     flags = parser.parse_args()
     torch.set_num_threads(1)
     keep_memory()
@@ -237,10 +185,6 @@ def main() -> None:
     attention_products((64, 128, 179, 256, 384), heads, hidden // heads, flags.turns)
     dropouts(rows * hidden, flags.turns)
     steps(model, batches, flags.turns)
-    if flags.profile:
-        for precision in ("fp32", "bf16"):
-            for variant in ("none", "all"):
-                shares(model, batches, variant, precision)
 
 
 if __name__ == "__main__":

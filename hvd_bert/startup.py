@@ -94,7 +94,7 @@ def collector_paused() -> Iterator[None]:
     """Pause the garbage collector around large imports, in a command's entry point only: it would find nothing.
 
     The imported objects are then frozen, so that later collections skip them. For torch and transformers this
-    saves 2 s of CPU time per process, half of it at exit (benchmarks/startup.py).
+    saves 2 s of CPU time per process, half of it at exit.
     """
     gc.disable()
     try:

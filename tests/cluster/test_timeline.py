@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from harness import RANK_INFOS, SMALL, Cluster
 from launch import SAMPLE
-from recorded import recorded
+from recorded import FOUR_RANKS, ONE_HOST, horovodrun, recorded, six_layers
 from shaping import shaped
-from two_hosts import FOUR_RANKS, ONE_HOST, horovodrun, six_layers
 
 pytestmark = [
     pytest.mark.cluster,
@@ -40,8 +39,7 @@ def test_a_slow_link_is_found(cluster: Cluster, tmp_path: Path, narrow: str, con
         flags = six_layers(FOUR_RANKS, 7, windows=4, more=narrow)
         slow = recorded(cluster, tmp_path / "slow", FOUR_RANKS, controller, flags, one_host=one_host)
     assert (loopback["ranks"], slow["ranks"]) == (2, 4)
-    # Other tests on these cores make messages slower, never faster than the link. benchmarks/shaped_links.py measures
-    # the rate on a machine without them.
+    # Other tests on these cores make messages slower, never faster than the link.
     assert 0.4 < slow["link_bytes_per_s"] * 8e-9 / SLOW_GBPS < 1.15
     for bound in ("exposed_least_share", "exposed_most_share"):
         assert slow["step"][bound] > loopback["step"][bound]
