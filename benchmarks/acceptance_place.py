@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import compare_peers
-from shared import REPOSITORY
+from shared import REPOSITORY, launch_environment
 
 from hvd_bert.checkpoint.files import name_of
 from hvd_bert.errors import UserError
@@ -62,18 +62,15 @@ class Place:
 
     def environment(self, device: str, gpus: int) -> dict[str, str]:
         """For a command on the CPU, or on the first GPUs."""
-        env = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HVD_BERT_CACHE": str(self.out / "cache")}
+        env = os.environ | launch_environment() | {"HVD_BERT_CACHE": str(self.out / "cache")}
         env |= {name: "1" for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), env.get("PYTHONPATH", "")]))
-        env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
         if device == "cpu":
             env |= {"CUDA_VISIBLE_DEVICES": ""}
             env.setdefault("OMP_NUM_THREADS", "1" if self.device == "cpu" else "4")
         else:
             visible = env.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self.gpus)))
             env["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:gpus])
-        if os.geteuid() == 0:  # Open MPI refuses to run as root otherwise
-            env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         return env
 
     def run(self, name: str, words: Sequence[str], device: str = "", gpus: int = 1) -> str:

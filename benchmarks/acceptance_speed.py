@@ -20,7 +20,7 @@ import compare_peers
 import numpy as np
 from acceptance_place import NotHere, Outcome, Place
 from compare_report import timing
-from shared import REPOSITORY, spread
+from shared import REPOSITORY, in_turns, peer_columns, spread
 from transformers import AutoTokenizer, BertConfig, BertForQuestionAnswering
 
 from hvd_bert.bench.workload import lengths_like_squad, random_windows
@@ -102,15 +102,8 @@ def prepare_peer(place: Place) -> tuple[Path, Path]:
     table = random_windows(lengths, config.vocab_size, seed=42)
     rows = np.arange(count)
     ids = [tokens.tolist() for tokens in table.lists("input_ids", rows)]
-    starts = table.numbers("context_start", rows).tolist()
-    columns = {
-        "input_ids": ids,
-        "token_type_ids": [[int(i >= start) for i in range(len(row))] for row, start in zip(ids, starts, strict=True)],
-        "attention_mask": [[1] * len(row) for row in ids],
-        "start_positions": table.numbers("start_position", rows).tolist(),
-        "end_positions": table.numbers("end_position", rows).tolist(),
-    }
-    Dataset.from_dict(columns).save_to_disk(windows)
+    numbers = [table.numbers(name, rows).tolist() for name in ("context_start", "start_position", "end_position")]
+    Dataset.from_dict(peer_columns(ids, *numbers)).save_to_disk(windows)
     return model, windows
 
 
@@ -141,7 +134,7 @@ class Rounds:
         for number in range(ROUNDS if place.device == "cuda" else 1):
             if number and place.left_s() < ROUND_S:
                 return
-            for name in variants if number % 2 == 0 else reversed(variants):
+            for name in in_turns(list(variants), number):
                 measure, flags = variants[name]
                 if name not in self.errors:
                     try:

@@ -24,8 +24,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from compare_report import Row, Timing, check_losses, compared, machine, table, timing
+from compare_report import Row, Timing, check_losses, compared, table, timing
 from compare_windows import LEARNING_RATE, Work, our_flags, prepare
+from shared import in_turns, launch_environment, machine
 
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 
@@ -114,11 +115,8 @@ def environment(variant: Variant, threads: int) -> dict[str, str]:
     """The user's environment, on CPUs; of settings for memory only those of the variant."""
     own = {"GLIBC_TUNABLES", "LD_PRELOAD", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"}
     env = {name: value for name, value in os.environ.items() if name not in own and not name.startswith("MALLOC_")}
-    env |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
-    env["PATH"] = f"{Path(sys.executable).parent}:{env.get('PATH', '')}"
-    if os.geteuid() == 0:  # Open MPI refuses to run as root otherwise
-        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return env | variant.environment
+    env |= {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
+    return env | launch_environment() | variant.environment
 
 
 def run(words: Sequence[str], env: dict[str, str], log: Path, timeout_s: float) -> None:
@@ -182,10 +180,10 @@ def steps_of(name: str, args: argparse.Namespace) -> tuple[int, int]:
 
 
 def compare(args: argparse.Namespace, work: Work) -> dict[str, list[Timing]]:
-    """The rounds, every second one in reverse order, so that a drift of the machine's speed favours no variant."""
+    """The timings of each variant, one per round."""
     runs: dict[str, list[Timing]] = {name: [] for name in args.variants}
     for number in range(args.repeats):
-        for name in args.variants if number % 2 == 0 else reversed(args.variants):
+        for name in in_turns(args.variants, number):
             warmup, steps = steps_of(name, args)
             rows = train(name, args, work, f"round{number + 1}-{name}", warmup + steps, args.seed + number)
             result = timing(rows, warmup, steps, args.per_device_train_batch_size * args.ranks)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
-import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hvd_bert.errors import UserError
-from hvd_bert.machine import cpu_name, version_of
+from shared import markdown_table, spread
 
-PACKAGES = ("torch", "horovod", "transformers", "accelerate", "lightning", "datasets", "numpy")
+from hvd_bert.errors import UserError
 
 Row = Mapping[str, Any]  # of a step: step_s (seconds), loss, tokens; None: not recorded
 
@@ -48,7 +45,7 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values))
 
     def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.least:.2f} to {self.most:.2f})"
+        return spread([self.least, self.median, self.most], 2)
 
 
 def timing(rows: Sequence[Row], warmup: int, steps: int, global_batch: int) -> Timing:
@@ -103,19 +100,17 @@ def _number(value: float | None) -> str:
 
 def table(runs: Mapping[str, Sequence[Timing]], labels: Mapping[str, str], ours: str) -> str:
     """A Markdown table with a row per variant, in the order of `runs`."""
-    lines = [
-        f"| medians of {len(next(iter(runs.values())))} rounds (range) | windows/s | useful tokens/s"
-        " | windows/s of this trainer over it | tokens/s of this trainer over it |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    head = [f"medians of {len(next(iter(runs.values())))} rounds (range)", "windows/s", "useful tokens/s"]
+    head += ["windows/s of this trainer over it", "tokens/s of this trainer over it"]
+    rows = []
     for name, timings in runs.items():
         tokens = [t.tokens_per_s for t in timings if t.tokens_per_s is not None]
         cells = [labels[name], Spread.of([t.windows_per_s for t in timings])]
         cells.append(f"{statistics.median(tokens):.0f}" if len(tokens) == len(timings) else "-")
         compared = ours in runs and name != ours
         cells += [ratios(runs, ours, name), token_ratios(runs, ours, name) or "-"] if compared else ["-", "-"]
-        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
-    return "\n".join(lines)
+        rows.append([str(cell) for cell in cells])
+    return markdown_table(head, rows)
 
 
 def compared(runs: Mapping[str, Sequence[Timing]], ours: str) -> dict[str, dict[str, Any]]:
@@ -129,10 +124,3 @@ def compared(runs: Mapping[str, Sequence[Timing]], ours: str) -> dict[str, dict[
                 "tokens_per_s": None if tokens is None else asdict(tokens),
             }
     return found
-
-
-def machine() -> dict[str, Any]:
-    """Hardware and versions."""
-    cores = len(os.sched_getaffinity(0))
-    versions = {"python": platform.python_version()} | {package: version_of(package) for package in PACKAGES}
-    return {"hardware": {"cpu": cpu_name(), "cores": cores}, "versions": versions}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from shared import peer_columns
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.data.squad import Question
@@ -129,15 +130,7 @@ def _lay_out(
     order = np.concatenate([plan.step_windows(step) for step in range(plan.steps_per_epoch)])
     rows = inputs.train.windows.arrow.take(order).to_pydict()
     lengths = [len(tokens) for tokens in rows["input_ids"]]
-    features = {
-        "input_ids": rows["input_ids"],
-        "token_type_ids": [
-            [0] * start + [1] * (tokens - start) for start, tokens in zip(rows["context_start"], lengths, strict=True)
-        ],
-        "attention_mask": [[1] * tokens for tokens in lengths],
-        "start_positions": rows["start_position"],
-        "end_positions": rows["end_position"],
-    }
+    features = peer_columns(*(rows[name] for name in ("input_ids", "context_start", "start_position", "end_position")))
     Dataset.from_dict(features).save_to_disk(folder / "windows")
     padded = inputs.tokenizer.pad(features, padding="max_length", max_length=length)
     Dataset.from_dict(dict(padded)).save_to_disk(folder / "padded_windows")

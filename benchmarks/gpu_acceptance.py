@@ -29,8 +29,7 @@ import acceptance_speed
 import acceptance_training
 import torch
 from acceptance_place import NotHere, Outcome, Place
-from compare_report import machine
-from shared import markdown_table
+from shared import machine, markdown_table
 
 from hvd_bert.doctor import probes
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError

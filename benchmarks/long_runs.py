@@ -31,7 +31,7 @@ from typing import Any
 import forked_training
 import psutil
 from kill_campaign import differences
-from shared import REPOSITORY
+from shared import REPOSITORY, launch_environment
 
 from hvd_bert.distributed.runner import run_as_rank
 from hvd_bert.train.__main__ import main as train
@@ -262,9 +262,7 @@ def main() -> int:
     args = parse()
     folder = args.out.absolute()
     folder.mkdir(parents=True)  # fails if it exists
-    os.environ.update(HVD_BERT_CACHE=str(folder / "cache"), OMP_NUM_THREADS="1")
-    if os.geteuid() == 0:  # Open MPI refuses to run as root otherwise
-        os.environ.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    os.environ.update(launch_environment() | {"HVD_BERT_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"})
     if args.campaign == "kills":
         os.environ["HOROVOD_CYCLE_TIME"] = "5"  # an hour of polling once a millisecond would take a core
     if args.campaign == "steps":

@@ -31,8 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from compare_report import machine
-from shared import REPOSITORY, markdown_table, spread
+from shared import REPOSITORY, in_turns, machine, markdown_table, spread
 from transformers import BertConfig
 
 from hvd_bert.bench.measure import FP32_BYTES, STATES, kept_bytes
@@ -87,7 +86,7 @@ def parts(length: int) -> None:
 def runs(pairs: int) -> Iterator[bool]:
     """Whether the next run recomputes; every second pair is in reverse order."""
     for pair in range(pairs):
-        yield from (False, True) if pair % 2 == 0 else (True, False)
+        yield from in_turns((False, True), pair)
 
 
 def resident(batches: list[int], pairs: int) -> None:

@@ -1,12 +1,54 @@
-"""What several benchmarks share: the repository's folder, figures as text, tables in Markdown."""
+"""What several benchmarks share: the environment of a command, hardware and versions, the order of rounds, tables."""
 
 from __future__ import annotations
 
+import os
+import platform
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TypeVar
+
+from hvd_bert.machine import cpu_name, version_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "horovod", "transformers", "accelerate", "lightning", "datasets", "numpy")
+T = TypeVar("T")
+
+
+def machine() -> dict[str, Any]:
+    """Hardware and versions."""
+    cores = len(os.sched_getaffinity(0))
+    versions = {"python": platform.python_version()} | {package: version_of(package) for package in PACKAGES}
+    return {"hardware": {"cpu": cpu_name(), "cores": cores}, "versions": versions}
+
+
+def launch_environment() -> dict[str, str]:
+    """Variables by which a command finds this Python's programs, and Open MPI runs as root, too."""
+    env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+    if os.geteuid() == 0:
+        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return env | {"TOKENIZERS_PARALLELISM": "false"}
+
+
+def in_turns(names: Sequence[T], number: int) -> Sequence[T]:
+    """The order of a round: every second one is reversed, so that a drift of the machine's speed favours no variant."""
+    return names if number % 2 == 0 else names[::-1]
+
+
+def peer_columns(
+    ids: Sequence[Sequence[int]], context_starts: Sequence[int], starts: Sequence[int], ends: Sequence[int]
+) -> dict[str, Any]:
+    """Windows as the peers read them."""
+    pairs = list(zip(ids, context_starts, strict=True))
+    return {
+        "input_ids": ids,
+        "token_type_ids": [[int(place >= start) for place in range(len(tokens))] for tokens, start in pairs],
+        "attention_mask": [[1] * len(tokens) for tokens in ids],
+        "start_positions": starts,
+        "end_positions": ends,
+    }
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
