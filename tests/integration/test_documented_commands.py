@@ -24,7 +24,7 @@ pytestmark = pytest.mark.integration
 # What `<!-- needs: ... -->` above a fence says -> the commands of the fence that need it.
 NEEDS = {
     "cluster": r"(for|done|s(alloc|batch|info|run))\b|.*(a100-\d|--host(file|-discovery)|tests/cluster|cluster_pack)",
-    "containers": r"(docker|apptainer|srun (--[-=\w]+ )+apptainer|python benchmarks/mpijob_on_podman\.py) ",
+    "containers": r"(docker|apptainer|srun (--[-=\w]+ )+apptainer) ",
     "cores": r"mpirun -np 4",
     "names": r".*( \.\.\.|[A-Z]{4}\.\.\.|/scratch/|run_qa\.py)",  # that the reader replaces
     "server": r"tensorboard|.*hvd_bert\.publish\b",

@@ -38,7 +38,6 @@ FOREIGN_FLAGS = {
     "apptainer": {"--nv"},
     "coverage": {"--sort"},
     "docker": {"--cap-add", "--gpus", "--ipc", "--shm-size"},
-    "podman": {"--cgroup-manager", "--runtime", "--storage-driver", "--ulimit"},
     "pip-licenses": {"--format", "--from", "--packages", "--with-system"},
     "tensorboard": {"--logdir"},
     "torchrun": {"--master-port", "--max-restarts", "--rdzv-conf"},
