@@ -76,12 +76,6 @@ class ParallelArguments:
         )
         require(factor <= 1e30, f"--gradient_predivide_factor {factor}: must be at most 1e+30.")
         require(self.num_groups >= 0, f"--num_groups {self.num_groups}: must not be negative.")
-        # Horovod ignores the factor for grouped gradients, so their sums could overflow.
-        require(
-            self.num_groups == 0 or factor == 1.0,
-            f"--num_groups {self.num_groups}: Horovod cannot group gradients with --gradient_predivide_factor."
-            " Leave one of them out.",
-        )
         every = self.check_weights_steps
         require(every >= 0, f"--check_weights_steps {every}: must not be negative.")
         require(

@@ -148,9 +148,6 @@ class Context:
             sent = run.parameters * (2 if config.parallel.fp16_allreduce else 4)
             if min(float(value), float(now)) >= sent:
                 return f"all gradients together are {sent / 1e6:.0f} MB"
-        if knob.name == "groups":
-            if config.train.deterministic:
-                return "--deterministic sends all gradients as one group"
-            if config.parallel.gradient_predivide_factor != 1:
-                return "Horovod does not group gradients with --gradient_predivide_factor"
+        if knob.name == "groups" and config.train.deterministic:
+            return "--deterministic sends all gradients as one group"
         return ""

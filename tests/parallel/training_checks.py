@@ -305,10 +305,21 @@ def fp16_allreduce_overflow_skips_the_step_on_all(ranks: Ranks) -> None:
 
 
 @check
-def gradient_predivide_factor_keeps_the_mean(ranks: Ranks) -> None:
-    training = Training(ranks.world, "--gradient_predivide_factor", 4, "--max_grad_norm", 0)
-    training.wrap()
-    assert_close(training.averaged_gradients(0), training.plain_gradients(0))
+def gradient_predivide_factor_keeps_the_mean_and_its_sums_in_range(ranks: Ranks) -> None:
+    for flags in ((), ("--deterministic",), ("--num_groups", 2)):  # Horovod's own factor does not apply to groups
+        predivided = ("--gradient_predivide_factor", 4096, "--max_grad_norm", 0, *flags)
+        training = Training(ranks.world, *predivided)
+        training.wrap()
+        expected = training.plain_gradients(0)
+        assert_close(training.averaged_gradients(0), expected)
+        training = Training(ranks.world, *predivided, "--fp16_allreduce")
+        training.wrap()
+        factor = 1e6 / max(float(gradient.abs().max()) for gradient in expected.values())  # fp16 ends at 65504
+        training.backward(0, factor)
+        training.strategy.synchronize()
+        whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm() * factor
+        for name, gradient in training.gradients().items():
+            assert (gradient - expected[name] * factor).norm() < 1e-2 * whole, name
 
 
 @check
