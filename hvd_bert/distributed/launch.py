@@ -76,8 +76,21 @@ _LOCAL_RANK = {
     "SLURM_STEP_NUM_TASKS": "SLURM_LOCALID",
 }
 _HOROVOD_VALUES = {"HOROVOD_CONTROLLER": ("mpi", "gloo"), "HOROVOD_CPU_OPERATIONS": ("mpi", "gloo", "ccl")}
-PTY = "SLURM_PTY_PORT"  # of `srun --pty bash`: only its first task has a terminal
 GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
+# Horovod reads a text as 0, and -1 as a huge number, with which it aborts or never sends anything.
+_HOROVOD_NUMBERS = {
+    GLOO_TIMEOUT: (1, 2**32 - 1),
+    "HOROVOD_CACHE_CAPACITY": (0, 2**31 - 1),
+    "HOROVOD_FUSION_THRESHOLD": (0, 2**32 - 1),
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": (0, 2**31 - 1),
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": (0, 2**31 - 1),
+    "HOROVOD_STALL_CHECK_DISABLE": (0, 1),
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": (0, 1),
+    "HOROVOD_HIERARCHICAL_ALLGATHER": (0, 1),
+    "HOROVOD_AUTOTUNE": (0, 1),
+}
+MAX_CYCLE_MS = 10_000
+PTY = "SLURM_PTY_PORT"  # of `srun --pty bash`: only its first task has a terminal
 GLOO_TIMEOUT_S = 30  # Horovod's default
 GLOO_S_PER_RANK = 4
 
@@ -168,8 +181,14 @@ def _check_torchrun(environ: Mapping[str, str], *numbers: str) -> None:
 
 
 def check_horovod(launcher: Launcher, environ: Mapping[str, str]) -> None:
-    """Raise LaunchError for variables with which Horovod would abort every process, without a message of ours."""
-    gloo_timeout_s(environ)
+    """Raise LaunchError for variables with which Horovod would abort, hang or do something else, without a message."""
+    for name, limits in _HOROVOD_NUMBERS.items():
+        number(environ, name, *limits)
+    cycle = environ.get("HOROVOD_CYCLE_TIME", "1")
+    if re.fullmatch(r"[0-9]+\.?[0-9]*", cycle) is None or float(cycle) > MAX_CYCLE_MS:
+        raise VariableError(
+            f"HOROVOD_CYCLE_TIME={cycle[:40]!r}: must be a number of ms up to {MAX_CYCLE_MS}. Or unset it."
+        )
     for name, values in _HOROVOD_VALUES.items():
         if environ.get(name, "gloo").lower() not in values:
             raise VariableError(f"{name}={environ[name][:40]!r}: must be {' or '.join(values)}. Or unset it.")

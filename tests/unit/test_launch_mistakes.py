@@ -86,9 +86,26 @@ def test_horovods_variables_that_would_abort_it(environ, words):
         check_horovod(find_launcher(environ), environ)
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("HOROVOD_CACHE_CAPACITY", ["-1", "1e3", "4294967295"]),
+        ("HOROVOD_FUSION_THRESHOLD", ["-1", "64MB"]),
+        ("HOROVOD_CYCLE_TIME", ["-1", "nan", "inf", "1e5", "100000", "fast", "٣", ""]),
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", ["-1", "10m"]),
+        ("HOROVOD_AUTOTUNE", ["true"]),
+    ],
+)
+def test_horovods_numbers_that_it_would_misread(name, values):
+    for value in values:
+        with pytest.raises(LaunchError, match=f"^{name}='{value}': must be a .*nset it"):
+            check_horovod(find_launcher({}), {name: value})
+
+
 def test_horovods_variables_that_it_accepts():
     served = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "1234"}
-    for environ in ({}, {"HOROVOD_CONTROLLER": "MPI", "HOROVOD_CPU_OPERATIONS": "ccl"}, HOROVODRUN | served):
+    numbers = {"HOROVOD_CACHE_CAPACITY": "0", "HOROVOD_FUSION_THRESHOLD": "134217728", "HOROVOD_CYCLE_TIME": "3.5"}
+    for environ in ({}, {"HOROVOD_CONTROLLER": "MPI", "HOROVOD_CPU_OPERATIONS": "ccl"}, HOROVODRUN | served, numbers):
         check_horovod(find_launcher(environ), environ)
     assert gloo_timeout_s({}) == 30 and gloo_timeout_s({"HOROVOD_GLOO_TIMEOUT_SECONDS": "300"}) == 300
 
