@@ -153,6 +153,7 @@ class Training:
             self.stop_requests.start_vote()  # for a signal since the last step, for example during an evaluation
             if self.stop_requests.any_rank_stops():
                 checkpoints.stop(self.stop_requests.reason())
+            self.health.check_end()
             state.strategy.whole_model()  # from here on task.model has the trained weights
             self.model_step = checkpoints.end()
             if self.model_step != state.step:
@@ -202,7 +203,9 @@ class Training:
             self.health.look(state.step)
             now = {"epoch": state.step / per_epoch, "learning_rate": learning_rate, "grad_norm": float(grad_norm)}
             self.metrics_logger.logged(state.step, now | means | self.gpus.read(state.step) | checkpoints.metrics())
-        self.health.check_weights()  # before a checkpoint holds wrong ones
+        self.health.check_weights()  # before a checkpoint holds wrong ones, as is the next check
+        if state.step == total_steps:
+            self.health.check_end()
         if stops:
             checkpoints.stop(self.stop_requests.reason())
         if state.eval_pending:

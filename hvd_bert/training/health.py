@@ -24,8 +24,9 @@ from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.training.checksums import check_copies
 from hvd_bert.training.state import TrainState
 
-# So many skipped steps in a row end the training. Loss scaling skips up to 16 steps until its first scale fits.
-LIMIT, LIMIT_SCALED = 3, 20
+# So many skipped steps in a row end the training. With fp16 and finite losses LIMIT_SCALED until a first step is made,
+# since loss scaling skips up to 16 until its scale fits, and then LIMIT_LATER.
+LIMIT, LIMIT_SCALED, LIMIT_LATER = 3, 20, 10
 # A jump: a step's loss exceeds the mean of the steps before by so many of their standard deviations, and by MIN_JUMP.
 DEVIATIONS, MIN_JUMP = 6.0, 0.1
 STEPS_BEFORE, MIN_STEPS = 100, 20
@@ -35,6 +36,10 @@ MAX_NAMES = 8  # of a message
 ADVICE = (
     "Lower --learning_rate, lengthen the warm-up (--warmup_ratio 0.1), or clip the gradient (--max_grad_norm 1). If it"
     " is always the same batch, check its data."
+)
+ADVICE_AT_START = (
+    "The weights are those of the start: check them (--model_name_or_path), the data and the precision (--bf16 in place"
+    " of --fp16), and rerun with --overwrite_output_dir."
 )
 Losses = NDArray[np.float64]
 
@@ -46,9 +51,11 @@ class Health:
         """`names`: of training windows."""
         self.state, self.meter, self.plan, self.world = state, state.meter, state.plan, state.world
         self.names, self.check_every = names, config.parallel.check_weights_steps
-        # Where gradients are fp16, steps are skipped until their scale fits.
-        self.limit = LIMIT_SCALED if config.train.fp16 or config.parallel.fp16_allreduce else LIMIT
-        self._step, self._skipped = state.step, 0  # steps done, and the last ones of them that were skipped
+        self._fp16 = config.train.fp16 or config.parallel.fp16_allreduce
+        self._step = state.step  # steps done
+        # The last ones of them that were skipped, and that had a loss of NaN or infinity.
+        self._skipped = self._without_loss = 0
+        self._cause = "No gradient was finite"
         self._skips: set[int] = set()  # skipped steps since the last look
         self._before: deque[float] = deque(maxlen=STEPS_BEFORE)
         self._events: Counter[str] = Counter()
@@ -58,12 +65,14 @@ class Health:
         """A step has ended with this rank's loss and all ranks' norm. Raises CollectiveError after too many skipped
         steps."""
         self._step += 1
-        self._skipped = 0 if math.isfinite(grad_norm) else self._skipped + 1
-        if not self._skipped:
+        if math.isfinite(grad_norm):
+            self._skipped = self._without_loss = 0
             return
         self._skips.add(self._step)
         losses = np.array(self.world.allgather(loss))
         bad = np.flatnonzero(~np.isfinite(losses))
+        self._skipped += 1
+        self._without_loss = self._without_loss + 1 if len(bad) else 0
         batch = self._batch("skipped_step", self._step, bad if len(bad) else np.arange(self.world.size), losses)
         self._record("skipped_step", step=self._step, grad_norm=str(grad_norm), batch=batch)
         what = (
@@ -71,14 +80,28 @@ class Health:
             if len(bad)
             else "The gradient is NaN or infinite"
         )
-        what += f" at step {self._step}"
-        if self._skipped == self.limit:
-            message = (
-                f"{what}: training has diverged. The last {self.limit} steps were skipped.{_shown(batch)} {ADVICE}"
+        self._cause = f"{what} at step {self._step}"
+        limit = LIMIT if not self._fp16 else LIMIT_SCALED if self._is_unchanged() else LIMIT_LATER
+        if self._skipped >= limit or self._without_loss >= LIMIT:
+            raise CollectiveError(
+                f"{self._cause}: training has diverged. The last {self._skipped} steps were skipped.{_shown(batch)}"
+                f" {ADVICE_AT_START if self._is_unchanged() else ADVICE}",
+                status=EXIT_FAILURE,
             )
-            raise CollectiveError(message, status=EXIT_FAILURE)
-        if self.world.rank == 0 and self.limit == LIMIT:  # with scaling it is nothing unusual
-            log.warning("%s. The step is skipped: the weights stay as they were.%s", what, _shown(batch))
+        if self.world.rank == 0 and not self._fp16:  # with scaling it is nothing unusual
+            log.warning("%s. The step is skipped: the weights stay as they were.%s", self._cause, _shown(batch))
+
+    def _is_unchanged(self) -> bool:
+        """Whether all steps of the run were skipped."""
+        return self.meter.skipped_steps == self._step
+
+    def check_end(self) -> None:
+        """After the last step: raise CollectiveError if all steps were skipped, so that nothing was trained."""
+        self.meter.settle()
+        if self._is_unchanged():
+            raise CollectiveError(
+                f"{self._cause}: all {self._step} steps were skipped. {ADVICE_AT_START}", status=EXIT_FAILURE
+            )
 
     def look(self, step: int) -> None:
         """After `Meter.read` at `step`: find jumps of the loss. Raises CollectiveError if the loss was not finite in a

@@ -18,6 +18,7 @@ from training_checks import GLOBAL_BATCH, Training, sample
 from hvd_bert.checkpoint import files
 from hvd_bert.data.collate import Batch
 from hvd_bert.distributed.world import CollectiveError, World
+from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.train.__main__ import main as train
 from hvd_bert.training import health
@@ -80,6 +81,30 @@ def steps_of_nan_are_skipped_and_then_end_the_training_on_all_ranks(ranks: Ranks
         newest = files.read(out / (out / "latest").read_text(encoding="utf-8").strip())
         assert newest.documents["state"]["step"] == 5
         assert all(torch.isfinite(weight).all() for weight in newest.tensors["model"].values())
+
+
+@check_every_strategy
+def training_that_skips_all_its_steps_fails_and_leaves_no_model(ranks: Ranks) -> None:
+    """Fewer steps than end a training by themselves, of a model whose weights are NaN."""
+    world, model, out = ranks.world, ranks.folder / "nan", ranks.folder / "untrained"
+    training = Training(world)
+    if world.rank == 0:
+        for weight in training.model.parameters():
+            weight.data.fill_(math.nan)
+        training.model.save_pretrained(model)
+        training.inputs.tokenizer.save_pretrained(model)
+    world.allgather(None)
+    flags = ["--per_device_train_batch_size", GLOBAL_BATCH // world.size, "--max_steps", LIMIT - 1, "--no_do_eval"]
+    words = sample("--model_name_or_path", model, *flags, "--report_to", "none", "--output_dir", out)
+    before, sys.argv = sys.argv, ["hvd_bert.train", *words]
+    try:
+        for _ in range(2):  # the second time there may be something to resume
+            with pytest.raises(CollectiveError, match=f"all {LIMIT - 1} steps were skipped") as ended:
+                train(world)
+            assert ended.value.status == EXIT_FAILURE
+    finally:
+        sys.argv = before
+    assert not list(out.glob("**/model.safetensors")) and not (out / "train_results.json").exists()
 
 
 @check_every_strategy

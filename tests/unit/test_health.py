@@ -26,7 +26,7 @@ from hvd_bert.strategies.base import StrategyOptions
 from hvd_bert.strategies.table import make_strategy
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.training.checksums import check_copies, checksum
-from hvd_bert.training.health import LIMIT, LIMIT_SCALED, MAX_EVENTS, Health
+from hvd_bert.training.health import LIMIT, LIMIT_LATER, LIMIT_SCALED, MAX_EVENTS, Health
 from hvd_bert.training.meter import Meter
 
 BAD, GOOD = math.nan, 1.0
@@ -43,10 +43,12 @@ class Watched:
         self.world.sum = self._sum  # type: ignore[method-assign]
         self.meter = Meter(self.world)
         plan = BatchPlan(np.full(64, 20, np.int32), WINDOWS, accumulation=1, size=2, seed=0, crossover=4608)
-        state = SimpleNamespace(meter=self.meter, plan=plan, world=self.world, step=0)
         self.plan, self.step = plan, 0
         self.others: list[float] = []
-        self.health = Health(state, lambda ids: [f"w{n}" for n in ids], parse(list(flags)))  # type: ignore[arg-type]
+        self.health = Health(self.state(0), lambda ids: [f"w{n}" for n in ids], parse(list(flags)))
+
+    def state(self, step: int) -> Any:
+        return SimpleNamespace(meter=self.meter, plan=self.plan, world=self.world, step=step)
 
     def _sum(self, table: torch.Tensor) -> torch.Tensor:
         table[1] = table[0]
@@ -107,22 +109,45 @@ def test_gradient_alone_that_is_not_finite(recorded, caplog):
     assert "and 0 more" not in caplog.text and caplog.text.count("w") > WINDOWS
 
 
-@pytest.mark.parametrize(("flags", "limit"), [([], LIMIT), (["--bf16"], LIMIT), (["--fp16"], LIMIT_SCALED)], ids=str)
-def test_training_ends_after_so_many_skipped_steps_in_a_row(flags, limit, recorded):
-    run = Watched(*flags)
-    for _ in range(2):  # a good step in between starts the count again
+@pytest.mark.parametrize(
+    ("flags", "loss", "first", "later"),
+    [
+        ([], math.nan, LIMIT, LIMIT),
+        (["--bf16"], 1.0, LIMIT, LIMIT),
+        (["--fp16"], math.nan, LIMIT, LIMIT),  # no scale makes up for it
+        (["--fp16"], 1.0, LIMIT_SCALED, LIMIT_LATER),
+        (["--fp16_allreduce"], 1.0, LIMIT_SCALED, LIMIT_LATER),
+    ],
+    ids=str,
+)
+def test_training_ends_after_so_many_skipped_steps_in_a_row(flags, loss, first, later, recorded):
+    run, never = Watched(*flags), Watched(*flags)
+    for limit in (first, later):  # a good step in between starts the count again
         for _ in range(limit - 1):
-            run.train(math.nan, BAD)
+            run.train(loss, BAD)
         run.train(2.0)
-    for _ in range(limit):
-        run.train(math.nan, BAD)
-    with pytest.raises(
-        CollectiveError, match=f"The loss of ranks 0, 1 is nan at step {3 * limit}: training has diver"
-    ) as ended:
-        run.meter.settle()
-    assert ended.value.status == EXIT_FAILURE
-    assert f"The last {limit} steps were skipped. Its windows: w" in str(ended.value)
-    assert recorded[-1]["step"] == 3 * limit
+    for watched, limit in ((run, later), (never, first)):
+        for _ in range(limit):
+            watched.train(loss, BAD)
+        with pytest.raises(CollectiveError, match=f" at step {watched.step}: .* last {limit} steps.*: w") as ended:
+            watched.meter.settle()
+        assert ended.value.status == EXIT_FAILURE and recorded[-1]["step"] == watched.step
+        assert ("ranks 0, 1 is nan" in str(ended.value)) == math.isnan(loss)
+        assert ("--learning_rate" in str(ended.value)) == (watched is run), "the first weights had none"
+
+
+def test_run_whose_steps_were_all_skipped_has_trained_nothing(recorded):
+    run, resumed = Watched("--fp16"), Watched("--fp16")
+    for _ in range(2):
+        run.train(1.0, BAD)
+    since = run.meter.since_last_look()
+    resumed.meter.restore(run.meter.state(), since, 2)
+    for watched, last in ((run, run.health), (resumed, Health(resumed.state(2), resumed.health.names, parse([])))):
+        with pytest.raises(CollectiveError, match="all 2 steps were skipped") as ended:
+            last.check_end()
+        assert ended.value.status == EXIT_FAILURE
+        watched.train(1.0)
+        last.check_end()
 
 
 def test_line_of_skipped_steps_only_has_no_loss():
