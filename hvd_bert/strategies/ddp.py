@@ -7,6 +7,7 @@ from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_bert.distributed.world import World
@@ -42,5 +43,6 @@ class DDPStrategy(Strategy):
         self.module.require_backward_grad_sync = averages  # what its no_sync() sets; the next forward pass reads it
 
     def mark_gradients(self, mark: Callable[[], None]) -> None:
-        for parameter in list(self.model.parameters())[:5]:  # embeddings are used first: their gradients come last
-            parameter.register_post_accumulate_grad_hook(lambda _: mark())
+        # Whichever comes last: models register their parameters in any order, and may use only some of them.
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        register_multi_grad_hook(trained, lambda _: mark())

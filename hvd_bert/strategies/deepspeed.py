@@ -121,12 +121,13 @@ class DeepSpeedStrategy(Strategy):
             self.model.load_state_dict(self._weights())
         return self.model
 
-    def _named_parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.trained.named_parameters())
+    def _sharded(self) -> dict[str, nn.Parameter]:
+        """The parameters by name, without frozen ones, of which `model` has the weights and the optimizer nothing."""
+        return {name: parameter for name, parameter in self.trained.named_parameters() if parameter.requires_grad}
 
     def _weights(self) -> dict[str, Tensor]:
         whole = self._utils.safe_get_full_fp32_param
-        return dict(self.model.state_dict()) | {name: whole(p) for name, p in self._named_parameters().items()}
+        return dict(self.model.state_dict()) | {name: whole(p) for name, p in self._sharded().items()}
 
     def _slots(self) -> dict[str, Tensor]:
         """AdamW's state of one of this rank's flat partitions."""
@@ -137,7 +138,7 @@ class DeepSpeedStrategy(Strategy):
         whole = self._utils.safe_get_full_optimizer_state
         return {
             f"{name}/{slot}": value.clone() if slot == "step" else whole(parameter, slot)
-            for name, parameter in self._named_parameters().items()
+            for name, parameter in self._sharded().items()
             for slot, value in self._slots().items()
         }
 
@@ -145,10 +146,13 @@ class DeepSpeedStrategy(Strategy):
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
             group.update(saved)
         self._make_slots(next(value for name, value in tensors.items() if name.endswith("/step")))
-        for name, parameter in self._named_parameters().items():
+        self.model.load_state_dict(weights)
+        for name, parameter in self.trained.named_parameters():
             value = weights[name].to(parameter.device)
             with self._gathered(parameter, modifier_rank=0):  # the weights of the forward pass in stage 3
                 parameter.data.copy_(value)
+            if not parameter.requires_grad:
+                continue
             slots = {slot: tensors[f"{name}/{slot}"].to(parameter.device) for slot in self._slots() if slot != "step"}
             if self._partitioned:
                 self._utils.safe_set_local_fp32_param(parameter, self._part(parameter, value))

@@ -40,6 +40,8 @@ def load_task(config: Config, world: World) -> Task:
     """
     name, args = config.data.task, config.checkpoint
     task = task_class(name)(config, world)
+    if task.plan and not any(parameter.requires_grad for parameter in task.model.parameters()):
+        raise UserError(f"--task {name}: all parameters of its model are frozen. Set requires_grad on those to train.")
     args.metric_for_best_model = args.metric_for_best_model or next(iter(task.metrics))
     if args.metric_for_best_model not in task.metrics:
         raise UserError(

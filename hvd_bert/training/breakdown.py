@@ -23,7 +23,7 @@ NAMES = {
 LARGE_SHARE = 0.1
 ADVICE = {
     "data": "batches are prepared too slowly. Check the cores per rank (the job's CPUs per task) and the file system.",
-    "exposed_comm": "record some steps with --timeline_file or --profile to find the cause (docs/guides/profiling.md).",
+    "exposed_comm": "record some steps with {record} to find the cause (docs/guides/profiling.md).",
     "checkpoint": "raise --save_steps to save less often.",
 }
 
@@ -141,7 +141,7 @@ def describe_steps(results: Mapping[str, Any]) -> list[str]:
     if results.get("evaluations"):
         per_step = 1000 * results["evaluation_s"] / found["taken_steps"]
         row("evaluation (additional)", per_step, per_step / found["step"]["ms"])
-    return [*lines, *_totals(results, found), *_largest(found)]
+    return [*lines, *_totals(results, found), *_largest(results, found)]
 
 
 def _totals(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
@@ -179,10 +179,12 @@ def _useful(found: Mapping[str, Any]) -> str:
     return f", {tflops:.1f} TFLOP/s useful" if tflops >= 1 else f", {1000 * tflops:.1f} GFLOP/s useful"
 
 
-def _largest(found: Mapping[str, Any]) -> list[str]:
+def _largest(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     """Advice on the largest phase that can be shortened, if its share is large."""
     shares = {phase: found["phases"][phase]["share"] for phase in ADVICE if phase in found["phases"]}
     phase = max(shares, key=lambda name: shares[name])
     if shares[phase] < LARGE_SHARE:
         return []
-    return [f"{NAMES[phase].capitalize()} takes {shares[phase]:.0%} of the step: {ADVICE[phase]}"]
+    has_timeline = results["strategy"] == "horovod" and results["world_size"] > 1
+    advice = ADVICE[phase].format(record="--timeline_file or --profile" if has_timeline else "--profile")
+    return [f"{NAMES[phase].capitalize()} takes {shares[phase]:.0%} of the step: {advice}"]

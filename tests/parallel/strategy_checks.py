@@ -117,9 +117,20 @@ def whole_model_is_what_was_trained(ranks: Ranks) -> None:
 
 @check_every_strategy
 def state_of_a_strategy_is_loaded_by_another(ranks: Ranks) -> None:
+    state_makes_the_same_next_step(ranks, frozen="no weight")
+
+
+@check_every_strategy
+def state_with_frozen_weights_is_loaded_by_another(ranks: Ranks) -> None:
+    state_makes_the_same_next_step(ranks, frozen="embeddings")
+
+
+def state_makes_the_same_next_step(ranks: Ranks, frozen: str) -> None:
     """A second strategy of the kind, given the first one's state, makes the same next step, to the bit."""
     world, flags = ranks.world, ("--learning_rate", 1e-3, *(["--deterministic"] if ranks.world.size > 2 else []))
-    first, second = Training(world, *flags), Training(world, *flags)
+    first, second = Training(world, *flags, frozen=frozen), Training(world, *flags, frozen=frozen)
+    for weight in second.frozen:
+        weight.data.zero_()
     first.wrap()
     first.averaged_step(0)
     second.wrap()

@@ -52,7 +52,7 @@ def sample(*flags: str | float | Path) -> list[str]:
 class Training:
     """A run's strategy, plan and collator, as the training loop makes them; the loop itself is each check's own."""
 
-    def __init__(self, world: World, *flags: str | float, accumulation: int = 1) -> None:
+    def __init__(self, world: World, *flags: str | float, accumulation: int = 1, frozen: str = "no weight") -> None:
         rank_batch = GLOBAL_BATCH // world.size // accumulation
         batch = ["--per_device_train_batch_size", rank_batch, "--gradient_accumulation_steps", accumulation]
         self.world = world
@@ -62,6 +62,9 @@ class Training:
         self.plan: BatchPlan = self.inputs.train.plan
         assert (self.plan.num_windows, self.plan.steps_per_epoch) == (WINDOWS, 2)
         self.model: nn.Module = self.inputs.model
+        self.frozen = [weight for name, weight in self.model.named_parameters() if frozen in name]
+        for weight in self.frozen:
+            weight.requires_grad_(False)
         self.collate = Collator(self.inputs.train.windows, world.device, self.config.data.pad_to)
         self.model.train()
 

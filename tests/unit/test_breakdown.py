@@ -119,7 +119,13 @@ def test_counting_a_step_partitions_nothing_again():
 def results(peak: float | None = None, device: str = "cpu") -> dict:
     checkpoints = {"checkpoints": 2, "checkpoint_pause_s": 0.25, "checkpoint_copy_s": 0.05}
     checkpoints |= {"checkpoint_write_s": 1.0, "checkpoint_overlap_s": 0.8}
-    place = {"world_size": 2, "ranks": [{"device": device}], "device_name": "GPU of tomorrow", "precision": "bf16"}
+    place = {
+        "strategy": "horovod",
+        "world_size": 2,
+        "ranks": [{"device": device}],
+        "device_name": "GPU of tomorrow",
+        "precision": "bf16",
+    }
     return {
         "breakdown": trained(peak).results(),
         "evaluations": 2,
@@ -155,6 +161,16 @@ def test_unknown_peak_is_reported_for_gpus_only():
     (line,) = [line for line in describe_steps(results(device="cuda:0")) if "MFU" in line]
     assert "GPU of tomorrow in bf16" in line and "--peak_tflops" in line
     assert not [line for line in describe_steps(results()) if "MFU" in line]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "has_timeline"), [("horovod", 2, True), ("horovod", 1, False), ("ddp", 2, False)]
+)
+def test_advice_names_a_recording_that_the_run_has(strategy, size, has_timeline):
+    found = results() | {"strategy": strategy, "world_size": size}
+    found["breakdown"]["phases"]["exposed_comm"]["share"] = 0.5
+    advice = describe_steps(found)[-1]
+    assert ("--timeline_file" in advice) == has_timeline and "--profile" in advice
 
 
 def test_small_shares_get_no_advice():
