@@ -25,7 +25,10 @@ Link = tuple[psutil.Process, psutil.Process]  # a process and its parent
 
 
 def start(launcher: str) -> None:
-    """From now on, send this process SIGTERM when its launcher, of that name, has ended. All ranks stop then."""
+    """From now on, send this process SIGUSR1 when its launcher, of that name, has ended. All ranks stop then.
+
+    Not SIGTERM, which the launcher may have passed on before: a second one ends a run that is still saving.
+    """
     links = [] if launcher in _NOT_WATCHED else _links()
     if links:
         threading.Thread(target=_run, args=(links,), name="launcher watch", daemon=True).start()
@@ -55,8 +58,8 @@ def _run(links: Sequence[Link]) -> None:
     while not any(_is_cut(*link) for link in links):
         time.sleep(CHECK_S)
     with suppress(OSError):  # nobody may read this process's output any more
-        os.write(2, b"hvd_bert: the launcher was killed: stopping this rank as for SIGTERM\n")
-    os.kill(os.getpid(), signal.SIGTERM)
+        os.write(2, b"hvd_bert: the launcher was killed: stopping this rank\n")
+    os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def _is_cut(process: psutil.Process, parent: psutil.Process) -> bool:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import select
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from hvd_bert.distributed import logs
 from hvd_bert.distributed.horovod_world import NOTICES
-from hvd_bert.distributed.world import World
+from hvd_bert.distributed.world import World, log
 
 # From a scheduler that ends or preempts the job, from the keyboard, and from job scripts (submitit sends SIGUSR2).
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+ENDING = {signal.SIGTERM, signal.SIGINT}  # the second one ends the run; launchers repeat the others
+SAME_S = 1.0  # within which a repeated signal is the same request: `timeout` and some schedulers send it twice
 HOSTS = "hosts"  # Horovod elastic has hosts to add or remove
 
 
@@ -26,23 +33,44 @@ class StopRequests:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Handle the signals inside. A second SIGINT (Ctrl-C again) ends the process at once.
+        """Handle the signals inside. A second SIGTERM or SIGINT (Ctrl-C again) ends the run at once.
 
         After a signal the others stay ignored: a launcher may repeat one, which must not change the exit status. A
         signal after the last vote is only noted, so the run completes.
         """
         before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        earlier = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._end_at_second, args=(reader,), name="signals", daemon=True).start()
         try:
             yield
         finally:
+            signal.set_wakeup_fd(earlier)
+            os.close(writer)
             for number, handler in before.items():
                 ignored = (self._stopping or self._received) and number != signal.SIGINT
                 signal.signal(number, signal.SIG_IGN if ignored else handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._received == "SIGINT":
-            raise KeyboardInterrupt
         self._received = signal.Signals(number).name
+
+    def _end_at_second(self, reader: int) -> None:
+        """In a thread, since `_receive` waits while the main thread is in a long operation of torch."""
+        asked: set[int] = set()
+        with open(reader, "rb", buffering=0) as numbers:
+            while received := numbers.read(64):  # empty when `watched` is left
+                new = ENDING & set(received)
+                for number in new & asked:
+                    logs.report(f"hvd_bert: ended by a second {signal.Signals(number).name}")
+                    self._world.abort(128 + number)
+                if new:
+                    time.sleep(SAME_S)
+                    if select.select([numbers], [], [], 0)[0] and not numbers.read(64):
+                        return
+                    asked |= new
+                    names = ", ".join(signal.Signals(number).name for number in new)
+                    log.info("%s: stopping after this step; again to quit", names)
 
     def start_vote(self) -> None:
         """Start to ask all ranks whether any was asked to stop. The vote travels alongside the gradients."""

@@ -21,7 +21,7 @@ SIGNAL = "mpirun noticed that process rank 3 with PID 933 on node a100-02 exited
 SRUN = "srun: error: a100-02: task 2: Killed\nsrun: error: a100-01: tasks 0-1: Terminated\n"
 LOST = "[0]<stderr>:rank 0 on a100-01 lost another rank: Horovod has been shut down.\n"
 WAITED = "rank 0 on a100-01 has waited 600 s for rank 1 on a100-02 to reach a.b, c.d"
-KILLED = "hvd_bert: the launcher was killed: stopping this rank as for SIGTERM\n"
+KILLED = "hvd_bert: the launcher was killed: stopping this rank\n"
 STALLED = f"[1,0]<stderr>:{WAITED}. Check the file systems\n"
 
 

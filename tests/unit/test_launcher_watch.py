@@ -16,16 +16,16 @@ import pytest
 
 from hvd_bert.distributed import launcher_watch
 
-# Prints how many links it watches, and "stopped" at SIGTERM.
+# Prints how many links it watches, and "stopped" at SIGUSR1.
 RANK = """
 import signal
 from hvd_bert.distributed import launcher_watch
 
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 launcher_watch.CHECK_S = 0.05
 launcher_watch.start("mpirun")
 print(len(launcher_watch._links()), flush=True)
-signal.sigwait({signal.SIGTERM})
+signal.sigwait({signal.SIGUSR1})
 print("stopped", flush=True)
 """
 

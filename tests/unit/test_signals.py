@@ -1,9 +1,11 @@
-"""Signals request a stop; a second Ctrl-C ends the run at once."""
+"""Signals request a stop; a second Ctrl-C or SIGTERM ends the run at once."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 from test_world import heard, make_world
@@ -44,15 +46,42 @@ def test_repeated_signal_does_not_end_a_process_that_stops():
     assert signal.getsignal(signal.SIGINT) == before
 
 
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-def test_second_interrupt_ends_at_once(first):
-    requests = StopRequests(make_world())
-    with requests.watched():
-        os.kill(os.getpid(), first)
-        if first != signal.SIGINT:
-            os.kill(os.getpid(), signal.SIGINT)  # the first Ctrl-C may come after the scheduler's signal
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+LONG_STEP = """
+import torch
+from hvd_bert.distributed import logs
+from hvd_bert.distributed.signals import StopRequests
+from hvd_bert.distributed.world import World
+
+logs.start(0, "plain")
+with StopRequests(World()).watched():
+    print("in a step", flush=True)
+    torch.ones(1).expand(10**13).sum()  # hours, in which Python's handlers do not run
+"""
+
+
+@pytest.mark.parametrize(
+    ("numbers", "status"),
+    [
+        ([signal.SIGINT, signal.SIGINT], 130),
+        ([signal.SIGTERM, signal.SIGTERM], 143),
+        ([signal.SIGTERM, signal.SIGINT, signal.SIGINT], 130),  # the first Ctrl-C may come after a scheduler's signal
+    ],
+    ids=str,
+)
+def test_second_signal_ends_a_long_step_at_once(numbers, status):
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    step = subprocess.Popen([sys.executable, "-c", LONG_STEP], env=environ, stdout=subprocess.PIPE, text=True)
+    try:
+        assert step.stdout and step.stdout.readline() == "in a step\n"
+        for number in numbers[:-1]:
+            for repeated in (signal.SIGUSR1, signal.SIGUSR1, number, number):  # `timeout` sends a signal twice
+                step.send_signal(repeated)
+            assert step.stdout.readline() == f"{number.name}: stopping after this step; again to quit\n"
+        step.send_signal(numbers[-1])
+        assert step.wait(60) == status
+    finally:
+        step.kill()
+        step.wait(60)
 
 
 def test_hosts_that_change_are_no_reason_to_end(monkeypatch):
