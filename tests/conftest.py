@@ -221,7 +221,7 @@ def write_hub_cache(
 
 @pytest.fixture(scope="session")
 def hub_home(write_hub_cache: Callable[..., None]) -> Path:
-    """The commands' $HF_HOME as downloads leave it: bert-base-uncased (tiny), squad and squad_v2 (20 + 5 questions)."""
+    """The commands' $HF_HOME as downloads leave it: bert-base-uncased (tiny), squad and squad_v2 (40 + 5 questions)."""
     from commands import TINY
     from launch import hub_folder
     from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
@@ -232,7 +232,7 @@ def hub_home(write_hub_cache: Callable[..., None]) -> Path:
     home = hub_folder()
     splits = {
         split: squad.open_file(sample / f"{file}-v1.1.json", False).questions()[:count]
-        for split, file, count in (("train", "train", 20), ("validation", "dev", 5))
+        for split, file, count in (("train", "train", 40), ("validation", "dev", 5))
     }
     for name in ("rajpurkar/squad", "rajpurkar/squad_v2"):
         write_hub_cache(home / "datasets", splits, name)

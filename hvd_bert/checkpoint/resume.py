@@ -207,9 +207,18 @@ def check(resume_point: ResumePoint, config: Config, task: Task) -> None:
 
 
 def with_its_batch(plan: BatchPlan, resume_point: ResumePoint | None, world: World) -> BatchPlan:
-    """The plan with the checkpoint's global batch, so that each step has the same windows as before."""
-    global_batch = world.broadcast(resume_point.state["global_batch"] if resume_point else plan.global_batch)
-    if global_batch == plan.global_batch:
+    """The plan with the checkpoint's global batch, so that each step has the same windows as before.
+
+    Raises CollectiveError if the batch of a new run is larger than an epoch.
+    """
+    global_batch = world.broadcast(resume_point.state["global_batch"] if resume_point else None)
+    if global_batch is None and plan.global_batch > plan.num_windows:
+        raise CollectiveError(
+            f"The global batch is {plan.global_batch} windows ({plan.size} rank(s), {plan.accumulation} pass(es) of"
+            f" {plan.global_batch // plan.passes}), but the training data has only {plan.num_windows}. Lower"
+            f" --per_device_train_batch_size, give --global_batch {plan.num_windows} or less, or use more data."
+        )
+    if global_batch in (None, plan.global_batch):
         return plan
     changed = plan.with_global_batch(global_batch)
     log.info(

@@ -74,9 +74,9 @@ def clone(
         (folder / name).symlink_to(REPOSITORY / name)
     (folder / ".venv" / "bin").mkdir(parents=True)
     (folder / ".venv" / "bin" / "activate").touch()
-    for name, count in (("train-v1.1.json", 20), ("dev-v1.1.json", 5)):
+    for name, count in (("train-v1.1.json", 32), ("dev-v1.1.json", 5)):
         (folder / name).write_text(json.dumps(to_squad(make_questions(count))))
-    for name, count in (("train.jsonl", 12), ("dev.jsonl", 4)):
+    for name, count in (("train.jsonl", 16), ("dev.jsonl", 4)):
         rows = [{"sentence": f"The box {n} is red.", "label": n % 2} for n in range(count)]
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "digits.py").write_text(documented.own_task())

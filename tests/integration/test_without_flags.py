@@ -30,7 +30,7 @@ def test_trains_from_the_hubs_cache_into_a_dated_folder(hub_home: Path, tmp_path
     assert re.fullmatch(r"\d{8}-\d{6}", out.name)
     assert out.name in outcome.output, "the folder must be named"
     results = json.loads((out / "train_results.json").read_text())
-    assert (results["train_windows"], results["world_size"]) == (20, size)
+    assert (results["train_windows"], results["world_size"]) == (40, size)
     assert len(json.loads((out / "eval_predictions.json").read_text())) == 5
 
 

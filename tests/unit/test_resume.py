@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError
-from hvd_bert.errors import UserError
+from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 
 
 @pytest.fixture
@@ -127,6 +128,18 @@ def test_every_difference_is_listed(check, caplog):
         " batch was 16 and is 8. Use the settings that it was made with, use another --output_dir, or add"
         " --overwrite_output_dir to train from the start."
     )
+
+
+def test_batch_beyond_an_epoch_is_refused_unless_it_is_a_checkpoints():
+    plan = BatchPlan(np.full(20, 20, np.int32), global_batch=100_000, accumulation=1, size=2, seed=0, crossover=1)
+    for size, windows in ((100_000, 20), (21, 20)):
+        with pytest.raises(CollectiveError, match=rf"{size} .* {windows}\. .*--per_device_train_batch_size") as refused:
+            resume.with_its_batch(replace(plan, global_batch=size), None, make_world())
+        assert refused.value.status == EXIT_BAD_INPUT
+    whole = replace(plan, global_batch=20)
+    assert resume.with_its_batch(whole, None, make_world()) is whole
+    point = SimpleNamespace(state={"global_batch": 24})  # made by an earlier version, or now on more ranks
+    assert resume.with_its_batch(plan, point, make_world()).global_batch == 24
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -103,6 +103,15 @@ def test_batch_without_examples_has_one_that_does_not_count(own_task):
     assert len(task.losses(task.model, full)) == 2 and len(task.losses(task.model, empty)) == 1
 
 
+def test_model_without_a_weight_to_train_is_refused(own_task, tmp_path):
+    frozen = (
+        "from digits import Digits\n\nclass Frozen(Digits):\n    def load(self, config):\n        super().load(config)"
+    )
+    (tmp_path / "frozen.py").write_text(f"{frozen}\n        self.model.requires_grad_(False)\n")
+    with pytest.raises(UserError, match=r"--task frozen:Frozen: all parameters .* are frozen"):
+        load_task(parse(["--task", "frozen:Frozen"]), make_world())
+
+
 def test_limits_of_examples(own_task):
     flags = ["--task", "digits:Digits", "--max_train_samples", "20"]
     assert load_task(parse(flags), make_world()).plan.num_windows == 20

@@ -36,7 +36,19 @@ def base(tmp_path, tokenizer, make_questions, write_squad) -> list[str]:
     (model / "config.json").write_text(json.dumps({"model_type": "bert", "vocab_size": len(tokenizer), **SHAPE}))
     file = str(write_squad(make_questions(6)))
     flags = ["--config_name", str(model), "--train_file", file, "--validation_file", file, "--max_seq_length", "64"]
-    return [*flags, "--doc_stride", "8", "--max_steps", "3", "--strategy", "none", "--num_threads", "1"]
+    return [
+        *flags,
+        "--doc_stride",
+        "8",
+        "--max_steps",
+        "3",
+        "--strategy",
+        "none",
+        "--num_threads",
+        "1",
+        "--global_batch",
+        "6",
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +164,7 @@ def test_skipped_examples_are_listed_counted_and_left_out(base, tmp_path, make_q
     questions[2] = dataclasses.replace(questions[2], answer_starts=(-1,))
     file, out = str(write_squad(questions, "bad.json")), tmp_path / "out"
     flags = ["--train_file", file, "--validation_file", file, "--output_dir", str(out)]
+    flags += ["--global_batch", "4"]
     with pytest.raises(CollectiveError, match=r"1 invalid character: .*; 1 out-of-range offset: .*--bad_examples skip"):
         train(base, *flags)
     assert not out.exists()
