@@ -215,7 +215,7 @@ def _write_files(folder: Path, page: Page, csv_files: Mapping[str, Sequence[dict
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(rows[0]))
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)))
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()

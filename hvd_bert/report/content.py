@@ -263,8 +263,8 @@ def run_rows(runs: Iterable[Run], left_out: Iterable[LeftOut]) -> list[dict[str,
         | {key: getattr(run, key) for key in keys}
         | {"train_runtime_s": run.runtime_s}
         | {key: getattr(run, key) for key in figures}
-        | dict(run.scores)
         | {"left_out": ""}
+        | dict(run.scores)  # last, since tasks have different ones
         for run in runs
     ]
     return used + [{"run": left.name, "left_out": left.reason} for left in left_out]

@@ -403,6 +403,22 @@ def test_a_task_whose_only_metric_is_the_loss(tmp_path):
     assert [row["strategy"] for row in report(tmp_path)] == ["none", "horovod"]
 
 
+@pytest.mark.parametrize("names", [("answers", "classes"), ("classes", "answers")])
+def test_runs_of_tasks_with_different_scores(tmp_path, names):
+    scores = {"answers": {"exact_match": 50.0, "f1": 60.0}, "classes": {"accuracy": 0.75, "f1": 0.5}}
+    for place, name in enumerate(names):
+        folder = make_run(tmp_path / f"runs/{place}-{name}")
+        (folder / "train_results.json").write_text(
+            json.dumps(json.loads((folder / "train_results.json").read_text()) | {"scores": list(scores[name])})
+        )
+        (folder / "eval_results.json").write_text(json.dumps(scores[name]))
+    assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    shown = ("exact_match", "accuracy", "f1")
+    used = [row for row in read_csv(tmp_path / "out/runs.csv") if not row["left_out"]]
+    expected = [{name: str(scores[task].get(name, "")) for name in shown} for task in names]
+    assert [{name: row[name] for name in shown} for row in used] == expected
+
+
 def test_a_run_without_a_strategy_was_horovods(tmp_path):
     folder = make_run(tmp_path / "run", ranks=2)
     record = json.loads((folder / "train_results.json").read_text())
