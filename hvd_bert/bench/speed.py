@@ -26,8 +26,8 @@ from hvd_bert.config.settings import Config
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.monitoring.process_usage import memory_now, memory_peak, seconds_since_start
-from hvd_bert.storage.writing import writing_to
-from hvd_bert.storage.written import check_marked
+from hvd_bert.storage.writing import write_named, writing_to
+from hvd_bert.storage.written import check_file
 from hvd_bert.tasks.base import Task
 from hvd_bert.tasks.table import load_task
 from hvd_bert.train.loop import Training
@@ -58,7 +58,7 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
     with world.raise_on_all_ranks():
         if flags.json and world.rank == 0:
             with writing_to("--json", flags.json):
-                check_marked(flags.json, f'"generator": "{GENERATOR}"')
+                flags.json = check_file(flags.json, f'"generator": "{GENERATOR}"')
         task = _task(flags, config, world)
     world.check_same({f"--{name}": value for name, value in config.as_flat().items()} | _fingerprint(task))
     task.model.to(device=world.device)
@@ -168,4 +168,4 @@ def _print_table(record: dict[str, Any], path: Path | None) -> None:
     print("\n".join(lines), flush=True)
     if path:
         with writing_to("--json", path):
-            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            write_named(path, json.dumps(record, indent=1) + "\n")

@@ -35,7 +35,7 @@ from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.runs import reading
 from hvd_bert.storage import written
-from hvd_bert.storage.writing import writing_to
+from hvd_bert.storage.writing import check_folder, writing_to
 from hvd_bert.streams import keep_running
 
 EXPORTED = ("OMP_NUM_THREADS", SETTING)  # to other hosts: threads, and each host's network interface
@@ -49,6 +49,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _sweep(argv: Sequence[str]) -> int:
     flags, rest = _parse(argv)
+    if flags.report:
+        with writing_to("--report", flags.report):
+            check_folder(flags.report)
     keep_running()
     launching = launches.chosen(flags, Machine.here(os.environ))
     threads = launching.threads(os.environ)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from hvd_bert.evaluate.content import page_of
 from hvd_bert.evaluate.results import MARK, Scored, results_of, scored
 from hvd_bert.rendering.page import Page
 from hvd_bert.storage import written
-from hvd_bert.storage.writing import check_folder, replacing, write_json, writing_to
+from hvd_bert.storage.writing import replacing, write_named, writing_to
 from hvd_bert.strategies.table import strategy_class
 from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.tasks.question_answering import QuestionAnswering
@@ -50,7 +51,7 @@ def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> N
             print(page.as_text(), flush=True)
             if flags.json:
                 with writing_to("--json", flags.json):
-                    write_json(flags.json, results)
+                    write_named(flags.json, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
             if configs[0].train.output_dir:
                 _write_folder(configs[0].train.folder, evaluations[0], tasks[0], results, page)
 
@@ -87,8 +88,7 @@ def _check_outputs(flags: argparse.Namespace, config: Config) -> None:
         output_dir.check(config)
     if flags.json:
         with writing_to("--json", flags.json):
-            check_folder(flags.json.parent)
-            written.check_marked(flags.json, MARK)
+            flags.json = written.check_file(flags.json, MARK)
 
 
 def _task(config: Config, world: World) -> Task:

@@ -25,6 +25,7 @@ from hvd_bert.model.families import max_tokens
 from hvd_bert.model.loading import load
 from hvd_bert.storage.model_files import TOKENIZER_FILES
 from hvd_bert.storage.writing import replacing, writing_to
+from hvd_bert.storage.written import check_file
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 TOLERANCE = 1e-4  # of logits, which are about 1 to 10: fp32 operations in another order
@@ -79,6 +80,8 @@ def _check_output(output: Path) -> None:
         raise UserError(f"--output {output} exists: name another file, or remove it.")
     if not output.parent.is_dir():
         raise UserError(f"--output {output}: {output.parent} is not a folder. Create it first.")
+    with writing_to("--output", output):
+        check_file(output)
 
 
 def _files_to_copy(folder: Path, target: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from hvd_bert.storage.reading import parse_json
 from hvd_bert.storage.writing import make_folder, replacing
 
 Row = dict[str, Any]
+COMMAND = "predict"  # in the record of a folder
 
 
 class Unfinished:
@@ -31,7 +32,7 @@ class Unfinished:
         """
         make_folder(output.parent)
         self.output, self.path = output, output.with_name(f"{output.name}.unfinished")
-        written.claim(output.parent, output.name, self.path.name)
+        written.claim(output.parent, output.name, self.path.name, command=COMMAND)
         self._file: BinaryIO = open(self.path, "a+b")  # noqa: SIM115  # closed by `close`
         self._places: dict[int, int] = {}  # of each block, where its line starts
         try:
@@ -93,7 +94,7 @@ class Unfinished:
         with replacing(self.output, durable=True) as partial, partial.open("w", encoding="utf-8", newline="") as file:
             write_rows(file, self.output.suffix, self._rows())
         self.close()
-        written.remove(self.path.parent, [self.path.name])
+        written.remove(self.path.parent, [self.path.name], COMMAND)
 
     def _rows(self) -> Iterator[Row]:
         for _, place in sorted(self._places.items()):

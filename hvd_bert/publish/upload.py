@@ -79,9 +79,9 @@ def files_to_upload(folder: Path, repo_id: str) -> dict[str, Path | bytes]:
                 " command with this --output_dir to finish it, or name another folder."
             )
     found: dict[str, Path | bytes] = {name: folder / name for name in FILES if (folder / name).is_file()}
-    if card.is_ours(folder / card.NAME):
-        found[card.NAME] = card.with_name(folder / card.NAME, repo_id).encode()
     with as_user_error(lambda reason: f"The records in {folder} cannot be read ({reason}). Name another folder."):
+        if card.is_ours(folder / card.NAME):
+            found[card.NAME] = card.with_name(folder / card.NAME, repo_id).encode()
         results, settings = read_json(folder / RESULTS), read_yaml(folder / SETTINGS)
         public = public_settings(settings, results.get("from_hub", {}))
     return found | {SETTINGS: yaml.safe_dump(public, sort_keys=False).encode()}

@@ -32,7 +32,7 @@ from hvd_bert.runs.record import Record
 from hvd_bert.runs.run import LeftOut
 from hvd_bert.storage import written
 from hvd_bert.storage.reading import parse_json, read_text
-from hvd_bert.storage.writing import make_folder, replacing, writing_to
+from hvd_bert.storage.writing import check_folder, make_folder, replacing, writing_to
 from hvd_bert.streams import end_when_lost
 
 PAGE = "report.html"
@@ -54,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
 def write(flags: argparse.Namespace) -> None:
     """Read the runs, and write and print the report. Raises UserError."""
     check(flags)
+    with writing_to("--out", flags.out):
+        check_folder(flags.out)
     baseline = comparison.parse_baseline(flags.baseline) if flags.baseline else None
     networks = _networks(flags)
     folders = reading.find(flags.runs)
@@ -205,12 +207,12 @@ def _write_files(folder: Path, page: Page, csv_files: Mapping[str, Sequence[dict
     contents |= {name: _csv(rows).encode(errors="backslashreplace") for name, rows in csv_files.items() if rows}
     with writing_to("--out", folder):
         make_folder(folder)
-        written.claim(folder, *contents)
+        written.claim(folder, *contents, command="report")
         for name, content_of in contents.items():
             with replacing(folder / name) as partial:
                 partial.write_bytes(content_of)
         # One from an earlier report would contradict the page.
-        written.remove(folder, [name for name, rows in csv_files.items() if not rows])
+        written.remove(folder, [name for name, rows in csv_files.items() if not rows], "report")
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:

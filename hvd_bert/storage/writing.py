@@ -130,6 +130,13 @@ def write_json(path: Path, value: Any) -> None:
         partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def write_named(path: Path, text: str) -> None:
+    """Write a file that a user names (`written.check_file`) atomically. Creates its folder."""
+    make_folder(path.parent)
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
 def write_once(path: Path, content: bytes) -> None:
     """Write a file that processes on several hosts may write at the same time, all with the same content.
 

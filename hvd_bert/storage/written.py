@@ -1,7 +1,8 @@
 """The record of a folder: the names of the files that this program wrote there. It replaces and removes no others.
 
 The record is a text file with one name per line. A name is added before its file is written, so that after a crash
-every file of this program is in the record.
+every file of this program is in the record. `command` separates the commands that share a folder, since each replaces
+only its own files: "" for the files of a run, which trainings and evaluations share, else a word before the name.
 """
 
 from __future__ import annotations
@@ -9,71 +10,91 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from hvd_bert.storage.reading import read_text
-from hvd_bert.storage.writing import open_to_append, partial_of, replacing
+from hvd_bert.storage.writing import check_folder, open_to_append, partial_of, replacing
 
 RECORD = ".written_by_hvd_bert"
+_AFTER_COMMAND = "//"  # in no name
 
 
-def names(folder: Path) -> set[str]:
-    """The recorded names. A file in another folder has its path relative to this one."""
+def names(folder: Path, command: str = "") -> set[str]:
+    """The recorded names. A file in another folder has its path relative to this one. Raises OSError."""
+    return {name for name, writer in _writers(folder).items() if writer == command}
+
+
+def _writers(folder: Path) -> dict[str, str]:
+    """Each name's command, the last one that recorded it."""
     try:
         text = read_text(folder / RECORD, errors="surrogateescape")
     except (FileNotFoundError, NotADirectoryError):
-        return set()
-    return set(text.split("\n")) - {""}
+        return {}
+    except ValueError as error:
+        raise OSError(errno.EINVAL, f"its {RECORD} is damaged ({error}): remove that file") from None
+    if "\0" in text:  # a power failure may leave them
+        raise OSError(errno.EINVAL, f"its {RECORD} is damaged (it has NUL characters): remove that file")
+    lines = (line.rpartition(_AFTER_COMMAND) for line in text.split("\n") if line)
+    return {name: command for command, _, name in lines}
 
 
-def add(folder: Path, *new: str) -> None:
-    """Record files that are about to be written."""
-    missing = sorted(set(new) - names(folder))
+def _line(name: str, command: str) -> str:
+    return f"{command}{_AFTER_COMMAND if command else ''}{name}\n"
+
+
+def add(folder: Path, *new: str, command: str = "") -> None:
+    """Record files that are about to be written. Raises OSError."""
+    if any("\n" in name for name in new):
+        raise OSError(errno.EINVAL, "its name has a line break: choose another name")
+    missing = sorted(set(new) - names(folder, command))
     if missing:
         with open_to_append(folder / RECORD) as file:
-            file.write("".join(f"{name}\n" for name in missing))
+            file.write("".join(_line(name, command) for name in missing))
 
 
-def check(folder: Path, wanted: Iterable[str]) -> None:
-    """Raise FileExistsError if the folder has files of these names that this program did not write.
+def check(folder: Path, wanted: Iterable[str], command: str = "") -> None:
+    """Raise FileExistsError if the folder has files of these names that this command did not write.
 
-    A symbolic link counts as such a file, since this program makes none.
+    Symbolic links, pipes and devices count as such files, since this program makes none.
     """
-    ours = names(folder)
+    ours = names(folder, command)
     others = [
         name
         for name in sorted(wanted)
-        if os.path.lexists(folder / name) and (name not in ours or (folder / name).is_symlink())
+        if os.path.lexists(path := folder / name)
+        and (name not in ours or path.is_symlink() or not (path.is_file() or path.is_dir()))
     ]
     if others:
         listed = ", ".join(others)
+        writer = "this command" if command else "this program"
         raise FileExistsError(
             errno.EEXIST,
-            f"it has files that would be replaced and that this program did not write ({listed}): move them away, or"
+            f"it has files that would be replaced and that {writer} did not write ({listed}): move them away, or"
             " use another folder",
         )
 
 
-def claim(folder: Path, *new: str) -> None:
+def claim(folder: Path, *new: str, command: str = "") -> None:
     """`check`, then `add`."""
-    check(folder, new)
-    add(folder, *new)
+    check(folder, new, command)
+    add(folder, *new, command=command)
 
 
-def remove(folder: Path, wanted: Collection[str]) -> None:
+def remove(folder: Path, wanted: Collection[str], command: str = "") -> None:
     """Remove those of `wanted` that are recorded, of a symbolic link only the link, and forget their names.
 
     Whatever the record names, nothing outside the folder is removed.
     """
-    ours = names(folder)
-    removed = {name for name in ours.intersection(wanted) if _is_inside(name)}
+    writers = _writers(folder)
+    removed = {name for name in wanted if writers.get(name) == command and _is_inside(name)}
     for name in sorted(removed):
         delete(folder / name)
         delete(partial_of(folder / name))
     if removed:
         with replacing(folder / RECORD) as partial:
-            text = "".join(f"{name}\n" for name in sorted(ours - removed))
+            text = "".join(_line(name, writers[name]) for name in sorted(writers.keys() - removed))
             partial.write_text(text, encoding="utf-8", errors="surrogateescape")
 
 
@@ -95,14 +116,26 @@ def delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def check_marked(path: Path, marker: str) -> None:
-    """Raise FileExistsError if `path` is a file with content that does not have `marker` near its start.
+def check_file(path: Path, *markers: str) -> Path:
+    """Raise OSError unless `path`, which a user names, can be written. Returns it; of a symbolic link, its target.
 
-    For a single file that a user names: a record would be a second file next to it.
+    Creates nothing. A file with content must have the `markers` near its start, by which a command recognizes its own:
+    a record would be a second file next to it. A pipe would be replaced, and opening it could wait for its reader.
     """
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        start = file.read(1024)
-    if start and marker.encode() not in start:
-        raise FileExistsError(errno.EEXIST, "it exists, and this program did not write it: name another file")
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "it is a folder: name a file")
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is a pipe or a device: name a file")
+    target = Path(os.path.realpath(path)) if path.is_symlink() else path
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    check_folder(target.parent)
+    with tempfile.TemporaryFile(dir=next(folder for folder in target.absolute().parents if folder.exists())):
+        pass
+    start = b""
+    if target.exists():
+        with target.open("rb") as file:
+            start = file.read(1024)
+    if start and not all(marker.encode() in start for marker in markers):
+        raise FileExistsError(errno.EEXIST, "it exists, and this command did not write it: name another file")
+    return target

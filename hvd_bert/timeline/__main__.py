@@ -20,8 +20,8 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.model.cpu import malloc
 from hvd_bert.rendering.page import GENERATOR, Listing, Page, Picture, Text
 from hvd_bert.rendering.text import visible
-from hvd_bert.storage.writing import writing_to
-from hvd_bert.storage.written import check_marked
+from hvd_bert.storage.writing import write_named, writing_to
+from hvd_bert.storage.written import check_file
 from hvd_bert.streams import end_when_lost
 from hvd_bert.timeline import advice, analysis, content
 from hvd_bert.timeline.figures import Findings
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         flags = make_parser().parse_args(argv)
         if flags.html:
             with writing_to("--html", flags.html):
-                check_marked(flags.html, GENERATOR)
+                flags.html = check_file(flags.html, GENERATOR, f"<title>{content.TITLE}</title>")
         findings = read(flags.file, flags.ranks, flags.hosts)
         if flags.one_host:
             each = analysis.ranks_of_a_host(findings)
@@ -110,7 +110,7 @@ def _write_page(findings: Findings, path: Path) -> None:
                 Picture("steps.png", plots.steps(findings.curves), "Time, exposed communication and wait of each step")
             )
     with writing_to("--html", path):
-        path.write_text(page.as_html(), encoding="utf-8")
+        write_named(path, page.as_html())
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from hvd_bert.timeline.advice import NO_CACHE, bytes_text
 from hvd_bert.timeline.figures import Findings
 from hvd_bert.timeline.sums import BIG
 
+TITLE = "Horovod timeline"
 FEW = 5  # tensors shown on a terminal
 KINDS = {
     "negotiation": "negotiation: until all ranks are ready",
@@ -175,7 +176,7 @@ def ranks_line(findings: Findings) -> str:
 
 def page(findings: Findings) -> Page:
     """The page, without its plots."""
-    found = Page("Horovod timeline")
+    found = Page(TITLE)
     found.add(Listing(facts(findings)), Text("Advice", 2), Listing(findings.advice))
     found.add(Text("Steps", 2), Listing(step_lines(findings)))
     found.add(Text("Phases", 2), phases(findings))

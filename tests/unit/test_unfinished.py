@@ -49,7 +49,7 @@ def test_output(tmp_path, suffix):
     output = tmp_path / "new" / f"answers.{suffix}"
     answered(output)
     assert sorted(path.name for path in output.parent.iterdir()) == [written.RECORD, output.name]
-    assert written.names(output.parent) == {output.name}
+    assert written.names(output.parent, "predict") == {output.name}
     text = output.read_text(encoding="utf-8")
     if suffix == "csv":
         with output.open(encoding="utf-8", newline="") as file:

@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import hostile
 import pytest
 import test_timeline
 from made_runs import make_run
@@ -16,18 +17,22 @@ from hvd_bert.bench import one_run, speed, sweep
 from hvd_bert.bench.launching import Launching, Machine
 from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.world import CollectiveError
+from hvd_bert.evaluate import flags as evaluation_flags
+from hvd_bert.evaluate import running as evaluation
 from hvd_bert.monitoring.profiling.recording import Recording
+from hvd_bert.predict.unfinished import Unfinished
 from hvd_bert.report import plots
 from hvd_bert.report.__main__ import main as report
 from hvd_bert.sample import generate
 from hvd_bert.storage import locks, written
-from hvd_bert.storage.writing import make_folder, replacing
+from hvd_bert.storage.writing import make_folder, replacing, write_named
 from hvd_bert.timeline.__main__ import main as timeline
 from hvd_bert.training.meter import Meter
 from hvd_bert.training.metrics_log import MetricsLogger
 from hvd_bert.tune import __main__ as tune
 
 NOT_OURS = "this program did not write"
+NOT_THE_COMMANDS = "this command did not write"
 
 
 def test_record(tmp_path):
@@ -50,6 +55,73 @@ def test_record_whose_last_line_was_cut_short_names_no_other_file(tmp_path):
     (tmp_path / written.RECORD).write_text("tb\nconfig.js")
     written.add(tmp_path, "config.json")
     assert written.names(tmp_path) == {"tb", "config.jsconfig.json"}  # so that config.json is rather kept
+
+
+def test_a_command_replaces_and_removes_only_its_own_files(tmp_path):
+    for name in ("config.json", "report.md"):
+        (tmp_path / name).write_text("the run's")
+    written.add(tmp_path, "config.json", "report.md")
+    for command, name in (("predict", "config.json"), ("report", "report.md")):
+        with pytest.raises(FileExistsError):
+            written.claim(tmp_path, name, command=command)
+        written.remove(tmp_path, [name], command)
+    with pytest.raises(FileExistsError):
+        Unfinished(tmp_path / "config.json", {"the model": "m"})
+    for command in ("predict", "report"):
+        written.claim(tmp_path, f"{command}.csv", "shared.csv", command=command)
+        (tmp_path / f"{command}.csv").write_text(command)
+    written.claim(tmp_path, "predict.csv", command="predict")
+    written.remove(tmp_path, written.names(tmp_path) | {"predict.csv", "report.csv"})
+    assert sorted(os.listdir(tmp_path)) == [written.RECORD, "predict.csv", "report.csv"]
+    assert written.names(tmp_path, "predict") == {"predict.csv"}  # the last command that wrote a file has it
+    assert written.names(tmp_path, "report") == {"report.csv", "shared.csv"}
+    with pytest.raises(OSError, match="line break"):
+        written.claim(tmp_path, "a\nconfig.json", command="predict")
+
+
+@pytest.mark.parametrize("damage", [b"tb\n\0\0\0\n", b"\0" * 4096])
+def test_damaged_record_is_one_message(tmp_path, capsys, damage):
+    run, out = make_run(tmp_path / "run"), tmp_path / "out"
+    out.mkdir()
+    (out / written.RECORD).write_bytes(damage)
+    assert report([str(run), "--out", str(out)]) == 2
+    assert f"--out {out}" in (error := capsys.readouterr().err) and written.RECORD in error
+    assert error.count("\n") == 1 and os.listdir(out) == [written.RECORD]
+    for use in (written.remove_partials, lambda folder: written.remove(folder, ["tb"])):
+        with pytest.raises(OSError, match=written.RECORD):
+            use(out)
+
+
+@pytest.mark.parametrize("what", ["folder", "fifo", "link to itself", "below a file"])
+def test_outputs_that_cannot_be_written_are_refused_before_the_work(tmp_path, monkeypatch, capsys, what):
+    for module in (speed, evaluation):
+        monkeypatch.setattr(module, "set_up", lambda config, world: None)
+    path, run = tmp_path / "out.json", make_run(tmp_path / "run")
+    if what == "below a file":
+        (tmp_path / "file").write_text("")
+        path = tmp_path / "file" / "out.json"
+    else:
+        hostile.ALL[what](path)
+    before = os.lstat(path).st_ino if os.path.lexists(path) else None
+    with pytest.raises(CollectiveError, match=r"--json .* cannot be written"):
+        speed.run(*bench_flags.parse(["--json", str(path)]), make_world())
+    with pytest.raises(CollectiveError, match=r"--json .* cannot be written"):
+        evaluation.run(*evaluation_flags.parse(["no/model", "--json", str(path), "--strategy", "none"]), make_world())
+    assert timeline([str(tmp_path / "no timeline"), "--html", str(path)]) == 2
+    assert f"--html {path} cannot be written" in capsys.readouterr().err
+    if what != "folder":
+        assert report([str(run), "--out", str(path)]) == sweep.main(["--report", str(path), "--out", "new"]) == 2
+        error = capsys.readouterr().err
+        assert f"--out {path} cannot be written" in error and f"--report {path} cannot be written" in error
+    assert (os.lstat(path).st_ino if os.path.lexists(path) else None) == before
+
+
+def test_named_outputs(tmp_path):
+    (tmp_path / "link.json").symlink_to("target.json")
+    for name in ("new/deep/out.json", "link.json"):
+        for _ in range(2):
+            write_named(written.check_file(tmp_path / name, "mine"), "mine")
+    assert (tmp_path / "link.json").is_symlink() and (tmp_path / "target.json").read_text() == "mine"
 
 
 def test_links_under_fixed_names_are_not_written_through(tmp_path):
@@ -104,7 +176,7 @@ def test_report_replaces_only_a_report(tmp_path, no_plots, capsys):
         (out / name).write_text("mine")
     assert report(command) == 2
     assert rf"--out {out} cannot be written: " in (error := capsys.readouterr().err)
-    assert f"{NOT_OURS} (projection.csv, report.md)" in error
+    assert f"{NOT_THE_COMMANDS} (projection.csv, report.md)" in error
     assert {path.read_text() for path in out.iterdir()} == {"mine"}
     for name in ("projection.csv", "report.md"):
         (out / name).unlink()
@@ -121,10 +193,18 @@ def test_page_of_a_timeline_replaces_only_such_a_page(tmp_path, capsys):
     thesis.write_text("<html>mine</html>")
     for other in (path, thesis):
         assert timeline([str(path), "--html", str(other)]) == 2
-        assert f"--html {other} cannot be written: it exists, and {NOT_OURS} it" in capsys.readouterr().err
+        assert f"--html {other} cannot be written: it exists, and {NOT_THE_COMMANDS} it" in capsys.readouterr().err
     assert path.read_bytes() == before and thesis.read_text() == "<html>mine</html>"
     page.write_text("")  # nothing is lost
     assert timeline([str(path), "--html", str(page)]) == timeline([str(path), "--html", str(page)]) == 0
+
+
+def test_page_of_a_timeline_does_not_replace_a_report(tmp_path, capsys):
+    path = test_timeline.training(4).write(tmp_path / "t.json")
+    assert report([str(make_run(tmp_path / "run")), "--out", str(tmp_path / "out")]) == 0
+    before = (tmp_path / "out" / "report.html").read_bytes()
+    assert timeline([str(path), "--html", str(tmp_path / "out" / "report.html")]) == 2
+    assert (tmp_path / "out" / "report.html").read_bytes() == before
 
 
 def recording(file: Path, out: Path | None = None) -> Recording:
@@ -167,11 +247,11 @@ def test_benchmark_replaces_only_a_benchmarks_figures(tmp_path, monkeypatch):
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "bert"}')
     monkeypatch.setattr(speed, "set_up", lambda config, world: None)
-    with pytest.raises(CollectiveError, match=rf"--json {path} cannot be written: it exists, and {NOT_OURS} it"):
+    with pytest.raises(CollectiveError, match=rf"--json {path} cannot be written: .* {NOT_THE_COMMANDS} it"):
         speed.run(*bench_flags.parse(["--json", str(path)]), make_world())
     assert path.read_text() == '{"model_type": "bert"}'
     speed._print_table({"generator": speed.GENERATOR} | made_figures(), path)
-    written.check_marked(path, f'"generator": "{speed.GENERATOR}"')
+    written.check_file(path, f'"generator": "{speed.GENERATOR}"')
 
 
 def made_figures() -> dict[str, object]:
