@@ -10,7 +10,7 @@ from typing import Any
 
 from hvd_bert.config import command_line
 from hvd_bert.config.parser import HELP, Parser
-from hvd_bert.config.settings import FLAGS, Config
+from hvd_bert.config.settings import FLAGS, TASKS, Config
 from hvd_bert.config.trained import trained_settings
 from hvd_bert.errors import EXIT_OK, UserError
 
@@ -18,6 +18,7 @@ ACCEPTED = {name for name, flag in FLAGS.items() if flag.group in ("model", "dat
 ACCEPTED -= {"model_name_or_path", "train_file", "max_train_samples"}
 ACCEPTED |= {"per_device_eval_batch_size", "bf16", "fp16", "tf32", "deterministic"}
 ACCEPTED |= {"strategy", "num_threads", "output_dir", "log_format"}
+OF_OWN_TASKS = ("train_file",)  # a task of one's own may read its model's shape, or all its data, from it
 
 # Settings that are taken from the model's training by default. Both models of a comparison have equal `SHARED` ones.
 OF_DATA = (
@@ -84,17 +85,21 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
     own, words = parser.parse_known_args(argv)
     if own.mistakes < 0:
         raise UserError(f"--mistakes {own.mistakes}: must not be negative.")
-    refused = sorted(command_line.flags_in(words) - ACCEPTED)
-    if refused:
-        raise UserError(f"--{refused[0]} does not concern an evaluation of {own.model}. Remove the flag.")
+    others = command_line.flags_in(words) - ACCEPTED
     named = command_line.names_of(words) & {"config", "dataset_name", "validation_file"}
     trained = trained_settings(own.model)
-    if trained.get("train_file") and not trained.get("validation_file") and not named:
+    names, shared = OF_MODEL if named else (*OF_MODEL, *OF_DATA), SHARED
+    configs = [_config(own.model, words, trained, names)]
+    if configs[0].data.task not in TASKS:
+        others, shared = others.difference(OF_OWN_TASKS), (*SHARED, *OF_OWN_TASKS)
+        configs = [_config(own.model, words, trained, (*names, *OF_OWN_TASKS))]
+    elif trained.get("train_file") and not trained.get("validation_file") and not named:
         raise UserError(f"The training of {own.model} records no validation data. Give --validation_file FILE.")
-    configs = [_config(own.model, words, trained, OF_MODEL if named else (*OF_MODEL, *OF_DATA))]
+    if others:
+        raise UserError(f"--{min(others)} does not concern an evaluation of {own.model}. Remove the flag.")
     if own.compare:
         settings = configs[0].as_flat()
-        same = {name: settings[name] for name in SHARED if settings[name] is not None}
+        same = {name: settings[name] for name in shared if settings[name] is not None}
         configs.append(_config(own.compare, words, trained_settings(own.compare) | same, (*OF_MODEL, *same)))
     return own, configs
 

@@ -281,6 +281,54 @@ def test_training_without_validation_data(make_model):
     assert settings_of(folder, "--validation_file", "dev.json")[0]["validation_file"] == "dev.json"
 
 
+OWN_TASK = """
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hvd_bert.tasks.dataset import DatasetTask, Examples
+
+
+class Lines(DatasetTask):
+    metrics = {"error": "min", "eval_loss": "min"}
+
+    def load(self, config):
+        rows = torch.tensor(json.loads(Path(config.data.train_file).read_text()))
+        self.model = nn.Linear(rows.shape[1] - 1, 1)
+        self.train, self.dev = Examples.of_tensors(rows[4:]), Examples.of_tensors(rows[:4])
+
+    def forward(self, model, batch):
+        (rows,) = batch
+        losses = (model(rows[:, 1:]).squeeze(1) - rows[:, 0]) ** 2
+        return losses, losses
+
+    def score(self, outputs):
+        return {"error": float(outputs.mean())}
+"""
+
+
+def test_own_task_that_reads_the_training_file(make_model, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_lines.py").write_text(OWN_TASK)
+    trained, file, other = (str(tmp_path / name) for name in ("trained", "rows.json", "other.json"))
+    rows = [[float(n), float(n % 3), float(n % 5)] for n in range(12)]
+    Path(file).write_text(json.dumps(rows))
+    Path(other).write_text(json.dumps(rows[::-1]))
+    words = ["--task", "own_lines:Lines", "--train_file", file, "--max_steps", "2", "--output_dir", trained]
+    world = make_world()
+    world.set_up_device()
+    loop.run(parse([*words, "--strategy", "none"]), world)
+    expected = json.loads((tmp_path / "trained" / "eval_results.json").read_text())
+    assert evaluated(tmp_path / "trained")["metrics"] == expected
+    assert evaluated(tmp_path / "trained", "--train_file", other)["metrics"] != expected
+    first, second = settings_of(trained, "--compare", trained, "--train_file", other)
+    assert first["train_file"] == second["train_file"] == other
+    with pytest.raises(UserError, match="--train_file does not concern an evaluation"):
+        settings_of(make_model(), "--train_file", file)
+
+
 def test_no_data(make_model):
     settings = dict.fromkeys(("version_2_with_negative", "doc_stride", "n_best_size", "null_score_diff_threshold"))
     folder = make_model(
