@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hvd_bert import __version__
 from hvd_bert.bench.points import ONE_PROCESS, Point
+from hvd_bert.config.values import shortened
 from hvd_bert.distributed.slurm import Allocation, find_allocation
 from hvd_bert.errors import UserError
 from hvd_bert.machine import PACKAGES, cpu_name, version_of
@@ -58,7 +59,7 @@ def _count_gpus() -> int:
     program = "import torch; print(torch.cuda.device_count())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     last = done.stdout.strip().splitlines()[-1:]
-    if done.returncode or not last or not last[0].isdigit():
+    if done.returncode or not last or not last[0].isdecimal():
         raise UserError(f"torch cannot be imported: run `bash env/setup.sh`. The error was:\n{done.stderr.strip()}")
     return int(last[0])
 
@@ -75,8 +76,8 @@ class Hosts:
         total = 0
         for entry in self.text.split(","):
             host, _, count = entry.partition(":")
-            if not host or (count and not count.isdigit()) or count == "0":
-                raise UserError(f"-H {self.text}: '{entry}' is not HOST:SLOTS.")
+            if not host or not (count or "1").isdecimal() or len(count) > 9 or not int(count or 1):
+                raise UserError(f"-H {shortened(self.text)}: '{shortened(entry)}' is not HOST:SLOTS.")
             total += int(count or 1)
         return total
 

@@ -75,7 +75,7 @@ def update(folder: Path, scores: Record, evaluated: Record) -> None:
     try:
         settings, results = read_yaml(folder / "train_config.yaml"), read_json(folder / "train_results.json")
         write(folder, settings, results, scores, evaluated)
-    except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError) as error:
+    except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         log.warning("%s is not updated, since the training's records cannot be read: %s.", folder / NAME, error)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd_bert.config.values import shortened
 from hvd_bert.errors import UserError
 from hvd_bert.report.comparability import STRONG, WEAK, Group, Tolerance, differences, losses_differ
 from hvd_bert.runs.run import LeftOut, Run
@@ -78,8 +79,8 @@ def counted(size: float, unit: str) -> str:
 def parse_baseline(text: str) -> tuple[str, int]:
     """Parse STRATEGY:RANKS. Raises UserError."""
     strategy, _, ranks = text.partition(":")
-    if not strategy or not ranks.isdigit():
-        raise UserError(f"--baseline {text}: must be STRATEGY:RANKS, for example none:1 or horovod:2.")
+    if not strategy or not ranks.isdecimal() or len(ranks) > 9:
+        raise UserError(f"--baseline {shortened(text)}: must be STRATEGY:RANKS, for example none:1 or horovod:2.")
     return strategy, int(ranks)
 
 

@@ -25,6 +25,7 @@ REPEATED = ("--seed",)
 IN_STEPS = ("--num_train_epochs", "--max_steps")
 OF_THE_STRATEGY = ("--fp16_allreduce", "--gradient_predivide_factor")
 LARGEST = 1e300
+MAX_DIGITS = 16  # of a number of weights
 MAX_METRICS = 2**32  # bytes: millions of lines
 # For runs of older versions, which did not record the number of weights whose gradients come last: parts of the names
 # of embeddings, and of ALBERT's layers, which share their weights.
@@ -275,5 +276,5 @@ def _parameters(folder: Path, work: Mapping[str, str]) -> tuple[int | None, int]
     except (OSError, SafetensorError):
         pass
     words = work.get("the model", "").split()
-    before = words[words.index("parameters,") - 1] if "parameters," in words else ""
-    return (int(before.replace(",", "")), 0) if before.replace(",", "").isdigit() else (None, 0)
+    count = words[words.index("parameters,") - 1].replace(",", "") if "parameters," in words else ""
+    return (int(count), 0) if count.isdecimal() and len(count) < MAX_DIGITS else (None, 0)

@@ -60,7 +60,7 @@ class Checkpoint:
 
     name: str
     step: int
-    size_bytes: int | None
+    size_bytes: float | None
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Record:
         ended: The recorded reason why a run that is not finished has ended; "" if there is none.
         warnings: With the ranks that gave them.
         numeric_events: Skipped steps, jumps of the loss and an infinite loss.
-        best: The best evaluation by the newest checkpoint: `metric`, `value`, `step`.
+        best: The best evaluation: `metric`, `value`, `step`. Of an unfinished run, by the newest checkpoint.
         problems: Files, or lines of files, that could not be read.
     """
 
@@ -162,8 +162,8 @@ def read(folder: Path) -> Record:
     samples = _load(folder / SAMPLES, problems)
     checkpoints = _checkpoints(folder, problems)
     state = _load(folder / checkpoints[-1].name / "state.json", problems) if checkpoints else {}
-    best = state.get("best") if isinstance(state, dict) else None
     facts = (start or (since[0] if since else {})) | results
+    best = facts.get("best") or (state.get("best") if isinstance(state, dict) else None)
     if isinstance(facts.get("ranks"), list):
         facts.setdefault("world_size", len(facts["ranks"]))
     return Record(
@@ -288,7 +288,7 @@ def _checkpoints(folder: Path, problems: list[str]) -> list[Checkpoint]:
         if step.isdecimal():
             files: Any = _object(path / "manifest.json", problems).get("files")
             try:
-                size = sum(file["bytes"] for file in files.values())
+                size = number_of(sum(file["bytes"] for file in files.values()))
             except (AttributeError, KeyError, TypeError):  # not a manifest
                 size = None
             found.append(Checkpoint(path.name, int(step), size))

@@ -111,6 +111,16 @@ def test_a_later_evaluation_updates_the_card_of_its_model(base, tmp_path, make_q
     assert (out / "README.md").read_text() == after and "records cannot be read: 'from_hub'" in caplog.text
 
 
+@pytest.mark.parametrize(("name", "value"), [("train_runtime", "1e999"), ("steps_per_epoch", "0")])
+def test_odd_numbers_in_the_records_of_a_card(base, tmp_path, caplog, name, value):  # noqa: F811
+    out = tmp_path / "out"
+    train(base, "--output_dir", str(out))
+    before, path = (out / "README.md").read_bytes(), out / "train_results.json"
+    path.write_text(re.sub(rf'("{name}"): [^,]+', rf"\1: {value}", path.read_text()))
+    card.update(out, {"f1": 1.0}, parse(["--model_name_or_path", str(out)]).as_flat())
+    assert "README.md is not updated" in caplog.text and (out / "README.md").read_bytes() == before
+
+
 def test_card_of_a_classification(make_task, tmp_path, monkeypatch, caplog):  # noqa: F811
     task, out = make_task("--output_dir", str(tmp_path / "out")), tmp_path / "out"
     out.mkdir()

@@ -452,6 +452,25 @@ def test_any_bad_value_makes_a_run_unusable(tmp_path, data, value):
     assert run.devices >= 1 and run.windows_per_s > 0
 
 
+@pytest.mark.parametrize("count", ["9" * 5000, "9" * 400, "\u00b2", "1e999", ""])
+def test_odd_numbers_in_results_are_no_traceback(tmp_path, capsys, count):
+    folder = make_run(tmp_path / "runs/none", work={"the model": f"197 tensors, {count} parameters, 0123"})
+    (folder / "checkpoint-40").mkdir()
+    (folder / "checkpoint-40" / "manifest.json").write_text(json.dumps({"files": {"a": {"bytes": 10**400}}}))
+    out = ["--out", str(tmp_path / "out")]
+    assert reading.read(folder).parameters is None
+    assert main([str(folder), *out]) == 0 and main([str(folder), *out, "--gbps", "25", "--parameters", "9"]) == 0
+    assert main([str(folder), *out, "--gbps", "25"]) in (0, 2)
+    assert main([str(folder), *out, "--baseline", f"none:{count}"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("hvd_bert: --baseline none:")
+    record = (folder / "train_results.json").read_text()
+    for odd in ("1e999", "-1e999", "9" * 5000, "9" * 400, "NaN"):
+        (folder / "train_results.json").write_text(re.sub(r'("train_runtime"): [^,]+', rf"\1: {odd}", record))
+        with pytest.raises(reading.Unusable, match=r"train_results\.json"):
+            reading.read(folder)
+        assert main([str(folder), *out]) == 0
+
+
 def test_runs_are_found_below_the_named_folders(tmp_path, capsys):
     make_run(tmp_path / "a/b/run")
     (tmp_path / "a/b/run/checkpoint-5").mkdir()

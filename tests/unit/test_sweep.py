@@ -261,7 +261,10 @@ def test_allocation_of_a_job() -> None:
     ("launch", "words"),
     [
         (by("torchrun", TWO_CORES, "a:2"), "--launcher torchrun takes no hosts"),
-        (by("horovodrun", TWO_CORES, "a:two"), "'a:two' is not HOST:SLOTS"),
+        *(
+            (by("horovodrun", TWO_CORES, f"a:{count}"), f"'a:{count[:9]}.*' is not HOST:SLOTS")
+            for count in ("two", "\u00b2", "9" * 5000, "00")
+        ),
         (by("auto", TWO_CORES, "", "--gloo"), "--launcher_flag: select its launcher"),
         (by("srun"), "this is not a Slurm job. Use `sbatch scripts/scaling.slurm`"),
     ],
