@@ -14,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import safetensors.torch
@@ -70,35 +72,66 @@ def is_checkpoint(name: str) -> bool:
 def write(output_dir: Path, step: int, contents: Contents) -> Path:
     """Write a checkpoint, replacing one of the same step, and update `latest`. After an OSError nothing has changed."""
     written.claim(output_dir, name_of(step), POINTER)
-    partial = output_dir / f"{_PARTIAL}{name_of(step)}"
-    written.delete(partial)
-    try:
-        partial.mkdir()
+    folder = output_dir / name_of(step)
+    with _replacing(folder) as partial:
         for stem, tensors in contents.tensors.items():
             safetensors.torch.save_file(dict(tensors), partial / f"{stem}.safetensors", metadata={"format": "pt"})
         for stem, document in contents.documents.items():
             (partial / f"{stem}.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
         for name, content in contents.files.items():
             (partial / name).write_bytes(content)
-        files = {file.name: _fingerprint(file) for file in sorted(partial.iterdir())}
-        manifest = {"format": FORMAT, "step": step, "files": files}
+    point_to(folder)
+    return folder
+
+
+def update_state(output_dir: Path, step: int, changes: Mapping[str, Any]) -> None:
+    """Change values in the state.json of this program's checkpoint of `step`, if there is one with all of them.
+
+    Raises OSError, after which nothing has changed, and ValueError if the checkpoint is damaged.
+    """
+    folder = output_dir / name_of(step)
+    if folder not in _own(output_dir):
+        return
+    files, state = _manifest(folder), read_json(folder / "state.json")
+    if not isinstance(state, dict) or not changes.keys() <= state.keys() or state | changes == state:
+        return
+    files.pop("state.json", None)
+    with _replacing(folder, files) as partial:
+        for name in files:
+            try:
+                os.link(folder / name, partial / name)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(folder / name, partial / name)
+        (partial / "state.json").write_text(json.dumps(state | changes, indent=1), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _replacing(folder: Path, known: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Path]:
+    """Yield a temporary folder for the files of a checkpoint; with a manifest it then replaces `folder`.
+
+    `known`: fingerprints of files.
+    """
+    partial = folder.with_name(f"{_PARTIAL}{folder.name}")
+    written.delete(partial)
+    try:
+        partial.mkdir()
+        yield partial
+        files = {file.name: known.get(file.name) or _fingerprint(file) for file in sorted(partial.iterdir())}
+        manifest = {"format": FORMAT, "step": step_of(folder), "files": files}
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for file in partial.iterdir():
             shutil.copymode(partial / "manifest.json", file)  # safetensors gives nobody else access
             flush(file)
         flush(partial)
-        folder = output_dir / name_of(step)
         if folder.exists():
             discard(folder)
         partial.rename(folder)
-        flush(output_dir)
+        flush(folder.parent)
     except SafetensorError as error:  # a full disk, for example
         raise OSError(str(error)) from None
     finally:
         with contextlib.suppress(OSError):
             written.delete(partial)
-    point_to(folder)
-    return folder
 
 
 def point_to(folder: Path) -> None:

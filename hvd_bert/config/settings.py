@@ -63,7 +63,8 @@ class Config:
         require(not ordered, "--num_groups: --deterministic sends all gradients as one group. Leave one of them out.")
 
     def evaluates_after_step(self, step: int, steps_per_epoch: int, total_steps: int) -> bool:
-        """Whether to evaluate after optimizer step `step`, including the last one if the best model is kept."""
+        """Whether to evaluate after optimizer step `step`, including the last one if the best model is kept: else the
+        final model is evaluated once it is saved."""
         last = self.checkpoint.load_best_model_at_end and step == total_steps
         return last or self.train.evaluates_after(step, steps_per_epoch, total_steps)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hvd_bert.checkpoint import output_dir, resume, run_folder
+from hvd_bert.checkpoint import output_dir, resume, run_folder, saving
 from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.checkpoint.saving import Checkpoints
 from hvd_bert.config.settings import Config
@@ -54,11 +54,13 @@ def run(config: Config, world: World) -> None:
         metrics_logger.started(config.as_flat() | effective, resumed_step)
         results: dict[str, Any] = {}
         model_step, recorded = 0, False
+        best: Best | None = None
         if training:
             with training.stop_requests.watched():  # until the model is saved, or a signal would lose it
                 results = training.run(metrics_logger)
                 model_step, evaluation = training.model_step, training.evaluation
-                recorded = evaluation is not None
+                recorded, best = evaluation is not None, training.state.best
+                last_step, pending = training.state.step, training.state.eval_pending
                 training = None  # frees the optimizer's memory
                 with run_folder.writing(folder, world) as writes:
                     if writes:
@@ -68,9 +70,15 @@ def run(config: Config, world: World) -> None:
             if not recorded:
                 evaluations.record(evaluation, metrics_logger, model_step)
             results |= evaluations.totals
+            if best:
+                if pending:
+                    best.update(model_step, evaluation.metrics)
+                results["best"] = best.state()
             with run_folder.writing(folder, world) as writes:
                 if writes:
                     run_folder.write_evaluation(folder, evaluation, data)
+                    if best:
+                        saving.record_best(folder, last_step, best)
                     if not task.plan:
                         card.update(folder, evaluation.metrics, config.as_flat())
         usage = {"rank": world.rank} | process_usage(world.device)
@@ -142,7 +150,7 @@ class Training:
         state.strategy.module.train()
         self.metrics_logger.begin(self.total_steps, state.step, self.plan.steps_per_epoch)
         with closing(checkpoints), closing(self.gpus), closing(self.batches), closing(self.recording):
-            if state.eval_pending and self.evaluations:  # a signal stopped the run before it
+            if state.eval_pending and self.evaluations and not self._is_final:  # a signal stopped the run before it
                 self._evaluate()
             while state.step < self.total_steps and not checkpoints.patience_is_over:
                 self.recording.before(state.step + 1)
@@ -196,7 +204,7 @@ class Training:
         """Log, stop, evaluate, save: whatever is due after this step."""
         state, checkpoints, total_steps = self.state, self.checkpoints, self.total_steps
         per_epoch = self.plan.steps_per_epoch
-        evaluates = self.config.evaluates_after_step(state.step, per_epoch, total_steps)
+        evaluates = self._is_final or self.config.evaluates_after_step(state.step, per_epoch, total_steps)
         state.eval_pending = self.evaluations is not None and evaluates
         if state.eval_pending or self.config.train.logs_after_step(state.step, total_steps):
             means = self.breakdown.read(state.step)
@@ -208,11 +216,16 @@ class Training:
             self.health.check_end()
         if stops:
             checkpoints.stop(self.stop_requests.reason())
-        if state.eval_pending:
+        if state.eval_pending and not self._is_final:
             self._evaluate()
         if checkpoints.due(total_steps):
             checkpoints.save()
         state.meter.lap("other")
+
+    @property
+    def _is_final(self) -> bool:
+        """Whether this step's model is the final one, which is evaluated once it is saved."""
+        return self.state.step == self.total_steps and not self.config.checkpoint.load_best_model_at_end
 
     def _evaluate(self) -> None:
         assert self.evaluations is not None

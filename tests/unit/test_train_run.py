@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import resuming
 import torch
 from safetensors.torch import load_file, save_file
 from test_world import make_world
 
-from hvd_bert.checkpoint import output_dir, run_folder
+from hvd_bert.checkpoint import files, output_dir, run_folder
 from hvd_bert.config.command_line import overriding, parse
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.evaluation import evaluator
 from hvd_bert.evaluation.squad_metric import score
+from hvd_bert.report import run_page
+from hvd_bert.runs import record
 from hvd_bert.storage import written
 from hvd_bert.train import loop, start
 
@@ -142,6 +145,43 @@ def test_sample_answers_of_a_run_that_is_not_finished(base, tmp_path, monkeypatc
         train(base, "--output_dir", str(out), "--save_steps", "0")
     assert json.loads((out / "eval_samples.json").read_text())
     assert not (out / "eval_results.json").exists()
+
+
+LEARNS = ("--learning_rate", "1e-2", "--warmup_ratio", "0", "--metric_for_best_model", "eval_loss")
+
+
+@pytest.mark.parametrize("flags", [("--eval_steps", "2"), ("--eval_strategy", "no"), ("--save_steps", "0")], ids=str)
+def test_best_score_includes_the_final_evaluation(base, tmp_path, monkeypatch, flags):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(base, *LEARNS, *flags, "--output_dir", str(whole))
+    rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    best = min((row for row in rows if "eval_loss" in row), key=lambda row: row["eval_loss"])
+    expected = {"metric": "eval_loss", "value": best["eval_loss"], "step": 3, "since": 0}
+    assert best["step"] == 3 and json.loads((whole / "train_results.json").read_text())["best"] == expected
+    assert f"`eval_loss` | {best['eval_loss']:.4g} |" in (whole / "README.md").read_text()
+    shown = run_page.page_of(record.read(whole)).as_markdown()
+    assert f"Best eval\\_loss: {best['eval_loss']:.4g}, at step 3." in shown
+    if "--save_steps" in flags:
+        return
+    checkpoint = whole / "checkpoint-3"
+    files.verify(checkpoint)
+    state = json.loads((checkpoint / "state.json").read_text())
+    assert (state["best"], state["eval_pending"]) == (expected, False)
+    assert sorted(os.listdir(whole)) == sorted({*written.names(whole), written.RECORD, ".lock"})
+    evaluate = loop.Evaluations.__call__
+
+    def fails_once_saved(*arguments: Any) -> Any:
+        if (killed / "model.safetensors").exists():
+            raise MemoryError
+        return evaluate(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(loop.Evaluations, "__call__", fails_once_saved)
+        train(base, *LEARNS, *flags, "--output_dir", str(killed))
+    assert json.loads((killed / "checkpoint-3" / "state.json").read_text())["eval_pending"] is True
+    output_dir.unlock()
+    train(base, *LEARNS, *flags, "--output_dir", str(killed))
+    assert resuming.differences(whole, killed) == []
 
 
 def test_failed_evaluation_keeps_the_earlier_one(base, tmp_path):
