@@ -84,7 +84,7 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
     return folder
 
 
-def update_state(output_dir: Path, step: int, changes: Mapping[str, Any]) -> None:
+def update_state(output_dir: Path, step: int, changes: dict[str, Any]) -> None:
     """Change values in the state.json of this program's checkpoint of `step`, if there is one with all of them.
 
     Raises OSError, after which nothing has changed, and ValueError if the checkpoint is damaged.

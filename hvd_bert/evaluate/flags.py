@@ -88,7 +88,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
     others = command_line.flags_in(words) - ACCEPTED
     named = command_line.names_of(words) & {"config", "dataset_name", "validation_file"}
     trained = trained_settings(own.model)
-    names, shared = OF_MODEL if named else (*OF_MODEL, *OF_DATA), SHARED
+    shared: tuple[str, ...] = SHARED
+    names = OF_MODEL if named else (*OF_MODEL, *OF_DATA)
     configs = [_config(own.model, words, trained, names)]
     if configs[0].data.task not in TASKS:
         others, shared = others.difference(OF_OWN_TASKS), (*SHARED, *OF_OWN_TASKS)
