@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +87,8 @@ def _check_outputs(flags: argparse.Namespace, config: Config) -> None:
     """Raise UserError if a file cannot be written. Changes nothing."""
     if config.train.output_dir:
         output_dir.check(config)
-    if flags.json:
+    out = Path(os.path.realpath(config.train.output_dir or ""))
+    if flags.json and (out.exists() or Path(os.path.realpath(flags.json.parent)) != out):  # else it will be created
         with writing_to("--json", flags.json):
             flags.json = written.check_file(flags.json, MARK)
 

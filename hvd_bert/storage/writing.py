@@ -131,8 +131,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_named(path: Path, text: str) -> None:
-    """Write a file that a user names (`written.check_file`) atomically. Creates its folder."""
-    make_folder(path.parent)
+    """Write a file that a user names (`written.check_file`) atomically."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
 

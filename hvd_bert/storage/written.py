@@ -130,7 +130,7 @@ def check_file(path: Path, *markers: str) -> Path:
     if target.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
     check_folder(target.parent)
-    with tempfile.TemporaryFile(dir=next(folder for folder in target.absolute().parents if folder.exists())):
+    with tempfile.TemporaryFile(dir=target.parent):
         pass
     start = b""
     if target.exists():
