@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hvd_bert.config.parser import HELP
+from hvd_bert.config.parser import HELP, Parser
 from hvd_bert.distributed import launcher_watch
 from hvd_bert.distributed.launch import LaunchError, find_launcher, speaks_first
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Config]) -> NoReturn:
     """Join the world and run `main` on every rank. `parse` reads the command line, and prints --help."""
     argv = sys.argv[1:]
-    leave_help_to_one_rank(argv)
+    print_on_one_rank(argv)
     _check_working_directory()
     with suppress(LaunchError):  # reported when joining
         launcher_watch.start(find_launcher(os.environ).name)
@@ -52,9 +52,10 @@ def _check_working_directory() -> None:
         sys.exit(EXIT_BAD_INPUT if first else EXIT_OK)
 
 
-def leave_help_to_one_rank(argv: Sequence[str]) -> None:
-    """Exit if --help is given and another rank prints it."""
-    if HELP & set(argv) and not speaks_first(os.environ):
+def print_on_one_rank(argv: Sequence[str]) -> None:
+    """Leave the parser's warnings to one rank. On the others, exit if --help is given."""
+    Parser.warns = speaks_first(os.environ)
+    if HELP & set(argv) and not Parser.warns:
         sys.exit(EXIT_OK)
 
 

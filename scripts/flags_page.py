@@ -45,7 +45,7 @@ Each command also prints its flags with `--help`. `hvd-bert NAME` is short for `
 Flags of Hugging Face's run_qa keep their names ([differences](../guides/migrating.md#from-run_qa)). `--config` takes a
 preset or a YAML file of flags; flags on the command line override it. A value in the file means the same as on the
 command line: `1:30`, `010` and `no` are not converted as YAML does. A switch such as `--bf16` also takes a value:
-`--bf16 False`. A flag that is given twice with different values is refused.
+`--bf16 False`. If a flag is given several times, the last value counts, and a warning says so.
 
 The last column states whether a resumed run accepts another value than the checkpoint's. For the model, the data and
 the batch there are [conditions](../guides/resume-and-reliability.md#settings-that-may-change-on-resume).

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_bert.config import command_line
+from hvd_bert.config.parser import Parser
 from hvd_bert.config.settings import FLAGS, STRATEGIES, Config
 from hvd_bert.errors import UserError
 from hvd_bert.sample import files as sample
@@ -192,7 +193,7 @@ def _divide(flags: Sequence[str]) -> _Divided:
     defaults = {name: FLAGS[name].default for name in OWNERS}
     # A finished run's train_config.yaml names all flags. Only those that differ from the default count.
     in_file = {name: from_file[name] for name in OWNERS if from_file.get(name, defaults[name]) != defaults[name]}
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False, allow_abbrev=False)  # warns if one is given several times
     for name in OWNERS:
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", default=argparse.SUPPRESS)
     given, common = parser.parse_known_args(flags)

@@ -10,7 +10,7 @@ from transformers.hf_argparser import HfArgumentParser
 from hvd_bert.config.flag import GROUPS, Flag
 from hvd_bert.config.parser import HelpFormatter, Parser
 from hvd_bert.config.settings import SECTIONS
-from hvd_bert.config.values import StoreOnce
+from hvd_bert.config.values import StoreLast
 
 EPILOG = (
     "A switch such as --bf16 also takes a value (--bf16 False). Flags may be written with hyphens"
@@ -52,5 +52,5 @@ class FlagsParser(Parser, HfArgumentParser):
             if placeholder:
                 options.setdefault("metavar", placeholder)
         if options.get("action", "store") == "store":
-            options["action"] = StoreOnce
+            options["action"] = StoreLast
         return self.groups[flag.group].add_argument(*names, **options)

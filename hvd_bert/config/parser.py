@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvd_bert.config.values import StoreOnce, name_or_path, path, shortened, whole_number
+from hvd_bert.config.values import GIVEN, StoreLast, name_or_path, path, shortened, whole_number
 from hvd_bert.errors import UserError
 from hvd_bert.storage.places import check_working_directory
 
@@ -16,15 +17,17 @@ HELP = {"-h", "--help"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Checks numbers and paths while it parses them, and refuses a flag that is given twice with different values.
+    """Checks numbers and paths while it parses them. Warns if a flag has several values, of which the last one counts.
 
     Raises UserError for a wrong command line; argparse would print it on every rank and exit.
     """
 
+    warns = True  # in this process: False if another rank prints the warnings
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         for action in (None, "store"):
-            self.register("action", action, StoreOnce)
+            self.register("action", action, StoreLast)
         for kind, check in ((int, whole_number), (str, name_or_path), (Path, path)):
             self.register("type", kind, check)
 
@@ -36,10 +39,20 @@ class Parser(argparse.ArgumentParser):
                 "Python was started with -OO or PYTHONOPTIMIZE=2, which removes docstrings that transformers needs."
                 " Unset PYTHONOPTIMIZE."
             )
-        return super().parse_known_args(*args, **options)
+        parsed, rest = super().parse_known_args(*args, **options)
+        for name, values in vars(parsed).pop(GIVEN, {}).items():
+            if self.warns and len(set(values)) > 1:
+                all_values = shortened(", ".join(map(shortened, values)), 1000)
+                _warn_once(f"--{name} is given {len(values)} times ({all_values}): the last value counts.")
+        return parsed, rest
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{shortened(message, 1000)}. `{self.prog} --help` lists the flags.")
+
+
+@functools.cache  # a command line is parsed before and after the ranks have joined
+def _warn_once(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)
 
 
 def invocation(action: argparse.Action) -> str:

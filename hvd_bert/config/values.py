@@ -1,4 +1,4 @@
-"""Values on a command line, as `Parser` checks them: numbers, names and paths, and flags that are given twice."""
+"""Values on a command line, as `Parser` checks them: numbers, names and paths, and the last of several values."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ from hvd_bert.storage.places import path_problem
 LARGEST = 2**32 - 1  # the libraries that take these numbers accept no larger ones
 MAX_SECONDS = 1e9  # the system's clocks overflow beyond 9e9
 MAX_RUNS = 1000  # repeats of a measurement, which are planned one by one
+GIVEN = "_given"  # no flag has this name
 
 
-class StoreOnce(argparse.Action):
-    """Stores a flag's value, and refuses a second one that differs."""
+class StoreLast(argparse.Action):
+    """Stores a flag's value, in place of an earlier one, and keeps all values under `given` for `Parser`'s warning."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
         value = self.const if self.nargs == 0 else values
-        first = vars(namespace).setdefault("_given", {}).setdefault(self.dest, str(value))
-        if first != str(value):
-            both = f"as {shortened(first)} and as {shortened(str(value))}"
-            raise argparse.ArgumentError(self, f"given twice, {both}; remove one")
+        vars(namespace).setdefault(GIVEN, {}).setdefault(self.dest, []).append(str(value))
         setattr(namespace, self.dest, value)
 
 

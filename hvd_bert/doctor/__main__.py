@@ -20,7 +20,7 @@ from hvd_bert.config.values import MAX_SECONDS, check_range
 from hvd_bert.distributed.launch import find_launcher, speaks_first
 from hvd_bert.doctor.report import Report
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.startup import collector_paused, leave_help_to_one_rank
+from hvd_bert.startup import collector_paused, print_on_one_rank
 from hvd_bert.streams import end_when_lost, keep_running
 
 MAX_REPEATS = 1000
@@ -80,7 +80,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
-    leave_help_to_one_rank(sys.argv[1:] if argv is None else argv)
+    print_on_one_rank(sys.argv[1:] if argv is None else argv)
     first = speaks_first(os.environ)
     try:
         launcher = find_launcher(os.environ)

@@ -26,7 +26,7 @@ from hvd_bert.config.values import passage
 from hvd_bert.distributed import launcher_watch
 from hvd_bert.distributed.launch import Launcher, LaunchError, find_launcher, speaks_first
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.startup import collector_paused, import_model_list, leave_help_to_one_rank
+from hvd_bert.startup import collector_paused, import_model_list, print_on_one_rank
 from hvd_bert.streams import end_when_lost
 
 # Flags of the trainer -> their types. The defaults are the settings of the model's training.
@@ -43,7 +43,7 @@ OUTPUTS = (".json", ".jsonl", ".csv")
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
-    leave_help_to_one_rank(sys.argv[1:] if argv is None else argv)
+    print_on_one_rank(sys.argv[1:] if argv is None else argv)
     launcher = Launcher("none", None, None)
     try:
         with suppress(LaunchError):  # reported when joining

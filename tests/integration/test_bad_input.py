@@ -163,7 +163,8 @@ LAUNCHERS = [("mpirun", 2), ("gloo", None)]
 @pytest.mark.parametrize("name", ["answer_not_at_its_offset", "output_dir_not_empty", "unknown_flag", "damaged_model"])
 def test_two_ranks_say_it_once(name: str, by: str, status: int | None, tmp_path: Path) -> None:
     flags, words = MISTAKES[name](tmp_path)
-    check([*launcher(2, by), *small_run(2, "out", *flags)], tmp_path, words, status)
+    output = check([*launcher(2, by), *small_run(2, "out", *flags, "--seed=1", "--seed=2")], tmp_path, words, status)
+    assert output.count("--seed is given 2 times (1, 2)") == 1, output
 
 
 @pytest.mark.parametrize(("by", "status"), LAUNCHERS, ids=["mpi", "gloo"])

@@ -1,10 +1,11 @@
-"""Checks of values that all commands share: numbers, names and paths, flags given twice, text in any locale."""
+"""Checks of values that all commands share: numbers, names and paths, several values, text in any locale."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_bert.bench import flags as bench
+from hvd_bert.bench.points import Plan
 from hvd_bert.config.command_line import overriding, parse, without
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.config.values import passage, shortened
@@ -75,22 +77,42 @@ def test_numbers_that_are_too_large(name: str, value: str) -> None:
         ("--max_grad_norm nan", "--max_grad_norm nan: must be a finite number"),
         ("--weight_decay -1", "--weight_decay -1.0: must not be negative"),
         ("--learning_rate inf", "--learning_rate inf: must be a positive, finite number"),
-        ("--seed 1 --seed 2", "given twice, as 1 and as 2"),
-        ("--seed=1 --bf16 --seed=2", "given twice, as 1 and as 2"),
-        ("--max_seq_length 9 --max-seq-length 8", "given twice, as 9 and as 8"),
-        ("--timeline a --timeline_file b", "given twice, as a and as b"),
-        ("--do_train --no_do_train", "given twice, as True and as False"),
-        ("--bf16 --bf16 False", "given twice, as True and as False"),
-        ("--config sample --config sweep", "given twice, as sample and as sweep"),
     ],
 )
 def test_refused(flags: str, words: str) -> None:
     assert words in refusal(*flags.split())
 
 
-def test_the_same_value_twice_is_accepted() -> None:
-    train = parse(["--seed", "3", "--seed=3", "--bf16", "--bf16", "True", "--no_do_eval", "--do_eval", "false"]).train
-    assert (train.seed, train.bf16, train.do_eval) == (3, True, False)
+@pytest.mark.parametrize(
+    ("flags", "name", "value", "warning"),
+    [
+        ("--seed 1 --bf16 --seed=2", "seed", 2, ("--seed ", "1, 2")),
+        ("--seed 1 --seed 2 --seed 3", "seed", 3, ("--seed ", "1, 2, 3")),
+        ("--max_seq_length 229 --max-seq-length 228", "max_seq_length", 228, ("--max_seq_length ", "229, 228")),
+        ("--timeline a --timeline_file b", "timeline", "b", ("--timeline ", "a, b")),
+        ("--do_train --no_do_train", "do_train", False, ("--do_train ", "True, False")),
+        ("--bf16 --bf16 False", "bf16", False, ("--bf16 ", "True, False")),
+        ("--config sweep --config sample --seed 5", "seed", 5, ("--config ", "sweep, sample")),
+        ("--seed 3 --seed=3 --bf16 --bf16 True --no_do_eval --do_eval false", "do_eval", False, ()),
+    ],
+)
+def test_the_last_value_counts(
+    flags: str, name: str, value: object, warning: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):  # before and after the ranks have joined
+        assert parse(flags.split()).as_flat()[name] == value
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == bool(warning) and all(word in printed[0] for word in warning)
+
+
+def test_the_last_value_counts_in_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report_parser().parse_args(["runs", "--out", "a", "--out", "b"]).out == Path("b")
+    assert bench.parse(["--steps", "7", "--steps=8"])[0].steps == 8
+    assert Plan(("deepspeed",), (1,), "weak", 1, 2, 1, None, ("--zero_stage", "1", "--zero_stage=3")).owned_flags() == {
+        "deepspeed": ["--zero_stage=3"]
+    }
+    printed = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in printed] == ["--out", "--steps", "--zero_stage"]
 
 
 def test_a_flag_replaces_that_of_the_file() -> None:
@@ -124,7 +146,6 @@ def test_without_removes_all_spellings() -> None:
     [
         (report_parser, ["runs\0", "--out", "a"]),
         (report_parser, ["runs", "--out", "a\ud800"]),
-        (report_parser, ["runs", "--out", "a", "--out", "b"]),
         (report_parser, ["runs", "--out", ""]),
         (timeline_parser, ["a" * 300]),
         (timeline_parser, ["a", "--ranks", "9" * 5000]),
