@@ -140,7 +140,7 @@ class TrainArguments:
         "output",
         None,
         "Format of log lines: the message alone (plain), or with time and level (full).",
-        default_text="plain if rank 0's standard output is a terminal, else full",
+        default_text="plain on a terminal without a launcher, else full",
         choices=("plain", "full"),
         may_change_on_resume=True,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 from hvd_bert.distributed import events
+from hvd_bert.distributed.launch import find_launcher
 from hvd_bert.errors import VISIBLE
 
 log = logging.getLogger("hvd_bert")
@@ -76,12 +78,15 @@ def report(text: str) -> None:
 def start(rank: int, log_format: str | None = None) -> None:
     """Print what is logged, also Python's warnings. Ranks other than 0 print warnings and errors only.
 
-    `log_format`: a key of FORMATS; None: plain if standard output is a terminal, else full.
+    `log_format`: a key of FORMATS; None: plain on a terminal without a launcher, else full. Open MPI gives its ranks a
+    terminal, wherever its own output goes.
     """
     global _console
+    if log_format is None:
+        log_format = "plain" if find_launcher(os.environ).size is None and sys.stdout.isatty() else "full"
     _console = _Console()
     _console.rank = rank
-    _console.setFormatter(_Formatter(log_format or ("plain" if sys.stdout.isatty() else "full"), rank))
+    _console.setFormatter(_Formatter(log_format, rank))
     logging.basicConfig(handlers=[_console], force=True)  # replaces an earlier world's, under Horovod elastic
     logging.captureWarnings(True)
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)

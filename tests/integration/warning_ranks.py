@@ -1,6 +1,7 @@
 """An entry whose ranks warn, of the same and of different things, and in which rank 1 may then fail.
 
-python warning_ranks.py STRATEGY FORMAT FAILURE     FAILURE: none, UserError, RuntimeError (as in no user's mistake)
+python warning_ranks.py STRATEGY FORMAT FAILURE     FORMAT: plain or default
+                                                    FAILURE: none, UserError, RuntimeError (as in no user's mistake)
 """
 
 from __future__ import annotations
@@ -26,4 +27,4 @@ def entry(world: World) -> None:
 
 
 if __name__ == "__main__":
-    run_as_rank(entry, sys.argv[1], log_format=sys.argv[2])
+    run_as_rank(entry, sys.argv[1], log_format=None if sys.argv[2] == "default" else sys.argv[2])

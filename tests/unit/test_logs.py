@@ -47,12 +47,15 @@ def test_full(capsys):
     assert re.fullmatch(f"{TIME}INFO one of 2\n{TIME}WARNING two\nlines\n", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_default_is_plain_on_a_terminal(capsys, monkeypatch, terminal):
+@pytest.mark.parametrize(("terminal", "launcher"), [(True, False), (False, False), (True, True)])
+def test_default_is_plain_on_a_terminal_without_a_launcher(capsys, monkeypatch, terminal, launcher):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    if launcher:
+        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     start(rank=0)
     log.info("one")
-    assert re.fullmatch(r"one\n" if terminal else f"{TIME}INFO one\n", capsys.readouterr().out)
+    assert re.fullmatch(r"one\n" if terminal and not launcher else f"{TIME}INFO one\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("log_format", ["plain", "full"])
