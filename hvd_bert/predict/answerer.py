@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, overload
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any, get_args, get_origin, get_type_hints, overload
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from hvd_bert.config.flag import require
 from hvd_bert.config.settings import DataArguments, ModelArguments
 from hvd_bert.config.tasks import QUESTION_ANSWERING
 from hvd_bert.config.trained import trained_settings
+from hvd_bert.config.values import shortened
 from hvd_bert.data.checks import text_mistake
 from hvd_bert.data.squad import Question
 from hvd_bert.data.tokenization import WindowTokenizer
@@ -29,6 +31,7 @@ from hvd_bert.model.bert import load_model, load_tokenizer
 from hvd_bert.model.families import family_of, max_tokens
 from hvd_bert.model.precision import AUTOCAST
 from hvd_bert.predict.answer import FoundAnswer
+from hvd_bert.storage.places import path_problem
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +70,11 @@ class QuestionAnswerer:
         version_2_with_negative: bool | None = None,
         null_score_diff_threshold: float | None = None,
     ) -> None:
+        _check_types({name: value for name, value in locals().items() if name != "self"})
         name = os.fspath(model)
+        problem = path_problem(name)
+        require(not problem, f"model {shortened(ascii(name))} {problem}.")
         require(precision in AUTOCAST, f"precision {precision!r}: choose from {', '.join(AUTOCAST)}.")
-        require(isinstance(batch_size, int), f"batch_size {batch_size!r}: must be an integer.")
         require(batch_size >= 1, f"batch_size {batch_size}: must be at least 1.")
         given = {
             "max_seq_length": max_seq_length,
@@ -95,7 +100,7 @@ class QuestionAnswerer:
         self.span_options = span_options(data)
         check_lengths(self.window_options, tokenizer)
         with as_user_error(lambda reason: f"device {str(device)!r} cannot be used ({reason}). Name another."):
-            self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            self.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
             self.model.to(device=self.device)
         self.precision, self.batch_size = precision, batch_size
         self.tokenizer = tokenizer
@@ -149,6 +154,22 @@ def blocks(questions: Iterable[Question]) -> Iterator[list[Question]]:
         block.append(question)
     if block:
         yield block
+
+
+def _check_types(arguments: Mapping[str, object]) -> None:
+    """Raise UserError for an argument of QuestionAnswerer whose value is not of the annotated type.
+
+    As in type checkers, a float may be given as an int. A bool is no number.
+    """
+    hints = get_type_hints(QuestionAnswerer.__init__)
+    for name, value in arguments.items():
+        kinds = {get_origin(kind) or kind for kind in get_args(hints[name]) or (hints[name],)}
+        number = not isinstance(value, bool) and (
+            (int in kinds and isinstance(value, Integral)) or (float in kinds and isinstance(value, Real))
+        )
+        others = tuple(kinds - {int, float})
+        expected = QuestionAnswerer.__init__.__annotations__[name]
+        require(number or isinstance(value, others), f"{name} {shortened(repr(value))}: must be {expected}.")
 
 
 def _settings(model: str, given: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvd_bert.config.flag import require_different_columns
+from hvd_bert.config.values import passage
 from hvd_bert.data import squad
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.predict.answer import FoundAnswer
@@ -80,7 +81,7 @@ def prompt(qa: QuestionAnswerer, context: str | None) -> None:
         while True:
             while not context:
                 context = _asked_context()
-            question = input("Question: ").strip()
+            question = _typed("Question: ").strip()
             if not question:
                 context = None
                 continue
@@ -93,10 +94,19 @@ def prompt(qa: QuestionAnswerer, context: str | None) -> None:
 
 def _asked_context() -> str:
     """A context of one or more lines, as it is typed or pasted."""
-    lines = [input("Context, then an empty line: ")]
+    lines = [_typed("Context, then an empty line: ")]
     while lines[-1]:
-        lines.append(input())
+        lines.append(_typed())
     return "\n".join(lines).strip()
+
+
+def _typed(shown: str = "") -> str:
+    """A line of the terminal. One that is not UTF-8 text is asked for again."""
+    while True:
+        try:
+            return passage(input(shown))
+        except (UnicodeDecodeError, argparse.ArgumentTypeError):  # the first in a locale of UTF-8
+            print("  That line is not UTF-8 text. Type it again.")
 
 
 def _passage(context: str) -> str:

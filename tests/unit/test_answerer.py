@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from test_world import make_world
@@ -198,7 +200,14 @@ def test_what_cannot_be_answered(qa, question, context, error, message):
     [
         ({"precision": "int8"}, "precision 'int8': choose from fp32, bf16, fp16"),
         ({"batch_size": 0}, "batch_size 0: must be at least 1"),
-        ({"batch_size": 2.5}, "batch_size 2.5: must be an integer"),
+        ({"batch_size": 2.5}, "batch_size 2.5: must be int"),
+        ({"precision": ["fp32"]}, r"precision \['fp32'\]: must be str"),
+        ({"max_seq_length": "160"}, "max_seq_length '160': must be int"),
+        ({"doc_stride": True}, "doc_stride True: must be int"),
+        ({"version_2_with_negative": "no"}, "version_2_with_negative 'no': must be bool"),
+        ({"null_score_diff_threshold": "0"}, "null_score_diff_threshold '0': must be float"),
+        ({"device": 1.5}, r"device 1\.5: must be str"),
+        ({"device": ""}, "device '' cannot be used"),
         ({"device": "foo"}, "device 'foo' cannot be used .*Name another"),
         ({"device": "cuda:99"}, "device 'cuda:99' cannot be used .*Name another"),
         ({"max_seq_length": 0}, "max_seq_length 0: must be at least 1"),
@@ -210,6 +219,17 @@ def test_what_cannot_be_answered(qa, question, context, error, message):
 def test_wrong_settings(model, settings, message):
     with pytest.raises(UserError, match=message):
         QuestionAnswerer(model, **settings)
+
+
+def test_settings_may_be_numbers_of_numpy(model):
+    qa = QuestionAnswerer(model, batch_size=np.int64(4), null_score_diff_threshold=np.float32(1), n_best_size=3)
+    assert len(qa("What is red?", "The box is red. The hall is green.").nbest) <= 3
+
+
+@pytest.mark.parametrize("model", [None, 1, b"runs", ["runs"], ""])
+def test_models_that_are_no_names(model):
+    with pytest.raises(UserError, match=f"^model {re.escape(repr(model))}"):
+        QuestionAnswerer(model)
 
 
 def test_loading_leaves_random_numbers_alone(model):
