@@ -18,7 +18,7 @@ from pathlib import Path
 from hvd_bert.config.parser import Parser
 from hvd_bert.config.values import MAX_SECONDS, check_range
 from hvd_bert.distributed.launch import find_launcher, speaks_first
-from hvd_bert.doctor.report import Report
+from hvd_bert.doctor.report import FAILURE, Line, Report
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.startup import collector_paused, print_on_one_rank
 from hvd_bert.streams import end_when_lost, keep_running
@@ -94,8 +94,12 @@ def main(argv: list[str] | None = None) -> int:
     started = f"1 of {launcher.size} processes, started by {launcher.name}" if launcher.size else "no launcher"
     report.data |= {"host": platform.node(), "launcher": launcher.name, "launched": launcher.size}
     report.print_text(f"hvd_bert doctor on {platform.node()} ({started})\n")
-    with collector_paused():
-        from hvd_bert.doctor.diagnosis import diagnose
+    try:
+        with collector_paused():
+            from hvd_bert.doctor.diagnosis import diagnose
+    except ModuleNotFoundError as error:
+        report.add([Line("Packages", FAILURE, f"not installed: {error.name}", "Run env/setup.sh.")])
+        return report.close()
     return diagnose(flags, launcher, report)
 
 

@@ -14,15 +14,17 @@ from pathlib import Path
 
 import torch
 
-from hvd_bert.config.settings import DEFAULT_DATASET, DEFAULT_MODEL
+from hvd_bert.config.settings import DEFAULT_DATASET, DEFAULT_MODEL, PACKAGE
 from hvd_bert.data.cache import default_cache_dir
 from hvd_bert.doctor import probes
 from hvd_bert.doctor.probes import Gpus, HorovodBuild, MpiLibrary, ProbeError, Slurm, mpi_version
 from hvd_bert.doctor.report import FAILURE, OK, WARNING, Line, isolated
-from hvd_bert.machine import free_memory
+from hvd_bert.machine import free_memory, version_of
 from hvd_bert.monitoring.gpu_usage import NvmlError
 
 GIB = 2**30
+REQUIREMENTS = PACKAGE.parent / "requirements.txt"
+NOT_FOR_TRAINING = {"matplotlib", "nvidia-ml-py", "plotly"}
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 6)
 # BERT-base's weights, gradients and AdamW moments in fp32 take 1.6 GiB; a batch and the libraries take the rest.
 MEMORY_PER_RANK = 3 * GIB
@@ -35,6 +37,7 @@ def host_lines(launcher: str, ranks_here: int, output_dir: Path | None) -> list[
     checks: list[tuple[str, Callable[[], Iterable[Line]]]] = [
         ("Python", lambda: [python_line(sys.version_info[:3], sys.executable)]),
         ("torch", lambda: [torch_line(torch.__version__)]),
+        ("Packages", lambda: [packages_line(REQUIREMENTS)]),
         ("Driver", lambda: [driver_line(probes.gpus())]),
         ("CUDA", _cuda),
         ("Horovod", lambda: horovod_lines(probes.horovod())),
@@ -62,6 +65,19 @@ def torch_line(version: str) -> Line:
     if numbers < OLDEST_TORCH:
         return Line("torch", FAILURE, version, "torch 2.6 or later is required: run env/setup.sh --torch VERSION.")
     return Line("torch", OK, f"{version}, {platform.machine()}")
+
+
+def packages_line(requirements: Path) -> Line:
+    """Whether the packages of requirements.txt are installed. Horovod and mpi4py have lines of their own."""
+    try:
+        names = dict.fromkeys(re.findall(r"^[\w-]+", requirements.read_text(encoding="utf-8"), re.MULTILINE))
+    except OSError as error:
+        return Line("Packages", WARNING, f"not checked: {requirements} cannot be read ({error.strerror})")
+    missing = [name for name in names if version_of(name) is None and name not in ("horovod", "mpi4py")]
+    if not missing:
+        return Line("Packages", OK, f"all of {requirements.name} are installed")
+    status = WARNING if NOT_FOR_TRAINING.issuperset(missing) else FAILURE
+    return Line("Packages", status, f"not installed: {', '.join(missing)}", "Run env/setup.sh.")
 
 
 def driver_line(gpus: Gpus | NvmlError) -> Line:

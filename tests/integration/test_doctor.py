@@ -17,7 +17,7 @@ DOCTOR = [sys.executable, "-m", "hvd_bert.doctor"]
 
 def test_alone(tmp_path: Path) -> None:
     outcome = run(DOCTOR, tmp_path).expect(0)
-    for line in ("Python", "torch", "Horovod", "MPI", "Slurm", "Windows", "Memory", "Output", "World"):
+    for line in ("Python", "torch", "Packages", "Horovod", "MPI", "Slurm", "Windows", "Memory", "Output", "World"):
         assert f" {line} " in outcome.output, outcome
     assert "failure" not in outcome.output, outcome
     assert "Ready: a training would start here" in outcome.output, outcome

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -27,6 +28,7 @@ from hvd_bert.doctor.checks import (
     memory_line,
     mpi_line,
     nccl_line,
+    packages_line,
     python_line,
     slurm_lines,
     torch_line,
@@ -86,6 +88,32 @@ def test_cuda(torch_cuda, visible, gpus, hidden, status, words):
     line = cuda_line(torch_cuda, visible, gpus, hidden)
     assert (line.status, words in line.found) == (status, True), line
     assert bool(line.hint) or hidden or status == OK
+
+
+@pytest.mark.parametrize(
+    ("requirements", "status", "found"),
+    [
+        ("torch==2.13  # any\nnumpy==1; python_version < '3.11'\nno_such-one==1\n# other\n", FAILURE, ": no_such-one"),
+        ("torch==2.13.0\nnvidia-ml-py==13\n", WARNING, "nvidia-ml-py"),
+        ("torch==2.13.0\nmpi4py==4\nhorovod[pytorch]==0.28.1\n", OK, ""),
+        (None, WARNING, "not checked"),
+    ],
+)
+def test_packages(tmp_path, monkeypatch, requirements, status, found):
+    monkeypatch.setattr(checks, "version_of", lambda name: "1" if name in ("torch", "numpy") else None)
+    if requirements is not None:
+        (tmp_path / "requirements.txt").write_text(requirements)
+    line = packages_line(tmp_path / "requirements.txt")
+    assert line.status == status and found in line.found
+
+
+@pytest.mark.parametrize("module", ["torch", "yaml"])
+def test_without_a_package_that_the_doctor_needs(module):
+    program = f"import sys; sys.modules['{module}'] = None; from hvd_bert.doctor.__main__ import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", program, "--json"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (2, "")
+    (line,) = json.loads(done.stdout)["checks"]
+    assert (line["name"], line["status"]) == ("Packages", FAILURE) and module in line["found"]
 
 
 def test_driver():
@@ -412,7 +440,7 @@ def test_every_check_is_isolated(monkeypatch, tmp_path):
     found = checks.host_lines("none", 1, tmp_path)
     failed = [line.name for line in found if line.status == FAILURE]
     assert failed == ["Driver", "CUDA", "Horovod", "NCCL", "MPI", "Slurm", "Caches", "Memory"]
-    assert [line.name for line in found if line.status == OK][:2] == ["Python", "torch"]
+    assert [line.name for line in found if line.status == OK][:3] == ["Python", "torch", "Packages"]
     assert found[-1].name == "Output" and found[-1].status == OK
 
 
