@@ -10,6 +10,7 @@ import yaml
 from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
+from safetensors import safe_open
 
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError, as_user_error, reason_of
 from hvd_bert.publish import card
@@ -79,12 +80,30 @@ def files_to_upload(folder: Path, repo_id: str) -> dict[str, Path | bytes]:
                 " command with this --output_dir to finish it, or name another folder."
             )
     found: dict[str, Path | bytes] = {name: folder / name for name in FILES if (folder / name).is_file()}
+    for name in (RESULTS, SETTINGS, *found):
+        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+            raise UserError(
+                f"{folder / name} is a link to {(folder / name).resolve()}, which is not in the folder. Copy the file"
+                " to the link's place."
+            )
+    for name in found:
+        with as_user_error(lambda reason, name=name: f"{folder / name} is damaged ({reason}). Train again."):
+            _check_content(folder / name)
     with as_user_error(lambda reason: f"The records in {folder} cannot be read ({reason}). Name another folder."):
         if card.is_ours(folder / card.NAME):
             found[card.NAME] = card.with_name(folder / card.NAME, repo_id).encode()
         results, settings = read_json(folder / RESULTS), read_yaml(folder / SETTINGS)
         public = public_settings(settings, results.get("from_hub", {}))
     return found | {SETTINGS: yaml.safe_dump(public, sort_keys=False).encode()}
+
+
+def _check_content(path: Path) -> None:
+    """Raise an error for a file that is cut off."""
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="np"):  # compares the size with the header
+            pass
+    elif path.suffix == ".json":
+        read_json(path)
 
 
 def _upload(flags: argparse.Namespace, contents: dict[str, Path | bytes]) -> str:

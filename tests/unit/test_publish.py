@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
+import numpy as np
 import pytest
 import yaml
 from hub_server import TOKEN, Hub, running_hub
+from safetensors.numpy import save_file
 from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  # fixtures
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
@@ -40,11 +42,12 @@ def folder(tmp_path: Path) -> Path:
     (out / "checkpoint-3").mkdir(parents=True)
     settings = {"train_file": "/secret/train.json", "output_dir": "/secret/out", "max_seq_length": 64, "bf16": True}
     contents = {
-        "train_config.yaml": yaml.safe_dump(settings), "train_results.json": "{}", "model.safetensors": "weights",
+        "train_config.yaml": yaml.safe_dump(settings), "train_results.json": "{}",
         "config.json": "{}", "metrics.jsonl": "", "README.md": "# Mine\n",
     }  # fmt: skip
     for name, content in contents.items():
         (out / name).write_text(content)
+    save_file({"qa_outputs.bias": np.zeros(2, np.float32)}, out / "model.safetensors")
     return out
 
 
@@ -149,6 +152,28 @@ def test_a_folder_without_a_finished_model_is_refused(folder, missing, capsys):
     (folder / missing).unlink()
     assert main([str(folder), "--repo_id", "me/mine", "--dry_run"]) == 2
     assert f"{folder} has no {missing}, so it is not the output folder of a finished" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_file_that_is_cut_off_is_refused(folder, name, capsys):
+    whole = (folder / name).read_bytes()
+    (folder / name).write_bytes(whole[:-1])
+    assert main([str(folder), "--repo_id", "me/mine", "--dry_run"]) == 2
+    assert f"{folder / name} is damaged (" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "README.md", "train_config.yaml"])
+def test_a_link_out_of_the_folder_is_refused(folder, name, tmp_path, capsys):
+    inside = folder / "checkpoint-3" / name
+    (folder / name).rename(inside)
+    (folder / name).symlink_to(inside)
+    linked = tmp_path / "link"
+    linked.symlink_to(folder)
+    assert main([str(linked), "--repo_id", "me/mine", "--dry_run"]) == 0
+    inside.rename(tmp_path / name)
+    inside.symlink_to(tmp_path / name)
+    assert main([str(folder), "--repo_id", "me/mine", "--dry_run"]) == 2
+    assert f"{folder / name} is a link to {tmp_path / name}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
