@@ -19,7 +19,8 @@ from torch.utils.data import default_collate
 from transformers import PreTrainedModel
 
 from hvd_bert.config.model import DEFAULT_MODEL
-from hvd_bert.config.settings import Config, ModelArguments
+from hvd_bert.config.settings import TASKS, Config, ModelArguments
+from hvd_bert.config.trained import trained_settings
 from hvd_bert.data.balance import balanced_partition, window_costs
 from hvd_bert.data.batch_plan import Ids, Lengths
 from hvd_bert.distributed.world import World
@@ -87,7 +88,7 @@ class DatasetTask(Task):
         self.config, self.world = config, world
         torch.manual_seed(config.train.seed)  # for new weights
         self.load(config)
-        if not config.train.do_train and not isinstance(self.model, PreTrainedModel):
+        if not config.train.do_train and config.data.task not in TASKS:  # a task of this package does so itself
             load_weights(self.model, config.model)
         self._limit(config)
         if self.train is not None and config.train.do_train:
@@ -107,7 +108,7 @@ class DatasetTask(Task):
     def load(self, config: Config) -> None:
         """Create `model`, `train` (for training) and `dev` (for evaluations). Called by every rank, by itself.
 
-        With --no_do_train, a model that is not one of transformers' then gets the weights in --model_name_or_path.
+        With --no_do_train, the model then gets the weights of the run in --model_name_or_path.
         """
 
     @abstractmethod
@@ -203,16 +204,20 @@ class DatasetTask(Task):
 
 
 def load_weights(model: nn.Module, args: ModelArguments) -> None:
-    """Load the weights that a run saved in --model_name_or_path. Raises UserError if there are none, or others."""
+    """Load the weights that a run saved in --model_name_or_path. Raises UserError if there are none, or others.
+
+    A model of transformers may also be from elsewhere, such as the hub: then it is left as it is.
+    """
+    if isinstance(model, PreTrainedModel) and not trained_settings(str(args.model_name_or_path)):
+        return
     if args.model_name_or_path in (None, DEFAULT_MODEL):
         raise UserError("--no_do_train: name the output folder of a training with --model_name_or_path.")
     file = Path(str(args.model_name_or_path)) / "model.safetensors"
     with as_user_error(
         lambda reason: f"{file} cannot be loaded ({reason}). Name the output folder of a training with this task."
     ):
-        with open_regular(file) as opened:
-            weights = safetensors.torch.load(opened.read())
-        model.load_state_dict(weights)
+        open_regular(file).close()
+        safetensors.torch.load_model(model, file)
 
 
 def to_device(content: Any, device: torch.device) -> Any:

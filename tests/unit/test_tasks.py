@@ -83,9 +83,46 @@ def test_evaluation_takes_the_saved_weights(own_task, tmp_path):
         load_task(parse(flags), make_world())
     with pytest.raises(UserError, match=r"nowhere/model.safetensors cannot be loaded \(.*No such file"):
         load_task(parse([*flags, "--model_name_or_path", str(tmp_path / "nowhere")]), make_world())
-    save_file({"0.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    save_file({"0.weight": torch.zeros(128, 64)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"cannot be loaded \(.*Missing key.*\). Name the output folder of a training"):
         load_task(parse([*flags, "--model_name_or_path", str(tmp_path)]), make_world())
+
+
+MASKED = """
+import torch
+from transformers import BertConfig, BertForMaskedLM
+from hvd_bert.tasks.dataset import DatasetTask, Examples
+
+class Masked(DatasetTask):
+    metrics = {"eval_loss": "min"}
+
+    def load(self, config):
+        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+        self.model = BertForMaskedLM(BertConfig(vocab_size=50, **sizes))  # its input and output embeddings are tied
+        tokens = torch.arange(40).reshape(4, 10)
+        self.train = self.dev = Examples.of_tensors(tokens)
+
+    def forward(self, model, batch):
+        losses = torch.nn.functional.cross_entropy(model(*batch).logits.mT, batch[0], reduction="none").mean(1)
+        return losses, losses
+
+    def score(self, outputs):
+        return {}
+"""
+
+
+def test_evaluation_takes_the_saved_weights_of_a_model_of_transformers(tmp_path, monkeypatch):
+    (tmp_path / "masked.py").write_text(MASKED)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = parse(["--task", "masked:Masked", "--seed", "1"])
+    trained = load_task(config, make_world())
+    run_folder.save_model(tmp_path, trained)
+    flags = ["--task", "masked:Masked", "--no_do_train", "--model_name_or_path", str(tmp_path)]
+    left_as_it_is = load_task(parse(flags), make_world())  # no run has written the folder
+    config.save(tmp_path / "train_config.yaml")
+    task = load_task(parse(flags), make_world())
+    loss = trained.evaluate(trained.model).metrics
+    assert task.evaluate(task.model).metrics == loss != left_as_it_is.evaluate(left_as_it_is.model).metrics
 
 
 def test_evaluation_refuses_random_weights():
