@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
                 " Unset PYTHONOPTIMIZE."
             )
         parsed, rest = super().parse_known_args(*args, **options)
-        for name, values in vars(parsed).pop(GIVEN, {}).items():
+        for name, values in parsed.__dict__.pop(GIVEN, {}).items():
             if self.warns and len(set(values)) > 1:
                 all_values = shortened(", ".join(map(shortened, values)), 1000)
                 _warn_once(f"--{name} is given {len(values)} times ({all_values}): the last value counts.")

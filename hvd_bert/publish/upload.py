@@ -87,8 +87,7 @@ def files_to_upload(folder: Path, repo_id: str) -> dict[str, Path | bytes]:
                 " to the link's place."
             )
     for name in found:
-        with as_user_error(lambda reason, name=name: f"{folder / name} is damaged ({reason}). Train again."):
-            _check_content(folder / name)
+        _check_content(folder / name)
     with as_user_error(lambda reason: f"The records in {folder} cannot be read ({reason}). Name another folder."):
         if card.is_ours(folder / card.NAME):
             found[card.NAME] = card.with_name(folder / card.NAME, repo_id).encode()
@@ -98,12 +97,13 @@ def files_to_upload(folder: Path, repo_id: str) -> dict[str, Path | bytes]:
 
 
 def _check_content(path: Path) -> None:
-    """Raise an error for a file that is cut off."""
-    if path.suffix == ".safetensors":
-        with safe_open(path, framework="np"):  # compares the size with the header
-            pass
-    elif path.suffix == ".json":
-        read_json(path)
+    """Raise UserError for a file that is cut off."""
+    with as_user_error(lambda reason: f"{path} is damaged ({reason}). Train again."):
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="np"):  # compares the file's size with its header
+                pass
+        elif path.suffix == ".json":
+            read_json(path)
 
 
 def _upload(flags: argparse.Namespace, contents: dict[str, Path | bytes]) -> str:
