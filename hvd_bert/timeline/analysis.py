@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from hvd_bert.errors import UserError
+from hvd_bert.monitoring.profiling.timeline_reader import CYCLE, Reader
+from hvd_bert.monitoring.profiling.timeline_spans import NEGOTIATION, Spans, kind_of
 from hvd_bert.timeline.figures import Findings, StepFigures
-from hvd_bert.timeline.reader import CYCLE, Reader
-from hvd_bert.timeline.spans import NEGOTIATION, Spans, kind_of
 from hvd_bert.timeline.steps import FULL, Steps, StepTable
 from hvd_bert.timeline.sums import Phases, Ranks, Sizes, Tensors
 

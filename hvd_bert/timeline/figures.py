@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hvd_bert.timeline.byte_parser import Array
+from hvd_bert.monitoring.profiling.byte_parser import Array
 from hvd_bert.timeline.steps import StepTable
 
 

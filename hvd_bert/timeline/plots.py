@@ -9,10 +9,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hvd_bert.monitoring.profiling.byte_parser import Array
+from hvd_bert.monitoring.profiling.timeline_rows import NONE
 from hvd_bert.rendering.style import COLOURS, STYLE
-from hvd_bert.timeline.byte_parser import Array
 from hvd_bert.timeline.figures import Findings
-from hvd_bert.timeline.rows import NONE
 from hvd_bert.timeline.steps import StepTable
 
 MAX_POINTS = 400  # along the axis; more steps are averaged

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hvd_bert.timeline.byte_parser import Array
-from hvd_bert.timeline.rows import NONE, Batch, Messages
+from hvd_bert.monitoring.profiling.byte_parser import Array
+from hvd_bert.monitoring.profiling.timeline_rows import NONE, Batch, Messages
 
 REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
 ASYNCHRONOUS = "NCCL_"  # collectives that another thread waits for

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvd_bert.timeline.byte_parser import Array, Names
+from hvd_bert.monitoring.profiling.byte_parser import Array, Names
+from hvd_bert.monitoring.profiling.timeline_rows import NONE, Batch, Messages
+from hvd_bert.monitoring.profiling.timeline_spans import COLLECTIVE, NEGOTIATION, kind_of
 from hvd_bert.timeline.figures import Phase, RankRow, SizeClass, SlowTensor, Spread
-from hvd_bert.timeline.rows import NONE, Batch, Messages
-from hvd_bert.timeline.spans import COLLECTIVE, NEGOTIATION, kind_of
 from hvd_bert.timeline.steps import StepTable
 
 LATE_US = 2000  # twice Horovod's cycle: below that, ranks may have been seen in the same cycle

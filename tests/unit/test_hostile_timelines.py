@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from made_timelines import training
 
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+from hvd_bert.monitoring.profiling.byte_parser import SpanNames
 from hvd_bert.timeline import __main__ as command
-from hvd_bert.timeline.byte_parser import SpanNames
 
 pytestmark = pytest.mark.timeout(60)  # the search for a table without collisions took minutes
 

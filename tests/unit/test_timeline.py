@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 from made_timelines import START, Timeline, training
 
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK
+from hvd_bert.monitoring.profiling import timeline_reader as reader
+from hvd_bert.monitoring.profiling.byte_parser import BEGIN, TICK
+from hvd_bert.monitoring.profiling.timeline_reader import Reader
 from hvd_bert.timeline import __main__ as command
-from hvd_bert.timeline import advice, reader
+from hvd_bert.timeline import advice
 from hvd_bert.timeline.advice import advise
-from hvd_bert.timeline.byte_parser import BEGIN, TICK
 from hvd_bert.timeline.figures import Findings, Spread
-from hvd_bert.timeline.reader import Reader
 
 
 def found(made: Timeline, folder: Path, ranks: int | None = None) -> Findings:

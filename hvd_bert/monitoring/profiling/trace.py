@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvd_bert.monitoring.profiling.byte_parser import TICK
+from hvd_bert.monitoring.profiling.timeline_reader import Events, Reader
+from hvd_bert.monitoring.profiling.timeline_rows import NONE, Batch
+from hvd_bert.monitoring.profiling.timeline_spans import Spans
 from hvd_bert.storage.writing import replacing
-from hvd_bert.timeline.byte_parser import TICK
-from hvd_bert.timeline.reader import Events, Reader
-from hvd_bert.timeline.rows import NONE, Batch
-from hvd_bert.timeline.spans import Spans
 
 Event = dict[str, Any]
 

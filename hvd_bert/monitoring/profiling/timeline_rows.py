@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvd_bert.timeline.byte_parser import Array
+from hvd_bert.monitoring.profiling.byte_parser import Array
 
 NONE = -1  # none, or unknown
 

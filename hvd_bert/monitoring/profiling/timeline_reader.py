@@ -25,8 +25,18 @@ from pathlib import Path
 import numpy as np
 
 from hvd_bert.errors import UserError
+from hvd_bert.monitoring.profiling.byte_parser import (
+    END,
+    MARK,
+    Array,
+    Names,
+    SpanNames,
+    digit_counts,
+    numbers,
+    word,
+    words,
+)
 from hvd_bert.storage.reading import open_regular
-from hvd_bert.timeline.byte_parser import END, MARK, Array, Names, SpanNames, digit_counts, numbers, word, words
 
 BLOCK = 2 << 20  # bytes: its arrays fit into a core's cache
 LONGEST_EVENT = 1 << 20  # bytes; nothing longer is an event

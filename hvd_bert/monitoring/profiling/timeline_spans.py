@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_bert.timeline.byte_parser import BEGIN, END, TICK, Array
-from hvd_bert.timeline.reader import Events
-from hvd_bert.timeline.rows import NONE, Activities, Batch, Messages, Negotiations, Operations
+from hvd_bert.monitoring.profiling.byte_parser import BEGIN, END, TICK, Array
+from hvd_bert.monitoring.profiling.timeline_reader import Events
+from hvd_bert.monitoring.profiling.timeline_rows import NONE, Activities, Batch, Messages, Negotiations, Operations
 
 NEGOTIATE = "NEGOTIATE_"
 OPERATIONS = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "ADASUM")
