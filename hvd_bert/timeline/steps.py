@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hvd_bert.monitoring.profiling.byte_parser import Array
-from hvd_bert.monitoring.profiling.timeline_rows import NONE, Batch, Messages
+from hvd_bert.monitoring.profiling.timeline_rows import NONE, Batch, Messages, Table
 
 REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
 ASYNCHRONOUS = "NCCL_"  # collectives that another thread waits for
@@ -25,7 +25,7 @@ FULL = 0.5  # of the usual number of tensors: a step with fewer is not a trainin
 
 
 @dataclass
-class StepTable:
+class StepTable(Table):
     """A row per step. Times in us. `number`: 0, 1, ... in the file; a table may leave some out.
     `start`: when its first tensors were ready. `busy`: time with a message in flight.
     `exposed_min` and `exposed_max`: bounds of the exposed time. `wait`: of the first rank for the last, at the end.
@@ -43,47 +43,20 @@ class StepTable:
     lag: Array
     last_rank: Array
 
-    @classmethod
-    def of(cls, rows: Sequence[StepTable]) -> StepTable:
-        """Concatenate tables."""
-        return cls(*(np.concatenate(columns) for columns in zip(*(vars(row).values() for row in rows), strict=True)))
-
-    def only(self, rows: Array) -> StepTable:
-        """Some of the rows."""
-        return StepTable(*(column[rows] for column in vars(self).values()))
-
     def timed(self) -> tuple[StepTable, Array]:
         """The steps that are followed by the next one of the file, and their times: from start to start."""
         rows = np.flatnonzero(np.diff(self.number) == 1)
         return self.only(rows), self.start[rows + 1] - self.start[rows]
 
-    def __len__(self) -> int:
-        return len(self.start)
-
 
 @dataclass
-class _Sent:
+class _Sent(Messages):
     """Messages of reductions with their step and their tensors' lag. `named`: number of tensors with a known lag."""
 
     step: Array
-    messages: Messages
     lag: Array
     last_rank: Array
     named: Array
-
-    def only(self, rows: Array) -> _Sent:
-        picked = Messages(*(column[rows] for column in vars(self.messages).values()))
-        return _Sent(self.step[rows], picked, self.lag[rows], self.last_rank[rows], self.named[rows])
-
-    def followed_by(self, other: _Sent) -> _Sent:
-        pairs = zip(vars(self.messages).values(), vars(other.messages).values(), strict=True)
-        return _Sent(
-            np.concatenate((self.step, other.step)),
-            Messages(*(np.concatenate(pair) for pair in pairs)),
-            np.concatenate((self.lag, other.lag)),
-            np.concatenate((self.last_rank, other.last_rank)),
-            np.concatenate((self.named, other.named)),
-        )
 
 
 @dataclass
@@ -106,7 +79,7 @@ class Steps:
         if sent is None:
             return
         if self._open is not None:
-            sent = self._open.followed_by(sent)
+            sent = _Sent.joined([self._open, sent])
         whole = sent.step < self._step
         self._open = sent.only(np.flatnonzero(~whole))
         self._close(sent.only(np.flatnonzero(whole)))
@@ -116,7 +89,7 @@ class Steps:
         if self._open is not None:
             self._close(self._open)
         self._open = None
-        return StepTable.of(self.tables) if self.tables else None
+        return StepTable.joined(self.tables) if self.tables else None
 
     def _sent(self, batch: Batch, reductions: Sequence[int]) -> _Sent | None:
         rows = np.flatnonzero(np.isin(batch.operations.code, reductions))
@@ -128,8 +101,8 @@ class Steps:
         lag, last_rank, named = _lags(batch, rows, message)
         picked = np.flatnonzero(np.isin(batch.messages.code, reductions))
         step = first + np.searchsorted(starts, picked, side="right")
-        messages = Messages(*(column[picked] for column in vars(batch.messages).values()))
-        return _Sent(step, messages, lag[picked], last_rank[picked], named[picked])
+        messages = vars(batch.messages.only(picked))
+        return _Sent(**messages, step=step, lag=lag[picked], last_rank=last_rank[picked], named=named[picked])
 
     def _boundaries(self, pid: Array) -> Array:
         """The operations that begin a step."""
@@ -159,7 +132,7 @@ class Steps:
             sent = _without_trailing(sent)
         lags = _by_step(sent)
         if self.count < MAX_STEPS:
-            self.tables.append(_table(sent, self._is_synchronous(sent.messages.collective), lags))
+            self.tables.append(_table(sent, self._is_synchronous(sent.collective), lags))
         self.count += len(lags[0])
 
     def _is_synchronous(self, collective: Array) -> Array:
@@ -187,52 +160,51 @@ def _by_step(sent: _Sent) -> tuple[Array, Array]:
     sort = np.lexsort((sent.lag, sent.last_rank != NONE, sent.step))
     last = np.flatnonzero(np.diff(sent.step[sort], append=-1) != 0)
     first = np.flatnonzero(np.diff(sent.step, prepend=-1) != 0)
-    known = 2 * np.add.reduceat(sent.named, first) >= np.add.reduceat(sent.messages.tensors, first)
+    known = 2 * np.add.reduceat(sent.named, first) >= np.add.reduceat(sent.tensors, first)
     return np.where(known, sent.lag[sort[last]], 0), np.where(known, sent.last_rank[sort[last]], NONE)
 
 
 def _without_trailing(sent: _Sent) -> _Sent:
     """Remove a step's last message if it is small and became ready only after all others were received."""
-    messages, last = sent.messages, np.diff(sent.step, append=-1) != 0
+    last = np.diff(sent.step, append=-1) != 0
     first = np.diff(sent.step, prepend=-1) != 0
-    total = np.add.reduceat(messages.size, np.flatnonzero(first))[np.cumsum(first) - 1]
-    back = np.maximum.accumulate(messages.end)
+    total = np.add.reduceat(sent.size, np.flatnonzero(first))[np.cumsum(first) - 1]
+    back = np.maximum.accumulate(sent.end)
     apart = np.zeros(len(last), bool)
-    apart[1:] = messages.seen[1:] >= back[:-1]
-    return sent.only(np.flatnonzero(~(last & ~first & apart & (messages.size >= 0) & (messages.size < SMALL * total))))
+    apart[1:] = sent.seen[1:] >= back[:-1]
+    return sent.only(np.flatnonzero(~(last & ~first & apart & (sent.size >= 0) & (sent.size < SMALL * total))))
 
 
 def _table(sent: _Sent, synchronous: Array, lags: tuple[Array, Array]) -> StepTable:
-    messages = sent.messages
     is_first = np.diff(sent.step, prepend=-1) != 0
     first = np.flatnonzero(is_first)
     row = np.cumsum(is_first) - 1
     last = np.append(first[1:], len(row)) - 1
-    back = np.maximum.accumulate(messages.end)
-    start = messages.start.copy()
+    back = np.maximum.accumulate(sent.end)
+    start = sent.start.copy()
     start[1:] = np.maximum(start[1:], back[:-1])  # overlapping messages count once
-    ready = np.maximum.reduceat(messages.ready, first)
-    seen = np.minimum(np.maximum.reduceat(messages.seen, first), ready)
+    ready = np.maximum.reduceat(sent.ready, first)
+    seen = np.minimum(np.maximum.reduceat(sent.seen, first), ready)
     # Messages that were negotiated together: the thread sent them one by one, and noticed no new tensor meanwhile.
     fresh = is_first.copy()
-    fresh[1:] |= messages.ready[1:] > messages.start[:-1]
+    fresh[1:] |= sent.ready[1:] > sent.start[:-1]
     list_start = np.maximum.accumulate(np.where(fresh, np.arange(len(row)), 0))
     before = list_start[last] - 1
-    has = (before >= first) & synchronous[before] & (seen - messages.end[before] <= AT_ONCE_US)
-    earliest = np.where(has, messages.start[list_start[before]], seen)
+    has = (before >= first) & synchronous[before] & (seen - sent.end[before] <= AT_ONCE_US)
+    earliest = np.where(has, sent.start[list_start[before]], seen)
 
     def after(moment: Array) -> Array:
-        each = np.maximum(0, messages.end - np.maximum(start, moment[row]))
+        each = np.maximum(0, sent.end - np.maximum(start, moment[row]))
         total: Array = np.add.reduceat(each, first)
         return total
 
     return StepTable(
         number=sent.step[first],
-        start=np.minimum.reduceat(messages.seen, first),
-        tensors=np.add.reduceat(messages.tensors, first),
+        start=np.minimum.reduceat(sent.seen, first),
+        tensors=np.add.reduceat(sent.tensors, first),
         messages=last - first + 1,
-        size=np.add.reduceat(np.maximum(messages.size, 0), first),
-        busy=np.add.reduceat(np.maximum(0, messages.end - start), first),
+        size=np.add.reduceat(np.maximum(sent.size, 0), first),
+        busy=np.add.reduceat(np.maximum(0, sent.end - start), first),
         exposed_min=after(ready),
         exposed_max=after(np.minimum(earliest, ready)),
         wait=ready - seen,

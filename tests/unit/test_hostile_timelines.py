@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from made_timelines import training
 
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.monitoring.profiling.byte_parser import SpanNames
 from hvd_bert.timeline import __main__ as command
 
 pytestmark = pytest.mark.timeout(60)  # the search for a table without collisions took minutes
@@ -86,14 +85,6 @@ def test_refused(tmp_path: Path, name: str) -> None:
 def test_1000_ranks(tmp_path: Path) -> None:
     findings = command.read(training(steps=3, ranks=1000).write(tmp_path / "timeline.json"))
     assert findings.ranks == 1000 and len(findings.rank_rows) == 1000
-
-
-def test_tables_are_arranged_once_per_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arranged = []
-    whole = SpanNames._arrange
-    monkeypatch.setattr(SpanNames, "_arrange", lambda self: (arranged.append(len(self.words)), whole(self)))
-    command.read(write(tmp_path, spans(3000)))
-    assert arranged[-1] > 3000 and len(arranged) <= 4
 
 
 def test_names_are_no_commands_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ two lines of metadata name its `pid`. Other events follow without line breaks, s
 tensor's dtype and shape. `X` means that rank 1 has become ready. `i` is the start of a cycle. After every event the
 file ends with "]", which the next event overwrites. The file of a killed job may lack it and end within an event.
 
-NumPy parses all events of a block at once. A loop over the events would be slower than `json`.
+NumPy parses all events of a block at once.
 """
 
 from __future__ import annotations
@@ -25,23 +25,15 @@ from pathlib import Path
 import numpy as np
 
 from hvd_bert.errors import UserError
-from hvd_bert.monitoring.profiling.byte_parser import (
-    END,
-    MARK,
-    Array,
-    Names,
-    SpanNames,
-    digit_counts,
-    numbers,
-    word,
-    words,
-)
+from hvd_bert.monitoring.profiling.byte_parser import END, MARK, Array, Names, SpanNames, numbers, word, words
+from hvd_bert.monitoring.profiling.timeline_rows import Table
 from hvd_bert.storage.reading import open_regular
 
 BLOCK = 2 << 20  # bytes: its arrays fit into a core's cache
 LONGEST_EVENT = 1 << 20  # bytes; nothing longer is an event
 LONGEST_METADATA = 4096  # bytes of a tensor's two lines
 LARGEST = 2**50  # bytes of a tensor
+MAX_PID = 10**7 - 1
 CYCLE = "CYCLE_START"
 _PAD = b"\0" * 96  # so that reads before the first and after the last event stay inside
 _EVENT = b'{"ph": "'
@@ -54,8 +46,8 @@ ITEM_BYTES = {"uint8": 1, "int8": 1, "bool": 1, "uint16": 2, "int16": 2, "float1
 
 
 @dataclass
-class Events:
-    """Events in the file's order, a column per property.
+class Events(Table):
+    """A row per event, in the file's order.
 
     `phase`: BEGIN, END or TICK. `code`: the number in `Names.spans` of a BEGIN, the rank of a TICK. `ts`: microseconds.
     `pid`: the tensor. `size`: the tensor's bytes at the END of an operation, else -1.
@@ -66,22 +58,6 @@ class Events:
     ts: Array
     pid: Array
     size: Array
-
-    def __len__(self) -> int:
-        return len(self.phase)
-
-    def __getitem__(self, index: Array) -> Events:
-        return Events(*(column[index] for column in self.columns()))
-
-    def columns(self) -> tuple[Array, ...]:
-        """All columns."""
-        return self.phase, self.code, self.ts, self.pid, self.size
-
-    @staticmethod
-    def joined(first: Events, second: Events) -> Events:
-        """Concatenate two blocks of events."""
-        pairs = zip(first.columns(), second.columns(), strict=True)
-        return Events(*(np.concatenate(pair) for pair in pairs))
 
 
 _TS, _TS_MASK = word(b'"ts": \0\0'), word(b"\xff" * 6 + b"\0\0")
@@ -100,7 +76,6 @@ class Reader:
         self.first_ts: int | None = None
         self.last_ts = 0
         self.cut_short = False  # no "]" at the end
-        self.last_cycle: int | None = None
         self.cycle_gaps: list[Array] = []
         self._spans = SpanNames(self.names)
         self._named = np.zeros(1024, bool)  # by pid
@@ -144,27 +119,21 @@ class Reader:
     def _events(self, data: bytes) -> Events:
         """The events of a block with padding at both ends. An incomplete event is left out."""
         raw = np.frombuffer(data, np.uint8)
-
         at = np.flatnonzero(raw == ord("s"))  # of "ts": once per event, rarely elsewhere
         at = at[(words(data, at - 2, 1)[:, 0] & _TS_MASK) == _TS]
         phase, code = self._phases(data, at - 5)
-        digits = digit_counts(data, at + 4, 16)
-        ends = at + 4 + digits
-        ts = numbers(data, ends, digits, 16)
-        pid_digits = digit_counts(data, ends + 9, 8)
-        pid_ends = ends + 9 + pid_digits
-        pid = numbers(data, pid_ends, pid_digits, 8)
+        ts, ends = numbers(data, at + 4)
+        timed = ends > at + 4
+        pid, pid_ends = numbers(data, ends + 9)
         after = raw[pid_ends]
-        has_pid = (words(data, ends, 1)[:, 0] == _PID) & (pid_digits > 0) & ((after == ord("}")) | (after == ord(",")))
-        self._count(phase, ts, digits > 0)
-        whole = np.flatnonzero(has_pid & (digits > 0) & (phase != 0) & (phase != MARK))
+        has_pid = (words(data, ends, 1)[:, 0] == _PID) & (pid_ends > ends + 9) & (pid <= MAX_PID)
+        has_pid &= (after == ord("}")) | (after == ord(","))
+        self._count(ts[timed], phase[timed] == MARK)
+        whole = np.flatnonzero(has_pid & timed & (phase != 0) & (phase != MARK))
         events = Events(
-            phase[whole].astype(np.uint8),
-            code[whole],
-            ts[whole].astype(np.int64),
-            pid[whole].astype(np.int32),
+            phase[whole].astype(np.uint8), code[whole], ts[whole], pid[whole].astype(np.int32),
             np.full(len(whole), -1, np.int64),
-        )
+        )  # fmt: skip
         self._name_tensors(data, events.pid)
         sized = np.flatnonzero((events.phase == END) & (after[whole] == ord(",")))
         events.size[sized] = _sizes(data, events.pid[sized], pid_ends[whole[sized]])
@@ -179,18 +148,16 @@ class Reader:
         phase[named], code[named] = self._spans.look_up(words(data, ends[named] - 16, 2), data, ends[named])
         return phase, code
 
-    def _count(self, phase: Array, ts: Array, whole: Array) -> None:
+    def _count(self, times: Array, is_cycle: Array) -> None:
         """Count cycles, and update the time that the file covers."""
-        times = ts[whole]
         if not len(times):
             return
-        self.first_ts = int(times.min()) if self.first_ts is None else min(self.first_ts, int(times.min()))
+        first = int(times.min())
+        self.first_ts = first if self.first_ts is None else min(self.first_ts, first)
         self.last_ts = max(self.last_ts, int(times.max()))
-        marks = ts[whole & (phase == MARK)].astype(np.int64)
-        if len(marks):
-            self.cycles += len(marks)
-            if len(self.cycle_gaps) < 64:
-                self.cycle_gaps.append(np.diff(marks))
+        self.cycles += int(is_cycle.sum())
+        if is_cycle.any() and len(self.cycle_gaps) < 64:
+            self.cycle_gaps.append(np.diff(times[is_cycle]))
 
     def _name_tensors(self, data: bytes, pid: Array) -> None:
         if not len(pid):

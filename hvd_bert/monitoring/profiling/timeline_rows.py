@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from hvd_bert.monitoring.profiling.byte_parser import Array
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 NONE = -1  # none, or unknown
 
 
 @dataclass
-class Negotiations:
+class Table:
+    """Columns of the same length: each field is an array."""
+
+    def __len__(self) -> int:
+        return len(next(iter(vars(self).values())))
+
+    def only(self, rows: Array) -> Self:
+        """Some of the rows, in the given order."""
+        return type(self)(*(column[rows] for column in vars(self).values()))
+
+    @classmethod
+    def joined(cls, tables: Sequence[Self]) -> Self:
+        """The rows of all tables."""
+        return cls(
+            *(np.concatenate(columns) for columns in zip(*(vars(table).values() for table in tables), strict=True))
+        )
+
+    @classmethod
+    def empty(cls) -> Self:
+        """No rows."""
+        return cls(*(np.zeros(0, np.int64) for _ in fields(cls)))
+
+
+@dataclass
+class Negotiations(Table):
     """A row per tensor and negotiation. Times in us. `ticks`: number of ranks that it names. `lag`: from the first to
     the last of them. `last_rank`: the last of them (NONE without ticks)."""
 
@@ -24,7 +55,7 @@ class Negotiations:
 
 
 @dataclass
-class Operations:
+class Operations(Table):
     """A row per tensor and operation, in the order in which they began. `message`: the row in Messages.
     `negotiation`: the row in Negotiations, or NONE. `size`: bytes, NONE if unknown."""
 
@@ -38,7 +69,7 @@ class Operations:
 
 
 @dataclass
-class Messages:
+class Messages(Table):
     """A row per collective, in the order in which they began. `tensors`: number of tensors sent together. Times in us.
 
     `seen`: when the last tensor was ready on the first rank; `ready`: on all ranks. `start` and `end`: of the operation
@@ -59,7 +90,7 @@ class Messages:
 
 
 @dataclass
-class Activities:
+class Activities(Table):
     """A row per message and activity. Times in us."""
 
     code: Array

@@ -14,7 +14,15 @@ import numpy as np
 
 from hvd_bert.monitoring.profiling.byte_parser import BEGIN, END, TICK, Array
 from hvd_bert.monitoring.profiling.timeline_reader import Events
-from hvd_bert.monitoring.profiling.timeline_rows import NONE, Activities, Batch, Messages, Negotiations, Operations
+from hvd_bert.monitoring.profiling.timeline_rows import (
+    NONE,
+    Activities,
+    Batch,
+    Messages,
+    Negotiations,
+    Operations,
+    Table,
+)
 
 NEGOTIATE = "NEGOTIATE_"
 OPERATIONS = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "ADASUM")
@@ -36,7 +44,7 @@ def kind_of(name: str) -> int:
 
 
 @dataclass
-class _Pairs:
+class _Pairs(Table):
     """Spans: positions of their B and E among the events sorted by tensor, their codes and kinds."""
 
     begin: Array
@@ -68,16 +76,12 @@ class Spans:
     def _batch(self, block: Events | None, last: bool) -> Batch:
         if len(self.kinds) < len(self.names):
             self.kinds = np.array([kind_of(name) for name in self.names], np.int8)
-        parts = [part for part in (self.kept, block) if part is not None]
-        events = parts[0] if len(parts) == 1 else Events.joined(*parts) if parts else None
-        if events is None or not len(events):
-            empty = np.zeros(0, np.int64)
+        events = Events.joined([part for part in (self.kept, block) if part is not None] or [Events.empty()])
+        if not len(events):
             self.kept = None
-            return Batch(
-                Negotiations(*[empty] * 7), Operations(*[empty] * 7), Messages(*[empty] * 10), Activities(*[empty] * 3)
-            )
+            return Batch(Negotiations.empty(), Operations.empty(), Messages.empty(), Activities.empty())
         order = np.argsort(events.pid.astype(np.uint16) if events.pid.max() < 1 << 16 else events.pid, kind="stable")
-        work = _Work(events[order], order, self.kinds)
+        work = _Work(events.only(order), order, self.kinds)
         cut = work.cut(last)
         self.kept = work.keep(cut, last)
         if last:
@@ -154,8 +158,8 @@ class _Work:
             places = np.sort(self.order[keep])
             back = np.empty(len(keep), np.int64)
             back[self.order] = np.arange(len(keep))
-            kept = self.events[back[places]]
-        self.pairs = _Pairs(pairs.begin[over], pairs.end[over], pairs.code[over], pairs.kind[over])
+            kept = self.events.only(back[places])
+        self.pairs = pairs.only(np.flatnonzero(over))
         return kept
 
     def batch(self) -> Batch:
@@ -188,8 +192,7 @@ class _Work:
         np.minimum.at(messages.sent, of_message[sending], activities.start[sending])
         np.maximum.at(messages.received, of_message[sending], activities.end[sending])
         file_order = np.argsort(self.order[pairs.begin[rows]])
-        operations = Operations(*(column[file_order] for column in vars(operations).values()))
-        return Batch(negotiations, operations, messages, activities)
+        return Batch(negotiations, operations.only(file_order), messages, activities)
 
     def _negotiations(self, rows: Array) -> Negotiations:
         begin, end = self.pairs.begin[rows], self.pairs.end[rows]
@@ -252,7 +255,7 @@ class _Work:
         sort = np.argsort(rows.message, kind="stable")
         first = np.flatnonzero(np.diff(rows.message[sort], prepend=NONE) != 0)
         if not len(first):
-            return Messages(*[np.zeros(0, np.int64)] * 10)
+            return Messages.empty()
         size, start, end = rows.size[sort], rows.start[sort], rows.end[sort]
         before = rows.negotiation[sort]
         known = before != NONE
