@@ -1,10 +1,41 @@
-"""Texts of users, such as names of runs: shown as they are, whatever they contain."""
+"""Texts of users, such as names of runs, shown as they are, and figures with their units."""
 
 from __future__ import annotations
 
+import math
+
 from hvd_bert.errors import VISIBLE
+
+DASH = "-"  # an unknown figure
 
 
 def visible(text: str) -> str:
     """The text without control characters, and without lone surrogates, which no file can hold."""
     return text.translate(VISIBLE).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def seconds(value: float) -> str:
+    """A time as 15 s, 1.23 ms or 40 us; a dash if it is NaN."""
+    if math.isnan(value):
+        return DASH
+    unit, scale = ("s", 1) if value >= 1 else ("ms", 1e3) if value >= 1e-3 else ("us", 1e6)
+    return f"{_digits(value * scale)} {unit}"
+
+
+def percent(share: float, sign: str = "") -> str:
+    """A share as 12.3 %. `sign`: "+" for a difference."""
+    return f"{100 * share:{sign}.1f} %"
+
+
+def byte_size(size: float) -> str:
+    """A size as 40 bytes or 42.3 MiB."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{_digits(size)} {unit}"
+        size /= 1024
+    return f"{_digits(size)} GiB"
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, and no exponent for large numbers."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"

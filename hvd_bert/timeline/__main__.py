@@ -9,7 +9,6 @@ One process, without torch or a launcher. It also reads timelines of killed runs
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from tqdm import tqdm
 from hvd_bert.config.parser import Parser
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.model.cpu import malloc
-from hvd_bert.rendering.page import GENERATOR, Listing, Page, Picture, Text
+from hvd_bert.rendering.page import GENERATOR, Picture
 from hvd_bert.rendering.text import visible
 from hvd_bert.storage.writing import write_named, writing_to
 from hvd_bert.storage.written import check_file
@@ -44,9 +43,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"hvd_bert: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     if flags.json:
-        print(json.dumps(content.as_json(findings)))
+        print(content.as_json(findings))
     else:
-        print(visible(content.terminal(findings)))
+        print(content.terminal(findings))
         if flags.html:
             print(visible(f"\nHTML page: {flags.html}"))
     return EXIT_OK
@@ -97,18 +96,12 @@ def read(path: Path, ranks: int | None = None, hosts: int | None = None) -> Find
 def _write_page(findings: Findings, path: Path) -> None:
     from hvd_bert.timeline import plots  # matplotlib takes a second
 
-    page = Page("")
-    without_plots = content.page(findings)
-    page.title = without_plots.title
-    steps = Listing(content.step_lines(findings))
-    for block in without_plots.blocks:
-        page.add(block)
-        if block == Text("Phases", 2):
-            page.add(Picture("phases.png", plots.phases(findings), "Share of each phase in the time"))
-        if block == steps and findings.curves is not None and findings.step is not None:
-            page.add(
-                Picture("steps.png", plots.steps(findings.curves), "Time, exposed communication and wait of each step")
-            )
+    phases = Picture("phases.png", plots.phases(findings), "Share of each phase in the time")
+    steps = []
+    if findings.curves is not None and findings.step is not None:
+        description = "Time, exposed communication and wait of each step"
+        steps.append(Picture("steps.png", plots.steps(findings.curves), description))
+    page = content.page(findings, [phases], steps)
     with writing_to("--html", path):
         write_named(path, page.as_html())
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
-from hvd_bert.rendering.page import DASH, Grid, Listing, Page, Text
-from hvd_bert.timeline.advice import NO_CACHE, bytes_text
+from hvd_bert.rendering.page import Grid, Listing, Page, Picture, Text
+from hvd_bert.rendering.text import DASH, byte_size, percent, seconds
+from hvd_bert.timeline.advice import NO_CACHE, exposed
 from hvd_bert.timeline.figures import Findings
 from hvd_bert.timeline.sums import BIG
 
@@ -24,15 +25,6 @@ KINDS = {
 }
 
 
-def seconds(value: float) -> str:
-    """Seconds with a suitable unit."""
-    if math.isnan(value):
-        return DASH
-    if value >= 1:
-        return f"{value:.2f} s" if value < 100 else f"{value:.0f} s"
-    return f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
-
-
 def speed(bytes_per_s: float) -> str:
     """A bandwidth in bytes and bits per second."""
     if math.isnan(bytes_per_s):
@@ -42,11 +34,6 @@ def speed(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e6:.4g} MB/s ({bytes_per_s * 8e-9:.3g} Gb/s)"
 
 
-def percent(share: float) -> str:
-    """A share in percent."""
-    return f"{share:.1%}"
-
-
 def facts(findings: Findings) -> list[str]:
     """Facts about the file, and what it does not contain."""
     ranks = "an unknown number of ranks (set it with --ranks N)"
@@ -54,7 +41,7 @@ def facts(findings: Findings) -> list[str]:
         ranks = f"{findings.ranks} rank{'s' * (findings.ranks > 1)}"
     lines = [
         f"{findings.path}: {findings.events:,} events of {ranks} in {seconds(findings.covered_s)}, "
-        f"{bytes_text(findings.size)}."
+        f"{byte_size(findings.size)}."
     ]
     if findings.cut_short:
         lines.append("The file is incomplete: the run was killed or is still running. Its complete events are counted.")
@@ -76,15 +63,12 @@ def step_lines(findings: Findings) -> list[str]:
     step = findings.step
     if step is None:
         return ["No steps found: no tensor was allreduced in 3 steps."]
-    exposed = f"{seconds(step.exposed_least_s)} ({percent(step.exposed_least_share)})"
-    if step.exposed_most_s - step.exposed_least_s > 0.05 * step.exposed_most_s:
-        exposed += f" to {seconds(step.exposed_most_s)} ({percent(step.exposed_most_share)})"
     return [
         f"{step.steps} steps of {seconds(step.step_s)} (median; p99 {seconds(step.p99_s)}), {step.messages:.0f} "
-        f"messages and {bytes_text(step.size)} each.",
+        f"messages and {byte_size(step.size)} each.",
         f"Messages take {seconds(step.busy_s)} of it; {percent(step.hidden_share)} of that is hidden "
         "behind the backward pass.",
-        f"Exposed, after the last gradient was ready on all ranks: {exposed}.",
+        f"Exposed, after the last gradient was ready on all ranks: {exposed(step)}.",
         f"The first rank waits {seconds(step.wait_s)} ({percent(step.wait_share)}; p99 {seconds(step.wait_p99_s)}) for "
         "the last at the end of the backward pass.",
     ]
@@ -104,10 +88,10 @@ def sizes(findings: Findings) -> Grid:
     """The table of messages by size."""
     rows = []
     for row in findings.sizes:
-        name = f"up to {bytes_text(row.up_to)}" if row.up_to else "larger"
+        name = f"up to {byte_size(row.up_to)}" if row.up_to else "larger"
         tensors = f"{row.tensors / row.messages:.1f}"
         rate = DASH if findings.ranks == 1 else speed(row.bytes_per_s)
-        rows.append([name, f"{row.messages:,}", tensors, bytes_text(row.size), seconds(row.median_s), rate])
+        rows.append([name, f"{row.messages:,}", tensors, byte_size(row.size), seconds(row.median_s), rate])
     return Grid(["allreduces", "messages", "tensors each", "total bytes", "median", "bandwidth"], rows)
 
 
@@ -117,7 +101,7 @@ def bandwidth(findings: Findings) -> list[str]:
         return ["Bandwidth: none, as one rank sends nothing. Its messages are copies in its memory."]
     if math.isnan(findings.bytes_per_s):
         return ["Sizes and bandwidth are unknown: the file has no dtypes and shapes of tensors."]
-    limit = f"messages above {bytes_text(BIG)}, which carry most bytes" if _mostly_big(findings) else "all messages"
+    limit = f"messages above {byte_size(BIG)}, which carry most bytes" if _mostly_big(findings) else "all messages"
     lines = [f"Bandwidth: {speed(findings.bytes_per_s)} of gradients, over {limit}."]
     if not math.isnan(findings.wire_bytes_per_s):
         lines.append(
@@ -125,7 +109,7 @@ def bandwidth(findings: Findings) -> list[str]:
             f"n = {findings.ranks}."
         )
     if not math.isnan(findings.fast_bytes_per_s):
-        fast = f"The fastest 5 % of messages above {bytes_text(BIG)} reach {speed(findings.fast_bytes_per_s)}"
+        fast = f"The fastest 5 % of messages above {byte_size(BIG)} reach {speed(findings.fast_bytes_per_s)}"
         if not math.isnan(findings.link_bytes_per_s):
             fast += f", {speed(findings.link_bytes_per_s)} on the link of each of the {findings.hosts} hosts"
         if not math.isnan(findings.inside_bytes_per_s):
@@ -153,15 +137,11 @@ def ranks(findings: Findings) -> Grid:
 def tensors(findings: Findings, maximum: int) -> Grid:
     """The table of the slowest tensors."""
     rows = [
-        [row.name, f"{row.count:,}", DASH if row.size is None else bytes_text(row.size), seconds(row.negotiation_s),
+        [row.name, f"{row.count:,}", DASH if row.size is None else byte_size(row.size), seconds(row.negotiation_s),
          seconds(row.operation_s), seconds(row.longest_s)]
         for row in findings.tensors[:maximum]
     ]  # fmt: skip
     return Grid(["tensor", "times", "bytes", "negotiation (mean)", "operation (mean)", "longest"], rows)
-
-
-def _has_ranks(findings: Findings) -> bool:
-    return bool(findings.rank_rows) and findings.ranks != 1
 
 
 def ranks_line(findings: Findings) -> str:
@@ -174,20 +154,33 @@ def ranks_line(findings: Findings) -> str:
     return f"The last rank is known in {known} of {findings.step.steps if findings.step else known} steps."
 
 
-def page(findings: Findings) -> Page:
-    """The page, without its plots."""
+def page(findings: Findings, phases_plot: Sequence[Picture] = (), steps_plot: Sequence[Picture] = ()) -> Page:
+    """The page, with its plots."""
+    found = _page(findings, phases_plot, steps_plot)
+    found.add(tensors(findings, len(findings.tensors)), Text("Definitions", 2), Listing(DEFINITIONS))
+    return found
+
+
+def terminal(findings: Findings) -> str:
+    """The text for a terminal."""
+    found = _page(findings)
+    found.add(tensors(findings, FEW))
+    return found.as_text()
+
+
+def _page(findings: Findings, phases_plot: Sequence[Picture] = (), steps_plot: Sequence[Picture] = ()) -> Page:
+    """All but the slowest tensors, whose number differs."""
     found = Page(TITLE)
     found.add(Listing(facts(findings)), Text("Advice", 2), Listing(findings.advice))
-    found.add(Text("Steps", 2), Listing(step_lines(findings)))
-    found.add(Text("Phases", 2), phases(findings))
+    found.add(Text("Steps", 2), Listing(step_lines(findings)), *steps_plot)
+    found.add(Text("Phases", 2), *phases_plot, phases(findings))
     found.add(Text("Ranks", 2), Text(ranks_line(findings)))
-    if _has_ranks(findings):
+    if findings.rank_rows and findings.ranks != 1:
         found.add(ranks(findings))
     found.add(Text("Messages", 2), Listing(bandwidth(findings)))
     if findings.sizes:
         found.add(sizes(findings))
-    found.add(Text("Slowest tensors", 2), tensors(findings, len(findings.tensors)))
-    found.add(Text("Definitions", 2), Listing(DEFINITIONS))
+    found.add(Text("Slowest tensors", 2))
     return found
 
 
@@ -204,29 +197,7 @@ DEFINITIONS = (
 )
 
 
-def terminal(findings: Findings) -> str:
-    """The text for a terminal."""
-    parts: list[Sequence[str]] = [
-        facts(findings), step_lines(findings), [phases(findings).for_terminal()],
-        [ranks_line(findings), *([ranks(findings).for_terminal()] if _has_ranks(findings) else [])],
-        bandwidth(findings) + ([sizes(findings).for_terminal()] if findings.sizes else []),
-        [tensors(findings, FEW).for_terminal()],
-        ["Advice:", *(f"  - {line}" for line in findings.advice)],
-    ]  # fmt: skip
-    return "\n\n".join("\n".join(part) for part in parts)
-
-
-def as_json(findings: Findings) -> dict[str, Any]:
-    """Plain values for JSON; unknown values are null."""
-    record = asdict(findings)
-    del record["curves"]
-    plain: dict[str, Any] = _plain(record)
-    return plain
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+def as_json(findings: Findings) -> str:
+    """One JSON object; unknown values are null."""
+    record = {name: value for name, value in asdict(findings).items() if name != "curves"}
+    return json.dumps(json.loads(json.dumps(record), parse_constant=lambda nan: None))

@@ -47,13 +47,7 @@ READ = {
     "no number of a tensor": SPAN % ("ALLREDUCE", 9000000, "-1", 9000001, "-1"),
     "nested": "[" * 100_000,
 }
-SHAPES = {
-    "blank": "[1 2]",
-    "5,000 digits": f"[{'9' * 5000}]",
-    "astronomic": f"[{', '.join(['999999999999'] * 30)}]",
-    "no end": "[9,",
-    "empty": "[]",
-}
+SHAPES = ("[1 2]", f"[{'9' * 5000}]", f"[{', '.join(['999999999999'] * 30)}]", "[9,", "[]")
 REFUSED = {
     "rank 99999999999": (tick("99999999999"), "names rank 99999999999, which cannot be"),
     "rank 5,000,000": (tick("5000000"), "names rank 5000000, which cannot be"),
@@ -64,14 +58,14 @@ REFUSED = {
 @pytest.mark.parametrize("name", READ)
 def test_read(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([str(write(tmp_path, READ[name]))]) == EXIT_OK
-    assert " of 2 ranks in " in capsys.readouterr().out
+    assert " of 2 ranks in " in " ".join(capsys.readouterr().out.split())  # which wraps
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_shapes(tmp_path: Path, name: str) -> None:
+def test_shapes(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
-    path.write_text(USUAL.replace("[256, 1024]", SHAPES[name]) + "]")
-    assert command.read(path).ranks == 2
+    for shape in SHAPES:
+        path.write_text(USUAL.replace("[256, 1024]", shape) + "]")
+        assert command.read(path).ranks == 2
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -93,13 +87,10 @@ def test_names_are_no_commands_to_the_terminal(tmp_path: Path, capsys: pytest.Ca
     assert command.main([str(path), "--html", str(tmp_path / "page.html")]) == EXIT_OK
     shown = capsys.readouterr().out + (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "title" in shown and not {"\x1b", "\x07", "\x9b"} & set(shown)
-    path.write_text(f"[{_other_program()}]", encoding="utf-8")
+    assert "m<script" not in shown.partition("<html")[2]
+    path.write_text("[" + SPAN % ("\x1b[31m", 5, 1, 6, 1) + "]", encoding="utf-8")
     assert command.main([str(path)]) == EXIT_BAD_INPUT
     assert "\x1b" not in capsys.readouterr().err
-
-
-def _other_program() -> str:
-    return SPAN % ("\x1b[31m", 5, 1, 6, 1)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
