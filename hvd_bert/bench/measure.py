@@ -1,23 +1,27 @@
-"""Figures of a training: rates and shares per section of steps, and memory over the computed need."""
+"""Figures of a training: rates and shares per section of steps, memory over the computed need, and the matmul peak."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hvd_bert.data.batch_plan import BatchPlan, Lengths
 from hvd_bert.distributed.world import World
-from hvd_bert.model.precision import autocast
+from hvd_bert.model.cpu import linear
+from hvd_bert.model.precision import AUTOCAST, autocast
 from hvd_bert.monitoring.process_usage import seconds_since_start
 from hvd_bert.tasks.base import Task
 from hvd_bert.training.meter import PHASES
 from hvd_bert.training.metrics_log import MetricsLogger
 
 FP32_BYTES = 4
+ROUNDS, ROUND_S = 5, 0.15  # of the matmul peak
 STATES = 4  # weight, gradient and AdamW's two moments of each parameter
 
 
@@ -101,3 +105,41 @@ def kept_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
         losses = forward()
     del losses
     return sum(kept.values())
+
+
+def matmul_peak(model: nn.Module, tokens: int, device: torch.device, precision: str) -> float:
+    """FLOP/s of this rank for `tokens` rows: the median over rounds of the model's largest linear layer, and back.
+
+    On CPUs the faster of torch's and oneDNN's product. Ranks measure at the same time, so they share the machine as in
+    training.
+    """
+    layers = [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)]
+    hidden, inner = sorted(max(layers, key=Tensor.numel).shape)
+    dtype = AUTOCAST[precision] or torch.float32
+    rows = torch.randn(tokens, hidden, device=device, dtype=dtype)
+    up = torch.randn(inner, hidden, device=device, dtype=dtype)
+    down = torch.randn(hidden, inner, device=device, dtype=dtype)
+    products: list[Any] = [torch.nn.functional.linear]
+    if device.type == "cpu" and precision == "fp32" and linear.available():
+        products.append(linear.product)
+
+    def seconds(product: Any, pairs: int) -> float:
+        _wait(device)
+        start = time.perf_counter()
+        for _ in range(pairs):
+            product(product(rows, up), down)
+        _wait(device)
+        return time.perf_counter() - start
+
+    rates: list[float] = []
+    with torch.no_grad():
+        for product in products:
+            seconds(product, 2)
+            pairs = max(1, round(ROUND_S / (seconds(product, 4) / 4)))
+            rates.append(median(pairs / seconds(product, pairs) for _ in range(ROUNDS)))
+    return max(rates) * float(4 * tokens * hidden * inner)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -14,9 +14,9 @@ from hvd_bert.config import command_line
 from hvd_bert.config.parser import Parser
 from hvd_bert.config.settings import FLAGS, STRATEGIES, Config
 from hvd_bert.errors import UserError
+from hvd_bert.report.comparability import STRONG, WEAK
 from hvd_bert.sample import files as sample
 
-STRONG, WEAK = "strong", "weak"
 SCALINGS = {STRONG: (STRONG,), WEAK: (WEAK,), "both": (STRONG, WEAK)}
 ONE_PROCESS = ("none", "dp")
 PRESET = "sweep"

@@ -13,11 +13,11 @@ from typing import Any
 from hvd_bert.bench.points import Point
 from hvd_bert.errors import UserError
 from hvd_bert.storage import locks
+from hvd_bert.storage.locks import LOCK
 from hvd_bert.storage.reading import read_json
 from hvd_bert.storage.writing import make_folder, write_json, writing_to
 
 FILE = "sweep.json"
-LOCK = ".lock"
 WAITING, DONE, FAILED, SKIPPED = "waiting", "done", "failed", "skipped"
 STATES = (DONE, SKIPPED, FAILED, WAITING)
 

@@ -19,13 +19,14 @@ import numpy as np
 import torch
 
 from hvd_bert.bench import measure
-from hvd_bert.bench.peak import matmul_peak
 from hvd_bert.bench.workload import random_task
 from hvd_bert.checkpoint import run_folder
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.monitoring.process_usage import memory_now, memory_peak, seconds_since_start
+from hvd_bert.rendering.page import Grid
+from hvd_bert.storage.reading import GIB
 from hvd_bert.storage.writing import write_named, writing_to
 from hvd_bert.storage.written import check_file
 from hvd_bert.tasks.base import Task
@@ -134,7 +135,7 @@ def _matmul_peak(task: Task, tokens: int, device: torch.device, precision: str) 
     """0 if the task's useful FLOP are unknown, so that no share of the peak can be given."""
     if task.flops(np.array([tokens], np.int32), 1) is None:
         return 0.0
-    return matmul_peak(task.model, tokens, device, precision)
+    return measure.matmul_peak(task.model, tokens, device, precision)
 
 
 def _lengths(plan: Any, last: int, steps: int) -> list[Any]:
@@ -144,28 +145,23 @@ def _lengths(plan: Any, last: int, steps: int) -> list[Any]:
 def _print_table(record: dict[str, Any], path: Path | None) -> None:
     """Print a table, and write `path`. Raises UserError if it cannot be written."""
     spreads = record["figures"]
-    lines = [f"{'':<40} {'median':>12} {'min':>12} {'max':>12}"]
     has_tokens = spreads.get("tokens_per_s") != spreads.get("windows_per_s")  # otherwise an example counts as 1
+    rows = []
     for name, (label, form) in FIGURES.items():
         # Left out: the MFU without a known peak, communication that a strategy does not separate, tokens of images.
-        if name not in spreads or (name == "tokens_per_s" and not has_tokens):
-            continue
-        values = [form.format(spreads[name][kind]) for kind in ("median", "least", "most")]
-        label = label.replace("windows", record["unit"])
-        lines.append(f"{label:<40} " + " ".join(f"{value:>12}" for value in values))
-    if record["matmul_peak_gflops"]:
-        lines.append(f"{'matmul peak, GFLOP/s, all ranks':<40} {record['matmul_peak_gflops']:>12.1f}")
-    if has_tokens:
-        lines += [
-            f"{'padding, share of positions':<40} {record['padding_share']:>12.4f}",
-            f"{'tokens per rank, maximum over mean':<40} {record['imbalance']:>12.4f}",
-        ]
-    lines += [
-        f"{'memory per rank (maximum), GiB':<40} {max(record['memory_bytes']) / 2**30:>12.2f}",
-        f"{'measured over computed memory':<40} {record['memory_over_needed']:>12.2f}",
-        f"{'seconds from start to step 1':<40} {record['first_step_s']:>12.1f}",
+        if name in spreads and (name != "tokens_per_s" or has_tokens):
+            values = [form.format(spreads[name][kind]) for kind in ("median", "least", "most")]
+            rows.append([label.replace("windows", record["unit"]), *values])
+    whole = [
+        ("matmul peak, GFLOP/s, all ranks", f"{record['matmul_peak_gflops']:.1f}", record["matmul_peak_gflops"]),
+        ("padding, share of positions", f"{record['padding_share']:.4f}", has_tokens),
+        ("tokens per rank, maximum over mean", f"{record['imbalance']:.4f}", has_tokens),
+        ("memory per rank (maximum), GiB", f"{max(record['memory_bytes']) / GIB:.2f}", True),
+        ("measured over computed memory", f"{record['memory_over_needed']:.2f}", True),
+        ("seconds from start to step 1", f"{record['first_step_s']:.1f}", True),
     ]
-    print("\n".join(lines), flush=True)
+    rows += [[label, value, "", ""] for label, value, known in whole if known]
+    print(Grid(["figure", "median", "min", "max"], rows).for_terminal(), flush=True)
     if path:
         with writing_to("--json", path):
             write_named(path, json.dumps(record, indent=1) + "\n")

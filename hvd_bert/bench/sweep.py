@@ -33,6 +33,8 @@ from hvd_bert.config.parser import Parser
 from hvd_bert.config.values import LARGEST, MAX_RUNS, MAX_SECONDS, check_range, shortened
 from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
+from hvd_bert.rendering.text import seconds
+from hvd_bert.report.comparability import STRONG
 from hvd_bert.runs import reading
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import check_folder, writing_to
@@ -105,15 +107,7 @@ def make_parser() -> Parser:
         "--global_batch", metavar="N", type=int, default=16,
         help="Windows per step, for strong scaling. (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument(
-        "--out", metavar="DIR", type=Path, default=Path("runs/sweep"),
-        help="Folder for all runs; the same folder resumes. (default: %(default)s)",
-    )  # fmt: skip
-    launches.add_flags(parser)
-    parser.add_argument(
-        "--timeout", metavar="S", type=float, default=3600.0,
-        help="Maximum seconds per run; a longer run is terminated. (default: %(default)g)",
-    )  # fmt: skip
+    launches.add_flags(parser, "runs/sweep")
     parser.add_argument(
         "--report", metavar="DIR", type=Path, help="Also write the report to this folder. (default: none)"
     )
@@ -162,7 +156,7 @@ class Sweep:
             "--steps": plan.steps if plan.epochs is None else None,
             "--epochs": plan.epochs,
             "--seeds": "set" if plan.seeds else None,
-            **({"--global_batch": plan.global_batch} if planning.STRONG in scalings else {}),
+            **({"--global_batch": plan.global_batch} if STRONG in scalings else {}),
             "the trainer's flags": plan.common_flags(),
             # By strategy, so that a strategy with its own flags can be added later.
             **{f"the trainer's flags for {strategy} only": owned.get(strategy, []) for strategy in owners},
@@ -238,12 +232,12 @@ class Sweep:
             outcome = (
                 f"{result.windows_per_s:.1f} {self.unit}/s" if result.windows_per_s else f"failed: {result.reason}"
             )
-            took = f", {result.seconds:.0f} s" if result.seconds else ""
+            took = f", {seconds(result.seconds)}" if result.seconds else ""
             print(f"[{number}/{len(self.points)}] {point}: {outcome}{took}  ETA {self._eta()}", flush=True)
 
     def _eta(self) -> str:
         expected = [self.record.expected_s(point) for point in self.record.of_state(WAITING)]
-        known = [seconds for seconds in expected if seconds is not None]
+        known = [each for each in expected if each is not None]
         return str(tqdm.format_interval(sum(known))) if len(known) == len(expected) else "?"
 
     def _run(self, point: Point, result: Result) -> None:

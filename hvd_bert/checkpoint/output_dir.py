@@ -22,12 +22,12 @@ from hvd_bert.errors import UserError
 from hvd_bert.monitoring.profiling.recording import TIMELINE
 from hvd_bert.publish import card
 from hvd_bert.storage import locks, written
+from hvd_bert.storage.locks import LOCK
 from hvd_bert.storage.reading import open_regular, parse_json
 from hvd_bert.storage.writing import OWN_PARTIAL, check_folder, make_folder, replacing, writing_to
 
 # Flags that name a file or a folder that the run reads.
 INPUTS = ("model_name_or_path", "config_name", "tokenizer_name", "train_file", "validation_file")
-LOCK = ".lock"
 _HELD: dict[Path, locks.Lock] = {}  # by this process, until it ends
 
 

@@ -21,8 +21,8 @@ from hvd_bert.doctor.probes import Gpus, HorovodBuild, MpiLibrary, ProbeError, S
 from hvd_bert.doctor.report import FAILURE, OK, WARNING, Line, isolated
 from hvd_bert.machine import free_memory, version_of
 from hvd_bert.monitoring.gpu_usage import NvmlError
+from hvd_bert.storage.reading import GIB
 
-GIB = 2**30
 REQUIREMENTS = PACKAGE.parent / "requirements.txt"
 NOT_FOR_TRAINING = {"matplotlib", "nvidia-ml-py", "plotly"}
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 6)

@@ -17,11 +17,11 @@ from typing import Any
 from hvd_bert.distributed import logs
 from hvd_bert.distributed.world import World
 from hvd_bert.storage import written
+from hvd_bert.storage.reading import GIB
 from hvd_bert.storage.writing import JsonLines
 
 FILE = "gpu_usage.jsonl"
 PERIOD_S = 1.0
-GIB = 2**30
 
 
 @dataclass(frozen=True)

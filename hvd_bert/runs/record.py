@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from hvd_bert.runs.reading import EVALUATED_ONLY, LARGEST, METRICS, RESULTS, SCORES, SETTINGS, settings_of
 from hvd_bert.storage import locks
+from hvd_bert.storage.locks import LOCK
 from hvd_bert.storage.reading import open_regular, parse_json, read_json
 
 EVENTS, SAMPLES, GPUS = "events.jsonl", "eval_samples.json", "gpu_usage.jsonl"
-LOCK = ".lock"
 NUMERIC = ("skipped_step", "loss_jump", "infinite_loss")  # events
 RECENT = 20  # lines from which the speed of a run that is still going is computed
 MAX_LINE = 2**20  # bytes; no line of a run is nearly as long

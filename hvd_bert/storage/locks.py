@@ -25,6 +25,7 @@ from hvd_bert.storage.reading import open_regular, read_text
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 
 
+LOCK = ".lock"  # of a folder of runs
 MAX_HOLDER = 300  # characters of the name of a process and its host
 BRIEFLY_S = 0.2  # `is_held` of another process takes the lock for a moment
 

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from hvd_bert.errors import reason_of
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 MAX_BYTES = 256 * MIB  # of a file that is read as a whole; none that this program writes is nearly as large
 MAX_YAML_BYTES = MIB
 MAX_DIGITS = 100  # of a whole number in YAML, where 1:30 and 0x1E are numbers, too

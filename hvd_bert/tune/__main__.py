@@ -16,7 +16,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 from hvd_bert.bench import launching as launches
 from hvd_bert.bench import points as planning
@@ -29,6 +28,7 @@ from hvd_bert.config.parser import Parser
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.config.values import LARGEST, MAX_RUNS, MAX_SECONDS, check_range
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
+from hvd_bert.report.comparability import WEAK
 from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import end_when_lost, keep_running
 from hvd_bert.tune import console, knobs
@@ -80,15 +80,7 @@ def make_parser() -> Parser:
         "--minutes", metavar="M", type=float, default=60,
         help="Time budget; settings not reached within it are skipped. (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument(
-        "--out", metavar="DIR", type=Path, default=Path("runs/tune"),
-        help="Folder for all runs; the same folder resumes. (default: %(default)s)",
-    )  # fmt: skip
-    launches.add_flags(parser)
-    parser.add_argument(
-        "--timeout", metavar="S", type=float, default=3600.0,
-        help="Maximum seconds per run; a longer run is terminated. (default: %(default)g)",
-    )  # fmt: skip
+    launches.add_flags(parser, "runs/tune")
     return parser
 
 
@@ -106,7 +98,7 @@ def _tune(argv: Sequence[str]) -> int:
     wanted = knobs.chosen(flags.knobs)
     knobs.check_environment(os.environ, flags.launcher_flag)
     launching = launches.chosen(flags, Machine.here(os.environ))
-    point = Point("horovod", flags.ranks or _ranks(launching), planning.WEAK, 1, 0)
+    point = Point("horovod", flags.ranks or _ranks(launching), WEAK, 1, 0)
     obstacle = launching.obstacle(point)
     if obstacle:
         raise UserError(f"{obstacle}.")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from hvd_bert.bench.points import PRESET
 from hvd_bert.config.settings import Config
+from hvd_bert.rendering.text import percent
 from hvd_bert.tune.knobs import KNOBS, Knob, Setting
 from hvd_bert.tune.runs import Runs
 from hvd_bert.tune.search import FAILED, FASTER, NOISE_PAIRS, SEARCH_PAIRS, Point
@@ -58,13 +59,13 @@ def print_plan(
 
 def print_header(noise: float) -> None:
     """Print the header of the table."""
-    print(f"Noise: {100 * noise:.1f} % (the defaults compared with themselves)")
+    print(f"Noise: {percent(noise)} (the defaults compared with themselves)")
     print(f"{'candidate':{WIDTH}}  {'gain over the best so far, per pair':36}  verdict", flush=True)
 
 
 def print_row(point: Point) -> None:
     """Print a row of the table."""
-    gains = " ".join(percent(ratio) for ratio in point.ratios)
+    gains = " ".join(percent(ratio - 1, "+") for ratio in point.ratios)
     words = " ".join(point.setting)
     print(f"{words:{WIDTH}}  {gains:36}  {_verdict(point)}", flush=True)
 
@@ -72,19 +73,13 @@ def print_row(point: Point) -> None:
 def _verdict(point: Point) -> str:
     if point.verdict == FAILED:
         return f"{FAILED}: {point.reason}"
-    return f"{point.verdict} {percent(1 + point.gain)}" if point.verdict == FASTER else point.verdict
+    return f"{point.verdict} {percent(point.gain, '+')}" if point.verdict == FASTER else point.verdict
 
 
-def percent(ratio: float) -> str:
-    """A ratio of speeds as a gain."""
-    return f"{100 * (ratio - 1):+.1f} %"
-
-
-def spread(ratios: Sequence[float]) -> str:
+def _spread(ratios: Sequence[float]) -> str:
     """The median gain of pairs, and their range."""
-    return (
-        f"{percent(statistics.median(ratios))} ({percent(min(ratios))} to {percent(max(ratios))}, {len(ratios)} pairs)"
-    )
+    middle, low, high = (percent(of(ratios) - 1, "+") for of in (statistics.median, min, max))
+    return f"{middle} ({low} to {high}, {len(ratios)} pairs)"
 
 
 def print_answer(runs: Runs, compared: Point | None, noise: float, fp16: bool) -> None:
@@ -96,13 +91,13 @@ def print_answer(runs: Runs, compared: Point | None, noise: float, fp16: bool) -
         print(f"Keep the defaults: a run with {' '.join(compared.setting)} failed: {compared.reason}")
     elif compared.verdict != FASTER:
         print(
-            f"Keep the defaults: {' '.join(compared.setting)} (the best found) gains {spread(compared.ratios)}:"
-            f" within the noise. A gain counts if every pair is faster and the median is above {100 * noise:.1f} %."
+            f"Keep the defaults: {' '.join(compared.setting)} (the best found) gains {_spread(compared.ratios)}:"
+            f" within the noise. A gain counts if every pair is faster and the median is above {percent(noise)}."
         )
     else:
         by_chance = 2 ** len(compared.ratios)
-        print(f"Set this: it gains {spread(compared.ratios)} over the defaults. By chance, all pairs are faster")
-        print(f"once in {by_chance} times. The noise is {100 * noise:.1f} %.")
+        print(f"Set this: it gains {_spread(compared.ratios)} over the defaults. By chance, all pairs are faster")
+        print(f"once in {by_chance} times. The noise is {percent(noise)}.")
         _lines(compared.setting, runs.launching.launcher(runs.point))
     if not fp16:
         print("Not tested: --fp16_allreduce, which halves the bytes sent and rounds gradients (--knobs fp16).")

@@ -9,10 +9,10 @@ from hvd_bert.config.settings import Config
 from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.errors import UserError
 from hvd_bert.runs.run import Run
+from hvd_bert.storage.reading import MIB
 
 # NAME=VALUE for the environment, --FLAG=VALUE for the trainer. () stands for the defaults.
 Setting = tuple[str, ...]
-MIB = 2**20
 
 
 @dataclass(frozen=True)

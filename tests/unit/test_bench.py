@@ -12,7 +12,6 @@ from transformers import BertConfig, BertForQuestionAnswering
 
 from hvd_bert.bench import measure, speed
 from hvd_bert.bench.flags import parse
-from hvd_bert.bench.peak import matmul_peak
 from hvd_bert.bench.workload import SQUAD_DECILES, lengths_like_squad, random_inputs, random_task
 from hvd_bert.data.collate import Collator
 from hvd_bert.errors import UserError
@@ -92,7 +91,7 @@ def test_memory_needed_includes_the_activations(tiny):
 
 def test_peak_is_a_rate(tiny):
     model = BertForQuestionAnswering(BertConfig(**TINY))
-    assert 1e8 < matmul_peak(model, 64, torch.device("cpu"), "fp32") < 1e14
+    assert 1e8 < measure.matmul_peak(model, 64, torch.device("cpu"), "fp32") < 1e14
 
 
 @pytest.mark.parametrize(
