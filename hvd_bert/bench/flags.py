@@ -28,7 +28,6 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--model",
         metavar="PATH",
-        type=str,
         help="Folder or config.json of an encoder, which gets new weights. (default: BERT-base)",
     )
     parser.add_argument(

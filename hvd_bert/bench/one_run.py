@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 import psutil
 
@@ -61,13 +61,22 @@ def signals() -> Iterator[None]:
         raise Stopped(_received[-1])
 
     _received.clear()
-    before = {number: signal.signal(number, stop) for number in SIGNALS}
+    try:
+        with _handler(stop):
+            yield
+    finally:
+        _received.clear()
+
+
+@contextmanager
+def _handler(handle: Any) -> Iterator[None]:
+    """Handle SIGNALS by `handle` inside the block."""
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        _received.clear()
 
 
 def exit_status(command: Callable[[], int]) -> int:
@@ -162,12 +171,10 @@ def _deferred() -> Iterator[None]:
     the handler in the main thread.
     """
     received: list[int] = []
-    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in SIGNALS}
     try:
-        yield
+        with _handler(lambda number, frame: received.append(number)):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         if received:
             signal.raise_signal(received[0])
 
@@ -208,8 +215,7 @@ def _end(launcher: subprocess.Popen[bytes], started: Callable[[], list[psutil.Pr
     SIGTERM first, then SIGKILL. A launcher's process group gets the signal: horovodrun may be a shell with mpirun as
     its child that does not forward it. `started`: lists the processes that still run.
     """
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
-    try:
+    with _handler(signal.SIG_IGN):
         if launcher.poll() is None:
             os.killpg(launcher.pid, signal.SIGTERM)
         else:
@@ -221,9 +227,6 @@ def _end(launcher: subprocess.Popen[bytes], started: Callable[[], list[psutil.Pr
         _send(signal.SIGKILL, started())
         launcher.wait()
         psutil.wait_procs(started(), TO_END_S)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _send(number: signal.Signals, processes: Sequence[psutil.Process]) -> None:

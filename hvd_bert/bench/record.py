@@ -61,19 +61,8 @@ class Record:
 
     def write(self) -> None:
         """Write the file atomically. Raises UserError if it cannot be written."""
-        rows = [
-            {
-                "name": point.name,
-                "strategy": point.strategy,
-                "ranks": point.ranks,
-                "scaling": point.scaling,
-                "repeat": point.repeat,
-                "global_batch": point.global_batch,
-                **vars(result),
-                "command": list(result.command),
-            }
-            for point, result in self.results.items()
-        ]
+        names = ("name", "strategy", "ranks", "scaling", "repeat", "global_batch")
+        rows = [{name: getattr(point, name) for name in names} | vars(result) for point, result in self.results.items()]
         content = {"same": self.same, **self.now, "points": rows + list(self.kept.values())}
         replace(self.folder / FILE, content)
 

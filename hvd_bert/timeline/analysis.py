@@ -27,13 +27,10 @@ def analyse(
     spans, steps = Spans(reader.names.spans), Steps(reader.names.spans)
     phases, tensors, sizes, by_rank = Phases(), Tensors(reader.names), Sizes(), Ranks()
     for batch in spans.batches(reader.blocks(progress)):
-        phases.add(batch.negotiations.code, batch.negotiations.start, batch.negotiations.end)
-        phases.add(batch.activities.code, batch.activities.start, batch.activities.end)
-        tensors.add(batch)
+        for sums in (phases, tensors, by_rank, steps):
+            sums.add(batch)
         if "ALLREDUCE" in reader.names.spans:
             sizes.add(batch.messages, reader.names.spans.index("ALLREDUCE"))
-        by_rank.add(batch)
-        steps.add(batch)
     _check(reader, path)
     full = _full(steps.close())
     covered_us = reader.last_ts - (reader.first_ts or 0)

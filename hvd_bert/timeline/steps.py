@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hvd_bert.monitoring.profiling.byte_parser import Array
-from hvd_bert.monitoring.profiling.timeline_rows import NONE, Batch, Messages, Table
+from hvd_bert.monitoring.profiling.timeline_rows import NONE, Batch, Messages, Table, grown
 
 REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
 ASYNCHRONOUS = "NCCL_"  # collectives that another thread waits for
@@ -106,10 +106,7 @@ class Steps:
 
     def _boundaries(self, pid: Array) -> Array:
         """The operations that begin a step."""
-        if len(pid) and int(pid.max()) >= len(self._last_seen):
-            grown = np.full(2 * int(pid.max()), NONE)
-            grown[: len(self._last_seen)] = self._last_seen
-            self._last_seen = grown
+        self._last_seen = grown(self._last_seen, int(pid.max(initial=0)) + 1, NONE)
         number = self._operations + np.arange(len(pid))
         sort = np.argsort(pid, kind="stable")
         same = np.flatnonzero(pid[sort][1:] == pid[sort][:-1]) + 1

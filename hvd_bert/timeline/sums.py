@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvd_bert.monitoring.profiling.byte_parser import Array, Names
-from hvd_bert.monitoring.profiling.timeline_rows import NONE, Batch, Messages
+from hvd_bert.monitoring.profiling.timeline_rows import NONE, Batch, Messages, grown
 from hvd_bert.monitoring.profiling.timeline_spans import COLLECTIVE, NEGOTIATION, kind_of
 from hvd_bert.timeline.figures import Phase, RankRow, SizeClass, SlowTensor, Spread
 from hvd_bert.timeline.steps import StepTable
@@ -29,7 +29,12 @@ class Phases:
         self.covered: dict[int, float] = {}
         self.until: dict[int, int] = {}
 
-    def add(self, code: Array, start: Array, end: Array) -> None:
+    def add(self, batch: Batch) -> None:
+        """Add the negotiations and activities of a batch."""
+        for rows in (batch.negotiations, batch.activities):
+            self._add(rows.code, rows.start, rows.end)
+
+    def _add(self, code: Array, start: Array, end: Array) -> None:
         for one in np.unique(code).tolist():
             rows = np.flatnonzero(code == one)
             begin, over = start[rows], end[rows]
@@ -91,18 +96,16 @@ class Tensors:
         np.maximum.at(self.longest, slots, waited + took)
 
     def _slots(self, pid: Array) -> Array:
-        top = int(pid.max())
-        if top >= len(self.slot_of):
-            self.slot_of = np.append(self.slot_of, np.full(top, NONE))
+        self.slot_of = grown(self.slot_of, int(pid.max()) + 1, NONE)
         for one in np.unique(pid[self.slot_of[pid] == NONE]).tolist():
             name = self.names.tensors.get(one, f"(tensor {one})")
             name = UNNAMED if ".noname" in name else name
             if name == UNNAMED:
                 self.names.tensors.pop(one, None)
             self.slot_of[one] = self.slots.setdefault(name, len(self.slots))
-        if len(self.slots) > self.sums.shape[1]:
-            self.sums = np.concatenate((self.sums, np.zeros((4, len(self.slots)))), axis=1)
-            self.longest = np.append(self.longest, np.zeros(len(self.slots), np.int64))
+        if len(self.slots) > len(self.longest):
+            self.longest = grown(self.longest, len(self.slots))
+            self.sums = np.array([grown(row, len(self.slots)) for row in self.sums])
         return self.slot_of[pid]
 
     def slowest(self) -> list[SlowTensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -84,9 +85,8 @@ def test_strong_and_weak_batches() -> None:
 
 
 def test_a_sweeps_batch_replaces_the_files(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("global_batch: 24\n")
-    plan = plan_of(f"--config={file}", scaling="both")
+    (tmp_path / "mine.yaml").write_text("global_batch: 24\n")
+    plan = plan_of(f"--config={tmp_path / 'mine.yaml'}", scaling="both")
     for point in points_of(plan):
         train = parse(plan.trainer_flags(point, 1, Path("out"))).train
         assert train.windows_per_step(point.ranks) == point.global_batch
@@ -118,37 +118,25 @@ def test_dp_and_the_baseline_are_one_process() -> None:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (plan_of(global_batch=18), "--global_batch 18 does not divide evenly over 4 ranks: use a multiple of 4"),
-        (
-            plan_of("--gradient_accumulation_steps=3"),
-            "over 1 or 2 or 4 ranks with 3 passes per step: use a multiple of 12",
-        ),
-        (plan_of("--max_step=3"), "Unknown argument --max_step=3: did you mean --max_steps?"),
-        (plan_of("--strategy=ddp"), "--strategy: a sweep sets it for each run: name them with --strategies"),
-        (plan_of("--num_train_epochs=2"), "--num_train_epochs: a sweep sets it for each run: give --steps or --epochs"),
-        (plan_of("--seed=2", seeds=(1, 2)), "--seed: --seeds sets it for each run. Give one of the two flags."),
-        (plan_of("--learning_rate=much"), "invalid float value: 'much'"),
-        (plan_of("--per_device_train_batch_size=4"), "the per-rank batch is --global_batch over the number of ranks"),
-        (plan_of("--train_file=nowhere.json"), "--train_file nowhere.json: no such file"),
+        (plan_of(global_batch=18), "18 does not divide evenly over 4 ranks: use a multiple of 4"),
+        (plan_of("--gradient_accumulation_steps=3"), "over 1 or 2 or 4 ranks with 3 passes per step"),
+        (plan_of("--max_step=3"), "did you mean --max_steps?"),
+        (plan_of("--strategy=ddp"), "--strategy: a sweep sets it"),
+        (plan_of("--num_train_epochs=2"), "--num_train_epochs: a sweep sets it"),
+        (plan_of("--seed=2", seeds=(1, 2)), "--seed: --seeds sets it"),
+        (plan_of("--learning_rate=much"), "'much'"),
+        (plan_of("--per_device_train_batch_size=4"), "--per_device_train_batch_size"),
+        (plan_of("--train_file=nowhere.json"), "--train_file nowhere.json"),
         (plan_of(strategies="dp", ranks=(1,)), "add 2 or more to --ranks"),
-        (
-            plan_of("--zero_stage", "3"),
-            "--zero_stage works only with --strategy deepspeed, not with none. Add deepspeed to --strategies, or",
-        ),
-        (plan_of("--num_groups=-1"), "--num_groups -1: must not be negative"),  # although strategy none ignores it
+        (plan_of("--zero_stage", "3"), "not with none. Add deepspeed to --strategies"),
+        (plan_of("--num_groups=-1"), "--num_groups -1"),  # although strategy none ignores it
         (plan_of("--zero_stage"), "expected one argument"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
 def test_invalid_plan(plan: Plan, words: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=re.escape(words)):
         points_of(plan)
-    assert words in str(caught.value)
-
-
-def test_training_data_may_be_a_folder(tmp_path: Path) -> None:
-    config, _ = check_flags(plan_of(f"--train_file={tmp_path}"))
-    assert config.data.train_file == str(tmp_path)
 
 
 def test_the_users_flags_override_defaults_and_name_the_data(tmp_path: Path) -> None:
@@ -156,10 +144,10 @@ def test_the_users_flags_override_defaults_and_name_the_data(tmp_path: Path) -> 
     assert (config.model.dropout, config.train.logging_steps, config.checkpoint.save_steps) == (0.2, 2, 0)
     assert config.data.train_file and config.data.train_file.endswith("sample/train-v1.1.json")
     assert not refused and not config.train.do_eval
-    data = tmp_path / "mine.json"
-    data.write_text("{}")
-    mine = check_flags(plan_of(f"--train_file={data}"))[0]
-    assert (mine.data.train_file, mine.model.config_name) == (str(data), None)
+    (tmp_path / "mine.json").write_text("{}")
+    for data in (str(tmp_path), str(tmp_path / "mine.json")):  # a task may read a folder
+        mine = check_flags(plan_of(f"--train_file={data}"))[0]
+        assert (mine.data.train_file, mine.model.config_name) == (data, None)
 
 
 def test_a_flag_that_one_strategy_refuses_does_not_affect_the_others() -> None:
@@ -206,48 +194,29 @@ def test_a_flag_of_one_strategy_in_a_file(tmp_path: Path) -> None:
 # The commands
 
 
-def command_of(launch: Launching, each: Point) -> list[str]:
-    """The command, with programs by their names."""
-    return [Path(word).name for word in launch.command(each, ["--bf16"])]
-
-
-TRAINED = ["-m", "hvd_bert.train", "--bf16"]
 PYTHON = Path(sys.executable).name
 
 
-def test_commands_on_one_host() -> None:
-    auto = by("auto")
-    assert command_of(auto, point("none", 1)) == [PYTHON, *TRAINED]
-    assert command_of(auto, point("horovod", 2)) == ["horovodrun", "-np", "2", PYTHON, *TRAINED]
-    torchrun = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *TRAINED]
-    assert command_of(auto, point("fsdp", 2)) == torchrun
-    assert command_of(by("mpirun"), point("ddp", 4))[1:-4] == ["-np", "4", "-H", "localhost:4", "--bind-to", "none"]
-
-
-def test_commands_on_named_hosts() -> None:
-    launch = by("horovodrun", TWO_CORES, "a100-01:2,a100-02:2", "--gloo")
-    hosts = ["-H", "a100-01:2,a100-02:2", "--gloo"]
-    for strategy, ranks in (("none", 1), ("ddp", 4)):  # the baseline runs on those hosts, too
-        assert command_of(launch, point(strategy, ranks)) == [
-            "horovodrun", "-np", str(ranks), *hosts, PYTHON, *TRAINED
-        ]  # fmt: skip
-    assert by("auto", TWO_CORES, "a100-01:2").launcher(point("fsdp", 2)) == "horovodrun"
-
-
-@pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [
-        (1, ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1"]),
-        (2, ["--nodes=1", "--ntasks=2", "--ntasks-per-node=2"]),
-        (4, ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2"]),
-    ],
-)
-def test_commands_in_a_slurm_job(ranks: int, expected: list[str]) -> None:
-    launch = by("auto", Machine(cores=64, gpus=2, allocation=Allocation(2, 2, 32)))
-    start = ["srun", "--mpi=pmix", "--kill-on-bad-exit=1", "--wait=60", *expected, "--cpus-per-task=32"]
-    for strategy in ("horovod", "ddp") if ranks > 1 else ("none", "horovod"):
-        assert command_of(launch, point(strategy, ranks)) == [*start, PYTHON, *TRAINED]
-        assert launch.obstacle(point(strategy, ranks)) == ""
+def test_commands() -> None:
+    hosts, job = "a100-01:2,a100-02:2", Machine(cores=64, gpus=2, allocation=Allocation(2, 2, 32))
+    auto, gloo, slurm = by("auto"), by("horovodrun", TWO_CORES, hosts, "--gloo"), by("auto", job)
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node=2"
+    srun = "srun --mpi=pmix --kill-on-bad-exit=1 --wait=60"
+    for launch, strategy, ranks, expected in (
+        (auto, "none", 1, PYTHON),
+        (auto, "horovod", 2, f"horovodrun -np 2 {PYTHON}"),
+        (auto, "fsdp", 2, f"{PYTHON} {torchrun}"),
+        (by("mpirun"), "ddp", 4, f"mpirun -np 4 -H localhost:4 --bind-to none {PYTHON}"),
+        (gloo, "none", 1, f"horovodrun -np 1 -H {hosts} --gloo {PYTHON}"),  # the baseline runs on those hosts, too
+        (gloo, "ddp", 4, f"horovodrun -np 4 -H {hosts} --gloo {PYTHON}"),
+        (by("auto", TWO_CORES, hosts), "fsdp", 2, f"horovodrun -np 2 -H {hosts} {PYTHON}"),
+        (slurm, "none", 1, f"{srun} --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=32 {PYTHON}"),
+        (slurm, "ddp", 2, f"{srun} --nodes=1 --ntasks=2 --ntasks-per-node=2 --cpus-per-task=32 {PYTHON}"),
+        (slurm, "horovod", 4, f"{srun} --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=32 {PYTHON}"),
+    ):
+        words = [Path(word).name for word in launch.command(point(strategy, ranks), ["--bf16"])]
+        assert " ".join(words) == f"{expected} -m hvd_bert.train --bf16"
+    assert slurm.obstacle(point("horovod", 4)) == ""
 
 
 def test_allocation_of_a_job() -> None:
@@ -257,46 +226,37 @@ def test_allocation_of_a_job() -> None:
     assert find_allocation({"SLURM_NNODES": "2"}) is None
 
 
-@pytest.mark.parametrize(
-    ("launch", "words"),
-    [
+def test_invalid_launcher(installed: set[str]) -> None:
+    by("mpirun").check()
+    installed.remove("mpirun")
+    for launch, words in (
         (by("torchrun", TWO_CORES, "a:2"), "--launcher torchrun takes no hosts"),
         *(
             (by("horovodrun", TWO_CORES, f"a:{count}"), f"'a:{count[:9]}.*' is not HOST:SLOTS")
             for count in ("two", "\u00b2", "9" * 5000, "00")
         ),
         (by("auto", TWO_CORES, "", "--gloo"), "--launcher_flag: select its launcher"),
-        (by("srun"), "this is not a Slurm job. Use `sbatch scripts/scaling.slurm`"),
-    ],
-)
-def test_invalid_launcher(launch: Launching, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        launch.check()
+        (by("srun"), "this is not a Slurm job"),
+        (by("mpirun"), "--launcher mpirun: mpirun is not on PATH"),
+    ):
+        with pytest.raises(UserError, match=words):
+            launch.check()
 
 
-def test_a_named_launcher_that_is_missing(installed: set[str]) -> None:
-    by("mpirun").check()
-    installed.remove("mpirun")
-    with pytest.raises(UserError, match="--launcher mpirun: mpirun is not on PATH: run `module load openmpi`"):
-        by("mpirun").check()
-
-
-@pytest.mark.parametrize(
-    ("launch", "each", "words"),
-    [
+def test_obstacles() -> None:
+    job = Machine(8, 1, Allocation(2, 2, 1))
+    for launch, each, words in (
         (by("auto"), point("horovod", 4), ""),  # slow, but only warned of
-        (by("auto", FOUR_GPUS), point("horovod", 8), "8 ranks, but 4 GPUs: each rank needs its own"),
+        (by("auto", FOUR_GPUS), point("horovod", 8), "8 ranks, but 4 GPUs"),
         (by("auto", FOUR_GPUS), point("dp", 4), ""),
         (by("auto"), point("dp", 2), "dp needs 2 GPUs in its one process, but 0 are visible"),
         (by("none"), point("ddp", 2), "--launcher none starts one process only"),
         (by("auto", TWO_CORES, "a:1,b"), point("horovod", 4), "4 ranks, but -H a:1,b has 2 slots"),
-        (by("auto", Machine(8, 0, Allocation(2, 2, 1))), point("ddp", 8), "the Slurm job has 4 tasks"),
-        (by("auto", Machine(8, 1, Allocation(2, 2, 1))), point("ddp", 4), "2 ranks per node, but 1 GPUs: raise --gres"),
-    ],
-)
-def test_obstacles(launch: Launching, each: Point, words: str) -> None:
-    found = launch.obstacle(each)
-    assert words in found and bool(words) == bool(found)
+        (by("auto", job), point("ddp", 8), "the Slurm job has 4 tasks"),
+        (by("auto", job), point("ddp", 4), "2 ranks per node, but 1 GPUs"),
+    ):
+        found = launch.obstacle(each)
+        assert words in found and bool(words) == bool(found)
 
 
 def test_a_missing_launcher_is_an_obstacle_only_for_its_points(

@@ -26,7 +26,7 @@ import numpy as np
 
 from hvd_bert.errors import UserError
 from hvd_bert.monitoring.profiling.byte_parser import END, MARK, Array, Names, SpanNames, numbers, word, words
-from hvd_bert.monitoring.profiling.timeline_rows import Table
+from hvd_bert.monitoring.profiling.timeline_rows import Table, grown
 from hvd_bert.storage.reading import open_regular
 
 BLOCK = 2 << 20  # bytes: its arrays fit into a core's cache
@@ -162,11 +162,7 @@ class Reader:
     def _name_tensors(self, data: bytes, pid: Array) -> None:
         if not len(pid):
             return
-        top = int(pid.max())
-        if top >= len(self._named):
-            grown = np.zeros(2 * top, bool)
-            grown[: len(self._named)] = self._named
-            self._named = grown
+        self._named = grown(self._named, int(pid.max()) + 1)
         if self._named[pid].all():
             return
         for start in data.split(b'"process_name"')[1:]:  # parts, since a search for a missing end must not go on

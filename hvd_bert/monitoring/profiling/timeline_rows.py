@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 NONE = -1  # none, or unknown
 
 
+def grown(array: Array, count: int, fill: int = 0) -> Array:
+    """The array with at least `count` elements, the new ones filled."""
+    if count <= len(array):
+        return array
+    return np.append(array, np.full(2 * count - len(array), fill, array.dtype))
+
+
 @dataclass
 class Table:
     """Columns of the same length: each field is an array."""
