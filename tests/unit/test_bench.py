@@ -73,8 +73,7 @@ def test_figures_of_a_section():
 
 def test_padding_share():
     rows = [
-        {"tokens_per_s": 1000.0, "step_s": 0.5, "padding_share": 0.0},
-        {"tokens_per_s": 1000.0, "step_s": 1.0, "padding_share": 0.5},
+        {"tokens_per_s": 1000.0, "step_s": step_s, "padding_share": share} for step_s, share in ((0.5, 0), (1, 0.5))
     ]
     assert measure.padding_share(rows) == pytest.approx(1 - 1500 / 2500)
 
@@ -94,22 +93,19 @@ def test_peak_is_a_rate(tiny):
     assert 1e8 < measure.matmul_peak(model, 64, torch.device("cpu"), "fp32") < 1e14
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--steps", "1"], "--steps 1: must be at least 2"),
-        (["--repeats", "0"], "--repeats 0: must be at least 1"),
+def test_wrong_flags():
+    for words, message in (
+        (["--steps", "1"], "--steps 1"),
+        (["--repeats", "0"], "--repeats 0"),
         (["--steps", "x"], "hvd_bert.bench --help"),
-        (["--windows", "0"], "--windows 0: must be at least 1"),
+        (["--windows", "0"], "--windows 0"),
         (["--nonsense"], "--nonsense"),
-        (["--model", "m", "--train-file", "t"], "Omit them if you name the data"),
+        (["--model", "m", "--train-file", "t"], "--model and --windows apply to random windows only"),
         (["--model_name_or_path", "m"], "--model_name_or_path needs --train_file or --dataset_name"),
-        (["--no_do_train"], "the benchmark always trains"),
-    ],
-)
-def test_wrong_flags(words, message):
-    with pytest.raises(UserError, match=message):
-        parse(words)
+        (["--no_do_train"], "--do_train"),
+    ):
+        with pytest.raises(UserError, match=message):
+            parse(words)
 
 
 def test_flags_of_the_trainer_are_used():
@@ -118,16 +114,18 @@ def test_flags_of_the_trainer_are_used():
     assert flags.random and not parse(["--config", "sample"])[0].random
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("nowhere", "no such folder"), ("gpt", "is a gpt2 model"), ("empty", "cannot be loaded")],
-)
-def test_wrong_models(tmp_path, name, message):
-    (tmp_path / "gpt").mkdir()
-    (tmp_path / "gpt" / "config.json").write_text('{"model_type": "gpt2"}')
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=message):
-        inputs_of(str(tmp_path / name))
+def test_wrong_models(tmp_path):
+    for name, content, message in (
+        ("nowhere", None, "no such folder"),
+        ("gpt", '{"model_type": "gpt2"}', "is a gpt2 model"),
+        ("empty", None, "cannot be loaded"),
+    ):
+        if name != "nowhere":
+            (tmp_path / name).mkdir()
+        if content:
+            (tmp_path / name / "config.json").write_text(content)
+        with pytest.raises(UserError, match=message):
+            inputs_of(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(("tokens_per_s", "shown"), [(900.0, True), (8.0, False)], ids=["texts", "images"])

@@ -22,6 +22,7 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK
 from hvd_bert.monitoring.profiling import timeline_reader as reader
 from hvd_bert.monitoring.profiling.byte_parser import BEGIN, TICK
 from hvd_bert.monitoring.profiling.timeline_reader import Reader
+from hvd_bert.rendering.text import byte_size, percent, seconds
 from hvd_bert.timeline import __main__ as command
 from hvd_bert.timeline.figures import Findings, Spread
 
@@ -56,9 +57,10 @@ NAMES = st.sampled_from(
 )  # fmt: skip
 TIMES = st.one_of(st.integers(0, 99), st.integers(0, 10**15 - 1))
 EVENT = st.one_of(
-    st.tuples(st.just("B"), TIMES, st.integers(0, 30), NAMES),
-    st.tuples(st.just("E"), TIMES, st.integers(0, 30), st.just("")),
-    st.tuples(st.just("X"), TIMES, st.integers(0, 30), st.integers(0, 1200).map(str)),
+    *(
+        st.tuples(st.just(phase), TIMES, st.integers(0, 30), names)
+        for phase, names in (("B", NAMES), ("E", st.just("")), ("X", st.integers(0, 1200).map(str)))
+    ),
     st.tuples(st.just("i"), TIMES, st.none(), st.just("CYCLE_START")),
 )
 
@@ -361,6 +363,24 @@ def test_unnamed_tensors_count_as_one(tmp_path):
         made.negotiate(f"allreduce.noname.{number}", (2_000_000, 2_000_000))
         made.send([f"allreduce.noname.{number}"], 2_000_000, 2_000_010)
     assert {row.name: row.count for row in found(made, tmp_path).tensors}["(without a name)"] == 3
+
+
+def test_units():
+    for shown, expected in (
+        (seconds(15), "15 s"),
+        (seconds(3600), "3,600 s"),
+        (seconds(0.01234), "12.3 ms"),
+        (seconds(0.9999), "1,000 ms"),
+        (seconds(0), "0 us"),
+        (seconds(math.nan), "-"),
+        (percent(0.1234), "12.3 %"),
+        (percent(-0.004, "+"), "-0.4 %"),
+        (byte_size(40), "40 bytes"),
+        (byte_size(1023), "1,023 bytes"),
+        (byte_size(42.3 * 2**20), "42.3 MiB"),
+        (byte_size(5 * 2**40), "5,120 GiB"),
+    ):
+        assert shown == expected
 
 
 # --- the command --------------------------------------------------------------------------------

@@ -141,43 +141,38 @@ def candidates_of(context: Context, environ: Mapping[str, str]) -> tuple[list[st
 
 
 def test_values_without_effect_are_left_out(run: Run) -> None:
-    candidates, left_out = candidates_of(
-        Context(parse([]), replace(run, nodes=2, on_cpu=False, parameters=100_000_000)), {}
-    )
+    large, two_hosts = replace(run, nodes=2, on_cpu=False, parameters=100_000_000), replace(run, nodes=2)
+    candidates, left_out = candidates_of(Context(parse([]), large), {})
     assert not left_out
     assert candidates[0] == "HOROVOD_HIERARCHICAL_ALLREDUCE=1" and "HOROVOD_FUSION_THRESHOLD=268435456" in candidates
-    candidates, left_out = candidates_of(Context(parse(["--deterministic"]), replace(run, nodes=2)), {})
-    assert (
-        left_out["HOROVOD_HIERARCHICAL_ALLREDUCE=1"] == "the ranks are on CPUs, and Horovod supports it with NCCL only"
-    )
-    assert left_out["HOROVOD_FUSION_THRESHOLD=33554432"] == "all gradients together are 4 MB"
-    assert left_out["--num_groups=8"] == "--deterministic sends all gradients as one group"
+    candidates, left_out = candidates_of(Context(parse(["--deterministic"]), two_hosts), {})
+    for word, reason in (
+        ("HOROVOD_HIERARCHICAL_ALLREDUCE=1", "the ranks are on CPUs"),
+        ("HOROVOD_FUSION_THRESHOLD=33554432", "all gradients together are 4 MB"),
+        (f"{GROUPS}8", "--deterministic sends all gradients as one group"),
+    ):
+        assert reason in left_out[word]
     assert candidates == [f"{CYCLE}0.3", f"{CYCLE}3", f"{CYCLE}10", f"{CACHE}0", "--fp16_allreduce=True"]
     _, left_out = candidates_of(Context(parse([]), run), {})
     assert left_out["HOROVOD_HIERARCHICAL_ALLREDUCE=1"] == "all ranks are on one host"
+    # The user's own values are the defaults.
+    users = Context(parse(["--num_groups", "8"]), run)
+    candidates, _ = candidates_of(users, {"HOROVOD_CYCLE_TIME": "3.0", "HOROVOD_CACHE_CAPACITY": "0"})
+    own = [f"{CYCLE}1", f"{CYCLE}0.3", f"{CYCLE}10", f"{GROUPS}0", f"{GROUPS}2", f"{CACHE}1024"]
+    assert candidates == [*own, "--fp16_allreduce=True"]
+    with pytest.raises(UserError, match="HOROVOD_CYCLE_TIME=fast in the environment"):
+        candidates_of(users, {"HOROVOD_CYCLE_TIME": "fast"})
 
 
-def test_the_users_values_are_the_defaults(run: Run) -> None:
-    context = Context(parse(["--num_groups", "8"]), run)
-    candidates, _ = candidates_of(context, {"HOROVOD_CYCLE_TIME": "3.0", "HOROVOD_CACHE_CAPACITY": "0"})
-    assert candidates == [f"{CYCLE}1", f"{CYCLE}0.3", f"{CYCLE}10", f"{GROUPS}0", f"{GROUPS}2", f"{CACHE}1024",
-                     "--fp16_allreduce=True"]  # fmt: skip
-    with pytest.raises(UserError, match="HOROVOD_CYCLE_TIME=fast in the environment: must be a number"):
-        candidates_of(context, {"HOROVOD_CYCLE_TIME": "fast"})
-
-
-@pytest.mark.parametrize(
-    ("environ", "words", "message"),
-    [
-        ({"HOROVOD_AUTOTUNE": "1"}, [], "HOROVOD_AUTOTUNE=1 is set in the environment: .* Unset it"),
-        ({"HOROVOD_TIMELINE": "/tmp/t.json"}, [], "every run would write a timeline"),
-        ({}, ["--cycle-time-ms=3"], "would apply to every run"),
-        ({}, ["-x", "HOROVOD_CYCLE_TIME=3"], "--launcher_flag=HOROVOD_CYCLE_TIME=3 would apply"),
-    ],
-)
-def test_settings_that_apply_to_every_run_are_refused(environ: dict[str, str], words: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        knobs.check_environment(environ, words)
+def test_settings_that_apply_to_every_run_are_refused() -> None:
+    for environ, words, message in (
+        ({"HOROVOD_AUTOTUNE": "1"}, [], "HOROVOD_AUTOTUNE=1 is set in the environment"),
+        ({"HOROVOD_TIMELINE": "/tmp/t.json"}, [], "HOROVOD_TIMELINE=/tmp/t.json"),
+        ({}, ["--cycle-time-ms=3"], "--launcher_flag=--cycle-time-ms=3"),
+        ({}, ["-x", "HOROVOD_CYCLE_TIME=3"], "--launcher_flag=HOROVOD_CYCLE_TIME=3"),
+    ):
+        with pytest.raises(UserError, match=message):
+            knobs.check_environment(environ, words)
     knobs.check_environment({"HOROVOD_AUTOTUNE": "0", "HOROVOD_LOG_LEVEL": "info"}, ["--gloo"])
 
 
@@ -185,11 +180,10 @@ def test_variables_reach_the_ranks_on_other_hosts() -> None:
     hosts, each = Hosts("a:1,b:1"), Launched("horovod", 2, "weak", 1, 0)
     environ = knobs.environment((f"{CYCLE}3", f"{GROUPS}8"), {"PATH": "/bin"})
     assert environ == {"PATH": "/bin", "HOROVOD_CYCLE_TIME": "3"}
-    machine = Machine(cores=2, gpus=0, allocation=None)
-    command = Launching("mpirun", (), hosts, machine).command(each, [], knobs.exported(environ))
+    launch = Launching("mpirun", (), hosts, Machine(cores=2, gpus=0, allocation=None))
+    command = launch.command(each, [], knobs.exported(environ))
     assert command[command.index("-x") + 1] == "HOROVOD_CYCLE_TIME"
-    command = Launching("mpirun", (), hosts, machine).command(each, [], knobs.exported({}))
-    assert "-x" not in command
+    assert "-x" not in launch.command(each, [], knobs.exported({}))
 
 
 # The command
@@ -324,12 +318,12 @@ def test_failing_defaults_end_the_tuning(pretended, start, capsys) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--ranks", "1"], "--ranks 1: must be at least 2"),
-        (["--knobs", "speed"], "--knobs speed: unknown knob. Choose from: hierarchical, cycle"),
-        (["--strategy", "ddp"], "--strategy: tuning sets it for each run: only Horovod is tuned"),
-        (["--num_group", "2"], "Unknown argument --num_group: did you mean --num_groups?"),
-        (["--launcher", "none"], "--launcher none starts one process only: choose another launcher"),
-        (["--train_file", "nowhere.json"], "--train_file nowhere.json: no such file"),
+        (["--ranks", "1"], "--ranks 1"),
+        (["--knobs", "speed"], "--knobs speed"),
+        (["--strategy", "ddp"], "--strategy: tuning sets it"),
+        (["--num_group", "2"], "did you mean --num_groups?"),
+        (["--launcher", "none"], "--launcher none starts one process only"),
+        (["--train_file", "nowhere.json"], "--train_file nowhere.json"),
     ],
 )
 def test_bad_input(pretended, start, capsys, flags: list[str], message: str) -> None:
