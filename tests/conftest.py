@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
 import os
 import signal
 import string
@@ -20,8 +21,11 @@ REAL_SQUAD = Path(os.environ.get("HVD_BERT_SQUAD") or REPOSITORY.parent / "share
 
 
 def pytest_configure() -> None:
-    # A shell starts background commands with Ctrl-C ignored, which their processes would inherit.
+    # A shell starts background commands with Ctrl-C ignored, and nohup with SIGHUP. The tests' processes would inherit
+    # that, but not a handler.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -32,11 +36,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def signal_handlers_are_put_back() -> Iterator[None]:
     """A training that was asked to stop leaves these signals ignored, and later tests' processes would inherit that."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     yield
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def child_processes_end_with_their_test() -> Iterator[None]:
+    """Those of multiprocessing; processes.py ends the others."""
+    yield
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from harness import FOLDER, HOSTS, SMALL, Cluster
 from launch import REPOSITORY, Outcome
+from processes import started
 
 STEPS, SAVE_STEPS, GATE = 12, 4, 7  # disturbed before step 7, three steps after a checkpoint
 STALL_S = 20  # in place of 600
@@ -112,7 +113,7 @@ class Disturbed:
     def background(self, host: str, *words: str | Path) -> Iterator[None]:
         """A program on a host that runs inside and has printed a line."""
         command = ["bash", str(FOLDER / "on.sh"), host, *map(str, words)]
-        with subprocess.Popen(
+        with started(
             command, env=self.hosts_environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as program:
             assert program.stdin is not None and program.stdout is not None

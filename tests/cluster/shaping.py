@@ -71,8 +71,11 @@ def _wire(environ: dict[str, str], latency_ms: float, loss: float) -> Iterator[N
         yield
     finally:
         process.stdin.close()  # by which it ends
-        process.wait(TIMEOUT_S)
-        process.stdout.close()
+        try:
+            process.wait(TIMEOUT_S)
+        finally:
+            process.kill()
+            process.stdout.close()
 
 
 def main() -> None:

@@ -6,12 +6,12 @@ import contextlib
 import os
 import select
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 from harness import FOLDER, Cluster, script
+from processes import started
 
 pytestmark = pytest.mark.cluster
 
@@ -40,17 +40,14 @@ def users_of(folder: Path) -> list[str]:
 
 def test_stops_when_its_owner_is_killed(cluster: Cluster, folder: Path) -> None:
     before = machine()
-    owner = subprocess.Popen(["tail", "-f", "/dev/null"])
-    try:
+    with started(["tail", "-f", "/dev/null"]) as owner:
         up = script("up.sh", "--owner", str(owner.pid), HVD_BERT_CLUSTER=str(folder))
         assert up.returncode == 0, up
         assert len(users_of(folder)) > 5
         watch = os.pidfd_open(int((folder / "watch.pid").read_text()))
         again = script("up.sh", HVD_BERT_CLUSTER=str(folder))
         assert again.returncode == 1 and "already running" in again.stderr, again
-    finally:
-        owner.send_signal(signal.SIGKILL)
-        owner.wait()
+        owner.kill()
     assert select.select([watch], [], [], 60)[0], "the watching process has not ended"
     os.close(watch)
     assert not folder.exists() and users_of(folder) == []

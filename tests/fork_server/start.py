@@ -14,6 +14,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 NAMES = ("python", "horovodrun", "torchrun")
+LIMIT_S = 60.0
 
 
 def programs(environ: Mapping[str, str]) -> Path:
@@ -47,8 +48,8 @@ def start(folder: Path, environ: Mapping[str, str], hosts: Sequence[str] = (), p
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(environ), text=True, start_new_session=True
     )
     assert process.stdin is not None and process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
     atexit.register(end, process)
+    assert process.stdout.readline() == "ready\n"
     return process
 
 
@@ -59,4 +60,7 @@ def end(process: subprocess.Popen[str]) -> None:
     if process.poll() is not None:
         print(f"tests/fork_server: the server ended early, with status {process.returncode}", file=sys.stderr)
     process.stdin.close()
-    process.wait()
+    try:
+        process.wait(LIMIT_S)
+    finally:
+        process.kill()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from launch import environment, programs, run
+from processes import started
 
 pytestmark = pytest.mark.integration
 
@@ -62,17 +63,15 @@ def test_what_imports_depend_on_gives_an_interpreter_of_its_own(script: Path, tm
 def test_signal_is_passed_on_and_a_killed_client_ends_its_command(script: Path, tmp_path: Path) -> None:
     code = "print(os.getpid(), flush=True); signal.pause()"
     for number, status in ((signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)):
-        client = subprocess.Popen(
-            [programs() / "python", script, code], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
-        )
-        assert client.stdout is not None
-        client.stdout.readline()
-        command = Path(f"/proc/{client.stdout.readline().strip()}")
-        assert command.exists() and command.name != str(client.pid)
-        os.kill(client.pid, number)
-        assert client.wait(30) == status
-        deadline = time.monotonic() + 30
-        while command.exists():
-            assert time.monotonic() < deadline, "the command outlives its client"
-            time.sleep(0.02)  # between two looks; the deadline ends them
-        client.stdout.close()
+        words = [programs() / "python", script, code]
+        with started(words, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True) as client:
+            assert client.stdout is not None
+            client.stdout.readline()
+            command = Path(f"/proc/{client.stdout.readline().strip()}")
+            assert command.exists() and command.name != str(client.pid)
+            os.kill(client.pid, number)
+            assert client.wait(30) == status
+            deadline = time.monotonic() + 30
+            while command.exists():
+                assert time.monotonic() < deadline, "the command outlives its client"
+                time.sleep(0.02)  # between two looks; the deadline ends them

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fork_server import start as fork_server
+from processes import started
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAMPLE = REPOSITORY / "hvd_bert" / "sample"
@@ -26,7 +25,6 @@ TRAIN = [sys.executable, "-m", "hvd_bert.train"]
 # Far above what a launch of these tests needs on two cores, two launches at a time: 10 to 40 s. The checks of four
 # ranks, which get twice this limit, took 107 s alone on a Zen 3 without AVX-512, and 251 s among other tests.
 TIMEOUT_S = float(os.environ.get("HVD_BERT_TEST_TIMEOUT_S", "190"))
-_TOKEN = "HVD_BERT_TEST_LAUNCH"  # in the environment of every process of a launch, so that none can hide
 # Variables of a surrounding job would be taken for this launch's. hvd_bert.model.cpu.linear sets the first two, also in
 # this process when a test calls it; the fork server's commands would then no longer have its environment.
 _FOREIGN = (
@@ -115,7 +113,6 @@ def run(
     `cold`: its Python processes start from nothing, and not by the fork server.
     """
     words = [str(word) for word in command]
-    token = uuid.uuid4().hex
     environ = environment()
     if not cold:
         environ["PATH"] = f"{programs()}:{environ['PATH']}"
@@ -124,41 +121,20 @@ def run(
         environ.pop(name, None)
         if value is not None:
             environ[name] = value
-    environ[_TOKEN] = token
-    start = time.monotonic()
+    start, hung = time.monotonic(), False
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            words,
-            cwd=cwd,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        hung = False
         try:
-            process.wait(timeout)
+            with started(
+                words, limit_s=timeout, cwd=cwd, env=environ, stdout=log, start_new_session=True, **streams
+            ) as process:
+                pass
         except subprocess.TimeoutExpired:
             hung = True
-        finally:
-            seconds = time.monotonic() - start
-            _kill(process, token)
+        seconds = time.monotonic() - start
         log.seek(0)
         output = log.read().decode("utf-8", errors="replace")
     return Outcome(words, process.returncode, output, seconds, hung)
-
-
-def _kill(process: subprocess.Popen[bytes], token: str) -> None:
-    """End whatever of the launch still lives; launchers give their ranks process groups of their own."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    mark = f"{_TOKEN}={token}".encode()
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark in (entry / "environ").read_bytes().split(b"\0"):
-                os.kill(int(entry.name), signal.SIGKILL)
-    process.wait()
 
 
 @functools.cache

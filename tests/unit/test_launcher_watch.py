@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import started
 
 from hvd_bert.distributed import launcher_watch
 
@@ -38,7 +39,7 @@ def launched(folder: Path, *command: str) -> Iterator[tuple[subprocess.Popen[str
     mpirun.write_text(f"#!/bin/sh\n'{sys.executable}' '{folder}/rank.py'\nexit 0\n")
     mpirun.chmod(0o755)
     environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(
+    with started(
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         assert process.stdout

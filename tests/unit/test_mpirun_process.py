@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import processes
 import pytest
 
 pytest.importorskip("horovod.runner.mpirun_process", reason="env/build_horovod.sh has not built this Horovod")
@@ -44,7 +45,7 @@ def started(number: int, *by: str, status: int = 75) -> Iterator[Started]:
     """A horovodrun whose mpirun ends with `status` after `number` signals."""
     mpirun = [sys.executable, "-c", MPIRUN, str(number), str(status)]
     command = [*by, sys.executable, "-c", HOROVODRUN, *mpirun]
-    with Started(command, stdout=subprocess.PIPE, text=True) as process:
+    with processes.started(command, Started, stdout=subprocess.PIPE, text=True) as process:
         word, process.between = process.line().split()
         assert word == "ready"
         yield process
@@ -104,7 +105,7 @@ def test_ranks_save_if_the_process_between_is_signalled(number: signal.Signals) 
 def test_what_is_typed_reaches_the_ranks() -> None:
     master, slave = os.openpty()
     command = [sys.executable, "-c", HOROVODRUN, "head", "-n", "1"]
-    with subprocess.Popen(command, stdin=slave, stdout=subprocess.PIPE, text=True) as process:
+    with processes.started(command, stdin=slave, stdout=subprocess.PIPE, text=True) as process:
         os.write(master, b"yes\n")
         assert output(process) == ["yes"]
     os.close(master)

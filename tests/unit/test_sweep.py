@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from made_runs import make_run
+from processes import started
 
 from hvd_bert.bench import launching, one_run, sweep
 from hvd_bert.bench.launching import Hosts, Launching, Machine
@@ -592,7 +593,7 @@ def test_ranks_of_a_launcher_that_was_killed_are_terminated(tmp_path: Path, grou
 
 
 def test_what_ran_before_a_run_is_not_terminated(tmp_path: Path) -> None:
-    with subprocess.Popen(["sleep", "600"]) as other, (tmp_path / "log").open("w") as log:
+    with started(["sleep", "600"]) as other, (tmp_path / "log").open("w") as log:
         assert start_and_wait(["sh", "-c", "sleep 600 & kill -9 $$"], os.environ, log, 60) == -9
         assert other.poll() is None
         other.kill()
@@ -624,12 +625,12 @@ def test_a_signal_during_a_destructor_stops_before_the_next_run(tmp_path: Path) 
 
 def test_a_signal_during_the_start_terminates_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if another thread could receive the signal."""
-    started = []
+    begun = []
 
     def start(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
         process = begin(*words, **options)
         if "preexec_fn" in options:
-            started.append(process)
+            begun.append(process)
             os.kill(os.getpid(), signal.SIGTERM)
             os.read(received, 1)  # one of the threads has it
         return process
@@ -647,13 +648,13 @@ def test_a_signal_during_the_start_terminates_the_run(tmp_path: Path, monkeypatc
     signal.set_wakeup_fd(before)
     os.close(received)
     os.close(wakeup)
-    assert started[0].returncode == -signal.SIGTERM
+    assert begun[0].returncode == -signal.SIGTERM
 
 
 def test_a_run_ends_if_its_sweep_is_killed() -> None:
     program = "import os, sys; from hvd_bert.bench.one_run import start_and_wait as s; "
     program += f"s(['sh', '-c', {LAUNCHER.format('')!r}], os.environ, sys.stdout, 600)"
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+    with started([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout
         rank = os.pidfd_open(int(parent.stdout.readline()))
         parent.kill()
