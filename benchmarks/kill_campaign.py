@@ -7,15 +7,20 @@ write of a checkpoint, which is slowed down for that: in some attempts it takes 
 more. The last attempt is not killed. The run must then equal one that was never killed, bit for bit. Prints the figures
 of docs/evidence/benchmarks.md as JSON. Exit status 1 if a checkpoint was damaged, a kill lost more than --save_steps
 steps and those taken during the write that it hit, these were more than --save_steps, or the two runs differ.
+
+Before that it kills a resumed run at each point at which that writes the checkpoint of its stop again. Exit status 1 if
+the next start does not resume from that step.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
 import select
+import shutil
 import signal
 import statistics
 import sys
@@ -29,8 +34,10 @@ from typing import Any
 from unittest.mock import patch
 
 import forked_training
+from shared import killed_before_change
 
 from hvd_bert.checkpoint import files
+from hvd_bert.errors import EXIT_STOPPED
 from hvd_bert.storage.writing import flush
 from hvd_bert.training.state import TrainState
 
@@ -88,13 +95,47 @@ def noting_writes() -> Iterator[Callable[[], int | None]]:
             yield unfinished
 
 
-def let_through(flags: list[str]) -> bool:
-    """Train to the end. Returns whether the run succeeded."""
-    child, pipe = forked_training.start(flags)
+def let_through(flags: list[str], stop_at: int = 0) -> tuple[int, int]:
+    """Train until the run ends. Returns its status and its number of steps. `stop_at`: the step that gets a SIGTERM."""
+
+    def stop(step: int) -> None:
+        if step == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    child, pipe = forked_training.start(flags, stop)
+    steps = 0
     while forked_training.read_step(pipe):
-        pass
+        steps += 1
     os.close(pipe)
-    return os.waitpid(child, 0)[1] == 0
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), steps
+
+
+def kill_rewrites(flags: list[str], folder: Path) -> tuple[int, list[int]]:
+    """Stop a run at an evaluation, in the middle. Resume it often: it evaluates, and saves that step again.
+
+    The n-th time it is killed before the write's n-th change in its folder, and started once more. Returns the number
+    of kills, and those after which the run did not resume.
+    """
+    flags = [*flags, "--max_steps", str(2 * SAVE_STEPS), "--eval_strategy", "steps", "--eval_steps", str(SAVE_STEPS)]
+    stopped, write, lost = folder / "stopped", files.write, []
+    if let_through([*flags, "--output_dir", str(stopped)], SAVE_STEPS)[0] != EXIT_STOPPED:
+        raise SystemExit("The training did not stop.")
+    for number in itertools.count(1):
+        out = shutil.copytree(stopped, folder / str(number))
+        again = [*flags, "--load_best_model_at_end", "--output_dir", str(out)]
+
+        def killed(out: Path, step: int, contents: files.Contents, number: int = number) -> Path:
+            with killed_before_change(number if step == SAVE_STEPS else 0):
+                return write(out, step, contents)
+
+        with patch.object(files, "write", killed):
+            status = let_through(again)[0]
+        if status == 0:
+            return number - 1, lost
+        if status != -signal.SIGKILL or let_through(again) != (0, SAVE_STEPS):
+            lost.append(number)
+        shutil.rmtree(out)
+    raise AssertionError("count() does not end")
 
 
 def train_and_kill(flags: list[str], begun: int, delay_s: float, slower_s: float) -> tuple[int, bool]:
@@ -200,9 +241,10 @@ def main() -> int:
     args.out.mkdir(parents=True)  # fails if it exists
     os.environ.update(HVD_BERT_CACHE=str(args.out / "cache"), OMP_NUM_THREADS="1")
     steps = 2 * SAVE_STEPS * args.kills
-    flags = ["--config", "sample", "--max_train_samples", "64", "--max_eval_samples", "4", "--max_steps", str(steps)]
+    flags = ["--config", "sample", "--max_train_samples", "64", "--max_eval_samples", "4", "--dropout", "0.1"]
     flags += ["--per_device_train_batch_size", "4", "--logging_steps", "1", "--save_steps", str(SAVE_STEPS)]
-    flags += ["--dropout", "0.1", "--eval_strategy", "no"]
+    rewrites_killed, rewrites_lost = kill_rewrites(flags, args.out)
+    flags += ["--max_steps", str(steps), "--eval_strategy", "no"]
     whole, out = args.out / "whole", args.out / "killed"
     let_through([*flags, "--output_dir", str(whole)])
 
@@ -218,9 +260,11 @@ def main() -> int:
                 saved = inspect(out, last, saved, unfinished(), tally)
     if ended:
         print(f"The run ended after {tally.kills} kills.", file=sys.stderr)
-    succeeded = let_through([*flags, "--output_dir", str(out)])
+    succeeded = let_through([*flags, "--output_dir", str(out)])[0] == 0
     differing = differences(whole, out)
     figures = asdict(tally) | {
+        "rewrites_killed": rewrites_killed,
+        "rewrites_lost": rewrites_lost,
         "save_steps": SAVE_STEPS,
         "steps_lost": figures_of(tally.steps_lost),
         "steps_of_writes": figures_of(tally.steps_of_writes),
@@ -229,7 +273,8 @@ def main() -> int:
         "differs_from_a_run_never_killed": differing,
     }
     print(json.dumps(figures, indent=1))
-    return 1 if tally.damaged or tally.went_back or tally.lost_too_many or differing or not succeeded else 0
+    wrong = tally.damaged or tally.went_back or tally.lost_too_many or rewrites_lost or differing or not succeeded
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

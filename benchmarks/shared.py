@@ -1,12 +1,15 @@
-"""What several benchmarks share: the environment of a command, hardware and versions, the order of rounds, tables."""
+"""What benchmarks share: a command's environment, hardware and versions, the order of rounds, exact kills, tables."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
+import signal
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +17,7 @@ from hvd_bert.machine import cpu_name, version_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "horovod", "transformers", "accelerate", "lightning", "datasets", "numpy")
+CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "open"}  # Python's audit events
 T = TypeVar("T")
 
 
@@ -49,6 +53,20 @@ def peer_columns(
         "start_positions": starts,
         "end_positions": ends,
     }
+
+
+@contextmanager
+def killed_before_change(number: int) -> Iterator[None]:
+    """Inside, this process is killed before it opens, makes, renames or removes a file for the `number`th time."""
+    changes, watches = itertools.count(1), True
+
+    def kill(event: str, arguments: tuple[Any, ...]) -> None:
+        if watches and event in CHANGES and next(changes) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(kill)  # for the rest of the process
+    yield
+    watches = False
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:

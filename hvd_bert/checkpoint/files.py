@@ -6,7 +6,8 @@
     OUTPUT_DIR/latest            the name of the newest one, for people and scripts
 
 A checkpoint is written into a temporary folder, flushed to disk, renamed, and only then named in `latest`, so a killed
-writer leaves the earlier checkpoints intact. No file is unpickled: tensors are safetensors, the rest JSON.
+writer leaves the earlier checkpoints intact. One of the same step is renamed meanwhile and removed at the end;
+`restore_replaced` undoes that after a kill. No file is unpickled: tensors are safetensors, the rest JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from hvd_bert.checkpoint import schema
 from hvd_bert.storage import written
-from hvd_bert.storage.reading import open_regular, read_json
+from hvd_bert.storage.reading import open_regular, read_json, read_text
 from hvd_bert.storage.writing import flush, replacing
 
 FORMAT = 1
@@ -37,6 +38,7 @@ POINTER = "latest"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _ASIDE = ".aside"
 _PARTIAL = ".partial-"
+_REPLACED = ".replaced-"  # whole, unlike `discard`'s
 _BLOCK = 1 << 20
 
 
@@ -123,21 +125,47 @@ def _replacing(folder: Path, known: Mapping[str, Any] = MappingProxyType({})) ->
             shutil.copymode(partial / "manifest.json", file)  # safetensors gives nobody else access
             flush(file)
         flush(partial)
+        replaced = folder.with_name(f"{_REPLACED}{folder.name}")
         if folder.exists():
-            discard(folder)
-        partial.rename(folder)
+            written.delete(replaced)
+            folder.rename(replaced)
+        try:
+            partial.rename(folder)
+        except OSError:
+            restore_replaced(folder.parent)
+            raise
         flush(folder.parent)
     except SafetensorError as error:  # a full disk, for example
         raise OSError(str(error)) from None
     finally:
         with contextlib.suppress(OSError):
             written.delete(partial)
+    with contextlib.suppress(OSError):  # the next write or resume removes it
+        written.delete(replaced)
+
+
+def restore_replaced(output_dir: Path) -> None:
+    """Give a checkpoint its name back if its writer was killed before the new one had it. The caller must hold the
+    run's lock, or be its writer."""
+    for name in filter(is_checkpoint, written.names(output_dir)):
+        replaced = output_dir / f"{_REPLACED}{name}"
+        if replaced.exists() and not (output_dir / name).exists():
+            replaced.rename(output_dir / name)
 
 
 def point_to(folder: Path) -> None:
     """Name `folder` in `latest`, for people and scripts. The trainer uses `candidates`."""
     with replacing(folder.parent / POINTER, durable=True) as partial:
         partial.write_text(f"{folder.name}\n", encoding="utf-8")
+
+
+def lost(output_dir: Path) -> str:
+    """The name of the checkpoint in `latest` if there is no such folder, else ""."""
+    try:
+        name = read_text(output_dir / POINTER, errors="replace").strip()
+    except (OSError, ValueError):
+        return ""
+    return name if _NAME.fullmatch(name) and not (output_dir / name).exists() else ""
 
 
 def candidates(output_dir: Path) -> list[Path]:
@@ -231,6 +259,7 @@ def remove_leftovers(output_dir: Path) -> None:
         if is_checkpoint(name):
             written.delete(output_dir / f"{_PARTIAL}{name}")
             written.delete(output_dir / f"{_PARTIAL}old-{name}")
+            written.delete(output_dir / f"{_REPLACED}{name}")
 
 
 def clear(output_dir: Path) -> None:
@@ -243,14 +272,16 @@ def clear(output_dir: Path) -> None:
 
 def set_aside_after(output_dir: Path, step: int) -> list[str]:
     """Rename the checkpoints of later steps, damaged or not. The run will write them again."""
+    later = [folder for folder in _own(output_dir) if step_of(folder) > step]
+    if later:
+        point_to(output_dir / name_of(step))
     renamed = []
-    for folder in _own(output_dir):
-        if step_of(folder) > step:
-            aside = folder.with_name(f"{folder.name}{_ASIDE}")
-            written.add(output_dir, aside.name)
-            written.delete(aside)
-            folder.rename(aside)
-            renamed.append(aside.name)
+    for folder in later:
+        aside = folder.with_name(f"{folder.name}{_ASIDE}")
+        written.add(output_dir, aside.name)
+        written.delete(aside)
+        folder.rename(aside)
+        renamed.append(aside.name)
     return renamed
 
 

@@ -134,7 +134,8 @@ def _named(folder: Path, output_dir: Path | None, task: Task | None) -> ResumePo
 
 
 def _newest_valid(output_dir: Path, task: Task | None) -> tuple[ResumePoint | None, list[str]]:
-    damage: list[str] = []
+    lost = files.lost(output_dir)
+    damage = [f"{output_dir / files.POINTER} names {lost}, which is missing: restore it"] if lost else []
     for folder in files.candidates(output_dir):
         try:
             return ResumePoint(folder, _resumable(folder, task)), damage

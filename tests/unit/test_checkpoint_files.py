@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
+from shared import killed_before_change
 
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
@@ -83,8 +87,29 @@ def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "point_to", lambda folder: (done.append("latest"), point_to(folder)))
     files.write(tmp_path, 7, contents(2))
     assert sorted(done[:5]) == sorted(FILES)
-    partial, folder, old = ".partial-checkpoint-7", "checkpoint-7", ".partial-old-checkpoint-7"
+    partial, folder, old = ".partial-checkpoint-7", "checkpoint-7", ".replaced-checkpoint-7"
     assert done[5:] == [partial, (folder, old), (partial, folder), tmp_path.name, "latest"]
+
+
+def test_a_kill_at_any_point_of_a_rewrite_leaves_a_checkpoint(tmp_path):
+    files.write(tmp_path, 7, contents(1))
+    found = set()
+    for change in itertools.count(1):
+        child = os.fork()
+        if child == 0:
+            with killed_before_change(change):
+                files.write(tmp_path, 7, contents(2))
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        files.restore_replaced(tmp_path)
+        assert files.lost(tmp_path) == ""
+        found.add(files.read(tmp_path / "checkpoint-7").documents["state"]["step"])
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+    assert found == {1, 2} and change > 20
+    files.remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [written.RECORD, "checkpoint-7", "latest"]
 
 
 def test_latest_is_durable(tmp_path, monkeypatch):
@@ -207,19 +232,24 @@ def test_manifest_without_the_state_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("fails", ["save_file", "mkdir", "rename", "fsync"])
-def test_failed_write_leaves_what_was_there(tmp_path, monkeypatch, fails):
+@pytest.mark.parametrize("step", [8, 7])
+def test_failed_write_leaves_what_was_there(tmp_path, monkeypatch, fails, step):
     files.write(tmp_path, 7, contents(7))
+    rename = Path.rename
 
-    def full(*_, **__):
+    def full(*paths, **_):
+        if fails == "rename" and not paths[0].name.startswith(".partial"):
+            return rename(*paths)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     owner = {"save_file": files.safetensors.torch, "fsync": writing.os}.get(fails, Path)
     with monkeypatch.context() as patch:
         patch.setattr(owner, fails, full)
         with pytest.raises(OSError, match="No space left"):
-            files.write(tmp_path, 8, contents(8))
+            files.write(tmp_path, step, contents(8))
     assert steps(tmp_path) == [7]
     assert files.read(tmp_path / "checkpoint-7").documents["state"]["step"] == 7
+    files.write(tmp_path, 7, contents(7))
     files.write(tmp_path, 8, contents(8))
     assert steps(tmp_path) == [8, 7]
 
@@ -257,7 +287,7 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path):
 def test_what_a_killed_writer_left_is_swept(tmp_path):
     files.write(tmp_path, 7, contents(7))
     written.add(tmp_path, "checkpoint-8", "checkpoint-9.aside", "notes")  # before its files
-    left, replaced = tmp_path / ".partial-checkpoint-8", tmp_path / ".partial-old-checkpoint-8"
+    left, replaced = tmp_path / ".partial-checkpoint-8", tmp_path / ".replaced-checkpoint-7"
     aside, foreign = tmp_path / ".partial-old-checkpoint-9.aside", tmp_path / ".partial-checkpoint-9"
     other = tmp_path / ".partial-notes"
     for folder in (left, replaced, aside, foreign, other):
@@ -275,6 +305,7 @@ def test_later_steps_are_set_aside(tmp_path):
         files.write(tmp_path, step, contents(step))
     assert files.set_aside_after(tmp_path, 2) == ["checkpoint-3.aside"]
     assert sorted(steps(tmp_path)) == [1, 2]
+    assert (tmp_path / "latest").read_text() == "checkpoint-2\n"
     written.add(tmp_path, "metrics.jsonl")
     (tmp_path / "metrics.jsonl").touch()
     files.clear(tmp_path)

@@ -160,6 +160,19 @@ def test_another_programs_settings_are_no_unfinished_run(tmp_path):
     assert resume.unfinished(tmp_path)
 
 
+@pytest.mark.parametrize("killed", ["between the renames", "after them"])
+def test_a_rewrite_of_a_checkpoint_that_was_killed_is_undone(tmp_path, killed):
+    make_run(tmp_path, "train_config.yaml", "checkpoint-5", "latest")
+    (tmp_path / "checkpoint-5" / "inside").write_text("the old one")
+    (tmp_path / "checkpoint-5").rename(tmp_path / ".replaced-checkpoint-5")
+    if killed == "after them":
+        (tmp_path / "checkpoint-5").mkdir()
+    output_dir.check(config(tmp_path))
+    assert (tmp_path / "checkpoint-5" / "inside").exists() == (killed == "between the renames")
+    output_dir.clear(tmp_path)
+    assert not names(tmp_path)
+
+
 def test_evaluation_replaces_only_an_evaluations_files(tmp_path):
     make_run(tmp_path, "eval_results.json", "metrics.jsonl")
     for name in ("config.json", "eval_mine.json"):

@@ -102,6 +102,26 @@ def test_checkpoints_that_cannot_be_used_are_named(tmp_path, caplog):
     assert str(refused.value) == f"--resume_from_checkpoint {other_model} cannot be used: {problems[-1]}."
 
 
+def test_a_lost_checkpoint_is_no_start_from_the_first_step(tmp_path, caplog):
+    run = unfinished_run(tmp_path / "run", 10)
+    for content in (b"checkpoint-10\n", b"\xff", b"notes"):
+        (run / "latest").write_bytes(content)
+        assert found("--output_dir", run) == run / "checkpoint-10"
+    assert not caplog.records
+    (run / "latest").write_text("checkpoint-20\n")
+    assert found("--output_dir", run) == run / "checkpoint-10"
+    lost = f"{run / 'latest'} names checkpoint-20, which is missing: restore it"
+    assert [record.getMessage() for record in caplog.records] == [f"Skipping a damaged checkpoint: {lost}."]
+    (run / "checkpoint-10").rename(run / "elsewhere")
+    with pytest.raises(UserError) as refused:
+        found("--output_dir", run)
+    assert str(refused.value) == (
+        f"None of the checkpoints in {run} can be used: {lost}. Nothing was changed. To replace them and train from the"
+        " start, add --overwrite_output_dir."
+    )
+    assert found("--output_dir", run, "--overwrite_output_dir") is None
+
+
 def test_latest_needs_a_folder_with_a_checkpoint(tmp_path):
     (tmp_path / "file").touch()
     for flags, message in {
