@@ -88,6 +88,7 @@ def _check_content(config: Config, folder: Path) -> None:
     """Raise UserError if the folder is not empty and is not to be resumed; OSError if the run would replace files that
     no run wrote."""
     held = _entries(folder)
+    written.check(folder, [name for name in held if _replaces(config, name)])  # --overwrite_output_dir keeps these
     resumes = config.checkpoint.resume_from_checkpoint == resume.LATEST or resume.unfinished(folder)
     if held and config.train.do_train and not config.train.overwrite_output_dir and not resumes:
         shown = ", ".join(held[:3]) + (", ..." if len(held) > 3 else "")
@@ -95,7 +96,6 @@ def _check_content(config: Config, folder: Path) -> None:
             f"--output_dir {folder} is not empty ({shown}): use another one, or add --overwrite_output_dir to replace"
             " an earlier run's files."
         )
-    written.check(folder, [name for name in held if _replaces(config, name)])
 
 
 def begin(config: Config, resume_point: ResumePoint | None, world: World) -> None:

@@ -69,10 +69,11 @@ def check(folder: Path, wanted: Iterable[str], command: str = "") -> None:
     if others:
         listed = ", ".join(others)
         writer = "this command" if command else "this program"
+        copied = "" if (folder / RECORD).exists() else f". If they are copies of a run's files, copy its {RECORD} too"
         raise FileExistsError(
             errno.EEXIST,
             f"it has files that would be replaced and that {writer} did not write ({listed}): move them away, or"
-            " use another folder",
+            f" use another folder{copied}",
         )
 
 

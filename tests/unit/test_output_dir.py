@@ -154,10 +154,23 @@ def test_link_in_place_of_a_runs_file_is_refused(tmp_path):
 def test_another_programs_settings_are_no_unfinished_run(tmp_path):
     (tmp_path / "train_config.yaml").write_text("mine: true")
     assert not resume.unfinished(tmp_path)
-    with pytest.raises(UserError, match="is not empty"):
+    with pytest.raises(UserError, match=r"did not write \(train_config.yaml\)"):
         output_dir.check(config(tmp_path))
     written.add(tmp_path, "train_config.yaml")
     assert resume.unfinished(tmp_path)
+
+
+def test_copied_run_resumes_with_the_file_that_the_refusal_names(tmp_path):
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    make_run(run, "train_config.yaml", "checkpoint-5", "latest", "metrics.jsonl")
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns(".*"))  # as `cp -r run/* copy`
+    for flags in ([], ["--overwrite_output_dir"], ["--resume_from_checkpoint", "latest"]):
+        with pytest.raises(UserError) as refused:
+            output_dir.check(config(copy, *flags))
+        assert written.RECORD in str(refused.value) and "--overwrite_output_dir" not in str(refused.value)
+    shutil.copy(run / written.RECORD, copy)
+    output_dir.check(config(copy))
+    assert resume.unfinished(copy)
 
 
 @pytest.mark.parametrize("killed", ["between the renames", "after them"])
