@@ -1,18 +1,30 @@
-"""Whether a checkpoint's tensors are those of a model. Their checksums say only that nobody has changed them."""
+"""Whether a checkpoint is of a model. Its checksums say only that nobody has changed it."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hvd_bert.checkpoint.files import Contents
+from hvd_bert.errors import as_user_error
+from hvd_bert.storage.reading import read_json
 
 # Random numbers of a rank -> type and number of elements of their tensor. CUDA's differs by device.
 _RANDOM = {"torch": (torch.uint8, None), "numpy": (torch.int64, 626), "python": (torch.int64, 626)} | {
     "gauss": (torch.float64, 2)
+}
+# Entries of a configuration that change no step: how it was saved, names, defaults of outputs that are given
+# explicitly, and what new weights, which a checkpoint replaces, are drawn from.
+_WITHOUT_EFFECT = {
+    *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "id2label", "label2id"),
+    *("problem_type", "output_attentions", "output_hidden_states", "return_dict", "use_cache", "initializer_range"),
 }
 _POSITIONS = {"numpy": -2, "python": -1}  # of the next of 624 numbers
 _WORDS = {"numpy": slice(0, 624), "python": slice(1, 625)}
@@ -23,6 +35,30 @@ def shape_of(model: nn.Module) -> str:
     shapes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
     size = sum(parameter.numel() for parameter in model.parameters())
     return f"{len(shapes)} tensors, {size:,} parameters, {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
+
+
+def configuration_changes(folder: Path, model: nn.Module) -> list[str]:
+    """Each entry of a model's configuration that changes what a step computes and differs from a checkpoint's.
+
+    Entries that the model does not know, such as another version's, and models that are not transformers' have none.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return []
+    kind, path = type(model.config), folder / "config.json"
+    with as_user_error(lambda reason: f"{path} cannot be compared with the model ({reason}). Use another checkpoint."):
+        saved, now = _entries(kind.from_dict(read_json(path))), _entries(model.config)
+        known = kind().to_dict().keys() - _WITHOUT_EFFECT
+    return [
+        f"{name} in the model's config.json was {saved.get(name)} and is {now.get(name)}"
+        for name in sorted(known)
+        if saved.get(name) != now.get(name)
+    ]
+
+
+def _entries(config: Any) -> dict[str, Any]:
+    """A configuration's entries, with the defaults, as JSON has them."""
+    entries: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return entries
 
 
 def misfit(contents: Contents, model: nn.Module) -> str:

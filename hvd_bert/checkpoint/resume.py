@@ -8,7 +8,7 @@ from typing import Any
 
 from hvd_bert.checkpoint import files, schema
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
-from hvd_bert.checkpoint.fit import misfit, shape_of
+from hvd_bert.checkpoint.fit import configuration_changes, misfit, shape_of
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World, log
@@ -195,6 +195,8 @@ def check(resume_point: ResumePoint, config: Config, task: Task) -> None:
         for name in dict.fromkeys((*saved, *now))
         if saved.get(name) != now.get(name)
     ]
+    if saved.get("the model") == now.get("the model"):
+        differing += configuration_changes(resume_point.folder, task.model)
     global_batch = resume_point.state["global_batch"]
     same_flags = config.train.global_batch == -1 and resume_point.state["rank_batch"] == rank_batch(config)
     if global_batch != plan.global_batch and not same_flags:

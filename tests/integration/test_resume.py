@@ -166,13 +166,15 @@ def test_nothing_is_touched_when_no_checkpoint_is_left(stopped: Path) -> None:
         (["--seed", 5], "--seed was 1 and is 5"),
         (["--train_file", SAMPLE / "dev-v1.1.json"], "the training data was "),
         (["--config_name", "narrow"], "the model was 39 tensors, "),
+        (["--config_name", "relu"], "hidden_act in the model's config.json was gelu and is relu"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_checkpoint_of_another_run_is_refused(stopped: Path, flags: list[object], said_of: str) -> None:
-    (stopped / "narrow").mkdir()
-    narrow = json.loads((SAMPLE / "config.json").read_text()) | {"hidden_size": 32}
-    (stopped / "narrow" / "config.json").write_text(json.dumps(narrow))
+    for name, changed in {"narrow": {"hidden_size": 32}, "relu": {"hidden_act": "relu"}}.items():
+        (stopped / name).mkdir()
+        config = json.loads((SAMPLE / "config.json").read_text()) | changed
+        (stopped / name / "config.json").write_text(json.dumps(config))
     before = listing(stopped / "out")
     refused = train(stopped, 1, "none", *flags).expect(EXIT_BAD_INPUT)
     assert said_of in refused.output, refused

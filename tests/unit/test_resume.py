@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import test_hostile_checkpoints as checkpoints
 from test_world import heard, make_world
+from transformers import BertConfig
 
 from hvd_bert.checkpoint import resume
 from hvd_bert.checkpoint.fit import shape_of
@@ -21,6 +23,7 @@ from hvd_bert.config.settings import FLAGS
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
+from hvd_bert.model.bert import new_model
 
 
 @pytest.fixture
@@ -38,11 +41,11 @@ def check(monkeypatch):
 
         monkeypatch.setattr(resume, "identity", identity)
         document = {"identity": saved, "global_batch": run.saved_batch, "rank_batch": 8, "step": 10}
-        resume_point = ResumePoint(Path("checkpoint-10"), SimpleNamespace(documents={"state": document}))
-        task = SimpleNamespace(plan=SimpleNamespace(global_batch=8))
+        resume_point = ResumePoint(run.folder, SimpleNamespace(documents={"state": document}))
+        task = SimpleNamespace(plan=SimpleNamespace(global_batch=8), model=run.model)
         resume.check(resume_point, parse(list(flags)), task)
 
-    run.saved_batch = 8
+    run.saved_batch, run.folder, run.model = 8, Path("checkpoint-10"), checkpoints.MODEL
     run.saved = lambda *flags: settings(parse(list(flags)))
     return run
 
@@ -140,6 +143,38 @@ def test_batch_beyond_an_epoch_is_refused_unless_it_is_a_checkpoints():
     assert resume.with_its_batch(whole, None, make_world()) is whole
     point = SimpleNamespace(state={"global_batch": 24})  # made by an earlier version, or now on more ranks
     assert resume.with_its_batch(plan, point, make_world()).global_batch == 24
+
+
+TINY = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_attention_heads": 1}, "num_attention_heads in the model's config.json was 2 and is 1"),
+        ({"hidden_act": "relu"}, "hidden_act in the model's config.json was gelu and is relu"),
+        ({"attention_probs_dropout_prob": 0.3}, "attention_probs_dropout_prob in .* was 0.1 and is 0.3"),
+        ({"layer_norm_eps": 0.001}, "layer_norm_eps in .* was 1e-12 and is 0.001"),
+        ({"architectures": ["Other"], "initializer_range": 0.3, "use_cache": False, "note": "mine"}, ""),
+    ],
+    ids=str,
+)
+def test_a_model_that_computes_something_else_is_refused(check, tmp_path, changed, message):
+    new_model(BertConfig(**TINY), None, 0).config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(saved | {"transformers_version": "9.0", "of_9.0": True}))
+    check.folder, check.model = tmp_path, new_model(BertConfig(**TINY | changed), None, 0)
+    with pytest.raises(UserError, match=f"cannot be resumed: {message}. Use") if message else nullcontext():
+        check(check.saved())
+
+
+def test_configuration_that_cannot_be_read_is_an_error(check, tmp_path):
+    check.folder, check.model = tmp_path, new_model(BertConfig(**TINY), None, 0)
+    for content in (None, "[]", "{"):
+        if content:
+            (tmp_path / "config.json").write_text(content)
+        with pytest.raises(UserError, match=f"{tmp_path / 'config.json'} cannot be compared with the model"):
+            check(check.saved())
 
 
 @pytest.mark.parametrize("rank", [0, 1])
