@@ -11,6 +11,7 @@ import math
 import os
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from hvd_bert.checkpoint import files, resume
@@ -127,10 +128,24 @@ def _begin(config: Config, resume_point: ResumePoint | None) -> None:
         forget_after(folder, resume_point.step)
     elif config.train.do_train:
         clear(folder)
+    _save_settings(config, folder)
+
+
+def _save_settings(config: Config, folder: Path) -> None:
     name = "train_config.yaml" if config.train.do_train else "eval_config.yaml"
     written.add(folder, name)
     with replacing(folder / name) as partial:
         config.save(partial)
+
+
+def make_again(config: Config) -> None:
+    """Create the folder of a running training, with its settings, after it was moved or removed.
+
+    Not the folders above it, in which a file system may be missing. Their absence fails the next write.
+    """
+    with suppress(OSError):
+        config.train.folder.mkdir()
+        _save_settings(config, config.train.folder)
 
 
 def _new_dated_folder() -> Path:

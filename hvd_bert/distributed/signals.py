@@ -15,11 +15,12 @@ from hvd_bert.distributed import logs
 from hvd_bert.distributed.horovod_world import NOTICES
 from hvd_bert.distributed.world import World, log
 
-# From a scheduler that ends or preempts the job, from the keyboard, and from job scripts (submitit sends SIGUSR2).
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+# From a scheduler that ends or preempts the job, the keyboard, job scripts (submitit sends SIGUSR2), a closed terminal.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 ENDING = {signal.SIGTERM, signal.SIGINT}  # the second one ends the run; launchers repeat the others
 SAME_S = 1.0  # within which a repeated signal is the same request: `timeout` and some schedulers send it twice
 HOSTS = "hosts"  # Horovod elastic has hosts to add or remove
+FOLDER = "a move or removal of --output_dir"
 
 
 class StopRequests:
@@ -33,12 +34,13 @@ class StopRequests:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Handle the signals inside. A second SIGTERM or SIGINT (Ctrl-C again) ends the run at once.
+        """Handle the signals inside, except an ignored SIGHUP (nohup). A second SIGTERM or SIGINT ends the run at once.
 
         After a signal the others stay ignored: a launcher may repeat one, which must not change the exit status. A
         signal after the last vote is only noted, so the run completes.
         """
-        before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+        before = {number: signal.signal(number, self._receive) for number in SIGNALS if number not in ignored}
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         earlier = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -49,8 +51,8 @@ class StopRequests:
             signal.set_wakeup_fd(earlier)
             os.close(writer)
             for number, handler in before.items():
-                ignored = (self._stopping or self._received) and number != signal.SIGINT
-                signal.signal(number, signal.SIG_IGN if ignored else handler)
+                repeated = (self._stopping or self._received) and number != signal.SIGINT
+                signal.signal(number, signal.SIG_IGN if repeated else handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = signal.Signals(number).name
@@ -72,6 +74,10 @@ class StopRequests:
                     names = ", ".join(signal.Signals(number).name for number in new)
                     log.info("%s: stopping after this step; again to quit", names)
 
+    def folder_is_lost(self) -> None:
+        """Ask to stop, on rank 0, because the run's results have no place any more."""
+        self._received = self._received or FOLDER
+
     def start_vote(self) -> None:
         """Start to ask all ranks whether any was asked to stop. The vote travels alongside the gradients."""
         self._vote = self._world.any_rank_async(self._received is not None or NOTICES.changed)
@@ -81,8 +87,9 @@ class StopRequests:
         return self._vote()
 
     def reason(self) -> str | None:
-        """Why the run stops now: the signals, with their ranks; None if only the hosts have changed. A collective."""
+        """Why the run stops: signals with their ranks, or its folder; None if only hosts have changed. A collective."""
         received = self._world.allgather(self._received or (HOSTS if NOTICES.changed else None))
-        named = [f"{name} to rank {rank}" for rank, name in enumerate(received) if name not in (None, HOSTS)]
+        asked = [(rank, name) for rank, name in enumerate(received) if name not in (None, HOSTS)]
+        named = [name if name == FOLDER else f"{name} to rank {rank}" for rank, name in asked]
         self._stopping = bool(named)
         return ", ".join(named) or None

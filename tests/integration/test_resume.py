@@ -70,6 +70,50 @@ def test_signal_to_one_rank_stops_all(tmp_path: Path, whole: dict[int, Path], by
     assert resuming.differences(whole[2], tmp_path / "run" / "out") == []
 
 
+# Starts a command in a terminal of its own, and closes that as soon as the command stops itself.
+CLOSED_TERMINAL = """
+import os, pty, select, sys
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execvp(sys.argv[1], sys.argv[1:])
+while not os.waitpid(pid, os.WNOHANG | os.WUNTRACED)[0]:
+    if select.select([terminal], [], [], 0.1)[0]:
+        os.read(terminal, 65536)
+os.close(terminal)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_closed_terminal_stops_and_saves(tmp_path: Path, whole: dict[int, Path]) -> None:
+    command = small_run(1, "out", *DROPOUT)
+    words = [*STOPPING, "4", "0", "SIGSTOP", "start", *command[3:]]
+    run([sys.executable, "-c", CLOSED_TERMINAL, *words], tmp_path, cold=True).expect(EXIT_STOPPED)
+    run(command, tmp_path).expect(0)
+    assert resuming.differences(whole[1], tmp_path / "out") == []
+
+
+def test_nohup_keeps_a_run_alive(tmp_path: Path) -> None:
+    words = [*STOPPING, "2", "0", "SIGHUP", "start", *small_run(1, "out")[3:]]
+    run(["nohup", *words], tmp_path, cold=True).expect(0)
+
+
+@pytest.mark.parametrize(("size", "by"), [(1, "none"), (2, "gloo")])
+def test_moved_output_folder_stops_the_run(tmp_path: Path, whole: dict[int, Path], size: int, by: str) -> None:
+    """All ranks save what they have in a new folder, from which the same command resumes."""
+    stopped = train(tmp_path / "run", size, by, stop="3 0 move start")
+    assert not stopped.hung and stopped.status in (EXIT_STOPPED, 1), stopped
+    assert said(stopped).count("--output_dir") == 2 and "warning" not in stopped.output.lower(), stopped
+    assert (tmp_path / "run" / "moved" / "metrics.jsonl").exists()
+    (saved,) = (tmp_path / "run" / "out").glob("checkpoint-*")
+    assert saved.name in (
+        "checkpoint-3",
+        "checkpoint-4",
+    )  # or before, if a write fails
+    train(tmp_path / "run", size, by).expect(0)
+    differing = resuming.differences(whole[size], tmp_path / "run" / "out")
+    assert [name for name in differing if not name.startswith("metrics.jsonl")] == []
+
+
 @pytest.mark.parametrize("step", [1, 6])
 def test_killed_and_started_again(tmp_path: Path, whole: dict[int, Path], step: int) -> None:
     killed = train(tmp_path / "run", 1, "none", stop=f"{step} 0 SIGKILL start")

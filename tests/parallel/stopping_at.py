@@ -1,6 +1,7 @@
 """Signals at an exact place of a training: `python stopping_at.py STEP RANK SIGNAL PLACE TRAIN'S ARGUMENTS...`.
 
-SIGNAL: a name such as SIGTERM, or "hosts" to wait, on rank 0, until Horovod elastic has other hosts.
+SIGNAL: a name such as SIGTERM, "hosts" to wait, on rank 0, until Horovod elastic has other hosts, or "move" to rename
+the folder `out` to `moved`.
 PLACE: "start" of the step, or "inside" it, after the first of its passes. Steps count from 1; with 0 none comes. RANK
 may be several, as 2,3. In the folder it was started in each rank notes the windows that it takes in windows-RANK.jsonl,
 when it was signalled in `signalled`, and when it began its first step in another world in `resumed`.
@@ -23,7 +24,7 @@ from hvd_bert.data.prefetch import Prefetcher
 
 @contextmanager
 def signal_at(
-    step: int, rank: int | set[int], number: int | None, place: str = "start", records: Path | None = None
+    step: int, rank: int | set[int], number: int | str, place: str = "start", records: Path | None = None
 ) -> Iterator[None]:
     """Inside, the training of this process signals itself as it begins `step`, if it is `rank`."""
     original = Prefetcher.of_step
@@ -39,10 +40,12 @@ def signal_at(
             if own_rank in signalled and (number_of_step + 1, index) == (step, 1 if place == "inside" else 0):
                 if records:
                     (records / "signalled").write_text(str(time.time()), encoding="utf-8")
-                if number is None:
+                if number == "hosts":
                     wait_for_other_hosts()
+                elif number == "move":
+                    os.rename("out", "moved")
                 else:
-                    os.kill(os.getpid(), number)
+                    os.kill(os.getpid(), signal.Signals[number] if isinstance(number, str) else number)
             if records and number_of_step + 1 < last:
                 (records / "resumed").write_text(str(time.time()), encoding="utf-8")
             last = number_of_step + 1
@@ -76,7 +79,7 @@ if __name__ == "__main__":
     where = (
         int(sys.argv[1]),
         {int(rank) for rank in sys.argv[2].split(",")},
-        None if sys.argv[3] == "hosts" else signal.Signals[sys.argv[3]],
+        sys.argv[3],
         sys.argv[4],
     )
     sys.argv[1:] = sys.argv[5:]

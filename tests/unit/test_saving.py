@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import threading
 from concurrent.futures import wait
 from contextlib import closing
@@ -15,7 +16,7 @@ import pytest
 import torch
 from test_world import make_world
 
-from hvd_bert.checkpoint import files, saving
+from hvd_bert.checkpoint import files, resume, saving
 from hvd_bert.checkpoint.saving import Checkpoints
 from hvd_bert.config.command_line import parse
 from hvd_bert.data.batch_plan import BatchPlan
@@ -226,6 +227,26 @@ def test_stop_reports_how_to_resume(run, tmp_path):
     assert "model_only" not in state_of(tmp_path / "checkpoint-7")
     with pytest.raises(HostsChanged):
         checkpoints.stop(None)
+
+
+def test_stop_saves_in_a_new_folder_if_it_was_removed(run, tmp_path, caplog):
+    checkpoints, folder = run(), tmp_path / "a" / "out"
+    checkpoints._config.train.output_dir = str(folder)
+    folder.mkdir(parents=True)
+    checkpoints.state.step = 7
+    checkpoints.save()
+    checkpoints.finish()
+    assert not checkpoints.look_for_folder()
+    shutil.rmtree(folder)
+    assert checkpoints.look_for_folder() and checkpoints.folder_is_lost
+    with pytest.raises(CollectiveError) as stopped:
+        checkpoints.stop("a removal")
+    assert stopped.value.status == EXIT_STOPPED
+    assert state_of(folder / "checkpoint-7")["step"] == 7 and resume.unfinished(folder)
+    shutil.rmtree(folder.parent)  # such as a file system that is gone: nothing is written in its place
+    with pytest.raises(CollectiveError, match=r"could not be written: .*No such file") as failed:
+        checkpoints.stop("a removal")
+    assert failed.value.status == EXIT_FAILURE and not folder.parent.exists()
 
 
 def test_diverged_state_replaces_no_good_one(run, tmp_path, caplog):

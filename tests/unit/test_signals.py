@@ -11,7 +11,7 @@ import pytest
 from test_world import heard, make_world
 
 from hvd_bert.distributed.horovod_world import NOTICES
-from hvd_bert.distributed.signals import HOSTS, SIGNALS, StopRequests
+from hvd_bert.distributed.signals import FOLDER, HOSTS, SIGNALS, StopRequests
 
 
 def stops(requests: StopRequests) -> bool:
@@ -27,6 +27,22 @@ def test_signal_asks_to_stop(number):
         os.kill(os.getpid(), number)
         assert stops(requests)
     assert requests.reason() == f"{signal.Signals(number).name} to rank 0"
+
+
+def test_nohup_keeps_a_run_alive():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # put back by a fixture of all tests
+    requests = StopRequests(make_world())
+    with requests.watched():
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stops(requests)
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_a_lost_folder_is_a_reason_to_stop():
+    requests = StopRequests(make_world())
+    requests.folder_is_lost()
+    assert stops(requests)
+    assert requests.reason() == FOLDER
 
 
 def test_handlers_are_put_back():
