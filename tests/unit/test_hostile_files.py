@@ -16,7 +16,7 @@ from made_timelines import training
 
 from hvd_bert.bench.points import Point
 from hvd_bert.bench.record import Record, read_previous
-from hvd_bert.checkpoint import output_dir
+from hvd_bert.checkpoint import files, output_dir
 from hvd_bert.config import settings_file
 from hvd_bert.config.trained import trained_settings
 from hvd_bert.data import squad, texts
@@ -209,6 +209,7 @@ KEPT: dict[str, Callable[[Path], object]] = {
     ".written_by_hvd_bert": written.names,
     "train_results.json": lambda folder: card.update(folder, {}, {"model_name_or_path": str(folder)}),
     ".lock": lambda folder: locks.names_another_host(folder / ".lock"),
+    "latest": files.lost,
 }
 
 
