@@ -117,7 +117,8 @@ def kill_rewrites(flags: list[str], folder: Path) -> tuple[int, list[int]]:
     of kills, and those after which the run did not resume.
     """
     flags = [*flags, "--max_steps", str(2 * SAVE_STEPS), "--eval_strategy", "steps", "--eval_steps", str(SAVE_STEPS)]
-    stopped, write, lost = folder / "stopped", files.write, []
+    stopped, write = folder / "stopped", files.write
+    lost: list[int] = []
     if let_through([*flags, "--output_dir", str(stopped)], SAVE_STEPS)[0] != EXIT_STOPPED:
         raise SystemExit("The training did not stop.")
     for number in itertools.count(1):
