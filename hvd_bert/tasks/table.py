@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from inspect import isabstract
+from traceback import extract_tb
 
 from hvd_bert.config.settings import TASKS, Config
 from hvd_bert.distributed.world import World
@@ -18,19 +19,27 @@ def task_class(name: str) -> type[Task]:
         raise UserError(f"--task {name}: not a module and a class. Give MODULE:CLASS, such as digits:Digits.")
     try:
         found = getattr(import_module(module), class_name, None)
-    except ModuleNotFoundError as error:
-        if name in TASKS:  # this package or one that it needs is damaged
+    except Exception as error:
+        if name in TASKS or isinstance(error, UserError):  # this package or one that it needs is damaged
             raise
-        if not f"{module}.".startswith(f"{error.name}."):  # the module itself is there
-            raise UserError(f"--task {name}: {module} cannot be imported: {error}. Install it.") from None
-        raise UserError(
-            f"--task {name}: {error}. Run the command in the folder of the module, or add that folder to PYTHONPATH."
-        ) from None
+        raise UserError(f"--task {name}: {_reason(module, error)}") from None
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise UserError(f"--task {name}: {module} has no class {class_name} that is a subclass of Task.")
     if isabstract(found):
         raise UserError(f"--task {name}: it lacks the methods {', '.join(sorted(found.__abstractmethods__))}.")
     return found
+
+
+def _reason(module: str, error: Exception) -> str:
+    """Why a module cannot be imported, with the place of the mistake, and what to do."""
+    if isinstance(error, ModuleNotFoundError):
+        if f"{module}.".startswith(f"{error.name}."):
+            return f"{error}. Run the command in the folder of the module, or add that folder to PYTHONPATH."
+        return f"{module} cannot be imported: {error}. Install it."  # the module itself is there
+    frame = extract_tb(error.__traceback__)[-1]
+    file, line = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (frame.filename, frame.lineno)
+    text = error.msg if isinstance(error, SyntaxError) else str(error)  # its str() repeats the place
+    return f"{module} cannot be imported: {file}, line {line}: {type(error).__name__}: {text}. Fix the file."
 
 
 def load_task(config: Config, world: World) -> Task:

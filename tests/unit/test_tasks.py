@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import documented
 import numpy as np
 import pytest
@@ -17,12 +19,22 @@ from hvd_bert.tasks import dataset
 from hvd_bert.tasks.dataset import Examples, to_device
 from hvd_bert.tasks.table import load_task, task_class
 
+# Modules with a mistake in their second line.
+BROKEN = {
+    "syntax": "import torch\nclass Digits(\n",
+    "indent": "if True:\nclass Digits: ...\n",
+    "names": "import torch\nclass Digits(Task): ...\n",
+    "imports": "import torch\nfrom torch import Digits\n",
+}
+
 
 @pytest.fixture
 def own_task(tmp_path, monkeypatch):
     """The module `digits` of the guide."""
     (tmp_path / "digits.py").write_text(documented.own_task())
     (tmp_path / "needy.py").write_text("import nowhere")
+    for name, text in BROKEN.items():
+        (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
 
 
@@ -47,6 +59,12 @@ def test_metrics_of_a_task_say_what_is_best(name):
 def test_wrong_names(own_task, task, message):
     with pytest.raises(UserError, match=f"--task {task}: {message}"):
         task_class(task)
+
+
+@pytest.mark.parametrize("module", BROKEN)
+def test_mistake_in_the_module_of_a_task_is_named_with_its_place(own_task, tmp_path, module):
+    with pytest.raises(UserError, match=rf"--task {module}:Digits: .*{re.escape(str(tmp_path))}/{module}.py, line 2: "):
+        task_class(f"{module}:Digits")
 
 
 def test_unknown_name_is_refused_with_the_names():
