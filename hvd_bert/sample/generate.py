@@ -95,7 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Write the sample's questions (SQuAD v1.1 and v2.0 JSON) and their vocabulary.",
     )
     parser.add_argument(
-        "--out", metavar="DIR", type=Path, required=True, help="Folder to write to; created if missing. (required)"
+        "--out", metavar="DIR", required=True, help="Folder to write to; created if missing. (required)"
     )
     parser.add_argument(
         "--seed",
@@ -110,9 +110,18 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     args = parser.parse_args(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
+    if not args.out:  # as a path, it would be the working directory
+        parser.error("--out is empty: name a folder")
+    try:
+        _write(parser, Path(args.out), args.seed)
+    except OSError as error:
+        parser.error(f"--out {args.out}: cannot be written: {error}")
+
+
+def _write(parser: argparse.ArgumentParser, folder: Path, seed: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     for name in NAMES:
-        path, made = args.out / name, content(name, args.seed)
+        path, made = folder / name, content(name, seed)
         if path.exists() and path.read_bytes() != made:  # perhaps SQuAD's own file, which has the same name
             parser.error(f"{path} exists and has another content: move it away, or choose another --out")
         path.write_bytes(made)

@@ -45,6 +45,16 @@ def test_the_generator_writes_what_is_expected(tmp_path: Path) -> None:
         assert generated(name).read_bytes() == content
 
 
+@pytest.mark.parametrize("out", ["", "file", "/proc/sample"])
+def test_the_generator_refuses_what_is_no_folder(out, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(SystemExit) as ended:
+        generate.main(["--out", out])
+    assert ended.value.code == 2 and [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert capsys.readouterr().err.count("error: --out") == 1
+
+
 @pytest.fixture
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Replaces the package's folder, as in a fresh clone."""
