@@ -122,9 +122,9 @@ class DataArguments:
         metavar="NAME",
     )
     bad_examples: str = flag(
-        "question-answering",
+        "data",
         "error",
-        "Questions with a mistake, such as a misplaced answer: refuse the data, or skip these questions.",
+        "Entries with a mistake, such as a misplaced answer or a missing label: refuse the data, or skip these.",
         choices=("error", "skip"),
     )
     version_2_with_negative: bool = flag(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 
 from hvd_bert.data.entries import SHORT, Found, Mistake
 from hvd_bert.data.questions import BadExample, Question, Reading
 from hvd_bert.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 _UNANSWERED = "unanswered question"
 
@@ -20,6 +24,7 @@ def checked(
     questions: list[Question] = []
     bad: list[BadExample] = []
     places: dict[str, str] = {}  # by id
+    made: list[str] = []  # ids of questions without one
     for item in items:
         question, mistake = _judged(item, places, version_2_with_negative, reading)
         if mistake:
@@ -28,14 +33,30 @@ def checked(
         if question:
             places[question.id] = item.where
             questions.append(question)
-    count = len(questions) + sum(example.skipped for example in bad)
-    if not count:
+            if question.id == item.where:
+                made.append(question.id)
+    if not questions and not bad:
         raise UserError(f"{name}: no questions found. Give a file with questions.")
-    if bad and reading.bad_examples != "skip":
-        raise UserError(f"{name}: {_refusal(bad, count, reading)}")
-    if not questions:
-        raise UserError(f"{name}: all questions have mistakes: {_counted(bad)}. Fix the file.")
+    refuse_mistakes(name, bad, len(questions), reading)
+    if made and reading.purpose != "prediction":
+        _log_made_ids(name, len(made), made[0])
     return questions, bad
+
+
+@cache
+def _log_made_ids(name: str, count: int, first: str) -> None:
+    """Say it once, though the questions may be read twice."""
+    logger.info("%s: %d questions have no id. Each gets its place as its id, such as %r.", name, count, first)
+
+
+def refuse_mistakes(name: str, bad: list[BadExample], kept: int, reading: Reading, unit: str = "questions") -> None:
+    """Raise UserError for mistakes; with `--bad_examples skip` only if nothing is left."""
+    if bad and reading.bad_examples != "skip":
+        count = kept + sum(example.skipped for example in bad)
+        way_out = "" if reading.purpose == "prediction" else f" To leave these {unit} out, add --bad_examples skip."
+        raise UserError(f"{name}: {_refusal(bad, count, way_out)}")
+    if bad and not kept:
+        raise UserError(f"{name}: all {unit} have mistakes: {_counted(bad)}. Fix the file.")
 
 
 def kinds(bad: Iterable[BadExample]) -> dict[str, int]:
@@ -43,12 +64,12 @@ def kinds(bad: Iterable[BadExample]) -> dict[str, int]:
     return dict(Counter(example.kind for example in bad).most_common())
 
 
-def summary(bad: list[BadExample]) -> str:
-    """The counts of each kind, and how many examples are left out."""
+def summary(bad: list[BadExample], unit: str = "questions") -> str:
+    """How many examples have a mistake and of which kind, how many are left out, and what becomes of the others."""
     skipped = sum(example.skipped for example in bad)
-    counts = ", ".join(f"{number} {kind}{'s' if number > 1 else ''}" for kind, number in kinds(bad).items())
-    kept = f"; evaluation keeps {len(bad) - skipped}, which have an answer text" if skipped < len(bad) else ""
-    return f"{skipped} skipped{kept} ({counts})"
+    counts = ", ".join(f"{kind}: {number}" for kind, number in kinds(bad).items())
+    kept = f", {len(bad) - skipped} scored by the answer texts that they have" if skipped < len(bad) else ""
+    return f"mistakes in {len(bad)} {unit} ({counts}): {skipped} left out{kept}"
 
 
 def _judged(
@@ -63,6 +84,8 @@ def _judged(
         return None, mistake
     if reading.purpose == "prediction":
         return _with_answers_that_fit(question), None
+    if question.id == item.where:  # a made id, which another question may have by chance
+        question = _with_new_id(question, places)
     mistake = item.mistake or _answer_mistake(question)
     if mistake is None and question.id in places:
         mistake = Mistake("duplicate id", f"{places[question.id]} has the same id")
@@ -147,8 +170,7 @@ def _with_new_id(question: Question, places: dict[str, str]) -> Question:
 # --- messages ------------------------------------------------------------------------------------
 
 
-def _refusal(bad: list[BadExample], count: int, reading: Reading) -> str:
-    way_out = "" if reading.purpose == "prediction" else " To leave these questions out, add --bad_examples skip."
+def _refusal(bad: list[BadExample], count: int, way_out: str) -> str:
     mistakes = [example for example in bad if example.kind != _UNANSWERED]
     if mistakes:
         total = f" ({len(mistakes)} mistakes in total)" if len(mistakes) > 1 else ""

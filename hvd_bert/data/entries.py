@@ -51,7 +51,7 @@ def found(make: Callable[..., Found], where: str, *arguments: Any) -> Found:
 
 def squad_question(where: str, title: str, context: str, entry: Any, reading: Reading) -> Found:
     """An entry of "qas" in SQuAD's JSON."""
-    id_ = _id(where, entry, "id", reading)
+    id_ = _id(where, entry, "id")
     texts, starts, mistake = _answers(_readable(reading, _squad_answers, where, entry, reading))
     if texts and entry.get("is_impossible"):
         mistake = mistake or Mistake(
@@ -81,7 +81,7 @@ def mrqa_question(where: str, title: str, context: str, entry: Any, reading: Rea
     The text at the place is the answer, since the detected text may differ in case or spaces. The metric takes the
     other accepted answers, too.
     """
-    id_ = _id(where, entry, "qid", reading)
+    id_ = _id(where, entry, "qid")
     texts, starts, mistake = _answers(_readable(reading, _mrqa_answers, where, context, entry, reading))
     question = get(where, entry, "question", str)
     return Found(where, Question(id_, title, context, question, texts, starts), mistake)
@@ -112,7 +112,7 @@ def row_question(where: str, row: Any, reading: Reading, contexts: dict[str, str
     context = get(where, row, reading.context_column, str)
     texts, starts, mistake = _answers(_readable(reading, _row_answers, where, row, reading))
     question = Question(
-        id=_id(where, row, "id", reading),
+        id=_id(where, row, "id"),
         title=get(where, row, "title", str, ""),
         context=contexts.setdefault(context, context),
         question=get(where, row, reading.question_column, str),
@@ -220,16 +220,14 @@ def _has(entry: dict[str, Any], key: str, reading: Reading) -> bool:
     return reading.purpose != "prediction" or entry.get(key) is not None
 
 
-def _id(where: str, entry: Any, key: str, reading: Reading) -> str:
+def _id(where: str, entry: Any, key: str) -> str:
+    """The entry's id, or its place if it has none: unique, and the same on all ranks."""
     _expect(where, entry, dict)
     value = entry.get(key)
-    if isinstance(value, str):
-        return value
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    default = where if reading.purpose == "prediction" else None
-    text: str = get(where, entry, key, str, default)
-    return text
+    text: str = get(where, entry, key, str, where)
+    return text or where
 
 
 def _start(where: str, parent: Any) -> int:

@@ -25,7 +25,14 @@ from hvd_bert.data.entries import (
     squad_question,
 )
 from hvd_bert.data.questions import Reading
-from hvd_bert.data.recognition import check_not_python, decoded, is_parquet, unpacked
+from hvd_bert.data.recognition import (
+    check_expansion,
+    check_not_python,
+    decoded,
+    expansion_limit,
+    is_parquet,
+    unpacked,
+)
 from hvd_bert.errors import UserError, as_user_error
 
 _GIVE = "Give a file in the format of train-v1.1.json."
@@ -34,18 +41,29 @@ _DELIMITERS = ",\t;"
 _MAX_HEADER = 2**16
 _JSON = re.compile(r"\s*[\[{]")
 _ROWS_AT_ONCE = 1000
+_MIN_ROW_BYTES = 100  # in Python, where it takes more; a row of JSON Lines takes about as much
 
 
 def read(name: str, content: bytes, reading: Reading) -> Iterator[Found]:
     """Everything in a file. Raises UserError if it is not data at all; mistakes in parts of it are among the values."""
+    limit = expansion_limit(len(content))
     content = unpacked(name, content)
     if is_parquet(content):
-        return from_rows(parquet_rows(name, content, lambda present: check_columns(name, present, reading)), reading)
+        rows = parquet_rows(name, content, limit, lambda present: check_columns(name, present, reading))
+        return from_rows(rows, reading)
     text = decoded(name, content)
     header = _csv_header(text, reading)
     if header:
         return _from_csv(name, text, header, reading)
     return _from_json(name, _parsed(name, text), reading)
+
+
+def _from_list(name: str, label: str, entries: list[Any], reading: Reading) -> Iterator[Found]:
+    """Flat rows of JSON. Raises UserError if no row has one of the columns; a row that lacks it is a mistake."""
+    flat = [row for row in entries if isinstance(row, dict) and "qas" not in row and row.keys() != {"header"}]
+    if flat:
+        check_columns(name, list(dict.fromkeys(key for row in flat for key in row)), reading)
+    return from_rows(((f"{label}[{number}]", row) for number, row in enumerate(entries)), reading)
 
 
 def from_rows(rows: Iterable[tuple[str, Any]], reading: Reading) -> Iterator[Found]:
@@ -110,16 +128,16 @@ def _from_json(name: str, document: Any, reading: Reading) -> Iterator[Found]:
     if isinstance(document, dict) and reading.context_column in document:  # a single row
         document = [document]
     if isinstance(document, list):
-        return from_rows(((f"[{number}]", row) for number, row in enumerate(document)), reading)
+        return _from_list(name, "", document, reading)
     if not isinstance(document, dict) or not isinstance(document.get("data"), list):
         raise UserError(
             f'{name}: not in SQuAD\'s format: the file must be an object with a list under "data" '
-            f"({shown(document)}). {_GIVE}"
+            f"({shown(document)}). {_GIVE} If it is a row, name its columns: {_COLUMN_FLAGS}"
         )
     entries = document["data"]
     if any(isinstance(entry, dict) and "paragraphs" in entry for entry in entries):
         return _from_articles(entries, reading)
-    return from_rows(((f"data[{number}]", row) for number, row in enumerate(entries)), reading)
+    return _from_list(name, "data", entries, reading)
 
 
 def _from_articles(articles: list[Any], reading: Reading) -> Iterator[Found]:
@@ -141,7 +159,8 @@ def _from_paragraph(where: str, title: str, paragraph: Any, reading: Reading) ->
         yield Found(where, mistake=entries)
         return
     for number, entry in enumerate(entries):
-        convert = mrqa_question if isinstance(entry, dict) and "qid" in entry else squad_question
+        of_mrqa = isinstance(entry, dict) and not entry.keys().isdisjoint({"qid", "detected_answers"})
+        convert = mrqa_question if of_mrqa else squad_question
         yield found(convert, f"{where}.qas[{number}]", title, context, entry, reading)
 
 
@@ -197,16 +216,34 @@ def _from_csv(name: str, text: str, header: tuple[str, list[str]], reading: Read
 
 
 def parquet_rows(
-    name: str, content: bytes, choose: Callable[[list[str]], list[str]] = list
+    name: str, content: bytes, limit: int, choose: Callable[[list[str]], list[str]] = list
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a Parquet file, with their places. `choose`: which of the columns to read."""
+    """The rows of a Parquet file, with their places. `choose`: which of the columns to read.
+
+    Raises UserError if they are larger than `limit` bytes, as far as possible before they are read: millions of equal
+    rows take a few bytes in the file.
+    """
     from pyarrow import BufferReader
     from pyarrow.parquet import ParquetFile
 
     with as_user_error(lambda reason: f"{name}: damaged Parquet file: {reason}. Copy or download it again."):
         file = ParquetFile(BufferReader(content))
         columns = choose(file.schema_arrow.names)
-        yield from _table_rows(file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns))
+        meta = file.metadata
+        groups = sum(meta.row_group(number).total_byte_size for number in range(meta.num_row_groups))
+        check_expansion(name, max(groups, meta.num_rows * _MIN_ROW_BYTES), limit)
+        at_once = max(1, min(_ROWS_AT_ONCE, limit // max(1, groups)))  # even if each row has the longest text
+        yield from _table_rows(_limited(name, file.iter_batches(batch_size=at_once, columns=columns), limit))
+
+
+def _limited(name: str, batches: Iterable[Any], limit: int) -> Iterator[Any]:
+    """The batches, as long as they are not too large together: the file's sizes count each distinct text once."""
+    size = 0
+    for batch in batches:
+        for column in batch.columns:
+            size += (column.dictionary_decode() if hasattr(column, "dictionary_decode") else column).nbytes
+        check_expansion(name, size, limit)
+        yield batch
 
 
 def _table_rows(batches: Iterable[Any], left_out: Collection[int] = ()) -> Iterator[tuple[str, Any]]:

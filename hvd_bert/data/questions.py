@@ -44,8 +44,8 @@ class Reading:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that must exist."""
-        needed = ("id", self.context_column, self.question_column, self.answer_column)
-        return needed if self.purpose != "prediction" else needed[1:3]
+        needed = (self.context_column, self.question_column, self.answer_column)
+        return needed if self.purpose != "prediction" else needed[:2]
 
     def digest(self, content_digest: str, version_2_with_negative: bool) -> str:
         """SHA-256 of a content and of everything that decides which questions it gives, or whether it is refused.

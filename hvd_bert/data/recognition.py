@@ -35,20 +35,31 @@ _MAX_EXPANSION, _ALWAYS_ALLOWED = 300, 2**26
 def unpacked(name: str, content: bytes) -> bytes:
     """The content, decompressed if it is gzip. Raises UserError for other archives and for a damaged one."""
     if content.startswith(_GZIP):
-        limit = _MAX_EXPANSION * len(content) + _ALWAYS_ALLOWED
+        limit = expansion_limit(len(content))
         try:
             with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
                 content = file.read(limit + 1)
         except (OSError, EOFError, zlib.error) as error:
             raise UserError(f"{name}: damaged gzip file ({reason_of(error)}). Copy or download it again.") from error
-        if len(content) > limit:
-            raise UserError(
-                f"{name}: expands to more than {_MAX_EXPANSION} times its size, which is not plausible for data."
-            )
+        check_expansion(name, len(content), limit)
     for magic, archive in _ARCHIVES.items():
         if content.startswith(magic):
             raise UserError(f"{name}: compressed with {archive}. Decompress the file first.")
     return content
+
+
+def expansion_limit(size: int) -> int:
+    """How many bytes a compressed file of this size may expand to."""
+    return _MAX_EXPANSION * size + _ALWAYS_ALLOWED
+
+
+def check_expansion(name: str, expanded: int, limit: int) -> None:
+    """Raise UserError for more than `expansion_limit` bytes."""
+    if expanded > limit:
+        raise UserError(
+            f"{name}: expands to more than {_MAX_EXPANSION} times its size, which is not plausible for data. Give a"
+            " file in which rows are not repeated, or write it as JSON Lines."
+        )
 
 
 def is_parquet(content: bytes) -> bool:

@@ -56,7 +56,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2  # part of the cache key; raise it with every change of the format or of the windows
+_FORMAT = 3  # part of the cache key; raise it with every change of the format or of the windows
 _QUESTIONS_AT_ONCE = 1000
 _Int32s = npt.NDArray[np.int32]
 _DATA, _META = "windows.arrow", "windows.json"

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -17,7 +18,11 @@ from transformers import PreTrainedModel
 
 from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import BatchPlan, Ids, Lengths
+from hvd_bert.data.checks import kinds
+from hvd_bert.data.questions import BadExample
 from hvd_bert.distributed.world import World
+from hvd_bert.storage import written
+from hvd_bert.storage.writing import replacing
 
 
 class Work(Protocol):
@@ -103,9 +108,30 @@ class Task(ABC):
         """Useful FLOP of training on windows of these lengths in `passes` passes, without padding; None: unknown."""
         return None
 
-    def describe_data(self, folder: Path) -> dict[str, Any]:
-        """Write files about the data into the output folder, on rank 0. Returns entries for the results."""
+    def bad_examples(self) -> Mapping[str, Sequence[BadExample]]:
+        """The mistakes in the training and the validation data that --bad_examples skip leaves out. On rank 0."""
         return {}
+
+    def describe_data(self, folder: Path) -> dict[str, Any]:
+        """Write files about the data into the output folder, on rank 0. Returns entries for the results.
+
+        These are the list of the mistakes that were skipped, and their counts.
+        """
+        name = "skipped_examples.jsonl" if self.plan else "eval_skipped_examples.jsonl"
+        bad = self.bad_examples()
+        rows = [{"data": data} | asdict(example) for data, examples in bad.items() for example in examples]
+        if rows:
+            written.add(folder, name)
+            with replacing(folder / name) as partial:
+                text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # JSON's escapes of surrogates
+        else:
+            written.remove(folder, [name])  # that of an earlier evaluation
+        counts = {
+            data: {"skipped": sum(example.skipped for example in examples), "mistakes": kinds(examples)}
+            for data, examples in bad.items()
+        }
+        return {"skipped_examples": counts} if counts else {}
 
     def compile(self, model: nn.Module) -> None:
         """Compile `model` in place, for --torch_compile."""

@@ -6,6 +6,7 @@ They are checked here, so that bad input ends the run before any training.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -96,10 +97,15 @@ def load_inputs(config: Config, world: World) -> Inputs:
     dev = _question_set(config, tokenizer, world) if config.train.do_eval else None
     inputs = Inputs(tokenizer, model, train, dev)
     if config.data.bad_examples == "skip" and world.rank == 0:
-        for name, bad in inputs.bad_examples().items():
-            if bad:
-                log.warning("The %s data have mistakes: %s.", name, summary(bad))
+        warn_of_mistakes(inputs.bad_examples(), world, "questions")
     return inputs
+
+
+def warn_of_mistakes(bad: Mapping[str, list[BadExample]], world: World, unit: str) -> None:
+    """Log the counts of the mistakes that are skipped in the training and the validation data, on rank 0."""
+    for name, examples in bad.items():
+        if examples and world.rank == 0:
+            log.warning("The %s data have %s.", name, summary(examples, unit))
 
 
 def weight_copies(config: Config, world: World) -> int:

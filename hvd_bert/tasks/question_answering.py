@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import Ids, Lengths
-from hvd_bert.data.checks import kinds
 from hvd_bert.data.collate import Batch, Collator
+from hvd_bert.data.questions import BadExample
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.evaluation.evaluator import Evaluation, Evaluator
@@ -23,8 +20,6 @@ from hvd_bert.evaluation.samples import sample_answers
 from hvd_bert.model.bert import compile_layers, window_losses
 from hvd_bert.model.flops import forward_flops
 from hvd_bert.model.late import late_weights
-from hvd_bert.storage import written
-from hvd_bert.storage.writing import replacing
 from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.tasks.inputs import Inputs, load_inputs
 
@@ -101,23 +96,8 @@ class QuestionAnswering(Task):
     def flops(self, lengths: Lengths, passes: int) -> float:
         return self._forward.training(lengths, passes)
 
-    def describe_data(self, folder: Path) -> dict[str, Any]:
-        """With `--bad_examples skip`, writes the list of questions with mistakes; returns their counts."""
-        name = "skipped_examples.jsonl" if self.inputs.train else "eval_skipped_examples.jsonl"
-        bad = self.inputs.bad_examples() if self._config.data.bad_examples == "skip" else {}
-        rows = [{"data": data} | asdict(example) for data, examples in bad.items() for example in examples]
-        if rows:
-            written.add(folder, name)
-            with replacing(folder / name) as partial:
-                text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-                partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # JSON's escapes of surrogates
-        else:
-            written.remove(folder, [name])  # that of an earlier evaluation
-        counts = {
-            data: {"skipped": sum(example.skipped for example in examples), "mistakes": kinds(examples)}
-            for data, examples in bad.items()
-        }
-        return {"skipped_examples": counts} if counts else {}
+    def bad_examples(self) -> dict[str, list[BadExample]]:
+        return self.inputs.bad_examples() if self._config.data.bad_examples == "skip" else {}
 
     def compile(self, model: nn.Module) -> None:
         compile_layers(model)

@@ -18,6 +18,7 @@ from hvd_bert.config.glue import GLUE
 from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import Ids, Lengths
 from hvd_bert.data.collate import Batch, Collator
+from hvd_bert.data.questions import BadExample
 from hvd_bert.data.texts import Texts, Value
 from hvd_bert.data.windows import WindowTable
 from hvd_bert.distributed.world import log
@@ -30,7 +31,7 @@ from hvd_bert.model.flops import forward_flops
 from hvd_bert.model.late import late_weights
 from hvd_bert.model.loading import load_config
 from hvd_bert.tasks.dataset import DatasetTask, Examples
-from hvd_bert.tasks.inputs import digest_of, weight_copies
+from hvd_bert.tasks.inputs import digest_of, warn_of_mistakes, weight_copies
 from hvd_bert.tasks.text_sources import joined, open_texts
 
 _TEXTS_AT_ONCE = 1000
@@ -56,6 +57,10 @@ class TextClassification(DatasetTask):
     def load(self, config: Config) -> None:
         data, args, world = config.data, config.train, self.world
         train, dev = open_texts(config)
+        sources = {"training": [train] if train else [], "validation": [*dev.values()]}
+        bad = {name: [example for part in parts for example in part.bad] for name, parts in sources.items() if parts}
+        self._bad = bad if data.bad_examples == "skip" else {}
+        warn_of_mistakes(self._bad, world, self.unit)
         self.tokenizer = load_tokenizer(config.model)
         shape: Any = load_config(config.model.configuration, config.model, weight_copies(config, world))
         check_flags(config, shape)
@@ -64,7 +69,7 @@ class TextClassification(DatasetTask):
             config.model,
             shape,
             self.tokenizer,
-            _class_names(train, data.do_regression) if train else None,
+            _class_names(train) if train else None,
             data.max_seq_length,
             args.seed,
             data.pad_to is not None,
@@ -96,11 +101,9 @@ class TextClassification(DatasetTask):
     def _targets(self, source: Texts) -> NDArray[Any]:
         """The number to predict, or the class, of each text. Raises UserError for an unknown label."""
         if self.regression:
-            for row, label in enumerate(source.labels, 1):
+            for place, label in zip(source.places, source.labels, strict=True):
                 if not _is_number(label):
-                    raise UserError(
-                        f"{source.name}: the label {label!r} of example {row} is not a number, which regression needs."
-                    )
+                    raise UserError(f"{source.name}: {place}: the label {label!r} is not a number. Fix the file.")
             return np.array([float(label) for label in source.labels], dtype=np.float32)
         numbers = {name.lower(): number for number, name in enumerate(self.names)}
         numbers |= {name: number for number, name in enumerate(self.names)}
@@ -110,7 +113,7 @@ class TextClassification(DatasetTask):
         if None in found:
             row = found.index(None)
             raise UserError(
-                f"{source.name}: the label {source.labels[row]!r} of example {row + 1} is not one of"
+                f"{source.name}: {source.places[row]}: the label {source.labels[row]!r} is not one of"
                 f" {', '.join(self.names)}. Fix the file, or train on a file with all labels."
             )
         return np.array(found)
@@ -167,6 +170,9 @@ class TextClassification(DatasetTask):
     def positions(self, batch: Labelled, tokens: int) -> int:
         return batch[0].num_positions
 
+    def bad_examples(self) -> dict[str, list[BadExample]]:
+        return self._bad
+
     def identity(self) -> dict[str, object]:
         return {"the tokenizer": digest_of(self.tokenizer), **super().identity()}
 
@@ -184,9 +190,9 @@ def _is_number(label: Value) -> bool:
         return False
 
 
-def _class_names(train: Texts, do_regression: bool) -> list[str]:
+def _class_names(train: Texts) -> list[str]:
     """The names of the classes; for a regression, transformers' name of the only output. Raises UserError."""
-    if do_regression or isinstance(train.labels[0], float):
+    if train.is_regression:
         return ["LABEL_0"]
     names = train.classes or [str(label) for label in sorted(set(train.labels))]
     if len(names) < 2:

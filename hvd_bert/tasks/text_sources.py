@@ -7,6 +7,7 @@ from dataclasses import replace
 from hvd_bert.config.glue import DATASET, GLUE
 from hvd_bert.config.settings import Config
 from hvd_bert.data import hub, texts
+from hvd_bert.data.questions import Reading
 from hvd_bert.data.texts import Columns, Texts
 from hvd_bert.distributed.world import log
 from hvd_bert.errors import UserError
@@ -22,10 +23,12 @@ def open_texts(config: Config) -> tuple[Texts | None, dict[str, Texts]]:
     data, args = config.data, config.train
     glue = GLUE.get(data.task_name or "")
     named = tuple(data.text_column_names.split(",")) if data.text_column_names else ()
-    columns = Columns(glue.texts if glue else named, data.label_column_name, data.text_column_delimiter)
+    columns = Columns(
+        glue.texts if glue else named, data.label_column_name, data.text_column_delimiter, data.do_regression
+    )
     train = _open(config, data.train_split_name, "train_file", columns) if args.do_train else None
     if train:
-        columns = replace(columns, texts=train.columns.texts)
+        columns = replace(columns, texts=train.columns.texts, numbers=train.is_regression)
     elif args.do_train:
         raise UserError(
             "--task text-classification needs --task_name, --dataset_name or --train_file to train on. Give one."
@@ -42,16 +45,16 @@ def open_texts(config: Config) -> tuple[Texts | None, dict[str, Texts]]:
 
 def _open(config: Config, split: str, file_flag: str, columns: Columns) -> Texts | None:
     """A split of the hub's data set, or the file of a flag; None if the flag is not given."""
-    data, cache_dir = config.data, config.model.cache_dir
+    data, cache_dir, reading = config.data, config.model.cache_dir, Reading(bad_examples=config.data.bad_examples)
     dataset, config_name = (
         (DATASET, data.task_name) if data.task_name else (data.dataset_name, data.dataset_config_name)
     )
     if dataset:
         flag = f"--task_name {data.task_name}" if data.task_name else ""
         rows = hub.load(dataset, split, config_name, cache_dir, _WAYS_OUT, flag)
-        return texts.open_hub(rows, f"{'/'.join(filter(None, (dataset, config_name)))}[{split}]", columns)
+        return texts.open_hub(rows, f"{'/'.join(filter(None, (dataset, config_name)))}[{split}]", columns, reading)
     path = data.train_file if file_flag == "train_file" else data.validation_file
-    return texts.open_file(path, f"--{file_flag}", columns) if path else None
+    return texts.open_file(path, f"--{file_flag}", columns, reading) if path else None
 
 
 def joined(sources: list[Texts]) -> Texts:
@@ -66,5 +69,7 @@ def joined(sources: list[Texts]) -> Texts:
             first=first.first + other.first,
             second=second,
             labels=first.labels + other.labels,
+            places=first.places + other.places,
+            bad=first.bad + other.bad,
         )
     return first

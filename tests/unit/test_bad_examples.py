@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_training_skips_every_question_with_a_mistake(tmp_path, bad_data):
         **dict.fromkeys(("out-of-range offset", "empty answer", "missing key", "wrong type", "empty text"), 1),
         **dict.fromkeys(("unanswered question", "duplicate id"), 1),
     }
-    assert summary(bad).startswith("9 skipped (2 misplaced answers, 1 out-of-range offset, ")
+    assert re.fullmatch(r"mistakes in 9 questions \(misplaced answer: 2, .*\): 9 left out", summary(bad))
 
 
 def test_evaluation_keeps_every_question_that_has_an_answer_text(tmp_path, bad_data, make_questions):
@@ -91,7 +92,8 @@ def test_evaluation_keeps_every_question_that_has_an_answer_text(tmp_path, bad_d
     assert kept["q9#2"] == dataclasses.replace(right["q9"], id="q9#2")
     bad = source.bad_examples()
     assert [example.id for example in bad if example.skipped] == ["q1", "q7", "q8"]
-    assert summary(bad).startswith("3 skipped; evaluation keeps 6, which have an answer text (2 misplaced")
+    assert summary(bad).startswith("mistakes in 9 questions (misplaced answer: 2, ")
+    assert summary(bad).endswith(": 3 left out, 6 scored by the answer texts that they have")
 
 
 def test_questions_without_an_answer_are_no_mistake_in_v2(tmp_path, bad_data):

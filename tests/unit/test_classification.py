@@ -146,7 +146,7 @@ def test_families_that_cannot_be_packed_are_padded(make_task, tmp_path, tokenize
     kind(vocab_size=len(tokenizer), **shape).save_pretrained(tmp_path / "other")
     task = make_task("--tokenizer_name", str(tmp_path / "model"), config=tmp_path / "other")
     assert task.config.data.padding == ("none" if packed else "longest")
-    assert not task.model.takes_token_types, "as in run_glue: this tokenizer gives none (model_input_names)"
+    assert task.model.takes_token_types == packed, "it has two token types, though its tokenizer does not list them"
     batch = task.batch(np.arange(12))
     padded = 12 * max(batch.content[0].lengths)
     assert batch.num_positions == (batch.num_tokens if packed else padded) and padded > batch.num_tokens
@@ -165,8 +165,22 @@ def test_wrong_uses(make_task, tmp_path):
     with pytest.raises(UserError, match="--metric_for_best_model exact_match: --task text-classification has accuracy"):
         make_task("--metric_for_best_model", "exact_match")
     (tmp_path / "dev.jsonl").write_text('{"sentence1": "a", "sentence2": "b", "label": "never"}\n')
-    with pytest.raises(UserError, match="the label 'never' of example 1 is not one of maybe, no, yes"):
+    with pytest.raises(UserError, match=r"dev\.jsonl: line 1: the label 'never' is not one of maybe, no, yes"):
         make_task()
+
+
+def test_mistakes_are_left_out_counted_and_listed(make_task, tmp_path, caplog):
+    path, whole = tmp_path / "train.jsonl", make_task().train
+    path.write_text('{"sentence1": "a", "sentence2": "b", "label": ""}\n' + path.read_text())
+    with pytest.raises(UserError, match=r"1 wrong label: line 1: .*--bad_examples skip"):
+        make_task()
+    task = make_task("--bad_examples", "skip")
+    assert (len(task.train), task.names) == (len(whole), ["maybe", "no", "yes"])
+    assert "The training data have mistakes in 1 texts (wrong label: 1): 1 left out." in caplog.text
+    counts = {"training": {"skipped": 1, "mistakes": {"wrong label": 1}}, "validation": {"skipped": 0, "mistakes": {}}}
+    assert task.describe_data(tmp_path) == {"skipped_examples": counts}
+    (row,) = map(json.loads, (tmp_path / "skipped_examples.jsonl").read_text().splitlines())
+    assert (row["data"], row["where"], row["skipped"]) == ("training", "line 1", True)
 
 
 def test_dp_splits_and_joins_texts(make_task):

@@ -134,7 +134,8 @@ def test_missing_file_and_folder_are_refused_at_once(tmp_path):
         ("[]", "no questions found"),
         ('{"data": [{"title": "t", "paragraphs": []}]}', "no questions found"),
         ('{"data": ["text"]}', 'data[0] should be an object (found "text")'),
-        ('[{"id": "a"}]', '[0] has no "context"'),
+        ('[{"id": "a"}]', "no column context, question, answers (found: id)"),
+        ('[{"id": "a"}, {"context": "c", "question": "q", "answers": []}]', '[0] has no "context"'),
     ],
 )
 def test_files_that_are_not_squad(tmp_path, content, words):

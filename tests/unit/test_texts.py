@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 
 import datasets
 import pyarrow as pa
@@ -12,6 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from hvd_bert.data import texts
+from hvd_bert.data.questions import Reading
 from hvd_bert.data.texts import Columns
 from hvd_bert.errors import UserError
 from hvd_bert.tasks.text_classification import tokenized
@@ -69,16 +71,61 @@ def test_csv(write):
         (["5.000", "3.8", "-1"], [5.0, 3.8, -1.0]),
         (["1.0", "2.0"], [1.0, 2.0]),
         (["1e-05", ".5", "+1.5", "2.", "3"], [1e-05, 0.5, 1.5, 2.0, 3.0]),
-        (["1e400", "1.0"], ["1e400", "1.0"]),
         (["1.5", "x"], ["1.5", "x"]),
         (["1.2.3", "1.0"], ["1.2.3", "1.0"]),
-        (["nan", "1.0"], ["nan", "1.0"]),
+        (["1", "2", "other", "NA"], ["1", "2", "other", "NA"]),
     ],
 )
 def test_fractions_are_numbers_to_learn(write, labels, expected):
     csv = write("text,label\n" + "".join(f"a,{label}\n" for label in labels), "t.csv")
     found = texts.open_file(csv, "--train_file").labels
     assert found == expected and {type(label) for label in found} == {type(expected[0])}
+
+
+@pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl", ".parquet"])
+@pytest.mark.parametrize("wrong", ["nan", "-inf", "1e400", "NA", "N/A", "NULL", "none", "", None, float("nan"), "x"])
+@pytest.mark.parametrize("labels", [[0, 1], [0.5, 1.0, 4.75]], ids=["classes", "fractions"])
+def test_label_that_is_no_number_among_numbers_is_a_mistake(write, labels, wrong, ending):
+    if wrong == "x" and ending != ".jsonl" and labels == [0, 1]:
+        pytest.skip("a third class: text has no types")
+    good = (labels * 20)[:40]
+    found = [*good[:7], wrong, *good[7:]]
+    if ending == ".parquet":
+        found = found if wrong is None or isinstance(wrong, float) else [*map(str, found)]
+        out = io.BytesIO()
+        parquet.write_table(pa.table({"text": ["a"] * 41, "label": found}), out)
+        path, place = write(out.getvalue(), "t.parquet"), "row 7"
+    elif ending == ".jsonl":
+        path, place = write(lines(*({"text": "a", "label": label} for label in found))), "line 8"
+    else:
+        found = ["" if label is None else label for label in found]
+        rows = [["text", "label"], *(["a", str(label)] for label in found)]
+        separator = "," if ending == ".csv" else "\t"
+        path, place = write("".join(separator.join(row) + "\n" for row in rows), f"t{ending}"), "line 9"
+    with pytest.raises(UserError, match=rf"{re.escape(path)}: 1 wrong label: {place}: .*--bad_examples skip"):
+        texts.open_file(path, "--train_file")
+    kept = texts.open_file(path, "--train_file", reading=Reading(bad_examples="skip"))
+    assert kept.labels == good and {type(label) for label in kept.labels} <= {int, float}
+    assert [(bad.where, bad.skipped) for bad in kept.bad] == [(place, True)] and place not in kept.places
+
+
+def test_regression_takes_numbers_only(write):
+    path = write("text,label\na,1\nb,2\nc,good\nd,good\ne,good\n", "t.csv")
+    assert texts.open_file(path, "--train_file").labels == ["1", "2", "good", "good", "good"]
+    reading = Reading(bad_examples="skip")
+    found = texts.open_file(path, "--train_file", Columns(numbers=True), reading)
+    assert found.labels == [1, 2] and [bad.where for bad in found.bad] == ["line 4", "line 5", "line 6"]
+
+
+def test_rows_with_mistakes_are_left_out(write):
+    path = write('[1]\n{"text": "a", "label": "x"}\n{"text": 3, "label": "x"}\n{"text": "b", "label": null}\n')
+    found = texts.open_file(path, "--train_file", reading=Reading(bad_examples="skip"))
+    assert (found.first, found.places) == (["a"], ["line 2"])
+    assert [(bad.where, bad.kind) for bad in found.bad] == [
+        ("line 1", "malformed row"), ("line 3", "wrong type"), ("line 4", "wrong label")
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="all texts have mistakes: 1 malformed row"):
+        texts.open_file(write("[1]\n"), "--train_file", reading=Reading(bad_examples="skip"))
 
 
 def test_whole_numbers_among_fractions_are_fractions(write):
@@ -154,7 +201,7 @@ def test_columns_of_the_training_file_are_read_from_another(write):
         ("version https://git-lfs.github.com/spec/v1\n", "t.csv", "a git-LFS pointer, not the data"),
         ("text,label\na,1\n".encode("utf-16"), "t.csv", "UTF-16 text. Convert it"),
         ('{"text": "a", "label": 1}\n{"text"', "t.jsonl", "not JSON: .* at line 2"),
-        ("[1]\n", "t.jsonl", "line 1 is not a JSON object"),
+        ("[1]\n", "t.jsonl", "line 1: it is not a JSON object"),
         ('{"text": "a"}\n', "t.jsonl", "needs a column `label`"),
         ('{"text": 3, "label": 1}\n', "t.jsonl", "line 1: `text` must be text, not 3"),
         ('{"text": "a", "label": NaN}\n', "t.jsonl", "line 1: the label must be text or a number, not nan"),
@@ -162,11 +209,11 @@ def test_columns_of_the_training_file_are_read_from_another(write):
         (
             '{"text": "a", "label": 1}\n{"text": "b", "label": "x"}\n',
             "t.jsonl",
-            "some labels are text and some are num",
+            "1 wrong label: line 1: the label 1 is not text, as most are",
         ),
         ('{"text": "\\ud800", "label": 1}\n', "t.jsonl", "`text` contains an unpaired surrogate"),
         ('{"text": "a", "label": "\\ud800"}\n', "t.jsonl", "`label` contains an unpaired surrogate"),
-        ("text,label\na,1\nb\n", "t.csv", "line 3 has another number of columns"),
+        ("text,label\na,1\nb\n", "t.csv", "line 3: it has another number of columns"),
         (b"text,label\n\xff,1\n", "t.csv", "not UTF-8 text"),
         ("text,label,text\na,1,b\n", "t.csv", "the first line names the column `text` more than once"),
     ],

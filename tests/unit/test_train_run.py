@@ -211,8 +211,9 @@ def test_skipped_examples_are_listed_counted_and_left_out(base, tmp_path, make_q
     for _ in range(2):  # the second time, the windows are cached
         train(base, *flags, "--bad_examples", "skip", "--overwrite_output_dir")
         output_dir.unlock()
-        assert "The training data have mistakes: 2 skipped (1 invalid character, 1 out-of-" in caplog.text
-        assert "The validation data have mistakes: 1 skipped; evaluation keeps 1, which have an" in caplog.text
+        kinds_of_both = "mistakes in 2 questions (invalid character: 1, out-of-range offset: 1)"
+        assert f"The training data have {kinds_of_both}: 2 left out." in caplog.text
+        assert f"The validation data have {kinds_of_both}: 1 left out, 1 scored by" in caplog.text
         caplog.clear()
         results = json.loads((out / "train_results.json").read_text())
         kinds = {"invalid character": 1, "out-of-range offset": 1}
