@@ -73,9 +73,13 @@ def test_describe_names_what_is_there(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "tb").mkdir()
     (tmp_path / "notes.txt").write_text("")
+    (tmp_path / "model.safetensors").write_text("")
     head, *lines = run_folder.describe(tmp_path).splitlines()
     assert head == f"In {tmp_path}:"
-    assert [line.split()[0] for line in lines] == ["metrics.jsonl", "tb"]
+    assert [line.split()[0] for line in lines] == ["metrics.jsonl", "tb", "model.safetensors"]
+    assert "from_pretrained" not in "".join(lines), "it needs a config.json, which a task of one's own may not have"
+    (tmp_path / "config.json").write_text("{}")
+    assert "from_pretrained" in run_folder.describe(tmp_path)
 
 
 def test_leftovers_of_a_killed_save_are_removed(tmp_path, tokenizer, monkeypatch):
