@@ -36,8 +36,10 @@ Windows equal run_qa's, which is tested with each kind of fast tokenizer: BERT's
 XLM-RoBERTa's, DeBERTa's (v1, v2), DistilBERT's, ELECTRA's, ModernBERT's, MPNet's and Splinter's. A tokenizer that pads
 on the left is refused.
 
-The special tokens and token types are those of the model's own tokenizer. A BERT always gets token types, unless its
-tokenizer's layout has none. `--torch_compile` needs layers that are built as BERT's; otherwise it is refused.
+The special tokens and token types are those of the layout of the model's own tokenizer. A model with two token types
+gets them, whether its tokenizer returns them by default or not: since transformers 5 those of ALBERT, RemBERT and
+Splinter do not. The tokenizer in the output folder does. `--torch_compile` needs layers that are built as BERT's;
+otherwise it is refused.
 
 `--task text-classification` packs the same families. It is refused if transformers has no classification head.
 """

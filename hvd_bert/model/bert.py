@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data.collate import Batch
@@ -23,7 +22,7 @@ from hvd_bert.model.cpu import linear
 from hvd_bert.model.cpu.dropout import Dropout
 from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.flops import try_once
-from hvd_bert.model.loading import lacks_model_type, load, load_config, load_encoder, reported
+from hvd_bert.model.loading import lacks_model_type, load_config, load_encoder, load_tokenizer_files, reported
 
 # For speed, vocabularies are padded: by fewer tokens than this, or than this share if they are large. A larger surplus
 # means another vocabulary.
@@ -35,7 +34,7 @@ def load_tokenizer(args: ModelArguments) -> Any:
     extra: dict[str, Any] = {"use_fast": True}
     if args.config_name and lacks_model_type(args.tokenizer):  # the configuration tells which tokenizer it is
         extra["config"] = load_config(args.config_name, args)
-    tokenizer = load(AutoTokenizer, args.tokenizer, args, **extra)
+    tokenizer = load_tokenizer_files(args, **extra)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers' result for a folder without a vocabulary
         raise UserError(f"'{args.tokenizer}' has no vocabulary. Name a tokenizer's folder (--tokenizer_name FOLDER).")
     if not isinstance(tokenizer.model_max_length, int | float):
@@ -122,18 +121,21 @@ def _dropout_settings(config: Any) -> list[str]:
 
 
 def takes_token_types(config: Any, model_name: str, tokenizer: Any) -> bool:
-    """Whether the model gets token types 0 and 1: as in run_qa, if its tokenizer gives them, and always for a BERT."""
-    layout = Layout.of(tokenizer)
-    given = config.model_type == "bert" or "token_type_ids" in tokenizer.model_input_names
+    """Whether the model gets token types 0 and 1: if it has both, and its tokenizer lays out a pair of texts with them.
+
+    A tokenizer that does so may still not list them among its inputs (`model_input_names`): since transformers 5 those
+    of ALBERT, RemBERT and others do not, though these models were pretrained with both types.
+    """
     taken = "token_type_ids" in inspect.signature(families.model_class(config).forward).parameters
-    if not (layout.token_types and given and taken):
+    if not (taken and Layout.of(tokenizer).token_types):
         return False
-    if config.type_vocab_size == 1:
+    types, listed = getattr(config, "type_vocab_size", 0), "token_type_ids" in tokenizer.model_input_names
+    if types == 1 and listed:
         raise UserError(
             f"{model_name} has only one token type, but its tokenizer gives the context another than the question."
             " Give the model's own tokenizer (--tokenizer_name)."
         )
-    return True
+    return types >= 2 or listed
 
 
 def _prepared(model: Any, token_types: bool) -> Any:

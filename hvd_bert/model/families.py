@@ -154,11 +154,12 @@ def adapt(model: nn.Module, token_types: bool, family: Family) -> None:
 
     `token_types`: whether the model gets token types. A model that takes BERT's inputs stays as it is.
     """
+    model.takes_token_types = token_types  # type: ignore[assignment]
     if family == _PACKED and token_types:
         return
     if family.prepare:
         family.prepare(model)
-    model.family, model.takes_token_types = family, token_types  # type: ignore[assignment]
+    model.family = family  # type: ignore[assignment]
     kind = type(model)
     # A subclass, so that copies and wrappers of the model keep it. transformers saves the class's name.
     model.__class__ = type(kind.__name__, (_Adapted, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pickle
+import re
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data import hub
+from hvd_bert.distributed.logs import log
 from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.machine import free_memory
 from hvd_bert.model.families import family_of, model_class
@@ -40,6 +43,8 @@ OWNERS = {
     "almanach": ("camembert-base",),
 }
 HUB_NAMES = {name: f"{owner}/{name}" for owner, names in OWNERS.items() for name in names}
+
+_UPPER_CASE = re.compile(r"^[^\[<].*[A-Z]|^[A-Z]")  # not in special tokens, such as [CLS] and <S>
 
 # The first that exists is loaded.
 WEIGHT_FILES = (
@@ -104,10 +109,9 @@ def reported(name: str, cache_dir: str | None = None) -> AbstractContextManager[
 def _remedy(name: str, cache_dir: str | None) -> str:
     if os.path.lexists(name):
         return "Fix or replace it, name another model"
-    try:
-        cached = try_to_load_from_cache(name, "config.json", cache_dir)
-    except HFValidationError:  # not a name on the hub
+    if _is_path(name):
         return "Check the path"
+    cached = try_to_load_from_cache(name, "config.json", cache_dir)
     if isinstance(cached, str):
         return f"Delete the model's folder in the hub's cache ({Path(cached).parents[2]}) and download it again"
     return (
@@ -169,15 +173,34 @@ def _load(kind: Any, name: str, args: ModelArguments, **extra: Any) -> Any:
     if path.exists():
         if path.is_dir():  # else it is a configuration's file
             check_files(path, FILES.get(kind, WEIGHT_FILES))
-        return kind.from_pretrained(name, trust_remote_code=False, **extra)
-    if path.is_absolute():
-        raise FileNotFoundError("no such folder")
+        try:
+            return kind.from_pretrained(name, trust_remote_code=False, **extra)
+        except Exception:  # of the kinds of tokenizers that transformers then tried
+            enough = {"config.json", "tokenizer.json"}.intersection(FILES.get(kind, ()))
+            if enough and path.is_dir() and not any((path / file).exists() for file in enough):
+                raise FileNotFoundError("it has no config.json") from None
+            raise
+    if _is_path(name):
+        raise FileNotFoundError(f"no such folder{'' if path.is_absolute() else f' in {Path.cwd()}'}")
     extra |= {"cache_dir": args.cache_dir, "revision": args.model_revision}
     # The cache first: it needs no network, and N ranks do not all contact the hub.
     for cached_name in (name, HUB_NAMES.get(name, name)):
         with contextlib.suppress(OSError):
             return kind.from_pretrained(cached_name, trust_remote_code=False, local_files_only=True, **extra)
-    return kind.from_pretrained(name, trust_remote_code=False, local_files_only=not hub.reachable(), **extra)
+    if not hub.reachable():
+        raise FileNotFoundError(
+            f"no such folder in {Path.cwd()}, the model is not in the hub's cache, and the hub does not answer"
+        )
+    return kind.from_pretrained(name, trust_remote_code=False, **extra)
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name can only be that of a folder, not of a model on the hub."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return True
+    return False
 
 
 def check_files(folder: Path, names: tuple[str, ...]) -> None:
@@ -194,6 +217,42 @@ def check_files(folder: Path, names: tuple[str, ...]) -> None:
                 _check_index(path, content)
         if name in WEIGHT_FILES:
             break
+
+
+def load_tokenizer_files(args: ModelArguments, **extra: Any) -> Any:
+    """The tokenizer in --tokenizer_name, which keeps upper-case letters if its files say so. Raises UserError.
+
+    Without "do_lower_case" in tokenizer_config.json, transformers lower-cases texts for BERT's vocabularies, and thus
+    splits each word with an upper-case letter. Then tokenizer.json decides, and without one the vocabulary.
+    """
+    tokenizer = load(AutoTokenizer, args.tokenizer, args, **extra)
+    if not tokenizer.init_kwargs.get("do_lower_case"):
+        return tokenizer
+    with reported(args.tokenizer, args.cache_dir):
+        if "do_lower_case" in _content(args, "tokenizer_config.json"):
+            return tokenizer
+        normalizer = json.dumps(_content(args, "tokenizer.json").get("normalizer"))
+    cased = any(_UPPER_CASE.search(token) for token in tokenizer.get_vocab())
+    if '"lowercase": true' in normalizer or '"Lowercase"' in normalizer or not cased:
+        return tokenizer
+    log.info(
+        "%s: the vocabulary has words with upper-case letters, so texts are not lower-cased. To lower-case them, set"
+        ' "do_lower_case": true in tokenizer_config.json.', args.tokenizer,
+    )  # fmt: skip
+    return load(AutoTokenizer, args.tokenizer, args, do_lower_case=False, **extra)
+
+
+def _content(args: ModelArguments, file: str) -> dict[str, Any]:
+    """A JSON file of the tokenizer in its folder or in the hub's cache; {} if it has none."""
+    name = args.tokenizer
+    folder = Path(name)
+    if folder.exists():
+        return _json_object(folder / file) if (folder / file).is_file() else {}
+    for cached_name in (name, HUB_NAMES.get(name, name)):
+        path = try_to_load_from_cache(cached_name, file, args.cache_dir, args.model_revision)
+        if isinstance(path, str):
+            return _json_object(Path(path))
+    return {}
 
 
 def lacks_model_type(name: str) -> bool:

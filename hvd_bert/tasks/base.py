@@ -141,8 +141,7 @@ class Task(ABC):
         """Write the files besides the weights that make a folder load as the model: none, except of transformers'."""
         if isinstance(self.model, PreTrainedModel):
             self.model.config.save_pretrained(folder)
-        if self.tokenizer is not None:  # a chat template's own file could replace a user's
-            self.tokenizer.save_pretrained(folder, save_jinja_files=False)
+        self._save_tokenizer(folder)
 
     def save(self, folder: Path) -> None:
         """Write the trained model into an empty folder, so that `from_pretrained` or `load_state_dict` can load it."""
@@ -152,5 +151,14 @@ class Task(ABC):
             # Copies, since DeepSpeed makes the weights views of one tensor, which safetensors refuses.
             weights = {name: value.clone().contiguous() for name, value in self.model.state_dict().items()}
             safetensors.torch.save_file(weights, folder / "model.safetensors")
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder, save_jinja_files=False)
+        self._save_tokenizer(folder)
+
+    def _save_tokenizer(self, folder: Path) -> None:
+        """Save the tokenizer, so that `from_pretrained` loads one that gives the inputs the model was trained with."""
+        if self.tokenizer is None:
+            return
+        inputs = self.tokenizer.model_input_names
+        if getattr(self.model, "takes_token_types", False) and "token_type_ids" not in inputs:
+            self.tokenizer.model_input_names = [*inputs, "token_type_ids"]
+            self.tokenizer.init_kwargs["model_input_names"] = self.tokenizer.model_input_names  # is what is saved
+        self.tokenizer.save_pretrained(folder, save_jinja_files=False)  # a chat template's file could replace a user's

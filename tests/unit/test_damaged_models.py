@@ -292,6 +292,65 @@ def test_memory_for_all_copies(good, monkeypatch):
         load_config(str(good), args, copies=5)
 
 
+@pytest.mark.parametrize("name", ["./models/bert", "runs/x", "a/b/c"])
+def test_missing_folder_is_not_only_an_unreachable_hub(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "reachable", lambda: False)
+    for load in (load_tokenizer, lambda args: load_config(name, args)):
+        with pytest.raises(UserError, match=rf"'{name}' cannot be loaded \(no such folder in {tmp_path}"):
+            load(ModelArguments(model_name_or_path=name))
+
+
+def test_folder_without_a_configuration_says_what_is_missing(good, tmp_path, make_questions):
+    folder = shutil.copytree(good, tmp_path / "incomplete")
+    (folder / "config.json").unlink()
+    (folder / "vocab.txt").write_text("[UNK]\nred\n")
+    for left in (["tokenizer.json"], ["tokenizer_config.json"], ["vocab.txt"], []):
+        with pytest.raises(UserError, match=r"incomplete' cannot be loaded \(it has no config\.json"):
+            load_all(folder, make_questions)
+        for name in left:
+            (folder / name).unlink()
+
+
+def words_only(folder: Path, words: list[str]) -> ModelArguments:
+    """The arguments for a BERT whose tokenizer is only a vocabulary."""
+    folder.mkdir()
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<S>", *words]
+    (folder / "vocab.txt").write_text("\n".join(pieces))
+    BertConfig(vocab_size=len(pieces)).save_pretrained(folder)
+    return ModelArguments(model_name_or_path=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "content", "expected"),
+    [
+        (["Berlin", "be", "##rlin"], None, {}, ["Berlin"]),
+        (["##Berlin", "Ber", "##lin"], None, {}, ["Ber", "##lin"]),
+        (["berlin"], None, {}, ["berlin"]),
+        (["Berlin", "be", "##rlin"], "tokenizer_config.json", {"model_max_length": 64}, ["Berlin"]),
+        (["Berlin", "be", "##rlin"], "tokenizer_config.json", {"do_lower_case": True}, ["be", "##rlin"]),
+        (["Berlin", "be", "##rlin"], "tokenizer.json", {"lowercase": False}, ["Berlin"]),
+        (["Berlin", "be", "##rlin"], "tokenizer.json", {"lowercase": True}, ["be", "##rlin"]),
+    ],
+)
+def test_cased_vocabulary_is_not_lower_cased(tmp_path, caplog, words, file, content, expected):
+    args = words_only(tmp_path / "model", words)
+    if file == "tokenizer.json":
+        load_tokenizer(args).save_pretrained(tmp_path / "saved")
+        whole = json.loads((tmp_path / "saved" / file).read_text())
+        content = {**whole, "normalizer": whole["normalizer"] | content}
+        caplog.clear()
+    if file:
+        (tmp_path / "model" / file).write_text(json.dumps(content))
+    with caplog.at_level("INFO"):
+        tokenizer = load_tokenizer(args)
+    assert tokenizer.tokenize("Berlin") == expected
+    assert ("not lower-cased" in caplog.text) == (expected != ["berlin"] and expected != ["be", "##rlin"])
+    tokenizer.save_pretrained(tmp_path / "again")
+    again = load_tokenizer(ModelArguments(tokenizer_name=str(tmp_path / "again")))
+    assert again.tokenize("Berlin") == expected
+
+
 def test_missing_folder():
     with pytest.raises(UserError, match=r"'/nowhere' cannot be loaded \(no such folder\)\. "):
         load_tokenizer(ModelArguments(model_name_or_path="/nowhere"))

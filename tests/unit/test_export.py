@@ -67,7 +67,9 @@ def test_logits_are_those_of_transformers(family, tokenizer, tmp_path, capsys, m
     texts = ["what is in the box?", "red", "the green box in the hall is the box of the red box"]
     session = onnxruntime.InferenceSession(target / "model.onnx", providers=["CPUExecutionProvider"])
     axes = {value.name: value.shape for value in session.get_inputs()}
-    types = ["token_type_ids"] if family == "bert" else []  # what it was trained with, whatever its tokenizer returns
+    types = (
+        ["token_type_ids"] if family in ("bert", "electra") else []
+    )  # what it was trained with, whatever its tokenizer returns
     assert axes == {name: ["batch", "sequence"] for name in ("input_ids", "attention_mask", *types)}
     encode = AutoTokenizer.from_pretrained(target)
     encoded = encode(texts, texts[::-1], padding=True, return_token_type_ids=True, return_tensors="np")

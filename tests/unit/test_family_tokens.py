@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tokenizers
-from family_tokenizers import MAKERS
+import torch
+from family_tokenizers import MAKERS, unigram
 from hypothesis import given, settings
 from test_tokenization import answer_of, ask, cases, spans_of, to_windows
+from test_world import make_world
 from tokenizers import processors
-from transformers import BertConfig, ElectraConfig, PreTrainedTokenizerFast, RobertaConfig
+from transformers import (
+    AlbertConfig,
+    AutoTokenizer,
+    BertConfig,
+    ElectraConfig,
+    PreTrainedTokenizerFast,
+    RemBertConfig,
+    RemBertTokenizer,
+    RobertaConfig,
+    SplinterConfig,
+)
 
-from hvd_bert.config.settings import ModelArguments
+from hvd_bert.config.command_line import parse
+from hvd_bert.config.settings import TASKS, ModelArguments
 from hvd_bert.data import squad
 from hvd_bert.data.windows import WindowOptions, check_lengths, prepare
 from hvd_bert.errors import UserError
 from hvd_bert.evaluation.postprocess import SpanOptions, WindowLogits, answers_of
 from hvd_bert.model.bert import load_model
+from hvd_bert.tasks.table import load_task
 
 SPACES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
@@ -128,7 +145,46 @@ def typed(config, tokenizer, tmp_path) -> bool:
     """Whether a new model with this tokenizer uses its token types."""
     config.save_pretrained(tmp_path)
     model = load_model(ModelArguments(config_name=str(tmp_path)), tokenizer, 32, seed=1)
-    return getattr(model, "takes_token_types", True)
+    return model.takes_token_types
+
+
+def rembert():
+    """As from a published tokenizer.json: a RemBertTokenizer that is made from pieces has no special tokens."""
+    tokenizer = unigram(RemBertTokenizer, "<pad>", "[CLS]", "<unk>", "[SEP]", "[MASK]")
+    tokenizer.backend_tokenizer.post_processor = MAKERS["albert"]().backend_tokenizer.post_processor
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"), [(AlbertConfig, MAKERS["albert"]), (SplinterConfig, MAKERS["splinter"]), (RemBertConfig, rembert)]
+)
+@pytest.mark.parametrize("task", [*TASKS])
+def test_model_that_was_pretrained_with_token_types_gets_them(kind, make, task, tmp_path, make_questions, write_squad):
+    """In both tasks, whatever its tokenizer returns by default, and the saved tokenizer then returns them."""
+    tokenizer, folder = make(), tmp_path / "model"
+    assert "token_type_ids" not in tokenizer.model_input_names
+    sizes = {"embedding_size": 16} if kind is AlbertConfig else {"input_embedding_size": 16}
+    kind(vocab_size=len(tokenizer), **SPACES, **sizes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    file = str(write_squad(make_questions(3), "train.json"))
+    if task == "text-classification":
+        if kind is SplinterConfig:
+            pytest.skip("transformers has no classification head for it")
+        file = str(tmp_path / "train.jsonl")
+        rows = [{"sentence1": "red", "sentence2": f"the box {label}", "label": label} for label in range(3)]
+        Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--task", task, "--config_name", str(folder), "--train_file", file, "--max_seq_length", "200"]
+    made = load_task(parse([*flags, "--strategy", "none", "--dropout", "0"]), make_world())
+    batch = made.batch(np.arange(3))
+    inputs = batch if task == "question-answering" else batch.content[0]
+    inputs.token_type_ids[:] = 1 - inputs.token_type_ids
+    other = made.losses(made.model, batch)
+    inputs.token_type_ids[:] = 1 - inputs.token_type_ids
+    assert not torch.equal(made.losses(made.model, batch), other), "the types have no effect"
+    (tmp_path / "saved").mkdir()
+    made.save(tmp_path / "saved")
+    encoded = AutoTokenizer.from_pretrained(tmp_path / "saved")("the red box", "the hall")
+    assert {*encoded["token_type_ids"]} == {0, 1}
 
 
 def test_token_types_are_those_of_the_tokenizer(tokenizer, tmp_path):
@@ -137,7 +193,8 @@ def test_token_types_are_those_of_the_tokenizer(tokenizer, tmp_path):
     assert not typed(BertConfig(vocab_size=len(bytes_), **SPACES), bytes_, tmp_path)  # all of its types are 0
     electra = {"vocab_size": len(words), "embedding_size": 16, **SPACES}
     assert "token_type_ids" not in words.model_input_names
-    assert not typed(ElectraConfig(**electra), words, tmp_path)
+    assert typed(ElectraConfig(**electra), words, tmp_path), "it was pretrained with both"
+    assert not typed(ElectraConfig(**electra, type_vocab_size=1), words, tmp_path)
     words = PreTrainedTokenizerFast(
         tokenizer_object=words.backend_tokenizer, model_input_names=["input_ids", "token_type_ids"]
     )
