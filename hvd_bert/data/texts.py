@@ -141,7 +141,7 @@ def _texts(
     reading: Reading,
     classes: list[str] | None = None,
 ) -> Texts:
-    checked = [
+    checked: list[tuple[str, tuple[list[str], Value] | Mistake]] = [
         (place, row if isinstance(row, Mistake) else attempt(_checked, name, place, row, columns, classes))
         for place, row in located
     ]
@@ -149,11 +149,11 @@ def _texts(
     labels = iter(found if classes is not None else _as_numbers(found, columns.numbers))
     kept, bad = [], []
     for place, row in checked:
-        label = row if isinstance(row, Mistake) else next(labels)
+        texts, label = ([], row) if isinstance(row, Mistake) else (row[0], next(labels))
         if isinstance(label, Mistake):
             bad.append(BadExample(place, None, label.kind, f"{place}: {label.reason}", True))
         else:
-            kept.append((place, label, *row[0]))
+            kept.append((place, label, *texts))
     refuse_mistakes(name, bad, len(kept), reading, "texts")
     places, values, *parts = (list(column) for column in zip(*kept, strict=True))
     if columns.delimiter is not None:

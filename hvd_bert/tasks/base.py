@@ -117,7 +117,7 @@ class Task(ABC):
 
         These are the list of the mistakes that were skipped, and their counts.
         """
-        name = "skipped_examples.jsonl" if self.plan else "eval_skipped_examples.jsonl"
+        name = "skipped_examples.jsonl" if self.plan is not None else "eval_skipped_examples.jsonl"
         bad = self.bad_examples()
         rows = [{"data": data} | asdict(example) for data, examples in bad.items() for example in examples]
         if rows:
