@@ -103,7 +103,9 @@ def _parsed(name: str, text: str) -> Any:
                 f"{name}: neither JSON nor CSV with the columns of the questions ({shown(text.lstrip()[:100])})."
                 f" {_COLUMN_FLAGS}"
             ) from error
-        raise UserError(f"{name}: not JSON: {error.msg} at line {error.lineno}, column {error.colno}.") from error
+        raise UserError(
+            f"{name}: not JSON: {error.msg} at line {error.lineno}, column {error.colno}. Fix the file."
+        ) from error
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, lists inside thousands of lists
         raise UserError(f"{name}: not in SQuAD's format: {error}. {_GIVE}") from error
 
@@ -117,7 +119,7 @@ def json_lines(name: str, text: str) -> Iterator[tuple[int, Any]]:
             except json.JSONDecodeError as error:
                 raise UserError(
                     f"{name}: not JSON: {error.msg} at line {number}, column {error.colno} "
-                    "(read as one JSON row per line)."
+                    "(read as one JSON row per line). Fix the file."
                 ) from error
             except (ValueError, RecursionError) as error:  # as in _parsed
                 raise UserError(f"{name}: not data: {error} at line {number}. Fix the file.") from error
