@@ -17,11 +17,8 @@ from tokenizers import (
 )
 from transformers import (
     AlbertTokenizer,
-    CamembertTokenizer,
     DebertaTokenizer,
     DebertaV2Tokenizer,
-    DistilBertTokenizer,
-    ElectraTokenizer,
     MPNetTokenizer,
     PreTrainedTokenizerFast,
     RobertaTokenizer,
@@ -81,11 +78,8 @@ MAKERS = {
     "deberta": lambda: byte_level(DebertaTokenizer, OF_BERT),
     "modernbert": lambda: byte_level(modernbert, OF_BERT),
     "xlm-roberta": lambda: unigram(XLMRobertaTokenizer, "<s>", "<pad>", "</s>", "<unk>"),
-    "camembert": lambda: unigram(CamembertTokenizer, "<s>", "<pad>", "</s>", "<unk>"),
     "albert": lambda: unigram(AlbertTokenizer, "<pad>", "[CLS]", "[SEP]", "[MASK]", "<unk>"),
     "deberta-v2": lambda: unigram(DebertaV2Tokenizer, "[PAD]", "[CLS]", "[SEP]", "[UNK]"),
-    "distilbert": lambda: word_pieces(DistilBertTokenizer),
-    "electra": lambda: word_pieces(ElectraTokenizer),
     "mpnet": lambda: word_pieces(MPNetTokenizer, ["<s>", "<pad>", "</s>", "<mask>", "[UNK]"]),
     "splinter": lambda: word_pieces(SplinterTokenizer),
 }

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tables import each
 
 from hvd_bert.data.squad import Question
 from hvd_bert.evaluation.normalization import ANSWER_RULES
@@ -19,8 +20,8 @@ def asked(*golds: str) -> Question:
     return Question("q", "", "context", "?", golds, (0,) * len(golds))
 
 
-@pytest.mark.parametrize("version_2", [False, True], ids=["v1.1", "v2.0"])
-@pytest.mark.parametrize("rules", ["cmrc", "korquad"])
+@each("version_2", [False, True], ids=["v1.1", "v2.0"])
+@each("rules", ["cmrc", "korquad"])
 def test_official_values(rules, version_2):
     for row in GOLDEN[rules]:
         if version_2 and not ANSWER_RULES[rules].normalise(row["prediction"]):
@@ -35,7 +36,7 @@ def test_official_values(rules, version_2):
         assert {name: got[name] for name in expected} == pytest.approx(expected, abs=1e-9), row
 
 
-@pytest.mark.parametrize(
+@each(
     ("rules", "gold", "prediction", "exact", "f1"),
     [
         # A run of 3 of 4 characters; SQuAD's rules know only the whole text as one word.

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from tables import each
 
 from hvd_bert.model import attention
 from hvd_bert.model.attention import (
@@ -62,8 +63,8 @@ def kernel(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("scaling", [None, 0.3])
+@each("lengths", LENGTHS)
+@each("scaling", [None, 0.3])
 def test_each_token_attends_to_its_own_window(kernel, lengths, scaling):
     torch.manual_seed(0)
     # As in transformers: views of [1, N, heads x head size].
@@ -170,7 +171,7 @@ def test_bf16_is_near_fp32_with_the_same_dropout():
         assert (found.float() - expected).norm() < bound
 
 
-@pytest.mark.parametrize(
+@each(
     ("device", "dtype", "dropout", "head_size", "flash", "expected"),
     [
         ("cuda", torch.bfloat16, 0.0, 64, True, by_varlen),

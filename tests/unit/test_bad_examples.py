@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import refused
 
 from hvd_bert.data import squad
 from hvd_bert.data.checks import kinds, summary
@@ -106,7 +107,7 @@ def test_blank_answers_next_to_others(tmp_path, make_questions, to_rows):
     both = dataclasses.replace(question, answer_texts=(" ", "red"), answer_starts=(3, question.answer_starts[0]))
     path = write(tmp_path, to_rows([both]))
     assert squad.open_file(path, False, EVALUATION).questions() == [question]
-    with pytest.raises(UserError, match="all questions have mistakes: 1 empty answer: question 'q0'"):
+    with refused("'q0'"):
         squad.open_file(path, False, TRAINING).questions()
 
 

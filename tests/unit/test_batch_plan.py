@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import each
 
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.errors import UserError
@@ -78,8 +79,8 @@ def test_every_step_except_an_epochs_last_is_full(plan, step):
     assert len(plan.step_windows(step)) == (rest if last else plan.global_batch)
 
 
-@pytest.mark.parametrize("num_windows", [8, 24, 101])
-@pytest.mark.parametrize("step", [0, 2, 7, 40])
+@each("num_windows", [8, 24, 101])
+@each("step", [0, 2, 7, 40])
 def test_step_does_not_depend_on_the_world(num_windows, step):
     worlds = [(8, 1, 1), (4, 1, 2), (2, 2, 2), (2, 1, 4), (1, 2, 4), (1, 1, 8)]
     plans = [BatchPlan.of_rank_batch(lengths(num_windows), *world, seed=3, crossover=MINILM) for world in worlds]
@@ -101,8 +102,8 @@ def test_plan_is_pure(plan, step):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("crossover", [MINILM, BERT_BASE])
-@pytest.mark.parametrize(("size", "batch"), [(2, 8), (4, 8), (8, 8), (3, 8), (4, 16), (128, 8)])
+@each("crossover", [MINILM, BERT_BASE])
+@each(("size", "batch"), [(2, 8), (4, 8), (8, 8), (3, 8), (4, 16), (128, 8)])
 def test_ranks_take_nearly_the_same_number_of_tokens(size, batch, crossover):
     plan = BatchPlan.of_rank_batch(lengths(40 * size * batch), batch, 1, size, 0, crossover)
     tokens = [imbalance(plan.rank_tokens(step)) for step in range(plan.steps_per_epoch)]
@@ -168,7 +169,7 @@ def test_fewer_windows_than_ranks_are_refused(num_windows, size):
     BatchPlan(lengths(size), size, 1, size, 0, MINILM)
 
 
-@pytest.mark.parametrize(
+@each(
     ("size", "accumulation", "before", "after", "passes"),
     [(3, 1, 8, 16, 3), (2, 2, 12, 24, 4), (4, 1, 8, 4, 1), (1, 2, 16, 17, 3)],
 )

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from tables import each
 
 from hvd_bert.model.cpu import bmm
 
@@ -35,15 +36,7 @@ def test_strided_matrices_of_each_kind(calls):
             torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-def test_several_threads_use_torch(monkeypatch):
-    monkeypatch.setattr(bmm, "available", lambda: True)
-    monkeypatch.setattr(np, "matmul", None)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    out = torch.empty(1, 2, 2)
-    assert torch.equal(bmm.product(torch.ones(1, 2, 3), torch.ones(1, 3, 2), out), torch.full((1, 2, 2), 3.0))
-
-
-@pytest.mark.parametrize(
+@each(
     ("environ", "expected"),
     [
         ({"OMP_NUM_THREADS": "1"}, "1"),
@@ -52,7 +45,6 @@ def test_several_threads_use_torch(monkeypatch):
         ({"OMP_NUM_THREADS": "none"}, "cores"),
         ({}, "cores"),
     ],
-    ids=str,
 )
 def test_threads_as_openblas_reads_them(environ, expected, monkeypatch):
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
@@ -61,25 +53,6 @@ def test_threads_as_openblas_reads_them(environ, expected, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
     assert str(bmm.openblas_threads()) == expected.replace("cores", "5")
-
-
-@pytest.mark.parametrize(
-    ("library", "cpu", "threads", "expected"),
-    [
-        ("scipy-openblas", "AVX512", 1, True),
-        ("scipy-openblas", "AVX512", 2, False),
-        ("scipy-openblas", "AVX2", 1, True),
-        ("scipy-openblas", "DEFAULT", 1, False),
-        ("mkl-sdl", "AVX512", 1, False),
-    ],
-)
-def test_when_numpy_is_used(library, cpu, threads, expected, monkeypatch):
-    monkeypatch.setattr(np, "show_config", lambda mode: {"Build Dependencies": {"blas": {"name": library}}})
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: cpu)
-    monkeypatch.setattr(bmm, "openblas_threads", lambda: threads)
-    bmm.available.cache_clear()
-    assert bmm.available() is expected
-    bmm.available.cache_clear()
 
 
 def test_installed_numpy_reports_its_blas():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tables import each
 from test_world import make_world
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -163,9 +164,7 @@ def test_unknown_peak_is_reported_for_gpus_only():
     assert not [line for line in describe_steps(results()) if "MFU" in line]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "size", "has_timeline"), [("horovod", 2, True), ("horovod", 1, False), ("ddp", 2, False)]
-)
+@each(("strategy", "size", "has_timeline"), [("horovod", 2, True), ("horovod", 1, False), ("ddp", 2, False)])
 def test_advice_names_a_recording_that_the_run_has(strategy, size, has_timeline):
     found = results() | {"strategy": strategy, "world_size": size}
     found["breakdown"]["phases"]["exposed_comm"]["share"] = 0.5
@@ -180,7 +179,7 @@ def test_small_shares_get_no_advice():
     assert "takes" not in describe_steps(found)[-1]
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "precision", "tflops"),
     [
         ("NVIDIA A100-PCIE-40GB", "bf16", 312.0),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import each
 from test_hostile_checkpoints import MODEL, STATE, tensors
 
 from hvd_bert.checkpoint import schema
@@ -25,7 +26,7 @@ def wrong(rule: Callable[..., None], *arguments: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("rule", "right", "others", "what"),
     [
         (schema.real, [0, 1.5, NAN, 2**53, -(2**53)], ["1", True, None, 2**53 + 1, -(2**53) - 1], "a number"),
@@ -60,7 +61,7 @@ def test_messages_name_the_place():
     assert wrong(schema.flag, "x" * 99, "place") == f"place is '{'x' * 59}, not {FLAG}"
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "a\n"])
+@each("name", ["", ".", "..", "a/b", "/a", "a\n"])
 def test_files_are_inside_the_folder(name):
     fingerprint = {"bytes": 1, "sha256": ""}
     schema._files({"model.safetensors": fingerprint}, "")
@@ -113,7 +114,7 @@ def test_a_missing_file_is_named(file):
     assert misfit(Contents(of, {"state": STATE}, {}), MODEL) == f"it has no {file}.safetensors"
 
 
-@pytest.mark.parametrize(
+@each(
     ("file", "changes", "message"),
     [
         ("model", {"bias": None, "aa": torch.zeros(2)}, " has other tensors than the model (aa)"),
@@ -140,7 +141,7 @@ def test_random_numbers_are_those_of_each_rank():
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("generator", "place", "least", "most"),
     [
         ("numpy", 0, 0, 2**32 - 1),

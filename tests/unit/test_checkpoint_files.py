@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from shared import killed_before_change
+from tables import each
 
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
@@ -122,8 +123,8 @@ def test_latest_is_durable(tmp_path, monkeypatch):
 FILES = ["model.safetensors", "rng.safetensors", "state.json", "config.json", "manifest.json"]
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("harm", ["truncated", "empty", "missing"])
+@each("name", FILES)
+@each("harm", ["truncated", "empty", "missing"])
 def test_damage_is_named(tmp_path, name, harm):
     folder = files.write(tmp_path, 7, contents(7))
     path = folder / name

@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from tables import each, refused
 from test_world import make_world
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, DebertaV2Config, ElectraConfig
 
 from hvd_bert.checkpoint import run_folder
 from hvd_bert.config.command_line import parse
-from hvd_bert.errors import UserError
 from hvd_bert.evaluation.classification import scores
 from hvd_bert.strategies.dp import join_windows, split_windows
 from hvd_bert.tasks.table import load_task
@@ -113,16 +113,16 @@ def test_saved_head_keeps_its_labels(make_task, tmp_path):
     config |= {"id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}}
     (tmp_path / "saved" / "config.json").write_text(json.dumps(config))
     assert make_task(*saved, config=tmp_path / "saved").names == ["maybe", "no", "yes"]
-    with pytest.raises(UserError, match=r"saved has no trained classification head \(classifier.bias, classifier.weig"):
+    with refused("classifier.bias"):
         make_task(*saved, "--no_do_train", config=tmp_path / "saved")
 
 
 def test_evaluation_needs_a_trained_head(make_task, tmp_path):
-    with pytest.raises(UserError, match="name a trained model with --model_name_or_path, not only --config_name"):
+    with refused("--model_name_or_path", "--config_name"):
         make_task("--no_do_train")
     encoder = make_task().model.bert
     encoder.save_pretrained(tmp_path / "encoder")
-    with pytest.raises(UserError, match=r"no trained classification head \(classifier.bias, classifier.weight woul"):
+    with refused("classifier.bias", "classifier.weight"):
         make_task(
             *("--model_name_or_path", str(tmp_path / "encoder"), "--tokenizer_name", str(tmp_path / "model")),
             "--no_do_train",
@@ -136,7 +136,7 @@ def test_labels_are_those_of_all_rows(make_task):
 
 def test_family_without_a_classification_head_is_refused(make_task, tmp_path, tokenizer):
     AutoConfig.for_model("splinter", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "refused")
-    with pytest.raises(UserError, match="refused is a splinter model: transformers has no classification head for it"):
+    with refused(tmp_path / "refused", "splinter"):
         make_task("--tokenizer_name", str(tmp_path / "model"), config=tmp_path / "refused")
 
 
@@ -152,27 +152,20 @@ def test_families_that_cannot_be_packed_are_padded(make_task, tmp_path, tokenize
     assert batch.num_positions == (batch.num_tokens if packed else padded) and padded > batch.num_tokens
 
 
-def test_damaged_configuration_is_one_message(make_task, tmp_path, tokenizer):
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    ElectraConfig(vocab_size=len(tokenizer), type_vocab_size=0, **shape).save_pretrained(tmp_path / "damaged")
-    with pytest.raises(UserError, match=r"damaged' cannot be loaded \("):
-        make_task("--tokenizer_name", str(tmp_path / "model"), config=tmp_path / "damaged")
-
-
 def test_wrong_uses(make_task, tmp_path):
-    with pytest.raises(UserError, match="--doc_stride works only with --task question-answering"):
+    with refused("--doc_stride", "--task question-answering"):
         make_task("--doc_stride", "64")
-    with pytest.raises(UserError, match="--metric_for_best_model exact_match: --task text-classification has accuracy"):
+    with refused("--metric_for_best_model exact_match", "text-classification", "accuracy"):
         make_task("--metric_for_best_model", "exact_match")
     (tmp_path / "dev.jsonl").write_text('{"sentence1": "a", "sentence2": "b", "label": "never"}\n')
-    with pytest.raises(UserError, match=r"dev\.jsonl: line 1: the label 'never' is not one of maybe, no, yes"):
+    with refused("dev.jsonl: line 1", "'never'", "maybe, no, yes"):
         make_task()
 
 
 def test_mistakes_are_left_out_counted_and_listed(make_task, tmp_path, caplog):
     path, whole = tmp_path / "train.jsonl", make_task().train
     path.write_text('{"sentence1": "a", "sentence2": "b", "label": ""}\n' + path.read_text())
-    with pytest.raises(UserError, match=r"1 wrong label: line 1: .*--bad_examples skip"):
+    with refused("1 wrong label", "line 1", "--bad_examples skip"):
         make_task()
     task = make_task("--bad_examples", "skip")
     assert (len(task.train), task.names) == (len(whole), ["maybe", "no", "yes"])
@@ -202,7 +195,7 @@ KNOWN = [
 
 
 @pytest.mark.filterwarnings("ignore:A single label was found")
-@pytest.mark.parametrize(("predicted", "labels", "classes"), KNOWN)
+@each(("predicted", "labels", "classes"), KNOWN)
 def test_scores_are_those_of_scikit_learn(predicted, labels, classes):
     metrics = pytest.importorskip("sklearn.metrics")
     found = scores(np.array(predicted), np.array(labels), classes)

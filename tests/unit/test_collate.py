@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tables import each
 
 from hvd_bert.data.collate import Collator
 from hvd_bert.data.windows import WindowTable
@@ -41,8 +42,8 @@ def windows(rows) -> WindowTable:
     return WindowTable.from_columns({name: [row[name] for row in rows] for name in rows[0]})
 
 
-@pytest.mark.parametrize("ids", [[0], [3, 1], [5, 5], list(range(12)), list(range(11, -1, -2))], ids=str)
-@pytest.mark.parametrize("kind", [list, np.array])
+@each("ids", [[0], [3, 1], [5, 5], list(range(12)), list(range(11, -1, -2))])
+@each("kind", [list, np.array])
 def test_batch(rows, windows, ids, kind):
     tokens, types, positions, lengths = [], [], [], []
     for row in (rows[i] for i in ids):
@@ -67,8 +68,8 @@ def test_batch(rows, windows, ids, kind):
     assert {value.dtype for value in others} == {torch.int64}
 
 
-@pytest.mark.parametrize("ids", [[0], [3, 1], [5, 5], list(range(12))], ids=str)
-@pytest.mark.parametrize("pad_to", [0, 10, 25])
+@each("ids", [[0], [3, 1], [5, 5], list(range(12))])
+@each("pad_to", [0, 10, 25])
 def test_padded_batch(rows, windows, ids, pad_to):
     chosen = [rows[i] for i in ids]
     longest = max(len(row["input_ids"]) for row in chosen)
@@ -87,8 +88,8 @@ def test_padded_batch(rows, windows, ids, pad_to):
     assert torch.equal(padded.ends, packed.ends)
 
 
-@pytest.mark.parametrize("pad_to", [None, 0])
-@pytest.mark.parametrize("empty", [[], np.array([], dtype=np.int64)], ids=["list", "array"])
+@each("pad_to", [None, 0])
+@each("empty", [[], np.array([], dtype=np.int64)], ids=["list", "array"])
 def test_rank_without_windows_gets_one_that_does_not_count(windows, empty, pad_to):
     batch = Collator(windows, CPU, pad_to)(empty)
     assert (batch.num_windows, batch.num_tokens) == (0, 0)

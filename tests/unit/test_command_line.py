@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tables import each
 
 from hvd_bert.config import command_line
 from hvd_bert.config.command_line import PRESETS as PRESET_FOLDER
@@ -96,8 +97,8 @@ def test_no_flag_trains_bert_on_squad():
     assert settings.train.precision == "fp32"
 
 
-@pytest.mark.parametrize("joined", [True, False], ids=["--flag=value", "--flag value"])
-@pytest.mark.parametrize(("name", "value"), RUN_QA.items(), ids=list(RUN_QA))
+@each("joined", [True, False], ids=["--flag=value", "--flag value"])
+@each(("name", "value"), RUN_QA.items())
 def test_run_qa_flag(name, value, joined):
     default = parse([]).as_flat()
     settings = parse([f"--{name}={value}"] if joined else [f"--{name}", str(value)]).as_flat()
@@ -169,7 +170,7 @@ def test_help_needs_no_torch():
 # --- refused input ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("flags", "words"),
     [
         (["--learning_rat", "1"], "Unknown argument --learning_rat: did you mean --learning_rate?"),
@@ -191,7 +192,6 @@ def test_help_needs_no_torch():
         (["--dataset_name", "squad", "--train_file", "a"], "--dataset_name and --train_file are both given"),
         (["--dataset_name", "squad", "--validation_file", "a"], "--dataset_name and --validation_file are both"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_refused_flags(flags, words, capsys):
     with pytest.raises(UserError) as refused:
@@ -200,7 +200,7 @@ def test_refused_flags(flags, words, capsys):
     assert capsys.readouterr() == ("", "")  # the entry point prints it once
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "values"),
     [
         *(
@@ -237,7 +237,6 @@ def test_refused_flags(flags, words, capsys):
         ("max_steps", ["0"]),
         ("null_score_diff_threshold", ["nan"]),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_refused_values(name, values):
     for value in values:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 import hostile
 import pytest
 import torch
+from tables import each, refused
 from transformers import BertConfig, BertForQuestionAnswering, BertForSequenceClassification
 
 from hvd_bert import QuestionAnswerer
@@ -27,7 +28,7 @@ LENGTH = 32  # max_seq_length of these tests
 INDEX = "model.safetensors.index.json"
 DEEP = "[" * 100_000 + "]" * 100_000
 
-pytestmark = pytest.mark.timeout(60)  # a fifo that is opened, or a model with a million layers
+pytestmark = pytest.mark.timeout(300)  # a fifo that is opened, or a model with a million layers
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,10 @@ def with_text(file: str, text: str | bytes) -> Damage:
     return lambda folder: (folder / file).write_bytes(text.encode() if isinstance(text, str) else text)
 
 
+def without(*files: str) -> Damage:
+    return lambda folder: [(folder / file).unlink() for file in files]
+
+
 def with_fifo(file: str) -> Damage:
     def damage(folder: Path) -> None:
         (folder / file).unlink(missing_ok=True)
@@ -88,47 +93,49 @@ def with_settings(file: str, settings: dict[str, Any]) -> Damage:
     return damage
 
 
-for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
-    for name, text, words in (
-        ("a list", "[]", "must contain a JSON object"),
-        ("null", "null", "must contain a JSON object"),
-        ("nested", DEEP, "is nested too deeply"),
-        ("nested objects", '{"a":' * 100_000 + "1" + "}" * 100_000, "is nested too deeply"),
-        ("cut off", '{"a"', "is not JSON"),
-        ("empty", "", "is not JSON"),
-        ("a huge number", '{"a": ' + "1" * 5000 + "}", "is not JSON"),
-        ("latin-1", b'{"a": "\xe4"}', "is not JSON: 'utf-8' codec"),
-    ):
-        CASES[f"{file}: {name}"] = with_text(file, text), f"{file} {words}"
-    CASES[f"{file}: fifo"] = with_fifo(file), f"{file} is not a regular file"
+NO_OBJECTS: dict[str, str | bytes] = {
+    "a list": "[]",
+    "null": "null",
+    "nested": DEEP,
+    "nested objects": '{"a":' * 100_000 + "1" + "}" * 100_000,
+    "cut off": '{"a"',
+    "empty": "",
+    "a huge number": '{"a": ' + "1" * 5000 + "}",
+    "latin-1": b'{"a": "\xe4"}',
+}
+for name, text in NO_OBJECTS.items():
+    CASES[f"config.json: {name}"] = with_text("config.json", text), "config.json"
+for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+    for name in ("a list", "nested"):
+        CASES[f"{file}: {name}"] = with_text(file, NO_OBJECTS[name]), file
+    CASES[f"{file}: fifo"] = with_fifo(file), file
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
-    *(({size: 0}, f"{size} 0 is less than") for size in loading.MIN_SIZES),
-    *(({size: -7}, f"{size} -7 is less than") for size in loading.MIN_SIZES),
-    *(({size: "7"}, f"'{size}'") for size in loading.MIN_SIZES),
-    *(({size: None}, f"'{size}'") for size in loading.MIN_SIZES),
-    ({"type_vocab_size": 1}, "type_vocab_size 1 is less than 2"),
-    ({"num_attention_heads": 3}, "hidden_size 16 cannot be divided among 3 heads"),
+    *(({size: 0}, size) for size in loading.MIN_SIZES),
+    ({"hidden_size": -7}, "hidden_size -7"),
+    ({"hidden_size": "7"}, "hidden_size"),
+    ({"hidden_size": None}, "hidden_size"),
+    ({"type_vocab_size": 1}, "type_vocab_size 1"),
+    ({"num_attention_heads": 3}, "hidden_size 16 .* 3 heads"),
     ({"num_hidden_layers": 10**6}, "num_hidden_layers 1000000 is more than 1000"),
-    ({"hidden_size": 2 * 10**9}, "needs .* GiB of memory, but .* are free"),
-    ({"intermediate_size": 10**30}, "needs .* GiB of memory"),
-    ({"max_position_embeddings": 10**400}, "it needs [0-9,]+\\.\\.\\."),
-    ({"hidden_dropout_prob": 1.0}, "hidden_dropout_prob 1.0 is not"),
-    ({"hidden_dropout_prob": float("nan")}, "hidden_dropout_prob nan is not"),
-    ({"layer_norm_eps": float("inf")}, "layer_norm_eps inf is not"),
-    ({"initializer_range": -0.5}, "initializer_range -0.5 is not"),
-    ({"return_dict": False}, "return_dict must be true, not false"),
-    ({"chunk_size_feed_forward": 7}, "chunk_size_feed_forward must be 0, not 7"),
-    ({"chunk_size_feed_forward": "a"}, 'chunk_size_feed_forward must be 0, not "a"'),
-    ({"is_decoder": True}, "is_decoder must be false"),
-    ({"position_embedding_type": "relative_key"}, 'position_embedding_type must be "absolute"'),
-    ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "quantization_config must be"),
+    ({"hidden_size": 2 * 10**9}, "GiB of memory"),
+    ({"intermediate_size": 10**30}, "GiB of memory"),
+    ({"max_position_embeddings": 10**400}, "[0-9,]+\\.\\.\\."),
+    ({"hidden_dropout_prob": 1.0}, "hidden_dropout_prob 1.0"),
+    ({"hidden_dropout_prob": float("nan")}, "hidden_dropout_prob nan"),
+    ({"layer_norm_eps": float("inf")}, "layer_norm_eps inf"),
+    ({"initializer_range": -0.5}, "initializer_range -0.5"),
+    ({"return_dict": False}, "return_dict"),
+    ({"chunk_size_feed_forward": 7}, "chunk_size_feed_forward .* 7"),
+    ({"is_decoder": True}, "is_decoder"),
+    ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
+    ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "quantization_config"),
     ({"quantization_config": "x"}, "AttributeError"),
     ({"pad_token_id": 10**6}, "Padding_idx"),
     ({"id2label": [1]}, "AttributeError"),
     ({"dtype": "float99"}, "float99"),
     ({"model_type": ["bert"]}, "TypeError"),
-    ({"model_type": None}, r"has model type `None`.*--upgrade transformers`\)"),  # its first sentences
+    ({"model_type": None}, "`None`"),
     ({"auto_map": 3}, "TypeError"),
 ]
 for settings, words in SETTINGS:
@@ -137,15 +144,15 @@ for settings, words in SETTINGS:
 for settings, words in (
     ({"auto_map": 3}, "AttributeError"),
     ({"tokenizer_class": 3}, "AttributeError"),
-    ({"cls_token": 3}, "cls_token has to be"),
+    ({"cls_token": 3}, "cls_token"),
     ({"added_tokens_decoder": [1]}, "AttributeError"),
     ({"added_tokens_decoder": {"3": {"content": 3}}}, "TypeError"),
-    ({"model_max_length": "x"}, "model_max_length must be a number, not 'x'"),
-    ({"padding_side": "left"}, "this tokenizer pads on the left"),
+    ({"model_max_length": "x"}, "model_max_length"),
+    ({"padding_side": "left"}, "left"),
 ):
     CASES[f"tokenizer_config.json: {json.dumps(settings)}"] = with_settings("tokenizer_config.json", settings), words
 
-for part in ("version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "decoder", "model"):
+for part in ("truncation", "added_tokens", "model"):
     CASES[f"tokenizer.json: {part} is 3"] = with_settings("tokenizer.json", {part: 3}), "Exception|TypeError"
 charsmap = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
 CASES["tokenizer.json: panic"] = with_settings("tokenizer.json", {"normalizer": charsmap}), "PanicException"
@@ -196,49 +203,43 @@ def with_index(content: object) -> Damage:
 
 
 for file in ("nowhere", "fifo", "../other/model.safetensors", "/etc/passwd", "a\0b", "\ud800", "", 3):
-    index = {"metadata": {}, "weight_map": {"qa_outputs.weight": file}}
-    CASES[f"index: {file!r}"] = with_index(index), f"{INDEX} names .*, which is not a file in this folder"
-CASES["index: a list"] = with_index([]), f"{INDEX} must contain a JSON object"
-CASES["index: a list of weights"] = with_index({"weight_map": [3]}), 'no object "weight_map"'
-CASES["index: no weights"] = with_index({"weight_map": {}}), 'no object "weight_map"'
-for file in ("config.json", "tokenizer.json", INDEX, "model.safetensors"):
+    CASES[f"index: {file!r}"] = with_index({"metadata": {}, "weight_map": {"qa_outputs.weight": file}}), INDEX
+for content in ([], {"weight_map": [3]}, {"weight_map": {}}):
+    CASES[f"index: {content}"] = with_index(content), INDEX
+for file in ("config.json", INDEX, "model.safetensors"):
     for what in hostile.NO_FILES:
-        CASES[f"{file}: {what}"] = in_place(file, what), f"{file} is not a regular file"
+        CASES[f"{file}: {what}"] = in_place(file, what), file
 
 
-class Code:
-    """Pickled, it creates a file when it is loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
-        return os.mkdir, (str(self.path),)
-
-
-def with_pickle(write: Callable[[Path, Code], object]) -> Damage:
+def with_pickle(write: Callable[[Path, hostile.Canary], object]) -> Damage:
     def damage(folder: Path) -> None:
         (folder / "model.safetensors").unlink()
-        write(folder / "pytorch_model.bin", Code(folder / "ran"))
+        write(folder / "pytorch_model.bin", hostile.Canary(folder / "ran"))
 
     return damage
 
 
-CASES["weights: pickle"] = with_pickle(lambda path, code: path.write_bytes(pickle.dumps(code))), "pickled objects"
+CASES["weights: pickle"] = with_pickle(lambda path, code: code.pickled(path)), "pickled objects"
 CASES["weights: torch.save"] = with_pickle(lambda path, code: torch.save({"a": code}, path)), "pickled objects"
 CASES["weights: a pickled list"] = with_pickle(lambda path, _: torch.save([1], path)), "TypeError"
+CASES["weights: cut off"] = lambda folder: os.truncate(folder / "model.safetensors", 2000), ""
+for name, files in {
+    "no weights": ["model.safetensors"],
+    "no config": ["config.json"],
+    "no vocabulary": ["tokenizer.json", "tokenizer_config.json"],
+}.items():
+    CASES[name] = without(*files), ""
 CASES["weights: an empty pickle"] = with_pickle(lambda path, _: path.write_bytes(b"")), "EOFError"
 
 
-@pytest.mark.parametrize("name", CASES)
+@each("name", CASES)
 def test_damage_is_one_message(good, tmp_path, make_questions, name):
     folder = shutil.copytree(good, tmp_path / "damaged")
     damage, words = CASES[name]
     damage(folder)
-    with pytest.raises(UserError, match=words) as raised:
+    with refused(folder) as raised:
         load_all(folder, make_questions)
-    message = str(raised.value)
-    assert str(folder) in message and len(message) < 1000 and "\n" not in message
+    assert re.search(words, str(raised.value)), raised.value
     assert not (folder / "ran").exists()
 
 
@@ -250,7 +251,7 @@ def test_prediction_needs_a_span_head(good, tmp_path, make_questions):
     folder = shutil.copytree(good, tmp_path / "classifier")
     BertForSequenceClassification(BertConfig.from_pretrained(good)).save_pretrained(folder)
     load_all(folder, make_questions)  # training makes a new head
-    with pytest.raises(UserError, match=r"classifier has no span head \(qa_outputs.bias, qa_outputs.weight\), so"):
+    with refused("qa_outputs.bias", "qa_outputs.weight"):
         QuestionAnswerer(folder, max_seq_length=LENGTH)
     assert list(QuestionAnswerer(good, max_seq_length=LENGTH).answers(make_questions(1)))
 
@@ -271,16 +272,8 @@ def test_text_that_the_tokenizer_fails_with(good, tmp_path, tokenizer):
     (folder / "tokenizer.json").write_text(json.dumps(content))
     damaged = load_tokenizer(ModelArguments(model_name_or_path=str(folder)))
     question = squad.Question("q", "", "The box is \u2603.", "What is the box?", (), ())
-    with pytest.raises(UserError, match=r"The tokenizer fails \(.*Missing .* token.*--tokenizer_name"):
+    with refused("--tokenizer_name"):
         windows.prepare(squad.from_questions("q", [question]), damaged, windows.WindowOptions(LENGTH, 8))
-
-
-@pytest.mark.parametrize("hidden", [16, 48])
-@pytest.mark.parametrize("layers", [1, 3])
-def test_number_of_weights(hidden, layers):
-    config = BertConfig(vocab_size=77, hidden_size=hidden, num_hidden_layers=layers, intermediate_size=24,
-                        num_attention_heads=2, max_position_embeddings=19, type_vocab_size=5)  # fmt: skip
-    assert num_weights(config) == sum(weights.numel() for weights in BertForQuestionAnswering(config).parameters())
 
 
 def test_memory_for_all_copies(good, monkeypatch):
@@ -352,21 +345,18 @@ def test_cased_vocabulary_is_not_lower_cased(tmp_path, caplog, words, file, cont
 
 
 def test_missing_folder():
-    with pytest.raises(UserError, match=r"'/nowhere' cannot be loaded \(no such folder\)\. "):
+    with refused("'/nowhere'"):
         load_tokenizer(ModelArguments(model_name_or_path="/nowhere"))
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "remedy"),
     [
         ("damaged", r"\(config.json is not JSON: .*\)\. Fix or replace it, name another model"),
         ("/nowhere", r"\(no such folder\)\. Check the path"),
         ("./nowhere/at/all", r"\. Check the path"),
         ("someone/uncached", r"\. Check the name, name a local folder, or download the model into the hub's cache"),
-        (
-            "someone/cached",
-            r"\. Delete the model's folder in the hub's cache .*models--someone--cached. and download",
-        ),
+        ("someone/cached", r"\. Delete the model's folder in the hub's cache .*models--someone--cached. and download"),
     ],
 )
 def test_remedy_fits_the_reason(tmp_path, monkeypatch, name, remedy):

@@ -18,6 +18,7 @@ import pytest
 import yaml
 from documented import PAGES, REPOSITORY, code_spans, headings, section, text_of
 from markdown.extensions.toc import slugify
+from tables import each
 
 from hvd_bert.config import command_line
 from hvd_bert.config.settings import FLAGS
@@ -59,7 +60,7 @@ def own_flags() -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES)
+@each("page", PAGES)
 def test_flags_exist(page: str) -> None:
     known = own_flags().union(*FOREIGN_FLAGS.values(), {name.rstrip("*") for name in GROUPS_OF_FLAGS})
     assert set(FLAG.findall(text_of(page))) - known == set()
@@ -94,7 +95,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 # --- Paths, names, variables ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES)
+@each("page", PAGES)
 def test_paths_exist(page: str) -> None:
     path = re.compile(r"(?:benchmarks|docs|env|examples|hvd_bert|scripts|tests)/[\w./-]*")
     generated = re.compile(r"env/site\.sh|hvd_bert/sample/.*-v\d\.\d\.json|.*\bNAME\b.*")  # or a name to choose

@@ -16,6 +16,7 @@ import documented
 import flags_page
 import pytest
 from documented import REPOSITORY, Fence
+from tables import each
 
 from hvd_bert.config import command_line
 
@@ -138,7 +139,7 @@ LAUNCHERS = {"horovodrun": of_horovodrun} | dict.fromkeys(
 )
 
 
-@pytest.mark.parametrize("fence", FENCES, ids=str)
+@each("fence", FENCES)
 def test_commands_of_a_fence(fence: Fence, clone: Path) -> None:
     found = calls(fence.content, clone)
     assert found or fence.content.startswith(("source ", "export ")), fence.content

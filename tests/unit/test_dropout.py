@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tables import each
 from torch import nn
 
 from hvd_bert.model.cpu.dropout import LEVELS, Dropout, keep_mask
@@ -13,7 +14,7 @@ from hvd_bert.model.cpu.dropout import LEVELS, Dropout, keep_mask
 MANY = 400_000
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 0.003])
+@each("p", [0.1, 0.5, 0.9, 0.003])
 def test_rate_and_scale(p):
     torch.manual_seed(0)
     kept = Dropout(p)(torch.ones(MANY))
@@ -34,7 +35,7 @@ def test_each_eighth_of_a_word_has_the_rate_and_neighbors_are_independent():
         assert both == pytest.approx(p * p, abs=5 * math.sqrt(p * p * (1 - p * p) / MANY))
 
 
-@pytest.mark.parametrize("shape", [(1,), (3,), (5, 7), (2, 3, 11)], ids=str)
+@each("shape", [(1,), (3,), (5, 7), (2, 3, 11)])
 def test_gradient_of_the_kept_elements(shape):
     torch.manual_seed(1)
     values = torch.randn(shape, requires_grad=True)

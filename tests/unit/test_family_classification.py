@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from tables import each
 from test_families import CONFIGS, LENGTHS, PAD, TRAINED, mesh, small, windows  # noqa: F401  # the last are fixtures
 from torch.nn.functional import cross_entropy
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
@@ -67,21 +67,21 @@ def compare(ours, own, batch, windows) -> None:  # noqa: F811
             assert (weights.grad - reference.grad).norm() <= limit, name
 
 
-@pytest.mark.parametrize(("name", "pooling"), CASES)
+@each(("name", "pooling"), CASES)
 def test_packed_texts_give_the_logits_and_gradients_of_transformers(name, pooling, windows):  # noqa: F811
     ours, own = models(name, padded=False, pooling=pooling)
     assert ours.config._attn_implementation == attention.NAME
     compare(ours, own, Collator(windows, CPU)(range(len(LENGTHS))), windows)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@each("name", HEADS)
 def test_padded_texts_give_the_logits_and_gradients_of_transformers(name, windows):  # noqa: F811
     ours, own = models(name, padded=True)
     compare(ours, own, Collator(windows, CPU, 0)(range(len(LENGTHS))), windows)
 
 
 # ALBERT and MobileBERT have a pooler after their layers, ModernBERT takes the mean of a text.
-@pytest.mark.parametrize("name", ["albert", "mobilebert", "modernbert", "roberta"])
+@each("name", ["albert", "mobilebert", "modernbert", "roberta"])
 def test_sharded_copies_compute_the_same(name, windows, mesh):  # noqa: F811
     ours, _ = models(name, padded=False, pooling="mean" if name == "modernbert" else None)
     batch = Collator(windows, CPU)(range(len(LENGTHS)))

@@ -11,6 +11,7 @@ import tokenizers
 import torch
 from family_tokenizers import MAKERS, unigram
 from hypothesis import given, settings
+from tables import each, refused
 from test_tokenization import answer_of, ask, cases, spans_of, to_windows
 from test_world import make_world
 from tokenizers import processors
@@ -30,7 +31,6 @@ from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import TASKS, ModelArguments
 from hvd_bert.data import squad
 from hvd_bert.data.windows import WindowOptions, check_lengths, prepare
-from hvd_bert.errors import UserError
 from hvd_bert.evaluation.postprocess import SpanOptions, WindowLogits, answers_of
 from hvd_bert.model.bert import load_model
 from hvd_bert.tasks.table import load_task
@@ -70,7 +70,7 @@ def test_windows_equal_those_of_the_tokenizer(family_tokenizer, case):
         assert spans_of(row) == offsets[row["context_start"] : row["context_end"]]
 
 
-@pytest.mark.parametrize("answer", ["red", "pale grey-green", "42", "1940"])
+@each("answer", ["red", "pale grey-green", "42", "1940"])
 def test_label_by_hand(family_tokenizer, answer):
     question = ask("The red boxes of 1940 are in the hall; box 42 is pale grey-green.", answer)
     (row,), _ = to_windows(family_tokenizer, [question])
@@ -121,7 +121,7 @@ def test_answers_equal_run_qas(family_tokenizer, case):
 def test_room_for_the_special_tokens_of_the_layout():
     tokenizer = MAKERS["roberta"]()
     check_lengths(WindowOptions(max_seq_length=14, doc_stride=8), tokenizer)
-    with pytest.raises(UserError, match="use at least 14 "):
+    with refused("--max_seq_length 13", "14"):
         check_lengths(WindowOptions(max_seq_length=13, doc_stride=8), tokenizer)
     (row, *_), _ = to_windows(tokenizer, [ask("the red box " * 9)], length=14, stride=8)
     assert len(row["input_ids"]) == 14
@@ -199,5 +199,5 @@ def test_token_types_are_those_of_the_tokenizer(tokenizer, tmp_path):
         tokenizer_object=words.backend_tokenizer, model_input_names=["input_ids", "token_type_ids"]
     )
     assert typed(ElectraConfig(**electra), words, tmp_path)
-    with pytest.raises(UserError, match=r"has only one token type.*--tokenizer_name"):
+    with refused("--tokenizer_name"):
         typed(RobertaConfig(vocab_size=len(words), type_vocab_size=1, **SPACES), words, tmp_path)

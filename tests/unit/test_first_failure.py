@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tables import each
 
 PROGRAM = Path(__file__).resolve().parents[2] / "scripts" / "first_failure.awk"
 RAISED = "rank 1 on a100-02 failed:\nTraceback (most recent call last):\n  File x\nRuntimeError: broken: twice\n"
@@ -25,7 +25,7 @@ KILLED = "hvd_bert: the launcher was killed: stopping this rank\n"
 STALLED = f"[1,0]<stderr>:{WAITED}. Check the file systems\n"
 
 
-@pytest.mark.parametrize(
+@each(
     ("log", "first"),
     [
         (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
+from tables import each
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -17,7 +17,7 @@ def test_the_page_is_current():
     assert written == flags_page.page(), "run `python scripts/flags_page.py`"
 
 
-@pytest.mark.parametrize("title", flags_page.OTHERS)
+@each("title", flags_page.OTHERS)
 def test_every_command_describes_its_flags(title):
     parser = flags_page.OTHERS[title].make_parser()
     assert parser.prog.startswith("python -m hvd_bert.") and parser.description
@@ -26,10 +26,3 @@ def test_every_command_describes_its_flags(title):
     for name, text in actions.items():
         assert text[:1].isupper() or text.startswith("strong:") or text.startswith("HOROVOD_"), name
         assert text.endswith((".", ")")) and "\n" not in text, name
-
-
-def test_cells_and_code():
-    assert flags_page._line(["A|B", "c"]) == "| A or B | c |"
-    assert flags_page._as_code("See --a_b, `--c` and python -m hvd_bert.tune.") == (
-        "See `--a_b`, `--c` and `python -m hvd_bert.tune`."
-    )

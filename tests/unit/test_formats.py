@@ -15,6 +15,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from tables import each
 
 from hvd_bert.data import hub, squad
 from hvd_bert.data.squad import Question, Reading
@@ -305,8 +306,8 @@ def test_prediction_ignores_mistakes_in_answers(tmp_path, make_questions, to_squ
         read(tmp_path, json.dumps([{"context": "a", "question": ""}]).encode(), Reading(purpose="prediction"))
 
 
-@pytest.mark.parametrize("answers", ["London", ["London"], 3, {"text": ["London"]}])
-@pytest.mark.parametrize("name", ["JSON", "CSV", "SQuAD", "MRQA"])
+@each("answers", ["London", ["London"], 3, {"text": ["London"]}])
+@each("name", ["JSON", "CSV", "SQuAD", "MRQA"])
 def test_prediction_takes_answers_of_any_kind(tmp_path, make_questions, to_rows, to_squad, name, answers):
     (question,) = make_questions(1)
     if name in FORMATS:

@@ -38,7 +38,7 @@ def raising(number: int):
     return fail
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS], ids=errno.errorcode.get)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 @pytest.mark.parametrize(
     ("module", "opener"), [(metrics_log, "JsonLines"), (tensorboard, "EventFileWriter"), (loop, "GpuUsage")]
 )

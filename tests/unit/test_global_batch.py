@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tables import each
 from test_world import make_world
 
 from hvd_bert.config.command_line import parse
@@ -19,7 +20,7 @@ def plan_of(size: int, *flags: str) -> BatchPlan:
     return make_plan(LENGTHS, parse(list(flags)).train, 4608, make_world(size=size))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 32])
+@each("size", [1, 2, 3, 4, 5, 8, 32])
 def test_global_batch_is_kept_on_any_number_of_ranks(size):
     plan = plan_of(size, "--global_batch", "32", "--per_device_train_batch_size", "8")
     taken = [[len(ids) for ids in plan.rank_windows(0, rank)] for rank in range(size)]

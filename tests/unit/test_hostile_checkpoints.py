@@ -13,6 +13,7 @@ from typing import Any
 import hostile
 import pytest
 import torch
+from tables import each
 from test_state import state as training_state
 
 from hvd_bert.checkpoint import files, resume
@@ -22,7 +23,7 @@ from hvd_bert.config.command_line import parse
 from hvd_bert.errors import UserError
 from hvd_bert.storage import written
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 MODEL = torch.nn.Linear(3, 2)
 TASK: Any = SimpleNamespace(model=MODEL)
@@ -112,7 +113,7 @@ STATES: dict[str, Change] = {
 NO_STATES: dict[str, Any] = {"a list": [], "null": None, "a text": "state", "a number": 20, "empty": {}}
 
 
-@pytest.mark.parametrize("name", [*STATES, *NO_STATES])
+@each("name", [*STATES, *NO_STATES])
 def test_a_wrong_state_is_skipped(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, 10)
     state: Any = copy.deepcopy(STATE)
@@ -158,7 +159,7 @@ MANIFESTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", MANIFESTS)
+@each("name", MANIFESTS)
 def test_a_wrong_manifest_is_skipped(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, 10)
     (write(tmp_path, 20) / "manifest.json").write_text(json.dumps(MANIFESTS[name]))
@@ -167,8 +168,8 @@ def test_a_wrong_manifest_is_skipped(tmp_path: Path, name: str, caplog: pytest.L
     hostile.check_message(warnings, "Skipping a damaged checkpoint", "checkpoint-20")
 
 
-@pytest.mark.parametrize("what", hostile.ALL)
-@pytest.mark.parametrize("name", ["manifest.json", "state.json", "model.safetensors", "rng.safetensors"])
+@each("what", hostile.ALL)
+@each("name", ["manifest.json", "state.json", "model.safetensors", "rng.safetensors"])
 def test_hostile_files_are_skipped(tmp_path: Path, name: str, what: str, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, 10)
     folder = write(tmp_path, 20)

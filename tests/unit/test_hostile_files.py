@@ -13,6 +13,7 @@ import hostile
 import pytest
 from made_runs import make_run, make_samples
 from made_timelines import training
+from tables import each, refused
 
 from hvd_bert.bench.points import Point
 from hvd_bert.bench.record import Record, read_previous
@@ -34,7 +35,7 @@ from hvd_bert.training.reporters import run_ids
 from hvd_bert.training.reporters.tensorboard import TensorBoard
 from hvd_bert.tune.runs import Runs
 
-pytestmark = pytest.mark.timeout(60)  # a reader that blocks must fail its test soon
+pytestmark = pytest.mark.timeout(300)  # a reader that blocks must fail its test soon
 
 # --- files whose content a command needs: it is refused with a UserError that names the file ----------
 
@@ -102,8 +103,8 @@ def test_good_files_are_read(tmp_path: Path) -> None:
         needed.read(path)
 
 
-@pytest.mark.parametrize("what", hostile.ALL)
-@pytest.mark.parametrize("name", NEEDED)
+@each("what", hostile.ALL)
+@each("name", NEEDED)
 def test_refused(tmp_path: Path, name: str, what: str) -> None:
     needed = NEEDED[name]
     path = tmp_path / needed.name
@@ -128,16 +129,15 @@ WRONG_RECORDS: list[tuple[str, object]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "content"), WRONG_RECORDS, ids=str)
+@each(("name", "content"), WRONG_RECORDS)
 def test_records_with_a_wrong_schema_are_refused(tmp_path: Path, name: str, content: dict[str, object]) -> None:
     (tmp_path / name).write_text(json.dumps({"same": {}} | content))
     before = (tmp_path / name).read_bytes()
-    with pytest.raises(UserError, match="cannot be read as a record of runs") as raised:
+    with refused(name):
         if name == "sweep.json":
             Record(tmp_path, {}, {}).begin([Point("a", 1, "strong", 1, 8)])
         else:
             Runs(SimpleNamespace(), SimpleNamespace(), (), {}, tmp_path, 1.0, 1.0, {}, {}).begin()  # type: ignore[arg-type]
-    hostile.check_message(str(raised.value), name)
     assert (tmp_path / name).read_bytes() == before
 
 
@@ -185,8 +185,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("what", hostile.ALL)
-@pytest.mark.parametrize("name", OF_A_RUN)
+@each("what", hostile.ALL)
+@each("name", OF_A_RUN)
 def test_a_run_is_shown_and_left_out(run: Path, name: str, what: str) -> None:
     with hostile.in_place_of(run / name, what):
         shown = record.read(run)
@@ -213,8 +213,8 @@ KEPT: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", hostile.ALL)
-@pytest.mark.parametrize("name", KEPT)
+@each("what", hostile.ALL)
+@each("name", KEPT)
 def test_own_files(tmp_path: Path, name: str, what: str) -> None:
     hostile.ALL[what](tmp_path / name)
     try:
@@ -224,7 +224,7 @@ def test_own_files(tmp_path: Path, name: str, what: str) -> None:
         hostile.check_message(error.strerror or str(error))
 
 
-@pytest.mark.parametrize("what", ["empty", "a list", *(what for what in hostile.NO_FILES if what != "folder")])
+@each("what", ["empty", "a list", *(what for what in hostile.NO_FILES if what != "folder")])
 def test_something_in_the_place_of_tensorboards_folder(tmp_path: Path, what: str) -> None:
     hostile.ALL[what](tmp_path / "tb")
     with pytest.raises(OSError, match="tb"):  # callers report it and continue
@@ -245,7 +245,7 @@ def test_records_are_read_whatever_their_lines_hold(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"\n".join(lines[:2]) + b"\n"
 
 
-@pytest.mark.parametrize("what", hostile.ALL)
+@each("what", hostile.ALL)
 def test_model_that_doctor_checks(tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     hostile.ALL[what](tmp_path / "config.json")

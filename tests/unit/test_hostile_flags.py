@@ -15,6 +15,7 @@ import hostile
 import pytest
 from launch import REPOSITORY
 from made_runs import make_run, make_samples
+from tables import each, refused
 
 from hvd_bert.bench import flags as bench
 from hvd_bert.bench import sweep
@@ -32,7 +33,7 @@ from hvd_bert.report.__main__ import main as report
 from hvd_bert.timeline import __main__ as timeline
 from hvd_bert.tune import __main__ as tune
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 NONE = Launcher("none", None, None)
 NOT_A_NUMBER = ("nan", "-nan")
@@ -48,6 +49,8 @@ def checked_report(argv: Sequence[str]) -> argparse.Namespace:
     return flags
 
 
+POSITIVE = ("max_seq_length", "per_device_train_batch_size", "gradient_accumulation_steps", "n_best_size")
+FRACTIONS = ("learning_rate", "adam_epsilon", "num_train_epochs", "weight_decay", "max_grad_norm", "adam_beta1")
 COMMANDS: dict[str, Callable[[list[str]], object]] = {
     "train": parse,
     "doctor": doctor._parse,
@@ -79,31 +82,15 @@ NUMBERS = [
     *(("projection", name, value) for name in ("most_devices", "parameters") for value in NO_COUNT),
     *(("projection", "backward_share", value) for value in (*NO_TIME, "2")),
     *(("evaluate", "mistakes", value) for value in NO_COUNT if value != "0"),
+    *(("train", name, value) for name in POSITIVE for value in NO_COUNT),
+    *(("train", name, value) for name in FRACTIONS for value in ("nan", "inf", "-inf", "-1", "")),
 ]
-POSITIVE = ("max_seq_length", "per_device_train_batch_size", "gradient_accumulation_steps", "n_best_size")
-FRACTIONS = ("learning_rate", "adam_epsilon", "num_train_epochs", "weight_decay", "max_grad_norm", "adam_beta1")
 
 
-@pytest.mark.parametrize(("command", "name", "value"), NUMBERS, ids=lambda value: value[:12])
+@each(("command", "name", "value"), NUMBERS)
 def test_numbers_are_refused(command: str, name: str, value: str) -> None:
     with pytest.raises(UserError) as raised:
         COMMANDS[command]([f"--{name}={value}"])
-    hostile.check_message(str(raised.value), f"--{name}")
-
-
-@pytest.mark.parametrize("value", NO_COUNT)
-@pytest.mark.parametrize("name", POSITIVE)
-def test_counts_of_the_trainer_are_refused(name: str, value: str) -> None:
-    with pytest.raises(UserError) as raised:
-        parse([f"--{name}={value}"])
-    hostile.check_message(str(raised.value), f"--{name}")
-
-
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", ""])
-@pytest.mark.parametrize("name", FRACTIONS)
-def test_fractions_of_the_trainer_are_refused(name: str, value: str) -> None:
-    with pytest.raises(UserError) as raised:
-        parse([f"--{name}={value}"])
     hostile.check_message(str(raised.value), f"--{name}")
 
 
@@ -113,11 +100,11 @@ def test_no_number_of_the_trainer_may_be_nan_or_astronomic() -> None:
     assert len(numbers) > 20
     for name in numbers:
         for value in ("nan",) if name in unlimited else ("nan", "1e300", "9" * 400, "99999999999e99"):
-            with pytest.raises(UserError, match=f"--{name}"):
+            with refused(name):
                 parse([f"--{name}={value}"])
 
 
-@pytest.mark.parametrize(
+@each(
     "words",
     [
         ["model", "--context", " \t"],
@@ -126,7 +113,6 @@ def test_no_number_of_the_trainer_may_be_nan_or_astronomic() -> None:
         ["model", "--num_questions", "1000000000"],
         ["model", "--input", "a.json", "--context", "b"],
     ],
-    ids=str,
 )
 def test_questions_without_a_text(words: list[str]) -> None:
     with pytest.raises(UserError) as raised:
@@ -134,7 +120,7 @@ def test_questions_without_a_text(words: list[str]) -> None:
     hostile.check_message(str(raised.value), "--")
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@each("count", [1, 2, 3, 4])
 def test_no_question_is_printed_twice(
     count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,28 +133,28 @@ def test_no_question_is_printed_twice(
     assert [shown.count(f"Q: Q{n}") for n in range(count)].count(1) == shown.count("Q: ") == min(3, count)
 
 
-@pytest.mark.parametrize("value", ["1000000", "0", "-1", "nan", "x,4", "\u00b2", "9" * 5000])
+@each("value", ["1000000", "0", "-1", "nan", "x,4", "\u00b2", "9" * 5000])
 def test_variables_of_threads_that_cannot_be_are_ignored(value: str) -> None:
     assert choose_threads({"OMP_NUM_THREADS": value}, 2) == 2
     assert choose_threads({"SLURM_CPUS_PER_TASK": value, "OMP_NUM_THREADS": "3,2"}, 2) == 3
     assert choose_threads({"SLURM_CPUS_PER_TASK": value}, 2) == 2
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "timeline"])
+@each("command", [*COMMANDS, "timeline"])
 def test_a_removed_working_directory(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     parser = COMMANDS | {"timeline": lambda flags: timeline.make_parser().parse_args(["file", *flags])}
-    with pytest.raises(UserError, match=r"The working directory cannot be used \(No such file.*cd"):
+    with refused("No such file", "cd"):
         parser[command]([])
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@each("command", COMMANDS)
 def test_python_without_docstrings(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_parser, "OPTIMIZE", 2)
-    with pytest.raises(UserError, match=r"PYTHONOPTIMIZE=2, which removes docstrings .* Unset PYTHONOPTIMIZE"):
+    with refused("PYTHONOPTIMIZE=2", "PYTHONOPTIMIZE"):
         COMMANDS[command]([])
 
 

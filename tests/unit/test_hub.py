@@ -7,6 +7,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+from tables import each, refused
 
 from hvd_bert.data import hub, squad
 from hvd_bert.errors import UserError
@@ -49,7 +50,7 @@ def test_unanswered_rows_need_the_flag(no_network, write_hub_cache, make_questio
     questions = make_questions(6, unanswered_every=3)
     write_hub_cache(no_network, {"train": questions}, "rajpurkar/squad_v2")
     assert squad.open_hub("squad_v2", "train", True).questions() == questions
-    with pytest.raises(UserError, match=r"2 of 6 questions have no answer.*'q0' \(row 0\).*--version_2"):
+    with refused("2 of 6", "'q0'", "row 0", "--version_2_with_negative"):
         squad.open_hub("squad_v2", "train", False).questions()
 
 
@@ -60,31 +61,31 @@ def test_without_hub_and_cache_the_error_names_two_alternatives():
         assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["/dev/zero", "train.json/", "a/b/c", " ", "..."])
+@each("name", ["/dev/zero", "train.json/", "a/b/c", " ", "..."])
 def test_names_that_no_data_set_has(name):
-    with pytest.raises(UserError, match=r"--dataset_name .*: not the name of a data set on the hub.*--train_file"):
+    with refused("--dataset_name", "--train_file"):
         squad.open_hub(name, "train", False)
 
 
-@pytest.mark.parametrize("name", ["..", ".", "data", "some/data"])
+@each("name", ["..", ".", "data", "some/data"])
 def test_folders_are_no_data_sets(tmp_path, monkeypatch, name):
     (tmp_path / "some" / "data").mkdir(parents=True)
     (tmp_path / "data").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=rf"--dataset_name {name}: (not the name|.* a folder in).*--train_file"):
+    with refused("--dataset_name", name, "--train_file"):
         squad.open_hub(name, "train", False)
 
 
 def test_missing_split(no_network, write_hub_cache, make_questions):
     write_hub_cache(no_network, {"train": make_questions(3)})
-    with pytest.raises(UserError, match="'validation'"):
+    with refused("'validation'"):
         squad.open_hub("squad", "validation", False)
 
 
 def test_other_columns_are_refused(no_network, monkeypatch):
     rows = datasets.Dataset.from_dict({"text": ["a"], "label": [0]})
     monkeypatch.setattr(hub, "load", lambda *_: rows)
-    with pytest.raises(UserError, match=r"imdb\[train\].*no column id, context, .*found: text, label.*--answer_column"):
+    with refused("imdb[train]", "id, context", "text, label", "--answer_column"):
         squad.open_hub("imdb", "train", False)
 
 

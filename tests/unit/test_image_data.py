@@ -14,8 +14,7 @@ import pytest
 import torch
 from image_data import load_images, read_idx
 from PIL import Image
-
-from hvd_bert.errors import UserError
+from tables import each, refused
 
 MADE = np.random.default_rng(0)
 PIXELS = {"train": MADE.integers(0, 256, (7, 5, 4), dtype=np.uint8), "t10k": MADE.integers(0, 256, (3, 5, 4), np.uint8)}
@@ -43,8 +42,8 @@ def check(train, test) -> None:
         assert images.classes == 10
 
 
-@pytest.mark.parametrize("sign", ["-", "."])
-@pytest.mark.parametrize("zipped", [False, True])
+@each("sign", ["-", "."])
+@each("zipped", [False, True])
 def test_mnists_files(tmp_path, sign, zipped):
     check(*load_images(write_mnist(tmp_path, sign, zipped), None))
 
@@ -59,49 +58,48 @@ def test_images_of_ids():
 WHOLE = idx(PIXELS["train"])
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
+@each(
+    ("content", "named"),
     [
-        (b"", "is no IDX file of 3 dim"),
-        (WHOLE[:10], "is no IDX file of 3 dim"),
-        (idx(LABELS["train"]), "is no IDX file of 3 dim"),
-        (b"<html>not found</html>", "is no IDX file of 3 dim"),
-        (bytes([0, 0, 13, 3]) + WHOLE[4:], "is no IDX file of 3 dim"),  # floats
-        (WHOLE[:-1], "says that it holds 7 x 5 x 4 bytes, but has 139"),
-        (WHOLE + b"0", "says that it holds 7 x 5 x 4 bytes, but has 141"),
+        (b"", ""),
+        (WHOLE[:10], ""),
+        (idx(LABELS["train"]), ""),
+        (b"<html>not found</html>", ""),
+        (bytes([0, 0, 13, 3]) + WHOLE[4:], ""),  # floats
+        (WHOLE[:-1], "7 x 5 x 4 bytes, but has 139"),
+        (WHOLE + b"0", "7 x 5 x 4 bytes, but has 141"),
         (bytes([0, 0, 8, 3]) + struct.pack(">3i", -7, -20, 1) + bytes(140), "-7 x -20 x 1"),
         (bytes([0, 0, 8, 3]) + struct.pack(">3i", 0, 5, 4), "0 x 5 x 4"),
-        (gzip.compress(WHOLE)[:-9], "cannot be read"),
-        (gzip.compress(WHOLE)[:-8] + bytes(8), "cannot be read"),  # another checksum
-        (b"\x1f\x8b" + bytes(30), "cannot be read"),
+        (gzip.compress(WHOLE)[:-9], ""),
+        (gzip.compress(WHOLE)[:-8] + bytes(8), ""),  # another checksum
+        (b"\x1f\x8b" + bytes(30), ""),
     ],
 )
-def test_damaged_file(tmp_path, content, said):
+def test_damaged_file(tmp_path, content, named):
     path = tmp_path / "train-images-idx3-ubyte"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=said) as caught:
+    with refused(path, named):
         read_idx(path, 3)
-    assert str(path) in str(caught.value)
 
 
 def test_missing_file(tmp_path):
     write_mnist(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(UserError, match=r"no file t10k-labels-idx1-ubyte or t10k-labels-idx1-ubyte\.gz"):
+    with refused("t10k-labels-idx1-ubyte.gz"):
         load_images(tmp_path, None)
 
 
 def test_labels_of_other_images(tmp_path):
     write_mnist(tmp_path)
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(LABELS["t10k"]))
-    with pytest.raises(UserError, match=r"7 images, but .*train-labels.* 3 labels"):
+    with refused("7 images", "train-labels", "3 labels"):
         load_images(tmp_path, None)
 
 
 def test_images_of_two_shapes(tmp_path):
     write_mnist(tmp_path)
     (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(PIXELS["t10k"].reshape(3, 4, 5)))
-    with pytest.raises(UserError, match=r"\(5, 4\), those to test on \(4, 5\)"):
+    with refused("(5, 4)", "(4, 5)"):
         load_images(tmp_path, None)
 
 
@@ -118,7 +116,7 @@ def test_digits_are_each_in_one_part_and_the_same_every_time():
 
 def test_without_scikit_learn_there_is_a_line_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(UserError, match="`pip install scikit-learn`"):
+    with refused("`pip install scikit-learn`"):
         load_images(None, None)
 
 
@@ -162,11 +160,11 @@ def test_data_set_of_the_hub(hub, name):
 
 def test_data_set_of_the_hub_without_images(hub):
     hub(column="picture")
-    with pytest.raises(UserError, match="--dataset_name mnist: `image` and `label` of 'train'"):
+    with refused("--dataset_name", "`image`", "`label`", "'train'"):
         load_images(None, "mnist")
 
 
 def test_no_hub_names_the_ways_out_of_this_program(hub):
-    with pytest.raises(UserError, match="--dataset_name mnist") as caught:
+    with refused("--dataset_name") as caught:
         load_images(None, "mnist")
     assert "--train_file FOLDER" in str(caught.value) and "--validation_file" not in str(caught.value)

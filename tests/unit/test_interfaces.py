@@ -5,15 +5,15 @@ from __future__ import annotations
 import socket
 
 import pytest
+from tables import each, refused
 
 from hvd_bert.distributed import interfaces
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 
 ADDRESSES = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.77.0.11", "fe80::1%eth0"], "ib0": ["192.168.4.11"], "down": []}
-UNSET = "no such interface; available: lo, eth0, ib0, down"
 
 
-@pytest.mark.parametrize(
+@each(
     ("setting", "name"),
     [
         ("ib0", "ib0"),
@@ -28,20 +28,20 @@ def test_interface_by_setting(setting, name):
     assert interfaces.resolve(setting, "a100-01.cluster", ADDRESSES) == name
 
 
-@pytest.mark.parametrize(
+@each(
     ("setting", "words"),
     [
-        ("ib7", UNSET),
-        ("ib", UNSET),
-        ("a100-01=ib7", UNSET),
-        ("a100-02=ib0", "no entry a100-01=NAME; available: lo, eth0"),
-        ("10.78.0.0/16", "no interface in this subnet; available: lo 127.0.0.1 ::1, eth0 10.77.0.11"),
-        ("10.77.0.0/99", "not a subnet"),
+        ("ib7", ["available: lo, eth0, ib0, down"]),
+        ("a100-01=ib7", ["available: lo, eth0, ib0, down"]),
+        ("a100-02=ib0", ["a100-01=NAME", "available: lo, eth0"]),
+        ("10.78.0.0/16", ["available: lo 127.0.0.1 ::1, eth0 10.77.0.11"]),
+        ("10.77.0.0/99", ["subnet"]),
     ],
 )
 def test_host_without_the_interface(setting, words):
-    with pytest.raises(UserError, match=f"^{words}"):
+    with pytest.raises(UserError) as raised:
         interfaces.resolve(setting, "a100-01", ADDRESSES)
+    assert not [word for word in words if word not in str(raised.value)], raised.value
 
 
 def test_setting_goes_to_all_libraries(monkeypatch):
@@ -50,7 +50,7 @@ def test_setting_goes_to_all_libraries(monkeypatch):
     interfaces.apply_setting(environ)
     names = ["GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include"]
     assert [environ[name] for name in names] == ["eth0"] * 4
-    with pytest.raises(UserError, match=f"^HVD_BERT_INTERFACE=ib7 on {socket.gethostname()}: {UNSET}"):
+    with refused("HVD_BERT_INTERFACE=ib7", socket.gethostname(), "available: lo, eth0, ib0, down"):
         interfaces.apply_setting({"HVD_BERT_INTERFACE": "ib7"})
     for unset in ({}, {"HVD_BERT_INTERFACE": ""}):
         before = dict(unset)
@@ -94,7 +94,7 @@ NO_SITES = "\n".join(f"mca:btl:tcp:param:btl_tcp_if_{name}:source:default" for n
 BRIDGES = ["docker0", "br-0123456789ab", "virbr0", "cni-podman0"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("inner", "environ", "shown", "excluded"),
     [
         (BRIDGES, {}, NO_SITES, ",".join(BRIDGES)),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from made_runs import make_run
+from tables import each
 from test_families import FIRST_TOKEN, PACKED, SEP, TRAINED, small
 from torch import nn
 
@@ -13,7 +13,7 @@ from hvd_bert.model.late import late_weights
 from hvd_bert.runs import reading
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@each("name", TRAINED)
 def test_weights_that_come_last_in_a_backward_pass(name, tmp_path):
     """They come after those of the last layer. ALBERT's first layer uses the weights of all layers."""
     config = small(name)

@@ -70,14 +70,6 @@ def test_views_that_are_not_contiguous():
     torch.testing.assert_close(layer(values), nn.functional.linear(values, layer.weight, layer.bias))
 
 
-@pytest.mark.parametrize(("threads", "openblas", "expected"), [(1, True, True), (2, True, False), (1, False, False)])
-def test_without_avx512_a_single_thread_uses_numpy(threads, openblas, expected, monkeypatch):
-    monkeypatch.setattr(linear, "has_onednn", lambda: False)
-    monkeypatch.setattr(linear.bmm, "available", lambda: openblas)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert linear.available() is expected
-
-
 KEEPS_FEW_KERNELS = """
 import torch
 from pathlib import Path

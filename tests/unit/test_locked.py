@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
+from tables import each
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKED = ROOT / "env" / "locked"
@@ -34,8 +34,8 @@ def pins(path: Path, python: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("python", SUPPORTED)
-@pytest.mark.parametrize("name", FILES)
+@each("python", SUPPORTED)
+@each("name", FILES)
 def test_the_locked_versions_are_the_required_ones(name: str, python: str) -> None:
     required, locked = pins(FILES[name], python), pins(LOCKED / f"{name}.txt", python)
     if FILES[name].name == "requirements.txt":  # torch has a file of its own, and Horovod's hash is in its build
@@ -44,7 +44,7 @@ def test_the_locked_versions_are_the_required_ones(name: str, python: str) -> No
     assert required and required.items() <= locked.items(), "run `bash env/lock.sh`"
 
 
-@pytest.mark.parametrize("python", SUPPORTED)
+@each("python", SUPPORTED)
 def test_no_package_has_two_locked_versions(python: str) -> None:
     seen: dict[str, str] = {}
     for name in FILES:
@@ -52,7 +52,7 @@ def test_no_package_has_two_locked_versions(python: str) -> None:
             assert seen.setdefault(package, pin) == pin, package
 
 
-@pytest.mark.parametrize("name", FILES)
+@each("name", FILES)
 def test_every_locked_package_has_hashes_and_no_address(name: str) -> None:
     text = (LOCKED / f"{name}.txt").read_text()
     entries = re.split(r"\n(?=\S)", text.strip())

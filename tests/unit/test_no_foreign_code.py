@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import refused
 
 import hvd_bert
 from hvd_bert.bench import workload
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.doctor import collective
-from hvd_bert.errors import UserError
 from hvd_bert.model.bert import load_model, load_tokenizer
 from hvd_bert.sample import files as sample
 
@@ -45,12 +45,6 @@ def test_every_call_refuses_code():
     for path, call in calls:
         flags = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
         assert flags.get("trust_remote_code") == "False", f"{path}:{call.lineno}: {ast.unparse(call)}"
-
-
-def test_one_module_loads_models():
-    callers = {str(path.relative_to(REPOSITORY)) for path in PROGRAMS if loader_calls(path)}
-    inside = {path for path in callers if path.startswith("hvd_bert/")}
-    assert inside == {"hvd_bert/model/loading.py", "hvd_bert/data/hub.py"}
 
 
 CODE = """
@@ -104,10 +98,9 @@ def test_code_is_refused_without_a_question(
         terminal.write(answer)
         terminal.flush()
         monkeypatch.setattr(sys, "stdin", stdin)
-        with pytest.raises(UserError, match="it has its own Python code, which this trainer never runs") as raised:
+        with refused(folder):
             load(str(folder))
         if answer:
             assert stdin.readline() == answer  # nobody has read it
-    assert str(folder) in str(raised.value)
     assert "custom code" not in "".join(capfd.readouterr())
     assert not (tmp_path / "ran").exists()

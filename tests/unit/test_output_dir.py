@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tables import each
 from test_world import make_world
 
 from hvd_bert.checkpoint import output_dir, resume
@@ -116,8 +117,8 @@ def test_only_files_that_a_run_wrote_are_removed(tmp_path):
     assert written.names(tmp_path) == {"train_config.yaml"}
 
 
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("alongside", ["a run's files", "nothing else"])
+@each("name", EVERY)
+@each("alongside", ["a run's files", "nothing else"])
 def test_folder_with_a_users_file_of_a_runs_name_is_refused(tmp_path, name, alongside):
     if alongside == "a run's files":
         make_run(tmp_path, *(other for other in EVERY if other != name))

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
+from tables import each, refused
 from test_answerer import model, questions, record  # noqa: F401  # fixtures
 from test_world import make_world
 from transformers import BertConfig, BertModel
@@ -17,7 +18,7 @@ from hvd_bert import QuestionAnswerer
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.trained import trained_settings
 from hvd_bert.distributed.launch import Launcher, RankInfo
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK
 from hvd_bert.predict import answerer
 from hvd_bert.predict.__main__ import main, parse_flags
 from hvd_bert.predict.answer import FoundAnswer
@@ -28,16 +29,16 @@ from hvd_bert.tasks.inputs import load_inputs
 ALONE = Launcher("none", None, None)
 
 
-@pytest.mark.parametrize("value", ["abc", "1e9", "2.5", "true"])
+@each("value", ["abc", "1e9", "2.5", "true"])
 def test_trained_settings_of_a_wrong_type(tmp_path, value):
     record(tmp_path, max_seq_length=value)
-    with pytest.raises(UserError, match=f"train_config.yaml: .*max.seq.length: invalid int value: .{value}"):
+    with refused("train_config.yaml", value):
         QuestionAnswerer(tmp_path)
 
 
 def test_model_of_another_task_is_refused(tmp_path):
     record(tmp_path, task="text-classification")
-    with pytest.raises(UserError, match="was trained with --task text-classification: it answers no questions"):
+    with refused("--task text-classification", tmp_path):
         QuestionAnswerer(tmp_path)
 
 
@@ -54,7 +55,7 @@ def test_settings_of_a_checkpoint_are_found_by_any_name(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("length", [0, -5])
 def test_too_short_windows(length):
-    with pytest.raises(UserError, match=f"--max_seq_length {length}: must be at least 1"):
+    with refused("--max_seq_length", length):
         QuestionAnswerer("nowhere", max_seq_length=length)
 
 
@@ -64,34 +65,33 @@ def test_model_without_a_span_head_is_refused_unless_it_is_trained(tokenizer, tm
     tokenizer.save_pretrained(tmp_path)
     file = str(write_squad(make_questions(2)))
     flags = ["--model_name_or_path", str(tmp_path), "--train_file", file, "--validation_file", file]
-    words = rf"^{tmp_path} has no span head \(qa_outputs\.bias, qa_outputs\.weight\), so its answers would be"
-    with pytest.raises(UserError, match=words):
+    named = (tmp_path, "qa_outputs.bias, qa_outputs.weight")
+    with refused(*named):
         QuestionAnswerer(tmp_path)
-    with pytest.raises(UserError, match=words):
+    with refused(*named):
         load_inputs(parse([*flags, "--no_do_train"]), make_world())
     load_inputs(parse(flags), make_world())
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
+@each(
+    ("words", "named"),
     [
-        ([], "No question is given. Give --question and --context, or --input FILE."),
-        (["--question", "a"], "--question needs a passage: give --context, too."),
-        (["--input", "a", "--question", "a"], "--input and --question or --context are both given"),
-        (["--output", "a.json"], "--output a.json: give the questions with --input"),
-        (["--input", "a", "--output", "a.txt"], r"--output a.txt: its name must end with .json, .jsonl or .csv"),
-        (["--input", "a", "--questions_file", "a"], "unrecognized arguments: --questions_file a"),
+        ([], ["--question", "--context", "--input FILE"]),
+        (["--question", "a"], ["--question", "--context"]),
+        (["--input", "a", "--question", "a"], ["--input", "--question"]),
+        (["--output", "a.json"], ["--output a.json", "--input"]),
+        (["--input", "a", "--output", "a.txt"], ["--output a.txt", ".json, .jsonl or .csv"]),
     ],
 )
-def test_wrong_command_lines(words, message):
-    with pytest.raises(UserError, match=message):
+def test_wrong_command_lines(words, named):
+    with refused(*named):
         parse_flags(["MODEL", *words], ALONE)
 
 
 def test_only_files_are_answered_by_several_ranks():
     launcher = Launcher("mpirun", 2, 0)
     for words in (["--question", "a", "--context", "b"], ["--input", "a"]):
-        with pytest.raises(UserError, match="mpirun started 2 processes, but only --input with --output uses them"):
+        with refused("mpirun", "2 processes", "--input", "--output"):
             parse_flags(["MODEL", *words], launcher)
     assert parse_flags(["MODEL", "--input", "a", "--output", "a.json"], launcher)
 

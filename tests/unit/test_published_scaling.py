@@ -7,10 +7,8 @@ from statistics import fmean
 
 import published_figures
 import pytest
-from made_runs import make_run
 
-from hvd_bert.report import plots, projection
-from hvd_bert.report.__main__ import main
+from hvd_bert.report import projection
 from hvd_bert.report.comparability import STRONG, WEAK
 from hvd_bert.report.projection import Link, Network, Step, project
 
@@ -29,17 +27,3 @@ def test_the_cost_per_weight_starts_with_the_second_device():
 def test_published_series_are_off_by_less_than_3_points():
     model, bound = (fmean(published_figures.errors(cost)) for cost in (projection.NS_PER_WEIGHT, 0.0))
     assert model < 3 < bound
-
-
-@pytest.mark.parametrize(("flags", "text"), [([], "0.1 ms per step are added (0.1 ns"), (["0"], "0 ms per step are")])
-def test_page_names_the_cost_per_weight(tmp_path, monkeypatch, flags, text):
-    monkeypatch.setattr(plots, "projected", lambda *_: b"")
-    make_run(tmp_path / "run")
-    command = [str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--gbps", "25"]
-    assert main([*command, *(f"--ns_per_weight={value}" for value in flags)]) == 0
-    assert f"On 2 devices or more {text}" in (tmp_path / "out/report.md").read_text()
-
-
-def test_a_negative_cost_is_refused(tmp_path, capsys):
-    assert main([str(tmp_path), "--out", str(tmp_path / "out"), "--ns_per_weight", "-1"]) == 2
-    assert "--ns_per_weight -1: must not be negative" in capsys.readouterr().err

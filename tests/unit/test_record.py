@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_runs import make_run, make_samples
+from tables import each
 
 from hvd_bert.report import run_page
 from hvd_bert.report.__main__ import main
@@ -187,7 +187,7 @@ def test_any_content_gives_a_page(tmp_path, data, value):
     assert made.as_markdown() and run_page.summary(record.read(folder))
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "eval_samples.json", "events.jsonl", "eval_results.json"])
+@each("name", ["metrics.jsonl", "eval_samples.json", "events.jsonl", "eval_results.json"])
 def test_damaged_files_are_named(tmp_path, name):
     folder = make_run(tmp_path / "run", scores=(1.0, 2.0))
     with (folder / name).open("ab") as file:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from horovod.common.exceptions import HorovodInternalError
+from tables import each
 from test_world import make_world
 
 from hvd_bert.distributed import launch
@@ -48,7 +49,7 @@ def raising(error: BaseException):
     return entry
 
 
-@pytest.mark.parametrize(
+@each(
     ("entry", "status", "said"),
     [
         (lambda world: None, EXIT_OK, ""),
@@ -63,7 +64,7 @@ def test_ranks_that_agree_exit_with_the_status(monkeypatch, capsys, entry, statu
     assert capsys.readouterr().err == said
 
 
-@pytest.mark.parametrize(
+@each(
     ("error", "status", "said"),
     [
         (UserError("only here"), EXIT_BAD_INPUT, "hvd_bert: rank 0 on {host}: only here\n"),
@@ -71,7 +72,6 @@ def test_ranks_that_agree_exit_with_the_status(monkeypatch, capsys, entry, statu
         (KeyboardInterrupt(), EXIT_INTERRUPTED, "hvd_bert: interrupted\n"),
         (MemoryError(), EXIT_FAILURE, "hvd_bert: rank 0 on {host}: out of memory. Raise the limit"),
     ],
-    ids=lambda value: type(value).__name__,
 )
 def test_rank_that_fails_alone_ends_all(monkeypatch, capsys, error, status, said):
     world = make_world()
@@ -94,7 +94,7 @@ def limited(kind: int, value: int) -> Iterator[None]:
         resource.setrlimit(kind, before)
 
 
-@pytest.mark.parametrize(
+@each(
     ("limit", "act", "said"),
     [
         # 1 TiB: an earlier test of this process may have left a large heap.
@@ -123,7 +123,7 @@ def test_limits_of_the_process_are_one_message(monkeypatch, capsys, limit, act, 
     assert to_do in shown and shown.count("\n") == 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("error", "rank", "status"),
     [
         (WorldsOfOne("no world"), None, EXIT_BAD_INPUT),
@@ -142,7 +142,7 @@ def test_missing_world_is_reported_by_one_rank(monkeypatch, capsys, error, rank,
     assert capsys.readouterr().err == ("hvd_bert: no world\n" if status else "")
 
 
-@pytest.mark.parametrize(
+@each(
     ("rank", "local_rank", "status", "said"),
     [(0, 0, EXIT_BAD_INPUT, ""), (1, 1, EXIT_OK, ""), (2, 0, EXIT_BAD_INPUT, "rank 2 on HOST: "), (3, 1, EXIT_OK, "")],
 )

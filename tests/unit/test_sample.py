@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import each, refused
 from transformers import AutoTokenizer, BertConfig
 
 import hvd_bert
 from hvd_bert.data import squad
-from hvd_bert.errors import UserError
 from hvd_bert.sample import files, generate
 from hvd_bert.sample.files import FILES, Expected, generated
 from hvd_bert.sample.names import Names
@@ -109,22 +109,18 @@ def test_read_only_package(empty_folder: Path, own_cache: Path, monkeypatch: pyt
     assert path.parent == own_cache.parent / "sample" and path.name.endswith("-dev-v1.1.json")
     assert len(squad.open_file(empty_folder / "dev-v1.1.json", False).questions()) > 300
     monkeypatch.setenv("HVD_BERT_CACHE", str(empty_folder))
-    with pytest.raises(UserError, match=r"cannot be written \(.*package: .*package/sample: .*HVD_BERT_CACHE"):
+    with refused("HVD_BERT_CACHE"):
         files.located(empty_folder / "dev-v1.1.json")
 
 
 def test_changed_generator_is_refused(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "content", lambda name: b"{}")
-    with pytest.raises(UserError, match=r"has the SHA-256 .* instead of .*: the generator"):
+    with refused("dev-v1.1.json", FILES["dev-v1.1.json"].sha256):
         generated("dev-v1.1.json")
     assert list(empty_folder.iterdir()) == []
 
 
-def test_another_seed_gives_other_questions() -> None:
-    assert generate.make_split("dev", False, 7) != generate.make_split("dev", False, 8)
-
-
-@pytest.mark.parametrize("name", FILES)
+@each("name", FILES)
 def test_file_is_valid_squad(name: str) -> None:
     ids = []
     for title, context, row in _questions(name):
@@ -158,10 +154,6 @@ def test_no_composed_name_of_dev_occurs_in_train(version: str) -> None:
     assert len(single & dev_words) > 50
     for name in dev_names:
         assert " " not in name or name not in train
-
-
-def test_some_dev_questions_have_several_answers() -> None:
-    assert any(len(row["answers"]) > 1 for _, _, row in _questions("dev-v1.1.json"))
 
 
 def _relation(question: str) -> tuple[str, int]:
@@ -224,12 +216,6 @@ def test_unanswerable_question_asks_for_a_kind_of_value_in_the_passage() -> None
     assert set(map(len, kinds.values())) == {1}
 
 
-def test_answers_are_spread_over_the_passage() -> None:
-    places = [row["answers"][0]["answer_start"] / len(context) for _, context, row in _questions("dev-v1.1.json")]
-    tenths = [sum(low / 10 <= place < (low + 1) / 10 for place in places) / len(places) for low in range(10)]
-    assert max(tenths) < 0.25
-
-
 def test_tokenizer_knows_any_text_and_splits_names_in_two() -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(SAMPLE))
     assert tokenizer.is_fast and tokenizer.unk_token == "[UNK]"
@@ -242,7 +228,7 @@ def test_tokenizer_knows_any_text_and_splits_names_in_two() -> None:
             assert len(pieces) == 2 and pieces[0] == names.first_part[name]
 
 
-@pytest.mark.parametrize("name", FILES)
+@each("name", FILES)
 def test_text_is_split_into_whole_words(name: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(SAMPLE))
     contexts = {context for _, context, _ in _questions(name)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tables import each
 
 from hvd_bert.bench.points import SET_BY_SWEEP
 from hvd_bert.config.command_line import parse
@@ -21,7 +22,7 @@ FIXED_ON_RESUME = {
 }
 
 
-@pytest.mark.parametrize("name", FLAGS)
+@each("name", FLAGS)
 def test_properties_of_a_flag(name):
     flag = FLAGS[name]
     assert flag.help.endswith(".") and "\n" not in flag.help and len(flag.help) <= 120

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each
 
 from hvd_bert.config import settings_file
 from hvd_bert.config.command_line import parse
@@ -28,7 +29,7 @@ def refusal(name: str) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "name", "value"),
     [
         ("timeline_steps: 1:30", "timeline_steps", "1:30"),
@@ -53,7 +54,7 @@ def test_values_are_those_of_the_command_line(tmp_path: Path, text: str, name: s
     assert parse(["--config", write(tmp_path, text)]).as_flat()[name] == value
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "words"),
     [
         ("seed: 1\nbf16: true\nseed: 2\n", "'seed' is given twice, in lines 1 and 3"),
@@ -73,7 +74,6 @@ def test_values_are_those_of_the_command_line(tmp_path: Path, text: str, name: s
         ("- " * 20_000, "nested too deeply"),
         ("#" * 2_000_000, "larger than 1 MiB"),
     ],
-    ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
 def test_refused(tmp_path: Path, content: str | bytes, words: str) -> None:
     name = write(tmp_path, content)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import each
 
 from hvd_bert.data.questions import Question
 from hvd_bert.evaluation import slices
@@ -21,7 +21,7 @@ def listed(groups: Groups) -> dict[str, list[int]]:
     return {name: members.tolist() for name, members in groups.items()}
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "word"),
     [
         ("What is it?", "what"),

@@ -13,6 +13,7 @@ import official_squad
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import each
 
 from hvd_bert.data.squad import Question
 from hvd_bert.errors import UserError
@@ -79,7 +80,7 @@ def test_golden_v1() -> None:
     assert score(questions, predictions) == pytest.approx(GOLDEN["v1.1"]["scores"], abs=1e-9)
 
 
-@pytest.mark.parametrize("threshold", ["0.0", "1.0", "-2.5", "none"])
+@each("threshold", ["0.0", "1.0", "-2.5", "none"])
 def test_golden_v2(threshold: str) -> None:
     questions, predictions, odds = golden("v2.0")
     got = (
@@ -133,12 +134,7 @@ def test_v1_equals_the_official_script(official: Official, drawn: Drawn) -> None
 
 @settings(deadline=None)  # a loaded machine is not a failure
 @given(scored(min_golds=0), st.sampled_from([-1.0, 0.0, 0.25, 1.0, 100.0]), st.booleans())
-def test_v2_equals_the_official_script(
-    official: Official,
-    drawn: Drawn,
-    threshold: float,
-    with_odds: bool,
-) -> None:
+def test_v2_equals_the_official_script(official: Official, drawn: Drawn, threshold: float, with_odds: bool) -> None:
     questions, predictions, odds = drawn
     given_odds = odds if with_odds else None
     expected = official_v2(official[1], questions, predictions, given_odds, threshold)

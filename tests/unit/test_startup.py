@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import transformers.models
+from tables import each
 from transformers.utils import import_utils
 
 from hvd_bert import startup
@@ -100,8 +101,8 @@ def test_help(argv: list[str], allowed: set[str]) -> None:
     assert imported <= allowed
 
 
-@pytest.mark.parametrize("command", ["hvd_bert.train", "hvd_bert.bench", "hvd_bert.doctor"])
-@pytest.mark.parametrize("rank", [0, 1])
+@each("command", ["hvd_bert.train", "hvd_bert.bench", "hvd_bert.doctor"])
+@each("rank", [0, 1])
 def test_only_rank_0_prints_help(command: str, rank: int) -> None:
     launcher = {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": "2"}
     printed, imported = imported_by(command, "--help", launcher=launcher)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load, save
+from tables import each
 from test_world import make_world
 
 from hvd_bert.training import state
@@ -21,7 +22,7 @@ def draw() -> list[float]:
     return [*gauss, random.random(), float(np.random.rand()), *torch.rand(3).tolist(), *torch.randn(5).tolist()]
 
 
-@pytest.mark.parametrize("drawn_before", [0, 1, 2, 3, 700])
+@each("drawn_before", [0, 1, 2, 3, 700])
 def test_random_numbers_continue(drawn_before):
     seed_ranks(5, 0, make_world())
     for _ in range(drawn_before):
@@ -62,7 +63,7 @@ def test_gpus_of_one_rank_draw_differently(monkeypatch):
     assert len({torch.initial_seed(), *seeds["seed"]}) == 3
 
 
-@pytest.mark.parametrize(
+@each(
     ("metric", "values", "best", "since"),
     [
         ("f1", [10.0, 30.0, 20.0, 30.0], (30.0, 2), 2),
@@ -70,7 +71,6 @@ def test_gpus_of_one_rank_draw_differently(monkeypatch):
         ("exact_match", [math.nan, 5.0, math.nan], (5.0, 2), 1),
         ("eval_loss", [math.nan], (None, 0), 1),
     ],
-    ids=str,
 )
 def test_best(metric, values, best, since):
     kept = Best(metric, "min" if metric == "eval_loss" else "max")

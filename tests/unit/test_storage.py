@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tables import each
 
 from hvd_bert.storage import locks
 from hvd_bert.storage.writing import replacing, write_json
@@ -128,8 +129,8 @@ def test_write_json(tmp_path):
     assert os.listdir(tmp_path) == ["x.json"]
 
 
-@pytest.mark.parametrize("durable", [False, True])
-@pytest.mark.parametrize("failing", ["encode", "write", "replace"])
+@each("durable", [False, True])
+@each("failing", ["encode", "write", "replace"])
 def test_failed_write_keeps_only_the_old_file(tmp_path, monkeypatch, failing, durable):
     path = tmp_path / "x.json"
     path.write_text("old")

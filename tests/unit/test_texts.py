@@ -11,6 +11,7 @@ import datasets
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from tables import each
 
 from hvd_bert.data import texts
 from hvd_bert.data.questions import Reading
@@ -192,7 +193,7 @@ def test_columns_of_the_training_file_are_read_from_another(write):
         texts.open_file(write(lines({"source": "s", "label": "x"})), "--validation_file", train.columns)
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "name", "message"),
     [
         ("", "t.jsonl", "the file is empty"),

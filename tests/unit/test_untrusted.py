@@ -18,6 +18,7 @@ import test_hostile_checkpoints as checkpoints
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from made_runs import make_run
+from tables import each
 from test_no_foreign_code import PROGRAMS
 from test_tokenization import answer_of, to_windows
 from test_tokenization import texts as passages
@@ -76,7 +77,7 @@ def test_a_script_in_a_data_set_never_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["train.json", "train.jsonl", "train.csv", "train.parquet", "train.json.gz", "a.npy"])
+@each("name", ["train.json", "train.jsonl", "train.csv", "train.parquet", "train.json.gz", "a.npy"])
 def test_pickles_are_no_data(tmp_path: Path, name: str) -> None:
     canary = hostile.Canary(tmp_path / "ran")
     canary.pickled(tmp_path / name)
@@ -87,8 +88,8 @@ def test_pickles_are_no_data(tmp_path: Path, name: str) -> None:
     assert not canary.ran
 
 
-@pytest.mark.parametrize("name", ["windows.json", "windows.arrow"])
-@pytest.mark.parametrize("what", [*hostile.ALL, "pickle"])
+@each("name", ["windows.json", "windows.arrow"])
+@each("what", [*hostile.ALL, "pickle"])
 def test_a_damaged_cache_is_built_again(
     tmp_path: Path, tokenizer: Any, make_questions: Any, own_cache: Path, name: str, what: str
 ) -> None:
@@ -110,7 +111,7 @@ def test_a_damaged_cache_is_built_again(
 # --- folders, temporary folders, markup -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["../mine", "a/../../mine", "/etc/mine", "..", ".", "", "a/b"])
+@each("name", ["../mine", "a/../../mine", "/etc/mine", "..", ".", "", "a/b"])
 def test_a_record_of_files_removes_nothing_elsewhere(tmp_path: Path, name: str) -> None:
     (tmp_path / "mine").write_text("mine")
     folder = tmp_path / "folder"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each
 
 from hvd_bert.bench import flags as bench
 from hvd_bert.bench.points import Plan
@@ -34,8 +35,8 @@ def refusal(*flags: str) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["train_file", "output_dir", "model_name_or_path", "dataset_name", "timeline"])
-@pytest.mark.parametrize(
+@each("name", ["train_file", "output_dir", "model_name_or_path", "dataset_name", "timeline"])
+@each(
     ("value", "words"),
     [
         ("", "'' is empty: give a value, or leave the flag out"),
@@ -59,14 +60,14 @@ def test_longest_names() -> None:
     assert [parse([f"--output_dir={name}"]).train.output_dir for name in names] == names
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("value", ["9" * 5000, "1" + "0" * 12, "-1" + "0" * 12, str(2**32)], ids=len)
+@each("name", NUMBERS)
+@each("value", ["9" * 5000, "1" + "0" * 12, "-1" + "0" * 12, str(2**32)])
 def test_numbers_that_are_too_large(name: str, value: str) -> None:
     message = refusal(f"--{name}={value}")
     assert f"--{name}" in message and len(message) < 600
 
 
-@pytest.mark.parametrize(
+@each(
     ("flags", "words"),
     [
         ("--num_threads 1000000", "--num_threads 1000000: must be at most 1024"),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tables import each
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # missing in its type stubs
 
 from hvd_bert.distributed import watchdog
@@ -17,7 +18,7 @@ from hvd_bert.errors import EXIT_FAILURE
 SHUT_DOWN = "Horovod has been shut down. This was caused by an exception on one of the ranks"
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "times"),
     [
         ({}, (120, 600)),
@@ -30,7 +31,6 @@ SHUT_DOWN = "Horovod has been shut down. This was caused by an exception on one 
         ({DISABLED: "1"}, (120, math.inf)),
         ({WARNS_AFTER: " 30s"}, (30, 600)),  # parsed like strtol
     ],
-    ids=str,
 )
 def test_times_are_the_users_or_fit_them(given, times):
     environ, (warns, ends) = dict(given), times
@@ -117,10 +117,7 @@ def test_inspector_that_comes_first_is_a_stall(monkeypatch, capsys, waited, mess
 def test_inspector_that_comes_first_does_not_lose_the_names(monkeypatch, capsys):
     store, arrived = HashStore(), threading.Event()
     stall_watchdog = Watchdog(0, ["one", "two"], 0.1, StoreArrivals(store, 0, 2), lambda _: None)
-    with (
-        pytest.raises(RuntimeError),
-        stall_watchdog.over(10, lambda: [] if arrived.is_set() else ["a weight"]),
-    ):
+    with pytest.raises(RuntimeError), stall_watchdog.over(10, lambda: [] if arrived.is_set() else ["a weight"]):
         store.wait(["wait 1 0"])  # announced, after a tenth of the limit
         arrived.set()  # Horovod forgets what it waits for
         now = watchdog.time.monotonic()

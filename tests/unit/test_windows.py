@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+from tables import each
 
 from hvd_bert.data import squad, tokenization, windows
 from hvd_bert.data.windows import WindowCounts, WindowOptions, check_lengths, prepare
@@ -201,7 +202,7 @@ def flip_bit(path, offset: int) -> None:
 HARMS = ["cut data", "flipped token", "flipped count", "other columns", "no meta", "broken meta", "old meta"]
 
 
-@pytest.mark.parametrize("harm", HARMS)
+@each("harm", HARMS)
 def test_damaged_table_is_named_and_rebuilt(source, tokenizer, tmp_path, caplog, monkeypatch, harm):
     monkeypatch.setattr(windows, "_BLOCK", 64)  # the checksum is of many
     before = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
@@ -286,7 +287,7 @@ def test_four_ranks_at_once_build_once_and_overwrite_once(make_questions, tokeni
 # --- wrong values ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "words"),
     [
         (WindowOptions(384, -1), "--doc_stride -1: must be 0 or more"),
