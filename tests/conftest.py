@@ -186,9 +186,7 @@ def to_rows() -> Callable[[Sequence[Question]], list[dict[str, Any]]]:
 
 
 @pytest.fixture(scope="session")
-def write_hub_cache(
-    to_rows: Callable[[Sequence[Question]], list[dict[str, Any]]],
-) -> Callable[..., None]:
+def write_hub_cache(to_rows: Callable[[Sequence[Question]], list[dict[str, Any]]]) -> Callable[..., None]:
     """write_hub_cache(folder, {"train": questions, ...}): what a download leaves in $HF_DATASETS_CACHE.
 
     With `features`, splits are lists of rows.

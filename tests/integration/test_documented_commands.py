@@ -18,6 +18,7 @@ import pytest
 from documented import Fence
 from launch import REPOSITORY, built, run
 from made_runs import make_run
+from tables import each
 
 pytestmark = pytest.mark.integration
 
@@ -88,7 +89,7 @@ def clone(
     return Clone(folder)
 
 
-@pytest.mark.parametrize("page", documented.GUIDES)
+@each("page", documented.GUIDES)
 def test_every_mark_is_needed(page: str) -> None:
     for fence in documented.fences(page):
         for need in fence.needs:

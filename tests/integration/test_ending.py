@@ -12,10 +12,9 @@ from launch import launcher, run
 pytestmark = pytest.mark.integration
 
 
-@pytest.mark.parametrize("status", [0, 75])
 @pytest.mark.parametrize(
-    ("by", "strategy", "taken_apart"),
-    [("mpirun", "horovod", True), ("mpirun", "fsdp", False), ("torchrun", "ddp", False)],
+    ("by", "strategy", "taken_apart", "status"),
+    [("mpirun", "horovod", True, 0), ("mpirun", "fsdp", False, 75), ("torchrun", "ddp", False, 0)],
 )
 def test_rank_finishes_what_it_began(tmp_path: Path, by: str, strategy: str, taken_apart: bool, status: int) -> None:
     """Python must not be finalized alongside threads of torch's Gloo: they abort the process (pytorch#190489)."""

@@ -34,7 +34,6 @@ def script(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("code", "status", "last"),
     [
-        ("pass", 0, "at exit"),
         ("sys.exit(7)", 7, "at exit"),
         ("sys.exit('a reason')", 1, "at exit"),
         ("raise ValueError('broken')", 1, "at exit"),

@@ -29,9 +29,8 @@ def count(lines: list[str], pattern: str) -> int:
     return sum(bool(re.fullmatch(pattern, line)) for line in lines)
 
 
-@pytest.mark.parametrize("log_format", ["plain", "default"])
+@pytest.mark.parametrize(("log_format", "failure"), [("plain", "none"), ("default", "UserError")])
 @pytest.mark.parametrize(("by", "strategy"), WAYS)
-@pytest.mark.parametrize("failure", ["none", "UserError"])
 def test_each_warning_is_one_line(by: str, strategy: str, log_format: str, failure: str, tmp_path: Path) -> None:
     lines = lines_of(by, strategy, log_format, failure, tmp_path)
     assert count(lines, "started") == 1, lines

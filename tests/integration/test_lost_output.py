@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from commands import small_run
 from launch import run
+from tables import each
 
 from hvd_bert.errors import EXIT_BROKEN_PIPE
 
@@ -26,7 +27,7 @@ def test_training_completes_on_a_full_log_disk(tmp_path: Path) -> None:
     assert (tmp_path / "out/train_results.json").exists() and (tmp_path / "out/eval_results.json").exists()
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@each("command", COMMANDS)
 def test_help_ends_quietly_without_a_reader(command: str, tmp_path: Path) -> None:
     module, *words = command.split()
     to_ended_reader = 'exec 3> >(:); wait $!; exec "$@" >&3 3>&-'

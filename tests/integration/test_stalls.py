@@ -24,8 +24,8 @@ TIMES = {"HOROVOD_STALL_CHECK_TIME_SECONDS": str(WARN_S), "HOROVOD_STALL_SHUTDOW
 NAMES = r"(bert|qa_outputs)\.[a-z.A-Z_0-9]+(, (bert|qa_outputs)\.[a-z.A-Z_0-9]+){2}"
 
 
-STALLED = [(3, "mpi", "block"), (2, "gloo", "block"), (3, "mpirun", "stop")]
-SLOW = [(2, "mpi", "slow"), (2, "gloo", "slow")]
+STALLED = [(2, "gloo", "block"), (3, "mpirun", "stop")]
+SLOW = [(2, "mpi", "slow")]
 Case = tuple[int, str, str]
 
 

@@ -3,7 +3,7 @@
     horovodrun -np 4 --gloo -H localhost:4 python ranks.py FOLDER CONTROLLER STRATEGY
 
 A check is called by all ranks and asserts on each. Rank 0 keeps FOLDER/results.json up to date: for each check the
-traceback of every rank, or null. `test_worlds.py` starts this and makes a test of each entry.
+traceback of every rank, or null. `test_worlds.py` starts this and reads it.
 """
 
 from __future__ import annotations
