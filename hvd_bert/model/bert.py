@@ -234,4 +234,6 @@ def check_fit(config: Any, model_name: str, tokenizer: Any, tokenizer_name: str,
         )
     positions = families.max_tokens(config)
     if max_seq_length > positions:
-        raise UserError(f"--max_seq_length {max_seq_length}: {model_name} has only {positions} positions.")
+        raise UserError(
+            f"--max_seq_length {max_seq_length}: {model_name} has only {positions} positions. Use at most that many."
+        )
