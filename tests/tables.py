@@ -18,10 +18,10 @@ from hvd_bert.errors import UserError
 Test = Callable[..., None]
 # What ends a refusal: something to do, or the range of what is accepted.
 REMEDY = re.compile(
-    r"(?:^|[.:;,(] |\bor |\bto |`)"
+    r"(?:^|[.:;,(] |\bor |\bto |please |`)"
     r"(?:Add|Answer|Cd|Change|Check|Choose|Convert|Copy|Create|Decompress|Delete|Download|Edit|End|Fix|"
     r"Free|Give|Increase|Install|Keep|Leave|Load|Lower|Make|Mark|Move|Name|Omit|Pass|Put|Raise|Reduce|Remove|Rename|"
-    r"Repeat|Replace|Rerun|Resume|Run|Save|See|Set|Shorten|Split|Start|Stop|Train|Try|Unset|Update|Upgrade|Use|Wait|"
+    r"Repeat|Replace|Rerun|Resume|Run|Save|See|Select|Set|Shorten|Split|Start|Stop|Train|Try|Unset|Update|Upgrade|Use|Wait|"
     r"Take|Write)\b|`[a-z][\w -]* |belong |must |should |at least|at most|or more|or less|only with|available: ",
     re.IGNORECASE,
 )

@@ -54,6 +54,7 @@ def load_task(config: Config, world: World) -> Task:
     args.metric_for_best_model = args.metric_for_best_model or next(iter(task.metrics))
     if args.metric_for_best_model not in task.metrics:
         raise UserError(
-            f"--metric_for_best_model {args.metric_for_best_model}: --task {name} has {', '.join(task.metrics)}."
+            f"--metric_for_best_model {args.metric_for_best_model}: --task {name} does not give it."
+            f" Choose one of {', '.join(task.metrics)}."
         )
     return task
