@@ -23,9 +23,9 @@ from hvd_bert.config import command_line
 from hvd_bert.distributed.launch import find_launcher
 from hvd_bert.distributed.runner import run_as_rank
 from hvd_bert.evaluation.evaluator import Evaluator
+from hvd_bert.tasks import inputs
 from hvd_bert.train.__main__ import main
 from hvd_bert.train.loop import Training
-from hvd_bert.training import inputs
 
 HELD_S = 6.0  # the test's inspector warns within 4 s, the watchdog ends a step after 4
 STEP = 4  # by then Horovod has cached the steps' tensors

@@ -22,8 +22,8 @@ from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.predict.__main__ import make_parser as predict_parser
 from hvd_bert.report.flags import make_parser as report_parser
+from hvd_bert.tasks import inputs
 from hvd_bert.timeline.__main__ import make_parser as timeline_parser
-from hvd_bert.training import inputs
 
 NAMES = [name for name, flag in FLAGS.items() if flag.metavar in ("FILE", "FOLDER", "NAME", "REVISION")]
 NUMBERS = ("seed", "max_steps", "gradient_accumulation_steps", "num_threads", "n_best_size", "max_train_samples")
