@@ -13,8 +13,9 @@ from ranks import Ranks, check
 from hvd_bert.config import command_line
 from hvd_bert.distributed.world import World
 from hvd_bert.evaluate.__main__ import main as evaluate
+from hvd_bert.evaluation.evaluator import Evaluator
+from hvd_bert.model.flops import forward_flops
 from hvd_bert.tasks.inputs import load_inputs
-from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.train.__main__ import main as train
 
 # 1 and 3: fewer than 4 ranks; 10: not divisible by 4.
@@ -38,7 +39,8 @@ def _evaluate(ranks: Ranks, preset: str, num_questions: int) -> None:
     assert inputs.dev is not None
     assert len(inputs.dev.windows) > num_questions == len(inputs.dev.questions)
     inputs.model.train()
-    evaluation = QuestionAnswering(config, world, inputs).answer(inputs.model)
+    crossover = forward_flops(inputs.model).crossover
+    evaluation = Evaluator(inputs.dev.questions, inputs.dev.windows, crossover, config, world)(inputs.model)
     assert inputs.model.training, "scoring must leave the model in the mode it was in"
     assert world.allgather(evaluation.metrics) == [evaluation.metrics] * world.size
     assert evaluation.metrics["total"] == num_questions
