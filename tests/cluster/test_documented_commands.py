@@ -106,7 +106,7 @@ def test_command_runs(finished: dict[str, tuple[dict[str, Any], Path]], command:
     if "--max_steps" in words:
         assert found["train_steps"] == int(words[words.index("--max_steps") + 1])
     else:
-        assert found["train_windows"] == 20
+        assert found["train_windows"] == 40
         assert len(json.loads((output_dir / "eval_predictions.json").read_text())) == 5
     assert found["strategy"] == (words[words.index("--strategy") + 1] if "--strategy" in words else "horovod")
 
@@ -114,4 +114,4 @@ def test_command_runs(finished: dict[str, tuple[dict[str, Any], Path]], command:
 def test_results_of_a_run_without_flags(finished: dict[str, tuple[dict[str, Any], Path]]) -> None:
     for command in ("horovodrun -np 4 -H a100-01:2,a100-02:2 python -m hvd_bert.train", "sbatch scripts/hvd.slurm"):
         found, _ = finished[command]
-        assert (found["train_windows"], found["train_steps"], found["hosts"]) == (20, 3, HOSTS)
+        assert (found["train_windows"], found["train_steps"], found["hosts"]) == (40, 6, HOSTS)

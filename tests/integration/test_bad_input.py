@@ -53,7 +53,7 @@ def answer_not_at_its_offset(folder: Path) -> tuple[list[str], list[str]]:
 def output_dir_not_empty(folder: Path) -> tuple[list[str], list[str]]:
     (folder / "out").mkdir()
     (folder / "out" / "metrics.jsonl").write_text("of an earlier run")
-    return [], ["--output_dir", "not empty", "metrics.jsonl", "--overwrite_output_dir"]
+    return [], ["--output_dir", "metrics.jsonl", "use another folder"]
 
 
 @mistake

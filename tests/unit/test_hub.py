@@ -85,7 +85,7 @@ def test_missing_split(no_network, write_hub_cache, make_questions):
 def test_other_columns_are_refused(no_network, monkeypatch):
     rows = datasets.Dataset.from_dict({"text": ["a"], "label": [0]})
     monkeypatch.setattr(hub, "load", lambda *_: rows)
-    with refused("imdb[train]", "id, context", "text, label", "--answer_column"):
+    with refused("imdb[train]", "context, question, answers", "text, label", "--answer_column"):
         squad.open_hub("imdb", "train", False)
 
 

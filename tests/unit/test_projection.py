@@ -291,7 +291,7 @@ def test_one_run_is_enough(tmp_path, capsys):
     make_run(tmp_path / "run")
     out = tmp_path / "out"
     out.mkdir()
-    written.claim(out, "report.csv")
+    written.claim(out, "report.csv", command="report")
     (out / "report.csv").write_text("an earlier report's")
     assert main([str(tmp_path / "run"), "--out", str(out), "--gbps", "25"]) == 0
     text = (out / "report.md").read_text()

@@ -77,7 +77,7 @@ def test_tensorboard(base: list[str], tmp_path: Path, monkeypatch: pytest.Monkey
     settings = hparams.parse_session_start_info_plugin_data(content).hparams
     assert settings["learning_rate"].number_value == 5e-5 and settings["max_steps"].number_value == 3
     assert settings["strategy"].string_value == "none" and settings["do_eval"].bool_value
-    assert settings["global_batch"].number_value == 8, "the effective value, not the flag's -1"
+    assert settings["global_batch"].number_value == 6, "the effective value, not the flag's -1"
     assert "eval_steps" not in settings, "it is None"
     text = events.Tensors("eval/samples")[-1].tensor_proto.string_val[0].decode()
     samples = json.loads((out / "eval_samples.json").read_text())
@@ -139,7 +139,7 @@ def test_wandb(base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ]
         losses += [(row["train/global_step"], row["train/loss"]) for row in rows if "train/loss" in row]
         settings = {item.key: item.value_json for record in records for item in record.config.update}
-        assert settings["max_steps"] == "3" and settings["strategy"] == '"none"' and settings["global_batch"] == "8"
+        assert settings["max_steps"] == "3" and settings["strategy"] == '"none"' and settings["global_batch"] == "6"
         assert [row["eval/f1"] for row in rows if "eval/f1" in row] == [logged(out)[3, "eval_f1"]]
         assert any("eval/samples" in key for row in rows for key in row)
         assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
@@ -164,7 +164,7 @@ def test_mlflow(base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (step, pytest.approx(logged(out)[step, "loss"])) for step in (1, 2, 3, 3)
     ]
     assert run.data.metrics["eval/f1"] == logged(out)[3, "eval_f1"]
-    assert run.data.params.items() >= {"max_steps": "3", "strategy": "none", "global_batch": "8"}.items()
+    assert run.data.params.items() >= {"max_steps": "3", "strategy": "none", "global_batch": "6"}.items()
     assert run.data.params["per_device_eval_batch_size"] == "8", "of the first start: MLflow refuses another value"
     saved = json.loads((tmp_path / client.download_artifacts(run.info.run_id, "eval_samples/step-3.json")).read_text())
     assert saved == json.loads((out / "eval_samples.json").read_text())

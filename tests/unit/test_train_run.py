@@ -49,7 +49,7 @@ def base(tmp_path, tokenizer, make_questions, write_squad) -> list[str]:
         "none",
         "--num_threads",
         "1",
-        "--global_batch",
+        "--per_device_train_batch_size",
         "6",
     ]
 
