@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         for name, values in parsed.__dict__.pop(GIVEN, {}).items():
             if self.warns and len(set(values)) > 1:
                 all_values = shortened(", ".join(map(shortened, values)), 1000)
-                _warn_once(f"--{name} is given {len(values)} times ({all_values}): the last value counts.")
+                warn_once(f"--{name} is given {len(values)} times ({all_values}): the last value counts.")
         return parsed, rest
 
     def error(self, message: str) -> NoReturn:
@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
 
 
 @functools.cache  # a command line is parsed before and after the ranks have joined
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
 
 

@@ -16,6 +16,7 @@ from tables import each
 from hvd_bert.bench import flags as bench
 from hvd_bert.bench.points import Plan
 from hvd_bert.config.command_line import overriding, parse, without
+from hvd_bert.config.parser import Parser, warn_once
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.config.values import passage, shortened
 from hvd_bert.distributed.world import World
@@ -27,6 +28,13 @@ from hvd_bert.timeline.__main__ import make_parser as timeline_parser
 
 NAMES = [name for name, flag in FLAGS.items() if flag.metavar in ("FILE", "FOLDER", "NAME", "REVISION")]
 NUMBERS = ("seed", "max_steps", "gradient_accumulation_steps", "num_threads", "n_best_size", "max_train_samples")
+
+
+@pytest.fixture
+def no_warning_is_printed_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process of rank 0: other tests repeat flags, too."""
+    warn_once.cache_clear()
+    monkeypatch.setattr(Parser, "warns", True)
 
 
 def refusal(*flags: str) -> str:
@@ -84,6 +92,7 @@ def test_refused(flags: str, words: str) -> None:
     assert words in refusal(*flags.split())
 
 
+@pytest.mark.usefixtures("no_warning_is_printed_yet")
 @pytest.mark.parametrize(
     ("flags", "name", "value", "warning"),
     [
@@ -106,6 +115,7 @@ def test_the_last_value_counts(
     assert len(printed) == bool(warning) and all(word in printed[0] for word in warning)
 
 
+@pytest.mark.usefixtures("no_warning_is_printed_yet")
 def test_the_last_value_counts_in_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert report_parser().parse_args(["runs", "--out", "a", "--out", "b"]).out == Path("b")
     assert bench.parse(["--steps", "7", "--steps=8"])[0].steps == 8
