@@ -23,10 +23,10 @@ from compare_report import timing
 from shared import REPOSITORY, in_turns, peer_columns, spread
 from transformers import AutoTokenizer, BertConfig, BertForQuestionAnswering
 
-from hvd_bert.bench.workload import lengths_like_squad, random_windows
 from hvd_bert.errors import UserError
 from hvd_bert.model.flops import forward_flops
 from hvd_bert.model.peaks import published_peak
+from hvd_bert.tools.bench.workload import lengths_like_squad, random_windows
 
 SAMPLE = REPOSITORY / "hvd_bert" / "sample"
 LENGTH = 384
@@ -43,7 +43,7 @@ OURS = {"this trainer": [], "this trainer, --torch_compile": ["--torch_compile"]
 
 
 def common_flags(place: Place) -> list[str]:
-    """Of `python -m hvd_bert.bench` and of top_kernels.py: BERT-base; on the CPU a smaller one."""
+    """Of `hvd-bert bench` and of top_kernels.py: BERT-base; on the CPU a smaller one."""
     sizes = SIZES[place.device]
     flags = ["--bf16", "--strategy", "none", "--max_seq_length", str(sizes["length"])]
     flags += ["--per_device_train_batch_size", str(sizes["batch"])]
@@ -56,9 +56,9 @@ def shape_of(place: Place) -> Any:
 
 
 def ours(place: Place, flags: list[str], name: str) -> dict[str, Any]:
-    """The record of `python -m hvd_bert.bench`."""
+    """The record of `hvd-bert bench`."""
     sizes, file = SIZES[place.device], place.out / f"{name}.json"
-    words = [sys.executable, "-m", "hvd_bert.bench", *common_flags(place), *flags, "--json", str(file)]
+    words = [sys.executable, "-m", "hvd_bert.tools.bench", *common_flags(place), *flags, "--json", str(file)]
     place.run(name, [*words, "--steps", str(sizes["steps"]), "--repeats", str(sizes["repeats"])])
     record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return record

@@ -20,7 +20,7 @@ Check = Callable[[Place], Outcome]
 
 
 def preflight(place: Place) -> Outcome:
-    words = [sys.executable, "-m", "hvd_bert.doctor", "--output_dir", str(place.out)]
+    words = [sys.executable, "-m", "hvd_bert.tools.doctor", "--output_dir", str(place.out)]
     printed = place.run("doctor", words)
     warnings = len(re.findall(r"^\s*warning", printed, re.MULTILINE | re.IGNORECASE))
     return Outcome(f"a training would start; {warnings} warning(s) in doctor.log")
@@ -102,7 +102,7 @@ def strategy(name: str, several: bool = False) -> Check:
 def allreduce(place: Place) -> Outcome:
     """Sums over the ranks are right, and of tensors on GPUs NCCL sends them."""
     place.several()
-    words = [sys.executable, "-m", "hvd_bert.doctor", "--size", "400", "--output_dir", str(place.out)]
+    words = [sys.executable, "-m", "hvd_bert.tools.doctor", "--size", "400", "--output_dir", str(place.out)]
     if place.device == "cpu":
         words[words.index("400")] = "1"
     printed = place.run("allreduce", launched(place.ranks) + words, gpus=place.ranks)

@@ -12,7 +12,7 @@ import numpy as np
 from shared import peer_columns
 
 from hvd_bert.config.command_line import parse
-from hvd_bert.data.squad import Question
+from hvd_bert.data.sources.squad import Question
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.tasks.inputs import Inputs, load_inputs

@@ -29,8 +29,9 @@ from shared import markdown_table, spread
 from torch import nn
 
 from hvd_bert.config.settings import ModelArguments
-from hvd_bert.data import squad, windows
+from hvd_bert.data import window_table
 from hvd_bert.data.collate import Batch, Collator
+from hvd_bert.data.sources import squad
 from hvd_bert.model import attention
 from hvd_bert.model.bert import load_model, load_tokenizer, window_losses
 from hvd_bert.model.cpu import dropout, linear
@@ -172,8 +173,8 @@ def main() -> None:
     tokenizer = load_tokenizer(args)
     source = squad.open_file(flags.train_file, False)
     with tempfile.TemporaryDirectory() as cache:
-        options = windows.WindowOptions(max_samples=2000)
-        collate = Collator(windows.prepare(source, tokenizer, options, cache_dir=cache), CPU)
+        options = window_table.WindowOptions(max_samples=2000)
+        collate = Collator(window_table.prepare(source, tokenizer, options, cache_dir=cache), CPU)
         order = np.random.default_rng(0).permutation(len(collate.windows))
         batches = [collate(order[i * flags.batch :][: flags.batch]) for i in range(flags.batches)]
     model = load_model(args, tokenizer, options.max_seq_length, seed=0).train()

@@ -31,9 +31,9 @@ import torch
 from acceptance_place import NotHere, Outcome, Place
 from shared import machine, markdown_table
 
-from hvd_bert.doctor import probes
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.monitoring.gpu_usage import NvmlError
+from hvd_bert.tools.doctor import probes
 
 EXIT_NO_GPU = 3
 GPU_NAMES = (

@@ -9,7 +9,7 @@ token of the activations that the forward pass keeps for the backward pass: the 
 windows of random tokens, less those for one.
 
 The others compare BERT-large without and with the flag, by turns and in reverse order in every second pair.
-`resident` trains in one process each, with `python -m hvd_bert.bench`, and prints the peak of resident memory, less
+`resident` trains in one process each, with `hvd-bert bench`, and prints the peak of resident memory, less
 that before the model was created: median and range. `cost` prints the CPU time and the wall time of steps (forward
 and backward pass and AdamW) in one process: median and range.
 """
@@ -34,12 +34,12 @@ import torch
 from shared import REPOSITORY, in_turns, machine, markdown_table, spread
 from transformers import BertConfig
 
-from hvd_bert.bench.measure import FP32_BYTES, STATES, kept_bytes
-from hvd_bert.bench.workload import random_windows
 from hvd_bert.data.collate import Collator
 from hvd_bert.model.bert import new_model, window_losses
 from hvd_bert.model.precision import autocast
 from hvd_bert.model.recomputation import recompute_layers
+from hvd_bert.tools.bench.measure import FP32_BYTES, STATES, kept_bytes
+from hvd_bert.tools.bench.workload import random_windows
 
 SHAPES: dict[str, dict[str, Any]] = {
     "BERT-base": {},
@@ -98,7 +98,7 @@ def resident(batches: list[int], pairs: int) -> None:
         for batch in batches:
             gib: dict[bool, list[float]] = {False: [], True: []}
             for recompute in runs(pairs):
-                command = [sys.executable, "-m", "hvd_bert.bench", "--model", str(shape), "--json", str(out)]
+                command = [sys.executable, "-m", "hvd_bert.tools.bench", "--model", str(shape), "--json", str(out)]
                 command += ["--strategy", "none", "--steps", "2", "--repeats", "1"]
                 command += ["--per_device_train_batch_size", str(batch), *([FLAG] if recompute else [])]
                 subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)

@@ -2,7 +2,7 @@
 
     python benchmarks/top_kernels.py --bf16 --per_device_train_batch_size 32
 
-Takes the flags of `python -m hvd_bert.bench`. `--steps` steps are recorded by torch's profiler, after as many that are
+Takes the flags of `hvd-bert bench`. `--steps` steps are recorded by torch's profiler, after as many that are
 not. On the CPU it lists torch's operators instead.
 """
 
@@ -18,13 +18,13 @@ from typing import Any
 from shared import markdown_table
 from torch.profiler import ProfilerActivity, profile
 
-from hvd_bert.bench import flags as bench_flags
-from hvd_bert.bench.measure import Recorder
-from hvd_bert.bench.workload import random_task
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed.joining import join
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
+from hvd_bert.tools.bench import flags as bench_flags
+from hvd_bert.tools.bench.measure import Recorder
+from hvd_bert.tools.bench.workload import random_task
 from hvd_bert.train.loop import Training
 from hvd_bert.train.start import set_up
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hvd_bert.data import hub
+from hvd_bert.data.sources import hub
 from hvd_bert.errors import UserError
 
 _DIGITS_TO_TEST_ON = 360  # a fifth

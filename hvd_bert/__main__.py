@@ -1,4 +1,4 @@
-"""All commands under one name: `hvd-bert COMMAND ...` runs `python -m hvd_bert.COMMAND ...`.
+"""All commands under one name: `hvd-bert COMMAND ...`.
 
     hvd-bert train --config sample
     horovodrun -np 4 hvd-bert train --config sample
@@ -27,7 +27,7 @@ def main() -> int:
     interrupt.end_quietly()
     word = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if word in commands():
-        os.execv(sys.executable, [sys.executable, "-m", f"hvd_bert.{word}", *sys.argv[2:]])
+        os.execv(sys.executable, [sys.executable, "-m", commands()[word], *sys.argv[2:]])
 
     from hvd_bert.distributed.launch import speaks_first
     from hvd_bert.streams import end_when_lost
@@ -44,21 +44,24 @@ def main() -> int:
     return EXIT_BAD_INPUT
 
 
-def commands() -> list[str]:
-    """The names of all commands."""
-    return sorted(path.parent.name for path in PACKAGE.glob("*/__main__.py"))
+def commands() -> dict[str, str]:
+    """All commands by name, with their modules."""
+    files = [*PACKAGE.glob("*/__main__.py"), *PACKAGE.glob("tools/*/__main__.py")]
+    folders = sorted((file.parent for file in files), key=lambda folder: folder.name)
+    return {folder.name: ".".join(("hvd_bert", *folder.relative_to(PACKAGE).parts)) for folder in folders}
 
 
 def description() -> str:
     """What `--help` prints."""
     lines = ["usage: hvd-bert [-h] [--version] COMMAND ...", "", "commands:"]
-    lines += [f"  {name:<8}  {_purpose(name)}" for name in commands()]
+    lines += [f"  {name:<8}  {_purpose(module)}" for name, module in commands().items()]
     return "\n".join([*lines, "", "`hvd-bert COMMAND --help` lists the flags of a command."])
 
 
-def _purpose(name: str) -> str:
-    """The first line of the command's docstring."""
-    tree = ast.parse((PACKAGE / name / "__main__.py").read_text(encoding="utf-8"))
+def _purpose(module: str) -> str:
+    """The first line of a command's docstring."""
+    folder = PACKAGE.joinpath(*module.split(".")[1:])
+    tree = ast.parse((folder / "__main__.py").read_text(encoding="utf-8"))
     return (ast.get_docstring(tree) or "").partition("\n")[0]
 
 

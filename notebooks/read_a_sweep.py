@@ -11,7 +11,7 @@
 # %% [markdown]
 # # Draw the speed-up of a sweep
 #
-# `python -m hvd_bert.bench sweep` trains with several strategies and numbers of ranks, and `python -m hvd_bert.report`
+# `hvd-bert bench sweep` trains with several strategies and numbers of ranks, and `hvd-bert report`
 # compares the runs. Its `report.csv` has a row per strategy and number of ranks.
 
 # %%
@@ -29,7 +29,7 @@ sweep = Path("../runs/sweep")
 report = Path("../runs/sweep_report")
 
 # %%
-subprocess.run([sys.executable, "-m", "hvd_bert.report", sweep, "--out", report], check=True)
+subprocess.run([sys.executable, "-m", "hvd_bert.tools.report", sweep, "--out", report], check=True)
 
 # %% [markdown]
 # A row without a speed-up gives the reason: the runs did different work, or their losses do not agree.

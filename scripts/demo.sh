@@ -26,11 +26,11 @@ printf '\n$ %s\n' "${command[*]}"
 # Remove horovodrun's tags of ranks: only rank 0 prints here.
 "${command[@]}" </dev/null 2>&1 | sed -u 's/\[[0-9,]*\]<std[a-z]*>://g'
 
-command=(python -m hvd_bert.predict runs/demo --input hvd_bert/sample/dev-v1.1.json)
+command=(hvd-bert predict runs/demo --input hvd_bert/sample/dev-v1.1.json)
 printf '\n$ %s\n' "${command[*]}"
 "${command[@]}" </dev/null
 
-command=(python -m hvd_bert.report runs/demo --out runs/demo/report)
+command=(hvd-bert report runs/demo --out runs/demo/report)
 printf '\n$ %s\n' "${command[*]}"
 "${command[@]}" </dev/null
 
@@ -38,7 +38,7 @@ cat <<END
 
 Next, after 'source .venv/bin/activate':
   open the page        $PWD/runs/demo/report/report.html
-  ask the model        python -m hvd_bert.predict runs/demo --context "Ada was born in London." --question "Where was Ada born?"
+  ask the model        hvd-bert predict runs/demo --context "Ada was born in London." --question "Where was Ada born?"
   see all metrics      tensorboard --logdir runs
   list the commands    hvd-bert --help
   use your own data    docs/guides/own-data.md

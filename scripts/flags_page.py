@@ -14,20 +14,20 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from hvd_bert.bench import flags as bench
-from hvd_bert.bench import sweep
 from hvd_bert.config import command_line
 from hvd_bert.config.parser import invocation
 from hvd_bert.config.settings import FLAGS
-from hvd_bert.doctor import __main__ as doctor
-from hvd_bert.evaluate import flags as evaluate
-from hvd_bert.export import __main__ as export
 from hvd_bert.predict import __main__ as predict
-from hvd_bert.publish import __main__ as publish
-from hvd_bert.report import flags as report
 from hvd_bert.sample import generate
-from hvd_bert.timeline import __main__ as timeline
-from hvd_bert.tune import __main__ as tune
+from hvd_bert.tools.bench import flags as bench
+from hvd_bert.tools.bench import sweep
+from hvd_bert.tools.doctor import __main__ as doctor
+from hvd_bert.tools.evaluate import flags as evaluate
+from hvd_bert.tools.export import __main__ as export
+from hvd_bert.tools.publish import __main__ as publish
+from hvd_bert.tools.report import flags as report
+from hvd_bert.tools.timeline import __main__ as timeline
+from hvd_bert.tools.tune import __main__ as tune
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "flags.md"
 INTRODUCTION = """\
@@ -35,12 +35,11 @@ INTRODUCTION = """\
 
 # Flags
 
-Each command also prints its flags with `--help`. `hvd-bert NAME` is short for `python -m hvd_bert.NAME`, for example
-`hvd-bert train`; `hvd-bert --help` lists the commands.
+Each command also prints its flags with `--help`; `hvd-bert --help` lists the commands.
 
 ## Training
 
-`python -m hvd_bert.train`
+`python -m hvd_bert.train`, or `hvd-bert train`
 
 Flags of Hugging Face's run_qa keep their names ([differences](../guides/migrating.md#from-run_qa)). `--config` takes a
 preset or a YAML file of flags; flags on the command line override it. A value in the file means the same as on the
@@ -115,7 +114,7 @@ def _prose(text: str) -> str:
 
 def _as_code(text: str) -> str:
     """Flags and commands in the text as code."""
-    spans = r"`[^`]*`|python -m \w+(?:\.\w+)*(?: sweep)?(?: --help)?|--[a-z][a-z0-9_]*(?:=\S*[a-z0-9])?"
+    spans = r"`[^`]*`|(?:python -m |hvd-bert )\w+(?:\.\w+)*(?: sweep)?(?: --help)?|--[a-z][a-z0-9_]*(?:=\S*[a-z0-9])?"
     return re.sub(spans, lambda match: match[0] if match[0].startswith("`") else f"`{match[0]}`", text)
 
 

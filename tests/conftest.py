@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hvd_bert.data.squad import Question
+from hvd_bert.data.sources.squad import Question
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REAL_SQUAD = Path(os.environ.get("HVD_BERT_SQUAD") or REPOSITORY.parent / "shared" / "data" / "squad")
@@ -237,7 +237,7 @@ def hub_home(write_hub_cache: Callable[..., None]) -> Path:
     from launch import hub_folder
     from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 
-    from hvd_bert.data import squad
+    from hvd_bert.data.sources import squad
 
     sample = REPOSITORY / "hvd_bert" / "sample"
     home = hub_folder()

@@ -12,10 +12,9 @@ from hvd_bert.checkpoint.fit import configuration_changes, misfit, shape_of
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World, log
-from hvd_bert.errors import UserError, reason_of
+from hvd_bert.errors import UserError
 from hvd_bert.storage import written
 from hvd_bert.tasks.base import Task
-from hvd_bert.training.state import TrainState
 
 LATEST = "latest"
 TAKEN_OVER: set[str | None] = set()  # output folders in which this process has begun a run (output_dir.begin)
@@ -209,7 +208,7 @@ def check(resume_point: ResumePoint, config: Config, task: Task) -> None:
     log.info("Resuming from step %d: %s", resume_point.step, resume_point.folder)
 
 
-def with_its_batch(plan: BatchPlan, resume_point: ResumePoint | None, world: World) -> BatchPlan:
+def keep_global_batch(plan: BatchPlan, resume_point: ResumePoint | None, world: World) -> BatchPlan:
     """The plan with the checkpoint's global batch, so that each step has the same windows as before.
 
     Raises CollectiveError if the batch of a new run is larger than an epoch.
@@ -231,21 +230,3 @@ def with_its_batch(plan: BatchPlan, resume_point: ResumePoint | None, world: Wor
         plan.size,
     )
     return changed
-
-
-def restore(state: TrainState, resume_point: ResumePoint | None, seed: int) -> None:
-    """Restore `state` from the checkpoint, if there is one. Called by all ranks; rank 0 has read the files."""
-    if not state.world.broadcast(resume_point is not None):
-        return
-    tensors, rest = (resume_point.contents.tensors, resume_point.state) if resume_point else ({}, {})
-    try:
-        state.restore(tensors, rest, seed)
-    except CollectiveError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:  # the same on all ranks
-        where = resume_point.folder if resume_point else ""
-        raise CollectiveError(
-            f"{where} cannot be resumed: its content does not fit this run ({reason_of(error)}). Name another"
-            " checkpoint (--resume_from_checkpoint), or add --overwrite_output_dir to train from the start."
-        ) from error
-    tensors.clear()  # frees gigabytes for a large model

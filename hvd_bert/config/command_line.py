@@ -30,7 +30,7 @@ _FLAG_OF = {spelling: name for name, flag in FLAGS.items() for spelling in flag.
 # run_qa's flags that have no field here -> what to do instead.
 RUN_QA_FLAGS_NOT_HERE = {
     "evaluation_strategy": ": use --eval_strategy.",
-    "do_predict": ": use `python -m hvd_bert.predict`.",
+    "do_predict": ": use `hvd-bert predict`.",
     "test_file": ": use --validation_file.",
     "save_strategy": ": use --save_steps N, or --save_steps 0 for none.",
     "greater_is_better": ": --metric_for_best_model determines it.",

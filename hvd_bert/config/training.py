@@ -22,9 +22,9 @@ SCHEDULES = [
 
 # --report_to: the name of a package -> the class that writes for it.
 REPORTERS = {
-    "tensorboard": "hvd_bert.training.reporters.tensorboard:TensorBoard",
-    "wandb": "hvd_bert.training.reporters.wandb:Wandb",
-    "mlflow": "hvd_bert.training.reporters.mlflow:Mlflow",
+    "tensorboard": "hvd_bert.output.reporters.tensorboard:TensorBoard",
+    "wandb": "hvd_bert.output.reporters.wandb:Wandb",
+    "mlflow": "hvd_bert.output.reporters.mlflow:Mlflow",
 }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hvd_bert.data.windows import WindowTable
+from hvd_bert.data.window_table import WindowTable
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Batch:
 
 
 class Collator:
-    """Makes batches on a device from a table of windows (columns: see `hvd_bert.data.windows`).
+    """Makes batches on a device from a table of windows (columns: see `hvd_bert.data.window_table`).
 
     `pad_to`: None for packed windows, else the length to pad to; longer windows raise it to the batch's longest.
     """

@@ -196,10 +196,10 @@ def serve_horovod() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         store.set("hvd_bert.horovod", f"{own} {server.server_port}")
     address, port = store.get("hvd_bert.horovod").decode().split()
-    os.environ.update(_horovods(os.environ, address, port))
+    os.environ.update(_horovodrun_env(os.environ, address, port))
 
 
-def _horovods(torchruns: Mapping[str, str], address: str, port: str) -> dict[str, str]:
+def _horovodrun_env(torchruns: Mapping[str, str], address: str, port: str) -> dict[str, str]:
     """horovodrun's variables from torchrun's."""
     return {
         "HOROVOD_RANK": torchruns["RANK"],

@@ -22,8 +22,8 @@ from tqdm import tqdm
 from hvd_bert.config.settings import Config, DataArguments
 from hvd_bert.data.balance import balanced_partition, window_costs
 from hvd_bert.data.collate import Collator
-from hvd_bert.data.squad import Question
-from hvd_bert.data.windows import WindowTable
+from hvd_bert.data.sources.squad import Question
+from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.evaluation.mode import evaluating

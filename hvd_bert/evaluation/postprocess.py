@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvd_bert.data.squad import Question
+from hvd_bert.data.sources.squad import Question
 from hvd_bert.errors import UserError
 
 IntArray = npt.NDArray[np.integer[Any]]

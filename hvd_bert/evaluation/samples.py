@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hvd_bert.data.questions import Question
+from hvd_bert.data.sources.questions import Question
 from hvd_bert.evaluation.normalization import ANSWER_RULES
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.evaluation.squad_metric import question_scores

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_bert.data.questions import Question
+from hvd_bert.data.sources.questions import Question
 
 # Name of the group -> numbers of its questions. No group is empty.
 Groups = dict[str, NDArray[np.int64]]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hvd_bert.data.squad import Question
+from hvd_bert.data.sources.squad import Question
 from hvd_bert.errors import UserError
 from hvd_bert.evaluation.normalization import ANSWER_RULES, AnswerRules
 

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data.collate import Batch
-from hvd_bert.data.tokenization import Layout
+from hvd_bert.data.window_cutting import Layout
 from hvd_bert.errors import UserError
 from hvd_bert.model import attention, families
 from hvd_bert.model.cpu import linear

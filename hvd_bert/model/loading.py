@@ -26,7 +26,7 @@ from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from hvd_bert.config.settings import ModelArguments
-from hvd_bert.data import hub
+from hvd_bert.data.sources import hub
 from hvd_bert.distributed.logs import log
 from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.machine import free_memory

@@ -1,9 +1,9 @@
 """Answer questions with a trained model.
 
-    python -m hvd_bert.predict MODEL --context "Ada was born in London." --question "Where was Ada born?"
-    python -m hvd_bert.predict MODEL                                         asks for contexts and questions
-    python -m hvd_bert.predict MODEL --input dev-v1.1.json                   prints a few answers
-    horovodrun -np 4 python -m hvd_bert.predict MODEL --input questions.csv --output answers.jsonl
+    hvd-bert predict MODEL --context "Ada was born in London." --question "Where was Ada born?"
+    hvd-bert predict MODEL                                         asks for contexts and questions
+    hvd-bert predict MODEL --input dev-v1.1.json                   prints a few answers
+    horovodrun -np 4 hvd-bert predict MODEL --input questions.csv --output answers.jsonl
 
 With --output, all ranks of any launcher share the questions. Rerun an interrupted command to resume.
 
@@ -99,7 +99,7 @@ def parse_flags(argv: list[str] | None, launcher: Launcher) -> argparse.Namespac
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
     parser = Parser(
-        prog="python -m hvd_bert.predict",
+        prog="hvd-bert predict",
         description="Answer questions about passages with a trained model. Without questions, it asks for them in a"
         " terminal.",
     )

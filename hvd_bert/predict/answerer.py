@@ -1,4 +1,4 @@
-"""`QuestionAnswerer`: a trained model that answers questions, for Python programs and for `python -m hvd_bert.predict`.
+"""`QuestionAnswerer`: a trained model that answers questions, for Python programs and for `hvd-bert predict`.
 
 Questions are answered in blocks, which bounds the memory. A block depends on nothing but the questions, so that the
 answers are the same on any number of ranks.
@@ -20,10 +20,10 @@ from hvd_bert.config.settings import DataArguments, ModelArguments
 from hvd_bert.config.tasks import QUESTION_ANSWERING
 from hvd_bert.config.trained import trained_settings
 from hvd_bert.config.values import shortened
-from hvd_bert.data.checks import text_mistake
-from hvd_bert.data.squad import Question
-from hvd_bert.data.tokenization import WindowTokenizer
-from hvd_bert.data.windows import WindowOptions, check_lengths, in_memory, min_length
+from hvd_bert.data.sources.checks import text_mistake
+from hvd_bert.data.sources.squad import Question
+from hvd_bert.data.window_cutting import WindowTokenizer
+from hvd_bert.data.window_table import WindowOptions, check_lengths, in_memory, min_length
 from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.evaluation.evaluator import span_options, window_logits
 from hvd_bert.evaluation.postprocess import Answer, answers_of

@@ -12,7 +12,7 @@ import numpy as np
 
 from hvd_bert.config.flag import require_different_columns
 from hvd_bert.config.values import passage
-from hvd_bert.data import squad
+from hvd_bert.data.sources import squad
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.predict.answer import FoundAnswer
 from hvd_bert.predict.answerer import QuestionAnswerer

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hvd_bert.data.squad import Question, Source
+from hvd_bert.data.sources.squad import Question, Source
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE
 from hvd_bert.model.cpu.malloc import keep_memory

@@ -87,7 +87,7 @@ class Strategy:
         """Not in the first step, in which the call may compile the model, for minutes."""
         return self._world.waiting(lambda: [name]) if self._has_stepped else nullcontext()
 
-    def _forward_waits(self) -> None:
+    def _watch_forward(self) -> None:
         """Do the same around the forward pass of `module`."""
         inside = ExitStack()
 

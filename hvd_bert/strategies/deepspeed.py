@@ -88,7 +88,7 @@ class DeepSpeedStrategy(Strategy):
         self._zero: Any = self.module.optimizer
         self._make_slots(torch.zeros(()))
         if self._partitioned:
-            self._forward_waits()
+            self._watch_forward()
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
         return copy.deepcopy(model) if self._partitioned else model

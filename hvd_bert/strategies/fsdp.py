@@ -36,7 +36,7 @@ class FSDPStrategy(Strategy):
 
     def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, options: StrategyOptions, world: World) -> None:
         super().__init__(model, make_optimizer, options, world)
-        self._forward_waits()
+        self._watch_forward()
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
         world.broadcast_tensors(model.state_dict())

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import BatchPlan, Ids, Lengths
-from hvd_bert.data.checks import kinds
-from hvd_bert.data.questions import BadExample
+from hvd_bert.data.sources.checks import kinds
+from hvd_bert.data.sources.questions import BadExample
 from hvd_bert.distributed.world import World
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import replacing

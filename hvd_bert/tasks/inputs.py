@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hvd_bert.config.settings import Config, DataArguments, TrainArguments
-from hvd_bert.data import squad
 from hvd_bert.data.batch_plan import BatchPlan, Lengths
-from hvd_bert.data.checks import summary
-from hvd_bert.data.questions import BadExample
-from hvd_bert.data.squad import Question, Source
-from hvd_bert.data.windows import WindowOptions, WindowTable, prepare
+from hvd_bert.data.sources import squad
+from hvd_bert.data.sources.checks import summary
+from hvd_bert.data.sources.questions import BadExample
+from hvd_bert.data.sources.squad import Question, Source
+from hvd_bert.data.window_table import WindowOptions, WindowTable, prepare
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
 from hvd_bert.model.bert import load_model, load_tokenizer

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import Ids, Lengths
 from hvd_bert.data.collate import Batch, Collator
-from hvd_bert.data.questions import BadExample
+from hvd_bert.data.sources.questions import BadExample
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.evaluation.evaluator import Evaluation, Evaluator

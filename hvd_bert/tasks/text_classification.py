@@ -18,9 +18,9 @@ from hvd_bert.config.glue import GLUE
 from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import Ids, Lengths
 from hvd_bert.data.collate import Batch, Collator
-from hvd_bert.data.questions import BadExample
-from hvd_bert.data.texts import Texts, Value
-from hvd_bert.data.windows import WindowTable
+from hvd_bert.data.sources.questions import BadExample
+from hvd_bert.data.sources.texts import Texts, Value
+from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import log
 from hvd_bert.errors import UserError
 from hvd_bert.evaluation import classification, regression

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from hvd_bert.config.glue import DATASET, GLUE
 from hvd_bert.config.settings import Config
-from hvd_bert.data import hub, texts
-from hvd_bert.data.questions import Reading
-from hvd_bert.data.texts import Columns, Texts
+from hvd_bert.data.sources import hub, texts
+from hvd_bert.data.sources.questions import Reading
+from hvd_bert.data.sources.texts import Columns, Texts
 from hvd_bert.distributed.world import log
 from hvd_bert.errors import UserError
 

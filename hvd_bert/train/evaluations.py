@@ -6,8 +6,8 @@ import time
 
 from torch import nn
 
+from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.tasks.base import EvaluationResult, Task
-from hvd_bert.training.metrics_log import MetricsLogger
 
 
 class Evaluations:

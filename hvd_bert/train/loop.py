@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hvd_bert.checkpoint import output_dir, resume, run_folder, saving
+from hvd_bert.checkpoint import resume
 from hvd_bert.checkpoint.resume import ResumePoint
-from hvd_bert.checkpoint.saving import Checkpoints
 from hvd_bert.config.settings import Config
 from hvd_bert.data.prefetch import Prefetcher
 from hvd_bert.distributed import events
@@ -21,16 +20,18 @@ from hvd_bert.model.precision import autocast
 from hvd_bert.monitoring.gpu_usage import GpuUsage
 from hvd_bert.monitoring.process_usage import process_usage
 from hvd_bert.monitoring.profiling.recording import Recording
-from hvd_bert.publish import card
+from hvd_bert.output import card, output_dir, run_folder
+from hvd_bert.output.metrics_log import MetricsLogger
+from hvd_bert.output.reporters import table as reporters
 from hvd_bert.tasks.base import EvaluationResult, Task
+from hvd_bert.train import saving
+from hvd_bert.train.breakdown import Breakdown, describe_steps
 from hvd_bert.train.evaluations import Evaluations
+from hvd_bert.train.health import Health
+from hvd_bert.train.optim import effective_settings, large_batch_note
+from hvd_bert.train.saving import Checkpoints, restore
 from hvd_bert.train.start import load
-from hvd_bert.training.breakdown import Breakdown, describe_steps
-from hvd_bert.training.health import Health
-from hvd_bert.training.metrics_log import MetricsLogger
-from hvd_bert.training.optim import effective_settings, large_batch_note
-from hvd_bert.training.reporters import table as reporters
-from hvd_bert.training.state import Best, TrainState
+from hvd_bert.train.state import Best, TrainState
 
 
 def run(config: Config, world: World) -> None:
@@ -111,13 +112,13 @@ class Training:
         args, metric = config.train, config.checkpoint.metric_for_best_model or next(iter(task.metrics))
         assert task.plan is not None
         self.task, self.config, self.world, self.evaluations = task, config, world, evaluations
-        self.plan = resume.with_its_batch(task.plan, resume_point, world)
+        self.plan = resume.keep_global_batch(task.plan, resume_point, world)
         self.total_steps = args.total_steps(self.plan.steps_per_epoch)
         self.state = TrainState.fresh(task.model, self.plan, Best(metric, task.metrics[metric]), config, world)
         if args.torch_compile:
             with world.raise_on_all_ranks():
                 task.compile(self.state.strategy.trained)
-        resume.restore(self.state, resume_point, args.seed)
+        restore(self.state, resume_point, args.seed)
         self.batches = Prefetcher(self.plan, task.batch, world.rank, self.state.step)
         peak = peak_flops(args, config.profiling.peak_tflops, world)
         self.breakdown = Breakdown(self.state.meter, self.plan, task.flops, peak, self.state.step)
@@ -182,7 +183,7 @@ class Training:
                 strategy.backward(loss)
             meter.add(loss, batch)
         with meter.phase("other"):
-            self._while_gradients_travel()
+            self._overlap_with_allreduce()
         with meter.phase("exposed_comm"):
             strategy.synchronize()
         with meter.phase("optimizer"):
@@ -194,7 +195,7 @@ class Training:
         state.step += 1
         return learning_rate, grad_norm
 
-    def _while_gradients_travel(self) -> None:
+    def _overlap_with_allreduce(self) -> None:
         """Work that does not need the step's gradients, while the last of them are averaged."""
         self.checkpoints.check_write()
         self._start_vote()
@@ -213,7 +214,7 @@ class Training:
         state.eval_pending = self.evaluations is not None and evaluates
         if state.eval_pending or self.config.train.logs_after_step(state.step, total_steps):
             means = self.breakdown.read(state.step)
-            self.health.look(state.step)
+            self.health.check(state.step)
             now = {"epoch": state.step / per_epoch, "learning_rate": learning_rate, "grad_norm": float(grad_norm)}
             self.metrics_logger.logged(state.step, now | means | self.gpus.read(state.step) | checkpoints.metrics())
             checkpoints.look_for_folder()  # not at each step: its file system may be slow

@@ -6,16 +6,17 @@ import os
 
 from transformers.utils import logging as transformers_logging
 
-from hvd_bert.checkpoint import output_dir, resume
+from hvd_bert.checkpoint import resume
 from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.distributed.world import World, log
 from hvd_bert.model.cpu.malloc import keep_memory
 from hvd_bert.model.precision import set_precision
+from hvd_bert.output import output_dir
+from hvd_bert.output.reporters import table as reporters
 from hvd_bert.strategies.table import strategy_class
 from hvd_bert.tasks.base import Task
 from hvd_bert.tasks.table import load_task
-from hvd_bert.training.reporters import table as reporters
 
 
 def load(config: Config, world: World) -> tuple[Task, ResumePoint | None]:

@@ -9,10 +9,10 @@ from commands import report_of
 from harness import RANK_INFOS, Cluster
 from launch import SAMPLE
 
-from hvd_bert.doctor.collective import gradient_bytes
+from hvd_bert.tools.doctor.collective import gradient_bytes
 
 pytestmark = pytest.mark.cluster
-DOCTOR = f"python -m hvd_bert.doctor --model {SAMPLE} --repeats 2"
+DOCTOR = f"hvd-bert doctor --model {SAMPLE} --repeats 2"
 
 
 def test_under_srun(cluster: Cluster, tmp_path: Path) -> None:

@@ -75,12 +75,12 @@ def watch() -> None:
         for name in ("hvd_bert.train.loop", "hvd_bert.tasks.question_answering", MISSING):
             sys.modules.pop(name, None)  # the fork server has imported them
         return
-    from hvd_bert.data import windows
+    from hvd_bert.data import window_table
     from hvd_bert.strategies.horovod import HorovodStrategy
-    from hvd_bert.training.meter import Meter
+    from hvd_bert.train.meter import Meter
 
     listeners = os.environ.get("WATCHED_LISTENERS")
-    write, step, steps = windows._write, HorovodStrategy.step, []
+    write, step, steps = window_table._write, HorovodStrategy.step, []
     end_step, ended = Meter.end_step, []
 
     def noted(*arguments: Any, **options: Any) -> Any:
@@ -99,7 +99,7 @@ def watch() -> None:
             note_listeners(Path(str(listeners)), rank)
         end_step(self, *arguments)
 
-    windows._write, HorovodStrategy.step = noted, faulty  # type: ignore[method-assign]
+    window_table._write, HorovodStrategy.step = noted, faulty  # type: ignore[method-assign]
     if listeners:
         Path(listeners, f"{os.getpid()}.rank").touch()
         Meter.end_step = looking  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import BertConfig
 
 from hvd_bert.data.collate import Batch, Collator
-from hvd_bert.data.windows import WindowTable
+from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import World
 from hvd_bert.model import attention
 from hvd_bert.model.attention import Windows, by_jagged, by_varlen, by_window, choose, cu_seqlens_of, has_flash

@@ -29,12 +29,12 @@ import threading
 from typing import Any, NoReturn
 
 PRELOADED = [
-    "hvd_bert.train.loop", "hvd_bert.training.reporters.tensorboard", "hvd_bert.predict.file_answers",
+    "hvd_bert.train.loop", "hvd_bert.output.reporters.tensorboard", "hvd_bert.predict.file_answers",
     "hvd_bert.config.flags_parser", "transformers.models.bert.modeling_bert",
     "transformers.models.bert.tokenization_bert", "transformers.conversion_mapping",
     "hvd_bert.distributed.runner", "hvd_bert.distributed.torch_world", "hvd_bert.strategies.horovod",
     "hvd_bert.strategies.ddp", "hvd_bert.strategies.fsdp",
-    "hvd_bert.doctor.diagnosis", "hvd_bert.bench.speed", "horovod.torch",
+    "hvd_bert.tools.doctor.diagnosis", "hvd_bert.tools.bench.speed", "horovod.torch",
     "horovod.runner.launch", "torch.distributed.run",
 ]  # fmt: skip
 # Imported for the first command that names them: trainings by DeepSpeed also import torch's compiler, 5 s per rank.

@@ -1,4 +1,4 @@
-"""`python -m hvd_bert.bench` under a launcher: prints a table and writes the same figures as JSON."""
+"""`hvd-bert bench` under a launcher: prints a table and writes the same figures as JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TINY = {
 @pytest.mark.parametrize(("size", "by"), [(1, "none"), (2, "gloo")])
 def test_table_and_json(tmp_path: Path, size: int, by: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **TINY}))
-    words = [sys.executable, "-m", "hvd_bert.bench", "--model", "config.json", "--steps", "10", "--repeats", "3"]
+    words = [sys.executable, "-m", "hvd_bert.tools.bench", "--model", "config.json", "--steps", "10", "--repeats", "3"]
     words += ["--peak_tflops", "2", "--json", "bench.json"]
     outcome = run([*launcher(size, by), *words], tmp_path, env={"HOROVOD_CYCLE_TIME": None}).expect(0)  # the default
     for label in ("windows/s ", "share of the measured matmul peak ", "MFU, share of the vendor's peak "):
@@ -44,6 +44,6 @@ def test_table_and_json(tmp_path: Path, size: int, by: str) -> None:
 
 
 def test_bad_input_is_reported_once(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "hvd_bert.bench", "--model", "nowhere"]
+    words = [sys.executable, "-m", "hvd_bert.tools.bench", "--model", "nowhere"]
     outcome = run([*launcher(2, "gloo"), *words], tmp_path)
     assert outcome.status != 0 and said(outcome).count("--model nowhere: no such folder or file") == 1, outcome

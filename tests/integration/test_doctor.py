@@ -12,7 +12,7 @@ from launch import built, launcher, run
 
 pytestmark = pytest.mark.integration
 
-DOCTOR = [sys.executable, "-m", "hvd_bert.doctor"]
+DOCTOR = [sys.executable, "-m", "hvd_bert.tools.doctor"]
 
 
 def test_alone(tmp_path: Path) -> None:

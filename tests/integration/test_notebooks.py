@@ -15,7 +15,7 @@ from made_runs import make_run
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell
 
-from hvd_bert.report.__main__ import main as report
+from hvd_bert.tools.report.__main__ import main as report
 
 pytestmark = pytest.mark.integration
 

@@ -1,4 +1,4 @@
-"""`python -m hvd_bert.bench sweep` with real launches: interrupted, resumed, reported."""
+"""`hvd-bert bench sweep` with real launches: interrupted, resumed, reported."""
 
 from __future__ import annotations
 
@@ -38,7 +38,16 @@ def test_interrupted_resumed_and_reported(tmp_path: Path) -> None:
     """The baseline alone, Horovod under horovodrun with a flag of its own, DDP under torchrun, and a strategy that
     cannot run here."""
     launcher(2, "gloo")  # skips if there is no launcher
-    words = [sys.executable, "-m", "hvd_bert.bench", "sweep", "--strategies", "none,horovod,ddp,dp", "--ranks", "2"]
+    words = [
+        sys.executable,
+        "-m",
+        "hvd_bert.tools.bench",
+        "sweep",
+        "--strategies",
+        "none,horovod,ddp,dp",
+        "--ranks",
+        "2",
+    ]
     words += ["--repeats", "1", "--steps", "2", "--global_batch", "4", "--max_train_samples", "33", "--fp16_allreduce"]
     env = {"CUDA_VISIBLE_DEVICES": ""}
     outcome = run([sys.executable, "-c", INTERRUPTED, *words], tmp_path, env=env, timeout=2 * TIMEOUT_S).expect(75)
@@ -66,7 +75,7 @@ def test_a_wrong_flag_is_reported_once(tmp_path: Path) -> None:
     words = [
         sys.executable,
         "-m",
-        "hvd_bert.bench",
+        "hvd_bert.tools.bench",
         "sweep",
         "--strategies",
         "none,horovod",
@@ -84,7 +93,18 @@ def test_a_missing_launcher_is_a_row(tmp_path: Path) -> None:
     bare = tmp_path / "bin" / "python"
     bare.parent.mkdir()
     bare.symlink_to(os.path.realpath(sys.executable))
-    words = [str(bare), "-m", "hvd_bert.bench", "sweep", "--strategies", "none,ddp", "-H", "nohost:2", "--repeats", "1"]
+    words = [
+        str(bare),
+        "-m",
+        "hvd_bert.tools.bench",
+        "sweep",
+        "--strategies",
+        "none,ddp",
+        "-H",
+        "nohost:2",
+        "--repeats",
+        "1",
+    ]
     env = {"PATH": str(bare.parent), "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
     outcome = run(words, tmp_path, env=env).expect(0)
     assert set(states(tmp_path / "runs" / "sweep").values()) == {"skipped"}, outcome

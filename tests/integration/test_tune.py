@@ -1,4 +1,4 @@
-"""`python -m hvd_bert.tune` with real ranks."""
+"""`hvd-bert tune` with real ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,19 @@ def test_two_ranks_are_tuned(tmp_path: Path) -> None:
     """The shortest runs of a task of one's own: there is an answer, and every run has its pair's setting."""
     (tmp_path / "digits.py").write_text(documented.own_task())
     launcher(2, "gloo")  # skips if there is no launcher
-    words = [sys.executable, "-m", "hvd_bert.tune", "--knobs", "fp16", "--pairs", "1", "--steps", "2", "--ranks", "2"]
+    words = [
+        sys.executable,
+        "-m",
+        "hvd_bert.tools.tune",
+        "--knobs",
+        "fp16",
+        "--pairs",
+        "1",
+        "--steps",
+        "2",
+        "--ranks",
+        "2",
+    ]
     words += ["--task", "digits:Digits", "--num_groups", "8"]
     env = {"CUDA_VISIBLE_DEVICES": "", "HOROVOD_CYCLE_TIME": "2"}
     outcome = run(words, tmp_path, env=env, timeout=2 * TIMEOUT_S).expect(0)

@@ -13,7 +13,7 @@ from ranks import Ranks, check_every_strategy
 from training_checks import GLOBAL_BATCH, sample
 
 from hvd_bert.train.__main__ import main as train
-from hvd_bert.training.meter import Meter, Stopwatch
+from hvd_bert.train.meter import Meter, Stopwatch
 
 STEPS = 7
 TOLERANCE = 0.02
@@ -42,8 +42,8 @@ class Clock:
             entered = time.perf_counter()
             row = read(meter, step)
             earliest, latest = self.since
-            told = float(meter.look.phases[rank].sum())
-            self.lines.append((entered - latest, self.taken - earliest, told, meter.look.seconds, row))
+            told = float(meter.interval.phases[rank].sum())
+            self.lines.append((entered - latest, self.taken - earliest, told, meter.interval.seconds, row))
             self.since = entered, self.taken
             return row
 

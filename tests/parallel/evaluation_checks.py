@@ -12,10 +12,10 @@ from ranks import Ranks, check
 
 from hvd_bert.config import command_line
 from hvd_bert.distributed.world import World
-from hvd_bert.evaluate.__main__ import main as evaluate
 from hvd_bert.evaluation.evaluator import Evaluator
 from hvd_bert.model.flops import forward_flops
 from hvd_bert.tasks.inputs import load_inputs
+from hvd_bert.tools.evaluate.__main__ import main as evaluate
 from hvd_bert.train.__main__ import main as train
 
 # 1 and 3: fewer than 4 ranks; 10: not divisible by 4.

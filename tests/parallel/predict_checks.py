@@ -10,7 +10,7 @@ import torch
 from ranks import Ranks, check_every_strategy
 from transformers import AutoTokenizer, BertConfig, BertForQuestionAnswering
 
-from hvd_bert.data import squad
+from hvd_bert.data.sources import squad
 from hvd_bert.distributed.launch import Launcher
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.predict import answerer

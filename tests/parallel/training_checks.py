@@ -27,8 +27,8 @@ from hvd_bert.strategies.base import Strategy
 from hvd_bert.strategies.table import make_strategy
 from hvd_bert.strategies.word_rows import word_embedding
 from hvd_bert.tasks.inputs import Inputs, load_inputs
-from hvd_bert.training.optim import make_optimizer
-from hvd_bert.training.state import strategy_options
+from hvd_bert.train.optim import make_optimizer
+from hvd_bert.train.state import strategy_options
 
 WINDOWS = 17
 GLOBAL_BATCH = 16  # so the second step of each epoch has one window, and all ranks but one have none
@@ -215,7 +215,7 @@ def weight_decay_of_the_groups_survives_the_wrapping(ranks: Ranks) -> None:
 
 @check
 def schedule_drives_the_wrapped_optimizer(ranks: Ranks) -> None:
-    from hvd_bert.training.optim import make_schedule
+    from hvd_bert.train.optim import make_schedule
 
     training = Training(ranks.world, "--learning_rate", 1e-3, "--warmup_ratio", 0, "--warmup_steps", 2)
     strategy = training.wrap()

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hvd_bert.report.comparability import STRONG, WEAK
-from hvd_bert.report.projection import Link, Network, Step, in_fp16, link_of, project
+from hvd_bert.tools.report.comparability import STRONG, WEAK
+from hvd_bert.tools.report.projection import Link, Network, Step, in_fp16, link_of, project
 
 # Weights, and how many of them are embeddings: BertForQuestionAnswering of bert-base-uncased (ELECTRA-base has the same
 # size except for its head) and of bert-large-uncased, and BertForPreTraining of bert-large-uncased.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tables import each
 
-from hvd_bert.data.squad import Question
+from hvd_bert.data.sources.squad import Question
 from hvd_bert.evaluation.normalization import ANSWER_RULES
 from hvd_bert.evaluation.squad_metric import score
 

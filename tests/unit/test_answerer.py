@@ -17,8 +17,8 @@ from transformers import BertConfig, BertForQuestionAnswering
 import hvd_bert
 from hvd_bert import QuestionAnswerer
 from hvd_bert.config.command_line import parse
-from hvd_bert.data import windows
-from hvd_bert.data.tokenization import QuestionBatch
+from hvd_bert.data import window_table
+from hvd_bert.data.window_cutting import QuestionBatch
 from hvd_bert.errors import UserError
 from hvd_bert.model.cpu import linear
 from hvd_bert.predict import answerer
@@ -167,7 +167,9 @@ def test_truncated_questions_are_reported_once(model, caplog):
 def test_tokenization_leaves_the_environment_to_other_threads(qa, monkeypatch):
     seen = []
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    monkeypatch.setattr(windows, "QuestionBatch", lambda *args: seen.append(dict(os.environ)) or QuestionBatch(*args))
+    monkeypatch.setattr(
+        window_table, "QuestionBatch", lambda *args: seen.append(dict(os.environ)) or QuestionBatch(*args)
+    )
     qa("What is red?", "The box is red.")
     assert seen == [dict(os.environ)]
 

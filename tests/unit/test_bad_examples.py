@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tables import refused
 
-from hvd_bert.data import squad
-from hvd_bert.data.checks import kinds, summary
-from hvd_bert.data.squad import Question, Reading, Source
+from hvd_bert.data.sources import squad
+from hvd_bert.data.sources.checks import kinds, summary
+from hvd_bert.data.sources.squad import Question, Reading, Source
 from hvd_bert.errors import UserError
 
 TRAINING = Reading(bad_examples="skip")

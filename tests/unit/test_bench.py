@@ -10,12 +10,12 @@ import torch
 from test_world import make_world
 from transformers import BertConfig, BertForQuestionAnswering
 
-from hvd_bert.bench import measure, speed
-from hvd_bert.bench.flags import parse
-from hvd_bert.bench.workload import SQUAD_DECILES, lengths_like_squad, random_inputs, random_task
 from hvd_bert.data.collate import Collator
 from hvd_bert.errors import UserError
 from hvd_bert.model.bert import window_losses
+from hvd_bert.tools.bench import measure, speed
+from hvd_bert.tools.bench.flags import parse
+from hvd_bert.tools.bench.workload import SQUAD_DECILES, lengths_like_squad, random_inputs, random_task
 
 TINY = {
     "hidden_size": 32,
@@ -97,7 +97,7 @@ def test_wrong_flags():
     for words, message in (
         (["--steps", "1"], "--steps 1"),
         (["--repeats", "0"], "--repeats 0"),
-        (["--steps", "x"], "hvd_bert.bench --help"),
+        (["--steps", "x"], "hvd_bert.tools.bench --help"),
         (["--windows", "0"], "--windows 0"),
         (["--nonsense"], "--nonsense"),
         (["--model", "m", "--train-file", "t"], "--model and --windows apply to random windows only"),

@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from hvd_bert.config.settings import ModelArguments
-from hvd_bert.data import squad
 from hvd_bert.data.collate import Collator
-from hvd_bert.data.windows import WindowOptions, WindowTable, prepare
+from hvd_bert.data.sources import squad
+from hvd_bert.data.window_table import WindowOptions, WindowTable, prepare
 from hvd_bert.model import attention
 from hvd_bert.model.bert import compile_layers, load_model, load_tokenizer, span_logits, span_losses, window_losses
 from hvd_bert.model.cpu.dropout import Dropout

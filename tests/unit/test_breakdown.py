@@ -12,16 +12,16 @@ from tables import each
 from test_world import make_world
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hvd_bert.bench.flags import parse
-from hvd_bert.bench.measure import Recorder
-from hvd_bert.bench.workload import random_task
 from hvd_bert.data.batch_plan import BatchPlan, _shares
 from hvd_bert.data.prefetch import AHEAD, Prefetcher
 from hvd_bert.model.peaks import PEAKS, peak_flops, published_peak
-from hvd_bert.runs import reading
+from hvd_bert.tools.bench.flags import parse
+from hvd_bert.tools.bench.measure import Recorder
+from hvd_bert.tools.bench.workload import random_task
+from hvd_bert.tools.runs import reading
+from hvd_bert.train.breakdown import Breakdown, describe_steps
 from hvd_bert.train.loop import Training
-from hvd_bert.training.breakdown import Breakdown, describe_steps
-from hvd_bert.training.meter import PHASES, Look
+from hvd_bert.train.meter import PHASES, Look
 
 LENGTHS = np.array([10, 20, 30, 40, 50, 60, 70], dtype=np.int32)
 

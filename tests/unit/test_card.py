@@ -16,10 +16,9 @@ from huggingface_hub import ModelCard
 from test_classification import make_task  # noqa: F401  # a fixture
 from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  # fixtures
 
-from hvd_bert.checkpoint import run_folder
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import FLAGS
-from hvd_bert.publish import card, public
+from hvd_bert.output import card, public, run_folder
 
 
 def code_of(content: str, language: str) -> str:

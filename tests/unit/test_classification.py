@@ -11,9 +11,9 @@ from tables import each, refused
 from test_world import make_world
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, DebertaV2Config, ElectraConfig
 
-from hvd_bert.checkpoint import run_folder
 from hvd_bert.config.command_line import parse
 from hvd_bert.evaluation.classification import scores
+from hvd_bert.output import run_folder
 from hvd_bert.strategies.dp import join_windows, split_windows
 from hvd_bert.tasks.table import load_task
 

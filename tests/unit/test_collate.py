@@ -8,7 +8,7 @@ import torch
 from tables import each
 
 from hvd_bert.data.collate import Collator
-from hvd_bert.data.windows import WindowTable
+from hvd_bert.data.window_table import WindowTable
 
 CPU = torch.device("cpu")
 

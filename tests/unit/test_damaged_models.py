@@ -18,7 +18,8 @@ from transformers import BertConfig, BertForQuestionAnswering, BertForSequenceCl
 
 from hvd_bert import QuestionAnswerer
 from hvd_bert.config.settings import ModelArguments
-from hvd_bert.data import hub, squad, windows
+from hvd_bert.data import window_table
+from hvd_bert.data.sources import hub, squad
 from hvd_bert.errors import UserError
 from hvd_bert.model import loading
 from hvd_bert.model.bert import load_model, load_tokenizer
@@ -49,7 +50,7 @@ def load_all(folder: Path, make_questions: Callable[..., list[squad.Question]]) 
     args = ModelArguments(model_name_or_path=str(folder))
     tokenizer = load_tokenizer(args)
     load_model(args, tokenizer, LENGTH, seed=1)
-    windows.prepare(squad.from_questions("q", make_questions(1)), tokenizer, windows.WindowOptions(LENGTH, 8))
+    window_table.prepare(squad.from_questions("q", make_questions(1)), tokenizer, window_table.WindowOptions(LENGTH, 8))
 
 
 # --- damage: a function of the folder, and a pattern of the reason ------------------------------------
@@ -273,7 +274,7 @@ def test_text_that_the_tokenizer_fails_with(good, tmp_path, tokenizer):
     damaged = load_tokenizer(ModelArguments(model_name_or_path=str(folder)))
     question = squad.Question("q", "", "The box is \u2603.", "What is the box?", (), ())
     with refused("--tokenizer_name"):
-        windows.prepare(squad.from_questions("q", [question]), damaged, windows.WindowOptions(LENGTH, 8))
+        window_table.prepare(squad.from_questions("q", [question]), damaged, window_table.WindowOptions(LENGTH, 8))
 
 
 def test_memory_for_all_copies(good, monkeypatch):

@@ -17,8 +17,8 @@ import pytest
 from pyarrow import parquet
 from tables import check_refusal, each
 
-from hvd_bert.data import recognition, squad, texts
-from hvd_bert.data.texts import Columns
+from hvd_bert.data.sources import recognition, squad, texts
+from hvd_bert.data.sources.texts import Columns
 from hvd_bert.errors import UserError
 
 pytestmark = pytest.mark.timeout(300)  # a file that blocks must fail its test soon

@@ -107,7 +107,7 @@ def test_file_tree_has_every_folder() -> None:
     tree = text_of("docs/architecture.md").split("## File tree")[1].split("```")[1]
     listed = set(re.findall(r"^ *([\w.]+/?)", tree, re.MULTILINE))
     package = REPOSITORY / "hvd_bert"
-    folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    folders = {f"{path.parent.name}/" for depth in ("*", "tools/*") for path in package.glob(f"{depth}/__init__.py")}
     assert folders - listed == set()
 
 

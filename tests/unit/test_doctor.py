@@ -17,9 +17,11 @@ import torch
 from hvd_bert import machine
 from hvd_bert.distributed.launch import Launcher, RankInfo, VariableError, WorldsOfOne
 from hvd_bert.distributed.world import CollectiveError
-from hvd_bert.doctor import __main__ as command
-from hvd_bert.doctor import checks, collective, diagnosis, probes, ranks
-from hvd_bert.doctor.checks import (
+from hvd_bert.errors import UserError
+from hvd_bert.monitoring.gpu_usage import NvmlError
+from hvd_bert.tools.doctor import __main__ as command
+from hvd_bert.tools.doctor import checks, collective, diagnosis, probes, ranks
+from hvd_bert.tools.doctor.checks import (
     cuda_line,
     driver_line,
     folder_line,
@@ -33,12 +35,10 @@ from hvd_bert.doctor.checks import (
     slurm_lines,
     torch_line,
 )
-from hvd_bert.doctor.collective import Timing
-from hvd_bert.doctor.probes import Gpus, HorovodBuild, MpiLibrary, ProbeError, Slurm, mpi_kinds, mpi_version
-from hvd_bert.doctor.ranks import Rank, ranges, rank_lines, ranks_table
-from hvd_bert.doctor.report import FAILURE, OK, WARNING, Line, Report, isolated, merged
-from hvd_bert.errors import UserError
-from hvd_bert.monitoring.gpu_usage import NvmlError
+from hvd_bert.tools.doctor.collective import Timing
+from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, MpiLibrary, ProbeError, Slurm, mpi_kinds, mpi_version
+from hvd_bert.tools.doctor.ranks import Rank, ranges, rank_lines, ranks_table
+from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, Line, Report, isolated, merged
 
 NO_DRIVER = NvmlError("NVML Shared Library Not Found")
 TWO_GPUS = Gpus("570.86", "12.8", ("A100", "A100"))
@@ -109,7 +109,9 @@ def test_packages(tmp_path, monkeypatch, requirements, status, found):
 
 @pytest.mark.parametrize("module", ["torch", "yaml"])
 def test_without_a_package_that_the_doctor_needs(module):
-    program = f"import sys; sys.modules['{module}'] = None; from hvd_bert.doctor.__main__ import main; sys.exit(main())"
+    program = (
+        f"import sys; sys.modules['{module}'] = None; from hvd_bert.tools.doctor.__main__ import main; sys.exit(main())"
+    )
     done = subprocess.run([sys.executable, "-c", program, "--json"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (2, "")
     (line,) = json.loads(done.stdout)["checks"]

@@ -8,9 +8,9 @@ import pytest
 
 from hvd_bert.distributed.launch import Launcher
 from hvd_bert.distributed.world import World
-from hvd_bert.doctor import __main__ as command
-from hvd_bert.doctor import diagnosis
-from hvd_bert.doctor.report import OK, Line, Report
+from hvd_bert.tools.doctor import __main__ as command
+from hvd_bert.tools.doctor import diagnosis
+from hvd_bert.tools.doctor.report import OK, Line, Report
 
 
 @pytest.mark.parametrize(

@@ -21,19 +21,31 @@ from tables import each
 from hvd_bert.config import command_line
 
 FENCES = [fence for page in documented.PAGES for fence in documented.fences(page)]
-COMMANDS = ("python -m hvd_bert.", "horovodrun ", "bash ")
+COMMANDS = ("python -m hvd_bert.", "hvd-bert ", "horovodrun ", "bash ")
 SCRIPTS = [
     str(path.relative_to(REPOSITORY)) for folder in ("scripts", "env") for path in REPOSITORY.glob(f"{folder}/*.sh")
 ]
-PROGRAMS = {"bash", "horovodrun", "mkdocs", "module", "mpirun", "python", "salloc", "sbatch", "sinfo", "srun"}
+PROGRAMS = {
+    "bash",
+    "horovodrun",
+    "hvd-bert",
+    "mkdocs",
+    "module",
+    "mpirun",
+    "python",
+    "salloc",
+    "sbatch",
+    "sinfo",
+    "srun",
+}
 PROGRAMS |= {"apptainer", "coverage", "docker", "mutmut", "pip", "tensorboard", "torchrun"}
 # Writes a line per call: the program and its arguments, between marks that no documented command has.
 RECORDER = """#!/bin/sh
 { printf '%s\\037' "$0" "$@"; printf '\\036'; } >> "$RECORD"
 """
-JOBS = {"scripts/hvd.slurm": "hvd_bert.train", "scripts/scaling.slurm": "hvd_bert.bench sweep"}
+JOBS = {"scripts/hvd.slurm": "train", "scripts/scaling.slurm": "bench sweep"}
 PARSERS = {
-    parser.prog.removeprefix("python -m "): parser
+    parser.prog.removeprefix("hvd-bert "): parser
     for parser in (command.make_parser() for command in flags_page.OTHERS.values())
 }
 
@@ -76,6 +88,8 @@ def check(words: list[str]) -> None:
         check(LAUNCHERS[program](arguments))
     elif program == "python" and arguments[0] == "-m":
         check_module(arguments[1:])
+    elif program == "hvd-bert":
+        check_command(arguments)
     elif program == "bash" and arguments[0] == "-c":
         check(shlex.split(arguments[1]))
     elif program in ("python", "bash"):
@@ -86,15 +100,23 @@ def check(words: list[str]) -> None:
 
 def check_module(words: list[str]) -> None:
     name, *flags = words
+    if name == "hvd_bert.train":
+        check_command(["train", *flags])
+    elif name == "pytest":
+        check([word for word in flags if "/" in word])
+    else:
+        assert name in ("hvd_bert.sample.generate", "hvd_bert.distributed.interfaces"), "hvd-bert NAME is shorter"
+
+
+def check_command(words: list[str]) -> None:
+    name, *flags = words
     if flags[:1] == ["sweep"]:
         name, flags = f"{name} sweep", flags[1:]
     if "--help" in flags:
-        assert name in PARSERS or name == "hvd_bert.train"
-    elif name == "hvd_bert.train":
+        assert name in PARSERS or name == "train"
+    elif name == "train":
         command_line.parse(flags)
-    elif name == "pytest":
-        check([word for word in flags if "/" in word])
-    elif name in ("hvd_bert.bench", "hvd_bert.bench sweep", "hvd_bert.evaluate", "hvd_bert.tune"):
+    elif name in ("bench", "bench sweep", "evaluate", "tune"):
         _, rest = PARSERS[name].parse_known_args(flags)
         command_line.make_parser().parse_args(rest)  # no more: in a sweep a flag may be one strategy's alone
     else:
@@ -106,11 +128,11 @@ def check_script(script: str, arguments: list[str]) -> None:
         return
     text = (REPOSITORY / script).read_text(encoding="utf-8")
     if script in JOBS:
-        check_module([*JOBS[script].split(), *arguments])
+        check_command([*JOBS[script].split(), *arguments])
     elif "--" in arguments:  # scripts/horovodrun.sh: the trainer's follow
         split = arguments.index("--")
         check_script(script, arguments[:split])
-        check_module(["hvd_bert.train", *arguments[split + 1 :]])
+        check_command(["train", *arguments[split + 1 :]])
     elif script not in ("scripts/demo.sh", "scripts/test.sh"):  # these hand their arguments on
         unknown = [word for word in arguments if word.startswith("--") and word.split("=")[0] not in text]
         assert not unknown, f"{script} has no {unknown}"
@@ -131,7 +153,7 @@ def after_options(arguments: list[str]) -> list[str]:
         arguments = arguments[2 if arguments[0] in ("-np", "--nproc-per-node") else 1 :]
     if not arguments or arguments[0].endswith(".slurm"):
         return arguments
-    return arguments if arguments[0] == "python" else ["python", *arguments]
+    return arguments if arguments[0] in ("python", "hvd-bert") else ["python", *arguments]
 
 
 LAUNCHERS = {"horovodrun": of_horovodrun} | dict.fromkeys(
@@ -152,7 +174,10 @@ def test_commands_that_the_demo_names(clone: Path) -> None:
     named = re.findall(r"^  \w[\w ]+?  +(\S.*)$", script.split("\nNext, ")[1], re.MULTILINE)
     assert len(named) == 6
     for words in (
-        call for text in named if not text.startswith(("$PWD", "docs/", "hvd-bert ")) for call in calls(text, clone)
+        call
+        for text in named
+        if not text.startswith(("$PWD", "docs/", "hvd-bert --help"))
+        for call in calls(text, clone)
     ):
         check(words)
     assert all((REPOSITORY / text).exists() for text in named if text.startswith("docs/"))
@@ -171,7 +196,7 @@ def test_a_wrong_command_is_found(clone: Path) -> None:
         ("python -m hvd_bert.train --no_such_flag", "no_such_flag"),
         ("horovodrun -np 2 python -m hvd_bert.train --config no_such_preset", "no_such_preset"),
         ("sbatch --nodes=1 scripts/hvd.slurm --seed one", "seed"),
-        ("python -m hvd_bert.tune --knobs cycle --stepps 3", "stepps"),
+        ("hvd-bert tune --knobs cycle --stepps 3", "stepps"),
         ("bash env/setup.sh --with-mpy", "with-mpy"),
     ):
         with pytest.raises((ValueError, AssertionError), match=wrong):

@@ -12,13 +12,13 @@ from documented import undocumented
 from test_world import make_world
 from transformers import BertConfig, BertForQuestionAnswering, BertForSequenceClassification
 
-from hvd_bert.checkpoint import output_dir
 from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
-from hvd_bert.evaluate import content, flags, running
 from hvd_bert.evaluation.squad_metric import score
+from hvd_bert.output import output_dir
 from hvd_bert.storage import written
+from hvd_bert.tools.evaluate import content, flags, running
 from hvd_bert.train import loop, start
 
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -118,7 +118,7 @@ def test_compared_models_have_the_same_questions_and_rules(make_model):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "Name the model first: python -m hvd_bert.evaluate MODEL"),
+        ([], "Name the model first: hvd-bert evaluate MODEL"),
         (["--validation_file", "f", "model"], "Name the model first"),
         (
             ["model", "--learning_rate", "1"],

@@ -16,8 +16,8 @@ import transformers
 from tables import each
 from transformers import AutoTokenizer, BertConfig, DebertaV2Config, ElectraConfig, LongformerConfig
 
-from hvd_bert.export import conversion
-from hvd_bert.export.__main__ import main
+from hvd_bert.tools.export import conversion
+from hvd_bert.tools.export.__main__ import main
 
 SIZES = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,

@@ -22,7 +22,7 @@ from hvd_bert.checkpoint.fit import configuration_changes
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import DataArguments, ModelArguments
 from hvd_bert.data.collate import Batch, Collator
-from hvd_bert.data.windows import WindowTable
+from hvd_bert.data.window_table import WindowTable
 from hvd_bert.model import attention
 from hvd_bert.model.bert import compile_layers, load_model, new_model, span_logits, span_losses, window_losses
 from hvd_bert.model.families import check_flags, family_of, max_tokens, model_class, pad_if_needed

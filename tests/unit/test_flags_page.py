@@ -20,7 +20,7 @@ def test_the_page_is_current():
 @each("title", flags_page.OTHERS)
 def test_every_command_describes_its_flags(title):
     parser = flags_page.OTHERS[title].make_parser()
-    assert parser.prog.startswith("python -m hvd_bert.") and parser.description
+    assert parser.prog.startswith(("hvd-bert ", "python -m hvd_bert.sample")) and parser.description
     actions = {action.dest: action.help or "" for action in parser._actions}
     assert actions.pop("help")
     for name, text in actions.items():

@@ -17,8 +17,8 @@ import pyarrow.parquet
 import pytest
 from tables import each
 
-from hvd_bert.data import hub, squad
-from hvd_bert.data.squad import Question, Reading
+from hvd_bert.data.sources import hub, squad
+from hvd_bert.data.sources.squad import Question, Reading
 from hvd_bert.errors import UserError
 
 Rows = Sequence[dict[str, Any]]

@@ -20,13 +20,13 @@ from test_written import recording
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.monitoring.gpu_usage import GpuUsage
 from hvd_bert.monitoring.profiling import recording as recording_module
+from hvd_bert.output import metrics_log
+from hvd_bert.output.metrics_log import MetricsLogger
+from hvd_bert.output.reporters import tensorboard
+from hvd_bert.output.reporters.base import close
+from hvd_bert.output.reporters.table import start
 from hvd_bert.storage.writing import JsonLines
 from hvd_bert.train import loop
-from hvd_bert.training import metrics_log
-from hvd_bert.training.metrics_log import MetricsLogger
-from hvd_bert.training.reporters import tensorboard
-from hvd_bert.training.reporters.base import close
-from hvd_bert.training.reporters.table import start
 
 FULL = Path("/dev/full")
 

@@ -11,7 +11,7 @@ from hvd_bert.config.command_line import parse
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.errors import UserError
 from hvd_bert.tasks.inputs import make_plan
-from hvd_bert.training.optim import scaled_learning_rate
+from hvd_bert.train.optim import scaled_learning_rate
 
 LENGTHS = np.full(1000, 150, np.int32)
 

@@ -9,11 +9,11 @@ import torch
 from test_world import make_world
 from transformers import AutoModelForSequenceClassification, BertConfig
 
-from hvd_bert.checkpoint import run_folder
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.glue import GLUE
 from hvd_bert.errors import UserError
 from hvd_bert.evaluation import regression
+from hvd_bert.output import run_folder
 from hvd_bert.tasks.table import load_task
 
 WORDS = ("the box is red", "what is green ?", "red", "the green box in the red box", "is the box green ?")

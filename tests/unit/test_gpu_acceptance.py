@@ -21,10 +21,10 @@ import gpu_acceptance
 import pytest
 from acceptance_place import STEPS, NotHere, Outcome, Place
 
-from hvd_bert.bench import flags as bench_flags
 from hvd_bert.config import command_line
 from hvd_bert.errors import UserError
 from hvd_bert.model.attention import by_jagged, by_window
+from hvd_bert.tools.bench import flags as bench_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -188,8 +188,8 @@ class Commands:
             loss = self.losses.get(name, 5.0)
             folder.joinpath("metrics.jsonl").write_text(f'{{"loss": {loss}}}\n' * STEPS)
             folder.joinpath("model.safetensors").write_text("weights")
-        elif "hvd_bert.bench" in words:
-            flags, _ = bench_flags.parse(words[words.index("hvd_bert.bench") + 1 :])
+        elif "hvd_bert.tools.bench" in words:
+            flags, _ = bench_flags.parse(words[words.index("hvd_bert.tools.bench") + 1 :])
             figures = {"windows_per_s": 900 * self.speed, "useful_gflops": 2e5 * self.speed, "mfu": 0.6 * self.speed}
             figures |= {"matmul_utilization": 0.7, "tokens_per_s": 2500 * self.speed}
             record: dict[str, Any] = {"figures": {key: {"median": value} for key, value in figures.items()}}

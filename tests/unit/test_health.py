@@ -17,17 +17,17 @@ from torch import nn
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.data.batch_plan import BatchPlan
-from hvd_bert.data.squad import from_questions, open_file
-from hvd_bert.data.windows import WindowTable
+from hvd_bert.data.sources.squad import from_questions, open_file
+from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed import events
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import EXIT_FAILURE, UserError
 from hvd_bert.strategies.base import StrategyOptions
 from hvd_bert.strategies.table import make_strategy
 from hvd_bert.tasks.question_answering import QuestionAnswering
-from hvd_bert.training.checksums import check_copies, checksum
-from hvd_bert.training.health import LIMIT, LIMIT_LATER, LIMIT_SCALED, MAX_EVENTS, Health
-from hvd_bert.training.meter import Meter
+from hvd_bert.train.checksums import check_copies, checksum
+from hvd_bert.train.health import LIMIT, LIMIT_LATER, LIMIT_SCALED, MAX_EVENTS, Health
+from hvd_bert.train.meter import Meter
 
 BAD, GOOD = math.nan, 1.0
 WINDOWS = 8
@@ -66,7 +66,7 @@ class Watched:
 
     def look(self) -> dict[str, float]:
         row = self.meter.read(self.step)
-        self.health.look(self.step)
+        self.health.check(self.step)
         return row
 
 
@@ -140,7 +140,7 @@ def test_run_whose_steps_were_all_skipped_has_trained_nothing(recorded):
     run, resumed = Watched("--fp16"), Watched("--fp16")
     for _ in range(2):
         run.train(1.0, BAD)
-    since = run.meter.since_last_look()
+    since = run.meter.since_last_log()
     resumed.meter.restore(run.meter.state(), since, 2)
     for watched, last in ((run, run.health), (resumed, Health(resumed.state(2), resumed.health.names, parse([])))):
         with pytest.raises(CollectiveError, match="all 2 steps were skipped") as ended:
@@ -189,7 +189,7 @@ def test_sums_without_the_skipped_step_are_resumed(recorded):
     first.look()
     first.train(math.nan, BAD)
     first.train(4.0)
-    since = first.meter.since_last_look()
+    since = first.meter.since_last_log()
     assert since[0] == 4.0
     second.meter.restore(first.meter.state(), since, 3)
     for run in (first, second):

@@ -15,25 +15,25 @@ from made_runs import make_run, make_samples
 from made_timelines import training
 from tables import each, refused
 
-from hvd_bert.bench.points import Point
-from hvd_bert.bench.record import Record, read_previous
-from hvd_bert.checkpoint import files, output_dir
+from hvd_bert.checkpoint import files
 from hvd_bert.config import settings_file
 from hvd_bert.config.trained import trained_settings
-from hvd_bert.data import squad, texts
-from hvd_bert.doctor import collective
+from hvd_bert.data.sources import squad, texts
 from hvd_bert.errors import UserError
+from hvd_bert.output import card, output_dir
+from hvd_bert.output.reporters import run_ids
+from hvd_bert.output.reporters.tensorboard import TensorBoard
 from hvd_bert.predict.unfinished import Unfinished
-from hvd_bert.publish import card
-from hvd_bert.report import run_page
-from hvd_bert.report.__main__ import _networks
-from hvd_bert.report.flags import make_parser
-from hvd_bert.runs import reading, record
 from hvd_bert.storage import locks, written
-from hvd_bert.timeline import __main__ as timeline
-from hvd_bert.training.reporters import run_ids
-from hvd_bert.training.reporters.tensorboard import TensorBoard
-from hvd_bert.tune.runs import Runs
+from hvd_bert.tools.bench.points import Point
+from hvd_bert.tools.bench.record import Record, read_previous
+from hvd_bert.tools.doctor import collective
+from hvd_bert.tools.report import run_page
+from hvd_bert.tools.report.__main__ import _networks
+from hvd_bert.tools.report.flags import make_parser
+from hvd_bert.tools.runs import reading, record
+from hvd_bert.tools.timeline import __main__ as timeline
+from hvd_bert.tools.tune.runs import Runs
 
 pytestmark = pytest.mark.timeout(300)  # a reader that blocks must fail its test soon
 

@@ -17,21 +17,21 @@ from launch import REPOSITORY
 from made_runs import make_run, make_samples
 from tables import each, refused
 
-from hvd_bert.bench import flags as bench
-from hvd_bert.bench import sweep
 from hvd_bert.config import parser as config_parser
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.distributed.launch import Launcher, choose_threads
-from hvd_bert.doctor import __main__ as doctor
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.evaluate import flags as evaluate
 from hvd_bert.predict import __main__ as predict
 from hvd_bert.predict import answering
-from hvd_bert.report import flags as report_flags
-from hvd_bert.report.__main__ import main as report
-from hvd_bert.timeline import __main__ as timeline
-from hvd_bert.tune import __main__ as tune
+from hvd_bert.tools.bench import flags as bench
+from hvd_bert.tools.bench import sweep
+from hvd_bert.tools.doctor import __main__ as doctor
+from hvd_bert.tools.evaluate import flags as evaluate
+from hvd_bert.tools.report import flags as report_flags
+from hvd_bert.tools.report.__main__ import main as report
+from hvd_bert.tools.timeline import __main__ as timeline
+from hvd_bert.tools.tune import __main__ as tune
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from made_timelines import training
 
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.timeline import __main__ as command
+from hvd_bert.tools.timeline import __main__ as command
 
 pytestmark = pytest.mark.timeout(60)  # the search for a table without collisions took minutes
 

@@ -9,7 +9,7 @@ import datasets
 import pytest
 from tables import each, refused
 
-from hvd_bert.data import hub, squad
+from hvd_bert.data.sources import hub, squad
 from hvd_bert.errors import UserError
 
 

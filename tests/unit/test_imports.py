@@ -21,7 +21,7 @@ PACKAGE = Path(hvd_bert.__file__).parent
 
 HOROVOD_AT_HOME = (
     "distributed.horovod_world", "distributed.torch_world", "distributed.rendezvous", "distributed.runner",
-    "strategies.horovod", "doctor.collective",
+    "strategies.horovod", "tools.doctor.collective",
 )  # fmt: skip
 LAUNCHER_VARIABLE = re.compile(r"(HOROVOD|OMPI|PMI|PMIX|MV2|SLURM)_[A-Z0-9_]+")
 

@@ -25,13 +25,13 @@ sys.meta_path.insert(0, Interrupting())
 # The command, and a module that it imports later than its own.
 COMMANDS = {
     "train": (["hvd_bert.train", "--config", "sample"], "hvd_bert.train.loop"),  # once the ranks have met
-    "bench": (["hvd_bert.bench", "--random"], "numpy"),
-    "sweep": (["hvd_bert.bench", "sweep"], "yaml"),
-    "tune": (["hvd_bert.tune"], "yaml"),
-    "report": (["hvd_bert.report", "runs"], "matplotlib"),
-    "timeline": (["hvd_bert.timeline", "file"], "numpy"),
+    "bench": (["hvd_bert.tools.bench", "--random"], "numpy"),
+    "sweep": (["hvd_bert.tools.bench", "sweep"], "yaml"),
+    "tune": (["hvd_bert.tools.tune"], "yaml"),
+    "report": (["hvd_bert.tools.report", "runs"], "matplotlib"),
+    "timeline": (["hvd_bert.tools.timeline", "file"], "numpy"),
     "predict": (["hvd_bert.predict", "model", "--context", "a", "--question", "b"], "torch"),
-    "doctor": (["hvd_bert.doctor"], "hvd_bert.doctor.diagnosis"),
+    "doctor": (["hvd_bert.tools.doctor"], "hvd_bert.tools.doctor.diagnosis"),
     "sample": (["hvd_bert.sample.generate"], "hvd_bert.sample.themes"),
 }
 
@@ -67,7 +67,7 @@ def test_interrupted_without_a_reader(interrupting: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stderr:
-        assert end_of(["hvd_bert.timeline", "file"], "numpy", interrupting, stderr)[0] == 130
+        assert end_of(["hvd_bert.tools.timeline", "file"], "numpy", interrupting, stderr)[0] == 130
 
 
 def test_importing_the_package_keeps_the_handler() -> None:
@@ -79,6 +79,6 @@ def test_ignored_interrupt_stays_ignored(interrupting: Path) -> None:
     """In a background job of a script, for example."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited
     try:
-        assert end_of(["hvd_bert.timeline", "--help"], "numpy", interrupting) == (0, "")
+        assert end_of(["hvd_bert.tools.timeline", "--help"], "numpy", interrupting) == (0, "")
     finally:
         signal.signal(signal.SIGINT, before)

@@ -10,7 +10,7 @@ from torch import nn
 
 from hvd_bert.model.families import model_class
 from hvd_bert.model.late import late_weights
-from hvd_bert.runs import reading
+from hvd_bert.tools.runs import reading
 
 
 @each("name", TRAINED)

@@ -12,10 +12,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hvd_bert.distributed import logs
+from hvd_bert.output import metrics_log as module
+from hvd_bert.output.metrics_log import MetricsLogger
+from hvd_bert.output.reporters.table import start
 from hvd_bert.tasks.question_answering import summary
-from hvd_bert.training import metrics_log as module
-from hvd_bert.training.metrics_log import MetricsLogger
-from hvd_bert.training.reporters.table import start
 
 SCORES = {"exact_match": 50.0, "f1": 61.25, "total": 8.0, "eval_loss": 1.5}
 

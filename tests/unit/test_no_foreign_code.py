@@ -16,11 +16,11 @@ import pytest
 from tables import refused
 
 import hvd_bert
-from hvd_bert.bench import workload
 from hvd_bert.config.settings import ModelArguments
-from hvd_bert.doctor import collective
 from hvd_bert.model.bert import load_model, load_tokenizer
 from hvd_bert.sample import files as sample
+from hvd_bert.tools.bench import workload
+from hvd_bert.tools.doctor import collective
 
 REPOSITORY = Path(hvd_bert.__file__).parent.parent
 PROGRAMS = [

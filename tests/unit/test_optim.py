@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForQuestionAnswering, BertConfig, BertForQuestionAnswering, Trainer
 
 from hvd_bert.config.settings import SCHEDULES, TrainArguments
-from hvd_bert.training.optim import large_batch_note, make_optimizer, make_schedule, scaled_learning_rate, warmup_steps
+from hvd_bert.train.optim import large_batch_note, make_optimizer, make_schedule, scaled_learning_rate, warmup_steps
 
 
 @pytest.fixture(scope="module")

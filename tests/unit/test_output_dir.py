@@ -12,14 +12,14 @@ import pytest
 from tables import each
 from test_world import make_world
 
-from hvd_bert.checkpoint import output_dir, resume
+from hvd_bert.checkpoint import resume
 from hvd_bert.checkpoint.files import Contents
-from hvd_bert.checkpoint.run_folder import RUN_FILES
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
-from hvd_bert.publish import card
+from hvd_bert.output import card, output_dir
+from hvd_bert.output.run_folder import RUN_FILES
 from hvd_bert.storage import written
 
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from made_runs import make_run, make_samples
 
-from hvd_bert.report import runs_page
-from hvd_bert.report.__main__ import main
-from hvd_bert.runs import record
-from hvd_bert.runs.record import Columns
+from hvd_bert.tools.report import runs_page
+from hvd_bert.tools.report.__main__ import main
+from hvd_bert.tools.runs import record
+from hvd_bert.tools.runs.record import Columns
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium (env/setup.sh --dev)")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import refused
 
-from hvd_bert.data.squad import Question
+from hvd_bert.data.sources.squad import Question
 from hvd_bert.evaluation.postprocess import Answer, SpanOptions, WindowLogits, answers_of
 
 NUM_QUESTION_TOKENS = 3  # [CLS] word [SEP], so the context starts at index 3

@@ -13,12 +13,22 @@ from made_runs import make_run
 from PIL import Image
 from tables import each, refused
 
-from hvd_bert.report import comparison, content, plots, projection
-from hvd_bert.report.__main__ import main
-from hvd_bert.report.comparability import STRONG, WEAK, Tolerance
-from hvd_bert.report.projection import Fusion, Link, Network, Step, allreduce_s, exposed_s, in_fp16, link_of, project
-from hvd_bert.runs import reading
 from hvd_bert.storage import written
+from hvd_bert.tools.report import comparison, content, plots, projection
+from hvd_bert.tools.report.__main__ import main
+from hvd_bert.tools.report.comparability import STRONG, WEAK, Tolerance
+from hvd_bert.tools.report.projection import (
+    Fusion,
+    Link,
+    Network,
+    Step,
+    allreduce_s,
+    exposed_s,
+    in_fp16,
+    link_of,
+    project,
+)
+from hvd_bert.tools.runs import reading
 
 FAST = Network(Link(1e18, 0.0))
 SLOW = Network(Link(1e9, 1e-5))

@@ -18,9 +18,9 @@ from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  #
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
 from hvd_bert.config.command_line import load_yaml
-from hvd_bert.publish import upload
-from hvd_bert.publish.__main__ import main
 from hvd_bert.storage.model_files import TOKENIZER_FILES
+from hvd_bert.tools.publish import upload
+from hvd_bert.tools.publish.__main__ import main
 
 UPLOADED = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
@@ -57,7 +57,7 @@ def test_a_training_is_published_and_loads(base, tmp_path):  # noqa: F811
     with running_hub() as hub:
         environment = {"HF_ENDPOINT": hub.address, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
         flags = ["--repo_id", "me/mine", "--private", "--revision", "first", "--commit_message", "Add it"]
-        command = [sys.executable, "-m", "hvd_bert.publish", str(out), *flags]
+        command = [sys.executable, "-m", "hvd_bert.tools.publish", str(out), *flags]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | environment)
     assert done.returncode == 0, done.stderr
     assert f"Uploaded: {hub.address}/me/mine/commit/1" in done.stdout and "Not uploaded: checkpoint-3, " in done.stdout

@@ -8,9 +8,9 @@ from statistics import fmean
 import published_figures
 import pytest
 
-from hvd_bert.report import projection
-from hvd_bert.report.comparability import STRONG, WEAK
-from hvd_bert.report.projection import Link, Network, Step, project
+from hvd_bert.tools.report import projection
+from hvd_bert.tools.report.comparability import STRONG, WEAK
+from hvd_bert.tools.report.projection import Link, Network, Step, project
 
 FAST = Network(Link(1e18, 0.0))
 

@@ -11,11 +11,11 @@ from tables import each, refused
 from test_world import make_world
 from torch import nn
 
-from hvd_bert.bench import measure
-from hvd_bert.bench.flags import parse
-from hvd_bert.bench.workload import random_task
 from hvd_bert.config.command_line import parse as parse_settings
 from hvd_bert.model.recomputation import recompute_layers
+from hvd_bert.tools.bench import measure
+from hvd_bert.tools.bench.flags import parse
+from hvd_bert.tools.bench.workload import random_task
 from hvd_bert.train.loop import Training
 
 TINY = {

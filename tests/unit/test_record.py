@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from made_runs import make_run, make_samples
 from tables import each
 
-from hvd_bert.report import run_page
-from hvd_bert.report.__main__ import main
-from hvd_bert.runs import record
 from hvd_bert.storage import locks
 from hvd_bert.storage.locks import take
+from hvd_bert.tools.report import run_page
+from hvd_bert.tools.report.__main__ import main
+from hvd_bert.tools.runs import record
 
 
 def unfinished(folder: Path, *events: dict[str, Any]) -> Path:

@@ -7,9 +7,9 @@ import pytest
 from made_runs import make_run
 from tables import each
 
-from hvd_bert.report.comparison import grouped
-from hvd_bert.report.repeats import interval, repeats
-from hvd_bert.runs import reading
+from hvd_bert.tools.report.comparison import grouped
+from hvd_bert.tools.report.repeats import interval, repeats
+from hvd_bert.tools.runs import reading
 
 
 @each("count", [2, 5, 11, 31, 32, 100, 1000])

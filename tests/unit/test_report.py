@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from made_runs import make_run
 from PIL import Image
 
-from hvd_bert.report import plots
-from hvd_bert.report.__main__ import main
-from hvd_bert.runs import reading
+from hvd_bert.tools.report import plots
+from hvd_bert.tools.report.__main__ import main
+from hvd_bert.tools.runs import reading
 
 
 @pytest.fixture
@@ -603,7 +603,9 @@ def test_a_folder_that_cannot_be_written(tmp_path, capsys):
 
 
 def test_neither_torch_nor_horovod_is_needed():
-    program = "import sys, hvd_bert.report.__main__; print({'torch', 'horovod', 'transformers'} & set(sys.modules))"
+    program = (
+        "import sys, hvd_bert.tools.report.__main__; print({'torch', 'horovod', 'transformers'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout == "set()\n"
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from made_runs import make_run
 
-from hvd_bert.report import settings
-from hvd_bert.report.__main__ import main
-from hvd_bert.runs import record
+from hvd_bert.tools.report import settings
+from hvd_bert.tools.report.__main__ import main
+from hvd_bert.tools.runs import record
 
 
 def made(folder: Path, text: str, **results: object) -> record.Record:

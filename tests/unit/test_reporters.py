@@ -23,14 +23,14 @@ from tensorboard.plugins.hparams import metadata as hparams
 from tensorboard.summary.writer import event_file_writer
 from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  fixtures
 
-from hvd_bert.checkpoint import output_dir
 from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
-from hvd_bert.training.reporters import base as base_module
-from hvd_bert.training.reporters import table
-from hvd_bert.training.reporters.base import Background, Reporter, close
-from hvd_bert.training.reporters.tensorboard import TensorBoard
+from hvd_bert.output import output_dir
+from hvd_bert.output.reporters import base as base_module
+from hvd_bert.output.reporters import table
+from hvd_bert.output.reporters.base import Background, Reporter, close
+from hvd_bert.output.reporters.tensorboard import TensorBoard
 
 NASTY = "<script>alert(1)</script> & *bold* _it_ `code` [x](javascript:y) | a\n\n# heading\n\n    code &lt;"
 
@@ -227,7 +227,7 @@ def test_wandb_whose_service_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wandb = pytest.importorskip("wandb")
-    from hvd_bert.training.reporters.wandb import SERVICE, Wandb
+    from hvd_bert.output.reporters.wandb import SERVICE, Wandb
 
     def services() -> list[psutil.Process]:
         return [process for process in psutil.Process().children() if process.name() == SERVICE]

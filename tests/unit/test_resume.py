@@ -24,6 +24,7 @@ from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.model.bert import new_model
+from hvd_bert.train import saving
 
 
 @pytest.fixture
@@ -137,12 +138,12 @@ def test_batch_beyond_an_epoch_is_refused_unless_it_is_a_checkpoints():
     plan = BatchPlan(np.full(20, 20, np.int32), global_batch=100_000, accumulation=1, size=2, seed=0, crossover=1)
     for size, windows in ((100_000, 20), (21, 20)):
         with pytest.raises(CollectiveError, match=rf"{size} .* {windows}\. .*--per_device_train_batch_size") as refused:
-            resume.with_its_batch(replace(plan, global_batch=size), None, make_world())
+            resume.keep_global_batch(replace(plan, global_batch=size), None, make_world())
         assert refused.value.status == EXIT_BAD_INPUT
     whole = replace(plan, global_batch=20)
-    assert resume.with_its_batch(whole, None, make_world()) is whole
+    assert resume.keep_global_batch(whole, None, make_world()) is whole
     point = SimpleNamespace(state={"global_batch": 24})  # made by an earlier version, or now on more ranks
-    assert resume.with_its_batch(plan, point, make_world()).global_batch == 24
+    assert resume.keep_global_batch(plan, point, make_world()).global_batch == 24
 
 
 TINY = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
@@ -184,9 +185,9 @@ def test_the_global_batch_stays_that_of_the_checkpoint(rank, caplog):
     for saved, passes in ((32, 4), (8, 1)):
         world = heard(make_world(rank, 2), [saved, None])  # only rank 0 has read the checkpoint
         point = SimpleNamespace(state={"global_batch": saved}) if rank == 0 else None
-        resumed = resume.with_its_batch(plan, point, world)
+        resumed = resume.keep_global_batch(plan, point, world)
         assert (resumed.global_batch, resumed.accumulation) == (saved, passes)
-    assert resume.with_its_batch(plan, None, make_world()) is plan
+    assert resume.keep_global_batch(plan, None, make_world()) is plan
     message = "The global batch stays 32: 4 micro-batch(es) per step on 2 rank(s)."
     assert [record.getMessage() for record in caplog.records] == [message]
 
@@ -207,29 +208,29 @@ def test_all_ranks_restore_what_rank_0_has_read():
     document, tensors = {"step": 10}, {"model": {}}
     point = ResumePoint(Path("checkpoint-10"), SimpleNamespace(tensors=tensors, documents={"state": document}))
     rank_0, rank_1 = State(make_world()), State(heard(make_world(1, 2), [True, None]))
-    resume.restore(rank_0, None, 3)
+    saving.restore(rank_0, None, 3)
     assert not rank_0.restored
-    resume.restore(rank_0, point, 3)
+    saving.restore(rank_0, point, 3)
     assert rank_0.restored == [({"model": {}}, document, 3)]
     assert not tensors  # gigabytes
-    resume.restore(rank_1, None, 3)
+    saving.restore(rank_1, None, 3)
     assert rank_1.restored == [({}, {}, 3)]
 
 
 def test_content_that_does_not_fit_is_an_error_of_all_ranks():
     point = ResumePoint(Path("checkpoint-10"), SimpleNamespace(tensors={}, documents={"state": {}}))
     with pytest.raises(CollectiveError) as refused:
-        resume.restore(State(make_world(), KeyError("lr")), point, 3)
+        saving.restore(State(make_world(), KeyError("lr")), point, 3)
     message = (
         " cannot be resumed: its content does not fit this run (KeyError: 'lr'). Name another checkpoint"
         " (--resume_from_checkpoint), or add --overwrite_output_dir to train from the start."
     )
     assert str(refused.value) == f"checkpoint-10{message}"
     with pytest.raises(CollectiveError) as refused:
-        resume.restore(State(heard(make_world(1, 2), [True, None]), KeyError("lr")), None, 3)
+        saving.restore(State(heard(make_world(1, 2), [True, None]), KeyError("lr")), None, 3)
     assert str(refused.value) == message
     with pytest.raises(CollectiveError, match=r"^a rank was lost$"):
-        resume.restore(State(make_world(), CollectiveError("a rank was lost")), point, 3)
+        saving.restore(State(make_world(), CollectiveError("a rank was lost")), point, 3)
 
 
 # --- what a run needs ------------------------------------------------------------------------------

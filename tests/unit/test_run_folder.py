@@ -12,9 +12,9 @@ import pytest
 from test_world import make_world
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer, BertConfig, BertForQuestionAnswering
 
-from hvd_bert.checkpoint import run_folder
 from hvd_bert.config.command_line import parse
 from hvd_bert.evaluation.postprocess import Answer
+from hvd_bert.output import run_folder
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import partial_of
 from hvd_bert.tasks import question_answering

@@ -18,7 +18,7 @@ from tables import each, refused
 from transformers import AutoTokenizer, BertConfig
 
 import hvd_bert
-from hvd_bert.data import squad
+from hvd_bert.data.sources import squad
 from hvd_bert.sample import files, generate
 from hvd_bert.sample.files import FILES, Expected, generated
 from hvd_bert.sample.names import Names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_bert.data.questions import Question
+from hvd_bert.data.sources.questions import Question
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.evaluation.samples import EXCERPT, PER_KIND, sample_answers
 

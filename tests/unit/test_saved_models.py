@@ -20,11 +20,11 @@ from transformers import (
     RobertaConfig,
 )
 
-from hvd_bert.checkpoint import run_folder
 from hvd_bert.config.command_line import parse
 from hvd_bert.data.collate import Batch
 from hvd_bert.model.bert import span_logits
 from hvd_bert.model.classifier import class_logits
+from hvd_bert.output import run_folder
 from hvd_bert.tasks.table import load_task
 
 SIZES = {

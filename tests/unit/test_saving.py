@@ -16,14 +16,15 @@ import pytest
 import torch
 from test_world import make_world
 
-from hvd_bert.checkpoint import files, resume, saving
-from hvd_bert.checkpoint.saving import Checkpoints
+from hvd_bert.checkpoint import files, resume
 from hvd_bert.config.command_line import parse
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, HostsChanged
 from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED
-from hvd_bert.training.meter import Meter
-from hvd_bert.training.state import Best, TrainState
+from hvd_bert.train import saving
+from hvd_bert.train.meter import Meter
+from hvd_bert.train.saving import Checkpoints
+from hvd_bert.train.state import Best, TrainState
 
 
 class Strategy:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from tables import each
 
-from hvd_bert.bench.points import SET_BY_SWEEP
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import FLAGS, STRATEGIES
-from hvd_bert.tune.__main__ import SET_BY_TUNE
+from hvd_bert.tools.bench.points import SET_BY_SWEEP
+from hvd_bert.tools.tune.__main__ import SET_BY_TUNE
 
 # A resumed run must have the same values as its checkpoint.
 FIXED_ON_RESUME = {

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import each
 
-from hvd_bert.data.questions import Question
+from hvd_bert.data.sources.questions import Question
 from hvd_bert.evaluation import slices
 from hvd_bert.evaluation.normalization import ANSWER_RULES
 from hvd_bert.evaluation.slices import Groups

@@ -7,10 +7,10 @@ import csv
 import pytest
 from made_runs import make_run
 
-from hvd_bert.report import comparison
-from hvd_bert.report.__main__ import main
-from hvd_bert.report.comparability import Group
-from hvd_bert.runs import reading
+from hvd_bert.tools.report import comparison
+from hvd_bert.tools.report.__main__ import main
+from hvd_bert.tools.report.comparability import Group
+from hvd_bert.tools.runs import reading
 
 
 def test_range_of_a_speedup_includes_the_baselines_variance(tmp_path):

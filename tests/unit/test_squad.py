@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tables import check_refusal, each, refused
 
-from hvd_bert.data import squad
-from hvd_bert.data.squad import Question
+from hvd_bert.data.sources import squad
+from hvd_bert.data.sources.squad import Question
 from hvd_bert.errors import UserError
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import each
 
-from hvd_bert.data.squad import Question
+from hvd_bert.data.sources.squad import Question
 from hvd_bert.errors import UserError
 from hvd_bert.evaluation.normalization import ANSWER_RULES
 from hvd_bert.evaluation.squad_metric import question_scores, score

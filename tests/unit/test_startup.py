@@ -81,16 +81,16 @@ def imported_by(
     ("argv", "allowed"),
     [
         (["hvd_bert.train"], {"transformers", "numpy"}),
-        (["hvd_bert.bench"], {"transformers", "numpy"}),
-        (["hvd_bert.bench", "sweep"], set()),
-        (["hvd_bert.tune"], set()),
-        (["hvd_bert.report"], {"numpy", "matplotlib"}),
-        (["hvd_bert.timeline"], {"numpy"}),
+        (["hvd_bert.tools.bench"], {"transformers", "numpy"}),
+        (["hvd_bert.tools.bench", "sweep"], set()),
+        (["hvd_bert.tools.tune"], set()),
+        (["hvd_bert.tools.report"], {"numpy", "matplotlib"}),
+        (["hvd_bert.tools.timeline"], {"numpy"}),
         (["hvd_bert.predict"], set()),
-        (["hvd_bert.evaluate"], {"transformers", "numpy"}),
-        (["hvd_bert.doctor"], set()),
-        (["hvd_bert.publish"], set()),
-        (["hvd_bert.export"], set()),
+        (["hvd_bert.tools.evaluate"], {"transformers", "numpy"}),
+        (["hvd_bert.tools.doctor"], set()),
+        (["hvd_bert.tools.publish"], set()),
+        (["hvd_bert.tools.export"], set()),
         (["hvd_bert.sample.generate"], set()),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -101,7 +101,7 @@ def test_help(argv: list[str], allowed: set[str]) -> None:
     assert imported <= allowed
 
 
-@each("command", ["hvd_bert.train", "hvd_bert.bench", "hvd_bert.doctor"])
+@each("command", ["hvd_bert.train", "hvd_bert.tools.bench", "hvd_bert.tools.doctor"])
 @each("rank", [0, 1])
 def test_only_rank_0_prints_help(command: str, rank: int) -> None:
     launcher = {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": "2"}
@@ -111,7 +111,7 @@ def test_only_rank_0_prints_help(command: str, rank: int) -> None:
 
 
 def test_first_line_of_the_doctor() -> None:
-    printed, imported = imported_by("hvd_bert.doctor", missing=("hvd_bert.doctor.diagnosis",))
+    printed, imported = imported_by("hvd_bert.tools.doctor", missing=("hvd_bert.tools.doctor.diagnosis",))
     assert printed.startswith("hvd_bert doctor on ")
     assert imported == set()
 

@@ -13,8 +13,8 @@ from safetensors.torch import load, save
 from tables import each
 from test_world import make_world
 
-from hvd_bert.training import state
-from hvd_bert.training.state import Best, seed_ranks
+from hvd_bert.train import state
+from hvd_bert.train.state import Best, seed_ranks
 
 
 def draw() -> list[float]:

@@ -21,14 +21,14 @@ import pytest
 from made_runs import make_run
 from processes import started
 
-from hvd_bert.bench import launching, one_run, sweep
-from hvd_bert.bench.launching import Hosts, Launching, Machine
-from hvd_bert.bench.one_run import Stopped, failure_in, signals, start_and_wait
-from hvd_bert.bench.points import OWNERS, Plan, Point, check_flags
 from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.slurm import Allocation, find_allocation
 from hvd_bert.errors import UserError
 from hvd_bert.storage import writing, written
+from hvd_bert.tools.bench import launching, one_run, sweep
+from hvd_bert.tools.bench.launching import Hosts, Launching, Machine
+from hvd_bert.tools.bench.one_run import Stopped, failure_in, signals, start_and_wait
+from hvd_bert.tools.bench.points import OWNERS, Plan, Point, check_flags
 
 TWO_CORES = Machine(cores=2, gpus=0, allocation=None)
 FOUR_GPUS = Machine(cores=64, gpus=4, allocation=None)
@@ -358,7 +358,7 @@ def test_all_points_are_run_and_recorded(pretended, start, tmp_path, capsys) -> 
     assert kept == [name for name in ORDER if name.endswith("-1")]  # weights of the first repeat are enough
     output = capsys.readouterr().out
     assert "[6/6] none, 1 rank, strong, repeat 2: 10.0 windows/s" in output and "preset `sweep`" in output
-    assert f"python -m hvd_bert.report {tmp_path / 'out'}" in output
+    assert f"hvd-bert report {tmp_path / 'out'}" in output
 
 
 def test_every_seed_is_a_run_of_each_point(pretended, start, tmp_path, capsys) -> None:
@@ -544,7 +544,7 @@ def test_one_sweep_at_a_time(pretended, start, capsys) -> None:
 
 
 def test_report_is_written_on_request(pretended, start, tmp_path, monkeypatch) -> None:
-    from hvd_bert.report import plots
+    from hvd_bert.tools.report import plots
 
     for name in ("scaling", "losses", "projected"):
         monkeypatch.setattr(plots, name, lambda *_: b"")
@@ -652,7 +652,7 @@ def test_a_signal_during_the_start_terminates_the_run(tmp_path: Path, monkeypatc
 
 
 def test_a_run_ends_if_its_sweep_is_killed() -> None:
-    program = "import os, sys; from hvd_bert.bench.one_run import start_and_wait as s; "
+    program = "import os, sys; from hvd_bert.tools.bench.one_run import start_and_wait as s; "
     program += f"s(['sh', '-c', {LAUNCHER.format('')!r}], os.environ, sys.stdout, 600)"
     with started([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_world import make_world
 
-from hvd_bert.checkpoint import run_folder
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import TASKS
 from hvd_bert.errors import UserError
+from hvd_bert.output import run_folder
 from hvd_bert.tasks import dataset
 from hvd_bert.tasks.dataset import Examples, to_device
 from hvd_bert.tasks.table import load_task, task_class

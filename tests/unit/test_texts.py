@@ -13,9 +13,9 @@ import pytest
 from pyarrow import parquet
 from tables import each
 
-from hvd_bert.data import texts
-from hvd_bert.data.questions import Reading
-from hvd_bert.data.texts import Columns
+from hvd_bert.data.sources import texts
+from hvd_bert.data.sources.questions import Reading
+from hvd_bert.data.sources.texts import Columns
 from hvd_bert.errors import UserError
 from hvd_bert.tasks.text_classification import tokenized
 

@@ -23,8 +23,8 @@ from hvd_bert.monitoring.profiling import timeline_reader as reader
 from hvd_bert.monitoring.profiling.byte_parser import BEGIN, TICK
 from hvd_bert.monitoring.profiling.timeline_reader import Reader
 from hvd_bert.rendering.text import byte_size, percent, seconds
-from hvd_bert.timeline import __main__ as command
-from hvd_bert.timeline.figures import Findings, Spread
+from hvd_bert.tools.timeline import __main__ as command
+from hvd_bert.tools.timeline.figures import Findings, Spread
 
 
 def found(made: Timeline, folder: Path, ranks: int | None = None) -> Findings:
@@ -406,7 +406,7 @@ def test_json_and_text(tmp_path, capsys):
 def test_the_command_needs_neither_torch_nor_horovod(tmp_path):
     path = training(steps=4).write(tmp_path / "t.json")
     program = (
-        "import sys\nfrom hvd_bert.timeline.__main__ import main\n"
+        "import sys\nfrom hvd_bert.tools.timeline.__main__ import main\n"
         f"assert main([{str(path)!r}, '--html', {str(tmp_path / 't.html')!r}]) == 0\n"
         "assert not {'torch', 'horovod', 'mpi4py', 'transformers'} & set(sys.modules)"
     )

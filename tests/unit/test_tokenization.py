@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from hvd_bert.data.squad import Question
-from hvd_bert.data.tokenization import QuestionBatch, WindowCounts, WindowOptions, WindowTokenizer
+from hvd_bert.data.sources.squad import Question
+from hvd_bert.data.window_cutting import QuestionBatch, WindowCounts, WindowOptions, WindowTokenizer
 from hvd_bert.errors import UserError
 
 

@@ -17,15 +17,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_world import make_world
 
-from hvd_bert.checkpoint import files, output_dir, run_folder
+from hvd_bert.checkpoint import files
 from hvd_bert.config.command_line import overriding, parse
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.evaluation import evaluator
 from hvd_bert.evaluation.squad_metric import score
-from hvd_bert.report import run_page
-from hvd_bert.runs import record
+from hvd_bert.output import output_dir, run_folder
 from hvd_bert.storage import written
+from hvd_bert.tools.report import run_page
+from hvd_bert.tools.runs import record
 from hvd_bert.train import loop, start
 
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -94,7 +95,7 @@ def test_refused_training_keeps_the_earlier_run(base, tmp_path, monkeypatch):
     output_dir.unlock()
     assert content(out) == before
     monkeypatch.setattr(start, "strategy_class", lambda name: None)
-    monkeypatch.setattr("hvd_bert.training.state.make_strategy", without_horovod)
+    monkeypatch.setattr("hvd_bert.train.state.make_strategy", without_horovod)
     for words, flags in refusals.items():
         with pytest.raises(CollectiveError, match=words):
             train(base, "--output_dir", str(out), "--overwrite_output_dir", *flags)

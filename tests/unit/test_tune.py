@@ -12,19 +12,19 @@ import pytest
 from documented import undocumented
 from made_runs import make_run
 
-from hvd_bert.bench import launching, one_run
-from hvd_bert.bench.launching import Hosts, Launching, Machine
-from hvd_bert.bench.one_run import Stopped
-from hvd_bert.bench.points import Point as Launched
 from hvd_bert.config.command_line import parse
 from hvd_bert.errors import UserError
-from hvd_bert.runs import reading
-from hvd_bert.runs.run import Run
 from hvd_bert.storage import written
-from hvd_bert.tune import __main__ as tune
-from hvd_bert.tune import knobs
-from hvd_bert.tune.knobs import Context, Setting
-from hvd_bert.tune.search import FASTER, NO_TIME, NOT_FASTER, SLOWER, Pair, Point, Search
+from hvd_bert.tools.bench import launching, one_run
+from hvd_bert.tools.bench.launching import Hosts, Launching, Machine
+from hvd_bert.tools.bench.one_run import Stopped
+from hvd_bert.tools.bench.points import Point as Launched
+from hvd_bert.tools.runs import reading
+from hvd_bert.tools.runs.run import Run
+from hvd_bert.tools.tune import __main__ as tune
+from hvd_bert.tools.tune import knobs
+from hvd_bert.tools.tune.knobs import Context, Setting
+from hvd_bert.tools.tune.search import FASTER, NO_TIME, NOT_FASTER, SLOWER, Pair, Point, Search
 
 CYCLE, GROUPS, CACHE = "HOROVOD_CYCLE_TIME=", "--num_groups=", "HOROVOD_CACHE_CAPACITY="
 CANDIDATES = [[f"{CYCLE}0.3", f"{CYCLE}3", f"{CYCLE}10"], [f"{GROUPS}2", f"{GROUPS}8"], [f"{CACHE}0"]]

@@ -23,14 +23,16 @@ from test_no_foreign_code import PROGRAMS
 from test_tokenization import answer_of, to_windows
 from test_tokenization import texts as passages
 
-from hvd_bert.checkpoint import files, resume, saving
+from hvd_bert.checkpoint import files, resume
 from hvd_bert.checkpoint.files import CorruptCheckpoint
-from hvd_bert.data import squad, windows
-from hvd_bert.data.questions import Question
+from hvd_bert.data import window_table
+from hvd_bert.data.sources import squad
+from hvd_bert.data.sources.questions import Question
 from hvd_bert.errors import UserError
-from hvd_bert.runs import reading, record
+from hvd_bert.output.reporters import tensorboard
 from hvd_bert.storage import written
-from hvd_bert.training.reporters import tensorboard
+from hvd_bert.tools.runs import reading, record
+from hvd_bert.train import saving
 
 ANY_FOLDER = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 JSON = st.recursive(
@@ -88,23 +90,25 @@ def test_pickles_are_no_data(tmp_path: Path, name: str) -> None:
     assert not canary.ran
 
 
-@each("name", ["windows.json", "windows.arrow"])
+@each("name", ["window_table.json", "windows.arrow"])
 @each("what", [*hostile.ALL, "pickle"])
 def test_a_damaged_cache_is_built_again(
     tmp_path: Path, tokenizer: Any, make_questions: Any, own_cache: Path, name: str, what: str
 ) -> None:
     source = squad.from_questions("small", make_questions(2))
-    options = windows.WindowOptions(32, 8)
-    table = windows.prepare(source, tokenizer, options)
+    options = window_table.WindowOptions(32, 8)
+    table = window_table.prepare(source, tokenizer, options)
     entry = table.path.parent
-    assert {path.name for path in entry.iterdir()} == {"windows.json", "windows.arrow"}
+    assert {path.name for path in entry.iterdir()} == {"window_table.json", "windows.arrow"}
     canary = hostile.Canary(tmp_path / "ran")
     (entry / name).unlink()
     (canary.pickled if what == "pickle" else hostile.ALL[what])(entry / name)
     if stat.S_ISREG(os.stat(entry / "windows.arrow", follow_symlinks=False).st_mode) and name == "windows.arrow":
-        counts = json.loads((entry / "windows.json").read_text())["counts"]  # the right checksum of wrong content
-        (entry / "windows.json").write_text(json.dumps({"crc32": windows._checksum(entry, counts), "counts": counts}))
-    assert len(windows.prepare(source, tokenizer, options)) == len(table)
+        counts = json.loads((entry / "window_table.json").read_text())["counts"]  # the right checksum of wrong content
+        (entry / "window_table.json").write_text(
+            json.dumps({"crc32": window_table._checksum(entry, counts), "counts": counts})
+        )
+    assert len(window_table.prepare(source, tokenizer, options)) == len(table)
     assert not canary.ran
 
 

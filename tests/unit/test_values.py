@@ -13,8 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import each
 
-from hvd_bert.bench import flags as bench
-from hvd_bert.bench.points import Plan
 from hvd_bert.config.command_line import overriding, parse, without
 from hvd_bert.config.parser import Parser, warn_once
 from hvd_bert.config.settings import FLAGS
@@ -22,9 +20,11 @@ from hvd_bert.config.values import passage, shortened
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.predict.__main__ import make_parser as predict_parser
-from hvd_bert.report.flags import make_parser as report_parser
 from hvd_bert.tasks import inputs
-from hvd_bert.timeline.__main__ import make_parser as timeline_parser
+from hvd_bert.tools.bench import flags as bench
+from hvd_bert.tools.bench.points import Plan
+from hvd_bert.tools.report.flags import make_parser as report_parser
+from hvd_bert.tools.timeline.__main__ import make_parser as timeline_parser
 
 NAMES = [name for name, flag in FLAGS.items() if flag.metavar in ("FILE", "FOLDER", "NAME", "REVISION")]
 NUMBERS = ("seed", "max_steps", "gradient_accumulation_steps", "num_threads", "n_best_size", "max_train_samples")

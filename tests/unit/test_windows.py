@@ -16,8 +16,9 @@ import pyarrow.compute as pc
 import pytest
 from tables import each
 
-from hvd_bert.data import squad, tokenization, windows
-from hvd_bert.data.windows import WindowCounts, WindowOptions, check_lengths, prepare
+from hvd_bert.data import window_cutting, window_table
+from hvd_bert.data.sources import squad
+from hvd_bert.data.window_table import WindowCounts, WindowOptions, check_lengths, prepare
 from hvd_bert.errors import UserError
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -38,8 +39,8 @@ def inode(dataset) -> int:
 
 def test_columns_and_types(source, tokenizer, tmp_path):
     dataset = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
-    assert dataset.arrow.schema.equals(tokenization.SCHEMA)
-    assert dataset.arrow.column_names == tokenization.SCHEMA.names
+    assert dataset.arrow.schema.equals(window_cutting.SCHEMA)
+    assert dataset.arrow.column_names == window_cutting.SCHEMA.names
     assert sorted(set(dataset.column("question"))) == list(range(10))
 
 
@@ -66,7 +67,7 @@ def test_cached_table_is_mapped_and_not_read(source, tokenizer, tmp_path):
 
 
 def test_lengths_are_the_windows_tokens(source, tokenizer, own_cache, monkeypatch):
-    monkeypatch.setattr(tokenization, "_WINDOWS_AT_ONCE", 3)  # in several pieces
+    monkeypatch.setattr(window_cutting, "_WINDOWS_AT_ONCE", 3)  # in several pieces
     dataset = prepare(source, tokenizer, SMALL)
     expected = [len(tokens) for tokens in dataset.arrow["input_ids"]]
     lengths = dataset.lengths
@@ -75,7 +76,7 @@ def test_lengths_are_the_windows_tokens(source, tokenizer, own_cache, monkeypatc
 
 
 def test_windows_of_several_pieces_are_found_by_number(source, tokenizer, own_cache, monkeypatch):
-    monkeypatch.setattr(tokenization, "_WINDOWS_AT_ONCE", 3)
+    monkeypatch.setattr(window_cutting, "_WINDOWS_AT_ONCE", 3)
     dataset = prepare(source, tokenizer, SMALL)
     ids = range(len(dataset))[::-1]
     tokens = dataset.arrow["input_ids"].to_pylist()
@@ -87,8 +88,8 @@ def test_windows_of_several_pieces_are_found_by_number(source, tokenizer, own_ca
 def test_batch_sizes_do_not_change_the_table(make_questions, tokenizer, tmp_path, monkeypatch):
     source = squad.from_questions("small", make_questions(25, unanswered_every=4))
     whole = prepare(source, tokenizer, SMALL, cache_dir=tmp_path / "a")
-    monkeypatch.setattr(windows, "_QUESTIONS_AT_ONCE", 7)
-    monkeypatch.setattr(tokenization, "_WINDOWS_AT_ONCE", 3)
+    monkeypatch.setattr(window_table, "_QUESTIONS_AT_ONCE", 7)
+    monkeypatch.setattr(window_cutting, "_WINDOWS_AT_ONCE", 3)
     parts = prepare(source, tokenizer, SMALL, cache_dir=tmp_path / "b")
     assert whole.arrow == parts.arrow
     assert whole.counts == parts.counts
@@ -96,7 +97,7 @@ def test_batch_sizes_do_not_change_the_table(make_questions, tokenizer, tmp_path
 
 def test_windows_in_memory_are_those_of_the_cache(source, tokenizer):
     dataset, questions = prepare(source, tokenizer, SMALL), source.questions()
-    table = windows.in_memory(questions, tokenization.WindowTokenizer(tokenizer, SMALL))
+    table = window_table.in_memory(questions, window_cutting.WindowTokenizer(tokenizer, SMALL))
     assert table.arrow == dataset.arrow
     assert (table.counts, table.path) == (dataset.counts, None)
 
@@ -179,9 +180,9 @@ def test_key_covers_every_option_the_text_and_the_tokenizer(
     other_special = copy.deepcopy(tokenizer)
     other_special.sep_token = "?"
     prepare(source, other_special, SMALL, cache_dir=tmp_path)
-    monkeypatch.setattr(windows.tokenizers, "__version__", "0.0")
+    monkeypatch.setattr(window_table.tokenizers, "__version__", "0.0")
     prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
-    monkeypatch.setattr(windows, "_FORMAT", 10**6)
+    monkeypatch.setattr(window_table, "_FORMAT", 10**6)
     prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
     assert len(list(tmp_path.glob("*.lock"))) == 11
 
@@ -204,11 +205,11 @@ HARMS = ["cut data", "flipped token", "flipped count", "other columns", "no meta
 
 @each("harm", HARMS)
 def test_damaged_table_is_named_and_rebuilt(source, tokenizer, tmp_path, caplog, monkeypatch, harm):
-    monkeypatch.setattr(windows, "_BLOCK", 64)  # the checksum is of many
+    monkeypatch.setattr(window_table, "_BLOCK", 64)  # the checksum is of many
     before = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
     expected, counts, tokens = before.arrow.to_pydict(), before.counts, before.lists("input_ids", [3])[0].tobytes()
     (data,) = tmp_path.glob("*/windows.arrow")
-    meta = data.with_name("windows.json")
+    meta = data.with_name("window_table.json")
     if harm == "cut data":
         os.truncate(data, data.stat().st_size // 2)
     elif harm == "flipped token":
@@ -221,7 +222,7 @@ def test_damaged_table_is_named_and_rebuilt(source, tokenizer, tmp_path, caplog,
             pa.ipc.new_stream(file, pa.schema([("question", pa.int32())])) as stream,
         ):
             stream.write_batch(pa.record_batch({"question": pa.array([0], pa.int32())}))
-        crc = windows._checksum(data.parent, asdict(counts))
+        crc = window_table._checksum(data.parent, asdict(counts))
         meta.write_text(json.dumps({"crc32": crc, "counts": asdict(counts)}))
     elif harm == "no meta":
         meta.unlink()

@@ -12,24 +12,24 @@ import test_timeline
 from made_runs import make_run
 from test_world import make_world
 
-from hvd_bert.bench import flags as bench_flags
-from hvd_bert.bench import one_run, speed, sweep
-from hvd_bert.bench.launching import Launching, Machine
 from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.world import CollectiveError
-from hvd_bert.evaluate import flags as evaluation_flags
-from hvd_bert.evaluate import running as evaluation
 from hvd_bert.monitoring.profiling.recording import Recording
+from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.predict.unfinished import Unfinished
-from hvd_bert.report import plots
-from hvd_bert.report.__main__ import main as report
 from hvd_bert.sample import generate
 from hvd_bert.storage import locks, written
 from hvd_bert.storage.writing import make_folder, replacing, write_named
-from hvd_bert.timeline.__main__ import main as timeline
-from hvd_bert.training.meter import Meter
-from hvd_bert.training.metrics_log import MetricsLogger
-from hvd_bert.tune import __main__ as tune
+from hvd_bert.tools.bench import flags as bench_flags
+from hvd_bert.tools.bench import one_run, speed, sweep
+from hvd_bert.tools.bench.launching import Launching, Machine
+from hvd_bert.tools.evaluate import flags as evaluation_flags
+from hvd_bert.tools.evaluate import running as evaluation
+from hvd_bert.tools.report import plots
+from hvd_bert.tools.report.__main__ import main as report
+from hvd_bert.tools.timeline.__main__ import main as timeline
+from hvd_bert.tools.tune import __main__ as tune
+from hvd_bert.train.meter import Meter
 
 NOT_OURS = "this program did not write"
 NOT_THE_COMMANDS = "this command did not write"

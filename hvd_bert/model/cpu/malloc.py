@@ -29,12 +29,12 @@ def keep_memory(environ: Mapping[str, str] = os.environ) -> bool:
     # No separate mapping for a large tensor, no trimming of the heap, and growth in large pieces.
     settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, _GROW_BY))
     kept = all(mallopt(name, value) == 1 for name, value in settings)
-    if kept and not _memory_is_counted_unused():
+    if kept and not _reserving_counts_as_use():
         _use_huge_pages(libc)
     return kept
 
 
-def _memory_is_counted_unused() -> bool:
+def _reserving_counts_as_use() -> bool:
     """By `ulimit -v` or `-d`, or by a kernel that gives away no more memory than it has."""
     policy = Path("/proc/sys/vm/overcommit_memory")
     strict = policy.exists() and policy.read_text().strip() == "2"

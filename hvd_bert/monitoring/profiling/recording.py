@@ -118,9 +118,7 @@ class Recording:
         self.world.allgather(None)  # no rank continues before rank 0 has closed the file
         steps = f"steps {self.steps[0]} to {self.steps[-1]}"
         if self.file:
-            log.info(
-                "Horovod's timeline of %s: %s. To analyze it: python -m hvd_bert.timeline %s", steps, *[self.file] * 2
-            )
+            log.info("Horovod's timeline of %s: %s. To analyze it: hvd-bert timeline %s", steps, *[self.file] * 2)
         if self.profiler:
             traces = [trace for trace in self.world.gather(self._my_trace()) if trace]
             if self.world.rank == 0:

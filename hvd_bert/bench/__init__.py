@@ -1,1 +1,0 @@
-"""Throughput benchmark and sweeps: `python -m hvd_bert.bench`."""

@@ -1,0 +1,1 @@
+"""From a file or the hub to checked examples."""

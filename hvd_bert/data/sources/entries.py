@@ -1,0 +1,271 @@
+"""One entry of a data file -> a `Question`, or the mistake in it."""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_bert.data.sources.questions import Question, Reading
+
+SHORT = reprlib.Repr()
+SHORT.maxstring = 80  # of data in messages
+_TYPES = {str: "text", int: "a whole number", list: "a list", dict: "an object"}
+_WHOLE_NUMBER = re.compile(r"\s*-?[0-9]{1,18}\s*")
+
+
+class Mistake(Exception):
+    """A mistake in the data; the plural of `kind` ends with "s"."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind, self.reason = kind, reason
+
+
+# Text and start of an answer, or the mistakes in them; None: the place is not known.
+_Answer = tuple[str | Mistake, int | Mistake | None]
+
+
+@dataclass(slots=True)
+class Found:
+    """What is at a place of the data: a question, a mistake, or a question with a mistake in its answers."""
+
+    where: str
+    question: Question | None = None
+    mistake: Mistake | None = None
+
+
+def found(make: Callable[..., Found], where: str, *arguments: Any) -> Found:
+    """`make(where, *arguments)`, or the mistake that it raises."""
+    try:
+        return make(where, *arguments)
+    except Mistake as mistake:
+        return Found(where, mistake=mistake)
+
+
+# --- the three kinds of entries ------------------------------------------------------------------
+
+
+def squad_question(where: str, title: str, context: str, entry: Any, reading: Reading) -> Found:
+    """An entry of "qas" in SQuAD's JSON."""
+    id_ = _id(where, entry, "id")
+    texts, starts, mistake = _answers(_readable(reading, _squad_answers, where, entry, reading))
+    if texts and entry.get("is_impossible"):
+        mistake = mistake or Mistake(
+            "contradiction", f'{where} has "is_impossible": true, but also answers. Remove one of the two'
+        )
+    question = get(where, entry, "question", str)
+    return Found(where, Question(id_, title, context, question, texts, starts), mistake)
+
+
+def _squad_answers(where: str, entry: dict[str, Any], reading: Reading) -> list[_Answer]:
+    if not _has(entry, "answers", reading):
+        return []
+    return _answer_objects(f"{where}.answers", get(where, entry, "answers", list))
+
+
+def _answer_objects(where: str, answers: list[Any]) -> list[_Answer]:
+    places = [f"{where}[{number}]" for number in range(len(answers))]
+    return [
+        (attempt(get, place, answer, "text", str), attempt(_start, place, answer))
+        for place, answer in zip(places, answers, strict=True)
+    ]
+
+
+def mrqa_question(where: str, title: str, context: str, entry: Any, reading: Reading) -> Found:
+    """An entry of "qas" in MRQA's JSON Lines: detected answers with the places of their first and last character.
+
+    The text at the place is the answer, since the detected text may differ in case or spaces. The metric takes the
+    other accepted answers, too.
+    """
+    id_ = _id(where, entry, "qid")
+    texts, starts, mistake = _answers(_readable(reading, _mrqa_answers, where, context, entry, reading))
+    question = get(where, entry, "question", str)
+    return Found(where, Question(id_, title, context, question, texts, starts), mistake)
+
+
+def _mrqa_answers(where: str, context: str, entry: dict[str, Any], reading: Reading) -> list[_Answer]:
+    pairs: list[_Answer] = []
+    if _has(entry, "detected_answers", reading):
+        for number, answer in enumerate(get(where, entry, "detected_answers", list)):
+            at_answer = f"{where}.detected_answers[{number}]"
+            span = attempt(_char_span, at_answer, answer)
+            if isinstance(span, Mistake):
+                pairs.append((attempt(get, at_answer, answer, "text", str), span))
+            else:
+                pairs.append((context[span[0] : span[1] + 1], span[0]))
+    known = {text for text, _ in pairs if isinstance(text, str)}
+    accepted = [text for text in get(where, entry, "answers", list, []) if isinstance(text, str) and text not in known]
+    return [*pairs, *((text, None) for text in dict.fromkeys(accepted))]
+
+
+def row_question(where: str, row: Any, reading: Reading, contexts: dict[str, str]) -> Found:
+    """A flat row. Its answers are an object of two lists, or a list of objects as SQuAD's, or one such object.
+
+    With a column "answer_start", they may be the text of one answer.
+
+    `contexts`: those of earlier rows. About five rows share a context, of which one copy is kept.
+    """
+    context = get(where, row, reading.context_column, str)
+    texts, starts, mistake = _answers(_readable(reading, _row_answers, where, row, reading))
+    question = Question(
+        id=_id(where, row, "id"),
+        title=get(where, row, "title", str, ""),
+        context=contexts.setdefault(context, context),
+        question=get(where, row, reading.question_column, str),
+        answer_texts=texts,
+        answer_starts=starts,
+    )
+    return Found(where, question, mistake)
+
+
+def _row_answers(where: str, row: dict[str, Any], reading: Reading) -> list[_Answer]:
+    column = reading.answer_column
+    if not _has(row, column, reading):
+        return []
+    answers, at_answers = row.get(column), f"{where}.{column}"
+    if "answer_start" in row and not isinstance(answers, dict | list):
+        if answers in (None, "") and row["answer_start"] in (None, ""):
+            return []
+        return [(attempt(_expect, at_answers, answers, str), attempt(_start, where, row))]
+    if isinstance(answers, str):
+        answers = _parsed(at_answers, column, answers)
+        row = {**row, column: answers}
+    if isinstance(answers, list):
+        return _answer_objects(at_answers, answers)
+    if isinstance(answers, dict) and isinstance(answers.get("text"), str):
+        return [(answers["text"], attempt(_start, at_answers, answers))]
+    answers = get(where, row, column, dict)
+    texts, starts = get(at_answers, answers, "text", list), get(at_answers, answers, "answer_start", list)
+    if len(texts) != len(starts):
+        uneven = Mistake("missing key", f"{at_answers} has {len(texts)} texts, but {len(starts)} answer_starts")
+        starts = [uneven] * len(texts)
+    return [
+        (
+            attempt(_expect, f"{at_answers}.text[{number}]", text, str),
+            start if isinstance(start, Mistake) else attempt(_whole, f"{at_answers}.answer_start[{number}]", start),
+        )
+        for number, (text, start) in enumerate(zip(texts, starts, strict=True))
+    ]
+
+
+def _parsed(where: str, column: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        example = '{"text": ["London"], "answer_start": [16]}'
+        raise Mistake(
+            "wrong type",
+            f"{where} should be JSON such as {example} ({shown(text)}). If `{column}` is plain text, add a column"
+            " answer_start",
+        ) from None
+
+
+def _readable(reading: Reading, read: Callable[..., list[_Answer]], *arguments: Any) -> list[_Answer]:
+    """The answers that `read` returns. Prediction does not need them, so for it a mistake means no answers."""
+    try:
+        return read(*arguments)
+    except Mistake:
+        if reading.purpose != "prediction":
+            raise
+        return []
+
+
+def _answers(
+    pairs: Iterable[_Answer],
+) -> tuple[tuple[str, ...], tuple[int | None, ...], Mistake | None]:
+    """Texts, starts and the first mistake. An answer without a text is dropped, a start that is wrong is unknown."""
+    texts: list[str] = []
+    starts: list[int | None] = []
+    first: Mistake | None = None
+    for text, start in pairs:
+        if isinstance(text, Mistake):
+            first = first or text
+            continue
+        texts.append(text)
+        if isinstance(start, Mistake):
+            first = first or start
+            start = None
+        starts.append(start)
+    return tuple(texts), tuple(starts), first
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function's value, or the Mistake that it raises."""
+    try:
+        return function(*arguments)
+    except Mistake as mistake:
+        return mistake
+
+
+def get(where: str, parent: Any, key: str, kind: type, default: Any = None) -> Any:
+    """The value of a key, of the given type. Raises Mistake."""
+    _expect(where, parent, dict)
+    if parent.get(key) is None:
+        if default is not None:
+            return default
+        if key not in parent:
+            raise Mistake("missing key", f'{where} has no "{key}" ({shown(parent)})')
+    return _expect(f"{where}.{key}", parent[key], kind)
+
+
+def _has(entry: dict[str, Any], key: str, reading: Reading) -> bool:
+    """Whether there are answers to read: only prediction does not need the key."""
+    return reading.purpose != "prediction" or entry.get(key) is not None
+
+
+def _id(where: str, entry: Any, key: str) -> str:
+    """The entry's id, or its place if it has none: unique, and the same on all ranks."""
+    _expect(where, entry, dict)
+    value = entry.get(key)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    text: str = get(where, entry, key, str, where)
+    return text or where
+
+
+def _start(where: str, parent: Any) -> int:
+    _expect(where, parent, dict)
+    if "answer_start" not in parent:
+        raise Mistake("missing key", f'{where} has no "answer_start" ({shown(parent)})')
+    return _whole(f"{where}.answer_start", parent["answer_start"])
+
+
+def _whole(where: str, value: Any) -> int:
+    """A whole number, which may be in quotes."""
+    if isinstance(value, str) and _WHOLE_NUMBER.fullmatch(value):
+        return int(value)
+    number: int = _expect(where, value, int)
+    return number
+
+
+def _char_span(where: str, answer: Any) -> tuple[int, int]:
+    """First and last character of the first place of MRQA's answer."""
+    spans = get(where, answer, "char_spans", list)
+    place = f"{where}.char_spans"
+    if not spans or not isinstance(spans[0], list) or len(spans[0]) != 2:
+        raise Mistake("wrong type", f"{place} should be a list of [first, last] ({shown(spans)})")
+    first, last = (_whole(f"{place}[0]", value) for value in spans[0])
+    if not 0 <= first <= last:
+        raise Mistake("out-of-range offset", f"{place}[0] is {[first, last]}")
+    return first, last
+
+
+def _expect(where: str, value: Any, kind: type) -> Any:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise Mistake("wrong type", f"{where} should be {_TYPES[kind]} ({shown(value)})")
+    return value
+
+
+def shown(value: Any) -> str:
+    """The start of a value, for messages."""
+    if isinstance(value, dict):
+        return f"found an object with {', '.join(map(SHORT.repr, list(value)[:5])) or 'nothing in it'}"
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return f"found {text if len(text) <= 40 else text[:40] + '...'}"

@@ -1,1 +1,0 @@
-"""Preflight check: `python -m hvd_bert.doctor` (docs/guides/preflight-check.md)."""

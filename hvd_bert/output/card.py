@@ -1,0 +1,283 @@
+"""The model card: README.md in the output folder of a training, with metadata for the hub in its YAML header.
+
+It states what the run's records hold, and nothing of this machine but its processor or GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from importlib import resources
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from hvd_bert.config.glue import ENDINGS
+from hvd_bert.config.tasks import QUESTION_ANSWERING, TASKS
+from hvd_bert.output.data_names import Data
+from hvd_bert.output.public import changed, command, from_hub, public_settings
+from hvd_bert.storage import written
+from hvd_bert.storage.reading import read_json, read_text, read_yaml
+from hvd_bert.storage.writing import replacing
+
+log = logging.getLogger("hvd_bert")
+NAME = "README.md"
+Record = Mapping[str, Any]
+
+# How the classes of transformers' models end -> the hub's name of the task, and transformers' class that loads them.
+HEADS = {
+    "ForQuestionAnswering": ("question-answering", "AutoModelForQuestionAnswering"),
+    "ForSequenceClassification": ("text-classification", "AutoModelForSequenceClassification"),
+    "ForTokenClassification": ("token-classification", "AutoModelForTokenClassification"),
+    "ForMaskedLM": ("fill-mask", "AutoModelForMaskedLM"),
+}
+# Settings that other rows of the table show, or the text.
+SHOWN = {
+    "learning_rate", "lr_scheduler_type", "warmup_ratio", "warmup_steps", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "global_batch", "num_train_epochs", "max_steps", "strategy", "bf16", "fp16", "seed",
+    "max_seq_length", "task", "model_name_or_path", "dataset_name", "train_file", "validation_file",
+    "max_train_samples", "max_eval_samples", "metric_for_best_model",
+}  # fmt: skip
+
+
+def write(folder: Path, settings: Record, results: Record, scores: Record, evaluated: Record | None = None) -> None:
+    """Write the card, unless the folder has a README.md that this program did not write or that was edited since.
+
+    `settings`: of the training. `results`: what train_results.json holds. `scores`: the evaluation's metrics; empty
+    without one. `evaluated`: settings of the run that evaluated, if it is not the training. Raises OSError.
+    """
+    path = folder / NAME
+    if os.path.lexists(path) and not is_ours(path):
+        if NAME in written.names(folder) and not path.is_symlink():
+            log.warning("%s was edited and is kept: it describes the earlier model. Update or delete it.", path)
+        else:
+            log.info("%s is not this program's: it stays as it is.", path)
+        return
+    written.add(folder, NAME)
+    with replacing(path) as partial:
+        partial.write_text(_signed(text(folder, settings, results, scores, evaluated or settings)), encoding="utf-8")
+
+
+def update(folder: Path, scores: Record, evaluated: Record) -> None:
+    """Put an evaluation's scores into the card of the folder's model, if it has a card of ours. Raises OSError.
+
+    `evaluated`: settings of the run that evaluated; its model may be another one.
+    """
+    model = evaluated["model_name_or_path"]
+    if model is None or Path(model).resolve() != folder.resolve() or not is_ours(folder / NAME):
+        return
+    try:
+        settings, results = read_yaml(folder / "train_config.yaml"), read_json(folder / "train_results.json")
+        write(folder, settings, results, scores, evaluated)
+    except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        log.warning("%s is not updated, since the training's records cannot be read: %s.", folder / NAME, error)
+
+
+def _signed(content: str) -> str:
+    """The card with a last line by which `is_ours` recognizes it."""
+    return f"{content}\n\n<!-- Written by hvd_bert; an edited card is not replaced. SHA-256: {_digest(content)} -->\n"
+
+
+def _digest(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def is_ours(path: Path) -> bool:
+    """Whether this program wrote the file, and nobody has changed it."""
+    if path.name not in written.names(path.parent) or path.is_symlink() or not path.is_file():
+        return False
+    found = read_text(path, errors="replace")
+    return found == _signed(found.rpartition("\n\n<!-- ")[0])
+
+
+def with_name(path: Path, name: str) -> str:
+    """A card of ours with another name of the model in its code."""
+    content = path.read_text(encoding="utf-8").rpartition("\n\n<!-- ")[0]
+    model = re.compile(r'^(name = |qa = QuestionAnswerer\()".*"', re.MULTILINE)
+    return _signed(model.sub(lambda match: match[1] + json.dumps(name), content))
+
+
+def text(folder: Path, settings: Record, results: Record, scores: Record, evaluated: Record) -> str:
+    """The card's content. See `write`."""
+    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+    hub = results["from_hub"]
+    settings, evaluated = public_settings(settings, hub), public_settings(evaluated, from_hub(evaluated))
+    model = _model_config(folder)
+    tag, auto_class = _head(model)
+    title = folder.resolve().name
+    numbers = {name: float(scores[name]) for name in results["scores"] if _is_number(scores.get(name))}
+    train, dev = Data.of_training(settings), Data.of_evaluation(evaluated)
+    card_data = ModelCardData(
+        library_name="transformers" if auto_class else None,
+        base_model=hub.get("model_name_or_path"),
+        datasets=train.name if settings["task_name"] else hub.get("dataset_name"),
+        pipeline_tag=tag,
+        tags=["hvd_bert", *([results["strategy"]] if results["strategy"] == "horovod" else [])],
+        metrics=list(dict.fromkeys(dev.metric(name)[0] for name in numbers)) or None,
+        model_name=title,
+        eval_results=[
+            EvalResult(
+                task_type=tag or "other", dataset_type=dev.name, dataset_name=dev.name, dataset_config=dev.config,
+                dataset_split=split, metric_type=name, metric_value=value,
+                metric_name=name.replace("_", " ").capitalize(),
+            )
+            for (name, split), value in ((dev.metric(name), value) for name, value in numbers.items())
+        ] or None,
+    )  # fmt: skip
+    card = ModelCard.from_template(
+        card_data,
+        template_str=resources.files("hvd_bert.output").joinpath("card.md").read_text(encoding="utf-8"),
+        title=title,
+        name=json.dumps(title),
+        summary=_summary(model, tag, settings, hub),
+        scores=_scores(scores, evaluated, dev),
+        auto_class=auto_class,
+        max_length=settings["max_seq_length"],
+        # A BERT always gets them; other families, only if their tokenizer returns them by itself.
+        token_types="return_token_type_ids=True, " if model.get("model_type") == "bert" else "",
+        labels=", ".join(map(code, model.get("id2label", {}).values())),
+        regression=_is_regression(model),
+        data=_data(settings, results, train),
+        settings=_table([("Setting", "Value"), *_settings(settings, results)]),
+        command=command(settings),
+        ranks=results["world_size"],
+        hardware=_table([("Record", "Value"), *_hardware(results)]),
+        limits="\n".join(f"- {limit}" for limit in _limits(tag, settings, scores)),
+    )
+    return str(card)
+
+
+def _model_config(folder: Path) -> Record:
+    """The configuration of a model of transformers; empty for another model."""
+    path = folder / "config.json"
+    found = read_json(path) if path.is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _head(model: Record) -> tuple[str | None, str | None]:
+    """The hub's name of the model's task, and the class that loads it; None: unknown, or not transformers'."""
+    names = model.get("architectures") or [None]
+    known = [HEADS[end] for end in HEADS if str(names[0]).endswith(end)]
+    return known[0] if known else (None, "AutoModel" if model else None)
+
+
+def _is_regression(model: Record) -> bool:
+    return model.get("problem_type") == "regression"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+def code(value: object) -> str:
+    """A value as Markdown's code, also in a table."""
+    return "`" + " ".join(str(value).split()).replace("`", "'").replace("|", "\\|") + "`"
+
+
+def _table(rows: Iterable[tuple[str, object]]) -> str:
+    head, *others = [f"| {name} | {value} |" for name, value in rows]
+    return "\n".join([head, "| --- | --- |", *others])
+
+
+def _summary(model: Record, tag: str | None, settings: Record, hub: Record) -> str:
+    number = _is_regression(model)
+    kind = f"A model of the family {code(model['model_type'])}" if "model_type" in model else "A model"
+    does = {
+        "question-answering": " for question answering: it marks the answer to a question in a passage",
+        "text-classification": f" for {'regression' if number else 'text classification'}: it gives"
+        f" {'a number for a text or for' if number else 'the class of a text or of'} a pair of texts",
+    }.get(str(tag), f" of the task {code(settings['task'])}")
+    base = hub.get("model_name_or_path")
+    origin = "trained from new weights"
+    if base:
+        origin = f"fine-tuned from [{base}](https://huggingface.co/{base})"
+    elif settings["model_name_or_path"]:
+        origin = f"fine-tuned from a local model named {code(settings['model_name_or_path'])}"
+    return f"{kind}{does}. It was {origin} with hvd_bert."
+
+
+def _named(data: Data) -> str:
+    config = f", configuration {code(data.config)}" if data.config else ""
+    splits = " and ".join(map(code, data.splits.values()))
+    return f"{code(data.name)}{config}{', split ' if splits else ''}{splits}"
+
+
+def _scores(scores: Record, evaluated: Record, data: Data) -> str:
+    totals = [f"total{ending}" for ending in ENDINGS]
+    shown = [
+        (code(name), f"{value:.4g}")
+        for name, value in scores.items()
+        if _is_number(value) and not name.endswith(tuple(totals))
+    ]
+    if not shown:
+        return "The model was not evaluated."
+    total = sum(scores[name] for name in totals if _is_number(scores.get(name)))
+    count = f": {total:,.0f} examples" if total else ""
+    limit = ", the first of the data" if evaluated["max_eval_samples"] else ""
+    percent = " Exact match and F1 are in percent." if evaluated["task"] == QUESTION_ANSWERING else ""
+    return f"{_table([('Metric', 'Value'), *shown])}\n\nEvaluated on {_named(data)}{count}{limit}.{percent}"
+
+
+def _data(settings: Record, results: Record, data: Data) -> str:
+    made = f"{results['train_windows']:,} {results['unit']}"
+    limit = f", made of the first {settings['max_train_samples']:,} examples" if settings["max_train_samples"] else ""
+    skipped = results.get("skipped_examples", {}).get("training", {}).get("skipped")
+    left_out = f" {skipped:,} examples with mistakes were left out." if skipped else ""
+    return f"Trained on {_named(data)}: {made}{limit}.{left_out}"
+
+
+def _settings(settings: Record, results: Record) -> list[tuple[str, object]]:
+    unit, batch, devices = results["unit"], results["global_batch"], results["devices_per_rank"]
+    steps, per_epoch = results["train_steps"], results["steps_per_epoch"]
+    at_most = "at most " if settings["early_stopping_patience"] else ""
+    return [
+        ("Peak learning rate", f"{results['learning_rate']:g}"),
+        ("Schedule", settings["lr_scheduler_type"]),
+        ("Warm-up steps", f"{results['warmup_steps']:g}"),
+        ("Batch", f"{batch} {unit} per step, at most {settings['per_device_train_batch_size']} per device at a time"),
+        ("Epochs", f"{at_most}{steps / per_epoch:.3g} ({steps} steps)"),
+        ("Ranks", f"{results['world_size']}, each with {devices} device{'s' if devices > 1 else ''}"),
+        ("Strategy", results["strategy"]),
+        ("Precision", results["precision"]),
+        ("Seed", results["seed"]),
+        *([("Maximum length", f"{settings['max_seq_length']} tokens")] if settings["task"] in TASKS else []),
+        *((code(f"--{name}"), code(value)) for name, value in changed(settings).items() if name not in SHOWN),
+    ]
+
+
+def _hardware(results: Record) -> list[tuple[str, object]]:
+    seconds = results["train_runtime"]
+    time = f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
+    speed = f"{results['train_samples_per_second']:.4g} {results['unit']}/s"
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items() if version)
+    return [
+        ("Device of rank 0", code(results["device_name"])),
+        ("Hosts", len(set(results["hosts"]))),
+        ("Training time", f"{time}, without evaluations ({speed})"),
+        ("Versions", versions),
+    ]
+
+
+def _limits(tag: str | None, settings: Record, scores: Record) -> list[str]:
+    limits = ["The license, the languages and the biases of the model and of its data are not recorded here."]
+    if scores:
+        limits.append("It was evaluated on the data named above only. Its quality on other data is unknown.")
+    if tag == "question-answering":
+        limits.append("Every answer is a part of the passage. It does not check whether the passage is true.")
+        if settings["version_2_with_negative"]:
+            limits.append(
+                "For a question without an answer, hvd_bert returns an empty text. The code for transformers prints"
+                " the first token instead, such as `[CLS]`."
+            )
+        else:
+            limits.append("It was trained on questions that have an answer: it gives one even if the passage has none.")
+    if tag in ("question-answering", "text-classification"):
+        limits.append(f"It reads at most {settings['max_seq_length']} tokens at a time.")
+    return limits

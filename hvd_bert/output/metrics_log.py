@@ -1,0 +1,119 @@
+"""Metrics and progress of a run, from rank 0: metrics.jsonl, the reporters of --report_to, terminal."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from hvd_bert.distributed.logs import log
+from hvd_bert.output.reporters.base import Background, Samples, close
+from hvd_bert.storage import written
+from hvd_bert.storage.writing import JsonLines
+
+# Minimum time between progress lines without a terminal (a job's log file, a launcher's pipe).
+LINE_EVERY_S = 10.0
+
+
+class MetricsLogger:
+    """Records metrics and shows progress. On ranks other than 0 (`enabled` false) every method does nothing."""
+
+    def __init__(
+        self, folder: Path, enabled: bool, reporters: Sequence[Background] = (), unit: str = "windows"
+    ) -> None:
+        """`reporters`: get the same values; closed by `close`. `unit`: what a step takes, for messages.
+
+        Raises OSError if a file cannot be written.
+        """
+        self.enabled, self.reporters, self.unit = enabled, reporters, unit
+        self.step = self.first_step = self.total_steps = 0
+        self.steps_per_epoch = 1
+        self.finished = False
+        if not enabled:
+            return
+        written.add(folder, "metrics.jsonl")
+        self.jsonl = JsonLines(folder / "metrics.jsonl")
+        self.bar = tqdm(disable=True)
+
+    def started(self, settings: Mapping[str, Any], resumed_step: int | None) -> None:
+        """The run starts with these settings, or resumes from the checkpoint of step `resumed_step`."""
+        if resumed_step is not None:
+            self._report("resumed", resumed_step)
+        self._report("settings", {name: value for name, value in settings.items() if value is not None})
+
+    def begin(self, total_steps: int, step: int, steps_per_epoch: int) -> None:
+        """Training starts. `step`: how many of the `total_steps` steps are done, if it resumes."""
+        self.total_steps = total_steps
+        self.step = self.first_step = step
+        self.steps_per_epoch = steps_per_epoch
+        self.start = self.last_line = time.monotonic()
+        if self.enabled:
+            shown = sys.stderr.isatty()
+            self.bar = tqdm(total=total_steps, initial=step, unit="step", disable=not shown, dynamic_ncols=True)
+
+    def logged(self, step: int, metrics: dict[str, float]) -> None:
+        """Record and show a step's metrics (keys: docs/reference/output-files.md)."""
+        self.step = step
+        if self.enabled:
+            self._record(step, metrics)
+            self._show_progress(metrics)
+
+    def evaluated(self, metrics: dict[str, float], summary: str, step: int, samples: Samples = ()) -> None:
+        """Record an evaluation of the model of step `step` with sample answers, and show its `summary`."""
+        if not self.enabled:
+            return
+        named = {name if name.startswith("eval_") else f"eval_{name}": value for name, value in metrics.items()}
+        self._record(step, {"epoch": step / self.steps_per_epoch, **named})
+        if samples:
+            self._report("samples", step, samples)
+        after = f"step {step}/{self.total_steps}: " if step else ""
+        log.info(f"{after}{summary}")
+
+    def _record(self, step: int, values: dict[str, float]) -> None:
+        # An overflow (fp16) may leave an infinite norm, which JSON cannot hold.
+        row = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self.jsonl.write({"step": step, **row})
+        self._report("scalars", step, dict(_scalar(name, value) for name, value in values.items()))
+
+    def _report(self, method: str, *arguments: Any) -> None:
+        for reporter in self.reporters:
+            reporter.call(method, *arguments)
+
+    def _show_progress(self, metrics: dict[str, float]) -> None:
+        shown = {
+            "loss": f"{metrics['loss']:.3f}",
+            "lr": f"{metrics['learning_rate']:.2e}",
+            f"{self.unit}/s": f"{metrics['windows_per_s']:.1f}",
+        }
+        now = time.monotonic()
+        if not self.bar.disable:
+            self.bar.set_postfix(shown, refresh=False)
+            self.bar.update(self.step - self.bar.n)
+        elif now - self.last_line >= LINE_EVERY_S or self.step in (1, self.total_steps):
+            self.last_line = now
+            done = self.step - self.first_step
+            eta = tqdm.format_interval((now - self.start) / done * (self.total_steps - self.step))
+            values = "  ".join(f"{name} {value}" for name, value in shown.items())
+            log.info(f"step {self.step}/{self.total_steps} ({self.step / self.total_steps:.0%})  {values}  ETA {eta}")
+
+    def close(self) -> None:
+        """Flush and close the files. `finished` says whether the run has done all its work."""
+        if self.enabled:
+            self.bar.close()
+            self.jsonl.close()
+        close(self.reporters, self.finished)
+
+
+def _scalar(name: str, value: float) -> tuple[str, float]:
+    """A metric's name and value for reporters, which group names by the word before the slash."""
+    if name.endswith("_share"):
+        return f"share/{name.removesuffix('_share')}", value
+    if name.endswith("_s") and not name.endswith("_per_s"):
+        return f"time_ms/{name.removesuffix('_s')}", 1000 * value
+    group = "eval" if name.startswith("eval_") else "train"
+    return f"{group}/{name.removeprefix('eval_')}", value

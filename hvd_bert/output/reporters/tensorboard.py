@@ -1,0 +1,68 @@
+"""TensorBoard: scalars, hyper-parameters and sample answers in event files, by its own writer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+from tensorboard.plugins.text.summary_v2 import text_pb
+from tensorboard.summary.writer.event_file_writer import EventFileWriter  # torch's SummaryWriter is slow to import
+
+from hvd_bert.output.reporters.base import Reporter, Samples, Settings
+from hvd_bert.storage import written
+
+FOLDER = "tb"
+
+
+class TensorBoard(Reporter):
+    title = "TensorBoard's file"
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError."""
+        written.add(folder, FOLDER)
+        self._writer: Any = EventFileWriter(str(folder / FOLDER))
+        _silence_traceback(self._writer._async_writer._worker)
+
+    def resumed(self, step: int) -> None:
+        self._add(step + 1, session_log=SessionLog(status=SessionLog.START))  # discards the values of later steps
+
+    def settings(self, settings: Settings) -> None:
+        self._add(0, summary=hparams_pb(dict(settings)))
+
+    def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        # One event for all values: add_scalar would write one per value and take that many times longer.
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._add(step, summary=Summary(value=values))
+
+    def samples(self, step: int, samples: Samples) -> None:
+        text = "\n\n".join(map(_as_code, samples))
+        self._add(step, summary=text_pb("eval/samples", text))
+
+    def close(self, finished: bool) -> None:
+        self._writer.close()
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._writer.add_event(Event(wall_time=time.time(), step=step, **content))
+
+
+def _silence_traceback(thread: threading.Thread) -> None:
+    """Of an error in this thread: the writer also raises it in the next call, which makes it a warning."""
+    show = threading.excepthook
+
+    def show_others(error: threading.ExceptHookArgs) -> None:
+        if error.thread is not thread:
+            show(error)
+
+    threading.excepthook = show_others
+
+
+def _as_code(sample: Mapping[str, Any]) -> str:
+    """A sample as lines of code, since TensorBoard renders the text as Markdown, which changes nothing in code."""
+    lines = {name: " | ".join(value) if isinstance(value, list) else str(value) for name, value in sample.items()}
+    return "\n".join(f"    {name:<12} {' '.join(text.split())}" for name, text in lines.items())

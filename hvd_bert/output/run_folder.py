@@ -1,0 +1,162 @@
+"""The files of a run in its output folder."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from hvd_bert import __version__
+from hvd_bert.config.settings import Config
+from hvd_bert.distributed.world import World
+from hvd_bert.errors import EXIT_FAILURE
+from hvd_bert.machine import PACKAGES, cpu_name, version_of
+from hvd_bert.output import card
+from hvd_bert.output.public import from_hub
+from hvd_bert.storage import written
+from hvd_bert.storage.writing import partial_of, write_json, writing_to
+from hvd_bert.tasks.base import EvaluationResult, Task
+
+# All files that a run may write. storage/written.py records which of them it wrote.
+RUN_FILES = {
+    "train_results.json": "time, throughput, loss, world, versions",
+    "eval_results.json": "scores and validation loss",
+    "eval_predictions.json": "the prediction for each question or example",
+    "eval_nbest_predictions.json": "the best answers to each question, with probabilities",
+    "eval_null_odds.json": "v2.0: the odds that a question has no answer",
+    "eval_samples.json": "some right and some wrong answers, with their questions",
+    "evaluation.json": "scores by kind of question, and mistakes (hvd-bert evaluate)",
+    "evaluation.html": "the same as a page",
+    "metrics.jsonl": "one line per logged step and evaluation",
+    "events.jsonl": "starts of the run with their environment, warnings, reasons of failures",
+    "gpu_usage.jsonl": "the same steps: utilization, memory and power of each GPU",
+    "timeline.json": "Horovod's timeline of some steps (hvd-bert timeline)",
+    "trace.json.gz": "trace of all ranks in these steps, for ui.perfetto.dev",
+    "skipped_examples.jsonl": "the questions or texts with mistakes (--bad_examples skip)",
+    "eval_skipped_examples.jsonl": "the same of a run that only evaluated",
+    "tb": "metrics for TensorBoard (tensorboard --logdir)",
+    "wandb": "metrics of --report_to wandb",
+    "tracking.json": "the run's ids at wandb and MLflow, where a resumed run continues",
+    "checkpoint-*": "the model at a step, and all state needed to resume",
+    "latest": "the name of the newest checkpoint",
+    "train_config.yaml": "all settings of this run; --config reads it",
+    "eval_config.yaml": "all settings of a run that only evaluated",
+    "model.safetensors": "the weights",
+    "config.json": "the model's configuration, with which from_pretrained loads this folder",
+    "tokenizer.json": "the tokenizer",
+    "tokenizer_config.json": "the tokenizer's settings",
+    card.NAME: "the model card: data, settings, scores, how to use the model",
+}
+SAMPLES = "eval_samples.json"
+# Those that a later evaluation, or a model that was trained further, makes outdated.
+OF_EVALUATION = {*fnmatch.filter(RUN_FILES, "eval*.json"), "evaluation.html"}
+
+
+@contextmanager
+def writing(folder: Path, world: World, status: int = EXIT_FAILURE) -> Iterator[bool]:
+    """Around rank 0's writes (yields True there). An OSError, such as a full disk, ends the run on all ranks."""
+    with world.raise_on_all_ranks(status), writing_to("--output_dir", folder):
+        yield world.rank == 0
+
+
+def write_samples(folder: Path, evaluation: EvaluationResult) -> None:
+    """Write an evaluation's sample answers, if the task has any, for a run that is still going."""
+    if SAMPLES in evaluation.files:
+        written.add(folder, SAMPLES)
+        write_json(folder / SAMPLES, evaluation.files[SAMPLES])
+
+
+def write_evaluation(folder: Path, evaluation: EvaluationResult, data: dict[str, Any] | None = None) -> None:
+    """Write the metrics and the task's files. Those of an earlier evaluation that it does not replace are removed.
+
+    `data`: what `Task.describe_data` returned, for the metrics' file.
+    """
+    contents = {"eval_results.json": evaluation.metrics | (data or {}), **evaluation.files}
+    assert contents.keys() <= RUN_FILES.keys(), "the next run would not replace them"
+    written.add(folder, *contents)
+    for name, content in contents.items():
+        write_json(folder / name, content)
+    written.remove(folder, OF_EVALUATION - contents.keys())
+
+
+def write_results(folder: Path, results: dict[str, Any], config: Config, evaluation: EvaluationResult | None) -> None:
+    """Write the model card, then train_results.json: a run with this file counts as finished."""
+    card.write(folder, config.as_flat(), results, evaluation.metrics if evaluation else {})
+    written.add(folder, "train_results.json")
+    write_json(folder / "train_results.json", results)
+
+
+def save_model(folder: Path, task: Task) -> None:
+    """Write the task's trained model. Where a user's file is in its place, the model stays in the temporary folder."""
+    written.add(folder, "model.safetensors")  # the next run removes what a killed one leaves of it
+    partial = partial_of(folder / "model.safetensors")
+    written.delete(partial)
+    keep = False
+    try:
+        partial.mkdir()
+        task.save(partial)
+        for file in partial.glob("*.safetensors"):
+            shutil.copymode(folder / written.RECORD, file)  # safetensors gives nobody else access
+        written.claim(folder, *os.listdir(partial))
+        # config.json makes the folder a model and comes last: a crash leaves no partial model.
+        for file in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
+            os.replace(file, folder / file.name)
+    except SafetensorError as error:  # a full disk, for example
+        raise OSError(str(error)) from None
+    except FileExistsError as error:
+        keep = True
+        kept = f"The trained model is in {partial}: move that folder away too, since the next run removes it"
+        raise FileExistsError(error.errno, f"{error.strerror}. {kept}") from None
+    finally:
+        if not keep:
+            with suppress(OSError):
+                written.delete(partial)
+
+
+def of_task(task: Task) -> dict[str, Any]:
+    """What the report shows of a task: what a step takes, the names of its scores, and its late gradients."""
+    facts = {"unit": task.unit, "scores": sorted(name for name in task.metrics if not name.startswith("eval_loss"))}
+    return facts if task.late_weights is None else facts | {"late_parameters": task.late_weights}
+
+
+def facts(config: Config, world: World) -> dict[str, Any]:
+    """The run's environment: ranks with host and device, threads, precision, versions."""
+    return {
+        "strategy": config.parallel.strategy,
+        "devices_per_rank": world.devices,
+        "controller": world.controller,
+        "hosts": world.hosts,
+        "job": world.job,
+        "ranks": [
+            {"rank": info.rank, "host": info.host, "local_rank": info.local_rank, "device": info.device}
+            for info in world.rank_infos
+        ],
+        "device_name": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu_name(),
+        "threads_per_rank": torch.get_num_threads(),
+        "precision": config.train.precision,
+        "seed": config.train.seed,
+        "from_hub": from_hub(config.as_flat()),
+        "versions": {"python": platform.python_version(), "hvd_bert": __version__}
+        | {package: version_of(package) for package in PACKAGES}
+        | {"cuda": torch.version.cuda, "nccl": _nccl_version()},
+    }
+
+
+def _nccl_version() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def describe(folder: Path) -> str:
+    """The run's output files, one per line with its content."""
+    lines = [f"  {name:<28} {what}" for name, what in RUN_FILES.items() if any(folder.glob(name))]
+    return "\n".join([f"In {folder}:", *lines])

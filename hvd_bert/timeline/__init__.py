@@ -1,1 +1,0 @@
-"""Analysis of Horovod timelines: phases, messages, steps, stragglers (`python -m hvd_bert.timeline FILE`)."""

@@ -1,0 +1,262 @@
+"""Choose the launcher for a number of ranks and build its command, or find out why it cannot run here."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvd_bert import __version__
+from hvd_bert.config.values import shortened
+from hvd_bert.distributed.slurm import Allocation, find_allocation
+from hvd_bert.errors import UserError
+from hvd_bert.machine import PACKAGES, cpu_name, version_of
+from hvd_bert.tools.bench.points import ONE_PROCESS, Point
+
+LAUNCHERS = ("auto", "horovodrun", "mpirun", "srun", "torchrun", "none")
+TRAIN = (sys.executable, "-m", "hvd_bert.train")
+# Strategy -> the package that it needs in addition to torch, and the command that installs it.
+NEEDED = {
+    "horovod": ("horovod", "bash env/setup.sh"),
+    "deepspeed": ("deepspeed", "bash env/setup.sh --deepspeed"),
+}
+# Launchers that are separate programs -> what to do if one is missing.
+PROGRAMS = {
+    "horovodrun": "run `bash env/setup.sh`",
+    "mpirun": "run `module load openmpi` or `apt-get install openmpi-bin libopenmpi-dev`, then `bash env/setup.sh`",
+    "srun": "add the folder of Slurm's commands to PATH",
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Cores and GPUs of this host, and the Slurm job that it belongs to."""
+
+    cores: int
+    gpus: int
+    allocation: Allocation | None
+
+    @classmethod
+    def here(cls, environ: Mapping[str, str]) -> Machine:
+        """The resources that this process may use."""
+        return cls(len(os.sched_getaffinity(0)), _count_gpus(), find_allocation(environ))
+
+    def record(self) -> dict[str, object]:
+        """Describe this host, for a record of runs."""
+        return {"host": socket.gethostname(), "processor": cpu_name(), "cores": self.cores, "gpus": self.gpus}
+
+
+def _count_gpus() -> int:
+    """torch's count, as the ranks will see it. A subprocess asks, so that this process need not import torch."""
+    program = "import torch; print(torch.cuda.device_count())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    last = done.stdout.strip().splitlines()[-1:]
+    if done.returncode or not last or not last[0].isdecimal():
+        raise UserError(f"torch cannot be imported: run `bash env/setup.sh`. The error was:\n{done.stderr.strip()}")
+    return int(last[0])
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """horovodrun's and mpirun's -H: HOST:SLOTS,..."""
+
+    text: str
+
+    @property
+    def slots(self) -> int:
+        """Total number of slots. Raises UserError if the list is malformed."""
+        total = 0
+        for entry in self.text.split(","):
+            host, _, count = entry.partition(":")
+            if not host or not (count or "1").isdecimal() or len(count) > 9 or not int(count or 1):
+                raise UserError(f"-H {shortened(self.text)}: '{shortened(entry)}' is not HOST:SLOTS.")
+            total += int(count or 1)
+        return total
+
+
+@dataclass(frozen=True)
+class Launching:
+    """The selected launcher, its additional arguments, and the hosts and the machine that it starts ranks on."""
+
+    choice: str
+    extra_args: tuple[str, ...]
+    hosts: Hosts | None
+    machine: Machine
+
+    def check(self) -> None:
+        """Raise UserError if the selected launcher cannot be used here."""
+        if self.hosts:
+            _ = self.hosts.slots
+            if self.choice not in ("auto", "horovodrun", "mpirun"):
+                raise UserError(f"-H: --launcher {self.choice} takes no hosts. Use horovodrun or mpirun.")
+        if self.extra_args and self.choice in ("auto", "none"):
+            raise UserError("--launcher_flag: select its launcher with --launcher.")
+        if self.choice == "srun" and self.machine.allocation is None:
+            raise UserError(
+                "--launcher srun: this is not a Slurm job. Use `sbatch scripts/scaling.slurm`, or `salloc` first."
+            )
+        missing = _missing(self.choice)
+        if missing:
+            raise UserError(f"--launcher {self.choice}: {missing}.")
+
+    def record(self) -> dict[str, object]:
+        """Launcher and versions, which must be the same in all runs that are compared."""
+        where = "a Slurm job" if self.machine.allocation else "hosts" if self.hosts else "one host"
+        versions = {"python": platform.python_version(), "hvd_bert": __version__}
+        return {
+            "--launcher": f"auto, {where}" if self.choice == "auto" else self.choice,
+            "--launcher_flag": list(self.extra_args),
+            "versions": versions | {package: version_of(package) for package in PACKAGES},
+        }
+
+    def launcher(self, point: Point) -> str:
+        """The launcher that starts a point."""
+        several = "horovodrun" if point.strategy == "horovod" else "torchrun"
+        choice = self.choice
+        if choice == "auto" and (self.hosts or self.machine.allocation):
+            choice = several = "horovodrun" if self.hosts else "srun"
+        elsewhere = self.hosts is not None or choice == "srun"  # a single process must run there, too
+        if point.strategy in ONE_PROCESS and not elsewhere:
+            return "none"
+        return several if choice == "auto" else choice
+
+    def command(self, point: Point, flags: Sequence[str], exported: Sequence[str] = ()) -> list[str]:
+        """The command that trains a point. `exported`: variables to pass to ranks on other hosts."""
+        number, launcher_name = point.processes, self.launcher(point)
+        hosts = ["-H", self.hosts.text] if self.hosts else []
+        train = [*TRAIN, *flags]
+        if launcher_name == "none":
+            return train
+        if launcher_name == "torchrun":  # standalone: a free port, or two sweeps on one host would collide
+            own = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
+            return [*own, *self.extra_args, *train[1:]]
+        program = _program(launcher_name) or launcher_name
+        if launcher_name == "srun":
+            export = ["--export=ALL"] if exported else []  # even if sbatch was given another --export
+            return [program, *self._srun_args(number), *export, *self.extra_args, *train]
+        if launcher_name == "horovodrun":  # which exports all variables
+            return [program, "-np", str(number), *hosts, *self.extra_args, *train]
+        # As many slots as ranks: Open MPI refuses more ranks than cores otherwise. Ranks are not bound to cores.
+        place = hosts or ([] if self.machine.allocation else ["-H", f"localhost:{number}"])
+        export = [word for name in exported for word in ("-x", name)]
+        return [program, "-np", str(number), *place, "--bind-to", "none", *export, *self.extra_args, *train]
+
+    def _srun_args(self, number: int) -> list[str]:
+        allocation = self.machine.allocation
+        assert allocation is not None
+        per_node = min(number, allocation.tasks_per_node)
+        nodes = -(-number // per_node)
+        args = ["--mpi=pmix", "--kill-on-bad-exit=1", "--wait=60", f"--nodes={nodes}", f"--ntasks={number}"]
+        args.append(f"--ntasks-per-node={per_node}")
+        # Since Slurm 22.05 srun does not inherit the job's --cpus-per-task.
+        return args + ([f"--cpus-per-task={allocation.cpus_per_task}"] if allocation.cpus_per_task else [])
+
+    def environment(self, point: Point, environ: Mapping[str, str]) -> dict[str, str]:
+        """The environment for a point's training. Under dp it makes only the point's number of GPUs visible."""
+        if point.strategy != "dp":
+            return dict(environ)
+        visible = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.machine.gpus))))
+        return {**environ, "CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[: point.ranks])}
+
+    def threads(self, environ: Mapping[str, str]) -> int | None:
+        """Threads per rank on CPUs: OMP_NUM_THREADS, else 1. None with GPUs, where the trainer chooses.
+
+        With more, a single rank would use cores that the ranks of a larger world have to share.
+        """
+        value = environ.get("OMP_NUM_THREADS", "").split(",")[0]
+        return None if self.machine.gpus else int(value) if value.isdecimal() and int(value) > 0 else 1
+
+    def obstacle(self, point: Point) -> str:
+        """Why a point cannot run here and how to fix it; "" if there is no known obstacle."""
+        package, line = NEEDED.get(point.strategy, ("", ""))
+        if package and importlib.util.find_spec(package) is None:
+            return f"{package} is not installed: run `{line}`"
+        launcher_name, gpus, allocation = self.launcher(point), self.machine.gpus, self.machine.allocation
+        missing = _missing(launcher_name)
+        if missing:
+            return missing
+        if point.strategy == "dp":
+            few = gpus < point.ranks
+            return f"dp needs {point.ranks} GPUs in its one process, but {gpus} are visible" if few else ""
+        if launcher_name == "none" and point.ranks > 1:
+            return "--launcher none starts one process only: choose another launcher"
+        if launcher_name == "srun" and allocation is not None:
+            return self._obstacle_in_job(point.ranks, allocation)
+        if self.hosts:
+            few = self.hosts.slots < point.ranks
+            return f"{point.ranks} ranks, but -H {self.hosts.text} has {self.hosts.slots} slots" if few else ""
+        if gpus and point.ranks > gpus:
+            return f"{point.ranks} ranks, but {gpus} GPU{'s' * (gpus > 1)}: each rank needs its own"
+        return ""
+
+    def _obstacle_in_job(self, ranks: int, allocation: Allocation) -> str:
+        tasks = allocation.nodes * allocation.tasks_per_node
+        if ranks > tasks:
+            return f"{ranks} ranks, but the Slurm job has {tasks} tasks: raise --nodes or --ntasks-per-node of sbatch"
+        per_node, gpus = min(ranks, allocation.tasks_per_node), self.machine.gpus
+        if gpus and per_node > gpus:
+            return f"{per_node} ranks per node, but {gpus} GPUs: raise --gres or lower --ntasks-per-node of sbatch"
+        return ""
+
+    def warning(self, points: Sequence[Point], threads: int) -> str:
+        """A warning that the figures will be misleading; "" if they will not."""
+        machine = self.machine
+        if machine.gpus or machine.allocation or self.hosts:
+            return ""
+        maximum = max(point.processes for point in points)
+        if maximum * threads <= machine.cores:
+            return ""
+        each = f" of {threads} threads" if threads > 1 else ""
+        return f"{maximum} ranks{each} share {machine.cores} cores: expect no speed-up beyond the number of cores."
+
+
+def add_flags(parser: argparse.ArgumentParser, out: str) -> None:
+    """Add the flags for the folder of all runs, the launcher, and the time per run."""
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, default=Path(out),
+        help="Folder for all runs; the same folder resumes. (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--launcher", choices=LAUNCHERS, default="auto",
+        help="Program that starts the ranks; auto: horovodrun with -H, srun in a Slurm job, else horovodrun for horovod"
+        " and torchrun for other strategies. (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "-H", metavar="HOST:SLOTS,...", help="Hosts for horovodrun or mpirun. (default: this host, or the Slurm job's)"
+    )
+    parser.add_argument(
+        "--launcher_flag", metavar="WORD", action="append", default=[],
+        help="Additional argument for the launcher; may be repeated: --launcher_flag=--network-interfaces"
+        " --launcher_flag=ib0. (default: none)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeout", metavar="S", type=float, default=3600.0,
+        help="Maximum seconds per run; a longer run is terminated. (default: %(default)g)",
+    )  # fmt: skip
+
+
+def chosen(flags: argparse.Namespace, machine: Machine) -> Launching:
+    """The launcher settings that those flags select. Raises UserError."""
+    launching = Launching(flags.launcher, tuple(flags.launcher_flag), Hosts(flags.H) if flags.H else None, machine)
+    launching.check()
+    return launching
+
+
+def _missing(launcher: str) -> str:
+    """The error if a launcher's program is missing; "" if it is installed or none is needed."""
+    absent = launcher in PROGRAMS and _program(launcher) is None
+    return f"{launcher} is not on PATH: {PROGRAMS[launcher]}" if absent else ""
+
+
+def _program(name: str) -> str | None:
+    """A launcher's path: this environment's, else the one on PATH."""
+    own = Path(sys.executable).with_name(name)
+    return str(own) if own.is_file() else shutil.which(name)

@@ -1,0 +1,254 @@
+"""Run one training: start its launcher, wait for it, and terminate all ranks at a signal or a timeout."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+import psutil
+
+from hvd_bert.distributed.slurm import IN_SWEEP
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_STOPPED, UserError
+from hvd_bert.storage import written
+from hvd_bert.storage.writing import make_folder, writing_to
+from hvd_bert.tools.bench.record import locked
+from hvd_bert.tools.runs import reading
+from hvd_bert.tools.runs.run import Run
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+TO_END_S = 40  # longer than torchrun gives ranks that do not respond; horovodrun over MPI waits for them
+LOG = "log.txt"
+_PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
+EXIT_NOT_STARTED = 127  # a shell's status for a missing program
+_GUARD = """
+import os, signal, sys
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, signal.SIG_IGN)
+group = sys.stdin.readline()
+sys.stdin.read()
+if group:
+    os.killpg(int(group), signal.SIGTERM)
+"""
+
+
+class Stopped(Exception):
+    """A signal asked this process, or a run, to stop."""
+
+
+_received: list[str] = []  # the signals of the innermost `signals` block
+
+
+@contextmanager
+def signals() -> Iterator[None]:
+    """Make SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 raise Stopped inside the block, or at the latest at its next run."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        _received.append(signal.Signals(number).name)  # Python ignores an exception if it interrupts a destructor
+        with suppress(OSError):  # not print: the signal may have interrupted one
+            os.write(2, b"Stopping: terminating the current run.\n")
+        raise Stopped(_received[-1])
+
+    _received.clear()
+    try:
+        with _handler(stop):
+            yield
+    finally:
+        _received.clear()
+
+
+@contextmanager
+def _handler(handle: Any) -> Iterator[None]:
+    """Handle SIGNALS by `handle` inside the block."""
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def exit_status(command: Callable[[], int]) -> int:
+    """Run a command made of trainings. Returns its status, 75 if a signal stops it, or 2 for bad input."""
+    try:
+        with signals():
+            return command()
+    except Stopped as stopped:
+        print(f"Stopped by {stopped}. Rerun the same command to resume.", flush=True)
+        return EXIT_STOPPED
+    except UserError as error:
+        print(f"hvd_bert: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The result of a training. `run`: None if it failed, for `reason`. `status`: the launcher's, None after a timeout.
+    `seconds`: wall time."""
+
+    run: Run | None
+    reason: str
+    status: int | None
+    seconds: float
+
+
+def train(command: Sequence[str], environ: Mapping[str, str], folder: Path, timeout: float) -> Trained:
+    """Run a training with `folder`, without an earlier run's files, as its --output_dir; all output goes to its log.
+
+    A failed training leaves no results there. Raises Stopped, and UserError if the folder cannot be written.
+    """
+    with ExitStack() as stack:
+        with writing_to("--out", folder):
+            make_folder(folder)
+            with locked(folder, wait=True):
+                written.remove(folder, written.names(folder))
+                written.claim(folder, LOG)
+            log = stack.enter_context((folder / LOG).open("x", encoding="utf-8"))
+            print(f"$ {shlex.join(command)}", file=log, flush=True)
+        start = time.monotonic()
+        status = start_and_wait(command, {**environ, IN_SWEEP: "1"}, log, timeout)
+    seconds = round(time.monotonic() - start, 1)
+    if status == EXIT_STOPPED:
+        raise Stopped(f"a signal to {folder}")
+    reason = "" if status == EXIT_OK else failure_in(folder / LOG)
+    if not reason:
+        try:
+            return Trained(reading.read(folder), "", status, seconds)
+        except reading.Unusable as error:
+            reason = str(error)
+    with writing_to("--out", folder):
+        written.remove(folder, [reading.RESULTS])  # else the point would count as done
+    return Trained(None, reason, status, seconds)
+
+
+def start_and_wait(command: Sequence[str], environ: Mapping[str, str], log: TextIO, timeout: float) -> int | None:
+    """Run a command; terminate it and its child processes after `timeout` s or at a signal. Returns its status.
+
+    Also terminates what outlives it: the ranks of a launcher that was killed would slow down the next run.
+
+    Returns None after a timeout, and EXIT_NOT_STARTED if it cannot be started, with the reason in the log.
+    """
+    with ExitStack() as signal_delay, _guard() as guard_fd, _adopting() as adopted:
+        signal_delay.enter_context(_deferred())
+        if _received:
+            raise Stopped(_received[-1])
+        try:
+            process = subprocess.Popen(
+                command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True,  # only this process gets a Ctrl-C; it terminates the ranks
+                preexec_fn=lambda: os.write(guard_fd, b"%d\n" % os.getpid()),  # before the command starts
+            )  # fmt: skip
+        except OSError as error:
+            reason = error.strerror or error
+            print(f"hvd_bert: {command[0]} cannot be started: {reason}", file=log, flush=True)
+            return EXIT_NOT_STARTED
+        try:
+            signal_delay.close()
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None or adopted():
+                _end(process, adopted)
+
+
+@contextmanager
+def _deferred() -> Iterator[None]:
+    """Delay the handling of signals to the end of the block.
+
+    By handlers, not by a mask: another thread may receive a signal that this one blocks, and Python then still calls
+    the handler in the main thread.
+    """
+    received: list[int] = []
+    try:
+        with _handler(lambda number, frame: received.append(number)):
+            yield
+    finally:
+        if received:
+            signal.raise_signal(received[0])
+
+
+@contextmanager
+def _guard() -> Iterator[int]:
+    """Start a process that sends SIGTERM to a process group if this process dies inside the block, even by SIGKILL.
+
+    Yields the file descriptor to write the group's id to. The guard sees the end of its input when this process dies.
+    """
+    command = [sys.executable, "-I", "-S", "-c", _GUARD]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as guard:
+        assert guard.stdin
+        try:
+            yield guard.stdin.fileno()
+        finally:
+            guard.kill()
+
+
+@contextmanager
+def _adopting() -> Iterator[Callable[[], list[psutil.Process]]]:
+    """Inside, processes become this one's children when their parent ends, whatever their session or process group.
+
+    Yields a function that lists all processes below this one, except those from before the block.
+    """
+    libc, this = ctypes.CDLL(None, use_errno=True), psutil.Process()
+    before = this.children(recursive=True)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield lambda: [process for process in this.children(recursive=True) if process not in before]
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def _end(launcher: subprocess.Popen[bytes], started: Callable[[], list[psutil.Process]]) -> None:
+    """Terminate a launcher, which ends its ranks, on other hosts too; if it has ended, what it left.
+
+    SIGTERM first, then SIGKILL. A launcher's process group gets the signal: horovodrun may be a shell with mpirun as
+    its child that does not forward it. `started`: lists the processes that still run.
+    """
+    with _handler(signal.SIG_IGN):
+        if launcher.poll() is None:
+            os.killpg(launcher.pid, signal.SIGTERM)
+        else:
+            _send(signal.SIGTERM, started())
+        deadline = time.monotonic() + TO_END_S
+        with suppress(subprocess.TimeoutExpired):
+            launcher.wait(TO_END_S)
+        psutil.wait_procs(started(), max(0.0, deadline - time.monotonic()))
+        _send(signal.SIGKILL, started())
+        launcher.wait()
+        psutil.wait_procs(started(), TO_END_S)
+
+
+def _send(number: signal.Signals, processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            process.send_signal(number)
+
+
+# "[1,0]<stderr>:" of horovodrun --mpi, "[0]<stderr>:" of --gloo; then time and level of a log line
+_MARK = re.compile(r"^(\[\d+(,\d+)?\]<std(out|err)>:)?(\d{4}-\d\d-\d\d [\d:]{8} [A-Z]+ )?")
+_EXCEPTION = re.compile(r"^[A-Za-z_.]*(Error|Exception|Interrupt)\b")
+
+
+def failure_in(path: Path) -> str:
+    """Why a run failed, as one line of its log: the trainer's message, else an exception, else the last line."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines = [_MARK.sub("", line).strip() for line in text.splitlines()]
+    messages = [line.removeprefix("hvd_bert: ") for line in lines if line.startswith("hvd_bert: ")]
+    failed = [place for place, line in enumerate(lines) if re.match(r"rank \d+ on \S+ failed:$", line)]
+    if not messages and failed:
+        raised = [line for line in lines[failed[0] :] if _EXCEPTION.match(line)]
+        messages = [f"{lines[failed[0]].removesuffix(' failed:')}: {raised[0]}"] if raised else []
+    return (
+        messages or [line for line in lines if _EXCEPTION.match(line)] or [line for line in reversed(lines) if line]
+    )[0]

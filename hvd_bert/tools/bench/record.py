@@ -1,0 +1,159 @@
+"""sweep.json: the plan of a sweep and the result of each point; and the lock of its folder."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvd_bert.errors import UserError
+from hvd_bert.storage import locks
+from hvd_bert.storage.locks import LOCK
+from hvd_bert.storage.reading import read_json
+from hvd_bert.storage.writing import make_folder, write_json, writing_to
+from hvd_bert.tools.bench.points import Point
+
+FILE = "sweep.json"
+WAITING, DONE, FAILED, SKIPPED = "waiting", "done", "failed", "skipped"
+STATES = (DONE, SKIPPED, FAILED, WAITING)
+
+
+@dataclass
+class Result:
+    """The result of a point: state, reason for a failure or skip, wall time and throughput."""
+
+    state: str = WAITING
+    reason: str = ""
+    seconds: float | None = None
+    windows_per_s: float | None = None
+    command: Sequence[str] = ()
+
+
+@dataclass
+class Record:
+    """The content of the file. `same`: settings that must not change when a sweep resumes; `now`: facts that may."""
+
+    folder: Path
+    same: dict[str, Any]
+    now: dict[str, Any]
+    results: dict[Point, Result] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)  # rows of points that this plan does not name
+
+    def begin(self, points: Sequence[Point]) -> None:
+        """Resume from the folder's file, or start a new one. Raises UserError if the file is of a different sweep.
+
+        Strategies, ranks, repeats and kinds of scaling may be added. Rows of points not in `points` are kept.
+        """
+        previous = read_previous(self.folder, FILE, self.same, "sweep")
+        rows = previous.get("points") if previous else []
+        if not isinstance(rows, list) or not all(map(_as_written, rows)):
+            raise unreadable(self.folder / FILE)
+        earlier = {row["name"]: row for row in rows}
+        self.same = previous.get("same", {}) | self.same
+        for point in points:
+            row = earlier.pop(point.name, {})
+            self.results[point] = Result(seconds=row.get("seconds"), command=row.get("command", ()))
+        self.kept = earlier
+
+    def write(self) -> None:
+        """Write the file atomically. Raises UserError if it cannot be written."""
+        names = ("name", "strategy", "ranks", "scaling", "repeat", "global_batch")
+        rows = [{name: getattr(point, name) for name in names} | vars(result) for point, result in self.results.items()]
+        content = {"same": self.same, **self.now, "points": rows + list(self.kept.values())}
+        replace(self.folder / FILE, content)
+
+    def of_state(self, state: str) -> dict[Point, Result]:
+        """The points in a state."""
+        return {point: result for point, result in self.results.items() if result.state == state}
+
+    def expected_s(self, point: Point) -> float | None:
+        """Expected wall time of a point: the mean of its repeats, else of all runs; None before the first run."""
+        ran = {other: result.seconds for other, result in self.results.items() if result.seconds is not None}
+        like = [seconds for other, seconds in ran.items() if other.setting == point.setting] or list(ran.values())
+        return sum(like) / len(like) if like else None
+
+
+def read_previous(folder: Path, file: str, same: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """The content of `folder`/`file` from an earlier start of `what`; {} if there was none.
+
+    `same`: name -> value, each of which must equal the file's under "same". Raises UserError if one differs.
+    """
+    path = folder / file
+    if not path.exists():
+        return {}
+    try:
+        previous: dict[str, Any] = dict(read_json(path))
+        before = dict(previous["same"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise unreadable(path) from None
+    differing = [
+        f"{name} was {_shown(before[name])} and is {_shown(value)}"
+        for name, value in same.items()
+        if name in before and before[name] != value
+    ]
+    if differing:
+        raise UserError(
+            f"--out {folder} holds a {what} with other settings: {'; '.join(differing)}. Use the same settings, or"
+            " choose another --out."
+        )
+    return previous
+
+
+def _as_written(row: Any) -> bool:
+    """Whether a point in sweep.json has the types that `Record` writes, in what is read of it."""
+    if not isinstance(row, dict) or not isinstance(row.get("name"), str):
+        return False
+    command = row.get("command", [])
+    words = isinstance(command, list) and all(isinstance(word, str) for word in command)
+    return words and isinstance(row.get("seconds"), int | float | None)
+
+
+def prepare(folder: Path, file: str) -> None:
+    """Create the folder of a sweep or a tuning, whose record is `file`. Raises OSError, and UserError before anything
+    is created if it holds something else."""
+    if folder.is_dir() and not (folder / file).exists() and {path.name for path in folder.iterdir()} - {LOCK}:
+        raise UserError(f"--out {folder} is not empty and has no {file}: choose another folder.")
+    make_folder(folder)
+
+
+def unreadable(path: Path) -> UserError:
+    """The error for a file that is not a record of runs."""
+    return UserError(f"{path} cannot be read as a record of runs: choose another --out.")
+
+
+def replace(path: Path, content: Any) -> None:
+    """Write JSON atomically. Raises UserError if it cannot be written."""
+    with writing_to("--out", path.parent):
+        write_json(path, content)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "not set"
+    return (shlex.join(value) or "(none)") if isinstance(value, list) else str(value)
+
+
+@contextmanager
+def locked(folder: Path, wait: bool) -> Iterator[None]:
+    """Hold a folder's lock. A run locks its own folder in the same way.
+
+    If another process has locked it, waits or raises UserError.
+    """
+    try:
+        lock = locks.take(folder / LOCK, wait=False)
+    except locks.InUse as error:
+        if not wait:
+            raise UserError(
+                f"--out {folder} is in use by another command ({error.holder}): wait until it ends."
+            ) from None
+        print(f"{folder} is still in use ({error.holder}): waiting until it is free", flush=True)
+        lock = locks.take(folder / LOCK, wait=True)
+    with lock:
+        if lock.missing:
+            warning = f"{folder} cannot be locked ({lock.missing}): do not use it from another host at the same time."
+            print(warning, file=sys.stderr)
+        yield

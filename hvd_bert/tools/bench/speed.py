@@ -1,0 +1,167 @@
+"""Measure the trainer's own loop on the ranks that the launcher starts: `hvd-bert bench`.
+
+Takes all of the trainer's flags; with --train_file or --dataset_name it uses that data and the trainer's weights. It
+trains one warm-up section, then --repeats sections of --steps steps each. Exit status: 0 measured, 1 failure, 2 bad
+input; a signal kills it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_bert.config.settings import Config
+from hvd_bert.distributed.world import World, log
+from hvd_bert.errors import EXIT_FAILURE
+from hvd_bert.monitoring.process_usage import memory_now, memory_peak, seconds_since_start
+from hvd_bert.output import run_folder
+from hvd_bert.rendering.page import Grid
+from hvd_bert.storage.reading import GIB
+from hvd_bert.storage.writing import write_named, writing_to
+from hvd_bert.storage.written import check_file
+from hvd_bert.tasks.base import Task
+from hvd_bert.tasks.table import load_task
+from hvd_bert.tools.bench import measure
+from hvd_bert.tools.bench.workload import random_task
+from hvd_bert.train.loop import Training
+from hvd_bert.train.start import set_up
+
+GENERATOR = "hvd_bert.bench"  # the first value of --json's file, which marks it as this program's
+# name -> label and format
+FIGURES = {
+    "windows_per_s": ("windows/s", "{:.2f}"),
+    "tokens_per_s": ("tokens/s", "{:,.0f}"),
+    "step_s": ("seconds per step", "{:.4f}"),
+    "useful_gflops": ("useful GFLOP/s, all ranks", "{:.1f}"),
+    "matmul_utilization": ("share of the measured matmul peak", "{:.3f}"),
+    "mfu": ("MFU, share of the vendor's peak", "{:.3f}"),
+    "data_share": ("waiting for batches, share of the step", "{:.4f}"),
+    "compute_share": ("forward and backward", "{:.4f}"),
+    "exposed_comm_share": ("exposed communication", "{:.4f}"),
+    "optimizer_share": ("clipping and optimizer", "{:.4f}"),
+    "other_share": ("everything else", "{:.4f}"),
+}
+
+
+def run(flags: argparse.Namespace, config: Config, world: World) -> None:
+    """Measure, and print on rank 0. Called by all ranks."""
+    set_up(config, world)
+    log.info("%s", "\n".join(world.describe()))
+    before = memory_now(world.device)
+    with world.raise_on_all_ranks():
+        if flags.json and world.rank == 0:
+            with writing_to("--json", flags.json):
+                flags.json = check_file(flags.json, f'"generator": "{GENERATOR}"')
+        task = _task(flags, config, world)
+    world.check_same({f"--{name}": value for name, value in config.as_flat().items()} | _fingerprint(task))
+    task.model.to(device=world.device)
+    figures = _measure(task, flags, config, world, before)
+    with world.raise_on_all_ranks(EXIT_FAILURE):
+        if world.rank == 0:
+            record = {
+                "generator": GENERATOR,
+                "command": sys.argv[1:],
+                "settings": config.as_flat(),
+                "unit": task.unit,
+                **figures,
+                **run_folder.facts(config, world),
+            }
+            _print_table(record, flags.json)
+
+
+def _task(flags: argparse.Namespace, config: Config, world: World) -> Task:
+    if not flags.random:
+        return load_task(config, world)
+    step = config.train.windows_per_step(world.size * world.devices)
+    return random_task(flags.model, flags.windows or step * config.train.max_steps, config, world)
+
+
+def _fingerprint(task: Task) -> dict[str, object]:
+    assert task.plan is not None
+    shape = getattr(task.model, "config", task.model)
+    return {"the model": str(shape), "tokens of all windows": int(task.plan.lengths.sum())}
+
+
+def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World, before: int) -> dict[str, Any]:
+    """Measure all figures. A collective. `before`: bytes in use before the model was created."""
+    assert task.plan is not None
+    plan, args, device, recorder = task.plan, config.train, world.device, measure.Recorder()
+    flops = partial(task.flops, passes=plan.passes)
+    tokens = int(plan.rank_tokens(0)[world.rank] / plan.accumulation)
+    world.allgather(None)  # all ranks measure at the same time, as they train
+    start = seconds_since_start()
+    peak = _matmul_peak(task, tokens, device, args.precision)
+    measuring_s = seconds_since_start() - start
+    with tempfile.TemporaryDirectory() as folder:
+        args.output_dir = folder  # GPU usage is recorded there
+        Training(task, None, None, config, world).run(recorder)
+    args.output_dir = None
+    used = memory_peak(device) - before
+    timed = range(flags.steps, args.max_steps)
+    needed = measure.memory_needed(task, world, timed, args.precision)
+    world.allgather(None)
+    peak = max(peak, _matmul_peak(task, tokens, device, args.precision))
+    first_step_s = recorder.first_step_s - measuring_s
+    ranks = world.allgather({"peak": peak, "memory": used, "needed": needed, "first_step_s": first_step_s})
+    rows = [row for row in recorder.rows if row["step"] > flags.steps]
+    whole_peak = sum(rank["peak"] for rank in ranks)
+    sections = [
+        measure.section_figures(row, _lengths(plan, int(row["step"]), flags.steps), flops, whole_peak) for row in rows
+    ]
+    return {
+        "figures": measure.spread(sections),
+        "sections": sections,
+        "loss": rows[-1]["loss"],
+        "matmul_peak_gflops": whole_peak / 1e9,
+        "padding_share": measure.padding_share(rows),
+        "imbalance": measure.imbalance(plan, timed),
+        "memory_bytes": [rank["memory"] for rank in ranks],
+        "memory_over_needed": max(rank["memory"] / rank["needed"] for rank in ranks),
+        "first_step_s": max(rank["first_step_s"] for rank in ranks),
+        "windows": plan.num_windows,
+        "global_batch": plan.global_batch,
+    }
+
+
+def _matmul_peak(task: Task, tokens: int, device: torch.device, precision: str) -> float:
+    """0 if the task's useful FLOP are unknown, so that no share of the peak can be given."""
+    if task.flops(np.array([tokens], np.int32), 1) is None:
+        return 0.0
+    return measure.matmul_peak(task.model, tokens, device, precision)
+
+
+def _lengths(plan: Any, last: int, steps: int) -> list[Any]:
+    return [plan.lengths[plan.step_windows(step)] for step in range(last - steps, last)]
+
+
+def _print_table(record: dict[str, Any], path: Path | None) -> None:
+    """Print a table, and write `path`. Raises UserError if it cannot be written."""
+    spreads = record["figures"]
+    has_tokens = spreads.get("tokens_per_s") != spreads.get("windows_per_s")  # otherwise an example counts as 1
+    rows = []
+    for name, (label, form) in FIGURES.items():
+        # Left out: the MFU without a known peak, communication that a strategy does not separate, tokens of images.
+        if name in spreads and (name != "tokens_per_s" or has_tokens):
+            values = [form.format(spreads[name][kind]) for kind in ("median", "least", "most")]
+            rows.append([label.replace("windows", record["unit"]), *values])
+    whole = [
+        ("matmul peak, GFLOP/s, all ranks", f"{record['matmul_peak_gflops']:.1f}", record["matmul_peak_gflops"]),
+        ("padding, share of positions", f"{record['padding_share']:.4f}", has_tokens),
+        ("tokens per rank, maximum over mean", f"{record['imbalance']:.4f}", has_tokens),
+        ("memory per rank (maximum), GiB", f"{max(record['memory_bytes']) / GIB:.2f}", True),
+        ("measured over computed memory", f"{record['memory_over_needed']:.2f}", True),
+        ("seconds from start to step 1", f"{record['first_step_s']:.1f}", True),
+    ]
+    rows += [[label, value, "", ""] for label, value, known in whole if known]
+    print(Grid(["figure", "median", "min", "max"], rows).for_terminal(), flush=True)
+    if path:
+        with writing_to("--json", path):
+            write_named(path, json.dumps(record, indent=1) + "\n")

@@ -1,0 +1,292 @@
+"""A sweep: train with every strategy on every number of ranks, several times, each time in new processes.
+
+    hvd-bert bench sweep --strategies none,horovod,ddp,fsdp,deepspeed --ranks 1,2,4 --repeats 5
+    hvd-bert bench sweep --strategies none,horovod --ranks 1,2,4,8 -H a100-01:4,a100-02:4 --bf16 \\
+        --train_file train-v1.1.json --model_name_or_path bert-base-uncased --global_batch 64 --steps 100
+    sbatch scripts/scaling.slurm --strategies none,horovod,ddp --ranks 1,2,4
+
+Each point is a run of `python -m hvd_bert.train` in its own folder under --out, with its output in log.txt.
+`hvd-bert report OUT` makes tables and plots of them. Rerun the same command to resume.
+Exit status: 0 every point is done or cannot run here, 1 some failed, 2 bad input, 75 stopped by a signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from tqdm import tqdm
+
+from hvd_bert.config.parser import Parser
+from hvd_bert.config.values import LARGEST, MAX_RUNS, MAX_SECONDS, check_range, shortened
+from hvd_bert.distributed.interfaces import SETTING
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
+from hvd_bert.rendering.text import seconds
+from hvd_bert.storage import written
+from hvd_bert.storage.writing import check_folder, writing_to
+from hvd_bert.streams import keep_running
+from hvd_bert.tools.bench import launching as launches
+from hvd_bert.tools.bench import points as planning
+from hvd_bert.tools.bench.launching import Launching, Machine
+from hvd_bert.tools.bench.one_run import LOG, Stopped, exit_status, train
+from hvd_bert.tools.bench.points import Plan, Point
+from hvd_bert.tools.bench.record import DONE, FAILED, FILE, SKIPPED, STATES, WAITING, Record, Result, locked, prepare
+from hvd_bert.tools.report.comparability import STRONG
+from hvd_bert.tools.runs import reading
+
+EXPORTED = ("OMP_NUM_THREADS", SETTING)  # to other hosts: threads, and each host's network interface
+FAILURES = 2  # in a row; then the setting's other repeats are not run
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command. Returns the exit status."""
+    return exit_status(lambda: _sweep(argv))
+
+
+def _sweep(argv: Sequence[str]) -> int:
+    flags, rest = _parse(argv)
+    if flags.report:
+        with writing_to("--report", flags.report):
+            check_folder(flags.report)
+    keep_running()
+    launching = launches.chosen(flags, Machine.here(os.environ))
+    threads = launching.threads(os.environ)
+    plan = Plan(
+        planning.check_strategies(flags.strategies),
+        tuple(sorted(set(flags.ranks))),
+        *(flags.scaling, flags.repeats, flags.steps, flags.global_batch, threads, tuple(rest)),
+        epochs=flags.epochs,
+        seeds=tuple(dict.fromkeys(flags.seeds)),
+    )
+    return Sweep(plan, launching, flags.out, flags.timeout, argv).run(flags.report)
+
+
+def make_parser() -> Parser:
+    """The parser of the sweep's own flags."""
+    parser = Parser(prog="hvd-bert bench sweep", allow_abbrev=False)
+    parser.description = (
+        "Train with every strategy on every number of ranks, and compare their throughput. All other flags go to"
+        " python -m hvd_bert.train. A flag of one strategy, such as --zero_stage, goes to that strategy only. Without"
+        " --train_file, --dataset_name or --config it trains the preset `sweep`: the sample's text and a BERT of 6"
+        " layers with new weights."
+    )
+    parser.add_argument(
+        "--strategies", metavar="NAME,...", type=_names, default=["none", "horovod"],
+        help="Strategies to compare. (default: none,horovod)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ranks", metavar="N,...", type=_numbers, default=[1, 2], help="Numbers of ranks. (default: 1,2)"
+    )
+    number = parser.add_mutually_exclusive_group()
+    number.add_argument("--repeats", metavar="N", type=int, default=3, help="Runs per point. (default: %(default)s)")
+    number.add_argument(
+        "--seeds", metavar="N,...", type=lambda text: _numbers(text, 0, "seeds"), default=[],
+        help="In place of --repeats: one run per point and seed. (default: none)",
+    )  # fmt: skip
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument(
+        "--steps", metavar="N", type=int, default=30,
+        help="Optimizer steps per run; the first is warm-up. (default: %(default)s)",
+    )  # fmt: skip
+    length.add_argument(
+        "--epochs", metavar="X", type=float,
+        help="In place of --steps: passes over the training windows per run. (default: none)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--scaling", choices=sorted(planning.SCALINGS), default="strong",
+        help="strong: the same --global_batch on all ranks; weak: the same --per_device_train_batch_size per rank."
+        " (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--global_batch", metavar="N", type=int, default=16,
+        help="Windows per step, for strong scaling. (default: %(default)s)",
+    )  # fmt: skip
+    launches.add_flags(parser, "runs/sweep")
+    parser.add_argument(
+        "--report", metavar="DIR", type=Path, help="Also write the report to this folder. (default: none)"
+    )
+    return parser
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    flags, rest = make_parser().parse_known_args(argv)
+    check_range("steps", flags.steps, 2, LARGEST)  # the first step is warm-up
+    for name, maximum in (("repeats", MAX_RUNS), ("global_batch", LARGEST), ("timeout", MAX_SECONDS)):
+        check_range(name, getattr(flags, name), 1, maximum)
+    if flags.epochs is not None and not 0 < flags.epochs < float("inf"):
+        raise UserError(f"--epochs {flags.epochs:g}: must be a positive number.")
+    return flags, rest
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _numbers(text: str, minimum: int = 1, name: str = "numbers of ranks") -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and len(part) < 11 and minimum <= int(part) <= LARGEST for part in parts):
+        raise argparse.ArgumentTypeError(f"'{shortened(text)}' is not a list of {name} such as 1,2,4")
+    return [int(part) for part in parts]
+
+
+class Sweep:
+    """A plan, its launcher and folder, and its progress."""
+
+    def __init__(self, plan: Plan, launching: Launching, out: Path, timeout: float, argv: Sequence[str]) -> None:
+        """Check everything before the first run starts. Raises UserError."""
+        self.plan, self.launching, self.out, self.timeout = plan, launching, out, timeout
+        self.config, self.refused = planning.check_flags(plan)
+        self.points = plan.points(self.config)
+        self.record = Record(out, self._same(), self._now(argv))
+        self.failures: Counter[tuple[str, int, str]] = Counter()
+        self.unit = "windows"  # what a step takes, known after the first run
+
+    def _same(self) -> dict[str, object]:
+        """The settings of all points that the figures depend on."""
+        plan, scalings = self.plan, planning.SCALINGS[self.plan.scaling]
+        owned = plan.owned_flags()
+        owners = [strategy for strategy in plan.strategies if strategy in planning.OWNERS.values()]
+        return {
+            "--steps": plan.steps if plan.epochs is None else None,
+            "--epochs": plan.epochs,
+            "--seeds": "set" if plan.seeds else None,
+            **({"--global_batch": plan.global_batch} if STRONG in scalings else {}),
+            "the trainer's flags": plan.common_flags(),
+            # By strategy, so that a strategy with its own flags can be added later.
+            **{f"the trainer's flags for {strategy} only": owned.get(strategy, []) for strategy in owners},
+            **self.launching.record(),
+        }
+
+    def _now(self, argv: Sequence[str]) -> dict[str, object]:
+        return {"command": ["hvd-bert", "bench", "sweep", *argv], **self.launching.machine.record()}
+
+    def run(self, report: Path | None) -> int:
+        """Run all points, then write the report. Returns the exit status."""
+        try:
+            with ExitStack() as stack:
+                with writing_to("--out", self.out):
+                    prepare(self.out, FILE)
+                    stack.enter_context(locked(self.out, wait=False))
+                    self.record.begin(self.points)
+                self._mark_done_and_skipped()
+                self.record.write()
+                self._announce()
+                self._run_all()
+        except Stopped as stopped:
+            raise Stopped(f"{stopped}, {len(self.record.of_state(WAITING))} points left") from None
+        self._print_end()
+        status = EXIT_FAILURE if self.record.of_state(FAILED) else EXIT_OK
+        if not self.record.of_state(DONE):
+            return status
+        if report is None:
+            print(f"Tables and plots: hvd-bert report {self.out} --out {self.out / 'report'}")
+            return status
+        from hvd_bert.tools.report.__main__ import main as make_report  # brings matplotlib
+
+        return make_report([str(self.out), "--out", str(report)]) or status
+
+    def _mark_done_and_skipped(self) -> None:
+        """Find the points that are done, and those that cannot run here."""
+        for point, result in self.record.results.items():
+            speed = _speed(self.out / point.name)
+            obstacle = self.refused.get(point.strategy) or self.launching.obstacle(point)
+            if speed is not None:
+                result.state, result.windows_per_s = DONE, speed
+            elif obstacle:
+                result.state, result.reason = SKIPPED, obstacle
+
+    def _announce(self) -> None:
+        plan, record = self.plan, self.record
+        waiting = record.of_state(WAITING)
+        counts = ", ".join(f"{len(record.of_state(state))} {state}" for state in STATES if record.of_state(state))
+        print(f"{len(self.points)} run{'s' * (len(self.points) > 1)} of {plan.length} in {self.out}: {counts}")
+        if not plan.names_data:
+            print(
+                f"No --train_file, --dataset_name or --config given: training the preset `{planning.PRESET}` (the"
+                " sample's text, a BERT of 6 layers with new weights)"
+            )
+        print(f"Trainer flags: {shlex.join(plan.common_flags())}")
+        for strategy, flags in plan.owned_flags().items():
+            if strategy in plan.strategies:
+                print(f"  for {strategy} only: {shlex.join(flags)}")
+        warning = self.launching.warning(list(waiting), self.config.parallel.num_threads or 1) if waiting else ""
+        if warning:
+            print(f"warning: {warning}", file=sys.stderr)
+        self._print_reasons(SKIPPED)
+
+    def _run_all(self) -> None:
+        for number, (point, result) in enumerate(self.record.results.items(), start=1):
+            if result.state != WAITING:
+                continue
+            if self.failures[point.setting] >= FAILURES:
+                result.state, result.reason = FAILED, f"not run: the {FAILURES} repeats before it failed"
+            else:
+                self._run(point, result)
+            self.record.write()
+            outcome = (
+                f"{result.windows_per_s:.1f} {self.unit}/s" if result.windows_per_s else f"failed: {result.reason}"
+            )
+            took = f", {seconds(result.seconds)}" if result.seconds else ""
+            print(f"[{number}/{len(self.points)}] {point}: {outcome}{took}  ETA {self._eta()}", flush=True)
+
+    def _eta(self) -> str:
+        expected = [self.record.expected_s(point) for point in self.record.of_state(WAITING)]
+        known = [each for each in expected if each is not None]
+        return str(tqdm.format_interval(sum(known))) if len(known) == len(expected) else "?"
+
+    def _run(self, point: Point, result: Result) -> None:
+        """Train a point in a new folder and fill in its result. Raises Stopped."""
+        folder = self.out / point.name
+        flags = self.plan.trainer_flags(point, self.config.train.gradient_accumulation_steps, folder)
+        environ = self.launching.environment(point, os.environ)
+        if self.plan.threads is not None:
+            environ["OMP_NUM_THREADS"] = str(self.plan.threads)
+        exported = [name for name in EXPORTED if name in environ]
+        result.command = self.launching.command(point, flags, exported)
+        trained = train(result.command, environ, folder, self.timeout)
+        result.seconds = trained.seconds
+        if trained.status == EXIT_BAD_INPUT and point.strategy == "none" and not self.record.of_state(DONE):
+            raise UserError(trained.reason)  # all points share the wrong setting
+        if trained.run is None:
+            late = f"took longer than --timeout {self.timeout:g} s"
+            how = late if trained.status is None else f"status {trained.status}"
+            self._failed(point, result, f"{trained.reason} ({how}; {folder / LOG})")
+            return
+        result.state, result.windows_per_s = DONE, trained.run.windows_per_s
+        self.unit = trained.run.unit
+        self.failures[point.setting] = 0
+        if point.repeat != self.points[0].repeat:  # the report needs one saved model per point; weights are large
+            with writing_to("--out", self.out):
+                written.remove(folder, ["model.safetensors"])
+
+    def _failed(self, point: Point, result: Result, reason: str) -> None:
+        result.state, result.reason = FAILED, reason
+        self.failures[point.setting] += 1
+
+    def _print_end(self) -> None:
+        counts = ", ".join(f"{len(self.record.of_state(state))} {state}" for state in (DONE, SKIPPED, FAILED))
+        print(f"In {self.out}: {counts}.")
+        self._print_reasons(FAILED)
+
+    def _print_reasons(self, state: str) -> None:
+        """Print each reason once, with its points."""
+        names_of: dict[str, list[str]] = {}
+        for point, result in self.record.of_state(state).items():
+            names_of.setdefault(result.reason, []).append(point.name)
+        for reason, names in names_of.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            print(f"  {state}: {names[0]}{more}: {reason}")
+
+
+def _speed(folder: Path) -> float | None:
+    """Windows/s of a finished run, as in the report; None if there is no such run."""
+    try:
+        return reading.read(folder).windows_per_s
+    except reading.Unusable:
+        return None

@@ -1,0 +1,1 @@
+"""Preflight check: `hvd-bert doctor` (docs/guides/preflight-check.md)."""

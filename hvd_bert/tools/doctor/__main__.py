@@ -1,0 +1,108 @@
+"""Preflight check: find problems of hosts, ranks and network before a training starts.
+
+    hvd-bert doctor                                                this host
+    horovodrun -np 4 -H a100-01:2,a100-02:2 hvd-bert doctor        a run's hosts, ranks and network
+    srun --mpi=pmix hvd-bert doctor                                the same in a Slurm job
+
+Exit status: 0 if a training would start, else 2 (docs/guides/preflight-check.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from pathlib import Path
+
+from hvd_bert.config.parser import Parser
+from hvd_bert.config.values import MAX_SECONDS, check_range
+from hvd_bert.distributed.launch import find_launcher, speaks_first
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+from hvd_bert.startup import collector_paused, print_on_one_rank
+from hvd_bert.streams import end_when_lost, keep_running
+from hvd_bert.tools.doctor.report import FAILURE, Line, Report
+
+MAX_REPEATS = 1000
+
+
+def make_parser() -> Parser:
+    """The parser of the command's flags."""
+    parser = Parser(prog="hvd-bert doctor")
+    parser.description = "Check hosts, ranks and network before a training, and print how to fix each problem."
+    parser.add_argument(
+        "--json", action="store_true", help="Print one JSON object instead of text. (default: False)"
+    )  # fmt: skip
+    parser.add_argument(
+        "--model",
+        metavar="FOLDER",
+        type=str,
+        help="Check this BERT's configuration, and measure the allreduce of its gradients. (default: BERT-base)",
+    )
+    parser.add_argument(
+        "--size", type=float, metavar="MB", help="Measure an allreduce of this many megabytes instead. (default: none)"
+    )
+    parser.add_argument(
+        "--repeats",
+        metavar="N",
+        type=int,
+        default=5,
+        help="Number of measurements of the allreduce. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output_dir",
+        metavar="FOLDER",
+        type=Path,
+        default=Path("runs"),
+        help="Folder that a run would write to. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=180.0,
+        metavar="S",
+        help="Maximum seconds per step of the check. (default: %(default)g)",
+    )
+    return parser
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    flags = make_parser().parse_args(argv)
+    if flags.size is not None and not 0 < flags.size <= 1e5:
+        raise UserError(f"--size {flags.size:g}: must be above 0 and at most 100000 megabytes.")
+    if not 1 <= flags.repeats <= MAX_REPEATS:
+        raise UserError(f"--repeats {flags.repeats}: must be from 1 to {MAX_REPEATS}.")
+    if not flags.timeout > 0:
+        raise UserError(f"--timeout {flags.timeout:g}: must be above 0 seconds.")
+    check_range("timeout", flags.timeout, 0, MAX_SECONDS)
+    return flags
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command. Returns the exit status."""
+    print_on_one_rank(sys.argv[1:] if argv is None else argv)
+    first = speaks_first(os.environ)
+    try:
+        launcher = find_launcher(os.environ)
+        flags = _parse(argv)
+    except UserError as error:
+        if first:
+            print(f"hvd_bert: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT if first else EXIT_OK
+    keep_running()  # the exit status counts, too
+    report = Report(flags.json, shown=first)
+    started = f"1 of {launcher.size} processes, started by {launcher.name}" if launcher.size else "no launcher"
+    report.data |= {"host": platform.node(), "launcher": launcher.name, "launched": launcher.size}
+    report.print_text(f"hvd_bert doctor on {platform.node()} ({started})\n")
+    try:
+        with collector_paused():
+            from hvd_bert.tools.doctor.diagnosis import diagnose
+    except ModuleNotFoundError as error:
+        report.add([Line("Packages", FAILURE, f"not installed: {error.name}", "Run env/setup.sh.")])
+        return report.close()
+    return diagnose(flags, launcher, report)
+
+
+if __name__ == "__main__":
+    end_when_lost()
+    sys.exit(main())

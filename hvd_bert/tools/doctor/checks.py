@@ -1,0 +1,287 @@
+"""The checks of one host: turn facts (probes.py) into lines of the report."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from hvd_bert.config.settings import DEFAULT_DATASET, DEFAULT_MODEL, PACKAGE
+from hvd_bert.data.cache import default_cache_dir
+from hvd_bert.machine import free_memory, version_of
+from hvd_bert.monitoring.gpu_usage import NvmlError
+from hvd_bert.storage.reading import GIB
+from hvd_bert.tools.doctor import probes
+from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, MpiLibrary, ProbeError, Slurm, mpi_version
+from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, Line, isolated
+
+REQUIREMENTS = PACKAGE.parent / "requirements.txt"
+NOT_FOR_TRAINING = {"matplotlib", "nvidia-ml-py", "plotly"}
+OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 6)
+# BERT-base's weights, gradients and AdamW moments in fp32 take 1.6 GiB; a batch and the libraries take the rest.
+MEMORY_PER_RANK = 3 * GIB
+DISK_RECOMMENDED, DISK_REQUIRED = 3 * GIB, GIB // 10
+REBUILD = "Rebuild it with the modules loaded now: env/build_horovod.sh --python $(command -v python) --rebuild."
+
+
+def host_lines(launcher: str, ranks_here: int, output_dir: Path | None) -> list[Line]:
+    """All checks of this host. `output_dir`: where rank 0 would write; None on hosts without rank 0."""
+    checks: list[tuple[str, Callable[[], Iterable[Line]]]] = [
+        ("Python", lambda: [python_line(sys.version_info[:3], sys.executable)]),
+        ("torch", lambda: [torch_line(torch.__version__)]),
+        ("Packages", lambda: [packages_line(REQUIREMENTS)]),
+        ("Driver", lambda: [driver_line(probes.gpus())]),
+        ("CUDA", _cuda),
+        ("Horovod", lambda: horovod_lines(probes.horovod())),
+        ("NCCL", lambda: [nccl_line(probes.horovod(), torch.cuda.device_count(), torch_nccl())]),
+        ("MPI", lambda: [mpi_line(probes.horovod(), probes.mpi4py(), probes.mpirun(), launcher == "srun")]),
+        ("Slurm", lambda: slurm_lines(probes.slurm(), probes.horovod())),
+        ("Caches", _caches),
+        ("Inputs", lambda: [inputs_line(missing_inputs())]),
+        ("Memory", lambda: [memory_line(free_memory(), ranks_here)]),
+    ]
+    if output_dir is not None:
+        checks.append(("Output", partial(_output, output_dir)))
+    return [line for name, check in checks for line in isolated(name, check)]
+
+
+def python_line(version: tuple[int, ...], executable: str) -> Line:
+    found = f"{'.'.join(map(str, version))}, {executable}"
+    if version[:2] < OLDEST_PYTHON:
+        return Line("Python", FAILURE, found, "Python 3.10 or later is required: load it, then run env/setup.sh.")
+    return Line("Python", OK, found)
+
+
+def torch_line(version: str) -> Line:
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST_TORCH:
+        return Line("torch", FAILURE, version, "torch 2.6 or later is required: run env/setup.sh --torch VERSION.")
+    return Line("torch", OK, f"{version}, {platform.machine()}")
+
+
+def packages_line(requirements: Path) -> Line:
+    """Whether the packages of requirements.txt are installed. Horovod and mpi4py have lines of their own."""
+    try:
+        names = dict.fromkeys(re.findall(r"^[\w-]+", requirements.read_text(encoding="utf-8"), re.MULTILINE))
+    except OSError as error:
+        return Line("Packages", WARNING, f"not checked: {requirements} cannot be read ({error.strerror})")
+    missing = [name for name in names if version_of(name) is None and name not in ("horovod", "mpi4py")]
+    if not missing:
+        return Line("Packages", OK, f"all of {requirements.name} are installed")
+    status = WARNING if NOT_FOR_TRAINING.issuperset(missing) else FAILURE
+    return Line("Packages", status, f"not installed: {', '.join(missing)}", "Run env/setup.sh.")
+
+
+def driver_line(gpus: Gpus | NvmlError) -> Line:
+    if isinstance(gpus, NvmlError):
+        return Line("Driver", OK, f"no NVIDIA driver responds ({gpus}): no GPUs, and no GPU usage is recorded")
+    return Line("Driver", OK, f"NVIDIA {gpus.driver}, supports CUDA up to {gpus.cuda}")
+
+
+def _cuda() -> list[Line]:
+    return [cuda_line(torch.version.cuda, torch.cuda.device_count(), probes.gpus(), probes.cuda_hidden())]
+
+
+def cuda_line(torch_cuda: str | None, visible: int, gpus: Gpus | NvmlError, hidden: bool) -> Line:
+    """`visible`: number of GPUs that torch can use. `gpus`: the GPUs that the driver lists."""
+    there = gpus.names if isinstance(gpus, Gpus) else ()
+    if visible:
+        return Line(
+            "CUDA", OK, f"torch uses CUDA {torch_cuda}; {visible} GPU(s): {', '.join(there) or 'names unknown'}"
+        )
+    if not there:
+        return Line("CUDA", OK, "no GPU on this host: a training here runs on the CPU")
+    found = f"{len(there)} GPU(s) on this host ({there[0]}), "
+    if hidden:
+        return Line("CUDA", WARNING, found + "hidden from this run by CUDA_VISIBLE_DEVICES: it runs on the CPU")
+    if torch_cuda is None:
+        hint = "To use the GPUs, install a torch for their driver (docs/start/install.md, 'Which torch')."
+        return Line("CUDA", WARNING, found + "but this torch was built for CPUs only and does not use them", hint)
+    newest = gpus.cuda if isinstance(gpus, Gpus) else "?"
+    return Line(
+        "CUDA",
+        FAILURE,
+        f"{found}but torch, built for CUDA {torch_cuda}, cannot use them; the driver supports CUDA up to {newest}",
+        "Install a torch for the driver's CUDA or older (docs/start/install.md, 'Which torch'), or request GPUs (Slurm:"
+        " --gres=gpu:N).",
+    )
+
+
+def horovod_lines(build: HorovodBuild | ProbeError) -> list[Line]:
+    if isinstance(build, ProbeError):
+        return [Line("Horovod", FAILURE, f"cannot be imported: {build}", REBUILD)]
+    parts = [name for name, there in (("MPI", build.mpi), ("Gloo", build.gloo), ("NCCL", build.nccl)) if there]
+    found = f"{build.version}, built with {', '.join(parts) or 'neither MPI nor Gloo'}"
+    if build.gloo:
+        return [Line("Horovod", OK, found)]
+    status = WARNING if build.mpi else FAILURE
+    return [Line("Horovod", status, found + "; without Gloo a single process and `horovodrun --gloo` fail", REBUILD)]
+
+
+def torch_nccl() -> str:
+    """Version of the NCCL that torch includes; "" if it includes none."""
+    return ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else ""
+
+
+def nccl_line(build: HorovodBuild | ProbeError, gpus: int, of_torch: str) -> Line:
+    if isinstance(build, ProbeError):
+        return Line("NCCL", WARNING, "unknown, because Horovod cannot be imported")
+    files = [path for path in build.libraries if "/libnccl" in path]
+    if build.nccl and len(files) > 1:
+        hint = "Build Horovod with torch's NCCL: " + REBUILD
+        return Line("NCCL", WARNING, f"two NCCLs in one process: {', '.join(files)}", hint)
+    if build.nccl:
+        return Line("NCCL", OK, ", ".join(filter(None, [of_torch, *files])) or "linked into Horovod")
+    if gpus == 0:
+        return Line("NCCL", OK, "not built into Horovod, and not needed without GPUs")
+    return Line(
+        "NCCL",
+        FAILURE,
+        f"{gpus} GPU(s) are visible, but Horovod was built without NCCL and cannot send data of a GPU",
+        "Load CUDA (module load cuda/...), then run env/setup.sh --with-nccl (docs/start/install.md).",
+    )
+
+
+def mpi_line(
+    build: HorovodBuild | ProbeError, library: MpiLibrary | ProbeError, mpirun: tuple[str, str] | None, by_srun: bool
+) -> Line:
+    """Whether Horovod, mpi4py and mpirun use the same MPI. `mpirun`: its path and version text."""
+    if isinstance(build, HorovodBuild) and not build.mpi:
+        hint = "" if mpirun is None else "To use MPI, run env/setup.sh --with-mpi."
+        return Line("MPI", OK, "Horovod was built without MPI: start it with `horovodrun --gloo`", hint)
+    if isinstance(library, ProbeError):
+        hint = "Load the MPI module that was loaded at set-up. If this does not help, env/setup.sh reinstalls mpi4py."
+        return Line("MPI", FAILURE, f"mpi4py cannot be used: {library}", hint)
+    of_horovod, of_mpi4py = (_mpi_files(found) for found in (build, library))
+    if of_horovod and of_mpi4py and of_horovod != of_mpi4py:
+        return Line(
+            "MPI",
+            FAILURE,
+            f"two MPIs in one process: Horovod loads {', '.join(of_horovod)}, mpi4py {', '.join(of_mpi4py)}",
+            "Load one MPI module only, then run env/setup.sh.",
+        )
+    known = mpi_version(library.version)
+    name = " ".join(known) if known else library.version[:60]
+    if mpirun is None:
+        hint = "" if by_srun else "Load the MPI module, or start with `horovodrun --gloo` or `srun --mpi=pmix`."
+        return Line("MPI", OK if by_srun else WARNING, f"{name}; mpirun is not on PATH", hint)
+    path, version = mpirun
+    other = mpi_version(version)
+    if known and other and known != other:
+        return Line(
+            "MPI",
+            WARNING if by_srun else FAILURE,
+            f"Horovod and mpi4py use {name}, but {path} is {' '.join(other)}: its processes would not find each other",
+            "Load the MPI module that Horovod was built with, or run env/setup.sh to build it with this one.",
+        )
+    return Line("MPI", OK, f"{name}, the same in Horovod, mpi4py and {path}")
+
+
+def _mpi_files(found: HorovodBuild | MpiLibrary | ProbeError) -> list[str]:
+    paths = () if isinstance(found, ProbeError) else found.libraries
+    return sorted({os.path.realpath(path) for path in paths if "/libmpi" in path})
+
+
+def slurm_lines(slurm: Slurm | ProbeError | None, build: HorovodBuild | ProbeError) -> list[Line]:
+    if slurm is None:
+        return [
+            Line("Slurm", OK, "not found (no srun on PATH): start with horovodrun or mpirun"),
+            Line("PMIx", OK, "not needed without Slurm"),
+        ]
+    if isinstance(slurm, ProbeError):
+        hint = "On a Slurm cluster, ask its administrators. Elsewhere ignore this: start with horovodrun or mpirun."
+        return [Line("Slurm", WARNING, str(slurm), hint), Line("PMIx", WARNING, "unknown, because srun fails")]
+    lines = [Line("Slurm", OK, f"{slurm.version}; srun --mpi= supports {', '.join(slurm.mpi_kinds) or 'no MPI'}")]
+    pmix = [kind for kind in slurm.mpi_kinds if kind.startswith("pmix")]
+    if isinstance(build, HorovodBuild) and not build.mpi:
+        lines.append(
+            Line("PMIx", OK, "not used by a Horovod without MPI: start it with `horovodrun --gloo` in the job")
+        )
+    elif pmix:
+        lines.append(Line("PMIx", OK, f"start with `srun --mpi={pmix[0]}`"))
+    elif "pmi2" in slurm.mpi_kinds:
+        hint = "Use `srun --mpi=pmi2` if the MPI was built with it, else mpirun or horovodrun inside the job."
+        lines.append(Line("PMIx", WARNING, "not supported by this Slurm", hint))
+    else:
+        hint = "Start with mpirun or horovodrun inside the job. With srun, every task would be a world of size 1."
+        lines.append(Line("PMIx", WARNING, "this Slurm has neither PMIx nor PMI2", hint))
+    return lines
+
+
+def _caches() -> list[Line]:
+    from datasets import config
+    from huggingface_hub import constants
+
+    windows = "Set HVD_BERT_CACHE to a writable folder with free space."
+    hub = "Nothing can be downloaded: set {} to a writable folder with free space, or use local files and folders."
+    return [
+        folder_line("Windows", default_cache_dir(), windows, required=True),
+        folder_line("Hub data", Path(config.HF_DATASETS_CACHE), hub.format("HF_DATASETS_CACHE"), required=False),
+        folder_line("Hub models", Path(constants.HF_HUB_CACHE), hub.format("HF_HUB_CACHE"), required=False),
+    ]
+
+
+def _output(folder: Path) -> list[Line]:
+    return [folder_line("Output", folder, "Use an --output_dir that is writable and has free space.", required=True)]
+
+
+def folder_line(name: str, folder: Path, hint: str, required: bool) -> Line:
+    """Whether files can be written in `folder`, which need not exist yet, and its free space."""
+    bad = FAILURE if required else WARNING
+    try:
+        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=existing):
+            free = shutil.disk_usage(existing).free
+    except OSError as error:
+        return Line(name, bad, f"{folder} cannot be written: {error.strerror or error}", hint)
+    found = f"{folder}, {free / GIB:.1f} GiB free"
+    return (
+        Line(name, bad, found, hint)
+        if free < DISK_REQUIRED
+        else (
+            Line(name, WARNING, found, f"{DISK_RECOMMENDED // GIB} GiB or more are recommended. {hint}")
+            if free < DISK_RECOMMENDED
+            else Line(name, OK, found)
+        )
+    )
+
+
+def memory_line(free: int, ranks_here: int) -> Line:
+    found = f"{free / GIB:.1f} GiB free for {ranks_here} rank(s)"
+    if free >= MEMORY_PER_RANK * ranks_here:
+        return Line("Memory", OK, found)
+    hint = "BERT-base needs about 3 GiB per rank, more with large batches: request more (Slurm: --mem) or fewer ranks."
+    return Line("Memory", WARNING, found, hint)
+
+
+def missing_inputs() -> list[str]:
+    """What a run without flags would have to download from the hub."""
+    from datasets import config
+    from huggingface_hub import try_to_load_from_cache
+
+    model, data = DEFAULT_MODEL, DEFAULT_DATASET
+    model_cached = any(
+        isinstance(try_to_load_from_cache(name, "config.json"), str) for name in (model, f"google-bert/{model}")
+    )
+    data_cached = any((Path(config.HF_DATASETS_CACHE) / name).is_dir() for name in (data, f"rajpurkar___{data}"))
+    return [name for name, there in ((model, model_cached), (data, data_cached)) if not there]
+
+
+def inputs_line(missing: list[str]) -> Line:
+    if not missing:
+        return Line("Inputs", OK, f"{DEFAULT_MODEL} and {DEFAULT_DATASET} are in the hub's cache")
+    return Line(
+        "Inputs",
+        WARNING,
+        f"not in the hub's cache: {' and '.join(missing)}. A run without flags downloads from the hub",
+        "If compute nodes cannot reach it, download once on the login node, use local files and folders, or use"
+        " `--config sample`, which needs no download.",
+    )

@@ -1,0 +1,230 @@
+"""Compare groups of runs in tables of strong and weak scaling."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_bert.config.values import shortened
+from hvd_bert.errors import UserError
+from hvd_bert.tools.report.comparability import STRONG, WEAK, Group, Tolerance, differences, losses_differ
+from hvd_bert.tools.runs.run import LeftOut, Run
+
+STRATEGIES = ("none", "horovod", "ddp", "fsdp", "deepspeed", "dp")
+RESAMPLES = 10_000
+RANGE = 0.95
+
+# `Line.checked` if no other row has the same batch.
+UNCHECKED = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of a table. `reason`: why it has no speed-up. `checked`: the group that its losses were compared with.
+    `speedup_min`, `speedup_max`: None if a side has only one run, which says nothing about its variance."""
+
+    group: Group
+    speedup: float | None
+    speedup_min: float | None
+    speedup_max: float | None
+    efficiency: float | None
+    reason: str
+    checked: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Groups and their baseline, all with one global batch (`kind` strong) or one batch per device (weak)."""
+
+    kind: str
+    size: float
+    baseline: Group
+    lines: tuple[Line, ...]
+
+    @property
+    def scales(self) -> bool:
+        """Whether there is more than one number of devices."""
+        return len({line.group.one.devices for line in self.lines}) > 1
+
+    @property
+    def title(self) -> str:
+        """The kind of scaling and the batch that is fixed."""
+        if self.kind == WEAK or self.scales:
+            return title_of(self.kind, self.size, self.baseline.one.unit)
+        devices = self.baseline.one.devices
+        return f"Side by side on {devices} device{'s' * (devices > 1)}: global batch {self.size:g}"
+
+    @property
+    def slug(self) -> str:
+        """The stem of its file names."""
+        return f"{self.kind}_{self.size:g}"
+
+
+def title_of(kind: str, size: float, unit: str) -> str:
+    """The title for a fixed batch of `size` of `unit`: global (`kind` strong) or per device (weak)."""
+    if kind == WEAK:
+        return f"Weak scaling: {counted(size, unit)} per device and step"
+    return f"Strong scaling: global batch {size:g}"
+
+
+def counted(size: float, unit: str) -> str:
+    """A batch in words. `unit`: what a step takes, in the plural, such as windows."""
+    return f"{size:g} {unit.removesuffix('s') if size == 1 else unit}"
+
+
+def parse_baseline(text: str) -> tuple[str, int]:
+    """Parse STRATEGY:RANKS. Raises UserError."""
+    strategy, _, ranks = text.partition(":")
+    if not strategy or not ranks.isdecimal() or len(ranks) > 9:
+        raise UserError(f"--baseline {shortened(text)}: must be STRATEGY:RANKS, for example none:1 or horovod:2.")
+    return strategy, int(ranks)
+
+
+def same_hardware(runs: Sequence[Run]) -> tuple[list[Run], list[LeftOut]]:
+    """The runs on the most common hardware, and the others."""
+    commonest = Counter(run.device_name for run in runs).most_common(1)
+    kept = [run for run in runs if run.device_name == commonest[0][0]]
+    left = [
+        LeftOut(run.name, f"ran on {run.device_name}, most runs on {commonest[0][0]}: report it separately")
+        for run in runs
+        if run.device_name != commonest[0][0]
+    ]
+    return kept, left
+
+
+def grouped(runs: Sequence[Run]) -> list[Group]:
+    """Group the repeats, in the order of the tables."""
+    members: dict[object, list[Run]] = {}
+    for run in runs:
+        key = (
+            *(run.strategy, run.nodes, run.ranks, run.devices, run.global_batch, run.steps, run.windows),
+            *(run.learning_rate, run.threads, frozenset(run.work.items()), frozenset(run.variant.items())),
+        )
+        members.setdefault(key, []).append(run)
+    groups = [Group(tuple(repeats), _label(repeats[0], runs)) for repeats in members.values()]
+    return sorted(groups, key=_order)
+
+
+def _order(group: Group) -> tuple[object, ...]:
+    run = group.one
+    place = STRATEGIES.index(run.strategy) if run.strategy in STRATEGIES else len(STRATEGIES)
+    return run.devices, place, run.strategy, run.nodes, group.label, run.name
+
+
+def _label(run: Run, runs: Sequence[Run]) -> str:
+    """The strategy, with the settings that set the run apart from others of the same strategy."""
+    peers = [peer for peer in runs if peer.strategy == run.strategy and peer.ranks > 1] if run.ranks > 1 else []
+    differing = [name for name in run.variant if len({peer.variant.get(name) for peer in peers}) > 1]
+    settings = [f"{name.removeprefix('--')} {run.variant[name]}" for name in differing]
+    return f"{run.strategy} ({', '.join(settings)})" if settings else run.strategy
+
+
+def tables(groups: Sequence[Group], baseline: tuple[str, int] | None, tolerance: Tolerance) -> list[Table]:
+    """All tables of the groups: strong scaling, then weak scaling. Other groups are compared side by side."""
+    made = []
+    for kind, size_of in ((STRONG, _global_batch), (WEAK, _per_device)):
+        for size in sorted({size_of(group) for group in groups}):
+            members = [group for group in groups if size_of(group) == size]
+            made += _tables_of(kind, size, members, baseline, tolerance)
+    shown = {id(line.group) for table in made for line in table.lines if table.scales}
+    return [
+        table
+        for table in made
+        if table.scales or (table.kind == STRONG and any(id(line.group) not in shown for line in table.lines))
+    ]
+
+
+def _global_batch(group: Group) -> float:
+    return group.one.global_batch
+
+
+def _per_device(group: Group) -> float:
+    return group.windows_per_device
+
+
+def _tables_of(
+    kind: str, size: float, members: list[Group], chosen: tuple[str, int] | None, tolerance: Tolerance
+) -> list[Table]:
+    """One table per work that several of `members` did. The others join the first table, without a speed-up.
+
+    If no two did the same work, there is one table of all.
+    """
+    comparable: list[list[Group]] = []
+    for group in members:
+        home = next((groups for groups in comparable if not differences(groups[0], group, kind)), None)
+        if home is None:
+            comparable.append([group])
+        else:
+            home.append(group)
+    several = [groups for groups in comparable if len(groups) > 1]
+    alone = [groups[0] for groups in comparable if len(groups) == 1]
+    found = []
+    for number, same in enumerate(several or [alone]):
+        rows = sorted([*same, *alone], key=_order) if several and number == 0 else same
+        base = baseline_of(same, chosen) or baseline_of(rows, chosen)
+        if base is not None and len(rows) > 1:
+            found.append(Table(kind, size, base, tuple(_line(base, group, rows, kind, tolerance) for group in rows)))
+    return found
+
+
+def baseline_of(groups: Sequence[Group], chosen: tuple[str, int] | None) -> Group | None:
+    """The chosen group (None if missing); by default strategy none, else Horovod's smallest world, else the smallest.
+
+    `groups` are in the order of `grouped`.
+    """
+    if chosen:
+        return next((group for group in groups if (group.one.strategy, group.one.ranks) == chosen), None)
+    for strategy in ("none", "horovod"):
+        found = [group for group in groups if group.one.strategy == strategy]
+        if found:
+            return found[0]
+    return groups[0] if groups else None
+
+
+def _line(base: Group, group: Group, table: Sequence[Group], kind: str, tolerance: Tolerance) -> Line:
+    apart = differences(base, group, kind)
+    checked = reason = ""
+    if apart:
+        reason = "the work differs: " + "; ".join(apart)
+    elif group is not base and losses_differ(base, base, tolerance):
+        reason = "the baseline's own repeats do not agree"
+    else:
+        reference, checked = _reference(base, group, table, kind)
+        reason = losses_differ(reference, group, tolerance)
+    if reason:
+        return Line(group, None, None, None, None, reason, checked)
+    speedup = group.windows_per_s / base.windows_per_s
+    efficiency = speedup / (group.one.devices / base.one.devices)
+    minimum, maximum = speedup_range(base, group)
+    return Line(group, speedup, minimum, maximum, efficiency, "", checked)
+
+
+def speedup_range(base: Group, group: Group) -> tuple[float, float] | tuple[None, None]:
+    """The range of the speed-up by a bootstrap of the repeats of both sides."""
+    if len(base.runs) < 2 or len(group.runs) < 2:
+        return None, None
+    random = np.random.default_rng(0)  # the same runs give the same report
+
+    def medians(runs: Sequence[Run]) -> NDArray[np.float64]:
+        speeds = [run.windows_per_s for run in runs]
+        found: NDArray[np.float64] = np.median(random.choice(speeds, (RESAMPLES, len(speeds))), axis=1)
+        return found
+
+    ratios = medians(group.runs) / medians(base.runs)
+    minimum, maximum = np.quantile(ratios, (0.5 - RANGE / 2, 0.5 + RANGE / 2), method="inverted_cdf").tolist()
+    return minimum, maximum
+
+
+def _reference(base: Group, group: Group, table: Sequence[Group], kind: str) -> tuple[Group, str]:
+    """The group whose losses `group` must match, and its name: the baseline or, if the batch grows, one with as many
+    devices. If there is none, the repeats of `group` are compared with each other."""
+    peers = [peer for peer in table if peer.one.global_batch == group.one.global_batch]
+    peers = [peer for peer in peers if not differences(base, peer, kind)]
+    reference = base if base in peers else baseline_of(peers, None) or group
+    if reference is not group:
+        return reference, reference.name
+    return group, "baseline" if group is base else "reference" if len(peers) > 1 else UNCHECKED

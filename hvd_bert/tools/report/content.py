@@ -1,0 +1,270 @@
+"""The report's text, tables and CSV rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hvd_bert.rendering.page import DASH, Grid
+from hvd_bert.tools.report.comparability import EARLY_STEPS, NATS, STRONG, Group, Tolerance
+from hvd_bert.tools.report.comparison import RANGE, RESAMPLES, UNCHECKED, Line, Table, counted
+from hvd_bert.tools.report.projection import Projection, Step
+from hvd_bert.tools.runs.run import LeftOut, Run
+
+GIB = 2**30
+SHORT = {"exact_match": "EM", "f1": "F1"}  # names of scores in tables
+SPREAD = 0.1  # of the repeats, over their median; a larger spread is a caveat
+
+
+def number(value: float | None, form: str = ".3g") -> str:
+    """A figure, or a dash if it is None."""
+    return DASH if value is None else format(value, form)
+
+
+def _range(minimum: float | None, maximum: float | None, form: str) -> str:
+    return DASH if minimum is None or maximum is None else f"{minimum:{form}} to {maximum:{form}}"
+
+
+def _seconds(value: float | None) -> str:
+    return number(value, ".1f" if value is not None and value < 1000 else ",.0f")
+
+
+def speedups(table: Table) -> Grid:
+    """The table of times, speed-ups and efficiencies."""
+    with_devices = any(line.group.one.devices != line.group.one.ranks for line in table.lines)
+    head = ["strategy", "nodes", "ranks", *(["GPUs"] if with_devices else []), "n", "time, s"]
+    head += [f"{table.lines[0].group.one.unit}/s"]
+    head += ["min to max", "speed-up", f"{RANGE:.0%} range", "efficiency"]
+    rows = []
+    for line in table.lines:
+        run, group = line.group.one, line.group
+        devices = [str(run.devices)] if with_devices else []
+        name = f"{group.label}, left out" if line.reason else group.label
+        cells = [name, str(run.nodes), str(run.ranks), *devices, str(len(group.runs))]
+        cells += [_seconds(group.median(lambda run: run.runtime_s)), number(group.windows_per_s, ".2f")]
+        cells += [
+            _range(*group.spread(), ".2f"),
+            number(line.speedup, ".2f"),
+            _range(line.speedup_min, line.speedup_max, ".2f"),
+        ]
+        rows.append([*cells, number(line.efficiency, ".2f")])
+    return Grid(head, rows)
+
+
+def costs(table: Table) -> Grid:
+    """The table of process times, memory, losses and scores."""
+    head = ["strategy", "ranks", "real, s", "user, s", "system, s", "memory, GiB", "exposed comm."]
+    scores = list(dict.fromkeys(name for line in table.lines for name in line.group.one.scores))
+    head += ["last loss", "compared with", *(SHORT.get(name, name) for name in scores)]
+    rows = []
+    for line in table.lines:
+        group = line.group
+        memory = group.median(lambda run: run.memory_bytes)
+        share = group.median(lambda run: run.exposed_share)
+        cells = [group.label, str(group.one.ranks)]
+        times = (lambda run: run.real_s, lambda run: run.user_s, lambda run: run.system_s)
+        cells += [_seconds(group.median(time)) for time in times]
+        cells += [number(None if memory is None else memory / GIB, ".2f"), number(share, ".1%")]
+        cells += [number(group.median(lambda run: run.last_loss), ".4f"), line.checked or DASH]
+        cells += [_score(group, name) for name in scores]
+        rows.append(cells)
+    return Grid(head, rows)
+
+
+def _score(group: Group, name: str) -> str:
+    """Percent with two digits, fractions with four."""
+    value = group.median(lambda run: run.scores.get(name))
+    return number(value, ".4f" if value is not None and abs(value) <= 1 else ".2f")
+
+
+def summary(tables: Sequence[Table]) -> list[str]:
+    """A line per table: the strategies on the largest number of devices, fastest first."""
+    sentences = []
+    for table in tables:
+        rows = [line for line in table.lines if line.speedup is not None and line.group is not table.baseline]
+        maximum = max((line.group.one.devices for line in rows), default=0)
+        best = sorted(
+            (line for line in rows if line.group.one.devices == maximum), key=lambda line: -(line.speedup or 0)
+        )
+        parts = [f"{line.group.label} {line.speedup:.2f}" for line in best]
+        if parts:
+            over = f"times the {table.baseline.one.unit}/s of {table.baseline.name}"
+            sentences.append(f"{table.title}: on {maximum} device{'s' * (maximum > 1)} {', '.join(parts)} {over}.")
+    return sentences
+
+
+def reasons(tables: Iterable[Table], left_out: Sequence[LeftOut]) -> list[str]:
+    """A line per run or row without a speed-up, with the reason."""
+    where: dict[tuple[str, str, str], list[str]] = {}
+    for table in tables:
+        for line in table.lines:
+            if line.reason:
+                where.setdefault((line.group.name, _names(line), line.reason), []).append(_in(table))
+    rows = [f"{name} ({'; '.join(places)}; {names}): {reason}." for (name, names, reason), places in where.items()]
+    return rows + [f"{left.name}: {left.reason}." for left in left_out]
+
+
+def _in(table: Table) -> str:
+    return table.title[0].lower() + table.title[1:]
+
+
+def _names(line: Line) -> str:
+    names = [run.name for run in line.group.runs]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def caveats(tables: Iterable[Table], runs: Sequence[Run]) -> list[str]:
+    """What makes the figures less reliable."""
+    found = []
+    for table in tables:
+        for line in table.lines:
+            if line.efficiency is not None and line.efficiency > 1.05:
+                found.append(
+                    f"{line.group.name} ({_in(table)}) has an efficiency of {line.efficiency:.2f}, above the ideal of"
+                    " 1. Check whether other programs used the baseline's device."
+                )
+        unchecked = [line.group.name for line in table.lines if line.speedup is not None and line.checked == UNCHECKED]
+        if unchecked:
+            found.append(f"{_in(table)}: the losses of {', '.join(unchecked)} were compared with no other strategy's.")
+        apart = [line.group.name for line in table.lines if line.speedup is not None and _spread(line) > SPREAD]
+        if apart:
+            found.append(
+                f"{_in(table)}: the repeats of {', '.join(apart)} are more than {SPREAD:.0%} apart. Differences of that"
+                " size are noise. Check what else ran on the machine."
+            )
+        if min((len(line.group.runs) for line in table.lines if not line.reason), default=3) < 3:
+            found.append(f"{table.title}: some rows have fewer than 3 runs, too few to judge the spread.")
+    for package in sorted({name for run in runs for name in run.versions}):
+        versions = {run.versions.get(package, "missing") for run in runs if package in run.versions}
+        if len(versions) > 1:
+            found.append(f"The runs used several versions of {package}: {', '.join(sorted(versions))}.")
+    return found
+
+
+def _spread(line: Line) -> float:
+    minimum, maximum = line.group.spread()
+    return (maximum - minimum) / line.group.windows_per_s
+
+
+def definitions(tolerance: Tolerance) -> list[str]:
+    """Definitions of the figures."""
+    return [
+        "A row contains the runs of one strategy on one number of nodes, ranks and devices that did the same work."
+        " Figures are medians over its n runs.",
+        "windows/s, or what else a step takes: all ranks together, over the logged lines after the first, which is"
+        " warm-up.",
+        "Speed-up: windows/s over the median of the table's baseline. Efficiency: speed-up over (devices over the"
+        " baseline's devices).",
+        f"{RANGE:.0%} range: of the speed-up, with the variance of both sides, by a bootstrap. The repeats of the row"
+        f" and those of the baseline are drawn again, with replacement, {RESAMPLES:,} times. The baseline's own row"
+        " shows how far two sets of its repeats may be apart. A dash: a side has only one run.",
+        "time: the whole training with warm-up and checkpoints, without start-up and evaluation. real, user, system:"
+        " the whole process of a rank with start-up, median over ranks. memory: the maximum over ranks.",
+        "exposed comm.: share of the step that a rank waits for gradients after its backward pass; a dash if it cannot"
+        " be separated from computation.",
+        "Strong scaling: the same global batch, steps and windows on more devices. Weak scaling: the same batch per"
+        " device, so the global batch grows; the same number of steps or of windows.",
+        "Losses must agree. Without dropout and with the same seed, the logged losses of the first"
+        f" {EARLY_STEPS} steps must agree to {tolerance.first:g} (relative). In any case, the means of the last quarter"
+        f" of the logged losses must agree to {tolerance.last:.0%} or {NATS} nats. On weak scaling the batch grows, so"
+        " losses are compared with another strategy on as many devices. A dash: there is no such strategy.",
+    ]
+
+
+def projection_grid(projection: Projection) -> Grid:
+    """The table of projected speed-ups and efficiencies per number of devices."""
+    wire, series = {False: "fp32", True: "fp16"}, projection.series
+    head = ["devices", *(f"{name}, {wire[fp16]}" for name, fp16 in series)]
+    counts = [point.devices for point in max(series.values(), key=len)]
+    rows = [
+        [str(count), *(f"{points[place].speedup:.2f} ({points[place].efficiency:.0%})" for points in series.values())]
+        for place, count in enumerate(counts)
+    ]
+    return Grid(head, rows, words=0)
+
+
+def projection_assumptions(projection: Projection, step: Step, table: Table | None, notes: Sequence[str]) -> list[str]:
+    """The assumptions of a projection from `step` on one device. `table`: the measured points, if any."""
+    mb = step.gradient_bytes / 1e6
+    devices = projection.baseline.one.devices
+    lines = [
+        f"One device with {'all' if projection.kind == STRONG else 'its'} "
+        f"{counted(projection.size, projection.baseline.one.unit)}: {step.compute_s:.4g} s forward and backward,"
+        f" {step.rest_s:.4g} s for any batch (measured: {projection.baseline.name})."
+        f" The {'global batch' if projection.kind == STRONG else 'batch per device'} is fixed.",
+        f"{mb:.1f} MB of gradients in fp32, of which {step.late_bytes / 1e6:.1f} MB (embeddings) are ready only at the"
+        f" end. The backward pass takes {step.backward_share:.0%} of the time and can hide the others.",
+    ]
+    if devices > 1 and projection.kind == STRONG:
+        lines.append(f"The computation takes {devices} times as long as on the baseline's {devices} devices.")
+    if projection.baseline.one.strategy == "dp":
+        lines.append("The computation includes the copies between the GPUs of dp, which its phases do not separate.")
+    if devices > 1 and table is not None:
+        lines.append(f"Measured points are not drawn: their speed-ups are over {devices} devices, not over one.")
+    return [*lines, *notes]
+
+
+def projection_rows(projections: Iterable[Projection]) -> list[dict[str, Any]]:
+    """CSV rows, one per projection, number of devices, network and precision on the wire."""
+    return [
+        {
+            "scaling": projection.kind,
+            "size": f"{projection.size:g}",
+            "baseline": projection.baseline.name,
+            "network": name,
+            "wire": "fp16" if fp16 else "fp32",
+            "devices": point.devices,
+            "step_s": point.step_s,
+            "exposed_comm_s": point.exposed_s,
+            "speedup": point.speedup,
+            "efficiency": point.efficiency,
+        }
+        for projection in projections
+        for (name, fp16), points in projection.series.items()
+        for point in points
+    ]
+
+
+def table_rows(tables: Iterable[Table]) -> list[dict[str, Any]]:
+    """CSV rows, one per table and group."""
+    return [
+        {
+            "scaling": table.kind if table.scales else "side by side",
+            "size": f"{table.size:g}",
+            "baseline": table.baseline.name,
+            "strategy": line.group.label,
+            "nodes": line.group.one.nodes,
+            "ranks": line.group.one.ranks,
+            "devices": line.group.one.devices,
+            "global_batch": line.group.one.global_batch,
+            "steps": line.group.one.steps,
+            "runs": len(line.group.runs),
+            "train_runtime_s": line.group.median(lambda run: run.runtime_s),
+            "windows_per_s": line.group.windows_per_s,
+            "windows_per_s_least": line.group.spread()[0],
+            "windows_per_s_most": line.group.spread()[1],
+            "speedup": line.speedup,
+            "speedup_least": line.speedup_min,
+            "speedup_most": line.speedup_max,
+            "efficiency": line.efficiency,
+            "reason": line.reason,
+        }
+        for table in tables
+        for line in table.lines
+    ]
+
+
+def run_rows(runs: Iterable[Run], left_out: Iterable[LeftOut]) -> list[dict[str, Any]]:
+    """CSV rows, one per run."""
+    keys = ("strategy", "nodes", "ranks", "devices", "global_batch", "steps", "windows", "seed", "device_name")
+    figures = ("windows_per_s", "step_s", "exposed_share", "real_s", "user_s", "system_s", "memory_bytes", "last_loss")
+    used = [
+        {"run": run.name}
+        | {key: getattr(run, key) for key in keys}
+        | {"train_runtime_s": run.runtime_s}
+        | {key: getattr(run, key) for key in figures}
+        | {"left_out": ""}
+        | dict(run.scores)  # last, since tasks have different ones
+        for run in runs
+    ]
+    return used + [{"run": left.name, "left_out": left.reason} for left in left_out]

@@ -1,0 +1,211 @@
+"""The report's plots, measured and projected."""
+
+from __future__ import annotations
+
+import io
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hvd_bert.rendering.style import COLOURS, STYLE
+from hvd_bert.tools.report.comparability import WEAK
+from hvd_bert.tools.report.comparison import Line, Table
+from hvd_bert.tools.report.projection import Projection
+from hvd_bert.tools.runs.run import Run
+
+MARKERS = ("s", "o", "^", "D", "v", "P", "X")
+DASHES = ("-", "--", ":", "-.")
+GREYS = ("0.1", "0.55", "0.75")  # for the networks of a projection; strategies have colours
+LINEAR_UP_TO = 8  # times the fewest devices; beyond that the axis is logarithmic
+MAX_POINTS = 60  # of a loss curve; more are averaged
+GIB = 2**30
+
+
+def _labels(table: Table) -> list[str]:
+    return list(dict.fromkeys(line.group.label for line in table.lines))
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def scaling(table: Table) -> bytes:
+    """Speed-up, efficiency, throughput and memory of a table against the number of devices."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(10, 7.6), layout="constrained")
+        axes = figure.subplots(2, 2)
+        base = table.baseline.one.devices
+        counts = sorted({line.group.one.devices for line in table.lines})
+        _ideal(axes[0, 0], counts, 1 / base)
+        _panel(axes[0, 0], table, "Speed-up", lambda line: _spread(line.speedup, line.speedup_min, line.speedup_max))
+        _ideal(axes[0, 1], counts, 0)
+        _panel(axes[0, 1], table, "Efficiency", lambda line: _spread(line.efficiency, *_efficiencies(line)))
+        _panel(axes[1, 0], table, f"Throughput, {table.lines[0].group.one.unit}/s", _throughput)
+        _panel(axes[1, 1], table, "Memory per rank, GiB", _memory)
+        handles, names = axes[1, 0].get_legend_handles_labels()
+        ideal, ideal_name = axes[0, 0].get_legend_handles_labels()
+        handles, names = [*handles, ideal[0]], [*names, ideal_name[0]]
+        figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 7), title=table.title)
+        return _png(figure)
+
+
+def _efficiencies(line: Line) -> tuple[float | None, float | None]:
+    if line.speedup is None or line.efficiency is None or line.speedup_min is None or line.speedup_max is None:
+        return None, None
+    over = line.efficiency / line.speedup
+    return line.speedup_min * over, line.speedup_max * over
+
+
+def _spread(value: float | None, minimum: float | None, maximum: float | None) -> tuple[float, float, float] | None:
+    """A point with its bar; without a range the point alone."""
+    if value is None:
+        return None
+    return (value, value, value) if minimum is None or maximum is None else (value, minimum, maximum)
+
+
+def _throughput(line: Line) -> tuple[float, float, float] | None:
+    return None if line.reason else (line.group.windows_per_s, *line.group.spread())
+
+
+def _memory(line: Line) -> tuple[float, float, float] | None:
+    if line.reason:
+        return None
+    values = [run.memory_bytes / GIB for run in line.group.runs if run.memory_bytes is not None]
+    return (statistics.median(values), min(values), max(values)) if values else None
+
+
+def _ideal(axes: Axes, counts: Sequence[int], slope: float) -> None:
+    """Draw the ideal: a speed-up of `slope` per device; for 0, an efficiency of 1."""
+    xs = [counts[0] + (counts[-1] - counts[0]) * part / 200 for part in range(201)]
+    values = [slope * x or 1.0 for x in xs]
+    axes.plot(xs, values, color="0.55", linewidth=1.0, linestyle=(0, (1, 2)), label="ideal", zorder=1)
+
+
+def _panel(
+    axes: Axes, table: Table, title: str, figure_of: Callable[[Line], tuple[float, float, float] | None]
+) -> None:
+    """One line per strategy, shifted a little so that none hides another, with bars from minimum to maximum."""
+    labels = _labels(table)
+    counts = sorted({line.group.one.devices for line in table.lines})
+    linear = counts[-1] <= LINEAR_UP_TO * counts[0]
+    for number, label in enumerate(labels):
+        shift = (number - (len(labels) - 1) / 2) * (0.018 * (counts[-1] - counts[0]) if linear else 0.05)
+        lines = [line for line in table.lines if line.group.label == label]
+        found = [(line.group.one.devices, figures) for line in lines if (figures := figure_of(line))]
+        points = [(devices + shift if linear else devices * 2**shift, *values) for devices, values in found]
+        if not points:
+            continue
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 6, "linewidth": 1.6, "capsize": 3}
+        xs, values, minimum, maximum = zip(*points, strict=True)
+        below = [value - low for value, low in zip(values, minimum, strict=True)]
+        above = [high - value for value, high in zip(values, maximum, strict=True)]
+        axes.errorbar(xs, values, yerr=[below, above], label=label, zorder=2, **style)
+    axes.set_title(title, loc="left")
+    axes.set_xlabel("ranks" if all(line.group.one.devices == line.group.one.ranks for line in table.lines) else "GPUs")
+    _devices_axis(axes, counts, linear)
+    axes.set_ylim(bottom=0)
+
+
+def _devices_axis(axes: Axes, counts: Sequence[int], linear: bool) -> None:
+    margin = 0.08 * (counts[-1] - counts[0])
+    if not linear:
+        axes.set_xscale("log", base=2)
+    axes.set_xlim(*((counts[0] - margin, counts[-1] + margin) if linear else (counts[0] / 1.3, counts[-1] * 1.3)))
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.minorticks_off()
+
+
+def losses(table: Table) -> bytes:
+    """The loss curves of all groups in one plot: colours for strategies, dashes for the number of devices."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(10, 4.4), layout="constrained")
+        axes = figure.subplots()
+        labels, counts = _labels(table), sorted({line.group.one.devices for line in table.lines})
+        for line in table.lines:
+            run = line.group.one
+            steps, values = _curve(line.group.runs)
+            axes.plot(
+                steps,
+                values,
+                color=COLOURS[labels.index(line.group.label) % len(COLOURS)],
+                linestyle=DASHES[counts.index(run.devices) % len(DASHES)],
+                linewidth=1.6,
+                alpha=0.85,
+                label=f"{line.group.label}, {run.devices}{' (left out)' if line.reason else ''}",
+            )
+        axes.set_title(f"Training loss (equal curves hide each other). {table.title}", loc="left")
+        axes.set_xlabel("optimizer step" if table.kind != WEAK else "optimizer step (more windows on more devices)")
+        axes.set_ylim(bottom=0)
+        axes.legend(title="strategy, devices", loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
+        return _png(figure)
+
+
+def _curve(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
+    """Median loss of the repeats at each step that all logged, averaged to at most MAX_POINTS points."""
+    by_step = [{row.step: row.loss for row in run.rows} for run in runs]
+    steps = sorted(set.intersection(*(set(rows) for rows in by_step)))
+    points = [(float(step), statistics.median(rows[step] for rows in by_step)) for step in steps]
+    size = -(-len(points) // MAX_POINTS)
+    bins = [points[start : start + size] for start in range(0, len(points), size)] if size else []
+    return [statistics.fmean(step for step, _ in members) for members in bins], [
+        statistics.fmean(loss for _, loss in members) for members in bins
+    ]
+
+
+def projected(projection: Projection, table: Table | None) -> bytes:
+    """Speed-up and efficiency of a projection, with the measured points of `table` (None: without)."""
+    series = projection.series
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(10, 4.8), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        counts = [point.devices for point in max(series.values(), key=len)]
+        names = list(dict.fromkeys(name for name, _ in series))
+        _ideal(left, counts, 1)
+        _ideal(right, counts, 0)
+        for (name, fp16), points in series.items():
+            style: dict[str, Any] = {"color": GREYS[names.index(name) % len(GREYS)], "linewidth": 1.8}
+            style |= {"linestyle": "--" if fp16 else "-", "label": f"{name}, {'fp16' if fp16 else 'fp32'} on the wire"}
+            xs = [point.devices for point in points]
+            left.plot(xs, [point.speedup for point in points], **style)
+            right.plot(xs, [point.efficiency for point in points], **style)
+        if table is not None:
+            _measured(left, table, lambda line: line.speedup)
+            _measured(right, table, lambda line: line.efficiency)
+        left.set_title("Speed-up", loc="left")
+        right.set_title("Efficiency", loc="left")
+        left.set_yscale("log", base=2)
+        left.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        right.set_ylim(0, max(1.05, right.get_ylim()[1]))  # room for a line that stays near 1
+        for axes in (left, right):
+            _devices_axis(axes, counts, linear=False)
+            axes.set_xlabel("devices")
+        handles, labels = left.get_legend_handles_labels()
+        title = f"Projected. {projection.title}\n({projection.ends})"
+        figure.legend(handles, labels, loc="outside upper center", ncols=2, title=title)
+        return _png(figure)
+
+
+def _measured(axes: Axes, table: Table, figure_of: Callable[[Line], float | None]) -> None:
+    scale = 1 if table.baseline.one.devices == 1 else None  # the projection's speed-ups are over one device
+    labels = _labels(table)
+    for number, label in enumerate(labels):
+        lines = [line for line in table.lines if line.group.label == label]
+        points = [(line.group.one.devices, value) for line in lines if (value := figure_of(line)) is not None]
+        if points and scale:
+            axes.plot(
+                *zip(*points, strict=True),
+                linestyle="none",
+                marker=MARKERS[number % len(MARKERS)],
+                markersize=7,
+                color=COLOURS[number % len(COLOURS)],
+                markerfacecolor="none",
+                markeredgewidth=1.5,
+                label=f"{label}, measured",
+            )

@@ -1,0 +1,245 @@
+"""The page of one run: what it reached, how it trained, where, and with which settings."""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from hvd_bert.distributed.logs import describe_ranks
+from hvd_bert.rendering.page import DASH, Block, Code, Details, Figures, Grid, Listing, Page, Quote, Status, Text
+from hvd_bert.tools.report import content, curves, health, settings
+from hvd_bert.tools.runs.reading import PHASES
+from hvd_bert.tools.runs.record import Record, number_of
+
+GIB = 2**30
+NO_REASON = (
+    "No reason is recorded: the job may have been killed. Its log has more. To resume, rerun the same command with the"
+    " same --output_dir."
+)
+
+
+def page_of(record: Record) -> Page:
+    """The page of a run."""
+    page = Page(f"Run {record.name}", [status(record), Figures(figures(record))])
+    sections: list[tuple[str, Sequence[Block]]] = [
+        ("Training", curves.of_run(record)),
+        ("Skipped steps and jumps of the loss", health.of_run(record)),
+        ("Step time", _step_time(record)),
+        ("GPU usage", curves.gpu_usage(record)),
+        ("Sample answers", list(_samples(record))),
+        ("Hosts and ranks", _ranks(record)),
+        ("Checkpoints", _checkpoints(record)),
+        ("Warnings", _warnings(record)),
+        ("Settings", _settings(record)),
+        ("Versions and hardware", _versions(record)),
+        ("Reproduce", _reproduce(record)),
+    ]
+    for title, blocks in sections:
+        if blocks:
+            page.add(Text(title, 2), *blocks)
+    return page
+
+
+def status(record: Record) -> Status:
+    """Whether the run is finished, still running, or ended early and why."""
+    total = record.number("train_steps")
+    reached = f"step {record.step:,}" + (f" of {total:,.0f} ({record.step / total:.0%})" if total else "")
+    if record.state == "running":
+        eta = record.remaining_s
+        left = f", about {duration(eta)} left without evaluations" if eta is not None else ""
+        now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+        return Status("Still running.", f"At {now}: {reached}{left}. All figures are those so far.", "busy")
+    if record.state == "ended":
+        return Status(f"Not finished, last logged {reached}.", record.ended or NO_REASON, "bad")
+    if not record.trained:
+        return Status("Finished.", "Evaluated only.", "good")
+    return Status("Finished.", f"{reached[0].upper()}{reached[1:]}." if record.step else "", "good")
+
+
+def duration(seconds: float) -> str:
+    """Seconds as [hours:]minutes:seconds."""
+    return str(tqdm.format_interval(seconds))
+
+
+def figures(record: Record) -> list[tuple[str, str]]:
+    """The run's main figures."""
+    found = [(curves.score_name(name), _score(record.score(name))) for name in record.score_names]
+    losses, speeds = record.steps["loss"], record.steps["windows_per_s"][1:]
+    if len(losses):
+        found.append(("training loss, last", _score(losses[-1])))
+    if "eval_loss" in record.scores:
+        found.append(("validation loss", _score(record.scores["eval_loss"])))
+    if np.isfinite(speeds).any():
+        found.append((f"{record.unit}/s, median", f"{np.nanmedian(speeds):.4g}"))
+    for key, name in (("mfu", "MFU, median"), ("padding_share", "padding, median")):
+        if key in record.steps and np.nanmedian(record.steps[key]) > 0:
+            found.append((name, f"{np.nanmedian(record.steps[key]):.1%}"))
+    seconds = record.number("train_runtime")
+    if seconds is not None:
+        found.append(("training time", duration(seconds)))
+    names = {"world_size": "ranks", "strategy": "strategy", "global_batch": "global batch"}
+    found += [(name, settings.shown(record.facts[key])) for key, name in names.items() if key in record.facts]
+    return found
+
+
+def _score(value: Any) -> str:
+    return content.number(number_of(value), ".4g")
+
+
+def _step_time(record: Record) -> list[Block]:
+    """Time per phase, over all lines but the first, which is warm-up."""
+    steps = record.steps
+    if len(steps) < 2 or "step_s" not in steps:
+        return []
+    weights = np.diff(steps["step"])
+    suffixes = ("", "_min", "_max") if "compute_min_s" in steps else ("",)  # of several ranks
+    rows, whole = [], _mean(steps["step_s"][1:], weights)
+    for phase in (*PHASES, "step"):
+        seconds = steps[f"{phase}_s"][1:]
+        if not np.isfinite(seconds).any():
+            continue
+        cells = [f"{1000 * _mean(steps[f'{phase}{suffix}_s'][1:], weights):.4g}" for suffix in suffixes]
+        share = f"{_mean(seconds, weights) / whole:.1%}" if whole > 0 else DASH
+        rows.append([curves.phase_name(phase), *(DASH if cell == "nan" else cell for cell in cells), share])
+    head = ["phase", *["ms per step", "minimum over ranks", "maximum over ranks"][: len(suffixes)], "share"]
+    chart = curves.step_time(record)
+    note = "Means over the logged steps after the first log line, which is warm-up."
+    return [Grid(head, rows), Text(note), *([chart] if chart else [])]
+
+
+def _mean(values: Any, weights: Any) -> float:
+    known = np.isfinite(values)
+    return float(np.average(values[known], weights=weights[known])) if known.any() else float("nan")
+
+
+def _samples(record: Record) -> Iterator[Block]:
+    for right, title in ((True, "Right"), (False, "Wrong")):
+        samples = [sample for sample in record.samples if (sample.get("exact_match") == 100) is right]
+        if samples:
+            yield Text(f"{title} ({len(samples)})", 3)
+            yield from map(_sample, samples)
+
+
+def _sample(sample: Mapping[str, Any]) -> Details:
+    answers = sample.get("answers")
+    golds = list(map(str, answers)) if isinstance(answers, list) else []
+    prediction = str(sample.get("prediction", ""))
+    rows = [
+        ["predicted", prediction or "no answer"],
+        ["gold", "; ".join(golds) or "no answer"],
+        ["probability", _score(sample.get("probability"))],
+        ["F1", _score(sample.get("f1"))],
+        ["id", str(sample.get("id"))],
+    ]
+    start = sample.get("answer_start")  # older runs lack it
+    place = max(0, start) if isinstance(start, int) else 0
+    quote = Quote(str(sample.get("context", "")), golds[0] if golds else "", place)
+    return Details(
+        f"{sample.get('question')} - {prediction or 'no answer'}", [quote, Grid(["field", "value"], rows, 2)]
+    )
+
+
+def _ranks(record: Record) -> list[Block]:
+    """Hosts with their ranks; per rank also times and memory."""
+    ranks = record.entries("ranks")
+    if not ranks:
+        return []
+    by_host: dict[str, list[Mapping[str, Any]]] = {}
+    for rank in ranks:
+        by_host.setdefault(str(rank.get("host", DASH)), []).append(rank)
+    hosts = [
+        [host, _joined(rank.get("rank") for rank in on_host), _joined(rank.get("device") for rank in on_host)]
+        for host, on_host in by_host.items()
+    ]
+    processes = {str(process.get("rank")): process for process in record.entries("processes")}
+    rows = []
+    for rank in ranks:
+        process = processes.get(str(rank.get("rank")), {})
+        memory = number_of(process.get("memory_peak_bytes"))
+        times = [_score(process.get(key)) for key in ("real_s", "user_s", "system_s")]
+        cells = [settings.shown(rank.get(key)) for key in ("rank", "host", "local_rank", "device")]
+        rows.append([*cells, *times, content.number(memory and memory / GIB, ".2f")])
+    head = ["rank", "host", "local rank", "device", "real, s", "user, s", "system, s", "memory, GiB"]
+    return [
+        Grid(["host", "ranks", "devices"], hosts, words=3),
+        Details("Time and memory of each rank", [Grid(head, rows, words=4)]),
+    ]
+
+
+def _joined(values: Any) -> str:
+    return ", ".join(dict.fromkeys(map(settings.shown, values)))
+
+
+def _checkpoints(record: Record) -> list[Block]:
+    rows = []
+    for checkpoint in record.checkpoints:
+        size = DASH if checkpoint.size_bytes is None else f"{checkpoint.size_bytes / 2**20:,.1f}"
+        rows.append([checkpoint.name, str(checkpoint.step), size])
+    blocks: list[Block] = [Grid(["checkpoint", "step", "MiB"], rows)] if rows else []
+    best = number_of(record.best.get("value"))
+    if best is not None:
+        blocks.append(Text(f"Best {record.best.get('metric')}: {best:.4g}, at step {record.best.get('step')}."))
+    return blocks
+
+
+def _warnings(record: Record) -> list[Block]:
+    shown = [f"{_by(event)}{event.get('message')}" for event in record.warnings]
+    counts = {text: shown.count(text) for text in dict.fromkeys(shown)}
+    items = [text + (f" ({count} times)" if count > 1 else "") for text, count in counts.items()]
+    return [Listing([*items, *record.problems])] if items or record.problems else []
+
+
+def _by(event: Mapping[str, Any]) -> str:
+    recorded = event.get("ranks")
+    ranks = [rank for rank in recorded if isinstance(rank, int)] if isinstance(recorded, list) else []
+    return f"{describe_ranks(ranks)}: " if ranks not in ([], [0]) else ""
+
+
+def _settings(record: Record) -> list[Block]:
+    if not record.settings:
+        return []
+    changed, rest = settings.changed(record.settings), settings.unchanged(record.settings)
+    return [changed, Details(f"{len(rest.rows)} settings at their defaults", [rest])]
+
+
+def _versions(record: Record) -> list[Block]:
+    facts = record.facts
+    keys = ("device_name", "threads_per_rank", "precision", "controller", "devices_per_rank")
+    rows = [[key.replace("_", " "), settings.shown(facts[key])] for key in keys if key in facts]
+    for kind in ("job", "versions"):
+        if isinstance(facts.get(kind), dict):
+            rows += [
+                [f"{'job ' * (kind == 'job')}{name}", settings.shown(value)] for name, value in facts[kind].items()
+            ]
+    return [Grid(["name", "value"], rows, words=2)] if rows else []
+
+
+def _reproduce(record: Record) -> list[Block]:
+    blocks: list[Block] = []
+    command, launcher = record.facts.get("command"), record.facts.get("launcher")
+    size = len(record.entries("ranks"))
+    if command:
+        by = f" by {launcher}" if launcher not in (None, "none") else ""
+        started = f"Each of the {size} ranks was started{by} as:" if size > 1 else "The run was started as:"
+        blocks += [Text(started), Code(str(command))]
+    if record.settings:
+        blocks.append(Text(f"{'Under the same launcher, this' if size > 1 else 'This'} has all settings of the run:"))
+        blocks.append(Code(_from_settings(record)))
+    return blocks
+
+
+def _from_settings(record: Record) -> str:
+    name = "train_config.yaml" if record.settings.get("do_train", True) else "eval_config.yaml"
+    file = shlex.quote(f"{record.name}/{name}")
+    return f"python -m hvd_bert.train --config {file} --output_dir NEW_FOLDER"
+
+
+def summary(record: Record) -> Sequence[str]:
+    """The run in a few lines, for the terminal."""
+    state = status(record)
+    return [f"{record.name}: {state.label} {state.text}", *(f"  {name}: {value}" for name, value in figures(record))]

@@ -1,0 +1,295 @@
+"""Everything that a run's folder says about it, also of a run that is still going, has failed or was only evaluated.
+
+`reading.py` is strict, since speeds are compared. This module is not: what is missing or damaged is listed in
+`Record.problems`, and the rest is shown.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_bert.storage import locks
+from hvd_bert.storage.locks import LOCK
+from hvd_bert.storage.reading import open_regular, parse_json, read_json
+from hvd_bert.tools.runs.reading import EVALUATED_ONLY, LARGEST, METRICS, RESULTS, SCORES, SETTINGS, settings_of
+
+EVENTS, SAMPLES, GPUS = "events.jsonl", "eval_samples.json", "gpu_usage.jsonl"
+NUMERIC = ("skipped_step", "loss_jump", "infinite_loss")  # events
+RECENT = 20  # lines from which the speed of a run that is still going is computed
+MAX_LINE = 2**20  # bytes; no line of a run is nearly as long
+MAX_PROBLEMS = 5  # lines of a file that are named
+MAX_STEP = 2**53  # floats hold all whole numbers up to it
+SILENT_S = 300.0  # where a lock cannot be seen: a run that has written nothing for longer is not running any more
+State = Literal["finished", "running", "ended"]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Lines of a JSON Lines file as one array per key, NaN where a line lacks the key."""
+
+    columns: Mapping[str, NDArray[np.float64]]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), ()))
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.columns and bool(np.isfinite(self.columns[key]).any())
+
+    def __getitem__(self, key: str) -> NDArray[np.float64]:
+        return self.columns.get(key, np.full(len(self), math.nan))
+
+    def of(self, key: str, value: float) -> Columns:
+        """The lines in which `key` has this value."""
+        kept = self[key] == value
+        return Columns({name: column[kept] for name, column in self.columns.items()})
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint's folder name, step and size; the size is None if its manifest cannot be read."""
+
+    name: str
+    step: int
+    size_bytes: float | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run.
+
+    Attributes:
+        trained: False if the run only evaluated.
+        steps, evaluations, gpus: Lines of metrics.jsonl and gpu_usage.jsonl.
+        facts: train_results.json; of an unfinished run what it recorded at its start.
+        ended: The recorded reason why a run that is not finished has ended; "" if there is none.
+        warnings: With the ranks that gave them.
+        numeric_events: Skipped steps, jumps of the loss and an infinite loss.
+        best: The best evaluation: `metric`, `value`, `step`. Of an unfinished run, by the newest checkpoint.
+        problems: Files, or lines of files, that could not be read.
+    """
+
+    name: str
+    state: State
+    trained: bool
+    steps: Columns
+    evaluations: Columns
+    gpus: Columns
+    facts: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    scores: Mapping[str, Any]
+    samples: list[Mapping[str, Any]]
+    checkpoints: list[Checkpoint]
+    best: Mapping[str, Any]
+    ended: str = ""
+    warnings: list[Mapping[str, Any]] = field(default_factory=list)
+    numeric_events: list[Mapping[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def step(self) -> int:
+        """The last recorded step."""
+        steps = self.steps["step"]
+        return int(steps[-1]) if len(steps) else 0
+
+    def number(self, key: str) -> float | None:
+        """A number of `facts`."""
+        return number_of(self.facts.get(key))
+
+    def entries(self, key: str) -> list[Mapping[str, Any]]:
+        """A list of objects of `facts`; empty if it is missing."""
+        value = self.facts.get(key)
+        return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+
+    @property
+    def unit(self) -> str:
+        """What a step takes, such as windows."""
+        return str(self.facts.get("unit", "windows"))
+
+    @property
+    def score_names(self) -> list[str]:
+        """The names of the task's scores, as in eval_results.json."""
+        recorded = self.facts.get("scores")
+        names = map(str, recorded) if isinstance(recorded, list) else ("exact_match", "f1")
+        return [name for name in names if name in self.scores or f"eval_{name}" in self.evaluations]
+
+    def score(self, name: str) -> float | None:
+        """The last value of a score."""
+        value = number_of(self.scores.get(name))
+        if value is not None:
+            return value
+        found = self.evaluations[f"eval_{name}"]
+        found = found[np.isfinite(found)]
+        return float(found[-1]) if len(found) else None
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds that the remaining steps take at the recent speed, without evaluations; None: unknown."""
+        total, recent = self.number("train_steps"), self.steps["step_s"][1:][-RECENT:]
+        if total is None or not len(recent):
+            return None
+        return number_of(max(0.0, total - self.step) * float(statistics.median(recent)))
+
+
+def number_of(value: Any) -> float | None:
+    """A finite number of moderate size; None if `value` is none, as it may be in a damaged file."""
+    finite = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
+    return float(value) if finite else None
+
+
+def read(folder: Path) -> Record:
+    """Read the run in a folder. It may be written at the same time."""
+    problems: list[str] = []
+    events = [line for line in _lines(folder / EVENTS, problems) if isinstance(line, dict)]
+    starts = [number for number, event in enumerate(events) if event.get("event") == "start"]
+    # A later evaluation in the folder of a training is not how the run was started.
+    start = next((events[number] for number in reversed(starts) if "train_steps" in events[number]), None)
+    since = events[starts[-1] :] if starts else []
+    ends = [str(event.get("message")).removeprefix("hvd_bert: ") for event in since if event.get("event") == "end"]
+    results = _object(folder / RESULTS, problems)
+    rows, evaluations = _metrics(folder / METRICS, problems)
+    trained = (folder / SETTINGS).exists() or len(rows) > 0
+    finished = bool(results) if trained else (folder / SCORES).exists()
+    samples = _load(folder / SAMPLES, problems)
+    checkpoints = _checkpoints(folder, problems)
+    state = _load(folder / checkpoints[-1].name / "state.json", problems) if checkpoints else {}
+    facts = (start or (since[0] if since else {})) | results
+    best = facts.get("best") or (state.get("best") if isinstance(state, dict) else None)
+    if isinstance(facts.get("ranks"), list):
+        facts.setdefault("world_size", len(facts["ranks"]))
+    return Record(
+        name=str(folder),
+        trained=trained,
+        state="finished" if finished else "ended" if ends or not _is_running(folder) else "running",
+        steps=rows,
+        evaluations=evaluations,
+        gpus=_columns([line for line in _lines(folder / GPUS, problems) if isinstance(line, dict)]),
+        facts=facts,
+        settings=settings_of(folder / (SETTINGS if (folder / SETTINGS).exists() else EVALUATED_ONLY)),
+        scores=_object(folder / SCORES, problems),
+        samples=[sample for sample in samples if isinstance(sample, dict)] if isinstance(samples, list) else [],
+        checkpoints=checkpoints,
+        best=best if isinstance(best, dict) else {},
+        ended="" if finished else "\n".join(dict.fromkeys(ends)),
+        warnings=[event for event in events if event.get("event") == "warning"],
+        numeric_events=[event for event in events if event.get("event") in NUMERIC],
+        problems=problems,
+    )
+
+
+def _is_running(folder: Path) -> bool:
+    try:
+        if locks.is_held(folder / LOCK):
+            return True
+        if not locks.names_another_host(folder / LOCK):
+            return False
+    except FileNotFoundError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    written = [folder / METRICS, folder / EVENTS, *folder.glob("checkpoint-*")]
+    return any(path.exists() and time.time() - path.stat().st_mtime < SILENT_S for path in written)
+
+
+def _load(path: Path, problems: list[str]) -> Any:
+    """A JSON file's content; an empty object if it is missing or damaged."""
+    try:
+        return read_json(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        problems.append(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}")
+        return {}
+
+
+def _object(path: Path, problems: list[str]) -> dict[str, Any]:
+    content = _load(path, problems)
+    return content if isinstance(content, dict) else {}
+
+
+def _lines(path: Path, problems: list[str]) -> Iterator[Any]:
+    """The values of a JSON Lines file. A last line without its end is being written."""
+    damaged: list[int] = []
+    try:
+        with open_regular(path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), start=1):
+                try:
+                    if len(line) == MAX_LINE:
+                        raise ValueError
+                    yield parse_json(line.decode("utf-8", "replace"))
+                except ValueError:
+                    if line.endswith(b"\n") or len(line) == MAX_LINE:
+                        damaged.append(number)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror or error}")
+    problems += [f"{path.name}, line {number}, is damaged" for number in damaged[:MAX_PROBLEMS]]
+    if len(damaged) > MAX_PROBLEMS:
+        problems.append(f"{path.name}: {len(damaged) - MAX_PROBLEMS:,} more lines are damaged")
+
+
+def _metrics(path: Path, problems: list[str]) -> tuple[Columns, Columns]:
+    """The lines of the steps, in increasing order, and those of the evaluations."""
+    kinds: tuple[dict[str, array[float]], dict[str, array[float]]] = ({}, {})
+    counts, last, left_out = [0, 0], -1, 0
+    for line in _lines(path, problems):
+        if not isinstance(line, dict) or type(line.get("step")) is not int:
+            continue
+        kind, step = any(key.startswith("eval_") for key in line), line["step"]
+        if not (0 if kind else last + 1) <= step < MAX_STEP:
+            left_out += 1
+            continue
+        last = last if kind else step
+        _append(kinds[kind], line, counts[kind])
+        counts[kind] += 1
+    if left_out:
+        problems.append(f"{path.name}: lines without a step that increases are left out ({left_out})")
+    steps, evaluations = (_filled(columns, count) for columns, count in zip(kinds, counts, strict=True))
+    return steps, evaluations
+
+
+def _columns(lines: list[dict[str, Any]]) -> Columns:
+    columns: dict[str, array[float]] = {}
+    for number, line in enumerate(lines):
+        _append(columns, line, number)
+    return _filled(columns, len(lines))
+
+
+def _append(columns: dict[str, array[float]], line: Mapping[str, Any], number: int) -> None:
+    """Add line `number` to the columns, compactly: a sweep has millions of values."""
+    for key, value in line.items():
+        if isinstance(value, (int, float)) and abs(value) < LARGEST:
+            column = columns.setdefault(key, array("d"))
+            column.extend([math.nan] * (number - len(column)))
+            column.append(value)
+
+
+def _filled(columns: Mapping[str, array[float]], count: int) -> Columns:
+    for column in columns.values():
+        column.extend([math.nan] * (count - len(column)))
+    return Columns({key: np.array(column) for key, column in columns.items()})
+
+
+def _checkpoints(folder: Path, problems: list[str]) -> list[Checkpoint]:
+    """The checkpoints by step; without those that were set aside."""
+    found = []
+    for path in folder.glob("checkpoint-*"):
+        step = path.name.removeprefix("checkpoint-")
+        if step.isdecimal():
+            files: Any = _object(path / "manifest.json", problems).get("files")
+            try:
+                size = number_of(sum(file["bytes"] for file in files.values()))
+            except (AttributeError, KeyError, TypeError):  # not a manifest
+                size = None
+            found.append(Checkpoint(path.name, int(step), size))
+    return sorted(found, key=lambda checkpoint: checkpoint.step)

@@ -1,0 +1,1 @@
+"""Analysis of Horovod timelines: phases, messages, steps, stragglers (`hvd-bert timeline FILE`)."""

@@ -1,0 +1,111 @@
+"""Analyze a Horovod timeline: phases, messages, bandwidth, exposed communication, stragglers, advice.
+
+    HOROVOD_TIMELINE=timeline.json horovodrun -np 2 python -m hvd_bert.train ...
+    hvd-bert timeline timeline.json --html timeline.html
+
+One process, without torch or a launcher. It also reads timelines of killed runs. Exit status: 0 done, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+from hvd_bert.config.parser import Parser
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+from hvd_bert.model.cpu import malloc
+from hvd_bert.rendering.page import GENERATOR, Picture
+from hvd_bert.rendering.text import visible
+from hvd_bert.storage.writing import write_named, writing_to
+from hvd_bert.storage.written import check_file
+from hvd_bert.streams import end_when_lost
+from hvd_bert.tools.timeline import advice, analysis, content
+from hvd_bert.tools.timeline.figures import Findings
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command. Returns the exit status."""
+    try:
+        flags = make_parser().parse_args(argv)
+        if flags.html:
+            with writing_to("--html", flags.html):
+                flags.html = check_file(flags.html, GENERATOR, f"<title>{content.TITLE}</title>")
+        findings = read(flags.file, flags.ranks, flags.hosts)
+        if flags.one_host:
+            each = analysis.ranks_of_a_host(findings)
+            analysis.subtract_inside(findings, read(flags.one_host, each))
+        if flags.html:
+            _write_page(findings, flags.html)
+    except UserError as error:
+        print(f"hvd_bert: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    if flags.json:
+        print(content.as_json(findings))
+    else:
+        print(content.terminal(findings))
+        if flags.html:
+            print(visible(f"\nHTML page: {flags.html}"))
+    return EXIT_OK
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command's flags."""
+    parser = Parser(prog="hvd-bert timeline")
+    parser.description = (
+        "Analyze a Horovod timeline: phases, bandwidth, exposed communication, stragglers, and what to change."
+    )
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="Timeline written by --timeline_file or HOROVOD_TIMELINE."
+    )
+    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of text. (default: False)")
+    parser.add_argument(
+        "--html", metavar="OUT", type=Path, help="Also write an HTML page to this file. (default: none)"
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="Number of ranks, if the file does not name them. (default: from FILE)"
+    )
+    parser.add_argument(
+        "--hosts", type=int, metavar="N", help="Number of hosts; adds what each host sends. (default: none)"
+    )
+    parser.add_argument(
+        "--one_host", metavar="FILE", type=Path,
+        help="Timeline of the same training on one host, with as many ranks as on each of the --hosts, to subtract the"
+        " sums inside a host; MPI only. (default: none)",
+    )  # fmt: skip
+    return parser
+
+
+def read(path: Path, ranks: int | None = None, hosts: int | None = None) -> Findings:
+    """Analyze a file, with a progress bar on a terminal. Raises UserError."""
+    for flag, number in (("--ranks", ranks), ("--hosts", hosts)):
+        if number is not None and number < 1:
+            raise UserError(f"{flag} {number}: must be at least 1.")
+    if path.is_dir():
+        raise UserError(f"{path} is a folder. Name the timeline's file.")
+    malloc.keep_memory()  # the arrays of each block reuse the memory of the last
+    size = path.stat().st_size if path.is_file() else None
+    with tqdm(total=size, unit="B", unit_scale=True, disable=None, leave=False, desc=path.name) as bar:
+        findings = analysis.analyse(path, ranks, hosts, bar.update)
+    findings.advice = advice.advise(findings)
+    return findings
+
+
+def _write_page(findings: Findings, path: Path) -> None:
+    from hvd_bert.tools.timeline import plots  # matplotlib takes a second
+
+    phases = Picture("phases.png", plots.phases(findings), "Share of each phase in the time")
+    steps = []
+    if findings.curves is not None and findings.step is not None:
+        description = "Time, exposed communication and wait of each step"
+        steps.append(Picture("steps.png", plots.steps(findings.curves), description))
+    page = content.page(findings, [phases], steps)
+    with writing_to("--html", path):
+        write_named(path, page.as_html())
+
+
+if __name__ == "__main__":
+    end_when_lost()
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""Compute a timeline's figures: phases, messages, tensors, steps, ranks. Memory is bounded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hvd_bert.errors import UserError
+from hvd_bert.monitoring.profiling.timeline_reader import CYCLE, Reader
+from hvd_bert.monitoring.profiling.timeline_spans import NEGOTIATION, Spans, kind_of
+from hvd_bert.tools.timeline.figures import Findings, StepFigures
+from hvd_bert.tools.timeline.steps import FULL, Steps, StepTable
+from hvd_bert.tools.timeline.sums import Phases, Ranks, Sizes, Tensors
+
+
+def analyse(
+    path: Path,
+    ranks: int | None,
+    hosts: int | None = None,
+    progress: Callable[[int], object] = lambda count: None,
+) -> Findings:
+    """Analyze a file. `ranks`: number of ranks, if the file does not name them. Raises UserError."""
+    reader = Reader(path)
+    spans, steps = Spans(reader.names.spans), Steps(reader.names.spans)
+    phases, tensors, sizes, by_rank = Phases(), Tensors(reader.names), Sizes(), Ranks()
+    for batch in spans.batches(reader.blocks(progress)):
+        for sums in (phases, tensors, by_rank, steps):
+            sums.add(batch)
+        if "ALLREDUCE" in reader.names.spans:
+            sizes.add(batch.messages, reader.names.spans.index("ALLREDUCE"))
+    _check(reader, path)
+    full = _full(steps.close())
+    covered_us = reader.last_ts - (reader.first_ts or 0)
+    if by_rank.named or len(reader.names.ranks) > 1:
+        ranks = max(reader.names.ranks) + 1
+    if hosts and ranks and hosts > ranks:
+        raise UserError(f"--hosts {hosts}: the file has only {ranks} rank{'s' * (ranks > 1)}.")
+    speed, fast = sizes.bytes_per_s(), sizes.fast_bytes_per_s()
+    return Findings(
+        path=str(path), size=path.stat().st_size, events=reader.events, cut_short=reader.cut_short,
+        unfinished=spans.unfinished, covered_s=covered_us * 1e-6, ranks=ranks, hosts=hosts,
+        cycles=reader.cycles, cycle_s=reader.cycle_s, negotiations=by_rank.negotiations, naming_ranks=by_rank.named,
+        phases=phases.rows(reader.names.spans, covered_us), sizes=sizes.rows(),
+        message_median=sizes.spread.quantile(0.5), bytes_per_s=speed,
+        wire_bytes_per_s=speed * _of_a_ring(ranks) if ranks else math.nan, fast_bytes_per_s=fast,
+        link_bytes_per_s=fast * _of_a_link(ranks, hosts, reader.names.spans), tensors=tensors.slowest(),
+        step=_step_figures(full), rank_rows=by_rank.rows(reader.names.ranks, full), curves=full,
+    )  # fmt: skip
+
+
+def _of_a_ring(ends: int) -> float:
+    return 2 * (ends - 1) / ends
+
+
+def _of_a_link(ranks: int | None, hosts: int | None, names: Sequence[str]) -> float:
+    """How often each byte of a message leaves a host: a ring spans all ranks, MPI sums inside the hosts first.
+
+    docs/guides/profiling.md has the conditions.
+    """
+    if ranks is None or hosts is None or hosts == 1:
+        return math.nan
+    return _of_a_ring(hosts if _over_mpi(names) else ranks)
+
+
+def ranks_of_a_host(findings: Findings) -> int:
+    """Ranks per host, which MPI sums inside the host first. Raises UserError if this is unknown or not MPI."""
+    if findings.hosts is None or findings.hosts == 1 or findings.ranks is None:
+        raise UserError("--one_host needs --hosts with 2 hosts or more.")
+    if not _over_mpi(phase.name for phase in findings.phases):
+        raise UserError(
+            "--one_host is for MPI, which sums inside the hosts first. This file was not recorded over MPI."
+        )
+    return findings.ranks // findings.hosts
+
+
+def subtract_inside(findings: Findings, inside: Findings) -> None:
+    """Subtract the time of sums inside a host from MPI's messages, which leaves the time of the link.
+
+    `inside`: the same training on one host, with as many ranks as on each host of `findings`. Raises UserError.
+    """
+    each = ranks_of_a_host(findings)
+    if inside.ranks != each or not _over_mpi(phase.name for phase in inside.phases):
+        raise UserError(
+            f"--one_host {inside.path}: must be of {each} ranks over MPI, as on each host of {findings.path}."
+        )
+    if math.isnan(findings.fast_bytes_per_s + inside.fast_bytes_per_s):
+        raise UserError("--one_host: one of the files has no message above 1 MiB, so its bandwidth is unknown.")
+    if inside.fast_bytes_per_s <= findings.fast_bytes_per_s:
+        raise UserError(f"--one_host {inside.path}: its messages are no faster than those of {findings.path}.")
+    findings.inside_bytes_per_s = inside.fast_bytes_per_s
+    findings.link_bytes_per_s /= 1 - findings.fast_bytes_per_s / inside.fast_bytes_per_s
+
+
+def _over_mpi(names: Iterable[str]) -> bool:
+    return "MPI_ALLREDUCE" in names
+
+
+def _check(reader: Reader, path: Path) -> None:
+    own = [name for name in reader.names.spans if name != CYCLE]
+    if not any(kind_of(name) == NEGOTIATION for name in own):
+        reason = f"its events are {', '.join(own[:3])}" if own else "no tensor was sent while it was written"
+        raise UserError(f"{path} has none of Horovod's operations: {reason}.")
+
+
+def _full(steps: StepTable | None) -> StepTable | None:
+    """The steps with the usual number of tensors, without the first, which includes set-up."""
+    if steps is None or len(steps) < 3:
+        return None
+    usual = float(np.median(steps.tensors))
+    rows = np.flatnonzero(steps.tensors >= FULL * usual)
+    rows = rows[rows > 0]
+    return steps.only(rows) if len(rows) > 1 else None
+
+
+def _step_figures(steps: StepTable | None) -> StepFigures | None:
+    if steps is None:
+        return None
+    _, took = steps.timed()
+    step_us = float(np.median(took)) if len(took) else 0.0
+    if step_us <= 0:
+        return None
+    middle = {name: float(np.median(column)) for name, column in vars(steps).items()}
+    busy = max(float(steps.busy.sum()), 1.0)
+    return StepFigures(
+        steps=len(steps), step_s=step_us * 1e-6, p99_s=float(np.quantile(took, 0.99)) * 1e-6,
+        busy_s=middle["busy"] * 1e-6,
+        exposed_least_s=middle["exposed_min"] * 1e-6, exposed_most_s=middle["exposed_max"] * 1e-6,
+        exposed_p99_s=float(np.quantile(steps.exposed_max, 0.99)) * 1e-6,
+        hidden_share=1 - float(steps.exposed_max.sum()) / busy,
+        exposed_least_share=middle["exposed_min"] / step_us, exposed_most_share=middle["exposed_max"] / step_us,
+        wait_s=middle["wait"] * 1e-6, wait_p99_s=float(np.quantile(steps.wait, 0.99)) * 1e-6,
+        wait_share=middle["wait"] / step_us, messages=middle["messages"], size=middle["size"],
+    )  # fmt: skip

@@ -1,0 +1,203 @@
+"""Format findings as text, tables and JSON, for a terminal and for the page."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from hvd_bert.rendering.page import Grid, Listing, Page, Picture, Text
+from hvd_bert.rendering.text import DASH, byte_size, percent, seconds
+from hvd_bert.tools.timeline.advice import NO_CACHE, exposed
+from hvd_bert.tools.timeline.figures import Findings
+from hvd_bert.tools.timeline.sums import BIG
+
+TITLE = "Horovod timeline"
+FEW = 5  # tensors shown on a terminal
+KINDS = {
+    "negotiation": "negotiation: until all ranks are ready",
+    "wait": "waiting for the device's data",
+    "queue": "queue: NCCL is busy with another message",
+    "copy": "copies",
+    "collective": "on the wire",
+    "set-up": "set-up",
+}
+
+
+def speed(bytes_per_s: float) -> str:
+    """A bandwidth in bytes and bits per second."""
+    if math.isnan(bytes_per_s):
+        return DASH
+    if bytes_per_s < 1e6:
+        return f"{bytes_per_s / 1e3:.3g} kB/s"
+    return f"{bytes_per_s / 1e6:.4g} MB/s ({bytes_per_s * 8e-9:.3g} Gb/s)"
+
+
+def facts(findings: Findings) -> list[str]:
+    """Facts about the file, and what it does not contain."""
+    ranks = "an unknown number of ranks (set it with --ranks N)"
+    if findings.ranks:
+        ranks = f"{findings.ranks} rank{'s' * (findings.ranks > 1)}"
+    lines = [
+        f"{findings.path}: {findings.events:,} events of {ranks} in {seconds(findings.covered_s)}, "
+        f"{byte_size(findings.size)}."
+    ]
+    if findings.cut_short:
+        lines.append("The file is incomplete: the run was killed or is still running. Its complete events are counted.")
+    if findings.unfinished:
+        lines.append(f"Spans without an end, left out: {findings.unfinished}.")
+    if findings.cycles:
+        lines.append(f"{findings.cycles:,} cycles are marked, {seconds(findings.cycle_s)} apart (median).")
+    if findings.naming_ranks < findings.negotiations:
+        share = findings.naming_ranks / findings.negotiations
+        lines.append(
+            f"{percent(share)} of the negotiations name ranks. Those that Horovod's response cache answers do not: "
+            f"{NO_CACHE} names ranks in every step."
+        )
+    return lines
+
+
+def step_lines(findings: Findings) -> list[str]:
+    """The time of a step, and how much of it is communication."""
+    step = findings.step
+    if step is None:
+        return ["No steps found: no tensor was allreduced in 3 steps."]
+    return [
+        f"{step.steps} steps of {seconds(step.step_s)} (median; p99 {seconds(step.p99_s)}), {step.messages:.0f} "
+        f"messages and {byte_size(step.size)} each.",
+        f"Messages take {seconds(step.busy_s)} of it; {percent(step.hidden_share)} of that is hidden "
+        "behind the backward pass.",
+        f"Exposed, after the last gradient was ready on all ranks: {exposed(step)}.",
+        f"The first rank waits {seconds(step.wait_s)} ({percent(step.wait_share)}; p99 {seconds(step.wait_p99_s)}) for "
+        "the last at the end of the backward pass.",
+    ]
+
+
+def phases(findings: Findings) -> Grid:
+    """The table of phases."""
+    rows = [
+        [phase.name, KINDS[phase.kind], f"{phase.count:,}", seconds(phase.total_s), percent(phase.share),
+         seconds(phase.median_s), seconds(phase.p99_s)]
+        for phase in findings.phases
+    ]  # fmt: skip
+    return Grid(["phase", "meaning", "count", "total", "of all time", "median", "p99"], rows, words=2)
+
+
+def sizes(findings: Findings) -> Grid:
+    """The table of messages by size."""
+    rows = []
+    for row in findings.sizes:
+        name = f"up to {byte_size(row.up_to)}" if row.up_to else "larger"
+        tensors = f"{row.tensors / row.messages:.1f}"
+        rate = DASH if findings.ranks == 1 else speed(row.bytes_per_s)
+        rows.append([name, f"{row.messages:,}", tensors, byte_size(row.size), seconds(row.median_s), rate])
+    return Grid(["allreduces", "messages", "tensors each", "total bytes", "median", "bandwidth"], rows)
+
+
+def bandwidth(findings: Findings) -> list[str]:
+    """Lines on the bandwidth of the network."""
+    if findings.ranks == 1:
+        return ["Bandwidth: none, as one rank sends nothing. Its messages are copies in its memory."]
+    if math.isnan(findings.bytes_per_s):
+        return ["Sizes and bandwidth are unknown: the file has no dtypes and shapes of tensors."]
+    limit = f"messages above {byte_size(BIG)}, which carry most bytes" if _mostly_big(findings) else "all messages"
+    lines = [f"Bandwidth: {speed(findings.bytes_per_s)} of gradients, over {limit}."]
+    if not math.isnan(findings.wire_bytes_per_s):
+        lines.append(
+            f"On the wire, per rank: {speed(findings.wire_bytes_per_s)}. A ring sends 2(n-1)/n of a message, "
+            f"n = {findings.ranks}."
+        )
+    if not math.isnan(findings.fast_bytes_per_s):
+        fast = f"The fastest 5 % of messages above {byte_size(BIG)} reach {speed(findings.fast_bytes_per_s)}"
+        if not math.isnan(findings.link_bytes_per_s):
+            fast += f", {speed(findings.link_bytes_per_s)} on the link of each of the {findings.hosts} hosts"
+        if not math.isnan(findings.inside_bytes_per_s):
+            fast += f" (sums inside a host run at {speed(findings.inside_bytes_per_s)}; their time is subtracted)"
+        lines.append(f"{fast}: the bandwidth of the network, unless computation delayed these messages, too.")
+    return lines
+
+
+def _mostly_big(findings: Findings) -> bool:
+    big = sum(row.size for row in findings.sizes if row.up_to is None or row.up_to > BIG)
+    return 2 * big >= sum(row.size for row in findings.sizes)
+
+
+def ranks(findings: Findings) -> Grid:
+    """The table of ranks, with how often each is last."""
+    rows = [
+        [f"rank {row.rank}", f"{row.last:,}", percent(row.share), seconds(row.median_s), seconds(row.p99_s),
+         f"{row.steps} of {row.of_steps}", seconds(row.step_median_s), seconds(row.waited_s or math.nan)]
+        for row in findings.rank_rows
+    ]  # fmt: skip
+    head = ["rank", "last for tensors", "share", "by (median)", "p99", "last in steps", "by (median)", "total wait"]
+    return Grid(head, rows)
+
+
+def tensors(findings: Findings, maximum: int) -> Grid:
+    """The table of the slowest tensors."""
+    rows = [
+        [row.name, f"{row.count:,}", DASH if row.size is None else byte_size(row.size), seconds(row.negotiation_s),
+         seconds(row.operation_s), seconds(row.longest_s)]
+        for row in findings.tensors[:maximum]
+    ]  # fmt: skip
+    return Grid(["tensor", "times", "bytes", "negotiation (mean)", "operation (mean)", "longest"], rows)
+
+
+def ranks_line(findings: Findings) -> str:
+    """How many steps the table of ranks covers, or why there is no table."""
+    if findings.ranks == 1:
+        return "There is one rank, so none waits for another."
+    if not findings.rank_rows:
+        return "No negotiation in this file names a rank."
+    known = findings.rank_rows[0].of_steps
+    return f"The last rank is known in {known} of {findings.step.steps if findings.step else known} steps."
+
+
+def page(findings: Findings, phases_plot: Sequence[Picture] = (), steps_plot: Sequence[Picture] = ()) -> Page:
+    """The page, with its plots."""
+    found = _page(findings, phases_plot, steps_plot)
+    found.add(tensors(findings, len(findings.tensors)), Text("Definitions", 2), Listing(DEFINITIONS))
+    return found
+
+
+def terminal(findings: Findings) -> str:
+    """The text for a terminal."""
+    found = _page(findings)
+    found.add(tensors(findings, FEW))
+    return found.as_text()
+
+
+def _page(findings: Findings, phases_plot: Sequence[Picture] = (), steps_plot: Sequence[Picture] = ()) -> Page:
+    """All but the slowest tensors, whose number differs."""
+    found = Page(TITLE)
+    found.add(Listing(facts(findings)), Text("Advice", 2), Listing(findings.advice))
+    found.add(Text("Steps", 2), Listing(step_lines(findings)), *steps_plot)
+    found.add(Text("Phases", 2), *phases_plot, phases(findings))
+    found.add(Text("Ranks", 2), Text(ranks_line(findings)))
+    if findings.rank_rows and findings.ranks != 1:
+        found.add(ranks(findings))
+    found.add(Text("Messages", 2), Listing(bandwidth(findings)))
+    if findings.sizes:
+        found.add(sizes(findings))
+    found.add(Text("Slowest tensors", 2))
+    return found
+
+
+DEFINITIONS = (
+    "Rank 0 wrote the file. Tensors sent in one message count once in its phases. Each tensor has its own negotiation.",
+    "Total: the time during which at least one was in that phase. Phases overlap with each other and with computation.",
+    "A step begins with the first tensor that was already allreduced in the step before. The first step is left out, "
+    "and so are steps with less than half the usual tensors. Figures of steps are medians. A step's time ends where "
+    "the next step begins; the time of a step before one that is left out is not counted.",
+    "Exposed: the time of messages after the last tensor of the step was ready on all ranks. Over MPI and Gloo the "
+    "thread that sends also negotiates, so it may notice late that a tensor is ready: this gives a range.",
+    "A rank is late if it came more than 2 ms after the first. Horovod may see a smaller difference as none.",
+    "Slowest tensors: tensors sent less than half as often as the most frequent ones are left out.",
+)
+
+
+def as_json(findings: Findings) -> str:
+    """One JSON object; unknown values are null."""
+    record = {name: value for name, value in asdict(findings).items() if name != "curves"}
+    return json.dumps(json.loads(json.dumps(record), parse_constant=lambda nan: None))

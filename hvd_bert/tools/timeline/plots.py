@@ -1,0 +1,71 @@
+"""The page's plots: time per phase, and time per step."""
+
+from __future__ import annotations
+
+import io
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hvd_bert.monitoring.profiling.byte_parser import Array
+from hvd_bert.monitoring.profiling.timeline_rows import NONE
+from hvd_bert.rendering.style import COLOURS, STYLE
+from hvd_bert.tools.timeline.figures import Findings
+from hvd_bert.tools.timeline.steps import StepTable
+
+MAX_POINTS = 400  # along the axis; more steps are averaged
+MAX_PHASES = 10
+COLOUR_OF = {
+    **{"negotiation": COLOURS[5], "wait": COLOURS[4], "queue": COLOURS[6]},
+    **{"copy": COLOURS[3], "collective": COLOURS[1], "set-up": "0.6"},
+}
+
+
+def phases(findings: Findings) -> bytes:
+    """A bar per phase."""
+    shown = sorted(findings.phases, key=lambda phase: phase.total_s)[-MAX_PHASES:]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9, 0.8 + 0.36 * len(shown)), layout="constrained")
+        axes = figure.subplots()
+        axes.grid(False, axis="y")
+        bars = axes.barh(
+            [phase.name for phase in shown], [100 * phase.share for phase in shown],
+            color=[COLOUR_OF[phase.kind] for phase in shown],
+        )  # fmt: skip
+        axes.bar_label(bars, [f" {100 * phase.share:.1f} %" for phase in shown], padding=2)
+        axes.margins(x=0.12)
+        axes.set_xlabel("% of the time that the file covers (phases overlap)")
+        return _png(figure)
+
+
+def steps(table: StepTable) -> bytes:
+    """Time, exposed communication and wait for the last rank of each step."""
+    table, took_us = table.timed()
+    took = took_us * 1e-3
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9, 3.2), layout="constrained")
+        axes = figure.subplots()
+        _curve(axes, table.number, took, "step", COLOURS[0])
+        _curve(axes, table.number, table.exposed_max * 1e-3, "exposed communication (at most)", COLOURS[1])
+        waiting = np.where(table.last_rank != NONE, table.lag, table.wait) * 1e-3
+        _curve(axes, table.number, waiting, "waiting for the last rank", COLOURS[2])
+        axes.set_ylim(0, 1.15 * float(np.quantile(took, 0.98)))
+        axes.set_xlabel("step (the first is left out)")
+        axes.set_ylabel("ms")
+        figure.legend(loc="outside upper center", ncols=3)
+        return _png(figure)
+
+
+def _curve(axes: Axes, number: Array, values: Array, label: str, colour: str) -> None:
+    width = -(-len(values) // MAX_POINTS)
+    starts = np.arange(0, len(values), width)
+    means = np.add.reduceat(values, starts) / np.diff(starts, append=len(values))
+    axes.plot(number[starts], means, color=colour, label=label, linewidth=1.3)
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()

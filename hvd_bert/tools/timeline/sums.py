@@ -1,0 +1,206 @@
+"""Sums over a timeline's batches: time per phase, per tensor and per message size, and how late each rank is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvd_bert.monitoring.profiling.byte_parser import Array, Names
+from hvd_bert.monitoring.profiling.timeline_rows import NONE, Batch, Messages, grown
+from hvd_bert.monitoring.profiling.timeline_spans import COLLECTIVE, NEGOTIATION, kind_of
+from hvd_bert.tools.timeline.figures import Phase, RankRow, SizeClass, SlowTensor, Spread
+from hvd_bert.tools.timeline.steps import StepTable
+
+LATE_US = 2000  # twice Horovod's cycle: below that, ranks may have been seen in the same cycle
+SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)  # bytes: upper limits of the classes of messages
+SLOWEST = 10
+UNNAMED = "(without a name)"
+BIG = 1 << 20  # bytes: smaller messages are mostly latency and do not count for the bandwidth
+FAST = 0.05  # share of the big messages that were delayed neither by computation nor by a late rank
+
+
+class Phases:
+    """Times of each kind of span."""
+
+    def __init__(self) -> None:
+        self.spreads: dict[int, Spread] = {}
+        self.covered: dict[int, float] = {}
+        self.until: dict[int, int] = {}
+
+    def add(self, batch: Batch) -> None:
+        """Add the negotiations and activities of a batch."""
+        for rows in (batch.negotiations, batch.activities):
+            self._add(rows.code, rows.start, rows.end)
+
+    def _add(self, code: Array, start: Array, end: Array) -> None:
+        for one in np.unique(code).tolist():
+            rows = np.flatnonzero(code == one)
+            begin, over = start[rows], end[rows]
+            self.spreads.setdefault(one, Spread()).add(over - begin)
+            sort = np.argsort(begin, kind="stable")
+            begin, over = begin[sort], over[sort]
+            reached = np.maximum.accumulate(np.append(self.until.get(one, 0), over))
+            self.covered[one] = self.covered.get(one, 0) + int(
+                np.maximum(0, over - np.maximum(begin, reached[:-1])).sum()
+            )
+            self.until[one] = int(reached[-1])
+
+    def rows(self, names: Sequence[str], covered_us: int) -> list[Phase]:
+        kinds = {NEGOTIATION: "negotiation", COLLECTIVE: "collective"}
+        found = [
+            Phase(
+                names[code], kinds.get(kind_of(names[code]), _activity_kind(names[code])), spread.count,
+                self.covered[code] * 1e-6, self.covered[code] / max(1, covered_us), spread.quantile(0.5) * 1e-6,
+                spread.quantile(0.99) * 1e-6,
+            )
+            for code, spread in self.spreads.items()
+        ]  # fmt: skip
+        order = ["negotiation", "wait", "queue", "copy", "collective", "set-up"]
+        return sorted(found, key=lambda phase: (order.index(phase.kind), -phase.total_s))
+
+
+def _activity_kind(name: str) -> str:
+    if name.startswith("WAIT"):
+        return "wait"
+    if name == "QUEUE":
+        return "queue"
+    return "copy" if name.startswith(("MEMCPY", "COPY")) else "set-up"
+
+
+class Tensors:
+    """Sums per tensor. All tensors without a name count as one."""
+
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self.slots: dict[str, int] = {UNNAMED: 0}
+        self.slot_of = np.full(1024, NONE)
+        self.sums = np.zeros((4, 1024))  # count, negotiation, operation, size
+        self.longest = np.zeros(1024, np.int64)
+
+    def add(self, batch: Batch) -> None:
+        rows = batch.operations
+        if not len(rows.pid):
+            return
+        slots = self._slots(rows.pid)
+        known = rows.negotiation != NONE
+        waited = np.zeros(len(slots), np.int64)
+        waited[known] = (batch.negotiations.end - batch.negotiations.start)[rows.negotiation[known]]
+        took = rows.end - rows.start
+        width = self.sums.shape[1]
+        self.sums[0] += np.bincount(slots, minlength=width)
+        self.sums[1] += np.bincount(slots, waited, minlength=width)
+        self.sums[2] += np.bincount(slots, took, minlength=width)
+        self.sums[3][slots] = rows.size
+        np.maximum.at(self.longest, slots, waited + took)
+
+    def _slots(self, pid: Array) -> Array:
+        self.slot_of = grown(self.slot_of, int(pid.max()) + 1, NONE)
+        for one in np.unique(pid[self.slot_of[pid] == NONE]).tolist():
+            name = self.names.tensors.get(one, f"(tensor {one})")
+            name = UNNAMED if ".noname" in name else name
+            if name == UNNAMED:
+                self.names.tensors.pop(one, None)
+            self.slot_of[one] = self.slots.setdefault(name, len(self.slots))
+        if len(self.slots) > len(self.longest):
+            self.longest = grown(self.longest, len(self.slots))
+            self.sums = np.array([grown(row, len(self.slots)) for row in self.sums])
+        return self.slot_of[pid]
+
+    def slowest(self) -> list[SlowTensor]:
+        """The slowest tensors by mean, except those sent less than half as often as others, such as at the start."""
+        count = np.maximum(self.sums[0], 1)
+        per = (self.sums[1] + self.sums[2]) / count
+        names = {slot: name for name, slot in self.slots.items()}
+        often = 2 * self.sums[0] >= self.sums[0][1:].max(initial=1)
+        order = [slot for slot in np.argsort(-per).tolist() if often[slot]][:SLOWEST]
+        return [
+            SlowTensor(
+                names[slot], int(self.sums[0][slot]), size if (size := int(self.sums[3][slot])) >= 0 and slot else None,
+                float(self.sums[1][slot] / count[slot]) * 1e-6, float(self.sums[2][slot] / count[slot]) * 1e-6,
+                int(self.longest[slot]) * 1e-6,
+            )
+            for slot in order
+        ]  # fmt: skip
+
+
+class Sizes:
+    """Allreduces by the size of their message."""
+
+    def __init__(self) -> None:
+        self.times = [Spread() for _ in range(len(SIZES) + 1)]
+        self.tensors = np.zeros(len(SIZES) + 1, np.int64)
+        self.bytes = np.zeros(len(SIZES) + 1, np.int64)
+        self.spread = Spread()
+        self.big_speeds = Spread()  # bytes per ms of each message above BIG
+
+    def add(self, messages: Messages, allreduce: int) -> None:
+        rows = (messages.code == allreduce) & (messages.size >= 0) & (messages.collective != NONE)
+        rows = np.flatnonzero(rows & (messages.received >= messages.sent))
+        size, took = messages.size[rows], (messages.received - messages.sent)[rows]
+        which = np.searchsorted(SIZES, size, side="left")
+        self.spread.add(size)
+        big = size > BIG
+        self.big_speeds.add(size[big] * 1000 // np.maximum(took[big], 1))
+        for number, times in enumerate(self.times):
+            own = which == number
+            times.add(took[own])
+            self.tensors[number] += int(messages.tensors[rows][own].sum())
+            self.bytes[number] += int(size[own].sum())
+
+    def rows(self) -> list[SizeClass]:
+        limits = [*SIZES, None]
+        return [
+            SizeClass(
+                limits[number], times.count, int(self.tensors[number]), int(self.bytes[number]),
+                times.quantile(0.5) * 1e-6, int(self.bytes[number]) / max(1, times.total) * 1e6,
+            )
+            for number, times in enumerate(self.times)
+            if times.count
+        ]  # fmt: skip
+
+    def bytes_per_s(self) -> float:
+        """Bandwidth of messages above 1 MiB if these carry half of all bytes, else of all messages."""
+        big = SIZES.index(BIG) + 1
+        start = big if self.bytes[big:].sum() * 2 >= self.bytes.sum() else 0
+        took = sum(times.total for times in self.times[start:])
+        return float(self.bytes[start:].sum()) / took * 1e6 if took else math.nan
+
+    def fast_bytes_per_s(self) -> float:
+        """Bandwidth of the fastest 5 % of messages above 1 MiB; NaN if there are none."""
+        return self.big_speeds.quantile(1 - FAST) * 1000
+
+
+class Ranks:
+    """How often, and by how much, each rank is last."""
+
+    def __init__(self) -> None:
+        self.lags: dict[int, Spread] = {}
+        self.negotiations = self.named = 0
+
+    def add(self, batch: Batch) -> None:
+        rows = batch.negotiations
+        named = rows.ticks > 0
+        self.negotiations += len(named)
+        self.named += int(named.sum())
+        late = named & (rows.lag > LATE_US)
+        for rank in np.unique(rows.last_rank[late]).tolist():
+            self.lags.setdefault(rank, Spread()).add(rows.lag[late & (rows.last_rank == rank)])
+
+    def rows(self, ranks: set[int], steps: StepTable | None) -> list[RankRow]:
+        found = []
+        for rank in sorted(ranks):
+            lags = self.lags.get(rank, Spread())
+            lag, of_steps = np.zeros(0), 0
+            if steps is not None:
+                of_steps = int((steps.last_rank != NONE).sum())
+                lag = steps.lag[(steps.last_rank == rank) & (steps.lag > LATE_US)]
+            found.append(
+                RankRow(
+                    rank, lags.count, lags.count / max(1, self.named), lags.quantile(0.5) * 1e-6,
+                    lags.quantile(0.99) * 1e-6, len(lag), of_steps,
+                    float(np.median(lag)) * 1e-6 if len(lag) else math.nan, float(lag.sum()) * 1e-6,
+                )
+            )  # fmt: skip
+        return found

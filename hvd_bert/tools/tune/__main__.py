@@ -1,0 +1,163 @@
+"""Find the Horovod settings that make training faster here, by short trainings in pairs with the defaults.
+
+    hvd-bert tune --ranks 4 --bf16 --train_file train-v1.1.json --model_name_or_path bert-base-uncased
+    hvd-bert tune -H a100-01:2,a100-02:2 --launcher mpirun --minutes 60 --knobs cycle,fusion,fp16
+    salloc --nodes=2 --ntasks-per-node=2 --gres=gpu:a100:2 hvd-bert tune
+
+Prints the HOROVOD_... lines and flags to set, with the gain and its spread, or "Keep the defaults"
+(docs/guides/tuning.md). Rerun the same command to resume. Exit status: 0 answered, 1 a run with the defaults failed,
+2 bad input, 75 stopped by a signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from hvd_bert.config import command_line
+from hvd_bert.config.parser import Parser
+from hvd_bert.config.settings import FLAGS, Config
+from hvd_bert.config.values import LARGEST, MAX_RUNS, MAX_SECONDS, check_range
+from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
+from hvd_bert.storage.writing import writing_to
+from hvd_bert.streams import end_when_lost, keep_running
+from hvd_bert.tools.bench import launching as launches
+from hvd_bert.tools.bench import points as planning
+from hvd_bert.tools.bench.launching import Launching, Machine
+from hvd_bert.tools.bench.one_run import exit_status
+from hvd_bert.tools.bench.points import Point
+from hvd_bert.tools.bench.record import locked, prepare
+from hvd_bert.tools.report.comparability import WEAK
+from hvd_bert.tools.tune import console, knobs
+from hvd_bert.tools.tune.runs import FILE, Failed, Runs
+from hvd_bert.tools.tune.search import FASTER, Search
+
+# Only steps are timed. The user's flags override these.
+DEFAULTS = ("--save_steps=0", "--no_do_eval", "--eval_strategy=no", "--logging_steps=5")
+# Flags that tuning sets for each run, in all their spellings -> what to do instead.
+SET_BY_TUNE = planning.SET_BY_SWEEP | {
+    each: flag.tune_hint for name, flag in FLAGS.items() if flag.tune_hint for each in flag.spellings(name)
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command. Returns the exit status."""
+    try:
+        return exit_status(lambda: _tune(argv))
+    except Failed as error:
+        print(f"hvd_bert: {error}. Rerun the same command to retry.", file=sys.stderr)
+        return EXIT_FAILURE
+
+
+def make_parser() -> Parser:
+    """The parser of tuning's own flags."""
+    parser = Parser(prog="hvd-bert tune", allow_abbrev=False)
+    parser.description = (
+        "Measure by short trainings which of Horovod's settings make training faster, and print those to use. All"
+        " other flags go to python -m hvd_bert.train. Use your own model, data and batch: the best settings depend on"
+        " them. Without --train_file, --dataset_name or --config it trains the preset `sweep`."
+    )
+    parser.add_argument(
+        "--ranks", metavar="N", type=int,
+        help="Number of ranks. (default: the slots of -H, the Slurm job's tasks, this host's GPUs, or 2)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--knobs", metavar="NAME,...", type=lambda text: text.split(","), default=knobs.DEFAULT_NAMES,
+        help=f"Settings to tune: {', '.join(knobs.NAMES)}. (default: all except fp16, which rounds gradients)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--steps", metavar="N", type=int, default=50,
+        help="Optimizer steps per run; the first is warm-up. (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pairs", metavar="N", type=int, default=6,
+        help="Pairs of runs in the final comparison. (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--minutes", metavar="M", type=float, default=60,
+        help="Time budget; settings not reached within it are skipped. (default: %(default)s)",
+    )  # fmt: skip
+    launches.add_flags(parser, "runs/tune")
+    return parser
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    flags, rest = make_parser().parse_known_args(argv)
+    limits = {"ranks": (2, LARGEST), "steps": (2, LARGEST), "pairs": (1, MAX_RUNS), "minutes": (0, MAX_SECONDS)}
+    for name, (minimum, maximum) in (limits | {"timeout": (1, MAX_SECONDS)}).items():
+        check_range(name, getattr(flags, name), minimum, maximum)
+    return flags, rest
+
+
+def _tune(argv: Sequence[str]) -> int:
+    flags, rest = _parse(argv)
+    keep_running()
+    wanted = knobs.chosen(flags.knobs)
+    knobs.check_environment(os.environ, flags.launcher_flag)
+    launching = launches.chosen(flags, Machine.here(os.environ))
+    point = Point("horovod", flags.ranks or _ranks(launching), WEAK, 1, 0)
+    obstacle = launching.obstacle(point)
+    if obstacle:
+        raise UserError(f"{obstacle}.")
+    planning.check_own(rest, SET_BY_TUNE, "tuning")
+    threads = launching.threads(os.environ)
+    common = [*planning.with_defaults(rest, threads, DEFAULTS), "--strategy=horovod", f"--max_steps={flags.steps}"]
+    config = command_line.parse(common)
+    planning.check_files(config)
+    values = {knob.name: knob.value(os.environ, config) for knob in knobs.KNOBS}
+    environ = dict(os.environ) | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+    users = {name: value for name, value in sorted(environ.items()) if name.startswith("HOROVOD_")}
+    same = {"--ranks": point.ranks, "-H": flags.H, "the trainer's flags": common, **launching.record()}
+    now = {"command": ["hvd-bert", "tune", *argv], **launching.machine.record()}
+    runs = Runs(
+        launching, point, common, environ, flags.out, flags.timeout, 60 * flags.minutes,
+        same | {"HOROVOD_... in the environment": users}, now,
+    )  # fmt: skip
+    with ExitStack() as stack:
+        with writing_to("--out", flags.out):
+            prepare(flags.out, FILE)
+            stack.enter_context(locked(flags.out, wait=False))
+            runs.begin()
+        console.announce(runs, config, wanted, values, planning.names_data(rest))
+        return _search(runs, config, wanted, values, flags.pairs)
+
+
+def _ranks(launching: Launching) -> int:
+    """As many ranks as there is room for; 2 on a host without GPUs."""
+    allocation = launching.machine.allocation
+    if launching.hosts:
+        room = launching.hosts.slots
+    elif allocation and launching.choice in ("auto", "srun", "mpirun"):
+        room = allocation.nodes * allocation.tasks_per_node
+    else:
+        room = launching.machine.gpus or 2
+    if room < 2:
+        raise UserError(
+            "A single rank sends nothing, so there is nothing to tune. Use --ranks 2 or more, with room for them."
+        )
+    return room
+
+
+def _search(runs: Runs, config: Config, wanted: Sequence[knobs.Knob], values: dict[str, str], max_pairs: int) -> int:
+    search = Search(runs.measure, max_pairs, console.print_row)
+    context = knobs.Context(config, runs.warm_up())
+    split = [context.candidates(knob, values[knob.name]) for knob in wanted]
+    console.print_plan(runs, [candidates for candidates, _ in split], [left for _, left in split], max_pairs)
+    noise = search.measure_noise()
+    console.print_header(noise)
+    best = search.run([candidates for candidates, _ in split])
+    compared = search.compare(best) if best else None
+    result: dict[str, object] = {"noise": noise, "set": [], "compared": vars(compared) if compared else None}
+    if compared and compared.verdict == FASTER:
+        result["set"] = list(best)
+    runs.write(result)
+    console.print_answer(runs, compared, noise, fp16="fp16" in [knob.name for knob in wanted])
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    end_when_lost()
+    sys.exit(main(sys.argv[1:]))

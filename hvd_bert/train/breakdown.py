@@ -1,0 +1,190 @@
+"""Work and step times for each line of metrics.jsonl, and the step-time summary at the end of a training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_bert.data.batch_plan import BatchPlan, Lengths
+from hvd_bert.train.meter import Meter
+
+NAMES = {
+    "data": "waiting for data",
+    "compute": "forward and backward",
+    "exposed_comm": "exposed communication",
+    "optimizer": "clipping and optimizer",
+    "checkpoint": "checkpoint pause",
+    "other": "other",
+}
+# A phase that takes a larger share of the step than LARGE_SHARE gets this advice.
+LARGE_SHARE = 0.1
+ADVICE = {
+    "data": "batches are prepared too slowly. Check the cores per rank (the job's CPUs per task) and the file system.",
+    "exposed_comm": "record some steps with {record} to find the cause (docs/guides/profiling.md).",
+    "checkpoint": "raise --save_steps to save less often.",
+}
+
+
+class Breakdown:
+    """Reads the meter, adds figures that follow from the windows' lengths, and sums up all lines.
+
+    If there are several lines, the sums leave out the first: its steps (usually one) are warm-up.
+    """
+
+    def __init__(
+        self,
+        meter: Meter,
+        plan: BatchPlan,
+        flops: Callable[[Lengths, int], float | None],
+        peak_flops: float | None,
+        step: int,
+    ) -> None:
+        """`flops`: see `Task.flops`. `peak_flops`: of all devices; None if unknown. `step`: steps done before."""
+        self.meter, self.plan, self.flops, self.peak_flops = meter, plan, flops, peak_flops
+        self.taken = 0  # steps, by this process
+        self._imbalances = sum(plan.imbalance(before) for before in range(meter.last_step, step))
+        self._lines = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._seconds = self._imbalance = 0.0
+        self._flops: float | None = 0.0
+        self._steps = self._watched = self._windows = self._tokens = self._positions = 0
+        self._phases = torch.zeros(self.plan.size, len(self.meter.phases), dtype=torch.float64)
+
+    def count(self, step: int) -> None:
+        """Count step `step` (0, 1, ...), which is being taken."""
+        self.taken += 1
+        self._imbalances += self.plan.imbalance(step)  # now, while the plan still has the step's assignment
+
+    def read(self, step: int) -> dict[str, float]:
+        """The row of `Meter.read` with `imbalance`, `tflops_per_s` and, if the peak is known, `mfu`. A collective."""
+        steps = range(self.meter.last_step, step)
+        row = self.meter.read(step)
+        windows = np.concatenate([self.plan.step_windows(before) for before in steps])
+        flops = self.flops(self.plan.lengths[windows], len(steps) * self.plan.passes)
+        imbalances, self._imbalances = self._imbalances, 0.0
+        self._add(len(steps), flops, imbalances)
+        row |= {"imbalance": imbalances / len(steps)}
+        return row | self._rates(flops, self.meter.interval.seconds)
+
+    def _rates(self, flops: float | None, seconds: float) -> dict[str, float]:
+        if flops is None:
+            return {}
+        flops_per_s = flops / seconds
+        rates = {"tflops_per_s": flops_per_s / 1e12}
+        return rates if self.peak_flops is None else rates | {"mfu": flops_per_s / self.peak_flops}
+
+    def _add(self, steps: int, flops: float | None, imbalances: float) -> None:
+        if self._lines == 1:
+            self._forget()
+        self._lines += 1
+        interval = self.meter.interval
+        self._steps += steps
+        self._flops = None if flops is None or self._flops is None else self._flops + flops
+        self._imbalance += imbalances
+        self._seconds += interval.seconds
+        self._windows += interval.windows
+        self._tokens += interval.tokens
+        self._positions += interval.positions
+        self._watched += interval.watched
+        self._phases += interval.phases
+
+    def results(self) -> dict[str, Any]:
+        """For train_results.json (docs/reference/output-files.md); empty without a line."""
+        if not self._lines:
+            return {}
+        milliseconds = 1000 * self._phases / self._watched  # [ranks, phases]
+        step = milliseconds.sum(1)
+        return {
+            "taken_steps": self.taken,
+            "steps": self._watched,
+            "step": _over_ranks(step, step),
+            "phases": {
+                name: _over_ranks(column, step) for name, column in zip(self.meter.phases, milliseconds.T, strict=True)
+            },
+            "windows_per_s": self._windows / self._seconds,
+            "tokens_per_s": self._tokens / self._seconds,
+            **self._rates(self._flops, self._seconds),
+            "padding_share": 1 - self._tokens / self._positions,
+            "imbalance": self._imbalance / self._steps,
+        }
+
+
+def _over_ranks(milliseconds: torch.Tensor, step: torch.Tensor) -> dict[str, float]:
+    """Mean, minimum and maximum of `milliseconds` [ranks], and the mean's share of the `step` [ranks]."""
+    mean, minimum, maximum = milliseconds.mean(), milliseconds.min(), milliseconds.max()
+    figures = {"ms": mean, "min_ms": minimum, "max_ms": maximum, "share": mean / step.mean()}
+    return {name: float(value) for name, value in figures.items()}
+
+
+def describe_steps(results: Mapping[str, Any]) -> list[str]:
+    """The step-time summary, from the content of train_results.json. Empty if no step was taken."""
+    found = results["breakdown"]
+    if not found:
+        return []
+    of_ranks = results["world_size"] > 1
+    lines = [f"Step time by phase, mean of {found['steps']} step(s):"]
+    lines.append(f"  {'':<24}{'ms':>10}" + (f"{'min':>10}{'max':>10}" if of_ranks else "") + f"{'share':>9}")
+
+    def row(name: str, ms: float, share: float, minimum: float | None = None, maximum: float | None = None) -> None:
+        ends = "".join(f"{'' if end is None else f'{end:.1f}':>10}" for end in (minimum, maximum))
+        lines.append(f"  {name:<24}{ms:>10.1f}{ends if of_ranks else ''}{share:>9.1%}")
+
+    names = NAMES if "exposed_comm" in found["phases"] else NAMES | {"compute": "forward, backward, waiting"}
+    for phase, figures in found["phases"].items():
+        row(names[phase], figures["ms"], figures["share"], figures["min_ms"], figures["max_ms"])
+    row("step", found["step"]["ms"], 1.0, found["step"]["min_ms"], found["step"]["max_ms"])
+    if results.get("evaluations"):
+        per_step = 1000 * results["evaluation_s"] / found["taken_steps"]
+        row("evaluation (additional)", per_step, per_step / found["step"]["ms"])
+    return [*lines, *_totals(results, found), *_largest(results, found)]
+
+
+def _totals(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """One line each: evaluations, checkpoints, rates and work."""
+    lines = []
+    if results.get("evaluations"):
+        lines.append(f"{results['evaluations']} evaluation(s) in {results['evaluation_s']:.1f} s.")
+    if results["checkpoints"]:
+        copies = results["checkpoint_copy_s"]
+        writes = results["checkpoint_pause_s"] - copies
+        lines.append(
+            f"{results['checkpoints']} checkpoint(s): training waited {copies:.2f} s for copies and {writes:.2f} s for"
+            f" writes. Writing took {results['checkpoint_write_s']:.2f} s, of which"
+            f" {results['checkpoint_overlap_s']:.2f} s overlapped with training."
+        )
+    tokens, work = "", ""
+    if found["tokens_per_s"] != found["windows_per_s"]:  # otherwise examples have no tokens, and each counts as 1
+        tokens = f", {found['tokens_per_s']:,.0f} tokens/s"
+        work = (
+            f"; padding {found['padding_share']:.1%}; maximum tokens per rank {found['imbalance']:.3f} times the mean"
+        )
+    mfu = f", MFU {found['mfu']:.1%}" if "mfu" in found else ""
+    lines.append(f"{found['windows_per_s']:.1f} {results.get('unit', 'windows')}/s{tokens}{_useful(found)}{mfu}{work}.")
+    if "tflops_per_s" in found and not mfu and results["ranks"][0]["device"] != "cpu":
+        lines.append(
+            f"No MFU: the peak of {results['device_name']} in {results['precision']} is unknown. Give --peak_tflops."
+        )
+    return lines
+
+
+def _useful(found: Mapping[str, Any]) -> str:
+    if "tflops_per_s" not in found:
+        return ""
+    tflops = found["tflops_per_s"]
+    return f", {tflops:.1f} TFLOP/s useful" if tflops >= 1 else f", {1000 * tflops:.1f} GFLOP/s useful"
+
+
+def _largest(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Advice on the largest phase that can be shortened, if its share is large."""
+    shares = {phase: found["phases"][phase]["share"] for phase in ADVICE if phase in found["phases"]}
+    phase = max(shares, key=lambda name: shares[name])
+    if shares[phase] < LARGE_SHARE:
+        return []
+    has_timeline = results["strategy"] == "horovod" and results["world_size"] > 1
+    advice = ADVICE[phase].format(record="--timeline_file or --profile" if has_timeline else "--profile")
+    return [f"{NAMES[phase].capitalize()} takes {shares[phase]:.0%} of the step: {advice}"]

@@ -1,0 +1,188 @@
+"""Steps whose loss or gradient is NaN or infinite, and jumps of the loss, with the windows of their batches.
+
+The averaged gradient has the same norm on all ranks, so all of them find such a step without a further message. They
+find it a step later, since nothing waits for the device; the strategy has left the weights as they were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakMethod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_bert.config.settings import Config
+from hvd_bert.data.batch_plan import Ids
+from hvd_bert.distributed import events
+from hvd_bert.distributed.logs import describe_ranks
+from hvd_bert.distributed.world import CollectiveError, log
+from hvd_bert.errors import EXIT_FAILURE
+from hvd_bert.train.checksums import check_copies
+from hvd_bert.train.state import TrainState
+
+# So many skipped steps in a row end the training. With fp16 and finite losses LIMIT_SCALED until a first step is made,
+# since loss scaling skips up to 16 until its scale fits, and then LIMIT_LATER.
+LIMIT, LIMIT_SCALED, LIMIT_LATER = 3, 20, 10
+# A jump: a step's loss exceeds the mean of the steps before by so many of their standard deviations, and by MIN_JUMP.
+DEVIATIONS, MIN_JUMP = 6.0, 0.1
+STEPS_BEFORE, MIN_STEPS = 100, 20
+MAX_EVENTS = 100  # of each kind per start, so that events.jsonl stays small
+MAX_RANKS, MAX_WINDOWS = 8, 1000  # of an event, and per rank
+MAX_NAMES = 8  # of a message
+ADVICE = (
+    "Lower --learning_rate, lengthen the warm-up (--warmup_ratio 0.1), or clip the gradient (--max_grad_norm 1). If it"
+    " is always the same batch, check its data."
+)
+ADVICE_AT_START = (
+    "The weights are those of the start: check them (--model_name_or_path), the data and the precision (--bf16 in place"
+    " of --fp16), and rerun with --overwrite_output_dir."
+)
+Losses = NDArray[np.float64]
+
+
+class Health:
+    """Watches the steps of a training. All ranks call the methods after the same steps."""
+
+    def __init__(self, state: TrainState, names: Callable[[Ids], list[str]], config: Config) -> None:
+        """`names`: of training windows."""
+        self.state, self.meter, self.plan, self.world = state, state.meter, state.plan, state.world
+        self.names, self.check_every = names, config.parallel.check_weights_steps
+        self._fp16 = config.train.fp16 or config.parallel.fp16_allreduce
+        self._step = state.step  # steps done
+        # The last ones of them that were skipped, and that had a loss of NaN or infinity.
+        self._skipped = self._without_loss = 0
+        self._cause = "No gradient was finite"
+        self._skips: set[int] = set()  # skipped steps since the last look
+        self._before: deque[float] = deque(maxlen=STEPS_BEFORE)
+        self._events: Counter[str] = Counter()
+        self.meter.on_step = _weakly(self._ended)
+
+    def _ended(self, loss: float, grad_norm: float) -> None:
+        """A step has ended with this rank's loss and all ranks' norm. Raises CollectiveError after too many skipped
+        steps."""
+        self._step += 1
+        if math.isfinite(grad_norm):
+            self._skipped = self._without_loss = 0
+            return
+        self._skips.add(self._step)
+        losses = np.array(self.world.allgather(loss))
+        bad = np.flatnonzero(~np.isfinite(losses))
+        self._skipped += 1
+        self._without_loss = self._without_loss + 1 if len(bad) else 0
+        batch = self._batch("skipped_step", self._step, bad if len(bad) else np.arange(self.world.size), losses)
+        self._record("skipped_step", step=self._step, grad_norm=str(grad_norm), batch=batch)
+        what = (
+            f"The loss of {describe_ranks(bad.tolist())} is {losses[bad[0]]}"
+            if len(bad)
+            else "The gradient is NaN or infinite"
+        )
+        self._cause = f"{what} at step {self._step}"
+        limit = LIMIT if not self._fp16 else LIMIT_SCALED if self._is_unchanged() else LIMIT_LATER
+        if self._skipped >= limit or self._without_loss >= LIMIT:
+            raise CollectiveError(
+                f"{self._cause}: training has diverged. The last {self._skipped} steps were skipped.{_shown(batch)}"
+                f" {ADVICE_AT_START if self._is_unchanged() else ADVICE}",
+                status=EXIT_FAILURE,
+            )
+        if self.world.rank == 0 and not self._fp16:  # with scaling it is nothing unusual
+            log.warning("%s. The step is skipped: the weights stay as they were.%s", self._cause, _shown(batch))
+
+    def _is_unchanged(self) -> bool:
+        """Whether all steps of the run were skipped."""
+        return self.meter.skipped_steps == self._step
+
+    def check_end(self) -> None:
+        """After the last step: raise CollectiveError if all steps were skipped, so that nothing was trained."""
+        self.meter.settle()
+        if self._is_unchanged():
+            raise CollectiveError(
+                f"{self._cause}: all {self._step} steps were skipped. {ADVICE_AT_START}", status=EXIT_FAILURE
+            )
+
+    def check(self, step: int) -> None:
+        """After `Meter.read` at `step`: find jumps of the loss. Raises CollectiveError if the loss was not finite in a
+        step whose gradient was."""
+        losses = self.meter.interval.losses.numpy()  # of the last steps
+        bad: dict[int, Losses] = {}
+        for number, of_ranks in zip(range(step - losses.shape[1] + 1, step + 1), losses.T, strict=True):
+            if np.isfinite(of_ranks).all():
+                self._compare(number, of_ranks)
+            elif number not in self._skips:
+                bad[number] = of_ranks
+        self._skips.clear()
+        if not math.isfinite(self.meter.loss_sum):
+            raise CollectiveError(f"{self._not_finite(step, bad)} {ADVICE}", status=EXIT_FAILURE)
+
+    def _not_finite(self, step: int, bad: dict[int, Losses]) -> str:
+        """`bad`: losses of steps that were not skipped. The first of them explains the others."""
+        if not bad:
+            loss = self.meter.loss_sum
+            return f"The loss is {loss} at step {step}, or since the last log line: training has diverged."
+        number, losses = next(iter(bad.items()))
+        ranks = np.flatnonzero(~np.isfinite(losses))
+        batch = self._batch("infinite_loss", number, ranks, losses)
+        self._record("infinite_loss", step=number, batch=batch)
+        what = f"The loss of {describe_ranks(ranks.tolist())} is {losses[ranks[0]]} at step {number}"
+        return f"{what}, although the gradient is finite: training has diverged.{_shown(batch)}"
+
+    def check_weights(self) -> None:
+        """Every --check_weights_steps, raise CollectiveError if a weight differs between ranks."""
+        if self.check_every and self.state.step % self.check_every == 0:
+            check_copies(self.state.strategy.model, self.world, self.state.step)
+
+    def _compare(self, step: int, losses: Losses) -> None:
+        """Compare a step's losses with the steps before."""
+        loss = float(losses.mean())
+        if len(self._before) >= MIN_STEPS:
+            before = np.array(self._before)
+            mean, deviation = float(before.mean()), float(before.std())
+            if loss > mean + max(DEVIATIONS * deviation, MIN_JUMP):
+                batch = self._batch("loss_jump", step, np.argsort(-losses, kind="stable"), losses)
+                if self._record("loss_jump", step=step, loss=loss, mean=mean, deviation=deviation, batch=batch):
+                    many = len(self._before)
+                    text = "The loss jumped to %.4g at step %d; its mean over the %d steps before is %.4g.%s"
+                    log.info(text, loss, step, many, mean, _shown(batch))
+        self._before.append(loss)
+
+    def _batch(self, event: str, step: int, ranks: NDArray[np.int64], losses: Losses) -> list[dict[str, Any]]:
+        """Mean loss and windows of these ranks in a step, for rank 0."""
+        if self.world.rank != 0 or self._events[event] >= MAX_EVENTS:
+            return []
+        windows = len(self.plan.step_windows(step - 1))
+        found = []
+        for rank in ranks[:MAX_RANKS].tolist():
+            ids = np.concatenate(self.plan.rank_windows(step - 1, rank))
+            # A rank's loss is its share of the step's, times the world size.
+            mean = losses[rank] * windows / self.world.size / max(1, len(ids))
+            found.append({"rank": rank, "loss": str(mean), "windows": self.names(ids[:MAX_WINDOWS])})
+        return found
+
+    def _record(self, event: str, **values: Any) -> bool:
+        """Add an event on rank 0. Returns whether it is there."""
+        self._events[event] += 1
+        if self.world.rank != 0 or self._events[event] > MAX_EVENTS:
+            return False
+        events.add(event, **values)
+        return True
+
+
+def _weakly(method: Callable[[float, float], None]) -> Callable[[float, float], None]:
+    """The method without a cycle of references, which would keep the optimizer's memory after the training."""
+    reference = WeakMethod(method)
+
+    def call(loss: float, grad_norm: float) -> None:
+        if bound := reference():
+            bound(loss, grad_norm)
+
+    return call
+
+
+def _shown(batch: list[dict[str, Any]]) -> str:
+    """The first windows, as a sentence; empty on ranks other than 0."""
+    names = [name for part in batch for name in part["windows"]]
+    more = f" and {len(names) - MAX_NAMES} more (in events.jsonl)" if len(names) > MAX_NAMES else ""
+    return f" Its windows: {', '.join(names[:MAX_NAMES])}{more}." if names else ""

@@ -1,0 +1,267 @@
+"""Sums of work, loss and time per phase of a step, between two reads."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from hvd_bert.distributed.world import World
+from hvd_bert.tasks.base import Work
+from hvd_bert.train.last_step import LastStep
+
+# The phases of a step in the order of the step-time summary, described in docs/reference/output-files.md.
+PHASES = ("data", "compute", "exposed_comm", "optimizer", "checkpoint", "other")
+MAX_STEPS = 200  # between two reads whose losses are kept; older ones are forgotten
+Item = TypeVar("Item")
+
+
+_TOTALS = ("last_step", "train_s", "loss_sum", "windows", "tokens")
+
+
+class Stopwatch:
+    """Splits time into laps by the device's clock: on a GPU with CUDA events, so that nothing waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all laps and start the first one."""
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._events: list[tuple[str, torch.cuda.Event]] = []
+        self._last: float | torch.cuda.Event = self._now()
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def lap(self, phase: str) -> None:
+        """Add the time since the previous lap, or since the start, to `phase`."""
+        now = self._now()
+        if isinstance(now, float):
+            assert isinstance(self._last, float)
+            self._seconds[phase] += now - self._last
+            self._last = now
+        else:
+            self._events.append((phase, now))
+
+    def now_s(self) -> float:
+        """The host's clock in seconds. On the CPU as of the last lap, so that laps add up to the whole time."""
+        return self._last if isinstance(self._last, float) else time.perf_counter()
+
+    def take(self) -> dict[str, float]:
+        """Seconds per phase since the start or the previous call. Waits for the device."""
+        for phase, event in self._events:
+            assert not isinstance(self._last, float)
+            event.synchronize()
+            self._seconds[phase] += self._last.elapsed_time(event) / 1000
+            self._last = event
+        self._events.clear()
+        taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        return taken
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Sums over all ranks between two reads; `seconds` by this rank's clock.
+
+    `phases`: seconds per rank and phase, [ranks, phases], in the last `watched` of these steps. Steps before a resume
+    are not among them. `losses`: of the last steps, [ranks, steps]; their sum over the ranks, divided by the world
+    size, is the step's loss.
+    """
+
+    seconds: float
+    windows: int
+    tokens: int
+    positions: int
+    watched: int
+    phases: torch.Tensor
+    losses: torch.Tensor
+
+
+class Meter:
+    """Sums up work, loss and time between two reads, without reading from the device in between.
+
+    Times exclude evaluations. `phases`: names of the phases that are told apart. `look`: sums of the last read.
+    `on_step`: called with each step's loss, of this rank, and norm of the gradient, one step later or before a read.
+    `skipped_steps`: those that `on_step` found to have no finite gradient.
+    """
+
+    interval: Interval
+
+    def __init__(self, world: World, tells_exposed_comm: bool = True) -> None:
+        """`tells_exposed_comm`: whether "exposed_comm" can be told from "compute". If not, it counts as "compute"."""
+        self.world = world
+        self.phases = tuple(phase for phase in PHASES if tells_exposed_comm or phase != "exposed_comm")
+        self.on_lap: Callable[[str], None] | None = None  # set while steps are recorded
+        self.on_step: Callable[[float, float], None] = lambda loss, grad_norm: None
+        self.last_step = self.skipped_steps = self._skipped_before = 0
+        self.train_s = self.loss_sum = 0.0
+        self.windows = self.tokens = 0
+        self._phase = "other"  # of `phase`'s innermost block
+        self._stopwatch = Stopwatch(world.device)
+        self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
+        self._step_loss = torch.zeros_like(self._loss)
+        self._pending = LastStep(2, world.device)
+        self._losses: deque[float] = deque(maxlen=MAX_STEPS)
+        self._windows = self._tokens = self._positions = 0
+        self._start(0)
+
+    def _start(self, step: int) -> None:
+        self._stopwatch.restart()
+        self._since = self._stopwatch.now_s()
+        self._watched_from = step
+
+    def lap(self, phase: str) -> None:
+        """End `phase`, one of PHASES: it has lasted since the previous lap."""
+        self._stopwatch.lap(phase)
+        if self.on_lap:
+            self.on_lap(phase)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Around the code of phase `name`. Phases leave no gaps: each starts where the previous one ended."""
+        outer, self._phase = self._phase, name
+        yield
+        self.lap(self._phase)
+        self._phase = outer
+
+    def timed(self, phase: str, items: Iterable[Item]) -> Iterator[Item]:
+        """Yield the items. Waiting for each is `phase`."""
+        for item in items:
+            self.lap(phase)
+            yield item
+
+    def gradients_computed(self) -> None:
+        """The last gradients are computed: the rest of this phase is waiting for other ranks."""
+        self.lap("compute")
+        self._phase = "exposed_comm"
+
+    def add(self, loss: torch.Tensor, batch: Work) -> None:
+        """Count one forward pass. `loss`: this rank's share of the step's loss, as passed to the strategy."""
+        self._step_loss += loss.detach()
+        self._windows += batch.num_windows
+        self._tokens += batch.num_tokens
+        self._positions += batch.num_positions
+
+    def end_step(self, grad_norm: torch.Tensor) -> None:
+        """Count the loss of the step's passes, except if the step is skipped: `grad_norm` is not finite, and the loss
+        may be NaN."""
+        self.settle()
+        grad_norm = grad_norm.to(self._loss.device)
+        self._pending.put(self._step_loss, grad_norm)
+        self._loss += torch.where(torch.isfinite(grad_norm), self._step_loss, 0.0)
+        self._step_loss.zero_()
+
+    def settle(self) -> None:
+        """Report the last step to `on_step`, if it is not yet. All ranks call this after the same step."""
+        for loss, grad_norm in filter(None, [self._pending.take()]):
+            self._losses.append(loss)
+            self.skipped_steps += not math.isfinite(grad_norm)
+            self.on_step(loss, grad_norm)
+
+    def read(self, step: int) -> dict[str, float]:
+        """Means over all ranks since the previous read. A collective.
+
+        `loss`, `windows_per_s`, `tokens_per_s`, `padding_share`, `step_s`. Per phase the seconds per step and the share
+        of the step: `data_s`, `data_share`, ... With several ranks also the minimum and the maximum over the ranks:
+        `data_min_s`, `data_max_s`, ...
+        """
+        self.settle()
+        self.lap("other")
+        laps = self._stopwatch.take()
+        if "exposed_comm" not in self.phases:
+            laps["compute"] += laps.pop("exposed_comm")
+        mine = [float(self._loss), self._windows, self._tokens, self._positions, *laps.values(), *self._losses]
+        now = self._stopwatch.now_s()
+        seconds, self._since = now - self._since, now  # what follows counts for the next step
+        self._loss.zero_()
+        self._losses.clear()
+        self._windows = self._tokens = self._positions = 0
+        table = torch.zeros(self.world.size, len(mine), dtype=torch.float64)
+        table[self.world.rank] = torch.tensor(mine, dtype=torch.float64)
+        table = self.world.sum(table)
+        loss, *counts = table[:, :4].sum(0).tolist()
+        windows, tokens, positions = map(round, counts)
+        loss /= self.world.size
+        phases, losses = table[:, 4:].split([len(laps), table.shape[1] - 4 - len(laps)], dim=1)
+        self.interval = Interval(seconds, windows, tokens, positions, step - self._watched_from, phases, losses)
+        steps = step - self.last_step
+        counted = steps - (self.skipped_steps - self._skipped_before)
+        self._skipped_before = self.skipped_steps
+        self.last_step = self._watched_from = step
+        self.train_s += seconds
+        self.loss_sum += loss
+        self.windows += windows
+        self.tokens += tokens
+        return {
+            "loss": loss / counted if counted else math.nan,
+            "windows_per_s": windows / seconds,
+            "tokens_per_s": tokens / seconds,
+            "padding_share": 1 - tokens / positions,
+            "step_s": seconds / steps,
+        } | _spread(self.phases, self.interval.phases / self.interval.watched)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around work whose time does not count. Call right after `read`."""
+        yield
+        self._start(self.last_step)
+
+    def state(self) -> dict[str, float]:
+        """Totals up to the last read, equal on all ranks, and the time since."""
+        totals = {name: getattr(self, name) for name in _TOTALS}
+        totals |= {"skipped_steps": self.skipped_steps, "skipped_before": self._skipped_before}
+        return totals | {"seconds": time.perf_counter() - self._since}
+
+    def since_last_log(self) -> list[float]:
+        """This rank's sums since the last read: loss, windows, tokens, positions. Waits for the device."""
+        self.settle()
+        return [float(self._loss), self._windows, self._tokens, self._positions]
+
+    def restore(self, state: dict[str, float], since_last_log: list[float], step: int) -> None:
+        """Restore what `state` and `since_last_log` returned after `step`. Phases are counted from here on."""
+        for name in _TOTALS:
+            setattr(self, name, state[name])
+        self.skipped_steps = int(state.get("skipped_steps", 0))  # missing in older checkpoints, as the next one is
+        self._skipped_before = int(state.get("skipped_before", 0))
+        loss, windows, tokens, *positions = since_last_log
+        self._loss.fill_(loss)
+        self._windows, self._tokens = int(windows), int(tokens)
+        self._positions = int(positions[0]) if positions else int(tokens)  # missing in older checkpoints
+        self._start(step)
+        self._since -= state["seconds"]
+
+    def results(self) -> dict[str, float]:
+        """Totals of the training by run_qa's names: samples are windows, train_runtime (s) excludes evaluations."""
+        return {
+            "train_runtime": self.train_s,
+            "train_samples": self.windows,
+            "train_samples_per_second": self.windows / self.train_s,
+            "train_steps_per_second": self.last_step / self.train_s,
+            "train_tokens_per_second": self.tokens / self.train_s,
+            "train_loss": self.loss_sum / max(1, self.last_step - self.skipped_steps),
+            "skipped_steps": self.skipped_steps,
+        }
+
+
+def _spread(phases: Sequence[str], seconds: torch.Tensor) -> dict[str, float]:
+    """Per phase: mean of `seconds` [ranks, phases], its share of the step, minimum and maximum."""
+    row: dict[str, float] = {}
+    whole = float(seconds.mean(0).sum())
+    for phase, column in zip(phases, seconds.T, strict=True):
+        mean = float(column.mean())
+        row[f"{phase}_s"], row[f"{phase}_share"] = mean, mean / whole
+        if len(column) > 1:
+            row[f"{phase}_min_s"], row[f"{phase}_max_s"] = float(column.min()), float(column.max())
+    return row

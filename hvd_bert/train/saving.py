@@ -1,0 +1,265 @@
+"""Checkpoints during training: when one is due, the copy that training waits for, the write in the background."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+
+from hvd_bert.checkpoint import files as checkpoint_files
+from hvd_bert.checkpoint.files import Contents
+from hvd_bert.checkpoint.resume import ResumePoint, identity, rank_batch
+from hvd_bert.config.settings import Config
+from hvd_bert.distributed.world import CollectiveError, HostsChanged, log
+from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED, UserError, reason_of
+from hvd_bert.output import output_dir
+from hvd_bert.tasks.base import Task
+from hvd_bert.train.state import Best, TrainState
+
+# Rank 0's seconds: training waits; the part of these for copies; the writes take; the part of these without waiting.
+SECONDS = ("checkpoint_pause_s", "checkpoint_copy_s", "checkpoint_write_s", "checkpoint_overlap_s")
+
+
+class Checkpoints:
+    """Saves a TrainState. Every method is called by all ranks; rank 0 writes."""
+
+    def __init__(self, state: TrainState, config: Config, task: Task) -> None:
+        self.state = state
+        self.args = config.checkpoint
+        self.overwrites = config.train.overwrite_output_dir
+        self._config, self._task = config, task
+        self._writer = ThreadPoolExecutor(1, "checkpoint writer")  # the process ends after its jobs
+        self._running: Future[tuple[Exception | None, float]] | None = None  # its error and its seconds
+        if self.args.save_steps and state.world.rank == 0:
+            state.copies.reserve()
+        self._last_saved = -1  # not the resumed step, which may be in another run's folder
+        self._diverged = False
+        self.folder_is_lost = False  # as rank 0 has seen
+        self._new: dict[str, float] = {}
+        self.totals = {"checkpoints": 0} | dict.fromkeys(SECONDS, 0.0)
+
+    @property
+    def folder(self) -> Path:
+        """The output folder, which exists once training starts."""
+        return self._config.train.folder
+
+    def due(self, total_steps: int) -> bool:
+        """Whether to save after this step: every --save_steps, and at the end."""
+        step, every = self.state.step, self.args.save_steps
+        return every > 0 and (step % every == 0 or step == total_steps or self.patience_is_over)
+
+    def save(self, whole: bool = False) -> None:
+        """Save the state after this step. Training waits for the copy; the write runs alongside the next steps.
+
+        It waits for an earlier write first, so a kill loses at most --save_steps and the steps of one write.
+        `whole`: save everything needed to resume, also with --save_only_model.
+        """
+        model_only = self.args.save_only_model and not whole
+        if self.state.step == self._last_saved and not (whole and self.args.save_only_model):
+            return
+        with self._pause():
+            self._end_of_write(warns=True)
+            # The other ranks wait here: at the next gradients a slow file system would look like a stall.
+            self.state.world.allgather(None)
+            with self._counted("checkpoint_copy_s"):
+                tensors, rest = self.state.snapshot()
+        self._last_saved = self.state.step
+        self.totals["checkpoints"] += 1
+        if self.state.world.rank == 0:
+            self._diverged = not all(math.isfinite(loss) for loss, *_ in rest["since_last_look"])
+            if self._diverged:
+                log.warning("No checkpoint is saved at step %d: the loss is NaN or infinite.", rest["step"])
+                return
+            keep = {checkpoint_files.name_of(self.state.best.step)} if self.args.load_best_model_at_end else set()
+            self._running = self._writer.submit(self._write, tensors, rest, model_only, keep)
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Around work that training waits for."""
+        self.state.meter.lap("other")
+        with self.state.meter.phase("checkpoint"), self._counted("checkpoint_pause_s"):
+            yield
+
+    @contextmanager
+    def _counted(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._count(name, time.perf_counter() - start)
+
+    def _count(self, name: str, seconds: float) -> None:
+        self._new[name] = self._new.get(name, 0.0) + seconds
+        self.totals[name] += seconds
+
+    @cached_property
+    def _of_the_run(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Content that all checkpoints of the run share: a part of state.json, and the model's small files."""
+        config, task = self._config, self._task
+        return {"identity": identity(config, task), "rank_batch": rank_batch(config)}, model_files(task)
+
+    def _contents(self, tensors: dict[str, Any], rest: dict[str, Any], model_only: bool) -> Contents:
+        same, files = self._of_the_run
+        if model_only:
+            return Contents({"model": tensors["model"]}, {"state": {"step": rest["step"], "model_only": True}}, files)
+        return Contents(tensors, {"state": rest | same}, files)
+
+    def _write(
+        self, tensors: dict[str, Any], rest: dict[str, Any], model_only: bool, keep: set[str]
+    ) -> tuple[Exception | None, float]:
+        """In the background: write a checkpoint. Returns the error, such as a full disk, and the seconds."""
+        start, failure = time.perf_counter(), None
+        try:
+            checkpoint_files.write(self.folder, rest["step"], self._contents(tensors, rest, model_only))
+            try:
+                checkpoint_files.prune(self.folder, self.args.save_total_limit, keep)
+            except OSError as error:
+                log.warning("An old checkpoint in %s could not be removed: %s.", self.folder, error)
+        except Exception as error:
+            failure = error
+        return failure, time.perf_counter() - start
+
+    def check_write(self) -> None:
+        """Report the write if it has ended. Waits for nothing.
+
+        A failed write is only a warning: training continues, and the next write may succeed.
+        """
+        if self._running is not None and self._running.done():
+            self._end_of_write(warns=True)
+
+    def _end_of_write(self, warns: bool = False) -> Exception | None:
+        """Wait for the write, if there is one, and count its time. Returns its error."""
+        if self._running is None:
+            return None
+        start = time.perf_counter()
+        error, written = self._running.result()
+        waited, self._running = time.perf_counter() - start, None
+        self._count("checkpoint_write_s", written)
+        self._count("checkpoint_overlap_s", max(0.0, written - waited))
+        if error is not None and warns and not self.look_for_folder():
+            log.warning("A checkpoint could not be written in %s: %s. Training continues.", self.folder, error)
+        return error
+
+    def look_for_folder(self) -> bool:
+        """Whether the output folder was moved or removed, on rank 0. The caller must then stop the training."""
+        if self.state.world.rank == 0:
+            try:
+                self.folder.stat()
+            except OSError as error:  # others may be gone in a minute
+                self.folder_is_lost = isinstance(error, FileNotFoundError)
+        return self.folder_is_lost
+
+    def close(self) -> None:
+        """Finish a running write: if the training fails, before the launcher kills this rank because others ended."""
+        self._writer.shutdown()
+
+    def metrics(self) -> dict[str, float]:
+        """SECONDS since the last call."""
+        new, self._new = self._new, {}
+        return new
+
+    def finish(self) -> None:
+        """Wait for the last write. Raises CollectiveError on all ranks if it failed."""
+        with self.state.world.raise_on_all_ranks(EXIT_FAILURE):
+            with self._pause():
+                error = self._end_of_write()
+            if self._diverged:
+                raise UserError(f"The loss is NaN or infinite at step {self._last_saved}: training has diverged.")
+            if error is not None:
+                raise UserError(f"The checkpoint of step {self._last_saved} could not be written: {error}.")
+
+    def stop(self, reason: str | None) -> None:
+        """Save and stop: raises CollectiveError with EXIT_STOPPED, or HostsChanged if `reason` is None.
+
+        A folder that was moved or removed is created again.
+        """
+        if self.state.world.broadcast(self.look_for_folder()):
+            self._last_saved = -1
+            if self.state.world.rank == 0:
+                output_dir.make_again(self._config)
+        self.save(whole=True)
+        self.finish()
+        if reason is None:
+            raise HostsChanged
+        without = " and without --overwrite_output_dir" if self.overwrites else ""
+        where = self.folder / checkpoint_files.name_of(self.state.step)
+        raise CollectiveError(
+            f"Stopped after step {self.state.step} by {reason}, saved in {where}. To resume, rerun the"
+            f" same command with --output_dir {self.folder}{without}.",
+            status=EXIT_STOPPED,
+        )
+
+    def evaluated(self, metrics: dict[str, float]) -> None:
+        """Record an evaluation. Save if it is the best one and --load_best_model_at_end is given."""
+        if self.state.best.update(self.state.step, metrics) and self.args.load_best_model_at_end:
+            self.save()
+
+    @property
+    def patience_is_over(self) -> bool:
+        """Whether --early_stopping_patience ends the training here."""
+        patience = self.args.early_stopping_patience
+        return patience is not None and self.state.best.since >= patience
+
+    def end(self) -> int:
+        """After the training: wait for the last write. With --load_best_model_at_end load the best weights.
+
+        Returns the step of the model that is left.
+        """
+        best, world = self.state.best, self.state.world
+        if self.patience_is_over:
+            log.info("Early stopping: no %s better than at step %d.", best.metric, best.step)
+        self.finish()
+        if not self.args.load_best_model_at_end or best.step in (0, self.state.step):
+            return self.state.step
+        folder, model, usable = self.folder / checkpoint_files.name_of(best.step), self._task.model, True
+        if world.rank == 0:
+            try:
+                checkpoint_files.verify(folder)
+                model.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
+            except (checkpoint_files.CorruptCheckpoint, OSError) as error:
+                log.warning("The best model, of step %d, cannot be loaded: %s. The last one is kept.", best.step, error)
+                usable = False
+        if not world.broadcast(usable):
+            return self.state.step
+        world.broadcast_tensors(model.state_dict())
+        log.info("The model is the best one, of step %d (%s %.4g).", best.step, best.metric, best.value)
+        return best.step
+
+
+def record_best(folder: Path, step: int, best: Best) -> None:
+    """Put the evaluation of the final model into the last checkpoint, that of `step`, which was written before it."""
+    try:
+        checkpoint_files.update_state(folder, step, {"best": best.state(), "eval_pending": False})
+    except (OSError, ValueError) as error:
+        log.warning("The final scores could not be added to the checkpoint of step %d: %s.", step, error)
+
+
+def model_files(task: Task) -> dict[str, bytes]:
+    """Files besides the weights that make a folder load as a model and its tokenizer."""
+    with tempfile.TemporaryDirectory() as folder:
+        task.save_description(Path(folder))
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+
+
+def restore(state: TrainState, resume_point: ResumePoint | None, seed: int) -> None:
+    """Restore `state` from the checkpoint, if there is one. Called by all ranks; rank 0 has read the files."""
+    if not state.world.broadcast(resume_point is not None):
+        return
+    tensors, rest = (resume_point.contents.tensors, resume_point.state) if resume_point else ({}, {})
+    try:
+        state.restore(tensors, rest, seed)
+    except CollectiveError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:  # the same on all ranks
+        where = resume_point.folder if resume_point else ""
+        raise CollectiveError(
+            f"{where} cannot be resumed: its content does not fit this run ({reason_of(error)}). Name another"
+            " checkpoint (--resume_from_checkpoint), or add --overwrite_output_dir to train from the start."
+        ) from error
+    tensors.clear()  # frees gigabytes for a large model

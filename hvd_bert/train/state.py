@@ -1,0 +1,220 @@
+"""The training's state: everything that the next step depends on, saved to resume exactly.
+
+State per rank (random numbers, sums since the last log line) is gathered; the rest is equal on all ranks. The batch
+plan is a function of the seed, the step and the global batch, so resuming replays nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hvd_bert.config.settings import Config
+from hvd_bert.data.batch_plan import BatchPlan
+from hvd_bert.distributed.world import World
+from hvd_bert.errors import UserError
+from hvd_bert.model.recomputation import recompute_layers
+from hvd_bert.strategies.base import Strategy, StrategyOptions
+from hvd_bert.strategies.table import make_strategy
+from hvd_bert.train.copies import Copies
+from hvd_bert.train.meter import Meter
+from hvd_bert.train.optim import make_optimizer, make_schedule
+
+
+@dataclass
+class Best:
+    """The best evaluation so far: its value, its step, and how many evaluations since were not better.
+
+    `mode`: whether the "max" or the "min" of the metric is best.
+    """
+
+    metric: str
+    mode: str = "max"
+    value: float | None = None
+    step: int = 0
+    since: int = 0
+
+    def state(self) -> dict[str, Any]:
+        """A copy for a checkpoint, without the mode, which follows from the task."""
+        return {name: value for name, value in vars(self).items() if name != "mode"}
+
+    def update(self, step: int, metrics: dict[str, float]) -> bool:
+        """Record an evaluation. Returns whether it is the best so far; NaN never is."""
+        value = metrics[self.metric]
+        gain = value == value and (
+            self.value is None or (value < self.value if self.mode == "min" else value > self.value)
+        )
+        if gain:
+            self.value, self.step, self.since = value, step, 0
+        else:
+            self.since += 1
+        return gain
+
+
+@dataclass
+class TrainState:
+    """Everything that training changes."""
+
+    strategy: Strategy
+    schedule: Any
+    meter: Meter
+    plan: BatchPlan
+    world: World
+    best: Best
+    copies: Copies = field(default_factory=Copies)
+    step: int = 0
+    eval_pending: bool = False  # the evaluation due after this step has not run
+
+    @staticmethod
+    def fresh(model: nn.Module, plan: BatchPlan, best: Best, config: Config, world: World) -> TrainState:
+        """The state before the first step, with rank 0's weights. A collective."""
+        args = config.train
+        copies = Copies.of_training(model, world.device)  # before a strategy shards the model
+        if args.gradient_checkpointing:
+            with world.raise_on_all_ranks():
+                recompute_layers(model)
+        strategy = make_strategy(
+            config.parallel.strategy,
+            model,
+            lambda module: make_optimizer(module, args, world.size * world.devices),
+            strategy_options(config, plan.accumulation),
+            world,
+        )
+        schedule = make_schedule(strategy.optimizer, args, args.total_steps(plan.steps_per_epoch))
+        seed_ranks(args.seed, 0, world)
+        meter = Meter(world, strategy.tells_exposed_comm)
+        strategy.mark_gradients(meter.gradients_computed)
+        return TrainState(strategy, schedule, meter, plan, world, best, copies)
+
+    def snapshot(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """Tensors by file and name, copied to the CPU, and the rest for JSON; empty on ranks other than 0.
+
+        A collective. The next snapshot overwrites the copies.
+        """
+        parts = self.world.gather((_random_numbers(self.world.device), self.meter.since_last_log()))
+        weights, optimizer, rest = self.strategy.state()
+        if self.world.rank != 0:
+            return {}, {}
+        tensors = {
+            "model": self.copies.copy("model", weights),
+            "optimizer": self.copies.copy("optimizer", optimizer),
+            "rng": {f"rank{rank}.{name}": value for rank, (rng, _) in enumerate(parts) for name, value in rng.items()},
+        }
+        schedule = {name: value for name, value in self.schedule.state_dict().items() if name != "lr_lambdas"}
+        return tensors, {
+            "step": self.step,
+            "epoch": self.step / self.plan.steps_per_epoch,
+            "world_size": self.world.size,
+            "global_batch": self.plan.global_batch,
+            "accumulation": self.plan.accumulation,
+            "strategy": rest,
+            "schedule": schedule,
+            "meter": self.meter.state(),
+            "since_last_look": [sums for _, sums in parts],
+            "best": self.best.state(),
+            "eval_pending": self.eval_pending,
+        }
+
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], rest: dict[str, Any], seed: int) -> None:
+        """Restore what `snapshot` returned. A collective. Rank 0 broadcasts its arguments; the other ranks' are
+        ignored, so they need not read the files.
+
+        With another world size, dropout's random numbers are seeded again by `seed` and step.
+        """
+        world = self.world
+        rest = world.broadcast(rest)
+        shapes = world.broadcast({f: {n: (t.shape, t.dtype) for n, t in group.items()} for f, group in tensors.items()})
+        if world.rank != 0:
+            tensors = {
+                f: {n: torch.empty(shape, dtype=kind) for n, (shape, kind) in group.items()}
+                for f, group in shapes.items()
+            }
+        for group in tensors.values():
+            world.broadcast_tensors(group)
+        self.strategy.load_state(tensors["model"], tensors["optimizer"], rest["strategy"])
+        self.schedule.load_state_dict({**self.schedule.state_dict(), **rest["schedule"]})
+        self.step = rest["step"]
+        self.best = Best(mode=self.best.mode, **rest["best"])
+        self.eval_pending = rest["eval_pending"]
+        seed_ranks(seed, self.step, world)  # for generators that are not in the checkpoint
+        if rest["world_size"] == world.size:
+            mine = f"rank{world.rank}."
+            own = {name.removeprefix(mine): v for name, v in tensors["rng"].items() if name.startswith(mine)}
+            with world.raise_on_all_ranks():
+                _set_random_numbers(own, world.device)
+            since = rest["since_last_look"][world.rank]
+        else:
+            # Sums over the old ranks. `Meter.read` divides the loss by the new world size.
+            loss, *counts = (sum(column) for column in zip(*rest["since_last_look"], strict=True))
+            sums = [loss * world.size / rest["world_size"], *counts]
+            since = sums if world.rank == 0 else [0 for _ in sums]
+        self.meter.restore(rest["meter"], since, self.step)
+
+
+def strategy_options(config: Config, accumulation: int) -> StrategyOptions:
+    """The strategy's options, from the settings."""
+    train, parallel = config.train, config.parallel
+    return StrategyOptions(
+        accumulation=accumulation,
+        max_grad_norm=train.max_grad_norm,
+        fp16=train.fp16,
+        bf16=train.bf16,
+        deterministic=train.deterministic,
+        compiled=train.torch_compile,
+        fp16_allreduce=parallel.fp16_allreduce,
+        gradient_predivide_factor=parallel.gradient_predivide_factor,
+        num_groups=parallel.num_groups,
+        zero_stage=parallel.zero_stage,
+    )
+
+
+def seed_ranks(seed: int, step: int, world: World) -> None:
+    """Seed each rank's random numbers differently: the ranks' dropout must differ.
+
+    A hash of seed, rank and step: by `seed + rank`, rank 1 would draw what rank 0 draws with the next seed.
+    `step`: 0 at the start, else the step of the checkpoint.
+    """
+    sequence = np.random.SeedSequence(seed, spawn_key=(world.rank, step))
+    number, *others = sequence.generate_state(world.devices, np.uint64).tolist()
+    random.seed(number)
+    np.random.seed(sequence.generate_state(4))
+    torch.manual_seed(number)  # of all GPUs
+    for gpu, other in enumerate(others, start=1):  # this rank's further GPUs (--strategy dp)
+        with torch.cuda.device(gpu):
+            torch.cuda.manual_seed(other)
+
+
+def _random_numbers(device: torch.device) -> dict[str, Tensor]:
+    """The states of this process's generators: torch, CUDA, numpy, Python."""
+    _, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, words, next_gauss = random.getstate()
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(np.append(np.asarray(key, dtype=np.int64), [position, has_gauss])),
+        "python": torch.tensor([version, *words], dtype=torch.int64),
+        "gauss": torch.tensor([gauss, float("nan") if next_gauss is None else next_gauss], dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _set_random_numbers(state: dict[str, Tensor], device: torch.device) -> None:
+    """Raises UserError if these are no states of generators."""
+    *key, position, has_gauss = state["numpy"].tolist()
+    gauss, next_gauss = state["gauss"].tolist()
+    version, *words = state["python"].tolist()
+    try:
+        torch.set_rng_state(state["torch"])
+        np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, has_gauss, gauss))
+        random.setstate((version, tuple(words), next_gauss if next_gauss == next_gauss else None))
+        if device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"The checkpoint's random numbers cannot be restored: {error}.") from error

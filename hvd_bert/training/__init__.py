@@ -1,1 +1,0 @@
-"""Parts of the training loop: inputs, optimizer, state, step times, metrics."""
