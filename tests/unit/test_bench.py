@@ -97,7 +97,7 @@ def test_wrong_flags():
     for words, message in (
         (["--steps", "1"], "--steps 1"),
         (["--repeats", "0"], "--repeats 0"),
-        (["--steps", "x"], "hvd_bert.tools.bench --help"),
+        (["--steps", "x"], "hvd-bert bench --help"),
         (["--windows", "0"], "--windows 0"),
         (["--nonsense"], "--nonsense"),
         (["--model", "m", "--train-file", "t"], "--model and --windows apply to random windows only"),

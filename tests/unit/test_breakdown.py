@@ -21,7 +21,7 @@ from hvd_bert.tools.bench.workload import random_task
 from hvd_bert.tools.runs import reading
 from hvd_bert.train.breakdown import Breakdown, describe_steps
 from hvd_bert.train.loop import Training
-from hvd_bert.train.meter import PHASES, Look
+from hvd_bert.train.meter import PHASES, Interval
 
 LENGTHS = np.array([10, 20, 30, 40, 50, 60, 70], dtype=np.int32)
 
@@ -42,7 +42,7 @@ class Meter:
     def read(self, step: int) -> dict[str, float]:
         steps, self.last_step = step - self.last_step, step
         phases = torch.tensor(next(self.looks), dtype=torch.float64)
-        self.look = Look(float(phases[0].sum()), 2 * steps, 80 * steps, 100 * steps, steps, phases, torch.zeros(2, 0))
+        self.interval = Interval(float(phases[0].sum()), 2 * steps, 80 * steps, 100 * steps, steps, phases, torch.zeros(2, 0))
         return {"loss": 1.0}
 
 

@@ -112,8 +112,8 @@ def check_command(words: list[str]) -> None:
     name, *flags = words
     if flags[:1] == ["sweep"]:
         name, flags = f"{name} sweep", flags[1:]
-    if "--help" in flags:
-        assert name in PARSERS or name == "train"
+    if "--help" in words:
+        assert name in PARSERS or name in ("train", "--help")
     elif name == "train":
         command_line.parse(flags)
     elif name in ("bench", "bench sweep", "evaluate", "tune"):

@@ -90,7 +90,7 @@ def test_pickles_are_no_data(tmp_path: Path, name: str) -> None:
     assert not canary.ran
 
 
-@each("name", ["window_table.json", "windows.arrow"])
+@each("name", ["windows.json", "windows.arrow"])
 @each("what", [*hostile.ALL, "pickle"])
 def test_a_damaged_cache_is_built_again(
     tmp_path: Path, tokenizer: Any, make_questions: Any, own_cache: Path, name: str, what: str
@@ -99,13 +99,13 @@ def test_a_damaged_cache_is_built_again(
     options = window_table.WindowOptions(32, 8)
     table = window_table.prepare(source, tokenizer, options)
     entry = table.path.parent
-    assert {path.name for path in entry.iterdir()} == {"window_table.json", "windows.arrow"}
+    assert {path.name for path in entry.iterdir()} == {"windows.json", "windows.arrow"}
     canary = hostile.Canary(tmp_path / "ran")
     (entry / name).unlink()
     (canary.pickled if what == "pickle" else hostile.ALL[what])(entry / name)
     if stat.S_ISREG(os.stat(entry / "windows.arrow", follow_symlinks=False).st_mode) and name == "windows.arrow":
-        counts = json.loads((entry / "window_table.json").read_text())["counts"]  # the right checksum of wrong content
-        (entry / "window_table.json").write_text(
+        counts = json.loads((entry / "windows.json").read_text())["counts"]  # the right checksum of wrong content
+        (entry / "windows.json").write_text(
             json.dumps({"crc32": window_table._checksum(entry, counts), "counts": counts})
         )
     assert len(window_table.prepare(source, tokenizer, options)) == len(table)

@@ -209,7 +209,7 @@ def test_damaged_table_is_named_and_rebuilt(source, tokenizer, tmp_path, caplog,
     before = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
     expected, counts, tokens = before.arrow.to_pydict(), before.counts, before.lists("input_ids", [3])[0].tobytes()
     (data,) = tmp_path.glob("*/windows.arrow")
-    meta = data.with_name("window_table.json")
+    meta = data.with_name("windows.json")
     if harm == "cut data":
         os.truncate(data, data.stat().st_size // 2)
     elif harm == "flipped token":
