@@ -76,7 +76,8 @@ def test_scripts_pass_no_apt_on(
     tmp_path: Path, script: str, words: list[str], without_apt: list[str], others: str, first: bool
 ) -> None:
     """In a copy whose programs only write down their arguments."""
-    for name in ("env/setup.sh", "env/cluster_packages.sh", ".venv/bin/python", ".venv/bin/horovodrun", ".venv/bin/hvd-bert"):
+    programs = [f".venv/bin/{name}" for name in ("python", "horovodrun", "hvd-bert")]
+    for name in ("env/setup.sh", "env/cluster_packages.sh", *programs):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f'#!/bin/bash\necho "{path.name} $*" >>"{tmp_path}/started"\n')

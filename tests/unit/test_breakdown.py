@@ -42,7 +42,8 @@ class Meter:
     def read(self, step: int) -> dict[str, float]:
         steps, self.last_step = step - self.last_step, step
         phases = torch.tensor(next(self.looks), dtype=torch.float64)
-        self.interval = Interval(float(phases[0].sum()), 2 * steps, 80 * steps, 100 * steps, steps, phases, torch.zeros(2, 0))
+        seconds, losses = float(phases[0].sum()), torch.zeros(2, 0)
+        self.interval = Interval(seconds, 2 * steps, 80 * steps, 100 * steps, steps, phases, losses)
         return {"loss": 1.0}
 
 
