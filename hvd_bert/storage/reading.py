@@ -5,17 +5,26 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
+import sys
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, TypeVar
 
-from hvd_bert.errors import reason_of
+import msgspec
+
+from hvd_bert.errors import UserError, reason_of
 
 MIB, GIB = 2**20, 2**30
 MAX_BYTES = 256 * MIB  # of a file that is read as a whole; none that this program writes is nearly as large
 MAX_YAML_BYTES = MIB
 MAX_DIGITS = 100  # of a whole number in YAML, where 1:30 and 0x1E are numbers, too
+
+# Types of fields for `convert`.
+Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # floats hold all whole numbers up to it
+Kind = TypeVar("Kind")
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -58,6 +67,33 @@ def parse_json(text: str | bytes) -> Any:
 def read_json(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
     """The value in a JSON file. Raises OSError and ValueError."""
     return parse_json(read_text(path, max_bytes))
+
+
+def convert(value: Any, kind: type[Kind], where: str = "") -> Kind:
+    """Check a value that was read, and turn it into `kind`: a dataclass, `list[Count]` or another type of msgspec.
+
+    Further keys of an object are left out. Raises ValueError with the place below `where`, such as rows[3].seconds,
+    and the value there.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$")
+        path = path.removesuffix("`")
+        for name, index in re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", path):
+            value = None if index == "..." else value[int(index) if index else name]  # msgspec does not tell the key
+        place = (where + path).lstrip(".") or "it"
+        shown = "" if value is None or isinstance(value, dict | list) else f" is {value!a:.60}"
+        raise ValueError(f"{place}{shown}: {reason[:1].lower()}{reason[1:]}") from None
+
+
+def read_record(path: str | Path, kind: type[Kind], advice: str) -> Kind:
+    """The value in a JSON file as `kind`, see `convert`. Raises UserError, which ends with `advice`."""
+    try:
+        return convert(read_json(path), kind)
+    except (OSError, ValueError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or reason_of(error)
+        raise UserError(f"{path} cannot be read ({reason}): {advice}") from None
 
 
 def read_yaml(path: str | Path) -> Any:

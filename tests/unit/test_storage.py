@@ -1,21 +1,24 @@
-"""File locks: they exclude others, name their holder and end with it. Atomic writes."""
+"""File locks: they exclude others, name their holder and end with it. Atomic writes. Records."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import json
+import math
 import multiprocessing
 import os
 import signal
 import socket
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from tables import each
+from tables import each, refused
 
 from hvd_bert.storage import locks
+from hvd_bert.storage.reading import Count, Finite, read_record
 from hvd_bert.storage.writing import replacing, write_json
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -154,3 +157,50 @@ def test_leftover_of_a_killed_writer_is_replaced(tmp_path):
     with replacing(tmp_path / "x", durable=True) as partial:
         partial.write_text("whole")
     assert os.listdir(tmp_path) == ["x"] and (tmp_path / "x").read_text() == "whole"
+
+
+@dataclass
+class Row:
+    seconds: Finite
+    count: Count = 0
+
+
+@dataclass
+class Rows:
+    rows: list[Row]
+    by_name: dict[str, int] = field(default_factory=dict)
+
+
+def test_record_has_the_declared_types(tmp_path):
+    write_json(tmp_path / "r.json", {"rows": [{"seconds": 1, "later": None}], "by_name": {"a": 3}})
+    record = read_record(tmp_path / "r.json", Rows, "Remove it.")
+    assert record == Rows([Row(1.0)], {"a": 3}) and isinstance(record.rows[0].seconds, float)
+
+
+@each(
+    ["content", "place", "value"],
+    [
+        ({"rows": [{"seconds": 1}, {"seconds": "x"}]}, "rows[1].seconds", "'x'"),
+        ({"rows": [{"seconds": math.nan}]}, "rows[0].seconds", "nan"),
+        ({"rows": [{"seconds": math.inf}]}, "rows[0].seconds", "inf"),
+        ({"rows": [{"seconds": 1, "count": -1}]}, "rows[0].count", "-1"),
+        ({"rows": [{"seconds": 1, "count": True}]}, "rows[0].count", "True"),
+        ({"rows": [{"count": 1}]}, "rows[0]", "`seconds`"),
+        ({"rows": [], "by_name": {"a": "b"}}, "by_name[...]", "`str`"),
+        ([], "it", "`array`"),
+    ],
+)
+def test_wrong_value_in_a_record_is_named_with_its_place(tmp_path, content, place, value):
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(content))
+    with refused(path, f"({place}", value):
+        read_record(path, Rows, "Remove it.")
+
+
+@each("content", ["", "{", "[" * 100_000, '{"rows": [{"seconds": 1' + "0" * 400 + "}]}"])
+def test_file_without_a_record_is_refused(tmp_path, content):
+    (tmp_path / "r.json").write_text(content)
+    with refused(tmp_path / "r.json"):
+        read_record(tmp_path / "r.json", Rows, "Remove it.")
+    with refused(tmp_path / "missing.json"):
+        read_record(tmp_path / "missing.json", Rows, "Remove it.")
