@@ -39,7 +39,7 @@ from hvd_bert.model.bert import new_model, window_losses
 from hvd_bert.model.precision import autocast
 from hvd_bert.model.recomputation import recompute_layers
 from hvd_bert.tools.bench.measure import FP32_BYTES, STATES, kept_bytes
-from hvd_bert.tools.bench.workload import random_windows
+from hvd_bert.tools.bench.speed import random_windows
 
 SHAPES: dict[str, dict[str, Any]] = {
     "BERT-base": {},

@@ -22,9 +22,9 @@ from hvd_bert.config.settings import Config
 from hvd_bert.distributed.joining import join
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
-from hvd_bert.tools.bench import flags as bench_flags
+from hvd_bert.tools.bench import __main__ as bench_flags
 from hvd_bert.tools.bench.measure import Recorder
-from hvd_bert.tools.bench.workload import random_task
+from hvd_bert.tools.bench.speed import random_task
 from hvd_bert.train.loop import Training
 from hvd_bert.train.start import set_up
 

@@ -19,10 +19,10 @@ from hvd_bert.config.parser import invocation
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.predict import __main__ as predict
 from hvd_bert.sample import generate
-from hvd_bert.tools.bench import flags as bench
+from hvd_bert.tools.bench import __main__ as bench
 from hvd_bert.tools.bench import sweep
 from hvd_bert.tools.doctor import __main__ as doctor
-from hvd_bert.tools.evaluate import flags as evaluate
+from hvd_bert.tools.evaluate import __main__ as evaluate
 from hvd_bert.tools.export import __main__ as export
 from hvd_bert.tools.publish import __main__ as publish
 from hvd_bert.tools.report import flags as report

@@ -14,8 +14,8 @@ from hvd_bert.data.collate import Collator
 from hvd_bert.errors import UserError
 from hvd_bert.model.bert import window_losses
 from hvd_bert.tools.bench import measure, speed
-from hvd_bert.tools.bench.flags import parse
-from hvd_bert.tools.bench.workload import SQUAD_DECILES, lengths_like_squad, random_inputs, random_task
+from hvd_bert.tools.bench.__main__ import parse
+from hvd_bert.tools.bench.speed import SQUAD_DECILES, lengths_like_squad, random_inputs, random_task
 
 TINY = {
     "hidden_size": 32,

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hvd_bert.data.batch_plan import BatchPlan, _shares
 from hvd_bert.data.prefetch import AHEAD, Prefetcher
 from hvd_bert.model.peaks import PEAKS, peak_flops, published_peak
-from hvd_bert.tools.bench.flags import parse
+from hvd_bert.tools.bench.__main__ import parse
 from hvd_bert.tools.bench.measure import Recorder
-from hvd_bert.tools.bench.workload import random_task
+from hvd_bert.tools.bench.speed import random_task
 from hvd_bert.tools.runs import reading
 from hvd_bert.train.breakdown import Breakdown, describe_steps
 from hvd_bert.train.loop import Training

@@ -20,7 +20,7 @@ from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
 from hvd_bert.monitoring.gpu_usage import NvmlError
 from hvd_bert.tools.doctor import __main__ as command
-from hvd_bert.tools.doctor import checks, collective, diagnosis, probes, ranks
+from hvd_bert.tools.doctor import checks, collective, diagnosis, probes
 from hvd_bert.tools.doctor.checks import (
     cuda_line,
     driver_line,
@@ -36,8 +36,8 @@ from hvd_bert.tools.doctor.checks import (
     torch_line,
 )
 from hvd_bert.tools.doctor.collective import Timing
+from hvd_bert.tools.doctor.diagnosis import Rank, ranges, rank_lines, ranks_table
 from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, MpiLibrary, ProbeError, Slurm, mpi_kinds, mpi_version
-from hvd_bert.tools.doctor.ranks import Rank, ranges, rank_lines, ranks_table
 from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, Line, Report, isolated, merged
 
 NO_DRIVER = NvmlError("NVML Shared Library Not Found")
@@ -612,10 +612,10 @@ def test_bad_flags_are_reported_once(monkeypatch, capsys, flags, rank):
 
 
 def test_versions_of_this_process():
-    found = ranks.versions("Open MPI 4.1.4")
+    found = diagnosis.versions("Open MPI 4.1.4")
     assert found["torch"] == torch.__version__
     assert found["MPI"] == "Open MPI 4.1.4"
-    assert "MPI" not in ranks.versions("")
+    assert "MPI" not in diagnosis.versions("")
 
 
 def test_host_lines_name_the_windows_cache(own_cache: Path):

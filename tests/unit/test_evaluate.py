@@ -18,7 +18,8 @@ from hvd_bert.errors import UserError
 from hvd_bert.evaluation.squad_metric import score
 from hvd_bert.output import output_dir
 from hvd_bert.storage import written
-from hvd_bert.tools.evaluate import content, flags, running
+from hvd_bert.tools.evaluate import __main__ as flags
+from hvd_bert.tools.evaluate import results, running
 from hvd_bert.train import loop, start
 
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -194,7 +195,7 @@ def test_no_threshold_is_shown_as_the_best_where_it_is_not(make_questions):
     odds = {q.id: -3.0 if q.answer_texts else -1.0 for q in questions}
     for predictions, threshold in ((wrong, "below all odds: never answer"), (right, "-3.0")):
         metrics = score(questions, predictions, odds, version_2_with_negative=True)
-        found = content._thresholds({"metrics": metrics, "compared_metrics": None, "compared_with": None})
+        found = results._thresholds({"metrics": metrics, "compared_metrics": None, "compared_with": None})
         assert {row[-1] for row in found.rows} == {threshold}
 
 

@@ -24,7 +24,7 @@ from acceptance_place import STEPS, NotHere, Outcome, Place
 from hvd_bert.config import command_line
 from hvd_bert.errors import UserError
 from hvd_bert.model.attention import by_jagged, by_window
-from hvd_bert.tools.bench import flags as bench_flags
+from hvd_bert.tools.bench import __main__ as bench_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 

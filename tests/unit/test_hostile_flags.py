@@ -24,10 +24,10 @@ from hvd_bert.distributed.launch import Launcher, choose_threads
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.predict import __main__ as predict
 from hvd_bert.predict import answering
-from hvd_bert.tools.bench import flags as bench
+from hvd_bert.tools.bench import __main__ as bench
 from hvd_bert.tools.bench import sweep
 from hvd_bert.tools.doctor import __main__ as doctor
-from hvd_bert.tools.evaluate import flags as evaluate
+from hvd_bert.tools.evaluate import __main__ as evaluate
 from hvd_bert.tools.report import flags as report_flags
 from hvd_bert.tools.report.__main__ import main as report
 from hvd_bert.tools.timeline import __main__ as timeline

@@ -19,7 +19,7 @@ import hvd_bert
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.model.bert import load_model, load_tokenizer
 from hvd_bert.sample import files as sample
-from hvd_bert.tools.bench import workload
+from hvd_bert.tools.bench import speed
 from hvd_bert.tools.doctor import collective
 
 REPOSITORY = Path(hvd_bert.__file__).parent.parent
@@ -81,7 +81,7 @@ def train_from_scratch(model: str) -> None:
 
 
 def bench(model: str) -> None:
-    workload._config_of(model, 1)
+    speed._config_of(model, 1)
 
 
 def doctor(model: str) -> None:

@@ -19,7 +19,7 @@ from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
 from hvd_bert.config.command_line import load_yaml
 from hvd_bert.storage.model_files import TOKENIZER_FILES
-from hvd_bert.tools.publish import upload
+from hvd_bert.tools.publish import __main__ as upload
 from hvd_bert.tools.publish.__main__ import main
 
 UPLOADED = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}

@@ -14,8 +14,8 @@ from torch import nn
 from hvd_bert.config.command_line import parse as parse_settings
 from hvd_bert.model.recomputation import recompute_layers
 from hvd_bert.tools.bench import measure
-from hvd_bert.tools.bench.flags import parse
-from hvd_bert.tools.bench.workload import random_task
+from hvd_bert.tools.bench.__main__ import parse
+from hvd_bert.tools.bench.speed import random_task
 from hvd_bert.train.loop import Training
 
 TINY = {

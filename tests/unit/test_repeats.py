@@ -8,7 +8,7 @@ from made_runs import make_run
 from tables import each
 
 from hvd_bert.tools.report.comparison import grouped
-from hvd_bert.tools.report.repeats import interval, repeats
+from hvd_bert.tools.report.runs_page import interval, repeats
 from hvd_bert.tools.runs import reading
 
 

@@ -24,7 +24,8 @@ from hvd_bert.monitoring.profiling.byte_parser import BEGIN, TICK
 from hvd_bert.monitoring.profiling.timeline_reader import Reader
 from hvd_bert.rendering.text import byte_size, percent, seconds
 from hvd_bert.tools.timeline import __main__ as command
-from hvd_bert.tools.timeline.figures import Findings, Spread
+from hvd_bert.tools.timeline.analysis import Findings
+from hvd_bert.tools.timeline.sums import Spread
 
 
 def found(made: Timeline, folder: Path, ranks: int | None = None) -> Findings:

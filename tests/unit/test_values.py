@@ -21,7 +21,7 @@ from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.predict.__main__ import make_parser as predict_parser
 from hvd_bert.tasks import inputs
-from hvd_bert.tools.bench import flags as bench
+from hvd_bert.tools.bench import __main__ as bench
 from hvd_bert.tools.bench.points import Plan
 from hvd_bert.tools.report.flags import make_parser as report_parser
 from hvd_bert.tools.timeline.__main__ import make_parser as timeline_parser

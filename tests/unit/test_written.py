@@ -20,10 +20,10 @@ from hvd_bert.predict.unfinished import Unfinished
 from hvd_bert.sample import generate
 from hvd_bert.storage import locks, written
 from hvd_bert.storage.writing import make_folder, replacing, write_named
-from hvd_bert.tools.bench import flags as bench_flags
+from hvd_bert.tools.bench import __main__ as bench_flags
 from hvd_bert.tools.bench import one_run, speed, sweep
 from hvd_bert.tools.bench.launching import Launching, Machine
-from hvd_bert.tools.evaluate import flags as evaluation_flags
+from hvd_bert.tools.evaluate import __main__ as evaluation_flags
 from hvd_bert.tools.evaluate import running as evaluation
 from hvd_bert.tools.report import plots
 from hvd_bert.tools.report.__main__ import main as report

@@ -10,12 +10,19 @@ Without `sweep` it trains on the ranks that the launcher starts (speed.py). `swe
 
 from __future__ import annotations
 
+import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hvd_bert.config import command_line
+from hvd_bert.config.parser import HELP, Parser
+from hvd_bert.config.settings import FLAGS, Config
+from hvd_bert.config.values import LARGEST, MAX_RUNS, check_range
+from hvd_bert.errors import EXIT_OK, UserError
 from hvd_bert.startup import collector_paused, start_rank
 from hvd_bert.streams import end_when_lost
-from hvd_bert.tools.bench import flags
+from hvd_bert.tools.bench.points import names_data
 
 if TYPE_CHECKING:
     from hvd_bert.distributed.world import World
@@ -24,10 +31,66 @@ if TYPE_CHECKING:
 def main(world: World) -> None:
     """Run the whole measurement on one rank. Called by all ranks."""
     with world.raise_on_all_ranks():
-        own, config = flags.parse(sys.argv[1:])
+        own, config = parse(sys.argv[1:])
     with collector_paused():
         from hvd_bert.tools.bench import speed
     speed.run(own, config, world)
+
+
+# Flags that name weights or a tokenizer. Random windows need neither.
+MODEL_FLAGS = {name for name, flag in FLAGS.items() if flag.source == "model"}
+MAX_WINDOWS = 10**6  # random ones, in memory
+
+
+def make_parser() -> Parser:
+    """The parser of the benchmark's own flags."""
+    parser = Parser(prog="hvd-bert bench", allow_abbrev=False)
+    parser.description = (
+        "Measure the training throughput. Also takes all flags of python -m hvd_bert.train. To compare strategies and"
+        " numbers of ranks: hvd-bert bench sweep --help."
+    )
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="Folder or config.json of an encoder, which gets new weights. (default: BERT-base)",
+    )
+    parser.add_argument(
+        "--steps", metavar="N", type=int, default=10, help="Optimizer steps per timed section. (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repeats", metavar="N", type=int, default=3, help="Number of timed sections. (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--windows", metavar="N", type=int, help="Number of random windows. (default: as many as the run trains on)"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="Also write the figures to this JSON file. (default: none)"
+    )
+    return parser
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
+    """Return the benchmark's flags and the trainer's. Raises UserError."""
+    parser = make_parser()
+    if HELP & set(argv):
+        parser.print_help()
+        sys.exit(EXIT_OK)
+    flags, rest = parser.parse_known_args(argv)
+    for name, minimum, maximum in (("steps", 2, LARGEST), ("repeats", 1, MAX_RUNS), ("windows", 1, MAX_WINDOWS)):
+        check_range(name, getattr(flags, name), minimum, maximum)
+    given = command_line.names_of(rest)
+    flags.random = not names_data(rest)
+    if not flags.random and (flags.model or flags.windows):
+        raise UserError("--model and --windows apply to random windows only. Omit them if you name the data.")
+    if flags.random and given & MODEL_FLAGS:
+        raise UserError(
+            f"--{min(given & MODEL_FLAGS)} needs --train_file or --dataset_name. For random windows use --model."
+        )
+    if "no_do_train" in given or "do_train" in given:
+        raise UserError("--do_train: the benchmark always trains and does nothing else. Remove the flag.")
+    total = flags.steps * (flags.repeats + 1)
+    ours = ["--no_do_eval", "--eval_strategy=no", "--save_steps=0", f"--max_steps={total}"]
+    return flags, command_line.parse(command_line.overriding(rest, [*ours, f"--logging_steps={flags.steps}"]))
 
 
 if __name__ == "__main__":
@@ -36,4 +99,4 @@ if __name__ == "__main__":
 
         end_when_lost()
         sys.exit(sweep.main(sys.argv[2:]))
-    start_rank(main, lambda argv: flags.parse(argv)[1])
+    start_rank(main, lambda argv: parse(argv)[1])

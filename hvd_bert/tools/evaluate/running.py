@@ -21,8 +21,7 @@ from hvd_bert.strategies.table import strategy_class
 from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tasks.table import load_task
-from hvd_bert.tools.evaluate.content import page_of
-from hvd_bert.tools.evaluate.results import MARK, Scored, results_of, scored
+from hvd_bert.tools.evaluate.results import MARK, Scored, page_of, results_of, scored
 from hvd_bert.train.start import set_up
 
 

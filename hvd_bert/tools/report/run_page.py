@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from hvd_bert.distributed.logs import describe_ranks
 from hvd_bert.rendering.page import DASH, Block, Code, Details, Figures, Grid, Listing, Page, Quote, Status, Text
-from hvd_bert.tools.report import content, curves, health, settings
+from hvd_bert.tools.report import content, curves, settings
 from hvd_bert.tools.runs.reading import PHASES
 from hvd_bert.tools.runs.record import Record, number_of
 
@@ -28,7 +28,7 @@ def page_of(record: Record) -> Page:
     page = Page(f"Run {record.name}", [status(record), Figures(figures(record))])
     sections: list[tuple[str, Sequence[Block]]] = [
         ("Training", curves.of_run(record)),
-        ("Skipped steps and jumps of the loss", health.of_run(record)),
+        ("Skipped steps and jumps of the loss", health_of(record)),
         ("Step time", _step_time(record)),
         ("GPU usage", curves.gpu_usage(record)),
         ("Sample answers", list(_samples(record))),
@@ -243,3 +243,40 @@ def summary(record: Record) -> Sequence[str]:
     """The run in a few lines, for the terminal."""
     state = status(record)
     return [f"{record.name}: {state.label} {state.text}", *(f"  {name}: {value}" for name, value in figures(record))]
+
+
+WORDS = {
+    "skipped_step": "skipped: no finite gradient",
+    "loss_jump": "jump of the loss",
+    "infinite_loss": "no finite loss, but a finite gradient",
+}
+MAX_ROWS, MAX_NAMES = 50, 8
+
+
+def health_of(record: Record) -> list[Block]:
+    """A table of the last events; empty without any."""
+    rows = [_row(event) for event in record.numeric_events[-MAX_ROWS:]]
+    if not rows:
+        return []
+    left_out = len(record.numeric_events) - len(rows)
+    note = "The ranks are those whose loss is not finite, or the highest first. events.jsonl has all windows."
+    if left_out:
+        note += f" {left_out} earlier events are not shown."
+    return [Grid(["step", "event", "loss", "mean before", "rank", "windows of that rank"], rows, words=6), Text(note)]
+
+
+def _row(event: Mapping[str, Any]) -> list[str]:
+    batch = event.get("batch")
+    parts = [part for part in batch if isinstance(part, dict)] if isinstance(batch, list) else []
+    first: Mapping[str, Any] = parts[0] if parts else {}
+    recorded = first.get("windows")
+    windows = [str(name) for name in recorded] if isinstance(recorded, list) else []
+    more = f" and {len(windows) - MAX_NAMES} more" if len(windows) > MAX_NAMES else ""
+    jump = [_score(event.get(key)) for key in ("loss", "mean")]
+    return [
+        str(event.get("step", DASH)),
+        WORDS[str(event["event"])],
+        *jump,
+        str(first.get("rank", DASH)),
+        ", ".join(windows[:MAX_NAMES]) + more or DASH,
+    ]

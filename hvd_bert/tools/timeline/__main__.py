@@ -23,7 +23,7 @@ from hvd_bert.storage.writing import write_named, writing_to
 from hvd_bert.storage.written import check_file
 from hvd_bert.streams import end_when_lost
 from hvd_bert.tools.timeline import advice, analysis, content
-from hvd_bert.tools.timeline.figures import Findings
+from hvd_bert.tools.timeline.analysis import Findings
 
 
 def main(argv: list[str] | None = None) -> int:

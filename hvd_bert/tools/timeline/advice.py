@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvd_bert.rendering.text import byte_size, percent, seconds
-from hvd_bert.tools.timeline.figures import Findings, StepFigures
+from hvd_bert.tools.timeline.analysis import Findings, StepFigures
 
 WAIT_SHARE = 0.05  # of the step, spent waiting for the last rank
 SAME_RANK = 0.6  # of the steps, with the same rank last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,65 @@ import numpy as np
 from hvd_bert.errors import UserError
 from hvd_bert.monitoring.profiling.timeline_reader import CYCLE, Reader
 from hvd_bert.monitoring.profiling.timeline_spans import NEGOTIATION, Spans, kind_of
-from hvd_bert.tools.timeline.figures import Findings, StepFigures
 from hvd_bert.tools.timeline.steps import FULL, Steps, StepTable
-from hvd_bert.tools.timeline.sums import Phases, Ranks, Sizes, Tensors
+from hvd_bert.tools.timeline.sums import Phase, Phases, RankRow, Ranks, SizeClass, Sizes, SlowTensor, Tensors
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """Figures of the steps after the first. Seconds are medians, `least` and `most` bounds, shares of `step_s`."""
+
+    steps: int
+    step_s: float
+    p99_s: float
+    busy_s: float
+    exposed_least_s: float
+    exposed_most_s: float
+    exposed_p99_s: float
+    hidden_share: float
+    exposed_least_share: float
+    exposed_most_share: float
+    wait_s: float
+    wait_p99_s: float
+    wait_share: float
+    messages: float
+    size: float
+
+
+@dataclass
+class Findings:
+    """All findings of a file. `ranks`: number of ranks, None if unknown. `hosts`: as given.
+
+    Bandwidths: `bytes_per_s` of large messages; `wire_bytes_per_s` that each rank then sends in a ring;
+    `fast_bytes_per_s` of the fastest 5 % of messages above 1 MiB; `link_bytes_per_s` that each host then sends to the
+    others, without the time of sums inside a host if their bandwidth, `inside_bytes_per_s`, is known.
+    """
+
+    path: str
+    size: int
+    events: int
+    cut_short: bool
+    unfinished: int
+    covered_s: float
+    ranks: int | None
+    hosts: int | None
+    cycles: int
+    cycle_s: float
+    negotiations: int
+    naming_ranks: int
+    phases: list[Phase]
+    sizes: list[SizeClass]
+    message_median: float
+    bytes_per_s: float
+    wire_bytes_per_s: float
+    fast_bytes_per_s: float
+    link_bytes_per_s: float
+    tensors: list[SlowTensor]
+    step: StepFigures | None
+    rank_rows: list[RankRow]
+    inside_bytes_per_s: float = math.nan
+    advice: list[str] = field(default_factory=list)
+    curves: StepTable | None = None
 
 
 def analyse(

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from hvd_bert.rendering.page import Grid, Listing, Page, Picture, Text
 from hvd_bert.rendering.text import DASH, byte_size, percent, seconds
 from hvd_bert.tools.timeline.advice import NO_CACHE, exposed
-from hvd_bert.tools.timeline.figures import Findings
+from hvd_bert.tools.timeline.analysis import Findings
 from hvd_bert.tools.timeline.sums import BIG
 
 TITLE = "Horovod timeline"

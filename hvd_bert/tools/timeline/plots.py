@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from hvd_bert.monitoring.profiling.byte_parser import Array
 from hvd_bert.monitoring.profiling.timeline_rows import NONE
 from hvd_bert.rendering.style import COLOURS, STYLE
-from hvd_bert.tools.timeline.figures import Findings
+from hvd_bert.tools.timeline.analysis import Findings
 from hvd_bert.tools.timeline.steps import StepTable
 
 MAX_POINTS = 400  # along the axis; more steps are averaged

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from hvd_bert.monitoring.profiling.byte_parser import Array, Names
 from hvd_bert.monitoring.profiling.timeline_rows import NONE, Batch, Messages, grown
 from hvd_bert.monitoring.profiling.timeline_spans import COLLECTIVE, NEGOTIATION, kind_of
-from hvd_bert.tools.timeline.figures import Phase, RankRow, SizeClass, SlowTensor, Spread
 from hvd_bert.tools.timeline.steps import StepTable
 
 LATE_US = 2000  # twice Horovod's cycle: below that, ranks may have been seen in the same cycle
@@ -19,6 +19,93 @@ SLOWEST = 10
 UNNAMED = "(without a name)"
 BIG = 1 << 20  # bytes: smaller messages are mostly latency and do not count for the bandwidth
 FAST = 0.05  # share of the big messages that were delayed neither by computation nor by a late rank
+
+
+class Spread:
+    """Sum and quantiles of integers, accurate to 1 %, in a table of fixed size."""
+
+    FINE = 64  # bins per factor of 2; one bin per number below FINE
+
+    def __init__(self) -> None:
+        self.bins = np.zeros(self.FINE * 60, np.int64)
+        self.total, self.maximum = 0, 0
+
+    def add(self, values: Array) -> None:
+        """Add numbers. Negative ones count as 0."""
+        if not len(values):
+            return
+        values = np.maximum(values, 0)
+        above = np.maximum(values, self.FINE) / self.FINE
+        bins = np.where(values < self.FINE, values, self.FINE * (1 + np.log2(above))).astype(np.int64)
+        self.bins += np.bincount(bins, minlength=len(self.bins))
+        self.total += int(values.sum())
+        self.maximum = max(self.maximum, int(values.max()))
+
+    @property
+    def count(self) -> int:
+        """Number of values."""
+        return int(self.bins.sum())
+
+    def quantile(self, part: float) -> float:
+        """A quantile; NaN if there are no values."""
+        if not self.count:
+            return math.nan
+        at = int(np.searchsorted(np.cumsum(self.bins), part * self.count, side="left"))
+        middle = float(at) if at < self.FINE else self.FINE * 2 ** ((at + 0.5) / self.FINE - 1)
+        return min(middle, float(self.maximum))
+
+
+@dataclass(frozen=True)
+class Phase:
+    """`count`: of tensors for negotiations, else of messages. `total_s`: time with at least one in this phase."""
+
+    name: str
+    kind: str
+    count: int
+    total_s: float
+    share: float
+    median_s: float
+    p99_s: float
+
+
+@dataclass(frozen=True)
+class SlowTensor:
+    """Mean times of a tensor's operations: negotiation until all ranks are ready, then copies and collective."""
+
+    name: str
+    count: int
+    size: int | None
+    negotiation_s: float
+    operation_s: float
+    longest_s: float
+
+
+@dataclass(frozen=True)
+class SizeClass:
+    """Allreduces of up to `up_to` bytes (None: larger). Bandwidth: their bytes over the time of the collective."""
+
+    up_to: int | None
+    messages: int
+    tensors: int
+    size: int
+    median_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """`last`: negotiations in which this rank was last by more than 2 ms. `share`: of the negotiations that name ranks.
+    `steps`: the same for steps, out of `of_steps`. `waited_s`: total time that ranks waited for it in these steps."""
+
+    rank: int
+    last: int
+    share: float
+    median_s: float
+    p99_s: float
+    steps: int
+    of_steps: int
+    step_median_s: float
+    waited_s: float
 
 
 class Phases:
