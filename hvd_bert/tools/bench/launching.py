@@ -77,7 +77,7 @@ class Hosts:
         for entry in self.text.split(","):
             host, _, count = entry.partition(":")
             if not host or not (count or "1").isdecimal() or len(count) > 9 or not int(count or 1):
-                raise UserError(f"-H {shortened(self.text)}: '{shortened(entry)}' is not HOST:SLOTS.")
+                raise UserError(f"-H {shortened(self.text)}: '{shortened(entry)}' must be HOST:SLOTS.")
             total += int(count or 1)
         return total
 
@@ -138,7 +138,7 @@ class Launching:
         if launcher_name == "torchrun":  # standalone: a free port, or two sweeps on one host would collide
             own = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
             return [*own, *self.extra_args, *train[1:]]
-        program = _program(launcher_name) or launcher_name
+        program = program_path(launcher_name) or launcher_name
         if launcher_name == "srun":
             export = ["--export=ALL"] if exported else []  # even if sbatch was given another --export
             return [program, *self._srun_args(number), *export, *self.extra_args, *train]
@@ -252,11 +252,11 @@ def chosen(flags: argparse.Namespace, machine: Machine) -> Launching:
 
 def _missing(launcher: str) -> str:
     """The error if a launcher's program is missing; "" if it is installed or none is needed."""
-    absent = launcher in PROGRAMS and _program(launcher) is None
+    absent = launcher in PROGRAMS and program_path(launcher) is None
     return f"{launcher} is not on PATH: {PROGRAMS[launcher]}" if absent else ""
 
 
-def _program(name: str) -> str | None:
+def program_path(name: str) -> str | None:
     """A launcher's path: this environment's, else the one on PATH."""
     own = Path(sys.executable).with_name(name)
     return str(own) if own.is_file() else shutil.which(name)

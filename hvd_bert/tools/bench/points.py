@@ -268,7 +268,7 @@ def check_files(config: Config) -> None:
     for name in ("train_file", "validation_file"):
         path = getattr(config.data, name)
         if path and not sample.located(path).exists():
-            raise UserError(f"--{name} {path}: no such file or folder.")
+            raise UserError(f"--{name} {path}: no such file or folder. Check the path.")
 
 
 def check_strategies(names: Sequence[str]) -> tuple[str, ...]:

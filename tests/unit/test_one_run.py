@@ -1,0 +1,142 @@
+"""One run of a sweep or a tuning: its processes end with it, whatever ends it, and a failure has its reason."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from processes import started
+from tables import each
+
+from hvd_bert.tools.bench import one_run
+from hvd_bert.tools.bench.one_run import Stopped, failure_in, signals, start_and_wait
+
+# A launcher that does not forward signals, like the shell that horovodrun becomes. It prints its rank's process id.
+LAUNCHER = "sleep 600 & echo $!; {}wait"
+
+
+def ends(number: str) -> bool:
+    """Whether a process that would run for minutes ends now. Its files are closed shortly before it ends."""
+    try:
+        process = os.pidfd_open(int(number))
+    except ProcessLookupError:
+        return True
+    ready, _, _ = select.select([process], [], [], 10)
+    os.close(process)
+    return bool(ready)
+
+
+def test_a_run_that_takes_too_long_is_terminated(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as log:
+        assert start_and_wait(["sh", "-c", LAUNCHER.format("")], os.environ, log, timeout=0.5) is None
+    assert ends((tmp_path / "log").read_text())
+
+
+def test_a_launcher_that_cannot_be_started_fails_the_run(tmp_path: Path) -> None:
+    (tmp_path / "launcher").write_text("no program")  # and is not executable
+    for name, reason in (("launcher", "Permission denied"), ("nowhere", "No such file or directory")):
+        program = tmp_path / name
+        trained = one_run.train([str(program)], os.environ, tmp_path / "run", 60)
+        assert (trained.run, trained.status) == (None, 127)
+        assert trained.reason == f"{program} cannot be started: {reason}"
+
+
+@each("group", ["", "setsid "], ids=["the launcher's group", "its own session"])
+def test_ranks_of_a_launcher_that_was_killed_are_terminated(tmp_path: Path, group: str) -> None:
+    with (tmp_path / "log").open("w") as log:
+        assert start_and_wait(["sh", "-c", f"{group}sleep 600 & echo $!; kill -9 $$"], os.environ, log, 60) == -9
+    assert not psutil.pid_exists(int((tmp_path / "log").read_text()))  # before the next run starts
+
+
+def test_what_ran_before_a_run_is_not_terminated(tmp_path: Path) -> None:
+    with started(["sleep", "600"]) as other, (tmp_path / "log").open("w") as log:
+        assert start_and_wait(["sh", "-c", "sleep 600 & kill -9 $$"], os.environ, log, 60) == -9
+        assert other.poll() is None
+        other.kill()
+
+
+@each("name", ["INT", "TERM", "USR1", "USR2"])
+def test_a_signal_terminates_the_run_and_is_raised(tmp_path: Path, name: str) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with (tmp_path / "log").open("w") as log, pytest.raises(Stopped, match=f"SIG{name}"), signals():
+        command = ["sh", "-c", LAUNCHER.format(f"kill -{name} {os.getpid()}; ")]
+        start_and_wait(command, os.environ, log, 60)
+    assert ends((tmp_path / "log").read_text())
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_during_a_destructor_stops_before_the_next_run(tmp_path: Path) -> None:
+    class Interrupted:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    with (tmp_path / "log").open("w") as log, signals():
+        item = Interrupted()
+        del item  # Python ignores the exception
+        with pytest.raises(Stopped, match="SIGINT"):
+            start_and_wait(["touch", str(tmp_path / "started")], os.environ, log, 60)
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_signal_during_the_start_terminates_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if another thread could receive the signal."""
+    begun = []
+
+    def start(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process = begin(*words, **options)
+        if "preexec_fn" in options:
+            begun.append(process)
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.read(received, 1)  # one of the threads has it
+        return process
+
+    begin = subprocess.Popen
+    received, wakeup = os.pipe2(os.O_NONBLOCK)
+    os.set_blocking(received, True)
+    before = signal.set_wakeup_fd(wakeup)
+    monkeypatch.setattr(one_run.subprocess, "Popen", start)
+    with ThreadPoolExecutor(1) as pool, (tmp_path / "log").open("w") as log:
+        pool.submit((done := threading.Event()).wait, 60)
+        with pytest.raises(Stopped, match="SIGTERM"), signals():
+            start_and_wait(["sleep", "600"], os.environ, log, 60)
+        done.set()
+    signal.set_wakeup_fd(before)
+    os.close(received)
+    os.close(wakeup)
+    assert begun[0].returncode == -signal.SIGTERM
+
+
+def test_a_run_ends_if_its_sweep_is_killed() -> None:
+    program = "import os, sys; from hvd_bert.tools.bench.one_run import start_and_wait as s; "
+    program += f"s(['sh', '-c', {LAUNCHER.format('')!r}], os.environ, sys.stdout, 600)"
+    with started([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        rank = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+        ready, _, _ = select.select([rank], [], [], 30)
+    assert ready, "the rank still runs"
+    os.close(rank)
+
+
+@each(
+    ("log", "reason"),
+    [
+        ("[1,0]<stderr>:hvd_bert: rank 0 on a: no such file.\nPrimary job terminated\n", "rank 0 on a: no such file."),
+        ("x\nrank 1 on a failed:\nTraceback\nKeyError: 3\n\nRuntimeError: horovodrun\n", "rank 1 on a: KeyError: 3"),
+        ("Traceback\nModuleNotFoundError: No module\nthe end", "ModuleNotFoundError: No module"),
+        ("$ python\nSegmentation fault\n\n", "Segmentation fault"),
+    ],
+)
+def test_failure_in_a_failure(tmp_path: Path, log: str, reason: str) -> None:
+    (tmp_path / "log.txt").write_text(log)
+    assert failure_in(tmp_path / "log.txt") == reason
