@@ -7,9 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hvd_bert.config.parser import HELP, Parser
 from hvd_bert.distributed import launcher_watch
@@ -36,7 +34,6 @@ def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Confi
         end_when_lost()
         parse(argv)
     with collector_paused():
-        import_model_list()
         from hvd_bert.distributed.runner import run_as_rank
     run_as_rank(main, **command_line.before_joining(argv, parse))
 
@@ -57,37 +54,6 @@ def print_on_one_rank(argv: Sequence[str]) -> None:
     Parser.warns = speaks_first(os.environ)
     if HELP & set(argv) and not Parser.warns:
         sys.exit(EXIT_OK)
-
-
-def import_model_list() -> None:
-    """Import `transformers.models`, which would read the source files of all models a second time: 0.2 s.
-
-    `import transformers` has just read them, but into a cache that is too small for all. Another release of
-    transformers may do without `define_import_structure`.
-    """
-    from transformers.utils import import_utils
-
-    if not hasattr(import_utils, "define_import_structure"):
-        return
-    scan = import_utils.define_import_structure
-    import_utils.define_import_structure = partial(model_list, scan=scan)  # type: ignore[assignment]
-    try:
-        import transformers.models  # noqa: F401
-    finally:
-        import_utils.define_import_structure = scan
-
-
-def model_list(
-    init: str, *args: Any, scan: Callable[..., dict[frozenset[str], dict[str, Any]]], **kwargs: Any
-) -> dict[frozenset[str], Any]:
-    """What `scan` finds next to `init` (.../models/__init__.py), from its scan of the whole package."""
-    if args or kwargs:  # of another release of transformers
-        return scan(init, *args, **kwargs)
-    prefix = "models."
-    return {
-        backends: {name.removeprefix(prefix): found for name, found in modules.items() if name.startswith(prefix)}
-        for backends, modules in scan(Path(init).parent, prefix="models").items()
-    }
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from hvd_bert.config.values import passage
 from hvd_bert.distributed import launcher_watch
 from hvd_bert.distributed.launch import Launcher, LaunchError, find_launcher, speaks_first
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.startup import collector_paused, import_model_list, print_on_one_rank
+from hvd_bert.startup import collector_paused, print_on_one_rank
 from hvd_bert.streams import end_when_lost
 
 # Flags of the trainer -> their types. The defaults are the settings of the model's training.
@@ -57,7 +57,6 @@ def main(argv: list[str] | None = None) -> int:
     if flags.output:
         _on_all_ranks(flags, launcher)
     with collector_paused():
-        import_model_list()
         from hvd_bert.predict import answering
     return answering.run(flags)
 
@@ -65,7 +64,6 @@ def main(argv: list[str] | None = None) -> int:
 def _on_all_ranks(flags: argparse.Namespace, launcher: Launcher) -> NoReturn:
     launcher_watch.start(launcher.name)
     with collector_paused():
-        import_model_list()
         from hvd_bert.distributed.runner import run_as_rank
         from hvd_bert.predict.file_answers import answer_file
     # torch.distributed joins the ranks of any launcher, and a single process needs neither it nor Horovod.

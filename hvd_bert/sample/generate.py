@@ -18,11 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvd_bert.sample.dice import Dice
-from hvd_bert.sample.names import Names
-from hvd_bert.sample.passages import Passage, capital, make_passage
-from hvd_bert.sample.themes import THEMES, Relation
-from hvd_bert.sample.vocabulary import vocabulary
+from hvd_bert.sample.passages import THEMES, Dice, Names, Passage, Relation, capital, make_passage, vocabulary
 from hvd_bert.streams import keep_running
 
 SEED = 2
@@ -49,7 +45,7 @@ def _question(dice: Dice, passage: Passage, relation: Relation) -> str:
 
 def ask(dice: Dice, passage: Passage, split: str, v2: bool) -> Iterator[dict[str, Any]]:
     """The questions about a passage, without ids: one per fact, and one per fact that it does not state."""
-    for number in dice.sample(range(len(passage.facts)), len(passage.facts)):
+    for number in dice.shuffled(range(len(passage.facts))):
         answers = _answers(passage, number, split)
         row = {"question": _question(dice, passage, passage.facts[number].relation), "answers": answers}
         yield {**row, "is_impossible": False} if v2 else row
@@ -63,11 +59,11 @@ def make_split(split: str, v2: bool, seed: int) -> dict[str, Any]:
     """The content of a file in SQuAD's format."""
     version = "v2.0" if v2 else "1.1"
     dice = Dice(f"{seed}/{split}/{version}")
-    names = Names.of(split)
+    names = Names(split)
     articles = []
     questions = 0
     for _ in range(SIZES[split] // PASSAGES_PER_ARTICLE):
-        theme, place = dice.choose(list(THEMES)), dice.choose(names.places)
+        theme, place = dice.choose([*THEMES.titles]), dice.choose(names.places)
         paragraphs = []
         for _ in range(PASSAGES_PER_ARTICLE):
             passage = make_passage(dice, names, theme, untold=int(v2))
@@ -76,7 +72,7 @@ def make_split(split: str, v2: bool, seed: int) -> dict[str, Any]:
                 rows.append({"id": f"{split}{'2' if v2 else '1'}-{questions:05d}", **row})
                 questions += 1
             paragraphs.append({"context": passage.context, "qas": rows})
-        articles.append({"title": dice.choose(THEMES[theme]).replace("{p}", place), "paragraphs": paragraphs})
+        articles.append({"title": dice.choose(THEMES.titles[theme]).replace("{p}", place), "paragraphs": paragraphs})
     return {"version": version, "data": articles}
 
 

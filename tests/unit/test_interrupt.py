@@ -32,7 +32,7 @@ COMMANDS = {
     "timeline": (["hvd_bert.tools.timeline", "file"], "numpy"),
     "predict": (["hvd_bert.predict", "model", "--context", "a", "--question", "b"], "torch"),
     "doctor": (["hvd_bert.tools.doctor"], "hvd_bert.tools.doctor.diagnosis"),
-    "sample": (["hvd_bert.sample.generate"], "hvd_bert.sample.themes"),
+    "sample": (["hvd_bert.sample.generate"], "hvd_bert.sample.passages"),
 }
 
 

@@ -21,8 +21,7 @@ import hvd_bert
 from hvd_bert.data.sources import squad
 from hvd_bert.sample import files, generate
 from hvd_bert.sample.files import FILES, Expected, generated
-from hvd_bert.sample.names import Names
-from hvd_bert.sample.themes import RELATIONS
+from hvd_bert.sample.passages import THEMES, Names
 from hvd_bert.storage.writing import write_once
 
 SAMPLE = Path(hvd_bert.__file__).parent / "sample"
@@ -142,7 +141,7 @@ def test_about_a_third_of_v2_has_no_answer() -> None:
 
 @pytest.mark.parametrize("version", ["1.1", "2.0"])
 def test_no_composed_name_of_dev_occurs_in_train(version: str) -> None:
-    dev_names, train_names = Names.of("dev").first_part, Names.of("train").first_part
+    dev_names, train_names = Names("dev").first_part, Names("train").first_part
     assert not set(dev_names) & set(train_names)
     train, dev = (
         " ".join(f"{title} {text} {row['question']}" for title, text, row in _questions(f"{split}-v{version}.json"))
@@ -158,7 +157,7 @@ def test_no_composed_name_of_dev_occurs_in_train(version: str) -> None:
 
 def _relation(question: str) -> tuple[str, int]:
     """Kind of value and number of the fact that a question asks for, from the generator's wordings."""
-    for kind, relations in RELATIONS.items():
+    for kind, relations in THEMES.relations.items():
         for number, relation in enumerate(relations):
             for wording in relation.questions:
                 before, after = wording.split("{e}")
@@ -222,7 +221,7 @@ def test_tokenizer_knows_any_text_and_splits_names_in_two() -> None:
     assert len(tokenizer) == BertConfig.from_pretrained(str(SAMPLE)).vocab_size
     assert "[UNK]" not in tokenizer.tokenize("Xylophones — “quoted” café & 3.5% (ß) {x} ~ zzz?")
     for split in ("train", "dev"):
-        names = Names.of(split)
+        names = Names(split)
         for name in (*names.places, *names.surnames):
             pieces = tokenizer.tokenize(name)
             assert len(pieces) == 2 and pieces[0] == names.first_part[name]

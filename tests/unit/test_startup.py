@@ -6,14 +6,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
-import transformers.models
 from tables import each
-from transformers.utils import import_utils
-
-from hvd_bert import startup
 
 HEAVY = {
     "torch",
@@ -42,21 +37,6 @@ try:
 except SystemExit as end:
     assert not end.code, end.code
 print("imported:", *sorted({{name.split(".")[0] for name in sys.modules}} & {heavy!r}))
-"""
-
-MODELS_PROGRAM = """
-import sys
-import transformers
-from transformers.utils import import_utils
-from hvd_bert import startup
-
-scan, cache = import_utils.define_import_structure, import_utils.create_import_structure_from_path
-read = cache.cache_info().misses
-assert "transformers.models" not in sys.modules
-startup.import_model_list()
-assert "transformers.models" in sys.modules
-assert cache.cache_info().misses == read
-assert import_utils.define_import_structure is scan
 """
 
 
@@ -120,22 +100,3 @@ def test_these_tests_detect_imports() -> None:
     question = ("--context", "a", "--question", "b")
     _, imported = imported_by("hvd_bert.predict", "nowhere", *question, missing=("hvd_bert.model.bert",))
     assert "torch" in imported
-
-
-def test_list_of_models_is_the_one_that_transformers_makes():
-    scan, init = import_utils.define_import_structure, transformers.models.__file__
-    expected = scan(init)
-    scan(Path(init).parent, prefix="models")  # `import transformers` has done this, unless it was forked
-    read = import_utils.create_import_structure_from_path.cache_info().misses
-    assert startup.model_list(init, scan=scan) == expected
-    assert import_utils.create_import_structure_from_path.cache_info().misses == read
-    assert startup.model_list(init, prefix="models", scan=scan) == scan(init, prefix="models")
-
-
-def test_list_of_models_is_imported_without_reading_them_again() -> None:
-    subprocess.run([sys.executable, "-c", MODELS_PROGRAM], check=True, timeout=60)
-
-
-def test_release_of_transformers_without_that_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(import_utils, "define_import_structure")
-    startup.import_model_list()
