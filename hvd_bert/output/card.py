@@ -20,8 +20,7 @@ from typing import Any
 
 from hvd_bert.config.glue import ENDINGS
 from hvd_bert.config.tasks import QUESTION_ANSWERING, TASKS
-from hvd_bert.output.data_names import Data
-from hvd_bert.output.public import changed, command, from_hub, public_settings
+from hvd_bert.output.public import Data, changed, command, from_hub, public_settings
 from hvd_bert.storage import written
 from hvd_bert.storage.reading import read_json, read_text, read_yaml
 from hvd_bert.storage.writing import replacing

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvd_bert.config.glue import DATASET, GLUE
 from hvd_bert.config.settings import DEFAULT_MODEL, FLAGS
 from hvd_bert.config.tasks import QUESTION_ANSWERING, TASKS
 
@@ -66,3 +68,38 @@ def command(settings: Mapping[str, Any]) -> str:
         else:
             words.append(f"--{name} {shlex.quote(str(value))}")
     return " \\\n  ".join(words)
+
+
+@dataclass(frozen=True)
+class Data:
+    """A training or validation set.
+
+    `splits`: the endings of the metrics' names -> splits on the hub; empty for a file.
+    """
+
+    name: str
+    config: str | None = None
+    splits: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_training(cls, settings: Mapping[str, Any]) -> Data:
+        return cls._of(settings, settings["train_file"], {"": settings["train_split_name"]})
+
+    @classmethod
+    def of_evaluation(cls, settings: Mapping[str, Any]) -> Data:
+        glue = GLUE.get(settings["task_name"])
+        splits = {ending: split for split, ending in glue.validation.items()} if glue else None
+        return cls._of(settings, settings["validation_file"], splits or {"": settings["validation_split_name"]})
+
+    @classmethod
+    def _of(cls, settings: Mapping[str, Any], file: str | None, splits: Mapping[str, str]) -> Data:
+        if settings["task_name"]:
+            return cls(DATASET, settings["task_name"], splits)
+        if settings["dataset_name"]:
+            return cls(settings["dataset_name"], settings["dataset_config_name"], splits)
+        return cls(file or settings["task"])
+
+    def metric(self, name: str) -> tuple[str, str | None]:
+        """A metric's name without its ending, and its split."""
+        ending = next((end for end in self.splits if end and name.endswith(end)), "")
+        return name.removesuffix(ending), self.splits.get(ending)

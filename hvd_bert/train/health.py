@@ -13,15 +13,16 @@ from typing import Any
 from weakref import WeakMethod
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import Ids
 from hvd_bert.distributed import events
 from hvd_bert.distributed.logs import describe_ranks
-from hvd_bert.distributed.world import CollectiveError, log
+from hvd_bert.distributed.world import CollectiveError, World, log
 from hvd_bert.errors import EXIT_FAILURE
-from hvd_bert.train.checksums import check_copies
 from hvd_bert.train.state import TrainState
 
 # So many skipped steps in a row end the training. With fp16 and finite losses LIMIT_SCALED until a first step is made,
@@ -32,7 +33,7 @@ DEVIATIONS, MIN_JUMP = 6.0, 0.1
 STEPS_BEFORE, MIN_STEPS = 100, 20
 MAX_EVENTS = 100  # of each kind per start, so that events.jsonl stays small
 MAX_RANKS, MAX_WINDOWS = 8, 1000  # of an event, and per rank
-MAX_NAMES = 8  # of a message
+MAX_NAMES = 8  # of windows in a message
 ADVICE = (
     "Lower --learning_rate, lengthen the warm-up (--warmup_ratio 0.1), or clip the gradient (--max_grad_norm 1). If it"
     " is always the same batch, check its data."
@@ -41,7 +42,9 @@ ADVICE_AT_START = (
     "The weights are those of the start: check them (--model_name_or_path), the data and the precision (--bf16 in place"
     " of --fp16), and rerun with --overwrite_output_dir."
 )
+MAX_WEIGHTS = 5  # the same of weights
 Losses = NDArray[np.float64]
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Health:
@@ -186,3 +189,31 @@ def _shown(batch: list[dict[str, Any]]) -> str:
     names = [name for part in batch for name in part["windows"]]
     more = f" and {len(names) - MAX_NAMES} more (in events.jsonl)" if len(names) > MAX_NAMES else ""
     return f" Its windows: {', '.join(names[:MAX_NAMES])}{more}." if names else ""
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's bits as integers, modulo 2^64 (0-dim, on its device). One flipped bit always changes it."""
+    return tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+def check_copies(model: nn.Module, world: World, step: int) -> None:
+    """Raise CollectiveError if a weight differs between ranks. A collective."""
+    weights = model.state_dict()
+    mine = torch.stack([checksum(weight) for weight in weights.values()]).tolist()
+    ranks = [tuple(sums) for sums in world.allgather(mine)]
+    (most, count), *others = Counter(ranks).most_common()
+    if not others:
+        return
+    differing = [rank for rank, sums in enumerate(ranks) if sums != most]
+    names = [name for name, *sums in zip(weights, *ranks, strict=True) if len(set(sums)) > 1]
+    more = f" and {len(names) - MAX_WEIGHTS} more" if len(names) > MAX_WEIGHTS else ""
+    hosts = ", ".join(dict.fromkeys(world.rank_infos[rank].host for rank in differing))
+    # Such as 1 of 2.
+    tie = " No majority tells which are right." if 2 * count <= world.size else ""
+    raise CollectiveError(
+        f"The weights of {describe_ranks(differing)} on {hosts} differ from those of the other ranks after step {step},"
+        f" in {', '.join(names[:MAX_WEIGHTS])}{more}.{tie} A memory or a link may be faulty. Check these hosts, and"
+        " rerun with the same --output_dir to resume from the last checkpoint, or with --resume_from_checkpoint from an"
+        " earlier one.",
+        status=EXIT_FAILURE,
+    )

@@ -22,7 +22,7 @@ from hvd_bert.monitoring.process_usage import process_usage
 from hvd_bert.monitoring.profiling.recording import Recording
 from hvd_bert.output import card, output_dir, run_folder
 from hvd_bert.output.metrics_log import MetricsLogger
-from hvd_bert.output.reporters import table as reporters
+from hvd_bert.output.reporters import base as reporters
 from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.train import saving
 from hvd_bert.train.breakdown import Breakdown, describe_steps

@@ -14,7 +14,6 @@ import torch
 
 from hvd_bert.distributed.world import World
 from hvd_bert.tasks.base import Work
-from hvd_bert.train.last_step import LastStep
 
 # The phases of a step in the order of the step-time summary, described in docs/reference/output-files.md.
 PHASES = ("data", "compute", "exposed_comm", "optimizer", "checkpoint", "other")
@@ -69,6 +68,34 @@ class Stopwatch:
         self._events.clear()
         taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
         return taken
+
+
+class LastStep:
+    """A step's numbers, copied to the host alongside the next step, so that nothing waits for the device."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._host = torch.zeros(count, dtype=torch.float64, pin_memory=on_gpu)
+        self._copied = torch.cuda.Event() if on_gpu else None
+        self._filled = False
+
+    def put(self, *numbers: torch.Tensor) -> None:
+        """Start to copy the numbers, 0-dim tensors. Earlier ones must have been taken."""
+        for place, number in zip(self._host, numbers, strict=True):
+            place.copy_(number.detach(), non_blocking=True)
+        if self._copied:
+            self._copied.record()
+        self._filled = True
+
+    def take(self) -> list[float]:
+        """The numbers, once; empty if there are none. Waits for work of the device that came before `put` only."""
+        if not self._filled:
+            return []
+        if self._copied:
+            self._copied.synchronize()
+        self._filled = False
+        found: list[float] = self._host.numpy().tolist()
+        return found
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.train import health
 from hvd_bert.train.__main__ import main as train
-from hvd_bert.train.checksums import check_copies
-from hvd_bert.train.health import LIMIT
+from hvd_bert.train.health import LIMIT, check_copies
 
 STEPS, ALONE, FIRST = 9, 2, 4  # steps; one without a finite gradient; the first of several in a row
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvd_bert.train.copies import Copies
+from hvd_bert.train.state import Copies
 
 
 def state(value: float) -> dict[str, torch.Tensor]:

@@ -23,8 +23,7 @@ from hvd_bert.monitoring.profiling import recording as recording_module
 from hvd_bert.output import metrics_log
 from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.output.reporters import tensorboard
-from hvd_bert.output.reporters.base import close
-from hvd_bert.output.reporters.table import start
+from hvd_bert.output.reporters.base import close, start
 from hvd_bert.storage.writing import JsonLines
 from hvd_bert.train import loop
 

@@ -25,8 +25,7 @@ from hvd_bert.errors import EXIT_FAILURE, UserError
 from hvd_bert.strategies.base import StrategyOptions
 from hvd_bert.strategies.table import make_strategy
 from hvd_bert.tasks.question_answering import QuestionAnswering
-from hvd_bert.train.checksums import check_copies, checksum
-from hvd_bert.train.health import LIMIT, LIMIT_LATER, LIMIT_SCALED, MAX_EVENTS, Health
+from hvd_bert.train.health import LIMIT, LIMIT_LATER, LIMIT_SCALED, MAX_EVENTS, Health, check_copies, checksum
 from hvd_bert.train.meter import Meter
 
 BAD, GOOD = math.nan, 1.0

@@ -21,7 +21,7 @@ from hvd_bert.config.trained import trained_settings
 from hvd_bert.data.sources import squad, texts
 from hvd_bert.errors import UserError
 from hvd_bert.output import card, output_dir
-from hvd_bert.output.reporters import run_ids
+from hvd_bert.output.reporters.base import read_run_id
 from hvd_bert.output.reporters.tensorboard import TensorBoard
 from hvd_bert.predict.unfinished import Unfinished
 from hvd_bert.storage import locks, written
@@ -204,7 +204,7 @@ def test_a_run_is_shown_and_left_out(run: Path, name: str, what: str) -> None:
 # --- files that a run keeps for itself: it continues without them, or says what is in the way ---------
 
 KEPT: dict[str, Callable[[Path], object]] = {
-    "tracking.json": lambda folder: run_ids.read(folder, "wandb"),
+    "tracking.json": lambda folder: read_run_id(folder, "wandb"),
     "README.md": lambda folder: (written.add(folder, "README.md"), card.is_ours(folder / "README.md")),
     ".written_by_hvd_bert": written.names,
     "train_results.json": lambda folder: card.update(folder, {}, {"model_name_or_path": str(folder)}),

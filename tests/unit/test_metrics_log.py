@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from hvd_bert.distributed import logs
 from hvd_bert.output import metrics_log as module
 from hvd_bert.output.metrics_log import MetricsLogger
-from hvd_bert.output.reporters.table import start
+from hvd_bert.output.reporters.base import start
 from hvd_bert.tasks.question_answering import summary
 
 SCORES = {"exact_match": 50.0, "f1": 61.25, "total": 8.0, "eval_loss": 1.5}

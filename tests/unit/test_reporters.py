@@ -28,7 +28,6 @@ from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
 from hvd_bert.output import output_dir
 from hvd_bert.output.reporters import base as base_module
-from hvd_bert.output.reporters import table
 from hvd_bert.output.reporters.base import Background, Reporter, close
 from hvd_bert.output.reporters.tensorboard import TensorBoard
 
@@ -184,7 +183,7 @@ def test_unknown_reporters_are_refused(value: str) -> None:
 
 @pytest.mark.parametrize("folder", [False, True], ids=["nothing", "a folder of that name"])
 def test_missing_package(base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: bool) -> None:  # noqa: F811
-    monkeypatch.setitem(table.REPORTERS, "no_such_package", "none")
+    monkeypatch.setitem(base_module.REPORTERS, "no_such_package", "none")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     if folder:
@@ -216,10 +215,10 @@ def test_wandb_without_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(f"WANDB_{name}", value)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with pytest.raises(UserError, match=r"--report_to wandb: no run can be started: .*Without a server set WANDB_MODE"):
-        table.check(["wandb"])
+        base_module.check(["wandb"])
     monkeypatch.setenv("WANDB_MODE", "offline")
     wandb.teardown()
-    table.check(["wandb"])
+    base_module.check(["wandb"])
     wandb.teardown()
 
 
@@ -262,9 +261,9 @@ def test_a_later_reporter_that_refuses_closes_the_earlier_ones(tmp_path: Path, m
         raise UserError("no login")
 
     classes = {"first": lambda folder: first, "second": refuses}
-    monkeypatch.setattr(table, "_class", classes.__getitem__)
+    monkeypatch.setattr(base_module, "_class", classes.__getitem__)
     with pytest.raises(UserError, match="no login"):
-        table.start(["first", "second"], tmp_path)
+        base_module.start(["first", "second"], tmp_path)
     assert [*first.seen.queue] == ["closed"]
 
 

@@ -1,4 +1,4 @@
-"""The interface of a reporter, and the thread in which it works."""
+"""The reporters of `--report_to`: their interface, the thread in which each works, and the run's ids at libraries."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, ClassVar
 
+from hvd_bert.config.training import REPORTERS
 from hvd_bert.distributed.logs import log
-from hvd_bert.errors import reason_of
+from hvd_bert.errors import UserError, reason_of
+from hvd_bert.storage import written
+from hvd_bert.storage.reading import read_json
+from hvd_bert.storage.writing import write_json
 
 Settings = Mapping[str, str | int | float | bool]
+RUN_IDS = "tracking.json"  # the ids at wandb and MLflow: a resumed run is the same run there
 Samples = Sequence[Mapping[str, Any]]  # of eval_samples.json
 
 
@@ -116,3 +124,51 @@ def close(reporters: Sequence[Background], finished: bool) -> None:
     deadline = time.monotonic() + (PATIENCE_S if finished else PATIENCE_UNFINISHED_S)
     for reporter in reporters:
         reporter.end_close(deadline)
+
+
+def check(names: Sequence[str]) -> None:
+    """Raise UserError if a reporter's package, which has its name, is not installed, or if it would refuse a run."""
+    for name in names:
+        spec = find_spec(name)
+        if spec is None or spec.origin is None:  # wandb's own output, a folder of its name, has no origin
+            raise UserError(f"--report_to {name}: the package {name} is not installed. Run `pip install {name}`.")
+    for name in names:
+        _class(name).check()
+
+
+def start(names: Sequence[str], folder: Path) -> list[Background]:
+    """Start the reporters of a run. Raises OSError if a file cannot be written, and UserError if a library refuses."""
+    started: list[Background] = []
+    try:
+        for name in names:
+            started.append(Background(_class(name)(folder)))
+    except BaseException:
+        close(started, finished=False)
+        raise
+    return started
+
+
+def _class(name: str) -> Any:
+    module, _, class_name = REPORTERS[name].partition(":")
+    return getattr(import_module(module), class_name)
+
+
+def read_run_id(folder: Path, library: str) -> str | None:
+    """The run's id at a library; None if it has none yet."""
+    return _run_ids(folder).get(library)
+
+
+def keep_run_id(folder: Path, library: str, run_id: str) -> None:
+    """Keep the run's id at a library. Raises OSError."""
+    ids = _run_ids(folder)
+    if ids.get(library) != run_id:
+        written.add(folder, RUN_IDS)
+        write_json(folder / RUN_IDS, ids | {library: run_id})
+
+
+def _run_ids(folder: Path) -> dict[str, str]:
+    try:
+        ids = read_json(folder / RUN_IDS)
+    except (FileNotFoundError, ValueError):  # damaged: the run gets a new id
+        return {}
+    return {name: value for name, value in ids.items() if isinstance(value, str)} if isinstance(ids, dict) else {}

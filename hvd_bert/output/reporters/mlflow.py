@@ -11,8 +11,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
 from hvd_bert.errors import as_user_error
-from hvd_bert.output.reporters import run_ids
-from hvd_bert.output.reporters.base import Reporter, Samples, Settings
+from hvd_bert.output.reporters.base import Reporter, Samples, Settings, keep_run_id, read_run_id
 
 MAX_PARAMS = 100  # per call
 MAX_LENGTH = 500  # of a parameter's value, in servers of MLflow 1 and 2
@@ -32,7 +31,7 @@ class Mlflow(Reporter):
 
     def __init__(self, folder: Path) -> None:
         """Raises UserError."""
-        run_id = run_ids.read(folder, "mlflow")
+        run_id = read_run_id(folder, "mlflow")
         with as_user_error(_refused):
             self._client = MlflowClient()
             if run_id is None:
@@ -42,7 +41,7 @@ class Mlflow(Reporter):
                 self._client.update_run(run_id, status="RUNNING")
                 run = self._client.get_run(run_id)
         self._id = str(run.info.run_id)
-        run_ids.keep(folder, "mlflow", self._id)
+        keep_run_id(folder, "mlflow", self._id)
         self._known = set(run.data.params)
 
     def settings(self, settings: Settings) -> None:

@@ -11,8 +11,7 @@ import psutil
 import wandb
 
 from hvd_bert.errors import as_user_error
-from hvd_bert.output.reporters import run_ids
-from hvd_bert.output.reporters.base import Reporter, Samples, Settings
+from hvd_bert.output.reporters.base import Reporter, Samples, Settings, keep_run_id, read_run_id
 from hvd_bert.storage import written
 
 FOLDER = "wandb"
@@ -42,11 +41,11 @@ class Wandb(Reporter):
                 project=os.environ.get("WANDB_PROJECT", "hvd_bert"),
                 name=os.environ.get("WANDB_NAME", folder.absolute().name),
                 dir=os.environ.get("WANDB_DIR", folder),
-                id=run_ids.read(folder, FOLDER),
+                id=read_run_id(folder, FOLDER),
                 resume="allow",
                 settings=wandb.Settings(console="off"),  # standard output stays as it is
             )
-        run_ids.keep(folder, FOLDER, self._run.id)
+        keep_run_id(folder, FOLDER, self._run.id)
         # wandb's own step must not go back, as it does when a run resumes.
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP, step_sync=True)
