@@ -32,7 +32,7 @@ from acceptance_place import NotHere, Outcome, Place
 from shared import machine, markdown_table
 
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
-from hvd_bert.monitoring.gpu_usage import NvmlError
+from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.tools.doctor import probes
 
 EXIT_NO_GPU = 3

@@ -19,7 +19,7 @@ from shared import markdown_table
 from torch.profiler import ProfilerActivity, profile
 
 from hvd_bert.config.settings import Config
-from hvd_bert.distributed.joining import join
+from hvd_bert.distributed.runner import join
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.tools.bench import __main__ as bench_flags

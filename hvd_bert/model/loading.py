@@ -31,7 +31,7 @@ from hvd_bert.distributed.logs import log
 from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.machine import free_memory
 from hvd_bert.model.families import family_of, model_class
-from hvd_bert.storage.model_files import TOKENIZER_FILES
+from hvd_bert.storage.places import TOKENIZER_FILES
 from hvd_bert.storage.reading import GIB
 
 # Old names on the hub -> current names; a cache may have the files under either.

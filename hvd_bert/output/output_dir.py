@@ -19,7 +19,7 @@ from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
-from hvd_bert.monitoring.profiling.recording import TIMELINE
+from hvd_bert.monitoring.recording import TIMELINE
 from hvd_bert.output import card
 from hvd_bert.output.run_folder import OF_EVALUATION, RUN_FILES
 from hvd_bert.storage import locks, written

@@ -14,9 +14,8 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from hvd_bert.rendering.charts import Chart, scripts
-from hvd_bert.rendering.table import table
 from hvd_bert.rendering.text import DASH as DASH
-from hvd_bert.rendering.text import visible
+from hvd_bert.rendering.text import table, visible
 
 WIDTH = 100  # of text for a terminal
 GENERATOR = '<meta name="generator" content="hvd_bert">'  # marks a page as this program's (storage/written.py)

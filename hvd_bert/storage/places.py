@@ -48,3 +48,17 @@ def path_problem(path: str) -> str:
     if len(path.encode()) >= PATH_MAX or any(len(name) > NAME_MAX for name in path.encode().split(b"/")):
         return f"is too long for a file: a name has at most {NAME_MAX} bytes, a path {PATH_MAX - 1}"
     return ""
+
+
+TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "spm.model",
+)

@@ -17,9 +17,8 @@ from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import EXIT_BAD_INPUT
 from hvd_bert.model.peaks import peak_flops
 from hvd_bert.model.precision import autocast
-from hvd_bert.monitoring.gpu_usage import GpuUsage
-from hvd_bert.monitoring.process_usage import process_usage
-from hvd_bert.monitoring.profiling.recording import Recording
+from hvd_bert.monitoring.recording import Recording
+from hvd_bert.monitoring.usage import GpuUsage, process_usage
 from hvd_bert.output import card, output_dir, run_folder
 from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.output.reporters import base as reporters

@@ -18,7 +18,7 @@ from hvd_bert import machine
 from hvd_bert.distributed.launch import Launcher, RankInfo, VariableError, WorldsOfOne
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
-from hvd_bert.monitoring.gpu_usage import NvmlError
+from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.tools.doctor import __main__ as command
 from hvd_bert.tools.doctor import checks, collective, diagnosis, probes
 from hvd_bert.tools.doctor.checks import (

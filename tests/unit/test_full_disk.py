@@ -18,8 +18,8 @@ from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  f
 from test_written import recording
 
 from hvd_bert.distributed.world import CollectiveError
-from hvd_bert.monitoring.gpu_usage import GpuUsage
-from hvd_bert.monitoring.profiling import recording as recording_module
+from hvd_bert.monitoring import recording as recording_module
+from hvd_bert.monitoring.usage import GpuUsage
 from hvd_bert.output import metrics_log
 from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.output.reporters import tensorboard

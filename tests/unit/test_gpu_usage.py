@@ -11,8 +11,8 @@ import pytest
 from documented import undocumented
 
 from hvd_bert.distributed.launch import RankInfo
-from hvd_bert.monitoring import gpu_usage as module
-from hvd_bert.monitoring.gpu_usage import (
+from hvd_bert.monitoring import usage as module
+from hvd_bert.monitoring.usage import (
     GIB,
     GpuUsage,
     NvmlError,

@@ -16,8 +16,8 @@ from tables import each, refused
 
 from hvd_bert.config.command_line import before_joining, parse
 from hvd_bert.distributed.horovod_world import ready_for_timeline
-from hvd_bert.monitoring.profiling.clocks import _offset
-from hvd_bert.monitoring.profiling.trace import RankTrace, _without_overlap, pack, write_trace
+from hvd_bert.monitoring.recording import _offset
+from hvd_bert.monitoring.trace import RankTrace, _without_overlap, pack, write_trace
 
 BASE = ["--config", "sample"]
 START_US = 1795285774578916  # of made timelines

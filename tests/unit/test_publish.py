@@ -18,7 +18,7 @@ from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  #
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
 from hvd_bert.config.command_line import load_yaml
-from hvd_bert.storage.model_files import TOKENIZER_FILES
+from hvd_bert.storage.places import TOKENIZER_FILES
 from hvd_bert.tools.publish import __main__ as upload
 from hvd_bert.tools.publish.__main__ import main
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from hvd_bert.config.command_line import before_joining, parse
 from hvd_bert.config.settings import STRATEGIES
-from hvd_bert.distributed import joining
+from hvd_bert.distributed import runner
 from hvd_bert.distributed.launch import WorldsOfOne
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
@@ -99,19 +99,19 @@ def test_one_process_is_refused_under_a_launcher_of_several(monkeypatch, strateg
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     with pytest.raises(WorldsOfOne, match=f"--strategy {strategy} runs in one process, but mpirun started 2"):
-        joining.join(strategy)
+        runner.join(strategy)
 
 
 def test_dp_needs_two_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UserError, match="but 1 are visible"):
-        joining.join("dp")
+        runner.join("dp")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert joining.join("dp").devices == 4
+    assert runner.join("dp").devices == 4
 
 
 def test_world_of_one_needs_no_library():
-    world = joining.join("none")
+    world = runner.join("none")
     assert (world.rank, world.size, world.controller, world.devices) == (0, 1, "none", 1)
     assert not world.any_rank_async(False)() and world.any_rank_async(True)()
 

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from made_timelines import START, Timeline, training
 
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK
-from hvd_bert.monitoring.profiling import timeline_reader as reader
-from hvd_bert.monitoring.profiling.byte_parser import BEGIN, TICK
-from hvd_bert.monitoring.profiling.timeline_reader import Reader
+from hvd_bert.monitoring import timeline_events as reader
+from hvd_bert.monitoring.timeline_events import BEGIN, TICK, Reader
 from hvd_bert.rendering.text import byte_size, percent, seconds
 from hvd_bert.tools.timeline import __main__ as command
 from hvd_bert.tools.timeline.analysis import Findings

@@ -14,7 +14,7 @@ from test_world import make_world
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.world import CollectiveError
-from hvd_bert.monitoring.profiling.recording import Recording
+from hvd_bert.monitoring.recording import Recording
 from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.predict.unfinished import Unfinished
 from hvd_bert.sample import generate

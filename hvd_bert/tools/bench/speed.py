@@ -29,7 +29,7 @@ from hvd_bert.model.bert import new_model
 from hvd_bert.model.families import check_flags, family_of, max_tokens, pad_if_needed
 from hvd_bert.model.flops import forward_flops
 from hvd_bert.model.loading import load_config, reported
-from hvd_bert.monitoring.process_usage import memory_now, memory_peak, seconds_since_start
+from hvd_bert.monitoring.usage import memory_now, memory_peak, seconds_since_start
 from hvd_bert.output import run_folder
 from hvd_bert.rendering.page import Grid
 from hvd_bert.storage.reading import GIB

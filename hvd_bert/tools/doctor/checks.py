@@ -17,7 +17,7 @@ import torch
 from hvd_bert.config.settings import DEFAULT_DATASET, DEFAULT_MODEL, PACKAGE
 from hvd_bert.data.cache import default_cache_dir
 from hvd_bert.machine import free_memory, version_of
-from hvd_bert.monitoring.gpu_usage import NvmlError
+from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.doctor import probes
 from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, MpiLibrary, ProbeError, Slurm, mpi_version

@@ -14,7 +14,7 @@ import torch
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
-from hvd_bert.rendering.table import table
+from hvd_bert.rendering.text import table
 from hvd_bert.tools.doctor.probes import mpi_version
 from hvd_bert.tools.doctor.report import OK, WARNING, Line
 

@@ -21,7 +21,7 @@ from hvd_bert.distributed.horovod_world import HorovodWorld
 from hvd_bert.distributed.launch import Launcher, LaunchError, RankInfo
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.rendering.table import table
+from hvd_bert.rendering.text import table
 from hvd_bert.tools.doctor import checks, collective, probes
 from hvd_bert.tools.doctor.probes import ProbeError
 from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, WIDTH, Line, Report, isolated, merged

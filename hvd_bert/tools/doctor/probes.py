@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from hvd_bert.errors import UserError
-from hvd_bert.monitoring.gpu_usage import NvmlError, nvml
+from hvd_bert.monitoring.usage import NvmlError, nvml
 
 COMMAND_TIMEOUT_S = 20.0
 IMPORT_TIMEOUT_S = 90.0  # for torch and Horovod on a cold network file system

@@ -23,7 +23,7 @@ from hvd_bert.errors import UserError, reason_of
 from hvd_bert.model.bert import load_tokenizer, takes_token_types
 from hvd_bert.model.families import max_tokens
 from hvd_bert.model.loading import load
-from hvd_bert.storage.model_files import TOKENIZER_FILES
+from hvd_bert.storage.places import TOKENIZER_FILES
 from hvd_bert.storage.writing import replacing, writing_to
 from hvd_bert.storage.written import check_file
 

@@ -23,7 +23,7 @@ from hvd_bert.config.values import passage
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError, as_user_error, reason_of
 from hvd_bert.output import card
 from hvd_bert.output.public import public_settings
-from hvd_bert.storage.model_files import TOKENIZER_FILES
+from hvd_bert.storage.places import TOKENIZER_FILES
 from hvd_bert.storage.reading import read_json, read_yaml
 from hvd_bert.streams import keep_running
 

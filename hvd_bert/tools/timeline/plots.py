@@ -9,8 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hvd_bert.monitoring.profiling.byte_parser import Array
-from hvd_bert.monitoring.profiling.timeline_rows import NONE
+from hvd_bert.monitoring.timeline_rows import NONE, Array
 from hvd_bert.rendering.style import COLOURS, STYLE
 from hvd_bert.tools.timeline.analysis import Findings
 from hvd_bert.tools.timeline.steps import StepTable

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hvd_bert.monitoring.profiling.byte_parser import Array
-from hvd_bert.monitoring.profiling.timeline_rows import NONE, Batch, Messages, Table, grown
+from hvd_bert.monitoring.timeline_rows import NONE, Array, Batch, Messages, Table, grown
 
 REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
 ASYNCHRONOUS = "NCCL_"  # collectives that another thread waits for

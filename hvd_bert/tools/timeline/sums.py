@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_bert.monitoring.profiling.byte_parser import Array, Names
-from hvd_bert.monitoring.profiling.timeline_rows import NONE, Batch, Messages, grown
-from hvd_bert.monitoring.profiling.timeline_spans import COLLECTIVE, NEGOTIATION, kind_of
+from hvd_bert.monitoring.timeline_events import Names
+from hvd_bert.monitoring.timeline_rows import NONE, Array, Batch, Messages, grown
+from hvd_bert.monitoring.timeline_spans import COLLECTIVE, NEGOTIATION, kind_of
 from hvd_bert.tools.timeline.steps import StepTable
 
 LATE_US = 2000  # twice Horovod's cycle: below that, ranks may have been seen in the same cycle

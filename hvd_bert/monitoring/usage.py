@@ -1,4 +1,4 @@
-"""Record GPU usage during training: utilization, memory and power through NVML, the driver's interface.
+"""Usage of GPUs, through NVML, the driver's interface, and of this process.
 
 A thread of each rank samples its GPU once a second, without delaying steps. The samples of all ranks are gathered when
 metrics are logged. Without GPUs nothing is started or written.
@@ -6,6 +6,8 @@ metrics are logged. Without GPUs nothing is started or written.
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
+import torch
 
 from hvd_bert.distributed import logs
 from hvd_bert.distributed.world import World
@@ -181,3 +186,37 @@ class GpuUsage:
             self._sampler.close()
         if self._file is not None:
             self._file.close()
+
+
+def seconds_since_start() -> float:
+    """Seconds since this process started, including the interpreter's start and imports."""
+    return time.time() - float(psutil.Process(os.getpid()).create_time())
+
+
+def memory_peak(device: torch.device) -> int:
+    """Peak memory of this process in bytes; on a GPU the peak of its tensors."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Not getrusage's ru_maxrss, which a process inherits from its parent.
+    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
+    assert found
+    return int(found[1]) * 1024
+
+
+def memory_now(device: torch.device) -> int:
+    """Current memory in bytes, counted as by `memory_peak`."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return int(psutil.Process(os.getpid()).memory_info().rss)
+
+
+def process_usage(device: torch.device) -> dict[str, float]:
+    """Usage of the whole process until now: `real_s`, `user_s` and `system_s` as in the shell's `time`, and
+    `memory_peak_bytes`."""
+    times = os.times()
+    return {
+        "real_s": round(seconds_since_start(), 3),
+        "user_s": times.user,
+        "system_s": times.system,
+        "memory_peak_bytes": memory_peak(device),
+    }

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from hvd_bert.monitoring.profiling.byte_parser import Array
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+Array = NDArray[Any]
 NONE = -1  # none, or unknown
 
 

@@ -19,8 +19,7 @@ import torch
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
-from hvd_bert.monitoring.profiling.clocks import clock_offset_ns
-from hvd_bert.monitoring.profiling.trace import RankTrace, pack, write_trace
+from hvd_bert.monitoring.trace import RankTrace, pack, write_trace
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import writing_to
 
@@ -179,3 +178,28 @@ def _check_file(path: Path, output_dir: str | None) -> None:
         elif output_dir is None or place != os.path.realpath(output_dir):  # which was checked, and may not exist yet
             with tempfile.TemporaryFile(dir=place):
                 pass
+
+
+ROUNDS = 10
+
+
+def clock_offset_ns(world: World) -> int:
+    """Nanoseconds by which this host's clock is ahead of rank 0's; 0 on rank 0's own host. A collective.
+
+    Uses the times at which each rank enters and leaves ROUNDS allgathers. The error is at most half the fastest one.
+    """
+    moments = []
+    for _ in range(ROUNDS):
+        entered = time.time_ns()
+        world.allgather(None)
+        moments.append((entered, time.time_ns()))
+    everyone = world.allgather((world.host, moments))
+    (first_host, first), (my_host, mine) = everyone[0], everyone[world.rank]
+    return 0 if my_host == first_host else _offset(first, mine)
+
+
+def _offset(first: Sequence[tuple[int, int]], mine: Sequence[tuple[int, int]]) -> int:
+    """No rank leaves an allgather before the last has entered it. This bounds the offset from both sides."""
+    minimum = max(entered - left for (_, left), (entered, _) in zip(first, mine, strict=True))
+    maximum = min(left - entered for (entered, _), (_, left) in zip(first, mine, strict=True))
+    return (minimum + maximum) // 2

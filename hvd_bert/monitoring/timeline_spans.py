@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_bert.monitoring.profiling.byte_parser import BEGIN, END, TICK, Array
-from hvd_bert.monitoring.profiling.timeline_reader import Events
-from hvd_bert.monitoring.profiling.timeline_rows import (
+from hvd_bert.monitoring.timeline_events import BEGIN, END, TICK, Events
+from hvd_bert.monitoring.timeline_rows import (
     NONE,
     Activities,
+    Array,
     Batch,
     Messages,
     Negotiations,

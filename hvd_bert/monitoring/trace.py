@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_bert.monitoring.profiling.byte_parser import TICK
-from hvd_bert.monitoring.profiling.timeline_reader import Events, Reader
-from hvd_bert.monitoring.profiling.timeline_rows import NONE, Batch
-from hvd_bert.monitoring.profiling.timeline_spans import Spans
+from hvd_bert.monitoring.timeline_events import TICK, Events, Reader
+from hvd_bert.monitoring.timeline_rows import NONE, Batch
+from hvd_bert.monitoring.timeline_spans import Spans
 from hvd_bert.storage.writing import replacing
 
 Event = dict[str, Any]
