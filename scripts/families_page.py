@@ -23,46 +23,46 @@ INTRODUCTION = """\
 
 # Model families
 
-`--model_name_or_path` takes encoders that have a question-answering head in transformers. The family is the
-`model_type` in the model's `config.json`.
+`--model_name_or_path` takes encoders with a question-answering head in transformers. The family is the `model_type` in
+the model's `config.json`. `--task text-classification` takes the same families if transformers has a classification head
+for them.
 
 - **Packed** families run without padding: each token attends to its own window only.
-- **Padded** families have an attention of their own, which takes no packed windows. The trainer pads their windows to
-  the longest of the batch, and prints so at the start. Padding takes computing time.
-- Other families are refused at the start, with the reason.
+- **Padded** families have an attention that takes no packed windows. Their windows are padded to the longest of the
+  batch, which takes computing time.
+- **Refused** families end the run at its start. So does a tokenizer that pads on the left.
 
-Tests compare each family that is not refused with transformers: logits to 1e-5 and gradients to 1e-4 of their size.
-Windows equal run_qa's, which is tested with each kind of fast tokenizer: BERT's, RoBERTa's, ALBERT's, CamemBERT's,
-XLM-RoBERTa's, DeBERTa's (v1, v2), DistilBERT's, ELECTRA's, ModernBERT's, MPNet's and Splinter's. A tokenizer that pads
-on the left is refused.
+Windows equal run_qa's. Special tokens and token types follow the model's own tokenizer; a model with two token types
+always gets them, also where the tokenizer returns none by default (ALBERT, RemBERT, Splinter). `--torch_compile` needs
+layers that are built as BERT's.
 
-The special tokens and token types are those of the layout of the model's own tokenizer. A model with two token types
-gets them, whether its tokenizer returns them by default or not: since transformers 5 those of ALBERT, RemBERT and
-Splinter do not. The tokenizer in the output folder does. `--torch_compile` needs layers that are built as BERT's;
-otherwise it is refused.
-
-`--task text-classification` packs the same families. It is refused if transformers has no classification head.
+Tests compare each family with transformers (logits to 1e-5, gradients to 1e-4 of their size), and the windows with
+run_qa's for each kind of fast tokenizer.
 """
 
 
 def page() -> str:
     """The whole page as Markdown."""
-    rows = {"Packed": [], "Padded": [], "Refused": []}  # type: dict[str, list[str]]
+    rows = {"Packed": [], "Padded": []}  # type: dict[str, list[str]]
+    refused: dict[str, list[str]] = {}
     for name in sorted(MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES):
         config = CONFIG_MAPPING[name]()
         family = family_of(config)
+        if family.refused:
+            refused.setdefault(family.refused, []).append(f"`{name}`")
+            continue
         positions = "pad_token_id + 1" if family.positions_after_padding else "0"
         checkpointing = model_class(config).supports_gradient_checkpointing
         without = [*family.unsupported, *([] if checkpointing else ["--gradient_checkpointing"])]
         without += [] if type(config) in CLASSES else ["--task text-classification"]
         flags = ", ".join(f"`{flag}`" for flag in without) or "none"
-        kind = "Refused" if family.refused else "Packed" if family.packed else "Padded"
-        rows[kind].append(f"| `{name}` | {family.refused or f'{positions} | {flags}'} |")
+        rows["Packed" if family.packed else "Padded"].append(f"| `{name}` | {positions} | {flags} |")
     blocks = [INTRODUCTION.rstrip()]
     for kind, lines in rows.items():
-        columns = ["Family", *(["Reason"] if kind == "Refused" else ["First position", "Flags that are refused"])]
-        head = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+        head = ["| Family | First position | Refused flags |", "| --- | --- | --- |"]
         blocks += [f"## {kind} families", "\n".join([*head, *lines])]
+    reasons = [f"| {reason} | {', '.join(names)} |" for reason, names in refused.items()]
+    blocks += ["## Refused families", "\n".join(["| Reason | Families |", "| --- | --- |", *reasons])]
     return "\n\n".join(blocks) + "\n"
 
 

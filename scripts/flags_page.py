@@ -35,19 +35,19 @@ INTRODUCTION = """\
 
 # Flags
 
-Each command also prints its flags with `--help`; `hvd-bert --help` lists the commands.
+`--help` prints the flags of a command, and `hvd-bert --help` the commands.
 
 ## Training
 
 `python -m hvd_bert.train`, or `hvd-bert train`
 
 Flags of Hugging Face's run_qa keep their names ([differences](../guides/migrating.md#from-run_qa)). `--config` takes a
-preset or a YAML file of flags; flags on the command line override it. A value in the file means the same as on the
-command line: `1:30`, `010` and `no` are not converted as YAML does. A switch such as `--bf16` also takes a value:
-`--bf16 False`. If a flag is given several times, the last value counts, and a warning says so.
+preset or a YAML file of flags; flags on the command line override it. Values in the file mean the same as on the command
+line: `1:30`, `010` and `no` are not converted as YAML does. A switch also takes a value: `--bf16 False`. If a flag is
+given several times, the last value counts, with a warning.
 
-The last column states whether a resumed run accepts another value than the checkpoint's. For the model, the data and
-the batch there are [conditions](../guides/resume-and-reliability.md#settings-that-may-change-on-resume).
+Flags with † must keep their values when a run resumes. Some of the others have
+[conditions](../guides/resume-and-reliability.md#settings-that-may-change-on-resume).
 """
 OTHERS = {
     "Benchmark": bench,
@@ -76,7 +76,7 @@ def page() -> str:
 
 def _tables(parser: argparse.ArgumentParser, resume: bool = False) -> Iterator[str]:
     """One table of the flags without a group, then a heading and a table per group."""
-    header = ["Flag", "Default", "Description", *(["May change on resume"] if resume else [])]
+    header = ["Flag", "Default", "Description"]
     head = [_line(header), _line(["---"] * len(header))]
     without_group: list[str] = []
     for number, group in enumerate(parser._action_groups):
@@ -98,10 +98,8 @@ def _row(action: argparse.Action, resume: bool) -> str:
     default = match["default"] or match["required"] or ("not set" if action.option_strings else "required")
     if default in (str(action.default), f"{action.default:g}" if isinstance(action.default, float) else ""):
         default = f"`{default}`"
-    cells = [f"`{invocation(action)}`", _as_code(default), _as_code(match["description"])]
-    if resume:
-        cells.append("yes" if action.dest == "config" or FLAGS[action.dest].may_change_on_resume else "no")
-    return _line(cells)
+    fixed = resume and action.dest != "config" and not FLAGS[action.dest].may_change_on_resume
+    return _line([f"`{invocation(action)}`{'†' * fixed}", _as_code(default), _as_code(match["description"])])
 
 
 def _line(cells: list[str]) -> str:
