@@ -22,9 +22,9 @@ from hvd_bert.storage.writing import replacing
 Event = dict[str, Any]
 
 # Rows of a rank. Then come its threads and streams, and more rows for messages that overlap.
-PHASES, NEGOTIATION, MESSAGES, READY, THREADS, MORE_MESSAGES = 1, 2, 3, 4, 5, 1000
+PHASE_ROW, NEGOTIATION, MESSAGES, READY, THREADS, MORE_MESSAGES = 1, 2, 3, 4, 5, 1000
 NAMES = {
-    PHASES: "phases of the step",
+    PHASE_ROW: "phases of the step",
     NEGOTIATION: "Horovod: waiting until all ranks are ready",
     MESSAGES: "Horovod: messages",
     READY: "Horovod: tensor ready, as received by rank 0",
@@ -71,7 +71,7 @@ def _events(ranks: Sequence[RankTrace], timeline: Path | None) -> Iterator[Event
         yield _metadata("process_name", pid, name=f"rank {trace.rank} on {trace.host}")
         yield _metadata("process_sort_index", pid, sort_index=trace.rank)
         of_horovod = () if timeline is None else (READY,) if trace.rank > 0 else (NEGOTIATION, MESSAGES, READY)
-        for row in (PHASES, *of_horovod):
+        for row in (PHASE_ROW, *of_horovod):
             yield from _row(pid, row, NAMES[row])
         yield from _phases(trace)
         yield from _torch(trace)
@@ -103,7 +103,7 @@ def _phases(trace: RankTrace) -> Iterator[Event]:
     since = trace.laps[0][1]
     for phase, now in trace.laps[1:]:
         start, end = ((moment - trace.offset_ns) / 1000 for moment in (since, now))
-        yield _span(phase, "phase", _pid(trace.rank), PHASES, start, end)
+        yield _span(phase, "phase", _pid(trace.rank), PHASE_ROW, start, end)
         since = now
 
 

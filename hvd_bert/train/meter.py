@@ -13,10 +13,9 @@ from typing import TypeVar
 import torch
 
 from hvd_bert.distributed.world import World
+from hvd_bert.monitoring import PHASES
 from hvd_bert.tasks.base import Work
 
-# The phases of a step in the order of the step-time summary, described in docs/reference/output-files.md.
-PHASES = ("data", "compute", "exposed_comm", "optimizer", "checkpoint", "other")
 MAX_STEPS = 200  # between two reads whose losses are kept; older ones are forgotten
 Item = TypeVar("Item")
 

@@ -13,8 +13,8 @@ import stopping_at
 from commands import TINY, read_lines, said, small_run
 from launch import TRAIN, launcher, run
 
+from hvd_bert.monitoring import PHASES
 from hvd_bert.tools.timeline.__main__ import read
-from hvd_bert.train.meter import PHASES
 
 pytestmark = pytest.mark.integration
 

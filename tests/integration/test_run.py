@@ -16,8 +16,8 @@ from documented import undocumented
 from launch import Outcome, launcher, run
 
 from hvd_bert.config import command_line
+from hvd_bert.monitoring import PHASES
 from hvd_bert.storage import written
-from hvd_bert.train.meter import PHASES
 
 pytestmark = pytest.mark.integration
 

@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hvd_bert.data.batch_plan import BatchPlan, _shares
 from hvd_bert.data.prefetch import AHEAD, Prefetcher
 from hvd_bert.model.peaks import PEAKS, peak_flops, published_peak
+from hvd_bert.monitoring import PHASES
 from hvd_bert.tools.bench.__main__ import parse
 from hvd_bert.tools.bench.measure import Recorder
 from hvd_bert.tools.bench.speed import random_task
-from hvd_bert.tools.runs import reading
 from hvd_bert.train.breakdown import Breakdown, describe_steps
 from hvd_bert.train.loop import Training
-from hvd_bert.train.meter import PHASES, Interval
+from hvd_bert.train.meter import Interval
 
 LENGTHS = np.array([10, 20, 30, 40, 50, 60, 70], dtype=np.int32)
 
@@ -67,11 +67,6 @@ def trained(peak: float | None = None) -> Breakdown:
         if step != 1:
             breakdown.read(step + 1)
     return breakdown
-
-
-def test_report_reads_the_phases_that_the_meter_tells_apart():
-    """The report does not import torch, so it has its own list."""
-    assert reading.PHASES == PHASES
 
 
 def test_sums_leave_the_first_line_out():

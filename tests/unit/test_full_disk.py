@@ -133,8 +133,8 @@ def test_lines_that_wait_for_space_are_limited(tmp_path, monkeypatch):
 
 def test_gpu_usage_that_cannot_be_opened_starts_no_thread(tmp_path, monkeypatch):
     started: list[object] = []
-    monkeypatch.setattr("hvd_bert.monitoring.gpu_usage.JsonLines", raising(errno.EROFS))
-    monkeypatch.setattr("hvd_bert.monitoring.gpu_usage.Sampler", started.append)
+    monkeypatch.setattr("hvd_bert.monitoring.usage.JsonLines", raising(errno.EROFS))
+    monkeypatch.setattr("hvd_bert.monitoring.usage.Sampler", started.append)
     world = SimpleNamespace(rank=0, rank_infos=(SimpleNamespace(device_id="0-a"),))
     with pytest.raises(OSError, match="Read-only"):
         GpuUsage(world, tmp_path)  # type: ignore[arg-type]

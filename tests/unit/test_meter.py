@@ -8,8 +8,9 @@ import pytest
 import torch
 from tables import each
 
+from hvd_bert.monitoring import PHASES
 from hvd_bert.train import meter as module
-from hvd_bert.train.meter import PHASES, Meter
+from hvd_bert.train.meter import Meter
 
 FINITE = torch.tensor(1.0)  # the norm of a gradient
 

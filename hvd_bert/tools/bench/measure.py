@@ -15,10 +15,10 @@ from hvd_bert.data.batch_plan import BatchPlan, Lengths
 from hvd_bert.distributed.world import World
 from hvd_bert.model.cpu import linear
 from hvd_bert.model.precision import AUTOCAST, autocast
+from hvd_bert.monitoring import PHASES
 from hvd_bert.monitoring.usage import seconds_since_start
 from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.tasks.base import Task
-from hvd_bert.train.meter import PHASES
 
 FP32_BYTES = 4
 ROUNDS, ROUND_S = 5, 0.15  # of the matmul peak

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd_bert.config.parallel import STRATEGIES
 from hvd_bert.config.values import shortened
 from hvd_bert.errors import UserError
 from hvd_bert.tools.report.comparability import STRONG, WEAK, Group, Tolerance, differences, losses_differ
 from hvd_bert.tools.runs.run import LeftOut, Run
 
-STRATEGIES = ("none", "horovod", "ddp", "fsdp", "deepspeed", "dp")
 RESAMPLES = 10_000
 RANGE = 0.95
 
@@ -111,7 +111,7 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 
 def _order(group: Group) -> tuple[object, ...]:
     run = group.one
-    place = STRATEGIES.index(run.strategy) if run.strategy in STRATEGIES else len(STRATEGIES)
+    place = ["none", *STRATEGIES].index(run.strategy) if run.strategy in STRATEGIES else len(STRATEGIES) + 1
     return run.devices, place, run.strategy, run.nodes, group.label, run.name
 
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hvd_bert.rendering.page import DASH, Grid
+from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.report.comparability import EARLY_STEPS, NATS, STRONG, Group, Tolerance
 from hvd_bert.tools.report.comparison import RANGE, RESAMPLES, UNCHECKED, Line, Table, counted
 from hvd_bert.tools.report.projection import Projection, Step
 from hvd_bert.tools.runs.run import LeftOut, Run
 
-GIB = 2**30
 SHORT = {"exact_match": "EM", "f1": "F1"}  # names of scores in tables
 SPREAD = 0.1  # of the repeats, over their median; a larger spread is a caveat
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from hvd_bert.monitoring import PHASES
 from hvd_bert.rendering.charts import Chart, Series
 from hvd_bert.tools.report.content import SHORT
-from hvd_bert.tools.runs.reading import PHASES
 from hvd_bert.tools.runs.record import Columns, Record
 
 PHASE_NAMES = {"exposed_comm": "exposed communication", "data": "waiting for data", "compute": "forward and backward"}

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hvd_bert.rendering.style import COLOURS, STYLE
+from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.report.comparability import WEAK
 from hvd_bert.tools.report.comparison import Line, Table
 from hvd_bert.tools.report.projection import Projection
@@ -22,7 +23,6 @@ DASHES = ("-", "--", ":", "-.")
 GREYS = ("0.1", "0.55", "0.75")  # for the networks of a projection; strategies have colours
 LINEAR_UP_TO = 8  # times the fewest devices; beyond that the axis is logarithmic
 MAX_POINTS = 60  # of a loss curve; more are averaged
-GIB = 2**30
 
 
 def _labels(table: Table) -> list[str]:

@@ -11,12 +11,12 @@ import numpy as np
 from tqdm import tqdm
 
 from hvd_bert.distributed.logs import describe_ranks
+from hvd_bert.monitoring import PHASES
 from hvd_bert.rendering.page import DASH, Block, Code, Details, Figures, Grid, Listing, Page, Quote, Status, Text
+from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.report import content, curves, settings
-from hvd_bert.tools.runs.reading import PHASES
 from hvd_bert.tools.runs.record import Record, number_of
 
-GIB = 2**30
 NO_REASON = (
     "No reason is recorded: the job may have been killed. Its log has more. To resume, rerun the same command with the"
     " same --output_dir."

@@ -12,6 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from hvd_bert.errors import UserError
+from hvd_bert.monitoring import PHASES
 from hvd_bert.rendering.text import visible
 from hvd_bert.storage.reading import parse_json, read_json, read_text, read_yaml
 from hvd_bert.tools.runs.run import LeftOut, Row, Run
@@ -30,7 +31,6 @@ MAX_METRICS = 2**32  # bytes: millions of lines
 # For runs of older versions, which did not record the number of weights whose gradients come last: parts of the names
 # of embeddings, and of ALBERT's layers, which share their weights.
 LATE = ("embed", "emb_ln", "albert_layer_groups")
-PHASES = ("data", "compute", "exposed_comm", "optimizer", "checkpoint", "other")
 
 
 class Unusable(Exception):
