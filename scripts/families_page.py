@@ -24,8 +24,8 @@ INTRODUCTION = """\
 # Model families
 
 `--model_name_or_path` takes encoders with a question-answering head in transformers. The family is the `model_type` in
-the model's `config.json`. `--task text-classification` takes the same families if transformers has a classification head
-for them.
+the model's `config.json`. `--task text-classification` takes the same families if transformers has a classification
+head for them.
 
 - **Packed** families run without padding: each token attends to its own window only.
 - **Padded** families have an attention that takes no packed windows. Their windows are padded to the longest of the
