@@ -29,7 +29,7 @@ def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Confi
     with suppress(LaunchError):  # reported when joining
         launcher_watch.start(find_launcher(os.environ).name)
     with collector_paused():
-        from hvd_bert.config import command_line, flags_parser  # noqa: F401  the second brings transformers
+        from hvd_bert.config import command_line
     if HELP & set(argv):
         end_when_lost()
         parse(argv)

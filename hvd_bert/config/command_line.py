@@ -12,17 +12,15 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvd_bert.config import settings_file
-from hvd_bert.config.parser import HELP, Parser
+from hvd_bert.config.flag import GROUPS
+from hvd_bert.config.parser import HELP, HelpFormatter, Parser
 from hvd_bert.config.settings import FLAGS, PACKAGE, SECTIONS, STRATEGIES, Config
-from hvd_bert.config.values import shortened
+from hvd_bert.config.values import shortened, switch
 from hvd_bert.errors import EXIT_OK, UserError
 from hvd_bert.storage.places import path_problem
-
-if TYPE_CHECKING:
-    from transformers.hf_argparser import HfArgumentParser
 
 PRESETS = PACKAGE / "config" / "presets"
 _FLAG_OF = {spelling: name for name, flag in FLAGS.items() for spelling in flag.spellings(name)}
@@ -38,11 +36,44 @@ RUN_QA_FLAGS_NOT_HERE = {
 }
 
 
-def make_parser() -> HfArgumentParser:
-    """The parser of the trainer's flags."""
-    from hvd_bert.config.flags_parser import FlagsParser  # brings transformers, which not every command needs
-
-    return FlagsParser(_presets())
+def make_parser() -> Parser:
+    """The parser of the trainer's flags, each in its group, with the default that a run uses."""
+    parser = Parser(
+        prog="python -m hvd_bert.train",
+        usage="%(prog)s [-h] [--config NAME|FILE.yaml] [--FLAG VALUE ...]",
+        description="Fine-tune BERT on SQuAD, or train another task, with Horovod or another strategy.",
+        epilog="A switch such as --bf16 also takes a value (--bf16 False). Flags may be written with hyphens"
+        " (--max-seq-length). Flags on the command line override those of --config.",
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    presets = ", ".join(_presets())
+    parser.add_argument(
+        "--config", metavar="NAME|FILE.yaml", help=f"Preset ({presets}) or YAML file of flags. (default: none)"
+    )
+    groups = {group: parser.add_argument_group(group) for group in GROUPS}
+    kinds: dict[str, tuple[Callable[[str], Any], str | None]] = {
+        "int": (int, "N"), "float": (float, "X"), "str": (str, None), "bool": (switch, None)
+    }  # fmt: skip
+    for a_field in (a_field for section in SECTIONS for a_field in fields(section)):
+        name, flag = a_field.name, FLAGS[a_field.name]
+        kind, metavar = kinds[a_field.type.removesuffix(" | None")]
+        add = groups[flag.group].add_argument
+        add(
+            *dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}", *flag.aliases]),
+            help=f"{flag.help} (default: {flag.shown_default})",
+            type=kind,
+            default=flag.default,
+            choices=flag.choices or None,
+            metavar=flag.metavar or (None if flag.choices else metavar),
+            limits=flag,
+            nargs="?" if kind is switch else None,
+            const=True,
+        )
+        if flag.default is True:
+            names = (f"--no_{name}", f"--no-{name.replace('_', '-')}")
+            add(*names, dest=name, nargs=0, const=False, default=True, help=flag.negated_help)
+    return parser
 
 
 def _presets() -> list[str]:
@@ -154,3 +185,17 @@ def load_yaml(name: str) -> dict[str, Any]:
         raise UserError(f"--config {name}: {error}") from None
     values = {flag: parsed[flag] for flag in texts}
     return {k: v.replace("{package}", str(PACKAGE)) if isinstance(v, str) else v for k, v in values.items()}
+
+
+def trained_settings(model: str) -> dict[str, Any]:
+    """The settings by flag, from the train_config.yaml in the model's folder; empty if there is none.
+
+    For a checkpoint they are in the folder above.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        folder = folder.resolve()  # "." and links do not have the name of a checkpoint
+    for place in (folder, folder.parent) if folder.name.startswith("checkpoint-") else (folder,):
+        if (place / "train_config.yaml").is_file():
+            return load_yaml(str(place / "train_config.yaml"))
+    return {}

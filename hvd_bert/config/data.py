@@ -1,16 +1,81 @@
-"""Settings of the data: questions, windows, answers."""
+"""Settings of the model and of the data: questions, windows, answers."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
-from hvd_bert.config.flag import MAX_THREADS, flag, properties_of, require, require_different_columns
-from hvd_bert.config.glue import GLUE
-from hvd_bert.config.tasks import QUESTION_ANSWERING, TASKS
+from hvd_bert.config.flag import MAX_THREADS, check_ranges, flag, properties_of, require, require_different_columns
+from hvd_bert.config.tasks import GLUE, QUESTION_ANSWERING, TASKS
 from hvd_bert.errors import UserError
 
+DEFAULT_MODEL = "bert-base-uncased"
 DEFAULT_DATASET = "squad"
+
+
+@dataclass
+class ModelArguments:
+    model_name_or_path: str | None = flag(
+        "model",
+        None,
+        "Pretrained encoder, for example a BERT: a folder or a hub name.",
+        default_text=f"{DEFAULT_MODEL}; with --config_name none, which trains from scratch",
+        metavar="NAME",
+        may_change_on_resume=True,
+        replaces=("config_name", "tokenizer_name"),
+        source="model",
+    )
+    config_name: str | None = flag(
+        "model",
+        None,
+        "Model configuration: a folder or a hub name.",
+        default_text="the model's own",
+        metavar="NAME",
+        may_change_on_resume=True,
+        source="model",
+    )
+    tokenizer_name: str | None = flag(
+        "model",
+        None,
+        "Tokenizer: a folder or a hub name.",
+        default_text="the model's own",
+        metavar="NAME",
+        may_change_on_resume=True,
+        source="model",
+    )
+    cache_dir: str | None = flag(
+        "model",
+        None,
+        "Cache folder for models and data from the hub.",
+        default_text="the caches of Hugging Face's libraries",
+        metavar="FOLDER",
+        may_change_on_resume=True,
+    )
+    model_revision: str = flag(
+        "model", "main", "Branch, tag or commit of the model on the hub.", metavar="REVISION", may_change_on_resume=True
+    )
+    dropout: float | None = flag(
+        "model",
+        None,
+        "Dropout probability of hidden states and attention.",
+        default_text="the model's own",
+        minimum=0,
+        below=1,
+    )
+
+    def __post_init__(self) -> None:
+        if self.model_name_or_path is None and self.config_name is None:
+            self.model_name_or_path = DEFAULT_MODEL
+        check_ranges(self)
+
+    @property
+    def configuration(self) -> str:
+        """Folder or hub name of the model's configuration."""
+        return self.config_name or str(self.model_name_or_path)
+
+    @property
+    def tokenizer(self) -> str:
+        """Folder or hub name of the tokenizer; default: the model's."""
+        return self.tokenizer_name or self.model_name_or_path or str(self.config_name)
 
 
 @dataclass
@@ -104,22 +169,13 @@ class DataArguments:
         default_text="True if labels are fractions, such as 3.5; otherwise False",
     )
     question_column: str = flag(
-        "question-answering",
-        "question",
-        "Column of the questions, in data of flat rows.",
-        metavar="NAME",
+        "question-answering", "question", "Column of the questions, in data of flat rows.", metavar="NAME"
     )
     context_column: str = flag(
-        "question-answering",
-        "context",
-        "Column of the contexts, in data of flat rows.",
-        metavar="NAME",
+        "question-answering", "context", "Column of the contexts, in data of flat rows.", metavar="NAME"
     )
     answer_column: str = flag(
-        "question-answering",
-        "answers",
-        "Column of the answers, in data of flat rows.",
-        metavar="NAME",
+        "question-answering", "answers", "Column of the answers, in data of flat rows.", metavar="NAME"
     )
     bad_examples: str = flag(
         "data",
@@ -133,7 +189,9 @@ class DataArguments:
         "Some questions have no answer, as in SQuAD 2.0.",
         default_text="False; with --dataset_name squad_v2 True",
     )
-    max_seq_length: int = flag("data", 384, "Maximum window length in tokens, question and special tokens included.")
+    max_seq_length: int = flag(
+        "data", 384, "Maximum window length in tokens, question and special tokens included.", minimum=1
+    )
     padding: str = flag(
         "data",
         "none",
@@ -143,18 +201,17 @@ class DataArguments:
     )
     pad_to_max_length: bool = flag("data", False, "run_qa's name for --padding max_length.", replaces=("padding",))
     doc_stride: int = flag(
-        "question-answering",
-        128,
-        "Overlap of neighboring windows of a long passage, in tokens.",
+        "question-answering", 128, "Overlap of neighboring windows of a long passage, in tokens.", minimum=0
     )
     n_best_size: int = flag(
         "question-answering",
         20,
         "Number of candidate answers to keep per question.",
         may_change_on_resume=True,
+        minimum=1,
     )
     max_answer_length: int = flag(
-        "question-answering", 30, "Maximum answer length in tokens.", may_change_on_resume=True
+        "question-answering", 30, "Maximum answer length in tokens.", may_change_on_resume=True, minimum=1
     )
     null_score_diff_threshold: float = flag(
         "question-answering",
@@ -170,7 +227,7 @@ class DataArguments:
         may_change_on_resume=True,
     )
     max_train_samples: int | None = flag(
-        "data", None, "Train on the first N questions or examples only.", default_text="all"
+        "data", None, "Train on the first N questions or examples only.", default_text="all", minimum=1
     )
     max_eval_samples: int | None = flag(
         "data",
@@ -178,6 +235,7 @@ class DataArguments:
         "Evaluate on the first N questions or examples only.",
         default_text="all",
         may_change_on_resume=True,
+        minimum=1,
     )
     preprocessing_num_workers: int | None = flag(
         "data",
@@ -185,12 +243,15 @@ class DataArguments:
         "Number of threads for tokenization.",
         default_text="the number of cores of the rank",
         may_change_on_resume=True,
+        minimum=1,
+        maximum=MAX_THREADS,
     )
     overwrite_cache: bool = flag(
         "data", False, "Tokenize again even if the windows are cached.", may_change_on_resume=True
     )
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         require(
             self.task in TASKS or ":" in self.task,
             f"--task {self.task}: unknown task. Choose from {', '.join(TASKS)}, or give MODULE:CLASS of your own task.",
@@ -218,16 +279,6 @@ class DataArguments:
         if self.dataset_name in ("squad_v2", "rajpurkar/squad_v2"):
             self.version_2_with_negative = True
         require_different_columns(self.question_column, self.context_column, self.answer_column)
-        for name in ("max_seq_length", "n_best_size", "max_answer_length"):
-            require(getattr(self, name) >= 1, f"--{name} {getattr(self, name)}: must be at least 1.")
-        threshold = self.null_score_diff_threshold
-        require(not math.isnan(threshold), f"--null_score_diff_threshold {threshold}: must be a number.")
-        require(self.doc_stride >= 0, f"--doc_stride {self.doc_stride}: must not be negative.")
-        for name in ("max_train_samples", "max_eval_samples", "preprocessing_num_workers"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"--{name} {value}: must be at least 1.")
-        workers = self.preprocessing_num_workers or 1
-        require(workers <= MAX_THREADS, f"--preprocessing_num_workers {workers}: must be at most {MAX_THREADS}.")
 
     @property
     def pad_to(self) -> int | None:

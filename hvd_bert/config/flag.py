@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, get_args
 
+from hvd_bert.config.values import Limits
 from hvd_bert.errors import UserError
 
 # Sections of --help and of docs/reference/flags.md, in their order there.
@@ -23,12 +24,13 @@ Group = Literal[
 ]
 GROUPS: tuple[Group, ...] = get_args(Group)
 KEY = "flag"
+LARGEST_FACTOR = 1e30  # a larger one overflows in fp32
 MAX_THREADS = 1024  # beyond, starting them takes seconds, and a million end the process with a segmentation fault
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flag:
-    """Properties of a flag.
+class Flag(Limits):
+    """Properties of a flag, among them its range; the default is always accepted.
 
     Attributes:
         group: Section of --help. If it is the name of a task, other tasks refuse the flag.
@@ -37,7 +39,7 @@ class Flag:
         default_text: Description of the default, if `default` alone is not clear.
         negated_help: Description of `--no_X`, for a switch that is on by default.
         aliases: Other spellings, with dashes.
-        choices: Accepted values. Empty: any value of the field's type.
+        choices: Accepted values. Empty: any value of the field's type that is in the range.
         metavar: Placeholder of the value in --help.
         owner: The only strategy that accepts another value than the default. Empty: all strategies accept it.
         may_change_on_resume: Whether a resumed run accepts another value than the checkpoint's: only if the flag does
@@ -56,7 +58,7 @@ class Flag:
     default_text: str = ""
     negated_help: str = ""
     aliases: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
+    choices: tuple[str | int, ...] = ()
     metavar: str = ""
     owner: str = ""
     may_change_on_resume: bool = False
@@ -78,11 +80,8 @@ class Flag:
 
 
 def flag(group: Group, default: Any, description: str, **properties: Any) -> Any:
-    """A dataclass field that is a flag; `properties`: those of `Flag`. HfArgumentParser reads the metadata, too."""
-    settings = Flag(group=group, help=description, default=default, **properties)
-    options = {"choices": list(settings.choices), "metavar": settings.metavar, "aliases": list(settings.aliases)}
-    given = {key: value for key, value in options.items() if value}
-    return field(default=default, metadata={"help": description, KEY: settings, **given})
+    """A dataclass field that is a flag; `properties`: those of `Flag`."""
+    return field(default=default, metadata={KEY: Flag(group=group, help=description, default=default, **properties)})
 
 
 def properties_of(a_field: Field[Any]) -> Flag:
@@ -95,6 +94,14 @@ def properties_of(a_field: Field[Any]) -> Flag:
 def all_flags(sections: Iterable[Any]) -> dict[str, Flag]:
     """The flags of several dataclasses, by name."""
     return {f.name: properties_of(f) for section in sections for f in fields(section)}
+
+
+def check_ranges(section: Any) -> None:
+    """Raise UserError for a setting of this dataclass that is out of its flag's range."""
+    for name, properties in all_flags([section]).items():
+        value = getattr(section, name)
+        if value != properties.default:
+            properties.check(name, value)
 
 
 def require(condition: bool, message: str) -> None:

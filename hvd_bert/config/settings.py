@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hvd_bert.config.checkpoints import CheckpointArguments
-from hvd_bert.config.data import DEFAULT_DATASET, DataArguments
-from hvd_bert.config.flag import all_flags, require
-from hvd_bert.config.model import DEFAULT_MODEL, ModelArguments
-from hvd_bert.config.parallel import STRATEGIES, ParallelArguments
-from hvd_bert.config.profiling import ProfilingArguments
+from hvd_bert.config.data import DEFAULT_DATASET, DEFAULT_MODEL, DataArguments, ModelArguments
+from hvd_bert.config.flag import LARGEST_FACTOR, MAX_THREADS, all_flags, check_ranges, flag, properties_of, require
 from hvd_bert.config.tasks import TASKS
 from hvd_bert.config.training import SCHEDULES, TrainArguments
 
+# Those that are defined elsewhere are the settings, too.
 __all__ = [
     "DEFAULT_DATASET",
     "DEFAULT_MODEL",
@@ -36,6 +34,207 @@ __all__ = [
 ]
 
 PACKAGE = Path(__file__).resolve().parents[1]
+# Implementations: hvd_bert.strategies.table. none: a single process.
+STRATEGIES = ["horovod", "ddp", "fsdp", "deepspeed", "dp", "none"]
+DISTORTS_TIMES = "recording would distort the measured times"
+
+
+@dataclass
+class CheckpointArguments:
+    save_steps: int = flag(
+        "checkpoints",
+        500,
+        "Write a checkpoint every N steps and at the end; 0: only when a signal stops the run.",
+        may_change_on_resume=True,
+        minimum=0,
+    )
+    save_total_limit: int = flag(
+        "checkpoints",
+        2,
+        "Number of newest checkpoints to keep; --load_best_model_at_end keeps the best one in addition.",
+        may_change_on_resume=True,
+        minimum=1,
+    )
+    save_only_model: bool = flag(
+        "checkpoints",
+        False,
+        "Save only the model, a third of the size; it cannot be resumed. A stop by a signal still saves everything.",
+        may_change_on_resume=True,
+    )
+    resume_from_checkpoint: str | None = flag(
+        "checkpoints",
+        None,
+        "Resume from this checkpoint folder, or from the newest in --output_dir (latest).",
+        default_text="the newest in --output_dir if the run there is unfinished",
+        metavar="FOLDER|latest",
+        may_change_on_resume=True,
+        chooses_start=True,
+        sweep_hint="an interrupted point is trained again from the start",
+        tune_hint="each run is short and starts from scratch",
+    )
+    load_best_model_at_end: bool = flag(
+        "checkpoints",
+        False,
+        "Keep the model of the best evaluation instead of the last one.",
+        may_change_on_resume=True,
+    )
+    metric_for_best_model: str | None = flag(
+        "checkpoints",
+        None,
+        "Metric that decides which model is best, for example f1, exact_match, accuracy or eval_loss.",
+        default_text="f1; with --task text-classification accuracy",
+    )
+    early_stopping_patience: int | None = flag(
+        "checkpoints",
+        None,
+        "Stop after N evaluations in a row without an improvement.",
+        default_text="never",
+        may_change_on_resume=True,
+        minimum=1,
+    )
+
+    elastic: bool = flag(
+        "distributed",
+        False,
+        "Horovod elastic: continue when hosts are lost or added (needs its elastic launcher).",
+        may_change_on_resume=True,
+        sweep_hint="the ranks of a point must not change",
+        tune_hint="the ranks must not change",
+    )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        both = self.load_best_model_at_end and self.save_steps == 0
+        require(not both, "--load_best_model_at_end needs checkpoints: --save_steps must not be 0.")
+
+
+@dataclass
+class ParallelArguments:
+    strategy: str = flag(
+        "distributed",
+        "horovod",
+        "Parallel strategy; dp is one process with several GPUs, none is a single process.",
+        choices=tuple(STRATEGIES),
+        may_change_on_resume=True,
+        sweep_hint="name them with --strategies",
+        tune_hint="only Horovod is tuned",
+    )
+    zero_stage: int = flag(
+        "distributed",
+        2,
+        "DeepSpeed: shard the optimizer (1), also the gradients (2), also the weights (3).",
+        choices=(1, 2, 3),
+        owner="deepspeed",
+        may_change_on_resume=True,
+    )
+    fp16_allreduce: bool = flag(
+        "distributed",
+        False,
+        "Horovod: send gradients as fp16, half the bytes; a step whose gradients overflow is skipped.",
+        owner="horovod",
+    )
+    gradient_predivide_factor: float = flag(
+        "distributed",
+        1.0,
+        "Horovod: divide gradients by X before the allreduce and by world size / X after it.",
+        owner="horovod",
+        above=0,
+        maximum=LARGEST_FACTOR,
+    )
+    num_groups: int = flag(
+        "distributed",
+        0,
+        "Horovod: send gradients in N groups, each when it is complete; 0: do not group.",
+        owner="horovod",
+        may_change_on_resume=True,
+        minimum=0,
+    )
+    check_weights_steps: int = flag(
+        "distributed",
+        0,
+        "Horovod and DDP: every N steps, end the run if the weights differ between ranks; 0: do not compare.",
+        may_change_on_resume=True,
+        minimum=0,
+    )
+    num_threads: int | None = flag(
+        "distributed",
+        None,
+        "CPU threads per rank.",
+        default_text="OMP_NUM_THREADS, else the rank's share of its cores",
+        may_change_on_resume=True,
+        minimum=1,
+        maximum=MAX_THREADS,
+    )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        for f in fields(self):
+            owner = properties_of(f).owner
+            others = owner not in ("", self.strategy) and getattr(self, f.name) != f.default
+            require(not others, f"--{f.name} works only with --strategy {owner}, not with {self.strategy}.")
+        every = self.check_weights_steps
+        require(
+            every == 0 or self.strategy in ("horovod", "ddp"),
+            f"--check_weights_steps {every}: with --strategy {self.strategy} the ranks hold no copies of the weights to"
+            " compare. Leave it out.",
+        )
+
+
+@dataclass
+class ProfilingArguments:
+    # horovodrun on Python 3.11 refuses --timeline, even after the program's name: it is the prefix of two of its flags.
+    timeline: str | None = flag(
+        "profiling",
+        None,
+        "Record Horovod's timeline of --timeline_steps in this file; under horovodrun write --timeline_file.",
+        default_text="no recording",
+        aliases=("--timeline_file", "--timeline-file"),
+        metavar="FILE",
+        may_change_on_resume=True,
+        sweep_hint=DISTORTS_TIMES,
+    )
+    timeline_steps: str = flag(
+        "profiling",
+        "11:30",
+        "First and last step to record, both included.",
+        metavar="FIRST:LAST",
+        may_change_on_resume=True,
+    )
+    timeline_mark_cycles: bool = flag(
+        "profiling", False, "Mark the cycles of Horovod's background thread in the timeline.", may_change_on_resume=True
+    )
+    profile: bool = flag(
+        "profiling",
+        False,
+        "Record --timeline_steps with torch's profiler: trace.json.gz of all ranks in --output_dir.",
+        may_change_on_resume=True,
+        sweep_hint=DISTORTS_TIMES,
+    )
+    peak_tflops: float | None = flag(
+        "profiling",
+        None,
+        "Peak TFLOP/s of one device in this training's precision, for the MFU.",
+        default_text="the vendor's figure for known GPUs, none for CPUs",
+        may_change_on_resume=True,
+        above=0,
+        maximum=LARGEST_FACTOR,
+    )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        fits = re.fullmatch(r"[1-9][0-9]{0,8}:[1-9][0-9]{0,8}", self.timeline_steps) and self._steps()
+        require(bool(fits), f"--timeline_steps {self.timeline_steps}: give the first and the last step, as in 11:30.")
+        unused = self.timeline_mark_cycles and not (self.timeline or self.profile)
+        require(not unused, "--timeline_mark_cycles needs a recording: give --timeline_file FILE.")
+
+    def _steps(self) -> range:
+        first, last = self.timeline_steps.split(":")
+        return range(int(first), int(last) + 1)
+
+    @property
+    def steps_to_record(self) -> range:
+        """The steps (1, 2, ...) to record; empty without --timeline_file and --profile."""
+        return self._steps() if self.timeline or self.profile else range(0)
 
 
 @dataclass

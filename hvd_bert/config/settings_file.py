@@ -13,9 +13,8 @@ import yaml
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.config.values import shortened
 from hvd_bert.errors import UserError
-from hvd_bert.storage.reading import open_regular
+from hvd_bert.storage.reading import MAX_YAML_BYTES, read_text
 
-MAX_BYTES = 2**20
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {_TAG + kind for kind in ("null", "bool", "int", "float", "timestamp", "str")}
 _COLLECTIONS = {_TAG + "seq": "list", _TAG + "map": "dict"}
@@ -27,7 +26,7 @@ def read(name: str, path: Path) -> dict[str, str]:
     Raises FileNotFoundError and UserError.
     """
     try:
-        root = yaml.compose(_text(path), Loader=yaml.SafeLoader)
+        root = yaml.compose(read_text(path, MAX_YAML_BYTES), Loader=yaml.SafeLoader)
         if root is not None and root.tag not in _SCALARS | _COLLECTIONS.keys():
             raise ValueError(f"the tag {shortened(root.tag)} is not supported")
     except FileNotFoundError:
@@ -53,17 +52,6 @@ def read(name: str, path: Path) -> dict[str, str]:
         if text is not None:
             values[flag] = text
     return values
-
-
-def _text(path: Path) -> str:
-    with open_regular(path) as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ValueError("it is larger than 1 MiB, so it is not a file of flags")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 text (byte {error.start}). Save it as UTF-8.") from None
 
 
 def _value(name: str, flag: str, node: yaml.Node) -> str | None:

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_bert.config.flag import flag, require
+from hvd_bert.config.flag import LARGEST_FACTOR, check_ranges, flag, require
+from hvd_bert.config.values import LARGEST
 
 # The schedules of transformers that need neither further arguments nor the loss at each step.
-LARGEST_FACTOR = 1e30  # a larger one overflows in fp32
 SCHEDULES = [
     "linear",
     "cosine",
@@ -67,12 +67,17 @@ class TrainArguments:
         8,
         "Windows per rank in one forward pass (per GPU with --strategy dp).",
         may_change_on_resume=True,
+        minimum=1,
     )
     per_device_eval_batch_size: int = flag(
-        "evaluation", 8, "Windows per rank in one forward pass of an evaluation.", may_change_on_resume=True
+        "evaluation", 8, "Windows per rank in one forward pass of an evaluation.", may_change_on_resume=True, minimum=1
     )
     gradient_accumulation_steps: int = flag(
-        "training", 1, "Micro-batches (forward and backward passes) per rank and step.", may_change_on_resume=True
+        "training",
+        1,
+        "Micro-batches (forward and backward passes) per rank and step.",
+        may_change_on_resume=True,
+        minimum=1,
     )
     global_batch: int = flag(
         "training",
@@ -80,35 +85,55 @@ class TrainArguments:
         "Windows per step over all ranks, in as many passes as --per_device_train_batch_size needs.",
         default_text="--per_device_train_batch_size x --gradient_accumulation_steps x devices",
         may_change_on_resume=True,
+        minimum=1,
     )
-    learning_rate: float = flag("training", 5e-5, "Peak learning rate of AdamW, on any number of devices.")
-    weight_decay: float = flag("training", 0.0, "AdamW's weight decay; biases and layer norms have none.")
-    adam_beta1: float = flag("training", 0.9, "AdamW's beta1.")
-    adam_beta2: float = flag("training", 0.999, "AdamW's beta2.")
-    adam_epsilon: float = flag("training", 1e-8, "AdamW's epsilon.")
-    max_grad_norm: float = flag("training", 1.0, "Clip the averaged gradient to this norm; 0: do not clip.")
+    learning_rate: float = flag(
+        "training", 5e-5, "Peak learning rate of AdamW, on any number of devices.", above=0, maximum=LARGEST_FACTOR
+    )
+    weight_decay: float = flag(
+        "training", 0.0, "AdamW's weight decay; biases and layer norms have none.", minimum=0, maximum=LARGEST_FACTOR
+    )
+    adam_beta1: float = flag("training", 0.9, "AdamW's beta1.", minimum=0, below=1)
+    adam_beta2: float = flag("training", 0.999, "AdamW's beta2.", minimum=0, below=1)
+    adam_epsilon: float = flag("training", 1e-8, "AdamW's epsilon.", above=0, maximum=LARGEST_FACTOR)
+    max_grad_norm: float = flag(
+        "training", 1.0, "Clip the averaged gradient to this norm; 0: do not clip.", minimum=0, maximum=LARGEST_FACTOR
+    )
     num_train_epochs: float = flag(
-        "training", 3.0, "Number of passes over the training windows.",
-        sweep_hint="give --steps or --epochs", tune_hint="give --steps",
-    )  # fmt: skip
+        "training",
+        3.0,
+        "Number of passes over the training windows.",
+        sweep_hint="give --steps or --epochs",
+        tune_hint="give --steps",
+        above=0,
+        maximum=1_000_000,
+    )
     max_steps: int = flag(
         "training",
         -1,
         "Total number of optimizer steps; overrides --num_train_epochs.",
         default_text="given by --num_train_epochs",
         sweep_hint="give --steps",
+        minimum=1,
     )
     lr_scheduler_type: str = flag(
-        "training", "linear", f"Learning-rate schedule: {', '.join(SCHEDULES)}.", choices=tuple(SCHEDULES),
+        "training",
+        "linear",
+        f"Learning-rate schedule: {', '.join(SCHEDULES)}.",
+        choices=tuple(SCHEDULES),
         metavar="NAME",
-    )  # fmt: skip
+    )
     # As in BERT's own run_squad; run_qa has none by default.
-    warmup_ratio: float = flag("training", 0.1, "Share of the steps in which the learning rate rises from 0.")
+    warmup_ratio: float = flag(
+        "training", 0.1, "Share of the steps in which the learning rate rises from 0.", minimum=0, below=1
+    )
     warmup_steps: float = flag(
         "training",
         0,
         "Number of warm-up steps, or their share if below 1; overrides --warmup_ratio.",
         default_text="given by --warmup_ratio",
+        minimum=0,
+        maximum=LARGEST_FACTOR,
     )
     lr_scaling: str = flag(
         "training",
@@ -121,13 +146,17 @@ class TrainArguments:
         None,
         "Windows per step that --learning_rate is meant for, for --lr_scaling.",
         default_text="--global_batch, else the windows per step of one device",
+        minimum=1,
     )
-    lr_scaling_limit: float = flag("training", 4.0, "Maximum factor by which --lr_scaling raises the learning rate.")
+    lr_scaling_limit: float = flag(
+        "training", 4.0, "Maximum factor by which --lr_scaling raises the learning rate.", minimum=1
+    )
     logging_steps: int = flag(
         "output",
         10,
         "Steps between two lines of metrics.jsonl; the first and the last step are always logged.",
         may_change_on_resume=True,
+        minimum=1,
     )
     report_to: str = flag(
         "output",
@@ -158,8 +187,9 @@ class TrainArguments:
         default_text="the value of --logging_steps",
         may_change_on_resume=True,
         replaces=("eval_strategy",),
+        minimum=1,
     )
-    seed: int = flag("training", 42, "Seed of new weights, batch order and dropout.")
+    seed: int = flag("training", 42, "Seed of new weights, batch order and dropout.", minimum=0, maximum=LARGEST)
     bf16: bool = flag("training", False, "Forward pass in bfloat16 autocast; weights and gradients stay in fp32.")
     fp16: bool = flag("training", False, "Forward pass in fp16 autocast with loss scaling.")
     gradient_checkpointing: bool = flag(
@@ -177,42 +207,13 @@ class TrainArguments:
     )
 
     def __post_init__(self) -> None:
-        positive = (
-            "per_device_train_batch_size",
-            "per_device_eval_batch_size",
-            "gradient_accumulation_steps",
-            "logging_steps",
-        )
-        for name in positive:
-            require(getattr(self, name) >= 1, f"--{name} {getattr(self, name)}: must be at least 1.")
+        check_ranges(self)
         require(self.output_dir != "", "--output_dir is empty: name a folder, or omit the flag for runs/DATE-TIME.")
-        for name in ("eval_steps", "lr_base_batch_size"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"--{name} {value}: must be at least 1.")
         if self.eval_steps is not None and self.eval_strategy != "no":
             self.eval_strategy = "steps"
-        require(self.lr_scaling_limit >= 1, f"--lr_scaling_limit {self.lr_scaling_limit:g}: must be at least 1.")
-        finite_positive = ("learning_rate", "adam_epsilon", "num_train_epochs")
-        for name in finite_positive:
-            value = getattr(self, name)
-            require(math.isfinite(value) and value > 0, f"--{name} {value}: must be a positive, finite number.")
-        require(self.num_train_epochs <= 1e6, f"--num_train_epochs {self.num_train_epochs}: must be at most 1000000.")
-        for name in ("weight_decay", "max_grad_norm", "warmup_steps", "seed"):
-            value = getattr(self, name)
-            require(math.isfinite(value), f"--{name} {value}: must be a finite number.")
-            require(value >= 0, f"--{name} {value}: must not be negative.")
-        for name in ("learning_rate", "adam_epsilon", "weight_decay", "max_grad_norm"):
-            value = getattr(self, name)
-            require(value <= LARGEST_FACTOR, f"--{name} {value}: must be at most {LARGEST_FACTOR:g}.")
-        for name in ("adam_beta1", "adam_beta2", "warmup_ratio"):
-            require(0 <= getattr(self, name) < 1, f"--{name} {getattr(self, name)}: must be in [0, 1).")
         unknown = [name for name in self.reporters if name not in REPORTERS]
         known = f"must be none, or names of {', '.join(REPORTERS)} with commas between them"
         require(not unknown, f"--report_to {self.report_to}: {known}.")
-        batch = self.global_batch
-        require(batch >= 1 or batch == -1, f"--global_batch {batch}: must be at least 1, or -1 to leave it out.")
-        require(self.seed < 2**32, f"--seed {self.seed}: must be below 2^32.")
-        require(self.max_steps != 0, "--max_steps 0: give a positive number of steps, or leave it out.")
         require(not (self.bf16 and self.fp16), "--bf16 and --fp16 are both given: choose one.")
 
     def windows_per_step(self, devices: int) -> int:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import operator
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +19,69 @@ MAX_RUNS = 1000  # repeats of a measurement, which are planned one by one
 GIVEN = "_given"  # no flag has this name
 
 
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The range of a number. None: no such limit."""
+
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+
+    @property
+    def _limits(self) -> list[tuple[str, Callable[[Any, Any], bool], float]]:
+        limits = [
+            ("at least", operator.ge, self.minimum),
+            ("above", operator.gt, self.above),
+            ("at most", operator.le, self.maximum),
+            ("below", operator.lt, self.below),
+        ]
+        return [(words, holds, limit) for words, holds, limit in limits if limit is not None]
+
+    @property
+    def range(self) -> str:
+        """The range in words, for messages and --help; "" if there is none."""
+        return " and ".join(
+            f"{words} {limit:g}" if isinstance(limit, float) else f"{words} {limit}" for words, _, limit in self._limits
+        )
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise UserError unless a flag is missing or its value is in the range. NaN is in no range."""
+        if value is not None and not all([value == value, *(holds(value, limit) for _, holds, limit in self._limits)]):
+            raise UserError(f"--{name} {value}: must be {self.range or 'a number'}.")
+
+
 class StoreLast(argparse.Action):
-    """Stores a flag's value, in place of an earlier one, and keeps all values under `given` for `Parser`'s warning."""
+    """Stores a flag's value, in place of an earlier one, and keeps all values under `given` for `Parser`'s warning.
+
+    Refuses values out of the flag's `limits`, which --help shows; the default is always accepted.
+    """
+
+    def __init__(self, *args: Any, limits: Limits = Limits(), **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.limits = limits
+        if limits.range:
+            description, default, shown = str(self.help).partition(" (default: ")
+            self.help = f"{description} {limits.range.capitalize()}.{default}{shown}"
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
         value = self.const if self.nargs == 0 else values
+        for number in value if isinstance(value, list) else [value]:
+            if number != self.default:
+                self.limits.check(self.dest, number)
         vars(namespace).setdefault(GIVEN, {}).setdefault(self.dest, []).append(str(value))
         setattr(namespace, self.dest, value)
+
+
+def switch(text: str) -> bool:
+    """Parse the value of a switch, as run_qa does."""
+    if text.lower() in ("yes", "true", "t", "y", "1"):
+        return True
+    if text.lower() in ("no", "false", "f", "n", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"{shortened(repr(text))} is neither true nor false")
 
 
 def whole_number(text: str) -> int:

@@ -18,8 +18,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from hvd_bert.config.glue import ENDINGS
-from hvd_bert.config.tasks import QUESTION_ANSWERING, TASKS
+from hvd_bert.config.tasks import GLUE_ENDINGS, QUESTION_ANSWERING, TASKS
 from hvd_bert.output.public import Data, changed, command, from_hub, public_settings
 from hvd_bert.storage import written
 from hvd_bert.storage.reading import read_json, read_text, read_yaml
@@ -209,7 +208,7 @@ def _named(data: Data) -> str:
 
 
 def _scores(scores: Record, evaluated: Record, data: Data) -> str:
-    totals = [f"total{ending}" for ending in ENDINGS]
+    totals = [f"total{ending}" for ending in GLUE_ENDINGS]
     shown = [
         (code(name), f"{value:.4g}")
         for name, value in scores.items()

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvd_bert.config.glue import DATASET, GLUE
 from hvd_bert.config.settings import DEFAULT_MODEL, FLAGS
-from hvd_bert.config.tasks import QUESTION_ANSWERING, TASKS
+from hvd_bert.config.tasks import GLUE, GLUE_DATASET, QUESTION_ANSWERING, TASKS
 
 # Where this machine keeps files, and what only matters there.
 _PRIVATE_GROUPS = ("output", "profiling")
@@ -94,7 +93,7 @@ class Data:
     @classmethod
     def _of(cls, settings: Mapping[str, Any], file: str | None, splits: Mapping[str, str]) -> Data:
         if settings["task_name"]:
-            return cls(DATASET, settings["task_name"], splits)
+            return cls(GLUE_DATASET, settings["task_name"], splits)
         if settings["dataset_name"]:
             return cls(settings["dataset_name"], settings["dataset_config_name"], splits)
         return cls(file or settings["task"])

@@ -15,10 +15,10 @@ from typing import Any, get_args, get_origin, get_type_hints, overload
 import numpy as np
 import torch
 
+from hvd_bert.config.command_line import trained_settings
 from hvd_bert.config.flag import require
 from hvd_bert.config.settings import DataArguments, ModelArguments
 from hvd_bert.config.tasks import QUESTION_ANSWERING
-from hvd_bert.config.trained import trained_settings
 from hvd_bert.config.values import shortened
 from hvd_bert.data.sources.checks import text_mistake
 from hvd_bert.data.sources.squad import Question

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 from transformers import PreTrainedModel
 
-from hvd_bert.config.model import DEFAULT_MODEL
-from hvd_bert.config.settings import TASKS, Config, ModelArguments
-from hvd_bert.config.trained import trained_settings
+from hvd_bert.config.command_line import trained_settings
+from hvd_bert.config.settings import DEFAULT_MODEL, TASKS, Config, ModelArguments
 from hvd_bert.data.balance import balanced_partition, window_costs
 from hvd_bert.data.batch_plan import Ids, Lengths
 from hvd_bert.distributed.world import World

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from hvd_bert.config.glue import GLUE
 from hvd_bert.config.settings import Config
+from hvd_bert.config.tasks import GLUE
 from hvd_bert.data.batch_plan import Ids, Lengths
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.sources.questions import BadExample

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hvd_bert.config.glue import DATASET, GLUE
 from hvd_bert.config.settings import Config
+from hvd_bert.config.tasks import GLUE, GLUE_DATASET
 from hvd_bert.data.sources import hub, texts
 from hvd_bert.data.sources.questions import Reading
 from hvd_bert.data.sources.texts import Columns, Texts
@@ -47,7 +47,7 @@ def _open(config: Config, split: str, file_flag: str, columns: Columns) -> Texts
     """A split of the hub's data set, or the file of a flag; None if the flag is not given."""
     data, cache_dir, reading = config.data, config.model.cache_dir, Reading(bad_examples=config.data.bad_examples)
     dataset, config_name = (
-        (DATASET, data.task_name) if data.task_name else (data.dataset_name, data.dataset_config_name)
+        (GLUE_DATASET, data.task_name) if data.task_name else (data.dataset_name, data.dataset_config_name)
     )
     if dataset:
         flag = f"--task_name {data.task_name}" if data.task_name else ""

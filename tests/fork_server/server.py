@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 PRELOADED = [
     "hvd_bert.train.loop", "hvd_bert.output.reporters.tensorboard", "hvd_bert.predict.file_answers",
-    "hvd_bert.config.flags_parser", "transformers.models.bert.modeling_bert",
+    "hvd_bert.config.command_line", "transformers.models.bert.modeling_bert",
     "transformers.models.bert.tokenization_bert", "transformers.conversion_mapping",
     "hvd_bert.distributed.runner", "hvd_bert.distributed.torch_world", "hvd_bert.strategies.horovod",
     "hvd_bert.strategies.ddp", "hvd_bert.strategies.fsdp",

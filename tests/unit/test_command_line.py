@@ -282,7 +282,7 @@ def test_values_in_a_file(tmp_path, text, name, value):
         ("seed: [1, 2]", "'seed' must be a single value, not list"),
         ("seed: {a: 1}", "'seed' must be a single value, not dict"),
         ("seed: red", "invalid int value: 'red'"),
-        ("seed: -1", "--seed -1: must not be negative"),
+        ("seed: -1", "--seed -1: must be at least 0"),
         ("- seed\n- learning_rate\n", "must be lines of `flag: value`"),
         ("", "must be lines of `flag: value`"),
         ("seed: 1\n  learning_rate: [", "cannot be read as YAML"),

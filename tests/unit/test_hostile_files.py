@@ -17,7 +17,7 @@ from tables import each, refused
 
 from hvd_bert.checkpoint import files
 from hvd_bert.config import settings_file
-from hvd_bert.config.trained import trained_settings
+from hvd_bert.config.command_line import trained_settings
 from hvd_bert.data.sources import squad, texts
 from hvd_bert.errors import UserError
 from hvd_bert.output import card, output_dir

@@ -15,8 +15,7 @@ from test_world import make_world
 from transformers import BertConfig, BertModel
 
 from hvd_bert import QuestionAnswerer
-from hvd_bert.config.command_line import parse
-from hvd_bert.config.trained import trained_settings
+from hvd_bert.config.command_line import parse, trained_settings
 from hvd_bert.distributed.launch import Launcher, RankInfo
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK
 from hvd_bert.predict import answerer

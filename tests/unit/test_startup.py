@@ -56,18 +56,17 @@ def imported_by(
     return "\n".join(printed), set(last.split()[1:])
 
 
-# HfArgumentParser is part of transformers, which imports numpy.
 @pytest.mark.parametrize(
     ("argv", "allowed"),
     [
-        (["hvd_bert.train"], {"transformers", "numpy"}),
-        (["hvd_bert.tools.bench"], {"transformers", "numpy"}),
+        (["hvd_bert.train"], set()),
+        (["hvd_bert.tools.bench"], set()),
         (["hvd_bert.tools.bench", "sweep"], set()),
         (["hvd_bert.tools.tune"], set()),
         (["hvd_bert.tools.report"], {"numpy", "matplotlib"}),
         (["hvd_bert.tools.timeline"], {"numpy"}),
         (["hvd_bert.predict"], set()),
-        (["hvd_bert.tools.evaluate"], {"transformers", "numpy"}),
+        (["hvd_bert.tools.evaluate"], set()),
         (["hvd_bert.tools.doctor"], set()),
         (["hvd_bert.tools.publish"], set()),
         (["hvd_bert.tools.export"], set()),
@@ -87,7 +86,7 @@ def test_only_rank_0_prints_help(command: str, rank: int) -> None:
     launcher = {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": "2"}
     printed, imported = imported_by(command, "--help", launcher=launcher)
     assert printed.startswith("usage: ") if rank == 0 else printed == ""
-    assert imported <= {"transformers", "numpy"}
+    assert imported == set()
 
 
 def test_first_line_of_the_doctor() -> None:

@@ -78,14 +78,9 @@ def test_numbers_that_are_too_large(name: str, value: str) -> None:
 @each(
     ("flags", "words"),
     [
-        ("--num_threads 1000000", "--num_threads 1000000: must be at most 1024"),
-        ("--preprocessing_num_workers 1000000", "--preprocessing_num_workers 1000000: must be at most 1024"),
-        ("--num_train_epochs 1e300", "--num_train_epochs 1e+300: must be at most 1000000"),
+        ("--num_threads 1000000", "--num_threads 1000000: must be at least 1 and at most 1024"),
+        ("--num_train_epochs 1e300", "--num_train_epochs 1e+300: must be above 0 and at most 1000000"),
         ("--timeline_steps 1:999999999999", "--timeline_steps 1:999999999999: give the first and the last step"),
-        ("--weight_decay inf", "--weight_decay inf: must be a finite number"),
-        ("--max_grad_norm nan", "--max_grad_norm nan: must be a finite number"),
-        ("--weight_decay -1", "--weight_decay -1.0: must not be negative"),
-        ("--learning_rate inf", "--learning_rate inf: must be a positive, finite number"),
     ],
 )
 def test_refused(flags: str, words: str) -> None:
