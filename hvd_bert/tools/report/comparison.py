@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_bert.config.parallel import STRATEGIES
+from hvd_bert.config.settings import STRATEGIES
 from hvd_bert.config.values import shortened
 from hvd_bert.errors import UserError
 from hvd_bert.tools.report.comparability import STRONG, WEAK, Group, Tolerance, differences, losses_differ
