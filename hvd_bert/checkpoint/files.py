@@ -15,22 +15,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from hvd_bert.checkpoint import schema
 from hvd_bert.storage import written
-from hvd_bert.storage.reading import open_regular, read_json, read_text
+from hvd_bert.storage.reading import Count, convert, open_regular, read_json, read_text
 from hvd_bert.storage.writing import flush, replacing
 
 FORMAT = 1
@@ -40,10 +38,35 @@ _ASIDE = ".aside"
 _PARTIAL = ".partial-"
 _REPLACED = ".replaced-"  # whole, unlike `discard`'s
 _BLOCK = 1 << 20
+# A name inside the folder, without control characters and halves of characters.
+FileName = Annotated[str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z")]
 
 
 class CorruptCheckpoint(ValueError):
     """A checkpoint cannot be used. The message names the file and the problem."""
+
+
+@dataclass(frozen=True)
+class File:
+    """Size and SHA-256 of a file."""
+
+    bytes: Count
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Version:
+    """The part of manifest.json that all formats have."""
+
+    format: Count
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """manifest.json. `state_before`: another valid state.json, which `update_state` replaces."""
+
+    files: dict[FileName, File]
+    state_before: File | None = None
 
 
 @dataclass(frozen=True)
@@ -75,66 +98,31 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
     """Write a checkpoint, replacing one of the same step, and update `latest`. After an OSError nothing has changed."""
     written.claim(output_dir, name_of(step), POINTER)
     folder = output_dir / name_of(step)
-    with _replacing(folder) as partial:
+    partial, replaced = (folder.with_name(f"{prefix}{folder.name}") for prefix in (_PARTIAL, _REPLACED))
+    written.delete(partial)
+    try:
+        partial.mkdir()
         for stem, tensors in contents.tensors.items():
             safetensors.torch.save_file(dict(tensors), partial / f"{stem}.safetensors", metadata={"format": "pt"})
         for stem, document in contents.documents.items():
             (partial / f"{stem}.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
         for name, content in contents.files.items():
             (partial / name).write_bytes(content)
-    point_to(folder)
-    return folder
-
-
-def update_state(output_dir: Path, step: int, changes: dict[str, Any]) -> None:
-    """Change values in the state.json of this program's checkpoint of `step`, if there is one with all of them.
-
-    Raises OSError, after which nothing has changed, and ValueError if the checkpoint is damaged.
-    """
-    folder = output_dir / name_of(step)
-    if folder not in _own(output_dir):
-        return
-    files, state = _manifest(folder), read_json(folder / "state.json")
-    if not isinstance(state, dict) or not changes.keys() <= state.keys() or state | changes == state:
-        return
-    files.pop("state.json", None)
-    with _replacing(folder, files) as partial:
-        for name in files:
-            try:
-                os.link(folder / name, partial / name)
-            except OSError:  # a file system without hard links
-                shutil.copyfile(folder / name, partial / name)
-        (partial / "state.json").write_text(json.dumps(state | changes, indent=1), encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _replacing(folder: Path, known: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Path]:
-    """Yield a temporary folder for the files of a checkpoint; with a manifest it then replaces `folder`.
-
-    `known`: fingerprints of files.
-    """
-    partial = folder.with_name(f"{_PARTIAL}{folder.name}")
-    written.delete(partial)
-    try:
-        partial.mkdir()
-        yield partial
-        files = {file.name: known.get(file.name) or _fingerprint(file) for file in sorted(partial.iterdir())}
-        manifest = {"format": FORMAT, "step": step_of(folder), "files": files}
-        (partial / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        files = {file.name: _fingerprint(file) for file in sorted(partial.iterdir())}
+        (partial / "manifest.json").write_text(_as_manifest(step, files), encoding="utf-8")
         for file in partial.iterdir():
             shutil.copymode(partial / "manifest.json", file)  # safetensors gives nobody else access
             flush(file)
         flush(partial)
-        replaced = folder.with_name(f"{_REPLACED}{folder.name}")
         if folder.exists():
             written.delete(replaced)
             folder.rename(replaced)
         try:
             partial.rename(folder)
         except OSError:
-            restore_replaced(folder.parent)
+            restore_replaced(output_dir)
             raise
-        flush(folder.parent)
+        flush(output_dir)
     except SafetensorError as error:  # a full disk, for example
         raise OSError(str(error)) from None
     finally:
@@ -142,6 +130,32 @@ def _replacing(folder: Path, known: Mapping[str, Any] = MappingProxyType({})) ->
             written.delete(partial)
     with contextlib.suppress(OSError):  # the next write or resume removes it
         written.delete(replaced)
+    point_to(folder)
+    return folder
+
+
+def update_state(output_dir: Path, step: int, changes: dict[str, Any]) -> None:
+    """Change values in the state.json of this program's checkpoint of `step`, if there is one with all of them.
+
+    Raises OSError, and ValueError if the checkpoint is damaged. A kill at any point leaves a valid checkpoint.
+    """
+    folder = output_dir / name_of(step)
+    if folder not in _own(output_dir):
+        return
+    files, state = _manifest(folder), read_json(folder / "state.json")
+    if not isinstance(state, dict) or not changes.keys() <= state.keys():
+        return
+    with replacing(folder / "state.json", durable=True) as partial:
+        partial.write_text(json.dumps(state | changes, indent=1), encoding="utf-8")
+        new = files | {"state.json": _fingerprint(partial)}
+        with replacing(folder / "manifest.json", durable=True) as manifest:  # valid for both states
+            manifest.write_text(_as_manifest(step, new, files["state.json"]), encoding="utf-8")
+
+
+def _as_manifest(step: int, files: Mapping[str, File], state_before: File | None = None) -> str:
+    before = {"state_before": asdict(state_before)} if state_before else {}
+    listed = {name: asdict(file) for name, file in files.items()}
+    return json.dumps({"format": FORMAT, "step": step, "files": listed} | before, indent=1)
 
 
 def restore_replaced(output_dir: Path) -> None:
@@ -190,8 +204,8 @@ def verify(folder: Path) -> Collection[str]:
         path = folder / name
         try:
             size = path.stat().st_size
-            if size != expected["bytes"]:
-                raise CorruptCheckpoint(f"{path} has {size:,} bytes instead of {expected['bytes']:,}")
+            if size != expected.bytes:
+                raise CorruptCheckpoint(f"{path} has {size:,} bytes instead of {expected.bytes:,}")
             if _fingerprint(path) != expected:
                 raise CorruptCheckpoint(f"{path} has changed since it was written (its SHA-256 differs)")
         except OSError as error:
@@ -199,23 +213,24 @@ def verify(folder: Path) -> Collection[str]:
     return manifest.keys()
 
 
-def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    """The fingerprint of each file that the checkpoint must have."""
+def _manifest(folder: Path) -> dict[str, File]:
+    """The files that the checkpoint must have."""
     path = folder / "manifest.json"
     try:
-        manifest = read_json(path)
-        schema.MANIFEST_VERSION(manifest, "")
-        version = manifest["format"]
+        found = read_json(path)
+        version = convert(found, Version).format
         if version > FORMAT:
             raise CorruptCheckpoint(f"{path}: format {version} needs a newer hvd_bert; this one reads up to {FORMAT}")
-        schema.MANIFEST(manifest, "")
+        manifest = convert(found, Manifest)
+        if manifest.state_before and _fingerprint(folder / "state.json") == manifest.state_before:
+            return manifest.files | {"state.json": manifest.state_before}  # a kill in `update_state`
     except CorruptCheckpoint:
         raise
     except OSError as error:
         raise CorruptCheckpoint(f"{path}: {error.strerror or error}") from None
     except ValueError as error:
         raise CorruptCheckpoint(f"{path} is not a list of files with sizes ({error})") from None
-    return {name: {"bytes": file["bytes"], "sha256": file["sha256"]} for name, file in manifest["files"].items()}
+    return manifest.files
 
 
 def read(folder: Path) -> Contents:
@@ -285,10 +300,10 @@ def set_aside_after(output_dir: Path, step: int) -> list[str]:
     return renamed
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
+def _fingerprint(path: Path) -> File:
     digest, size = hashlib.sha256(), 0
     with open_regular(path) as file:
         while block := file.read(_BLOCK):
             digest.update(block)
             size += len(block)
-    return {"bytes": size, "sha256": digest.hexdigest()}
+    return File(size, digest.hexdigest())

@@ -1,20 +1,22 @@
-"""Whether a checkpoint is of a model. Its checksums say only that nobody has changed it."""
+"""Whether a checkpoint holds the state of a training, of this model. Its checksums say only that nobody changed it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hvd_bert.checkpoint.files import Contents
 from hvd_bert.errors import as_user_error
-from hvd_bert.storage.reading import read_json
+from hvd_bert.storage.reading import Count, Finite, convert, read_json
 
 # Random numbers of a rank -> type and number of elements of their tensor. CUDA's differs by device.
 _RANDOM = {"torch": (torch.uint8, None), "numpy": (torch.int64, 626), "python": (torch.int64, 626)} | {
@@ -28,6 +30,85 @@ _WITHOUT_EFFECT = {
 }
 _POSITIONS = {"numpy": -2, "python": -1}  # of the next of 624 numbers
 _WORDS = {"numpy": slice(0, 624), "python": slice(1, 625)}
+
+
+Number = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)] | float  # may be NaN or infinite
+Plain = bool | Number | str | None
+Settings = dict[str, Plain | list[Plain]]  # of an optimizer or a schedule
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+
+
+@dataclass
+class Saved:
+    """A state.json of only the model (--save_only_model)."""
+
+    step: Count
+
+
+@dataclass
+class Rate:
+    lr: Finite
+
+
+@dataclass
+class StrategyState:
+    groups: Annotated[list[Rate], msgspec.Meta(min_length=1)]
+    scaler: Settings
+
+
+@dataclass
+class Position:
+    last_epoch: Count
+
+
+@dataclass
+class MeterState:
+    last_step: Count
+    train_s: Finite
+    loss_sum: Number
+    windows: Count
+    tokens: Count
+    seconds: Finite
+    skipped_steps: Count = 0
+    skipped_before: Count = 0
+
+
+class BestState(msgspec.Struct, forbid_unknown_fields=True):
+    metric: str
+    value: Number | None
+    step: Count
+    since: Count
+
+
+@dataclass
+class State:
+    """A state.json to resume from."""
+
+    step: Count
+    world_size: Positive
+    global_batch: Positive
+    rank_batch: Positive
+    strategy: StrategyState
+    schedule: Position
+    meter: MeterState
+    since_last_look: list[Annotated[list[Finite], msgspec.Meta(min_length=3)]]
+    best: BestState
+    eval_pending: bool
+    identity: dict[str, Any]
+
+
+def check_state(found: Any) -> None:
+    """Raise ValueError unless this is a state.json to resume from, or that of a checkpoint with only the model."""
+    if isinstance(found, dict) and found.get("model_only") is True:
+        convert(found, Saved)
+        return
+    state = convert(found, State)
+    for number, group in enumerate(found["strategy"]["groups"]):
+        convert(group, Settings, f"strategy.groups[{number}]")
+    convert(found["schedule"], Settings, "schedule")
+    rows, ranks = state.since_last_look, state.world_size
+    if len(rows) != ranks or len({len(row) for row in rows}) > 1:
+        raise ValueError(f"since_last_look is not a row for each of the {ranks} ranks")
 
 
 def shape_of(model: nn.Module) -> str:

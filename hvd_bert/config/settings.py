@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ __all__ = [
     "ParallelArguments",
     "ProfilingArguments",
     "TrainArguments",
+    "save",
 ]
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -271,9 +273,10 @@ class Config:
         """All settings under their flag names."""
         return {name: value for part in asdict(self).values() for name, value in part.items()}
 
-    def save(self, path: Path) -> None:
-        """Write the resolved settings as YAML that `--config` reads back."""
-        path.write_text(yaml.safe_dump(self.as_flat(), sort_keys=False), encoding="utf-8")
+
+def save(settings: Mapping[str, Any], path: Path) -> None:
+    """Write settings (`Config.as_flat`) as YAML that `--config` reads back."""
+    path.write_text(yaml.safe_dump(dict(settings), sort_keys=False), encoding="utf-8")
 
 
 SECTIONS: list[Any] = [

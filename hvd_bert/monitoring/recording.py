@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from hvd_bert.config.settings import Config
+from hvd_bert.config.settings import ProfilingArguments, TrainArguments
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
 from hvd_bert.monitoring.trace import RankTrace, pack, write_trace
@@ -38,14 +38,22 @@ class Laps(Protocol):
 class Recording:
     """Called before and after each step; starts at the first step to record and stops after the last."""
 
-    def __init__(self, config: Config, total_steps: int, meter: Laps, world: World) -> None:
+    def __init__(
+        self,
+        config: ProfilingArguments,
+        args: TrainArguments,
+        strategy: str,
+        total_steps: int,
+        meter: Laps,
+        world: World,
+    ) -> None:
         """A collective. Raises CollectiveError if the file cannot be written or the run has no such steps."""
-        self.config, self.meter, self.world = config.profiling, meter, world
-        self._train = config.train
+        self.config, self.meter, self.world = config, meter, world
+        self._train = args
         wanted = self.config.steps_to_record
         self.steps = range(wanted.start, min(wanted.stop, total_steps + 1))
         # Without --timeline_file --profile records the timeline, too, in the output folder.
-        self._in_folder = self.config.profile and config.parallel.strategy == "horovod" and world.size > 1
+        self._in_folder = self.config.profile and strategy == "horovod" and world.size > 1
         self.running = self._unwritable = False
         self.profiler: torch.profiler.profile | None = None
         self.offset_ns = 0

@@ -13,10 +13,11 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from hvd_bert.checkpoint import files, resume
 from hvd_bert.checkpoint.resume import ResumePoint
-from hvd_bert.config.settings import Config
+from hvd_bert.config.settings import TrainArguments, save
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
 from hvd_bert.monitoring.recording import TIMELINE
@@ -27,53 +28,55 @@ from hvd_bert.storage.locks import LOCK
 from hvd_bert.storage.reading import open_regular, parse_json
 from hvd_bert.storage.writing import OWN_PARTIAL, check_folder, make_folder, replacing, writing_to
 
+Settings = dict[str, Any]  # all of them, by the flags' names
 # Flags that name a file or a folder that the run reads.
 INPUTS = ("model_name_or_path", "config_name", "tokenizer_name", "train_file", "validation_file")
+TAKEN_OVER: set[str | None] = set()  # folders in which this process has begun a run, for Horovod elastic
 _HELD: dict[Path, locks.Lock] = {}  # by this process, until it ends
 
 
-def check(config: Config) -> None:
+def check(settings: Settings) -> None:
     """Raise UserError if the output folder cannot be written, is in use, or has files that the run must not replace.
 
     Changes nothing, except that it locks a folder with files and restores a checkpoint that a kill left aside.
     A run that only evaluates adds to a folder. A training resumes an unfinished run; in any other folder that is not
     empty it needs --overwrite_output_dir.
     """
-    folder = Path(config.train.output_dir or "runs").absolute()
+    folder = Path(settings["output_dir"] or "runs").absolute()
     with writing_to("--output_dir", folder):
         above = next(path for path in (folder, *folder.parents) if path.exists())
         check_folder(folder)
         with tempfile.TemporaryFile(dir=above):
             pass
-        if config.train.output_dir is not None:
-            _check_inputs(config, folder)
-            _check_content(config, folder)
+        if settings["output_dir"] is not None:
+            _check_inputs(settings, folder)
+            _check_content(settings, folder)
             if above == folder and _entries(folder):
                 lock(folder)  # before reading files that another run may be writing
-                _check_content(config, folder)  # again: another run may have ended since
+                _check_content(settings, folder)  # again: another run may have ended since
                 files.restore_replaced(folder)
 
 
-def _check_inputs(config: Config, folder: Path) -> None:
+def _check_inputs(settings: Settings, folder: Path) -> None:
     """Raise UserError if the run would replace files that it reads, or record a timeline over its own files."""
-    folder, flat = folder.resolve(), config.as_flat()
+    folder, trains = folder.resolve(), settings["do_train"]
     for name in INPUTS:
-        path = Path(os.path.realpath(flat[name] or ""))
-        if not flat[name] or not path.is_relative_to(folder):
+        path = Path(os.path.realpath(settings[name] or ""))
+        if not settings[name] or not path.is_relative_to(folder):
             continue
-        if path == folder and config.train.do_train:
+        if path == folder and trains:
             raise UserError(f"--output_dir {folder}: training reads it (--{name}). Use another folder.")
-        if path != folder and _replaces(config, path.relative_to(folder).parts[0]):
-            raise UserError(f"--{name} {flat[name]}: the run would replace this input. Use another --output_dir.")
-    timeline = Path(config.profiling.timeline or TIMELINE)
-    replaced = _replaces(config, timeline.name) or timeline.name in (LOCK, written.RECORD)
+        if path != folder and _replaces(trains, path.relative_to(folder).parts[0]):
+            raise UserError(f"--{name} {settings[name]}: the run would replace this input. Use another --output_dir.")
+    timeline = Path(settings["timeline"] or TIMELINE)
+    replaced = _replaces(trains, timeline.name) or timeline.name in (LOCK, written.RECORD)
     if timeline.resolve().parent == folder and timeline.name != TIMELINE and replaced:
         raise UserError(f"--timeline_file {timeline}: the run writes another file of this name. Choose another name.")
 
 
-def _replaces(config: Config, name: str) -> bool:
+def _replaces(trains: bool, name: str) -> bool:
     """Whether the run may replace or remove a file of this name in its folder."""
-    if config.train.do_train:
+    if trains:
         return name in RUN_FILES.keys() - {card.NAME} or files.is_checkpoint(name)  # a user's own card stays
     records = ("metrics.jsonl", "events.jsonl", "tb", "wandb", "tracking.json")
     return name in (*fnmatch.filter(RUN_FILES, "eval*"), *records)
@@ -85,13 +88,13 @@ def _entries(folder: Path) -> list[str]:
     return sorted(name for name in names - {LOCK, written.RECORD} if not name.endswith(OWN_PARTIAL))
 
 
-def _check_content(config: Config, folder: Path) -> None:
+def _check_content(settings: Settings, folder: Path) -> None:
     """Raise UserError if the folder is not empty and is not to be resumed; OSError if the run would replace files that
     no run wrote."""
-    held = _entries(folder)
-    written.check(folder, [name for name in held if _replaces(config, name)])  # --overwrite_output_dir keeps these
-    resumes = config.checkpoint.resume_from_checkpoint == resume.LATEST or resume.unfinished(folder)
-    if held and config.train.do_train and not config.train.overwrite_output_dir and not resumes:
+    held, trains = _entries(folder), settings["do_train"]
+    written.check(folder, [name for name in held if _replaces(trains, name)])  # --overwrite_output_dir keeps these
+    resumes = settings["resume_from_checkpoint"] == resume.LATEST or resume.unfinished(folder)
+    if held and trains and not settings["overwrite_output_dir"] and not resumes:
         shown = ", ".join(held[:3]) + (", ..." if len(held) > 3 else "")
         raise UserError(
             f"--output_dir {folder} is not empty ({shown}): use another one, or add --overwrite_output_dir to replace"
@@ -99,53 +102,52 @@ def _check_content(config: Config, folder: Path) -> None:
         )
 
 
-def begin(config: Config, resume_point: ResumePoint | None, world: World) -> None:
+def begin(args: TrainArguments, settings: Settings, resume_point: ResumePoint | None, world: World) -> None:
     """Take over the output folder, at the last moment before the first step, or before the scores are written.
 
-    Creates the folder, whose name all ranks get in `config`, removes files that will be written again, and saves the
+    Creates the folder, whose name all ranks get in `args`, removes files that will be written again, and saves the
     settings. If `resume_point` is a checkpoint of this folder, the run's files up to that step stay. A collective.
     """
     with world.raise_on_all_ranks():
         if world.rank == 0:
-            with writing_to("--output_dir", Path(config.train.output_dir or "runs")):
-                _begin(config, resume_point)
-    config.train.output_dir = world.broadcast(config.train.output_dir)
-    resume.TAKEN_OVER.add(config.train.output_dir)
+            with writing_to("--output_dir", Path(args.output_dir or "runs")):
+                _begin(args, settings, resume_point)
+    args.output_dir = world.broadcast(args.output_dir)
+    TAKEN_OVER.add(args.output_dir)
 
 
-def _begin(config: Config, resume_point: ResumePoint | None) -> None:
-    if config.train.output_dir is None:
-        config.train.output_dir = str(_new_dated_folder())
-    folder = config.train.folder
+def _begin(args: TrainArguments, settings: Settings, resume_point: ResumePoint | None) -> None:
+    args.output_dir = args.output_dir or str(_new_dated_folder())
+    folder = args.folder
     make_folder(folder)
     if folder.resolve() not in _HELD:  # it was empty or missing
         lock(folder)
-        if config.train.do_train and _entries(folder):
+        if args.do_train and _entries(folder):
             raise UserError(f"--output_dir {folder}: another run has written there meanwhile. Rerun the same command.")
-        _check_content(config, folder)
+        _check_content(settings, folder)
     written.remove_partials(folder)
     if resume_point and resume_point.folder.resolve().parent == folder.resolve():
         forget_after(folder, resume_point.step)
-    elif config.train.do_train:
+    elif args.do_train:
         clear(folder)
-    _save_settings(config, folder)
+    _save_settings(settings, folder)
 
 
-def _save_settings(config: Config, folder: Path) -> None:
-    name = "train_config.yaml" if config.train.do_train else "eval_config.yaml"
+def _save_settings(settings: Settings, folder: Path) -> None:
+    name = "train_config.yaml" if settings["do_train"] else "eval_config.yaml"
     written.add(folder, name)
     with replacing(folder / name) as partial:
-        config.save(partial)
+        save(settings | {"output_dir": str(folder)}, partial)
 
 
-def make_again(config: Config) -> None:
+def make_again(folder: Path, settings: Settings) -> None:
     """Create the folder of a running training, with its settings, after it was moved or removed.
 
     Not the folders above it, in which a file system may be missing. Their absence fails the next write.
     """
     with suppress(OSError):
-        config.train.folder.mkdir()
-        _save_settings(config, config.train.folder)
+        folder.mkdir()
+        _save_settings(settings, folder)
 
 
 def _new_dated_folder() -> Path:

@@ -6,7 +6,7 @@ import fnmatch
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 from safetensors import SafetensorError
 
 from hvd_bert import __version__
-from hvd_bert.config.settings import Config
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.machine import PACKAGES, cpu_name, version_of
@@ -87,9 +86,11 @@ def write_evaluation(folder: Path, evaluation: EvaluationResult, data: dict[str,
     written.remove(folder, OF_EVALUATION - contents.keys())
 
 
-def write_results(folder: Path, results: dict[str, Any], config: Config, evaluation: EvaluationResult | None) -> None:
+def write_results(
+    folder: Path, results: dict[str, Any], settings: Mapping[str, Any], evaluation: EvaluationResult | None
+) -> None:
     """Write the model card, then train_results.json: a run with this file counts as finished."""
-    card.write(folder, config.as_flat(), results, evaluation.metrics if evaluation else {})
+    card.write(folder, settings, results, evaluation.metrics if evaluation else {})
     written.add(folder, "train_results.json")
     write_json(folder / "train_results.json", results)
 
@@ -127,10 +128,10 @@ def of_task(task: Task) -> dict[str, Any]:
     return facts if task.late_weights is None else facts | {"late_parameters": task.late_weights}
 
 
-def facts(config: Config, world: World) -> dict[str, Any]:
+def facts(settings: Mapping[str, Any], precision: str, world: World) -> dict[str, Any]:
     """The run's environment: ranks with host and device, threads, precision, versions."""
     return {
-        "strategy": config.parallel.strategy,
+        "strategy": settings["strategy"],
         "devices_per_rank": world.devices,
         "controller": world.controller,
         "hosts": world.hosts,
@@ -141,9 +142,9 @@ def facts(config: Config, world: World) -> dict[str, Any]:
         ],
         "device_name": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu_name(),
         "threads_per_rank": torch.get_num_threads(),
-        "precision": config.train.precision,
-        "seed": config.train.seed,
-        "from_hub": from_hub(config.as_flat()),
+        "precision": precision,
+        "seed": settings["seed"],
+        "from_hub": from_hub(settings),
         "versions": {"python": platform.python_version(), "hvd_bert": __version__}
         | {package: version_of(package) for package in PACKAGES}
         | {"cuda": torch.version.cuda, "nccl": _nccl_version()},

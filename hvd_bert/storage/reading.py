@@ -81,7 +81,8 @@ def convert(value: Any, kind: type[Kind], where: str = "") -> Kind:
         reason, _, path = str(error).partition(" - at `$")
         path = path.removesuffix("`")
         for name, index in re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", path):
-            value = None if index == "..." else value[int(index) if index else name]  # msgspec does not tell the key
+            known = value is not None and index != "..."  # msgspec does not tell the key
+            value = value[int(index) if index else name] if known else None
         place = (where + path).lstrip(".") or "it"
         shown = "" if value is None or isinstance(value, dict | list) else f" is {value!a:.60}"
         raise ValueError(f"{place}{shown}: {reason[:1].lower()}{reason[1:]}") from None

@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hvd_bert.config.settings import Config
 from hvd_bert.data.batch_plan import Ids
 from hvd_bert.distributed import events
 from hvd_bert.distributed.logs import describe_ranks
@@ -50,11 +49,11 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Health:
     """Watches the steps of a training. All ranks call the methods after the same steps."""
 
-    def __init__(self, state: TrainState, names: Callable[[Ids], list[str]], config: Config) -> None:
-        """`names`: of training windows."""
+    def __init__(self, state: TrainState, names: Callable[[Ids], list[str]], fp16: bool, check_every: int) -> None:
+        """`names`: of training windows. `fp16`: whether steps or sums are in it. `check_every`: steps, for weights."""
         self.state, self.meter, self.plan, self.world = state, state.meter, state.plan, state.world
-        self.names, self.check_every = names, config.parallel.check_weights_steps
-        self._fp16 = config.train.fp16 or config.parallel.fp16_allreduce
+        self.names, self.check_every = names, check_every
+        self._fp16 = fp16
         self._step = state.step  # steps done
         # The last ones of them that were skipped, and that had a loss of NaN or infinity.
         self._skipped = self._without_loss = 0

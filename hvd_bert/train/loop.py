@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvd_bert.checkpoint import resume
 from hvd_bert.checkpoint.resume import ResumePoint
@@ -25,7 +26,6 @@ from hvd_bert.output.reporters import base as reporters
 from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.train import saving
 from hvd_bert.train.breakdown import Breakdown, describe_steps
-from hvd_bert.train.evaluations import Evaluations
 from hvd_bert.train.health import Health
 from hvd_bert.train.optim import effective_settings, large_batch_note
 from hvd_bert.train.saving import Checkpoints, restore
@@ -40,53 +40,39 @@ def run(config: Config, world: World) -> None:
     training = Training(task, resume_point, evaluations, config, world) if task.plan else None
     # Without a training evaluate first: an earlier evaluation stays until there is a new one.
     evaluation = evaluations(task.model) if evaluations and not training else None
-    output_dir.begin(config, resume_point, world)
-    folder = config.train.folder
-    resumed_step = resume_point.step if resume_point else None
+
+    output_dir.begin(config.train, config.as_flat(), resume_point, world)
+    folder, settings = config.train.folder, config.as_flat()
+    facts = run_folder.of_task(task) | run_folder.facts(settings, config.train.precision, world)
+    effective = training.effective if training else {}
     with run_folder.writing(folder, world, EXIT_BAD_INPUT) as writes:
         data = task.describe_data(folder) if writes else {}
-        facts = run_folder.of_task(task) | run_folder.facts(config, world)
-        effective = training.effective if training else {}
         events.begin(folder, writes, facts | effective)
         started = reporters.start(config.train.reporters, folder) if writes else []
         metrics_logger = MetricsLogger(folder, writes, started, task.unit)
     with closing(metrics_logger):
-        metrics_logger.started(config.as_flat() | effective, resumed_step)
+        metrics_logger.started(settings | effective, resume_point.step if resume_point else None)
         results: dict[str, Any] = {}
-        model_step, recorded = 0, False
-        best: Best | None = None
         if training:
             with training.stop_requests.watched():  # until the model is saved, or a signal would lose it
                 results = training.run(metrics_logger)
-                model_step, evaluation = training.model_step, training.evaluation
-                recorded, best = evaluation is not None, training.state.best
-                last_step, pending = training.state.step, training.state.eval_pending
-                training = None  # frees the optimizer's memory
                 with run_folder.writing(folder, world) as writes:
                     if writes:
                         run_folder.save_model(folder, task)
-        if evaluations:
-            evaluation = evaluation or evaluations(task.model)
-            if not recorded:
-                evaluations.record(evaluation, metrics_logger, model_step)
-            results |= evaluations.totals
-            if best:
-                if pending:
-                    best.update(model_step, evaluation.metrics)
-                results["best"] = best.state()
-            with run_folder.writing(folder, world) as writes:
-                if writes:
-                    run_folder.write_evaluation(folder, evaluation, data)
-                    if best:
-                        saving.record_best(folder, last_step, best)
-                    if not task.plan:
-                        card.update(folder, evaluation.metrics, config.as_flat())
-        usage = {"rank": world.rank} | process_usage(world.device)
-        results |= facts | {"processes": world.gather(usage)}
+            evaluation = training.evaluate_final()
+        elif evaluations and evaluation:
+            evaluations.record(evaluation, metrics_logger, 0)
+
+        results |= facts | (evaluations.results() if evaluations else {})
+        results |= {"processes": world.gather({"rank": world.rank} | process_usage(world.device))}
         with run_folder.writing(folder, world) as writes:
-            if writes and task.plan:
-                results |= data | {"work": resume.identity(config, task)}
-                run_folder.write_results(folder, results, config, evaluation)
+            if writes and evaluation:
+                run_folder.write_evaluation(folder, evaluation, data)
+            if writes and training:
+                results |= data | {"work": resume.identity(settings, task)}
+                run_folder.write_results(folder, results, settings, evaluation)
+            elif writes and evaluation:
+                card.update(folder, evaluation.metrics, settings)
         metrics_logger.finished = True
     if results.get("breakdown"):
         log.info("%s", "\n".join(describe_steps(results)))
@@ -94,9 +80,36 @@ def run(config: Config, world: World) -> None:
     events.end()
 
 
+class Evaluations:
+    """Evaluates a task's models, counts and times it, and keeps the best score of a training."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.best: Best | None = None
+        self._last_s = 0.0
+        self._totals = {"evaluations": 0, "evaluation_s": 0.0}
+
+    def __call__(self, model: nn.Module) -> EvaluationResult:
+        """A collective."""
+        start = time.perf_counter()
+        evaluation = self.task.evaluate(model)
+        self._last_s = time.perf_counter() - start
+        self._totals["evaluations"] += 1
+        self._totals["evaluation_s"] += self._last_s
+        return evaluation
+
+    def record(self, evaluation: EvaluationResult, metrics_logger: MetricsLogger, step: int) -> None:
+        """Record and show the last evaluation, which is of the model of step `step`."""
+        metrics = evaluation.metrics | {"eval_s": self._last_s}
+        metrics_logger.evaluated(metrics, evaluation.summary, step, evaluation.files.get("eval_samples.json", ()))
+
+    def results(self) -> dict[str, Any]:
+        """For train_results.json."""
+        return self._totals | ({"best": self.best.state()} if self.best else {})
+
+
 class Training:
-    """The parts of a training, and its loop. After `run`: `model_step`, the step of the model that training leaves, and
-    `evaluation` if that model was evaluated."""
+    """The parts of a training, and its loop. After `run`, task.model is the model of step `model_step`."""
 
     def __init__(
         self,
@@ -113,7 +126,9 @@ class Training:
         self.task, self.config, self.world, self.evaluations = task, config, world, evaluations
         self.plan = resume.keep_global_batch(task.plan, resume_point, world)
         self.total_steps = args.total_steps(self.plan.steps_per_epoch)
-        self.state = TrainState.fresh(task.model, self.plan, Best(metric, task.metrics[metric]), config, world)
+        self.state = TrainState.fresh(
+            task.model, self.plan, Best(metric, task.metrics[metric]), args, config.parallel, world
+        )
         if args.torch_compile:
             with world.raise_on_all_ranks():
                 task.compile(self.state.strategy.trained)
@@ -121,13 +136,17 @@ class Training:
         self.batches = Prefetcher(self.plan, task.batch, world.rank, self.state.step)
         peak = peak_flops(args, config.profiling.peak_tflops, world)
         self.breakdown = Breakdown(self.state.meter, self.plan, task.flops, peak, self.state.step)
-        self.checkpoints = Checkpoints(self.state, config, task)
-        self.health = Health(self.state, task.window_names, config)
-        self.recording = Recording(config, self.total_steps, self.state.meter, world)
+        self.checkpoints = Checkpoints(self.state, config.checkpoint, args, config.as_flat(), task)
+        fp16 = args.fp16 or config.parallel.fp16_allreduce
+        self.health = Health(self.state, task.window_names, fp16, config.parallel.check_weights_steps)
+        strategy = config.parallel.strategy
+        self.recording = Recording(config.profiling, args, strategy, self.total_steps, self.state.meter, world)
         self.effective = effective_settings(args, self.plan, self.state.schedule.base_lrs[0], world)
         self.stop_requests = StopRequests(world)
         self.model_step = self.state.step
-        self.evaluation: EvaluationResult | None = None
+        self.evaluation: EvaluationResult | None = None  # of the model that training leaves
+        if evaluations:
+            evaluations.best = self.state.best
 
     def open(self, metrics_logger: MetricsLogger) -> None:
         """Open the files for measurements, once the output folder exists."""
@@ -168,6 +187,22 @@ class Training:
                 self.evaluation = None  # it is the last model's, and an earlier one is the best
         sums = {"breakdown": self.breakdown.results()}
         return state.meter.results() | sums | checkpoints.totals | effective
+
+    def evaluate_final(self) -> EvaluationResult | None:
+        """Evaluate the model that `run` left, if it was not, also for the last checkpoint. Frees the optimizer."""
+        state, evaluations = self.state, self.evaluations
+        del state.strategy, state.schedule, state.copies
+        if evaluations is None:
+            return None
+        if self.evaluation is None:
+            self.evaluation = evaluations(self.task.model)
+            evaluations.record(self.evaluation, self.metrics_logger, self.model_step)
+        if state.eval_pending:
+            state.best.update(self.model_step, self.evaluation.metrics)
+        with run_folder.writing(self.config.train.folder, self.world) as writes:
+            if writes:
+                saving.record_best(self.config.train.folder, state.step, state.best)
+        return self.evaluation
 
     def _step(self) -> tuple[float, Tensor]:
         """One optimizer step. Returns its learning rate and the norm of its gradient."""

@@ -17,7 +17,7 @@ import safetensors.torch
 from hvd_bert.checkpoint import files as checkpoint_files
 from hvd_bert.checkpoint.files import Contents
 from hvd_bert.checkpoint.resume import ResumePoint, identity, rank_batch
-from hvd_bert.config.settings import Config
+from hvd_bert.config.settings import CheckpointArguments, TrainArguments
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, log
 from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED, UserError, reason_of
 from hvd_bert.output import output_dir
@@ -31,11 +31,12 @@ SECONDS = ("checkpoint_pause_s", "checkpoint_copy_s", "checkpoint_write_s", "che
 class Checkpoints:
     """Saves a TrainState. Every method is called by all ranks; rank 0 writes."""
 
-    def __init__(self, state: TrainState, config: Config, task: Task) -> None:
-        self.state = state
-        self.args = config.checkpoint
-        self.overwrites = config.train.overwrite_output_dir
-        self._config, self._task = config, task
+    def __init__(
+        self, state: TrainState, args: CheckpointArguments, train: TrainArguments, settings: dict[str, Any], task: Task
+    ) -> None:
+        """`settings`: all of them, by the flags' names."""
+        self.state, self.args = state, args
+        self._train, self._settings, self._task = train, settings, task
         self._writer = ThreadPoolExecutor(1, "checkpoint writer")  # the process ends after its jobs
         self._running: Future[tuple[Exception | None, float]] | None = None  # its error and its seconds
         if self.args.save_steps and state.world.rank == 0:
@@ -49,7 +50,7 @@ class Checkpoints:
     @property
     def folder(self) -> Path:
         """The output folder, which exists once training starts."""
-        return self._config.train.folder
+        return self._train.folder
 
     def due(self, total_steps: int) -> bool:
         """Whether to save after this step: every --save_steps, and at the end."""
@@ -101,8 +102,8 @@ class Checkpoints:
     @cached_property
     def _of_the_run(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Content that all checkpoints of the run share: a part of state.json, and the model's small files."""
-        config, task = self._config, self._task
-        return {"identity": identity(config, task), "rank_batch": rank_batch(config)}, model_files(task)
+        shared = {"identity": identity(self._settings, self._task), "rank_batch": rank_batch(self._train)}
+        return shared, model_files(self._task)
 
     def _contents(self, tensors: dict[str, Any], rest: dict[str, Any], model_only: bool) -> Contents:
         same, files = self._of_the_run
@@ -182,12 +183,12 @@ class Checkpoints:
         if self.state.world.broadcast(self.look_for_folder()):
             self._last_saved = -1
             if self.state.world.rank == 0:
-                output_dir.make_again(self._config)
+                output_dir.make_again(self.folder, self._settings)
         self.save(whole=True)
         self.finish()
         if reason is None:
             raise HostsChanged
-        without = " and without --overwrite_output_dir" if self.overwrites else ""
+        without = " and without --overwrite_output_dir" if self._train.overwrite_output_dir else ""
         where = self.folder / checkpoint_files.name_of(self.state.step)
         raise CollectiveError(
             f"Stopped after step {self.state.step} by {reason}, saved in {where}. To resume, rerun the"

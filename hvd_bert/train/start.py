@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from hvd_bert.checkpoint import resume
+from hvd_bert.checkpoint import files, resume
 from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.distributed.world import World, log
+from hvd_bert.errors import UserError
 from hvd_bert.model.cpu.malloc import keep_memory
 from hvd_bert.model.precision import set_precision
 from hvd_bert.output import output_dir
@@ -21,28 +23,65 @@ from hvd_bert.tasks.table import load_task
 
 def load(config: Config, world: World) -> tuple[Task, ResumePoint | None]:
     """Load and check all that needs no training: the task, on this rank's device, and on rank 0 what to resume from."""
+    args = config.train
     with world.raise_on_all_ranks():
-        resume.check_elastic(config, world)
+        check_elastic(config, world)
         strategy_class(config.parallel.strategy)  # raises if it is not installed
         output_dir.unlock()  # locks from an earlier world of Horovod elastic
     set_up(config, world)
     log.info("%s", "\n".join(world.describe()))
+    with world.raise_on_all_ranks():
+        if world.rank == 0:
+            reporters.check(args.reporters)
+            output_dir.check(config.as_flat())
+        task = load_task(config, world)
+        check_evaluation(config, task)
+    settings = {f"--{name}": value for name, value in config.as_flat().items() if not FLAGS[name].chooses_start}
+    world.check_same(settings | task.fingerprint())  # a path that differs is a better hint than what it leads to
     resume_point = None
     with world.raise_on_all_ranks():
         if world.rank == 0:
-            reporters.check(config.train.reporters)
-            output_dir.check(config)
-            resume_point = resume.find(config)
-        task = load_task(config, world)
-        resume.check_evaluation(config, task)
-    settings = {f"--{name}": value for name, value in config.as_flat().items() if not FLAGS[name].chooses_start}
-    world.check_same(settings | task.fingerprint())  # a path that differs is a better hint than what it leads to
-    with world.raise_on_all_ranks():
-        resume_point = resume.fitting(resume_point, config, task)
-        if resume_point:  # on rank 0
-            resume.check(resume_point, config, task)
+            resume_point = resume.find(config.checkpoint.resume_from_checkpoint, args, task.model)
+        if resume_point:
+            resume.check(resume_point, resume.identity(config.as_flat(), task), args, task)
     task.model.to(device=world.device)
     return task, resume_point
+
+
+def check_evaluation(config: Config, task: Task) -> None:
+    """Raise UserError if nothing is to be done, or the best model is requested without evaluations during training."""
+    if task.plan is None and not task.evaluates:
+        raise UserError(
+            "The run would neither train nor evaluate. Remove --no_do_train, or give data to evaluate on"
+            " (--validation_file) without --no_do_eval."
+        )
+    asked = config.checkpoint.load_best_model_at_end or config.checkpoint.early_stopping_patience
+    if asked and (not task.evaluates or config.train.eval_strategy == "no"):
+        raise UserError(
+            "--load_best_model_at_end and --early_stopping_patience need evaluations during training: give data to"
+            " evaluate on (--validation_file), and --eval_strategy epoch or steps."
+        )
+
+
+def check_elastic(config: Config, world: World) -> None:
+    """Raise UserError if the settings do not fit Horovod elastic. Make a new world resume the run."""
+    args, checkpoint = config.train, config.checkpoint
+    if world.elastic and config.parallel.strategy != "horovod":
+        raise UserError(f"--strategy {config.parallel.strategy} is not elastic. Use --strategy horovod.")
+    if checkpoint.elastic and not world.elastic:
+        raise UserError(
+            "--elastic needs Horovod's elastic launcher. Start horovodrun -np N --min-np M --host-discovery-script"
+            " scripts/discover_hosts.sh python -m hvd_bert.train --elastic ..."
+        )
+    if world.elastic and args.do_train and not (args.output_dir and checkpoint.save_steps):
+        raise UserError(
+            "Under Horovod elastic a new world resumes from the last checkpoint: give --output_dir, on a file system"
+            " that all hosts share, and a --save_steps above 0."
+        )
+    if world.generation and args.output_dir in output_dir.TAKEN_OVER:  # by the previous world: resume where it was
+        args.overwrite_output_dir = False
+        if args.output_dir and files.candidates(Path(args.output_dir)):
+            checkpoint.resume_from_checkpoint = resume.LATEST
 
 
 def set_up(config: Config, world: World) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvd_bert.config.settings import Config
+from hvd_bert.config.settings import ParallelArguments, TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
@@ -127,18 +127,19 @@ class TrainState:
     eval_pending: bool = False  # the evaluation due after this step has not run
 
     @staticmethod
-    def fresh(model: nn.Module, plan: BatchPlan, best: Best, config: Config, world: World) -> TrainState:
+    def fresh(
+        model: nn.Module, plan: BatchPlan, best: Best, args: TrainArguments, parallel: ParallelArguments, world: World
+    ) -> TrainState:
         """The state before the first step, with rank 0's weights. A collective."""
-        args = config.train
         copies = Copies.of_training(model, world.device)  # before a strategy shards the model
         if args.gradient_checkpointing:
             with world.raise_on_all_ranks():
                 recompute_layers(model)
         strategy = make_strategy(
-            config.parallel.strategy,
+            parallel.strategy,
             model,
             lambda module: make_optimizer(module, args, world.size * world.devices),
-            strategy_options(config, plan.accumulation),
+            strategy_options(args, parallel, plan.accumulation),
             world,
         )
         schedule = make_schedule(strategy.optimizer, args, args.total_steps(plan.steps_per_epoch))
@@ -212,9 +213,8 @@ class TrainState:
         self.meter.restore(rest["meter"], since, self.step)
 
 
-def strategy_options(config: Config, accumulation: int) -> StrategyOptions:
+def strategy_options(train: TrainArguments, parallel: ParallelArguments, accumulation: int) -> StrategyOptions:
     """The strategy's options, from the settings."""
-    train, parallel = config.train, config.parallel
     return StrategyOptions(
         accumulation=accumulation,
         max_grad_norm=train.max_grad_norm,

@@ -54,4 +54,4 @@ def test_training_continues_without_a_killed_worker(tmp_path: Path) -> None:
 
 def test_elastic_needs_its_launcher_and_a_folder(tmp_path: Path) -> None:
     refused = run(small_run(1, tmp_path / "out", "--elastic"), tmp_path).expect(2)
-    assert "--elastic needs Horovod's elastic launcher: horovodrun" in refused.output
+    assert "--elastic needs Horovod's elastic launcher. Start horovodrun" in refused.output

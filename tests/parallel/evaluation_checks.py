@@ -11,6 +11,7 @@ import pytest
 from ranks import Ranks, check
 
 from hvd_bert.config import command_line
+from hvd_bert.config.settings import save
 from hvd_bert.distributed.world import World
 from hvd_bert.evaluation.evaluator import Evaluator
 from hvd_bert.model.flops import forward_flops
@@ -86,7 +87,7 @@ def command_evaluate_has_the_trainers_scores_and_those_of_one_rank(ranks: Ranks)
         inputs = load_inputs(config, world)
         inputs.model.save_pretrained(model)
         inputs.tokenizer.save_pretrained(model)
-        config.save(model / "train_config.yaml")
+        save(config.as_flat(), model / "train_config.yaml")
     world.allgather(None)
     few = ["--max_eval_samples", 10, "--max_seq_length", 24, "--doc_stride", 4]
     _run(evaluate, world, model, *few, "--output_dir", out)

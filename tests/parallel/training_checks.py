@@ -72,7 +72,7 @@ class Training:
             self.config.parallel.strategy,
             self.model,
             lambda module: make_optimizer(module, self.config.train, self.world.size),
-            strategy_options(self.config, self.plan.accumulation),
+            strategy_options(self.config.train, self.config.parallel, self.plan.accumulation),
             self.world,
         )
         self.forward = self.strategy.module

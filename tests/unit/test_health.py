@@ -35,7 +35,7 @@ WINDOWS = 8
 class Watched:
     """The health of rank 0 of 2 ranks; `losses` has those of the other rank, which are gathered and summed."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, fp16: bool = False) -> None:
         self.world = make_world(size=2)
         self.other = 0.0
         self.world.allgather = lambda mine: [mine, self.other]  # type: ignore[method-assign]
@@ -44,7 +44,7 @@ class Watched:
         plan = BatchPlan(np.full(64, 20, np.int32), WINDOWS, accumulation=1, size=2, seed=0, crossover=4608)
         self.plan, self.step = plan, 0
         self.others: list[float] = []
-        self.health = Health(self.state(0), lambda ids: [f"w{n}" for n in ids], parse(list(flags)))
+        self.health = Health(self.state(0), lambda ids: [f"w{n}" for n in ids], fp16, 0)
 
     def state(self, step: int) -> Any:
         return SimpleNamespace(meter=self.meter, plan=self.plan, world=self.world, step=step)
@@ -109,18 +109,17 @@ def test_gradient_alone_that_is_not_finite(recorded, caplog):
 
 
 @pytest.mark.parametrize(
-    ("flags", "loss", "first", "later"),
+    ("fp16", "loss", "first", "later"),
     [
-        ([], math.nan, LIMIT, LIMIT),
-        (["--bf16"], 1.0, LIMIT, LIMIT),
-        (["--fp16"], math.nan, LIMIT, LIMIT),  # no scale makes up for it
-        (["--fp16"], 1.0, LIMIT_SCALED, LIMIT_LATER),
-        (["--fp16_allreduce"], 1.0, LIMIT_SCALED, LIMIT_LATER),
+        (False, math.nan, LIMIT, LIMIT),
+        (False, 1.0, LIMIT, LIMIT),
+        (True, math.nan, LIMIT, LIMIT),  # no scale makes up for it
+        (True, 1.0, LIMIT_SCALED, LIMIT_LATER),
     ],
     ids=str,
 )
-def test_training_ends_after_so_many_skipped_steps_in_a_row(flags, loss, first, later, recorded):
-    run, never = Watched(*flags), Watched(*flags)
+def test_training_ends_after_so_many_skipped_steps_in_a_row(fp16, loss, first, later, recorded):
+    run, never = Watched(fp16), Watched(fp16)
     for limit in (first, later):  # a good step in between starts the count again
         for _ in range(limit - 1):
             run.train(loss, BAD)
@@ -136,12 +135,12 @@ def test_training_ends_after_so_many_skipped_steps_in_a_row(flags, loss, first, 
 
 
 def test_run_whose_steps_were_all_skipped_has_trained_nothing(recorded):
-    run, resumed = Watched("--fp16"), Watched("--fp16")
+    run, resumed = Watched(fp16=True), Watched(fp16=True)
     for _ in range(2):
         run.train(1.0, BAD)
     since = run.meter.since_last_log()
     resumed.meter.restore(run.meter.state(), since, 2)
-    for watched, last in ((run, run.health), (resumed, Health(resumed.state(2), resumed.health.names, parse([])))):
+    for watched, last in ((run, run.health), (resumed, Health(resumed.state(2), resumed.health.names, False, 0))):
         with pytest.raises(CollectiveError, match="all 2 steps were skipped") as ended:
             last.check_end()
         assert ended.value.status == EXIT_FAILURE
@@ -229,7 +228,7 @@ def test_what_is_no_jump(losses, recorded):
 
 
 def test_events_are_limited(recorded):
-    run = Watched("--fp16")
+    run = Watched(fp16=True)
     for _ in range(MAX_EVENTS + 5):
         run.train(math.nan, BAD)
         run.train(1.0)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import hostile
@@ -18,15 +19,13 @@ from test_state import state as training_state
 
 from hvd_bert.checkpoint import files, resume
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
-from hvd_bert.checkpoint.fit import shape_of
+from hvd_bert.checkpoint.fit import check_state, misfit, shape_of
 from hvd_bert.config.command_line import parse
-from hvd_bert.errors import UserError
 from hvd_bert.storage import written
 
 pytestmark = pytest.mark.timeout(300)
 
 MODEL = torch.nn.Linear(3, 2)
-TASK: Any = SimpleNamespace(model=MODEL)
 STATE: dict[str, Any] = {
     "step": 20, "epoch": 0.5, "world_size": 1, "global_batch": 8, "rank_batch": 8, "accumulation": 1,
     "strategy": {"groups": [{"lr": 1e-4, "betas": [0.9, 0.999]}], "scaler": {}},
@@ -58,7 +57,7 @@ def found(folder: Path, caplog: pytest.LogCaptureFixture) -> tuple[int, str]:
     (folder / "train_config.yaml").touch()
     config = parse(["--output_dir", str(folder)])
     with caplog.at_level(logging.WARNING, logger="hvd_bert"):
-        point = resume.fitting(resume.find(config), config, TASK)
+        point = resume.find(None, config.train, MODEL)
     assert point is not None
     return point.step, " ".join(record.getMessage() for record in caplog.records)
 
@@ -131,7 +130,7 @@ def rewritten(folder: Path, name: str, content: bytes) -> None:
     """Change a file of a checkpoint, and its checksum."""
     (folder / name).write_bytes(content)
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"][name] = files._fingerprint(folder / name)
+    manifest["files"][name] = asdict(files._fingerprint(folder / name))
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -182,48 +181,80 @@ def test_hostile_files_are_skipped(tmp_path: Path, name: str, what: str, caplog:
     hostile.check_message(warnings, "Skipping a damaged checkpoint", "checkpoint-20")
 
 
-def tensor(file: str, name: str, value: torch.Tensor | None) -> Callable[[dict[str, Any]], object]:
-    return lambda all_: all_[file].pop(name) if value is None else all_[file].update({name: value})
-
-
-TENSORS: dict[str, Callable[[dict[str, Any]], object]] = {
-    **{f"no {file}": lambda all_, file=file: all_.pop(file) for file in ("model", "optimizer", "rng")},  # type: ignore[misc]
-    "a weight of another shape": tensor("model", "weight", torch.zeros(2, 4)),
-    "a weight too few": tensor("model", "bias", None),
-    "a weight too many": tensor("model", "bias2", torch.zeros(2)),
-    "a moment of another shape": tensor("optimizer", "weight/exp_avg", torch.zeros(3, 2)),
-    "a moment of no weight": tensor("optimizer", "other/exp_avg", torch.zeros(3, 2)),
-    "a moment without a name": tensor("optimizer", "weight", torch.zeros(2, 3)),
-    "no random numbers": tensor("rng", "rank0.torch", None),
-    "random numbers too short": tensor("rng", "rank0.torch", torch.zeros(3, dtype=torch.uint8)),
-    "random numbers of another type": tensor("rng", "rank0.numpy", torch.zeros(626)),
-    "random numbers out of range": tensor("rng", "rank0.python", torch.full((626,), -1)),
-    "a place out of range": tensor("rng", "rank0.numpy", torch.full((626,), 10**6)),
-}
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_tensors_of_another_model_are_skipped(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+@each(
+    ("file", "changes", "named"),
+    [
+        ("model", {"bias": None, "aa": torch.zeros(2)}, "aa"),
+        ("model", {"bias": None}, "bias"),
+        ("model", {"weight": torch.zeros(2, 4)}, "weight has the shape (2, 4) instead of (2, 3)"),
+        ("optimizer", {"other/exp_avg": torch.zeros(2)}, "other/exp_avg"),
+        ("optimizer", {"weight": torch.zeros(2, 3)}, "weight is of no weight"),
+        ("optimizer", {"weight/exp_avg": torch.zeros(6)}, "weight/exp_avg has the shape (6,) instead of (2, 3)"),
+        ("optimizer", {"weight/exp_avg": torch.zeros(1)}, "weight/exp_avg"),
+        ("optimizer", {"weight/step": torch.zeros(2)}, "weight/step"),
+        ("rng", {"rank0.gauss": None}, "rank0.gauss"),
+        ("rng", {"rank0.gauss": torch.zeros(2)}, "rank0.gauss"),
+        ("rng", {"rank0.torch": torch.zeros(3, dtype=torch.uint8)}, "rank0.torch has 3 numbers"),
+        ("rng", {"rank0.numpy": torch.zeros(625, dtype=torch.int64)}, "rank0.numpy has 625 numbers"),
+        *((file, None, "") for file in ("model", "optimizer", "rng")),
+    ],
+)
+def test_tensors_of_another_model_are_skipped(tmp_path, file, changes, named, caplog) -> None:
     write(tmp_path, 10)
     of = tensors()
-    TENSORS[name](of)
+    if changes is None:
+        del of[file]
+    else:
+        of[file] = {name: value for name, value in (of[file] | changes).items() if value is not None}
     write(tmp_path, 20, of=of)
     step, warnings = found(tmp_path, caplog)
     assert step == 10
-    hostile.check_message(warnings, "Skipping a damaged checkpoint", "checkpoint-20")
+    hostile.check_message(warnings, "Skipping a damaged checkpoint", "checkpoint-20", f"{file}.safetensors", named)
 
 
-def test_a_checkpoint_that_is_named_is_refused(tmp_path: Path) -> None:
-    folder = write(tmp_path, 20, {"step": "abc"})
-    with pytest.raises(UserError, match=r"--resume_from_checkpoint .*checkpoint-20 cannot be used: .*state\.json"):
-        resume.find(parse(["--resume_from_checkpoint", str(folder)]))
+@each(
+    ("generator", "place", "least", "most"),
+    [
+        ("numpy", 0, 0, 2**32 - 1),
+        ("numpy", 623, 0, 2**32 - 1),
+        ("numpy", 624, 0, 624),  # of the next number
+        ("python", 1, 0, 2**32 - 1),
+        ("python", 624, 0, 2**32 - 1),
+        ("python", 625, 0, 624),
+    ],
+)
+def test_states_of_generators_are_in_their_range(generator, place, least, most):
+    def problem(value: int) -> str:
+        of = tensors()
+        of["rng"][f"rank0.{generator}"][place] = value
+        return misfit(Contents(of, {"state": STATE}, {}), MODEL)
+
+    assert problem(least) == problem(most) == ""
+    assert f"rank0.{generator}" in problem(least - 1) and f"rank0.{generator}" in problem(most + 1)
 
 
-def test_nothing_is_changed_if_none_can_be_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(tmp_path, 20, {"step": "abc"})
-    with pytest.raises(UserError, match=r"None of the checkpoints in .* can be used: .*Nothing was changed"):
-        found(tmp_path, caplog)
-    assert (tmp_path / "checkpoint-20").is_dir()
+def test_random_numbers_are_those_of_each_rank():
+    of, state = tensors(), STATE | {"world_size": 2}
+    assert "rank1.torch" in misfit(Contents(of, {"state": state}, {}), MODEL)
+    of["rng"] |= {name.replace("rank0", "rank1"): value for name, value in of["rng"].items()}
+    assert misfit(Contents(of, {"state": state}, {}), MODEL) == ""
+
+
+def test_a_checkpoint_that_says_that_it_is_of_another_model_is_not_damaged():
+    """It is refused with both models named, instead."""
+    assert misfit(Contents({}, {"state": STATE | {"identity": {"the model": "another"}}}, {}), MODEL) == ""
+
+
+def test_shape_of_a_model_is_part_of_the_checkpoint_format():
+    assert shape_of(MODEL) == "2 tensors, 8 parameters, aa902f8e6f66"
+
+
+def test_states_of_older_versions_and_of_two_ranks_are_read():
+    old = copy.deepcopy(STATE) | {"since_last_look": [[0.0, 0, 0]]}  # without positions
+    two = STATE | {"world_size": 2, "since_last_look": [[0.0, 0, 0, 0]] * 2}
+    skips = STATE | {"meter": STATE["meter"] | {"skipped_steps": 2, "skipped_before": 1, "loss_sum": math.nan}}
+    for state in (STATE, old, two, skips, STATE | {"later": "version"}, {"step": 5, "model_only": True}):
+        check_state(state)
 
 
 def test_pickles_in_a_checkpoint_are_never_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

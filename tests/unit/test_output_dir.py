@@ -21,6 +21,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.output import card, output_dir
 from hvd_bert.output.run_folder import RUN_FILES
 from hvd_bert.storage import written
+from hvd_bert.train import start
 
 
 @pytest.fixture(autouse=True)
@@ -33,14 +34,22 @@ def config(folder: Path | None, *flags: str) -> Config:
     return parse([*([] if folder is None else ["--output_dir", str(folder)]), *flags])
 
 
+def check(settings: Config) -> None:
+    output_dir.check(settings.as_flat())
+
+
+def begin(settings: Config, resume_point: resume.ResumePoint | None = None) -> None:
+    output_dir.begin(settings.train, settings.as_flat(), resume_point, make_world())
+
+
 def test_check_changes_nothing(tmp_path):
-    output_dir.check(config(tmp_path / "a" / "b"))
+    check(config(tmp_path / "a" / "b"))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_folder_is_made_with_the_settings(tmp_path):
     wanted = config(tmp_path / "a" / "b")
-    output_dir.begin(wanted, None, make_world())
+    begin(wanted)
     assert parse(["--config", str(tmp_path / "a" / "b" / "train_config.yaml")]) == wanted
 
 
@@ -49,8 +58,8 @@ def test_dated_folders_are_never_shared(tmp_path, monkeypatch):
     monkeypatch.setattr(output_dir.time, "strftime", lambda pattern: "runs/now")
     runs = [config(None) for _ in range(3)]
     for run in runs:
-        output_dir.check(run)
-        output_dir.begin(run, None, make_world())
+        check(run)
+        begin(run)
     assert [run.train.output_dir for run in runs] == ["runs/now", "runs/now-2", "runs/now-3"]
 
 
@@ -58,31 +67,31 @@ def test_folder_with_files_is_refused_and_left_alone(tmp_path):
     for name in ("d", "a", "c", "b"):
         (tmp_path / name).write_text(name)
     with pytest.raises(UserError, match=r"is not empty \(a, b, c, \.\.\.\): .* --overwrite_output_dir"):
-        output_dir.check(config(tmp_path))
-    output_dir.check(config(tmp_path, "--overwrite_output_dir"))
-    output_dir.check(config(tmp_path, "--no_do_train"))  # an evaluation adds to a folder
+        check(config(tmp_path))
+    check(config(tmp_path, "--overwrite_output_dir"))
+    check(config(tmp_path, "--no_do_train"))  # an evaluation adds to a folder
     assert sorted(path.name for path in tmp_path.iterdir()) == [output_dir.LOCK, "a", "b", "c", "d"]
 
 
 def test_the_model_that_training_starts_from_is_kept(tmp_path):
     flags = ["--model_name_or_path", str(tmp_path), "--overwrite_output_dir"]
     with pytest.raises(UserError, match=r"training reads it \(--model_name_or_path\)"):
-        output_dir.check(config(tmp_path, *flags))
-    output_dir.check(config(tmp_path, *flags, "--no_do_train"))
+        check(config(tmp_path, *flags))
+    check(config(tmp_path, *flags, "--no_do_train"))
 
 
 @pytest.mark.parametrize("inside", ["", "below"])
 def test_file_in_the_way(tmp_path, inside):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match=r"--output_dir .*file.* cannot be written: "):
-        output_dir.check(config(tmp_path / "file" / inside, "--overwrite_output_dir"))
+        check(config(tmp_path / "file" / inside, "--overwrite_output_dir"))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_folder_without_permission(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(UserError, match="cannot be written: Permission denied"):
-        output_dir.check(config(tmp_path))
+        check(config(tmp_path))
 
 
 def make_run(folder: Path, *names: str) -> None:
@@ -110,9 +119,9 @@ def test_only_files_that_a_run_wrote_are_removed(tmp_path):
     for name in mine:
         (tmp_path / name).write_text("mine")
     wanted = config(tmp_path, "--overwrite_output_dir")
-    output_dir.check(wanted)
+    check(wanted)
     assert names(tmp_path) == {*EVERY, *mine}
-    output_dir.begin(wanted, None, make_world())
+    begin(wanted)
     assert names(tmp_path) == {"train_config.yaml", *mine}
     assert written.names(tmp_path) == {"train_config.yaml"}
 
@@ -127,7 +136,7 @@ def test_folder_with_a_users_file_of_a_runs_name_is_refused(tmp_path, name, alon
     refusal = rf"--output_dir {tmp_path} cannot be written: .* this program did not write \({name}\): move them away"
     for flags in (["--overwrite_output_dir"], ["--resume_from_checkpoint", "latest"]):
         with pytest.raises(UserError, match=refusal):
-            output_dir.check(config(tmp_path, *flags))
+            check(config(tmp_path, *flags))
     assert names(tmp_path) == before and (tmp_path / name).read_text() == "mine"
     assert not (tmp_path / output_dir.LOCK).exists()  # nothing is left behind
 
@@ -138,7 +147,7 @@ def test_every_file_in_the_way_is_listed(tmp_path):
     for name in ("tb", "checkpoint-500"):
         (tmp_path / name).mkdir()
     with pytest.raises(UserError, match=r"\(checkpoint-500, config.json, tb, tokenizer.json\)"):
-        output_dir.check(config(tmp_path, "--overwrite_output_dir"))
+        check(config(tmp_path, "--overwrite_output_dir"))
 
 
 def test_link_in_place_of_a_runs_file_is_refused(tmp_path):
@@ -148,7 +157,7 @@ def test_link_in_place_of_a_runs_file_is_refused(tmp_path):
     (tmp_path / "out" / "metrics.jsonl").symlink_to(tmp_path / "precious")
     for flags in ([], ["--overwrite_output_dir"], ["--no_do_train"]):
         with pytest.raises(UserError, match=r"did not write \(metrics.jsonl\)"):
-            output_dir.check(config(tmp_path / "out", *flags))
+            check(config(tmp_path / "out", *flags))
     assert (tmp_path / "precious").read_text() == "mine"
 
 
@@ -156,7 +165,7 @@ def test_another_programs_settings_are_no_unfinished_run(tmp_path):
     (tmp_path / "train_config.yaml").write_text("mine: true")
     assert not resume.unfinished(tmp_path)
     with pytest.raises(UserError, match=r"did not write \(train_config.yaml\)"):
-        output_dir.check(config(tmp_path))
+        check(config(tmp_path))
     written.add(tmp_path, "train_config.yaml")
     assert resume.unfinished(tmp_path)
 
@@ -167,10 +176,10 @@ def test_copied_run_resumes_with_the_file_that_the_refusal_names(tmp_path):
     shutil.copytree(run, copy, ignore=shutil.ignore_patterns(".*"))  # as `cp -r run/* copy`
     for flags in ([], ["--overwrite_output_dir"], ["--resume_from_checkpoint", "latest"]):
         with pytest.raises(UserError) as refused:
-            output_dir.check(config(copy, *flags))
+            check(config(copy, *flags))
         assert written.RECORD in str(refused.value) and "--overwrite_output_dir" not in str(refused.value)
     shutil.copy(run / written.RECORD, copy)
-    output_dir.check(config(copy))
+    check(config(copy))
     assert resume.unfinished(copy)
 
 
@@ -181,7 +190,7 @@ def test_a_rewrite_of_a_checkpoint_that_was_killed_is_undone(tmp_path, killed):
     (tmp_path / "checkpoint-5").rename(tmp_path / ".replaced-checkpoint-5")
     if killed == "after them":
         (tmp_path / "checkpoint-5").mkdir()
-    output_dir.check(config(tmp_path))
+    check(config(tmp_path))
     assert (tmp_path / "checkpoint-5" / "inside").exists() == (killed == "between the renames")
     output_dir.clear(tmp_path)
     assert not names(tmp_path)
@@ -191,13 +200,13 @@ def test_evaluation_replaces_only_an_evaluations_files(tmp_path):
     make_run(tmp_path, "eval_results.json", "metrics.jsonl")
     for name in ("config.json", "eval_mine.json"):
         (tmp_path / name).write_text("mine")
-    output_dir.check(config(tmp_path, "--no_do_train"))
-    output_dir.begin(config(tmp_path, "--no_do_train"), None, make_world())
+    check(config(tmp_path, "--no_do_train"))
+    begin(config(tmp_path, "--no_do_train"))
     mine = {"config.json", "eval_mine.json"}
     assert names(tmp_path) == {"eval_results.json", "metrics.jsonl", "eval_config.yaml", *mine}
     (tmp_path / "eval_predictions.json").write_text("run_qa's")
     with pytest.raises(UserError, match=r"did not write \(eval_predictions.json\)"):
-        output_dir.check(config(tmp_path, "--no_do_train"))
+        check(config(tmp_path, "--no_do_train"))
 
 
 @pytest.mark.parametrize(
@@ -206,23 +215,23 @@ def test_evaluation_replaces_only_an_evaluations_files(tmp_path):
 def test_inputs_among_the_runs_files_are_kept(tmp_path, flag, name):
     make_run(tmp_path, name)
     with pytest.raises(UserError, match=rf"{flag} .*{name}: the run would replace this input"):
-        output_dir.check(config(tmp_path, "--overwrite_output_dir", flag, str(tmp_path / name)))
+        check(config(tmp_path, "--overwrite_output_dir", flag, str(tmp_path / name)))
 
 
 def test_timeline_over_another_file_of_the_run_is_refused(tmp_path):
     for name in ("metrics.jsonl", "train_config.yaml"):
         with pytest.raises(UserError, match="the run writes another file of this name"):
-            output_dir.check(config(tmp_path, "--timeline_file", str(tmp_path / name)))
-    output_dir.check(config(tmp_path, "--timeline_file", str(tmp_path / "timeline.json")))
+            check(config(tmp_path, "--timeline_file", str(tmp_path / name)))
+    check(config(tmp_path, "--timeline_file", str(tmp_path / "timeline.json")))
 
 
 @pytest.mark.parametrize("meanwhile", [("train_config.yaml", "train_results.json"), ("train_config.yaml", "latest")])
 def test_folder_that_was_filled_since_the_check_is_refused(tmp_path, meanwhile):
     wanted = config(tmp_path / "out", "--overwrite_output_dir")
-    output_dir.check(wanted)
+    check(wanted)
     make_run(tmp_path / "out", *meanwhile)
     with pytest.raises(CollectiveError, match="another run has written there meanwhile"):
-        output_dir.begin(wanted, None, make_world())
+        begin(wanted)
     assert names(tmp_path / "out") == {*meanwhile}
 
 
@@ -232,7 +241,7 @@ def test_folder_that_cannot_be_searched_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "exists", denied)
     with pytest.raises(UserError, match="cannot be written: Permission denied"):
-        output_dir.check(config(tmp_path / "out"))
+        check(config(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("began", [False, True])
@@ -240,12 +249,12 @@ def test_next_elastic_world_resumes_only_what_an_earlier_one_began(tmp_path, beg
     wanted = config(tmp_path / "out", "--overwrite_output_dir", "--save_steps", "2")
     make_run(tmp_path / "out", "checkpoint-5")
     if began:
-        output_dir.check(wanted)
-        output_dir.begin(wanted, None, make_world())
+        check(wanted)
+        begin(wanted)
         (tmp_path / "out" / "checkpoint-2").mkdir()
     world = make_world()
     world.elastic, world.generation = True, 1
-    resume.check_elastic(wanted, world)
+    start.check_elastic(wanted, world)
     assert wanted.train.overwrite_output_dir is not began
     assert wanted.checkpoint.resume_from_checkpoint == ("latest" if began else None)
 
@@ -254,7 +263,7 @@ def test_next_elastic_world_resumes_only_what_an_earlier_one_began(tmp_path, beg
 def test_link_to_nowhere(tmp_path, inside):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"link is a symbolic link to .*nowhere, which does not exist"):
-        output_dir.check(config(tmp_path / "link" / inside))
+        check(config(tmp_path / "link" / inside))
 
 
 def test_empty_name_is_refused():
@@ -273,14 +282,14 @@ def test_temporary_files_of_a_killed_run_are_removed(tmp_path, resumes):
     wanted = config(tmp_path, *([] if resumes else ["--overwrite_output_dir"]))
     contents = Contents({}, {"state": {"step": 5}}, {})
     point = resume.ResumePoint(tmp_path / "checkpoint-5", contents) if resumes else None
-    output_dir.check(wanted)
-    output_dir.begin(wanted, point, make_world())
+    check(wanted)
+    begin(wanted, point)
     assert names(tmp_path) >= {mine[0]} and names(tmp_path).isdisjoint(left)
 
 
 def test_killed_run_that_wrote_nothing_yet_is_no_obstacle(tmp_path):
     """The lock, the record, and the half of train_config.yaml."""
-    output_dir.begin(config(tmp_path), None, make_world())
+    begin(config(tmp_path))
     output_dir.unlock()
     shutil.move(tmp_path / "train_config.yaml", tmp_path / ".train_config.yaml.hvd_bert.partial")
-    output_dir.check(config(tmp_path))
+    check(config(tmp_path))

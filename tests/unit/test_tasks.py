@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from test_world import make_world
 
 from hvd_bert.config.command_line import parse
-from hvd_bert.config.settings import TASKS
+from hvd_bert.config.settings import TASKS, save
 from hvd_bert.errors import UserError
 from hvd_bert.output import run_folder
 from hvd_bert.tasks import dataset
@@ -137,7 +137,7 @@ def test_evaluation_takes_the_saved_weights_of_a_model_of_transformers(tmp_path,
     run_folder.save_model(tmp_path, trained)
     flags = ["--task", "masked:Masked", "--no_do_train", "--model_name_or_path", str(tmp_path)]
     left_as_it_is = load_task(parse(flags), make_world())  # no run has written the folder
-    config.save(tmp_path / "train_config.yaml")
+    save(config.as_flat(), tmp_path / "train_config.yaml")
     task = load_task(parse(flags), make_world())
     loss = trained.evaluate(trained.model).metrics
     assert task.evaluate(task.model).metrics == loss != left_as_it_is.evaluate(left_as_it_is.model).metrics

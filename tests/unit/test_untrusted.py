@@ -180,7 +180,7 @@ def test_any_manifest_or_state_is_read_or_refused(tmp_path: Path, data: st.DataO
     try:
         files.verify(folder)
         checkpoints.rewritten(folder, "state.json", json.dumps(state).encode())
-        found = resume._resumable(folder, checkpoints.TASK)
+        found = resume._resumable(folder, checkpoints.MODEL)
     except CorruptCheckpoint as error:
         assert "checkpoint-20" in str(error)
         return

@@ -213,7 +213,8 @@ def recording(file: Path, out: Path | None = None) -> Recording:
     flags = ["--timeline_file", str(file), "--timeline_steps", "1:2", *(["--output_dir", str(out)] if out else [])]
     world = make_world(size=2)
     world.allgather = lambda value: [value, value]  # type: ignore[method-assign]
-    return Recording(parse(flags), 3, Meter(make_world()), world)
+    config = parse(flags)
+    return Recording(config.profiling, config.train, config.parallel.strategy, 3, Meter(make_world()), world)
 
 
 def test_timeline_replaces_only_a_runs_timeline(tmp_path):

@@ -81,7 +81,7 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
                 "settings": config.as_flat(),
                 "unit": task.unit,
                 **figures,
-                **run_folder.facts(config, world),
+                **run_folder.facts(config.as_flat(), config.train.precision, world),
             }
             _print_table(record, flags.json)
 

@@ -40,13 +40,14 @@ def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> N
 
     evaluated = [_evaluate(task, config, world) for task, config in zip(tasks, configs, strict=True)]
     if configs[0].train.output_dir:
-        output_dir.begin(configs[0], None, world)
+        output_dir.begin(configs[0].train, configs[0].as_flat(), None, world)
     with world.raise_on_all_ranks(EXIT_FAILURE):
         if world.rank == 0:
             evaluations, scored_models = zip(*evaluated, strict=True)
             metrics = [evaluation.metrics for evaluation in evaluations]
             models = [model for model in scored_models if model is not None]
-            results = results_of(configs, metrics, models, flags.mistakes) | run_folder.facts(configs[0], world)
+            results = results_of(configs, metrics, models, flags.mistakes)
+            results |= run_folder.facts(configs[0].as_flat(), configs[0].train.precision, world)
             page = page_of(results)
             print(page.as_text(), flush=True)
             if flags.json:
@@ -85,7 +86,7 @@ def _write_folder(folder: Path, evaluation: EvaluationResult, task: Task, result
 def _check_outputs(flags: argparse.Namespace, config: Config) -> None:
     """Raise UserError if a file cannot be written. Changes nothing."""
     if config.train.output_dir:
-        output_dir.check(config)
+        output_dir.check(config.as_flat())
     out = Path(os.path.realpath(config.train.output_dir or ""))
     if flags.json and (out.exists() or Path(os.path.realpath(flags.json.parent)) != out):  # else it will be created
         with writing_to("--json", flags.json):
