@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,6 @@ class HorovodWorld(World):
         self.cross_size = hvd.cross_size()
         self.node: Any = None
         self._stalled_after_s = stalled_after_s
-        self._watchdog: watchdog.Watchdog | None = None
         super().__init__()
 
     @staticmethod
@@ -128,8 +127,7 @@ class HorovodWorld(World):
             self.host_ranks = tuple(self.node.allgather(self.rank))
         if self.size > 1 and not self.elastic:
             arrivals = watchdog.MpiArrivals(self._comm.Dup()) if self._comm is not None else self._store_arrivals()
-            hosts = [info.host for info in self.rank_infos]
-            self._watchdog = watchdog.Watchdog(self.rank, hosts, self._stalled_after_s, arrivals, self.abort)
+            self.watch(self._stalled_after_s, arrivals)
 
     def _store_arrivals(self) -> watchdog.Arrivals:
         address = address_of(os.environ.get("HOROVOD_GLOO_IFACE")) or self.host
@@ -138,7 +136,7 @@ class HorovodWorld(World):
         except CollectiveError as error:  # on all ranks; training works without it
             if self.rank == 0:
                 log.warning("If a rank stalls, it cannot be named: %s", error)
-            return watchdog.UnknownArrivals(self.rank, self.size)
+            return watchdog.Arrivals(self.rank, self.size)
 
     def _take_device(self) -> tuple[str, str | None]:
         device, device_id = super()._take_device()
@@ -189,16 +187,9 @@ class HorovodWorld(World):
 
         return count
 
-    def waiting(self, names: Callable[[], Sequence[str]]) -> AbstractContextManager[None]:
-        return self._watchdog.over(self._stalled_after_s, names) if self._watchdog else nullcontext()
-
     def _apart(self) -> AbstractContextManager[None]:
         """Around a wait for work that ranks do independently, such as tokenizing: it may take long."""
-        return (
-            self._watchdog.over(max(watchdog.LONGEST_S, self._stalled_after_s), lambda: ["the next collective"])
-            if self._watchdog
-            else nullcontext()
-        )
+        return self.waiting(lambda: ["the next collective"], watchdog.LONGEST_S)
 
     def start_timeline(self, path: Path, mark_cycles: bool) -> None:
         self._hvd.start_timeline(str(path), mark_cycles=mark_cycles)

@@ -1,13 +1,12 @@
-"""World, device and cores of a process, from the variables of the launcher and the scheduler.
+"""The world of a process, and the Slurm job around it, from the variables of the launcher and the scheduler.
 
-These functions only decide, from their arguments (environment, counts, rank infos), so that tests need no cluster.
+These functions only read their arguments, so that tests need no cluster.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
 import psutil
@@ -49,32 +48,23 @@ class Launcher:
         return isinstance(error, VariableError) and self.local_rank == 0
 
 
-MAX_THREADS = 1024  # as for --num_threads
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # only torchrun sets it
-# Each launcher's variables of size and rank: first those of the world, then those of parts of it.
+# Each launcher's variables: size and rank in the world, rank on this host, then size and rank in parts of the world.
 # Most specific first: mpirun inside srun inherits Slurm's variables, never the other way round.
-_LAUNCHERS = (
-    ("torchrun", ("WORLD_SIZE", "RANK"), ("LOCAL_WORLD_SIZE", "LOCAL_RANK"), ("GROUP_WORLD_SIZE", "GROUP_RANK")),
+_LAUNCHERS: tuple[tuple[str, str, str, str, list[tuple[str, str]]], ...] = (
     (
-        "horovodrun",
-        ("HOROVOD_SIZE", "HOROVOD_RANK"),
-        ("HOROVOD_LOCAL_SIZE", "HOROVOD_LOCAL_RANK"),
-        ("HOROVOD_CROSS_SIZE", "HOROVOD_CROSS_RANK"),
+        *("torchrun", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
+        [("LOCAL_WORLD_SIZE", "LOCAL_RANK"), ("GROUP_WORLD_SIZE", "GROUP_RANK")],
     ),
-    ("mpirun", ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")),
-    ("mpirun", ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK")),
-    ("mpirun", ("PMI_SIZE", "PMI_RANK")),
-    ("srun", ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")),
+    (
+        *("horovodrun", "HOROVOD_SIZE", "HOROVOD_RANK", "HOROVOD_LOCAL_RANK"),
+        [("HOROVOD_LOCAL_SIZE", "HOROVOD_LOCAL_RANK"), ("HOROVOD_CROSS_SIZE", "HOROVOD_CROSS_RANK")],
+    ),
+    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", []),
+    ("mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", []),
+    ("mpirun", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", []),
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", []),
 )
-# A launcher's variable of the world's size -> that of the rank among those of this host.
-_LOCAL_RANK = {
-    "WORLD_SIZE": "LOCAL_RANK",
-    "HOROVOD_SIZE": "HOROVOD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_LOCAL_RANK",
-    "PMI_SIZE": "MPI_LOCALRANKID",
-    "SLURM_STEP_NUM_TASKS": "SLURM_LOCALID",
-}
 _HOROVOD_VALUES = {"HOROVOD_CONTROLLER": ("mpi", "gloo"), "HOROVOD_CPU_OPERATIONS": ("mpi", "gloo", "ccl")}
 GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 # Horovod reads a text as 0, and -1 as a huge number, with which it aborts or never sends anything.
@@ -91,6 +81,8 @@ _HOROVOD_NUMBERS = {
 }
 MAX_CYCLE_MS = 10_000
 PTY = "SLURM_PTY_PORT"  # of `srun --pty bash`: only its first task has a terminal
+WITH_PMIX = "Start with `srun --mpi=pmix` (`srun --mpi=list` shows what this Slurm has), or with mpirun or horovodrun."
+IN_SWEEP = "HVD_BERT_IN_SWEEP"
 GLOO_TIMEOUT_S = 30  # Horovod's default
 GLOO_S_PER_RANK = 4
 
@@ -110,15 +102,15 @@ def number(environ: Mapping[str, str], name: str, minimum: int = 0, maximum: int
 
 def find_launcher(environ: Mapping[str, str]) -> Launcher:
     """The launcher of this process, from its environment. Raises LaunchError if its variables cannot be true."""
-    for name, world, *parts in _LAUNCHERS:
-        if name == "torchrun" and TORCHRUN not in environ:
-            continue  # job scripts may set these variables for other launchers
+    for name, size, rank, local_rank, parts in _LAUNCHERS:
         if name == "torchrun":
-            _check_torchrun(environ, *(variable for pair in (world, *parts) for variable in pair))
-        if all(variable in environ for variable in world):
+            if TORCHRUN not in environ:
+                continue  # job scripts may set these variables for other launchers
+            _check_torchrun(environ, size, rank, *(variable for part in parts for variable in part))
+        if size in environ and rank in environ:
             for part in parts:
                 _size_and_rank(environ, name, *part)
-            return Launcher(name, *_size_and_rank(environ, name, *world), number(environ, _LOCAL_RANK[world[0]]))
+            return Launcher(name, *_size_and_rank(environ, name, size, rank), number(environ, local_rank))
     return Launcher("none", None, None)
 
 
@@ -231,12 +223,8 @@ def check_size(launcher: Launcher, horovod_size: int) -> None:
     """Raise WorldsOfOne if Horovod's world size is not the launcher's: N worlds of one would train N times."""
     if launcher.size is None or launcher.size == horovod_size:
         return
-    if launcher.name == "srun":
-        hint = (
-            "Start with `srun --mpi=pmix` (`srun --mpi=list` shows what this Slurm has), or with mpirun or horovodrun."
-        )
-    else:
-        hint = "Use the launcher of the MPI that Horovod was built with, or rebuild it with this one (env/setup.sh)."
+    rebuild = "Use the launcher of the MPI that Horovod was built with, or rebuild it with this one (env/setup.sh)."
+    hint = WITH_PMIX if launcher.name == "srun" else rebuild
     raise WorldsOfOne(
         f"{launcher.name} started {launcher.size} processes, but Horovod sees a world of {horovod_size}: they cannot"
         f" find each other, and each would train alone. {hint}"
@@ -253,73 +241,70 @@ def check_pmi(launcher: Launcher, environ: Mapping[str, str], mpi: str) -> None:
     if not any(name.startswith(("PMIX_", "PMI_", "PMI2_")) for name in environ):
         raise WorldsOfOne(
             f"srun started {launcher.size} processes without PMIx: they cannot find each other, and each would be a"
-            " world of one. Start with `srun --mpi=pmix` (`srun --mpi=list` shows what this Slurm has), or with mpirun"
-            " or horovodrun."
+            f" world of one. {WITH_PMIX}"
         )
 
 
-def choose_device(num_devices: int, local_rank: int, local_size: int) -> str:
-    """Device of a rank, "cpu" or "cuda:i", from the number of visible GPUs. Raises UserError if there are too few.
-
-    A scheduler may show each task only its own GPU, as number 0. `check_devices` checks that no two ranks share one.
-    """
-    if num_devices == 0:
-        return "cpu"
-    if num_devices == 1:
-        return "cuda:0"
-    if local_rank >= num_devices:
-        raise UserError(
-            f"{local_size} ranks on this host, but only {num_devices} GPUs are visible. Start at most"
-            f" {num_devices} ranks per host, or request more GPUs (Slurm: --gres=gpu:N)."
-        )
-    return f"cuda:{local_rank}"
+def is_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process."""
+    return "SLURM_STEP_ID" in environ
 
 
-def share_cores(mine: frozenset[int], on_this_host: Sequence[frozenset[int]]) -> int:
-    """Threads for a rank that may use the cores `mine`, which it shares with every rank whose set overlaps."""
-    sharers = sum(1 for cores in on_this_host if cores & mine)
-    return max(1, len(mine) // max(1, sharers))
+def slurm_nodes(environ: Mapping[str, str]) -> str:
+    """Slurm's list of the nodes of this step, such as gpu[1-4],login. Raises UserError if it is missing."""
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        raise UserError("The nodes of this job step are unknown (SLURM_STEP_NODELIST is not set). Start with srun.")
+    return nodes
 
 
-def choose_threads(environ: Mapping[str, str], share: int) -> int:
-    """Threads per rank: OMP_NUM_THREADS, else its `share` of the cores, at most Slurm's --cpus-per-task.
-
-    A number above MAX_THREADS is a mistake, and is ignored like a text: so many threads cannot be started.
-    """
-    chosen = _threads_in(environ.get("OMP_NUM_THREADS", "").split(",")[0])
-    allotted = _threads_in(environ.get("SLURM_CPUS_PER_TASK", ""))
-    return chosen or min(share, allotted or share)
+def slurm_port(environ: Mapping[str, str]) -> int:
+    """A port for the tasks of this Slurm step. Other steps and jobs get other ports."""
+    job, step = (number(environ, name) or 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return 10_000 + (job * 1009 + step) % 20_000
 
 
-def _threads_in(text: str) -> int | None:
-    found = re.fullmatch(r" *([0-9]{1,9}) *", text)
-    return int(found[1]) if found and 1 <= int(found[1]) <= MAX_THREADS else None
+def find_job(environ: Mapping[str, str]) -> dict[str, str] | None:
+    """The Slurm job around this process: its `id`, `name`, `partition`, `nodes` (Slurm's list), `array`; or None."""
+    variables = {"id": "JOB_ID", "name": "JOB_NAME", "partition": "JOB_PARTITION", "nodes": "JOB_NODELIST"}
+    job = {key: environ[f"SLURM_{name}"] for key, name in variables.items() if f"SLURM_{name}" in environ}
+    if "SLURM_ARRAY_JOB_ID" in environ:
+        job["array"] = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ.get('SLURM_ARRAY_TASK_ID', '')}"
+    return job if "id" in job else None
 
 
 @dataclass(frozen=True)
-class RankInfo:
-    """Host, device and cores of a rank. `device_id`: the GPU's UUID, equal in all processes; None on a CPU."""
+class Allocation:
+    """A Slurm job's nodes, tasks per node and cores per task."""
 
-    rank: int
-    host: str
-    local_rank: int
-    device: str
-    device_id: str | None
-    cores: frozenset[int]
+    nodes: int
+    tasks_per_node: int
+    cpus_per_task: int | None
 
 
-def check_devices(rank_infos: Sequence[RankInfo]) -> None:
-    """Raise UserError if two ranks share a GPU, or only some ranks have one."""
-    if len({info.device == "cpu" for info in rank_infos}) > 1:
-        without = dict.fromkeys(info.host for info in rank_infos if info.device == "cpu")
-        raise UserError(
-            f"Some ranks have a GPU, but those on {', '.join(without)} have none. Run `nvidia-smi` there, leave that"
-            " host out, or request a GPU per rank."
-        )
-    taken = Counter((info.host, info.device_id) for info in rank_infos if info.device_id is not None)
-    for (host, device_id), times in taken.items():
-        if times > 1:
-            raise UserError(
-                f"{times} ranks on {host} would share one GPU ({device_id}). Start one rank per GPU, or request more"
-                " GPUs (Slurm: --gres=gpu:N, with --gpus-per-task=1 or all of them visible to each task)."
-            )
+def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """The allocation of the Slurm job around this process, outside of its steps; None without a job."""
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    nodes, tasks = _requested(environ)
+    # TASKS_PER_NODE may be "2(x3)" or "2,1": take the first node's number.
+    first = {"SLURM_TASKS_PER_NODE": re.split(r"[(,]", environ.get("SLURM_TASKS_PER_NODE", "1"))[0]}
+    tasks = tasks or number(first, "SLURM_TASKS_PER_NODE", 1) or 1
+    return Allocation(nodes, tasks, number(environ, "SLURM_CPUS_PER_TASK", 1))
+
+
+def _requested(environ: Mapping[str, str]) -> tuple[int, int | None]:
+    """The job's nodes, and the tasks per node that it requested; None without such a request."""
+    nodes = number(environ, "SLURM_JOB_NUM_NODES", 1) or number(environ, "SLURM_NNODES", 1) or 1
+    return nodes, number(environ, "SLURM_NTASKS_PER_NODE", 1)
+
+
+def requested_tasks(environ: Mapping[str, str]) -> int:
+    """The tasks of the Slurm job around this process; of the step, where the job did not request a number per node.
+
+    1 in a sweep, which also trains on fewer ranks than the job has tasks.
+    """
+    if IN_SWEEP in environ:
+        return 1
+    nodes, per_node = _requested(environ)
+    return max(number(environ, "SLURM_NTASKS") or 1, nodes * (per_node or 0))

@@ -11,16 +11,14 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its stubs
 
 from hvd_bert.distributed.interfaces import address_of, address_towards, choose_interface
-from hvd_bert.distributed.launch import gloo_timeout_s, horovodrun_address
+from hvd_bert.distributed.launch import gloo_timeout_s, horovodrun_address, slurm_nodes, slurm_port
 from hvd_bert.distributed.logs import describe_ranks, log
-from hvd_bert.distributed.slurm import slurm_nodes, slurm_port
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import UserError
 
@@ -196,21 +194,9 @@ def serve_horovod() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         store.set("hvd_bert.horovod", f"{own} {server.server_port}")
     address, port = store.get("hvd_bert.horovod").decode().split()
-    os.environ.update(_horovodrun_env(os.environ, address, port))
-
-
-def _horovodrun_env(torchruns: Mapping[str, str], address: str, port: str) -> dict[str, str]:
-    """horovodrun's variables from torchrun's."""
-    return {
-        "HOROVOD_RANK": torchruns["RANK"],
-        "HOROVOD_SIZE": torchruns["WORLD_SIZE"],
-        "HOROVOD_LOCAL_RANK": torchruns["LOCAL_RANK"],
-        "HOROVOD_LOCAL_SIZE": torchruns["LOCAL_WORLD_SIZE"],
-        "HOROVOD_CROSS_RANK": torchruns["GROUP_RANK"],
-        "HOROVOD_CROSS_SIZE": torchruns["GROUP_WORLD_SIZE"],
-        "HOROVOD_HOSTNAME": socket.gethostname(),
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
-    }
+    of_torchrun = {"HOROVOD_RANK": "RANK", "HOROVOD_SIZE": "WORLD_SIZE"}
+    of_torchrun |= {"HOROVOD_LOCAL_RANK": "LOCAL_RANK", "HOROVOD_LOCAL_SIZE": "LOCAL_WORLD_SIZE"}
+    of_torchrun |= {"HOROVOD_CROSS_RANK": "GROUP_RANK", "HOROVOD_CROSS_SIZE": "GROUP_WORLD_SIZE"}
+    os.environ.update({name: os.environ[theirs] for name, theirs in of_torchrun.items()})
+    os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo", HOROVOD_HOSTNAME=socket.gethostname())
+    os.environ.update(HOROVOD_GLOO_RENDEZVOUS_ADDR=address, HOROVOD_GLOO_RENDEZVOUS_PORT=port)

@@ -22,8 +22,14 @@ import torch
 from hvd_bert import interrupt
 from hvd_bert.distributed import logs
 from hvd_bert.distributed.horovod_world import HorovodWorld, ready_for_timeline
-from hvd_bert.distributed.launch import LaunchError, WorldsOfOne, find_launcher, is_elastic, speaks_first
-from hvd_bert.distributed.slurm import requested_tasks
+from hvd_bert.distributed.launch import (
+    LaunchError,
+    WorldsOfOne,
+    find_launcher,
+    is_elastic,
+    requested_tasks,
+    speaks_first,
+)
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, World, abort_mpi, log
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError
 from hvd_bert.streams import keep_running

@@ -7,8 +7,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -34,7 +33,6 @@ class DistributedWorld(World):
     def __init__(self, rank: int, size: int, comm: Any = None, store: Any = None) -> None:
         """`store`: a key-value store of all ranks."""
         self.rank, self.size, self._comm, self._store = rank, size, comm, store
-        self._watchdog: watchdog.Watchdog | None = None
         super().__init__()
         hosts = self.allgather(self.host)
         names = list(dict.fromkeys(hosts))
@@ -76,13 +74,8 @@ class DistributedWorld(World):
         if self.size > 1:
             # A connection of its own, since another thread may wait in the first one.
             store = distributed.PrefixStore("hvd_bert.waits", self._store.clone())  # type: ignore[attr-defined]
-            arrivals = watchdog.StoreArrivals(store, self.rank, self.size)
-            hosts = [info.host for info in self.rank_infos]
             limit_s = watchdog.inspect(os.environ, elastic=False)
-            self._watchdog = watchdog.Watchdog(self.rank, hosts, limit_s, arrivals, self.abort)
-
-    def waiting(self, names: Callable[[], Sequence[str]]) -> AbstractContextManager[None]:
-        return self._watchdog.over(self._watchdog.step_s, names) if self._watchdog else nullcontext()
+            self.watch(limit_s, watchdog.StoreArrivals(store, self.rank, self.size))
 
     def allgather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from hvd_bert.distributed import logs
 from hvd_bert.errors import EXIT_FAILURE
@@ -54,34 +54,26 @@ def _seconds(text: str) -> int:
     return int(number[1]) if number else 0
 
 
-class Arrivals(Protocol):
-    """Which ranks wait. All ranks number their waits alike."""
+class Arrivals:
+    """Which ranks wait. All ranks number their waits alike. Without a channel any other rank may be missing."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
 
     def announce(self, wait: int) -> None:
         """Announce that this rank is in wait number `wait`."""
 
     def missing(self, wait: int) -> Sequence[int]:
         """The ranks that have not announced it."""
+        return [other for other in range(self._size) if other != self._rank]
 
 
-class UnknownArrivals:
-    """Without a channel between the ranks: any of the others may be missing."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._others = [other for other in range(size) if other != rank]
-
-    def announce(self, wait: int) -> None:
-        pass
-
-    def missing(self, wait: int) -> Sequence[int]:
-        return self._others
-
-
-class StoreArrivals:
+class StoreArrivals(Arrivals):
     """Through torch's key-value store, which rank 0 serves."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
+        super().__init__(rank, size)
+        self._store = store
 
     def announce(self, wait: int) -> None:
         self._store.set(f"wait {wait} {self._rank}", "")
@@ -90,22 +82,23 @@ class StoreArrivals:
         return [rank for rank in range(self._size) if not self._store.check([f"wait {wait} {rank}"])]
 
 
-class MpiArrivals:
+class MpiArrivals(Arrivals):
     """Through messages to rank 0. The ranks ask in order, so if another rank asks, those before it are missing."""
 
     def __init__(self, comm: Any) -> None:
+        super().__init__(comm.rank, comm.size)
         self._comm = comm
         self._waiting: set[tuple[int, int]] = set()
 
     def announce(self, wait: int) -> None:
-        self._comm.isend((wait, self._comm.rank), dest=0, tag=_TAG)  # small enough to be sent at once
+        self._comm.isend((wait, self._rank), dest=0, tag=_TAG)  # small enough to be sent at once
 
     def missing(self, wait: int) -> Sequence[int]:
-        if self._comm.rank > 0:
-            return range(self._comm.rank)
+        if self._rank > 0:
+            return range(self._rank)
         while self._comm.iprobe(tag=_TAG):
             self._waiting.add(self._comm.recv(tag=_TAG))
-        return [rank for rank in range(self._comm.size) if (wait, rank) not in self._waiting]
+        return [rank for rank in range(self._size) if (wait, rank) not in self._waiting]
 
 
 class Watchdog:

@@ -6,29 +6,26 @@ The base class is the world of a single process. `horovod_world.py` and `torch_w
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from hvd_bert.distributed import logs
-from hvd_bert.distributed.launch import (
-    RankInfo,
-    check_devices,
-    choose_device,
-    choose_threads,
-    share_cores,
-)
+from hvd_bert.distributed import logs, watchdog
+from hvd_bert.distributed.launch import find_job, is_slurm_step
 from hvd_bert.distributed.logs import log
-from hvd_bert.distributed.slurm import find_job, is_slurm_step
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 
+MAX_THREADS = 1024  # as for --num_threads
 ABORT_S = 20  # seconds that MPI_Abort may take
 
 __all__ = ["CollectiveError", "HostsChanged", "World", "log"]
@@ -49,6 +46,73 @@ class CollectiveError(UserError):
 
 class HostsChanged(Exception):
     """Horovod elastic has hosts to add or remove. Raised on all ranks, once the state is saved."""
+
+
+def choose_device(num_devices: int, local_rank: int, local_size: int) -> str:
+    """Device of a rank, "cpu" or "cuda:i", from the number of visible GPUs. Raises UserError if there are too few.
+
+    A scheduler may show each task only its own GPU, as number 0. `check_devices` checks that no two ranks share one.
+    """
+    if num_devices == 0:
+        return "cpu"
+    if num_devices == 1:
+        return "cuda:0"
+    if local_rank >= num_devices:
+        raise UserError(
+            f"{local_size} ranks on this host, but only {num_devices} GPUs are visible. Start at most"
+            f" {num_devices} ranks per host, or request more GPUs (Slurm: --gres=gpu:N)."
+        )
+    return f"cuda:{local_rank}"
+
+
+def share_cores(mine: frozenset[int], on_this_host: Sequence[frozenset[int]]) -> int:
+    """Threads for a rank that may use the cores `mine`, which it shares with every rank whose set overlaps."""
+    sharers = sum(1 for cores in on_this_host if cores & mine)
+    return max(1, len(mine) // max(1, sharers))
+
+
+def choose_threads(environ: Mapping[str, str], share: int) -> int:
+    """Threads per rank: OMP_NUM_THREADS, else its `share` of the cores, at most Slurm's --cpus-per-task.
+
+    A number above MAX_THREADS is a mistake, and is ignored like a text: so many threads cannot be started.
+    """
+    chosen = _threads_in(environ.get("OMP_NUM_THREADS", "").split(",")[0])
+    allotted = _threads_in(environ.get("SLURM_CPUS_PER_TASK", ""))
+    return chosen or min(share, allotted or share)
+
+
+def _threads_in(text: str) -> int | None:
+    found = re.fullmatch(r" *([0-9]{1,9}) *", text)
+    return int(found[1]) if found and 1 <= int(found[1]) <= MAX_THREADS else None
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Host, device and cores of a rank. `device_id`: the GPU's UUID, equal in all processes; None on a CPU."""
+
+    rank: int
+    host: str
+    local_rank: int
+    device: str
+    device_id: str | None
+    cores: frozenset[int]
+
+
+def check_devices(rank_infos: Sequence[RankInfo]) -> None:
+    """Raise UserError if two ranks share a GPU, or only some ranks have one."""
+    if len({info.device == "cpu" for info in rank_infos}) > 1:
+        without = dict.fromkeys(info.host for info in rank_infos if info.device == "cpu")
+        raise UserError(
+            f"Some ranks have a GPU, but those on {', '.join(without)} have none. Run `nvidia-smi` there, leave that"
+            " host out, or request a GPU per rank."
+        )
+    taken = Counter((info.host, info.device_id) for info in rank_infos if info.device_id is not None)
+    for (host, device_id), times in taken.items():
+        if times > 1:
+            raise UserError(
+                f"{times} ranks on {host} would share one GPU ({device_id}). Start one rank per GPU, or request more"
+                " GPUs (Slurm: --gres=gpu:N, with --gpus-per-task=1 or all of them visible to each task)."
+            )
 
 
 class World:
@@ -73,6 +137,7 @@ class World:
     elastic = False
     generation = 0
     _comm: Any = None  # mpi4py's communicator of all ranks, where MPI started them
+    _watchdog: watchdog.Watchdog | None = None
 
     def __init__(self) -> None:
         self.host = socket.gethostname()
@@ -168,12 +233,19 @@ class World:
         """On rank 0 only: close the timeline. Returns when it is written."""
         raise NotImplementedError("only Horovod has a timeline")
 
-    def waiting(self, names: Callable[[], Sequence[str]]) -> AbstractContextManager[None]:
-        """Around a wait for a step's collective. In Horovod's worlds a rank that does not reach it ends the job.
+    def watch(self, stalled_after_s: float, arrivals: watchdog.Arrivals) -> None:
+        """From now on, a rank that does not reach a step's collective ends the job."""
+        hosts = [info.host for info in self.rank_infos]
+        self._watchdog = watchdog.Watchdog(self.rank, hosts, stalled_after_s, arrivals, self.abort)
+
+    def waiting(self, names: Callable[[], Sequence[str]], at_least_s: float = 0.0) -> AbstractContextManager[None]:
+        """Around a wait for other ranks, by default in a step's collective, of at most the watchdog's limit.
 
         `names`: what has not arrived yet, for the message.
         """
-        return nullcontext()
+        if self._watchdog is None:
+            return nullcontext()
+        return self._watchdog.over(max(at_least_s, self._watchdog.step_s), names)
 
     def check_same(self, values: Mapping[str, object]) -> None:
         """Raise CollectiveError if a value differs between ranks, for example because their hosts' files differ."""

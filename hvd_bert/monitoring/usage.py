@@ -11,8 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,8 @@ FILE = "gpu_usage.jsonl"
 PERIOD_S = 1.0
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One sample of a GPU; None for values that it does not report (a MIG instance has no utilization)."""
-
-    util_percent: float | None
-    memory_gib: float | None
-    power_w: float | None
+# A sample of a GPU, without values that it does not report (a MIG instance has no utilization).
+Sample = dict[str, float]
 
 
 class NvmlError(Exception):
@@ -70,37 +64,28 @@ def find_gpu(module: Any, device_id: str) -> Any:
 
 
 def take_sample(module: Any, gpu: Any) -> Sample:
-    """The GPU's current usage."""
-
-    def query(function: Callable[[Any], Any]) -> Any:
-        try:
-            return function(gpu)
-        except module.NVMLError:
-            return None
-
-    rates = query(module.nvmlDeviceGetUtilizationRates)
-    memory = query(module.nvmlDeviceGetMemoryInfo)
-    milliwatts = query(module.nvmlDeviceGetPowerUsage)
-    return Sample(
-        util_percent=None if rates is None else float(rates.gpu),
-        memory_gib=None if memory is None else memory.used / GIB,
-        power_w=None if milliwatts is None else milliwatts / 1000,
-    )
+    """The GPU's current usage, with the names of the metrics."""
+    queries: dict[str, Callable[[], float]] = {
+        "gpu_util_percent": lambda: module.nvmlDeviceGetUtilizationRates(gpu).gpu,
+        "gpu_memory_gib": lambda: module.nvmlDeviceGetMemoryInfo(gpu).used / GIB,
+        "gpu_power_w": lambda: module.nvmlDeviceGetPowerUsage(gpu) / 1000,
+    }
+    sample = {}
+    for name, query in queries.items():
+        with suppress(module.NVMLError):
+            sample[name] = float(query())
+    return sample
 
 
-def summarise(samples: list[Sample]) -> dict[str, float]:
-    """Mean utilization and power, and maximum memory. Values that no sample has are left out."""
-    util = [sample.util_percent for sample in samples if sample.util_percent is not None]
-    memory = [sample.memory_gib for sample in samples if sample.memory_gib is not None]
-    power = [sample.power_w for sample in samples if sample.power_w is not None]
-    summary = {}
-    if util:
-        summary["gpu_util_percent"] = sum(util) / len(util)
-    if memory:
-        summary["gpu_memory_gib"] = max(memory)
-    if power:
-        summary["gpu_power_w"] = sum(power) / len(power)
-    return summary
+def summarise(samples: list[Sample]) -> Sample:
+    """Mean utilization and power, and maximum memory."""
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.items():
+            found.setdefault(name, []).append(value)
+    return {
+        name: max(values) if name == "gpu_memory_gib" else sum(values) / len(values) for name, values in found.items()
+    }
 
 
 class Sampler:

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from hvd_bert import machine
-from hvd_bert.distributed.launch import Launcher, RankInfo, VariableError, WorldsOfOne
-from hvd_bert.distributed.world import CollectiveError
+from hvd_bert.distributed.launch import Launcher, VariableError, WorldsOfOne
+from hvd_bert.distributed.world import CollectiveError, RankInfo
 from hvd_bert.errors import UserError
 from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.tools.doctor import __main__ as command

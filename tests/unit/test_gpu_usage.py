@@ -10,13 +10,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from documented import undocumented
 
-from hvd_bert.distributed.launch import RankInfo
+from hvd_bert.distributed.world import RankInfo
 from hvd_bert.monitoring import usage as module
 from hvd_bert.monitoring.usage import (
     GIB,
     GpuUsage,
     NvmlError,
-    Sample,
     Sampler,
     find_gpu,
     nvml,
@@ -86,9 +85,13 @@ def world_of(*device_ids: str | None, rank: int = 0) -> SimpleNamespace:
     return SimpleNamespace(rank=rank, size=len(rank_infos), rank_infos=rank_infos, allgather=allgather)
 
 
+def sample(util: float, memory: float, power: float) -> dict[str, float]:
+    return {"gpu_util_percent": util, "gpu_memory_gib": memory, "gpu_power_w": power}
+
+
 def test_take_sample(driver):
-    assert take_sample(driver, find_gpu(driver, "0-a")) == Sample(40.0, 3.0, 250.5)
-    assert take_sample(driver, find_gpu(driver, "0-b")) == Sample(None, 3.0, None)
+    assert take_sample(driver, find_gpu(driver, "0-a")) == sample(40.0, 3.0, 250.5)
+    assert take_sample(driver, find_gpu(driver, "0-b")) == {"gpu_memory_gib": 3.0}
     with pytest.raises(NvmlError, match=r"GPU 0-c: Not Found"):
         find_gpu(driver, "0-c")
 
@@ -110,9 +113,9 @@ def test_no_nvml(monkeypatch, driver):
 
 def test_summarise():
     assert summarise([]) == {}
-    samples = [Sample(40.0, 3.0, 200.0), Sample(None, 5.0, None), Sample(60.0, 4.0, 300.0)]
-    assert summarise(samples) == {"gpu_util_percent": 50.0, "gpu_memory_gib": 5.0, "gpu_power_w": 250.0}
-    assert summarise([Sample(None, 3.0, None)]) == {"gpu_memory_gib": 3.0}
+    memory_only = {"gpu_memory_gib": 5.0}
+    assert summarise([sample(40.0, 3.0, 200.0), memory_only, sample(60.0, 4.0, 300.0)]) == sample(50.0, 5.0, 250.0)
+    assert summarise([memory_only]) == memory_only
 
 
 def test_sampler(monkeypatch, driver):
@@ -129,7 +132,7 @@ def test_sampler(monkeypatch, driver):
 def test_usage_of_all_ranks(tmp_path, driver):
     usage = GpuUsage(world_of("0-a", "0-x"), tmp_path)  # type: ignore[arg-type]
     usage._sampler.close()  # after its first sample
-    own = {"gpu_util_percent": 40.0, "gpu_memory_gib": 3.0, "gpu_power_w": 250.5}
+    own = sample(40.0, 3.0, 250.5)
     assert usage.read(7) == own
     lines = [json.loads(line) for line in (tmp_path / "gpu_usage.jsonl").read_text().splitlines()]  # already on disk
     usage.close()

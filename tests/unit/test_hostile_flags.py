@@ -20,7 +20,8 @@ from tables import each, refused
 from hvd_bert.config import parser as config_parser
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import FLAGS
-from hvd_bert.distributed.launch import Launcher, choose_threads
+from hvd_bert.distributed.launch import Launcher
+from hvd_bert.distributed.world import choose_threads
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.predict import __main__ as predict
 from hvd_bert.predict import answering

@@ -8,16 +8,14 @@ from tables import each, refused
 from hvd_bert.distributed.launch import (
     Launcher,
     LaunchError,
-    RankInfo,
-    check_devices,
     check_pmi,
     check_size,
-    choose_device,
-    choose_threads,
+    find_job,
     find_launcher,
-    share_cores,
+    slurm_nodes,
+    slurm_port,
 )
-from hvd_bert.distributed.slurm import find_job, slurm_nodes, slurm_port
+from hvd_bert.distributed.world import RankInfo, check_devices, choose_device, choose_threads, share_cores
 from hvd_bert.errors import UserError
 
 # Variables that the launchers set for rank 3 of 4.

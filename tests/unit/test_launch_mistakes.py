@@ -12,12 +12,13 @@ from hvd_bert.distributed.launch import (
     check_horovod,
     check_nesting,
     extend_gloo_timeout,
+    find_allocation,
     find_launcher,
     gloo_timeout_s,
     is_nested,
+    requested_tasks,
     speaks_first,
 )
-from hvd_bert.distributed.slurm import find_allocation, requested_tasks
 
 NUMBERS = {
     "horovodrun": ("HOROVOD_SIZE", "HOROVOD_RANK", "HOROVOD_LOCAL_RANK"),

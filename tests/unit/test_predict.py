@@ -16,7 +16,8 @@ from transformers import BertConfig, BertModel
 
 from hvd_bert import QuestionAnswerer
 from hvd_bert.config.command_line import parse, trained_settings
-from hvd_bert.distributed.launch import Launcher, RankInfo
+from hvd_bert.distributed.launch import Launcher
+from hvd_bert.distributed.world import RankInfo
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK
 from hvd_bert.predict import answerer
 from hvd_bert.predict.__main__ import main, parse_flags

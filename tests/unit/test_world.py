@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from hvd_bert.distributed import world as world_module
-from hvd_bert.distributed.launch import RankInfo
-from hvd_bert.distributed.world import CollectiveError, World
+from hvd_bert.distributed.world import CollectiveError, RankInfo, World
 from hvd_bert.errors import UserError
 from hvd_bert.tasks.inputs import Inputs
 

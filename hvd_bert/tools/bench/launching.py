@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hvd_bert import __version__
 from hvd_bert.config.values import shortened
-from hvd_bert.distributed.slurm import Allocation, find_allocation
+from hvd_bert.distributed.launch import Allocation, find_allocation
 from hvd_bert.errors import UserError
 from hvd_bert.machine import PACKAGES, cpu_name, version_of
 from hvd_bert.tools.bench.points import ONE_PROCESS, Point

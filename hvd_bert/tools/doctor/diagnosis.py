@@ -18,8 +18,8 @@ import torch
 
 from hvd_bert import __version__
 from hvd_bert.distributed.horovod_world import HorovodWorld
-from hvd_bert.distributed.launch import Launcher, LaunchError, RankInfo
-from hvd_bert.distributed.world import CollectiveError, World
+from hvd_bert.distributed.launch import Launcher, LaunchError
+from hvd_bert.distributed.world import CollectiveError, RankInfo, World
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.rendering.text import table
 from hvd_bert.tools.doctor import checks, collective, probes
