@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import io
 import os
 import select
 import stat
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from hvd_bert.errors import EXIT_BROKEN_PIPE, EXIT_FAILURE
@@ -25,6 +27,12 @@ def keep_running() -> None:
     if sys.stdout is None:
         _warn("it is closed")
     _replace(_Dropping)
+
+
+@functools.cache
+def say_once(say: Callable[[str], object], text: str) -> None:
+    """`say(text)`, unless this process has said it."""
+    say(text)
 
 
 def end_when_lost() -> None:

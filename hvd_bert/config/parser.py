@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,6 +10,7 @@ from typing import Any, NoReturn
 from hvd_bert.config.values import GIVEN, StoreLast, name_or_path, path, shortened, whole_number
 from hvd_bert.errors import UserError
 from hvd_bert.storage.places import check_working_directory
+from hvd_bert.streams import say_once
 
 OPTIMIZE = sys.flags.optimize
 HELP = {"-h", "--help"}
@@ -43,15 +43,15 @@ class Parser(argparse.ArgumentParser):
         for name, values in parsed.__dict__.pop(GIVEN, {}).items():
             if self.warns and len(set(values)) > 1:
                 all_values = shortened(", ".join(map(shortened, values)), 1000)
-                warn_once(f"--{name} is given {len(values)} times ({all_values}): the last value counts.")
+                # A command line is parsed before and after the ranks have joined.
+                say_once(_warn, f"--{name} is given {len(values)} times ({all_values}): the last value counts.")
         return parsed, rest
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{shortened(message, 1000)}. `{self.prog} --help` lists the flags.")
 
 
-@functools.cache  # a command line is parsed before and after the ranks have joined
-def warn_once(text: str) -> None:
+def _warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
 
 

@@ -17,7 +17,7 @@ import pytest
 from pyarrow import parquet
 from tables import check_refusal, each
 
-from hvd_bert.data.sources import recognition, squad, texts
+from hvd_bert.data.sources import files, squad, texts
 from hvd_bert.data.sources.texts import Columns
 from hvd_bert.errors import UserError
 
@@ -58,7 +58,7 @@ def test_damaged_gzip(tmp_path):
 
 
 def test_gzip_that_expands_without_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(recognition, "_ALWAYS_ALLOWED", 0)
+    monkeypatch.setattr(files, "_ALWAYS_ALLOWED", 0)
     path = tmp_path / "train.json.gz"
     path.write_bytes(gzip.compress(bytes(2**20)))
     assert "expands to more than 300 times its size" in refusal(path)

@@ -178,18 +178,18 @@ def test_questions_without_an_id_get_one(tmp_path, make_questions, to_rows, to_s
 def test_python_objects_in_csv_are_named(tmp_path, make_questions, to_rows):
     rows = [{**row, "answers": str(row["answers"])} for row in to_rows(make_questions(2))]
     with pytest.raises(
-        UserError, match=r"2 wrong types, the first: row 0\.answers should be JSON .*If `answers` is plain"
+        UserError, match=r"2 wrong types, the first: line 2\.answers should be JSON .*If `answers` is plain"
     ):
         read(tmp_path, as_csv(rows))
 
 
 def test_csv_rows_of_another_length(tmp_path, make_questions, to_rows):
     content = as_csv(to_rows(make_questions(2))) + b"one,two\n"
-    with pytest.raises(UserError, match="1 malformed row: row 2 has 2 columns, the first line has 5"):
+    with pytest.raises(UserError, match="1 malformed row: line 4: it has 2 columns, the first line has 5"):
         read(tmp_path, content)
     assert read(tmp_path, content, Reading(bad_examples="skip")) == make_questions(2)
     lines = content.splitlines(keepends=True)
-    with pytest.raises(UserError, match=r"1 wrong type: row 2\.answers should be JSON.*; 1 malformed row: row 1 has"):
+    with pytest.raises(UserError, match=r"1 malformed row: line 3: .*; 1 wrong type: line 4\.answers should"):
         read(tmp_path, b"".join([*lines[:2], lines[3], lines[2].replace(b"{", b"")]))
 
 

@@ -214,9 +214,10 @@ def test_columns_of_the_training_file_are_read_from_another(write):
         ),
         ('{"text": "\\ud800", "label": 1}\n', "t.jsonl", "`text` contains an unpaired surrogate"),
         ('{"text": "a", "label": "\\ud800"}\n', "t.jsonl", "`label` contains an unpaired surrogate"),
-        ("text,label\na,1\nb\n", "t.csv", "line 3: it has another number of columns"),
+        ("text,label\na,1\nb\n", "t.csv", "line 3: it has 1 columns"),
+        ('text,label\n"a,1\nb,2\n', "t.csv", "damaged CSV: .* at line 3. Quote texts"),
         (b"text,label\n\xff,1\n", "t.csv", "not UTF-8 text"),
-        ("text,label,text\na,1,b\n", "t.csv", "the first line names the column `text` more than once"),
+        ("text,label,text\na,1,b\n", "t.csv", "the first line names the column text more than once"),
     ],
 )
 def test_mistakes_name_their_place(write, content, name, message):
@@ -230,7 +231,7 @@ def test_empty_split_of_the_hub():
 
 
 def test_missing_file_names_the_flag(tmp_path):
-    with pytest.raises(UserError, match=r"--validation_file .*none.csv: cannot be read"):
+    with pytest.raises(UserError, match=r"--validation_file .*none.csv: no such file"):
         texts.open_file(str(tmp_path / "none.csv"), "--validation_file")
 
 

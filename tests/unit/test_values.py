@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from tables import each
 
 from hvd_bert.config.command_line import overriding, parse, without
-from hvd_bert.config.parser import Parser, warn_once
+from hvd_bert.config.parser import Parser
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.config.values import passage, shortened
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.predict.__main__ import make_parser as predict_parser
+from hvd_bert.streams import say_once
 from hvd_bert.tasks import inputs
 from hvd_bert.tools.bench import __main__ as bench
 from hvd_bert.tools.bench.points import Plan
@@ -33,7 +34,7 @@ NUMBERS = ("seed", "max_steps", "gradient_accumulation_steps", "num_threads", "n
 @pytest.fixture
 def no_warning_is_printed_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process of rank 0: other tests repeat flags, too."""
-    warn_once.cache_clear()
+    say_once.cache_clear()
     monkeypatch.setattr(Parser, "warns", True)
 
 

@@ -6,11 +6,11 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
 
-from hvd_bert.data.sources.entries import SHORT, Found, Mistake
-from hvd_bert.data.sources.questions import BadExample, Question, Reading
+from hvd_bert.data.sources.entries import SHORT
+from hvd_bert.data.sources.questions import BadExample, Found, Mistake, Question, Reading
 from hvd_bert.errors import UserError
+from hvd_bert.streams import say_once
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +39,9 @@ def checked(
         raise UserError(f"{name}: no questions found. Give a file with questions.")
     refuse_mistakes(name, bad, len(questions), reading)
     if made and reading.purpose != "prediction":
-        _log_made_ids(name, len(made), made[0])
+        first = f"Each gets its place as its id, such as {made[0]!r}."
+        say_once(logger.info, f"{name}: {len(made)} questions have no id. {first}")  # though they may be read twice
     return questions, bad
-
-
-@cache
-def _log_made_ids(name: str, count: int, first: str) -> None:
-    """Say it once, though the questions may be read twice."""
-    logger.info("%s: %d questions have no id. Each gets its place as its id, such as %r.", name, count, first)
 
 
 def refuse_mistakes(name: str, bad: list[BadExample], kept: int, reading: Reading, unit: str = "questions") -> None:
@@ -191,8 +186,9 @@ def _counted(bad: list[BadExample]) -> str:
 
 
 def _described(example: BadExample) -> str:
-    # Some reasons begin with the place.
-    return example.reason if example.reason.startswith(example.where) else f"{_label(example)}: {example.reason}"
+    if example.reason.startswith(example.where):
+        return example.reason
+    return f"{example.where if example.id is None else _label(example)}: {example.reason}"
 
 
 def _label(example: BadExample) -> str:

@@ -6,10 +6,9 @@ import json
 import re
 import reprlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
-from hvd_bert.data.sources.questions import Question, Reading
+from hvd_bert.data.sources.questions import Found, Mistake, Question, Reading
 
 SHORT = reprlib.Repr()
 SHORT.maxstring = 80  # of data in messages
@@ -17,25 +16,8 @@ _TYPES = {str: "text", int: "a whole number", list: "a list", dict: "an object"}
 _WHOLE_NUMBER = re.compile(r"\s*-?[0-9]{1,18}\s*")
 
 
-class Mistake(Exception):
-    """A mistake in the data; the plural of `kind` ends with "s"."""
-
-    def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(reason)
-        self.kind, self.reason = kind, reason
-
-
 # Text and start of an answer, or the mistakes in them; None: the place is not known.
 _Answer = tuple[str | Mistake, int | Mistake | None]
-
-
-@dataclass(slots=True)
-class Found:
-    """What is at a place of the data: a question, a mistake, or a question with a mistake in its answers."""
-
-    where: str
-    question: Question | None = None
-    mistake: Mistake | None = None
 
 
 def found(make: Callable[..., Found], where: str, *arguments: Any) -> Found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -122,21 +123,18 @@ def _quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-class _HashingSink:
+class _Hash(io.RawIOBase):
     """A writable file that only computes the SHA-256 of its content."""
 
     def __init__(self) -> None:
         self.sha256 = hashlib.sha256()
-        self.closed = False
+
+    def writable(self) -> bool:
+        return True
 
     def write(self, data: Any) -> int:
         self.sha256.update(data)
         return len(data)
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def digest(rows: Dataset) -> str:
@@ -144,7 +142,7 @@ def digest(rows: Dataset) -> str:
     import pyarrow as pa
 
     table = rows.data.table.replace_schema_metadata(None)
-    sink = _HashingSink()
+    sink = _Hash()
     with pa.PythonFile(sink, mode="w") as file, pa.ipc.new_stream(file, table.schema) as writer:
         writer.write_table(table, max_chunksize=1000)
     return sink.sha256.hexdigest()

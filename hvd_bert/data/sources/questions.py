@@ -1,11 +1,10 @@
-"""Questions, and where they come from."""
+"""Questions, how they are read, and the mistakes in them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 Purpose = Literal["training", "evaluation", "prediction"]
@@ -71,32 +70,18 @@ class BadExample:
     skipped: bool
 
 
-@dataclass
-class Source:
-    """A source of questions.
+class Mistake(Exception):
+    """A mistake in the data; the plural of `kind` ends with "s"."""
 
-    `name` appears in messages (a path, or `squad[train]`). `digest` is the SHA-256 of the content and of
-    the options that it is read with, so that equal digests mean equal questions.
-    """
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind, self.reason = kind, reason
 
-    name: str
-    digest: str
-    _load: Callable[[], list[Question]] = field(repr=False, compare=False)
-    _bad: list[BadExample] = field(default_factory=list, repr=False, compare=False)  # filled by `_load`
-    _loaded: bool = field(default=False, repr=False, compare=False)
 
-    def questions(self) -> list[Question]:
-        """All questions in the order of the file, parsed and checked.
+@dataclass(slots=True)
+class Found:
+    """What is at a place of the data: a question, a mistake, or a question with a mistake in its answers."""
 
-        Each call parses again and keeps nothing: tokenization needs the questions once, training runs for hours.
-        Raises `UserError` if the content is wrong.
-        """
-        questions = self._load()
-        self._loaded = True
-        return questions
-
-    def bad_examples(self) -> list[BadExample]:
-        """What has a mistake, with `--bad_examples skip`. Parses the source if nothing has done so yet."""
-        if not self._loaded:
-            self.questions()
-        return self._bad
+    where: str
+    question: Question | None = None
+    mistake: Mistake | None = None

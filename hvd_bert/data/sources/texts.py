@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,14 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvd_bert.data.sources import hub
+from hvd_bert.data.sources import files, hub
 from hvd_bert.data.sources.checks import refuse_mistakes
-from hvd_bert.data.sources.entries import Mistake, attempt
-from hvd_bert.data.sources.formats import json_lines, parquet_rows
-from hvd_bert.data.sources.questions import BadExample, Reading
-from hvd_bert.data.sources.recognition import decoded, expansion_limit, is_parquet, unpacked
+from hvd_bert.data.sources.entries import attempt
+from hvd_bert.data.sources.files import Row
+from hvd_bert.data.sources.questions import BadExample, Mistake, Reading
 from hvd_bert.errors import UserError
-from hvd_bert.storage.reading import open_regular
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -28,7 +24,6 @@ PAIR = ("sentence1", "sentence2")
 NOT_TEXT = ("id", "idx")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}  # by the ending of a file's name; others are JSON Lines or Parquet
 Value = str | int | float
-_Row = tuple[str, dict[str, Any] | Mistake]  # its place, and its columns or why it has none
 _DEFAULT = Reading()
 _WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # as Python prints it: "01" and "1" are two labels
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -112,7 +107,8 @@ class Texts:
 
 def open_file(path: str, flag: str, columns: Columns = Columns(), reading: Reading = _DEFAULT) -> Texts:
     """All rows of a file that `flag` names. Raises UserError."""
-    content = _content(path, flag)
+    with files.opened(path, f"{flag} {path}") as file:
+        content = file.read()
     located = list(_rows(path, content))
     first = next((row for _, row in located if isinstance(row, dict)), None)
     if first is not None:
@@ -137,7 +133,7 @@ def _texts(
     name: str,
     digest: str,
     columns: Columns,
-    located: Iterable[_Row],
+    located: Iterable[Row],
     reading: Reading,
     classes: list[str] | None = None,
 ) -> Texts:
@@ -162,53 +158,19 @@ def _texts(
     return Texts(name, digest, columns, parts[0], second, values, places, classes, bad)
 
 
-def _content(path: str, flag: str) -> bytes:
-    try:
-        with open_regular(path) as file:
-            return file.read()
-    except OSError as error:
-        raise UserError(f"{flag} {path}: cannot be read: {error.strerror or error}.") from None
-
-
-def _rows(path: str, content: bytes) -> Iterator[_Row]:
+def _rows(path: str, content: bytes) -> Iterator[Row]:
     """The rows with their places."""
-    limit = expansion_limit(len(content))
-    content = unpacked(path, content)
-    if is_parquet(content):
-        return parquet_rows(path, content, limit)
-    text = decoded(path, content)
-    ending = Path(path.lower().removesuffix(".gz")).suffix
-    if ending in DELIMITERS:
-        return _csv(path, text, DELIMITERS[ending])
-    if not text.lstrip().startswith(("{", "[")):
+    found = files.parsed(path, content)
+    if not isinstance(found, str):
+        return found
+    delimiter = DELIMITERS.get(Path(path.lower().removesuffix(".gz")).suffix)
+    if delimiter:  # files with tabs, such as GLUE's, do not quote: a single " is a part of the text
+        return files.csv_rows(path, found, delimiter, quotes=delimiter != "\t")
+    if not found.lstrip().startswith(("{", "[")):
         raise UserError(f"{path}: not JSON Lines. Give one JSON object per line, or a file that ends in .csv or .tsv.")
-    return _json_lines(path, text)
-
-
-def _csv(path: str, text: str, delimiter: str) -> Iterator[_Row]:
-    csv.field_size_limit(2**31 - 1)  # a long text is not an error
-    # Files with tabs, such as GLUE's, do not quote: a single " is a part of the text.
-    reader = csv.DictReader(
-        io.StringIO(text, newline=""),
-        delimiter=delimiter,
-        quoting=csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL,
-    )
-    try:
-        names = list(reader.fieldnames or ())
-    except csv.Error as error:  # under Python 3.10 a NUL byte; later versions read it
-        raise UserError(f"{path}: the first line cannot be read as CSV ({error}). Fix the file.") from None
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise UserError(f"{path}: the first line names the column `{twice}` more than once. Fix the file.")
-    for row in reader:
-        malformed = None in row or None in row.values()
-        uneven = Mistake("malformed row", "it has another number of columns than the first line")
-        yield f"line {reader.line_num}", uneven if malformed else row
-
-
-def _json_lines(path: str, text: str) -> Iterator[_Row]:
-    for number, row in json_lines(path, text):
-        yield f"line {number}", row if isinstance(row, dict) else Mistake("malformed row", "it is not a JSON object")
+    no_object = Mistake("malformed row", "it is not a JSON object")
+    rows = files.json_lines(path, found)
+    return ((place, row if isinstance(row, dict) else no_object) for place, row in rows)
 
 
 def _checked(

@@ -1,0 +1,204 @@
+"""Data files -> texts and rows. Content that is not data gets a message that names it and the remedy."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import csv
+import gzip
+import io
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, BinaryIO, Literal
+
+from hvd_bert.data.sources.questions import Mistake
+from hvd_bert.errors import UserError, as_user_error, reason_of
+from hvd_bert.storage.reading import open_regular
+
+Row = tuple[str, Any]  # its place, and its columns or the mistake in it
+Choose = Callable[[list[str]], list[str]]  # the columns of a file -> those to read
+_GZIP = b"\x1f\x8b"
+_ARCHIVES = {
+    _GZIP: "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\0": "xz",
+    b"PK\x03\x04": "zip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"7z\xbc\xaf\x27\x1c": "7z",
+}
+_PARQUET = b"PAR1"
+_ROWS_AT_ONCE = 1000
+_MIN_ROW_BYTES = 100  # in Python, where it takes more; a row of JSON Lines takes about as much
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+# Marks at the start, and which of the first four bytes of ASCII text are not 0. UTF-32's little-endian mark starts with
+# UTF-16's.
+_WIDE_ENCODINGS = {
+    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE, b"\1\0\0\0", b"\0\0\0\1"),
+    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, b"\1\0\1\0", b"\0\1\0\1"),
+}
+_PYTHON_REPR = re.compile(r"[\[({\s]*[\[({]\s*'")  # Python quotes keys with ', JSON with "
+# Compressed text shrinks to a tenth, and to a hundredth where rows repeat their contexts.
+_MAX_EXPANSION, _ALWAYS_ALLOWED = 300, 2**26
+
+
+@contextlib.contextmanager
+def opened(path: str, name: str = "") -> Iterator[BinaryIO]:
+    """Open a data file for reading; errors inside the block become a UserError. `name`: of the file, for messages."""
+    name = name or path
+    try:
+        with open_regular(path) as file:
+            yield file
+    except FileNotFoundError as error:
+        raise UserError(f"{name}: no such file (working directory: {os.getcwd()}). Check the path.") from error
+    except OSError as error:
+        raise UserError(f"{name}: cannot be read: {error.strerror or error}. Give a readable data file.") from error
+
+
+def parsed(name: str, content: bytes, choose: Choose = list) -> Iterator[Row] | str:
+    """The rows of a Parquet file, or the text of another file; either may be gzipped. Raises UserError."""
+    limit = _expansion_limit(len(content))
+    content = _unpacked(name, content)
+    return _parquet_rows(name, content, limit, choose) if content.startswith(_PARQUET) else _decoded(name, content)
+
+
+# --- bytes ---------------------------------------------------------------------------------------
+
+
+def _unpacked(name: str, content: bytes) -> bytes:
+    """The content, decompressed if it is gzip. Raises UserError for other archives and for a damaged one."""
+    if content.startswith(_GZIP):
+        limit = _expansion_limit(len(content))
+        try:
+            with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+                content = file.read(limit + 1)
+        except (OSError, EOFError, zlib.error) as error:
+            raise UserError(f"{name}: damaged gzip file ({reason_of(error)}). Copy or download it again.") from error
+        _check_expansion(name, len(content), limit)
+    for magic, archive in _ARCHIVES.items():
+        if content.startswith(magic):
+            raise UserError(f"{name}: compressed with {archive}. Decompress the file first.")
+    return content
+
+
+def _expansion_limit(size: int) -> int:
+    """How many bytes a compressed file of this size may expand to."""
+    return _MAX_EXPANSION * size + _ALWAYS_ALLOWED
+
+
+def _check_expansion(name: str, expanded: int, limit: int) -> None:
+    """Raise UserError for more than `_expansion_limit` bytes."""
+    if expanded > limit:
+        raise UserError(
+            f"{name}: expands to more than {_MAX_EXPANSION} times its size, which is not plausible for data. Give a"
+            " file in which rows are not repeated, or write it as JSON Lines."
+        )
+
+
+def _decoded(name: str, content: bytes) -> str:
+    """The text of a file. Raises UserError if it is no text in UTF-8, or a pointer or a page in place of data."""
+    if content.startswith(_LFS_POINTER):
+        raise UserError(f"{name}: a git-LFS pointer, not the data. Run git lfs pull in its repository.")
+    for encoding, (*marks, little, big) in _WIDE_ENCODINGS.items():
+        if content.startswith(tuple(marks)) or bytes(map(bool, content[:4])) in (little, big):
+            raise UserError(f"{name}: {encoding} text. Convert it: iconv -f {encoding} -t UTF-8 {name} > NEW_FILE")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: not UTF-8 text (byte {error.start}). Save it as UTF-8.") from error
+    if not text.strip():
+        raise UserError(f"{name}: the file is empty. Give a file with data.")
+    if text[:1000].lstrip().startswith("<"):
+        raise UserError(
+            f"{name}: an HTML or XML page, not the data; often a login or an error page. Download the file itself (its"
+            ' "raw" link).'
+        )
+    return text
+
+
+def check_not_python(name: str, text: str) -> None:
+    """Raise UserError if text that is not JSON was printed by Python."""
+    if _PYTHON_REPR.match(text[:1000]):
+        raise UserError(f"{name}: a Python repr, not JSON: its keys are in single quotes. Write it with json.dump.")
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def json_lines(name: str, text: str) -> Iterator[Row]:
+    """The rows of JSON Lines."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(
+                    f"{name}: not JSON: {error.msg} at line {number}, column {error.colno} "
+                    "(read as one JSON row per line). Fix the file."
+                ) from error
+            except (ValueError, RecursionError) as error:  # as for a whole file
+                raise UserError(f"{name}: not data: {error} at line {number}. Fix the file.") from error
+            yield f"line {number}", row
+
+
+def csv_rows(name: str, text: str, delimiter: str, choose: Choose = list, quotes: bool = True) -> Iterator[Row]:
+    """The rows of CSV under the names in its first line. `quotes`: whether a text in quotes is one cell."""
+    csv.field_size_limit(2**31 - 1)  # a long text is not an error
+    rows = csv.reader(
+        io.StringIO(text, newline=""),
+        delimiter=delimiter,
+        quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE,
+        strict=True,
+    )
+    columns: list[str] = []
+    try:
+        for cells in filter(None, rows):
+            if not columns:
+                columns = cells
+                repeated = [column for column in choose(columns) if columns.count(column) > 1]
+                if repeated:
+                    raise UserError(f"{name}: the first line names the column {repeated[0]} more than once. Rename it.")
+            elif len(cells) == len(columns):
+                yield f"line {rows.line_num}", dict(zip(columns, cells, strict=True))
+            else:
+                reason = f"it has {len(cells)} columns, the first line has {len(columns)}"
+                yield f"line {rows.line_num}", Mistake("malformed row", reason)
+    except csv.Error as error:
+        raise UserError(
+            f"{name}: damaged CSV: {error} at line {rows.line_num}. Quote texts with commas or line breaks."
+        ) from error
+
+
+def _parquet_rows(name: str, content: bytes, limit: int, choose: Choose) -> Iterator[Row]:
+    """The rows of a Parquet file.
+
+    Raises UserError if they are larger than `limit` bytes, as far as possible before they are read: millions of equal
+    rows take a few bytes in the file.
+    """
+    from pyarrow import BufferReader
+    from pyarrow.parquet import ParquetFile
+
+    with as_user_error(lambda reason: f"{name}: damaged Parquet file: {reason}. Copy or download it again."):
+        file = ParquetFile(BufferReader(content))
+        columns = choose(file.schema_arrow.names)
+        meta = file.metadata
+        groups = sum(meta.row_group(number).total_byte_size for number in range(meta.num_row_groups))
+        _check_expansion(name, max(groups, meta.num_rows * _MIN_ROW_BYTES), limit)
+        at_once = max(1, min(_ROWS_AT_ONCE, limit // max(1, groups)))  # even if each row has the longest text
+        number = 0
+        for batch in _limited(name, file.iter_batches(batch_size=at_once, columns=columns), limit):
+            for row in batch.to_pylist():
+                yield f"row {number}", row
+                number += 1
+
+
+def _limited(name: str, batches: Iterable[Any], limit: int) -> Iterator[Any]:
+    """The batches, as long as they are not too large together: the file's sizes count each distinct text once."""
+    size = 0
+    for batch in batches:
+        for column in batch.columns:
+            size += (column.dictionary_decode() if hasattr(column, "dictionary_decode") else column).nbytes
+        _check_expansion(name, size, limit)
+        yield batch
