@@ -95,14 +95,6 @@ def whole_number(text: str) -> int:
     return number
 
 
-def check_range(name: str, value: float | None, minimum: float, maximum: float) -> None:
-    """Raise UserError unless a flag is missing or its value is in this range. NaN is in no range."""
-    if value is None or minimum <= value <= maximum:
-        return
-    limit = f"at most {maximum:g}" if value > maximum else f"at least {minimum:g}"
-    raise UserError(f"--{name} {value:g}: must be {limit}.")
-
-
 def name_or_path(text: str) -> str:
     """A name or path that can be opened, written to UTF-8 files, and passed to libraries."""
     problem = path_problem(text)

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from hvd_bert.rendering.charts import Chart, scripts
 from hvd_bert.rendering.text import DASH as DASH
-from hvd_bert.rendering.text import table, visible
+from hvd_bert.rendering.text import visible
 
 WIDTH = 100  # of text for a terminal
 GENERATOR = '<meta name="generator" content="hvd_bert">'  # marks a page as this program's (storage/written.py)
@@ -94,12 +94,15 @@ class Grid:
     def for_terminal(self) -> str:
         """The table as text, with numbers aligned to the right."""
         cells = [self.head, *self.rows]
-        widths = [max(len(row[column]) for row in cells) for column in range(len(self.head))]
-        aligned = [
-            [cell if column < self.words else cell.rjust(widths[column]) for column, cell in enumerate(row)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = (
+            "  ".join(
+                cell.ljust(width) if column < self.words else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
             for row in cells
-        ]
-        return table(aligned)
+        )
+        return "\n".join("  " + line.rstrip() for line in lines)
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import matplotlib
+from matplotlib.figure import Figure
 
 matplotlib.use("Agg")
 
@@ -21,3 +23,10 @@ STYLE: Any = {
     "savefig.dpi": 130,
     "text.parse_math": False,  # a name with dollar signs is no formula
 }
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()

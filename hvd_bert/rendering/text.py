@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from hvd_bert.errors import VISIBLE
 
@@ -40,11 +39,3 @@ def byte_size(size: float) -> str:
 def _digits(value: float) -> str:
     """Three significant digits, and no exponent for large numbers."""
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
-
-
-def table(rows: Sequence[Sequence[object]]) -> str:
-    """Align rows of cells in columns; the first row is the header."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
-    return "\n".join("  " + line.rstrip() for line in lines)

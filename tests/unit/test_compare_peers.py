@@ -14,6 +14,7 @@ import pytest
 from compare_report import Spread, Timing
 from compare_windows import Work
 from datasets import Dataset
+from tables import each
 from transformers import BertConfig, BertForQuestionAnswering
 
 from hvd_bert.config.settings import FLAGS
@@ -28,14 +29,8 @@ def test_timing_leaves_the_warm_up_out():
     timed = compare_report.timing(rows([9.0, 9.0, 1.0, 3.0]), warmup=2, steps=2, global_batch=16)
     assert timed == Timing(windows=32, seconds=4.0, tokens=200)
     assert (timed.windows_per_s, timed.tokens_per_s) == (8.0, 50.0)
-
-
-def test_timing_without_tokens():
     timed = compare_report.timing(rows([1.0, 1.0], tokens=None), warmup=0, steps=2, global_batch=4)
     assert timed.tokens is None and timed.tokens_per_s is None
-
-
-def test_a_run_that_ended_early_is_not_timed():
     with pytest.raises(UserError, match=r"has 3 steps\. It needs 1 untimed and 3 timed"):
         compare_report.timing(rows([1.0] * 3), warmup=1, steps=3, global_batch=16)
 
@@ -52,16 +47,10 @@ def test_ratios_are_taken_round_by_round():
     assert compare_report.ratios(RUNS, "ours", "peer") == Spread(2.0, 1.25, 5.0)
     assert compare_report.token_ratios(RUNS, "ours", "peer") == Spread(2.0, 1.25, 4.0)
     assert compare_report.token_ratios(RUNS, "ours", "padded") is None
-
-
-def test_the_record_has_a_ratio_for_each_peer():
     found = compare_report.compared(RUNS, "ours")
     assert list(found) == ["peer", "padded"]
     assert found["padded"] == {"windows_per_s": {"median": 4.0, "least": 1.0, "most": 5.0}, "tokens_per_s": None}
     assert compare_report.compared(RUNS, "absent") == {}
-
-
-def test_table():
     lines = compare_report.table(RUNS, {"ours": "A", "peer": "B", "padded": "C"}, "ours").splitlines()
     assert lines[2] == "| A | 4.00 (2.00 to 5.00) | 80 | - | - |"
     assert lines[3] == "| B | 1.60 (1.00 to 2.00) | 32 | 2.00 (1.25 to 5.00) | 2.00 (1.25 to 4.00) |"
@@ -69,20 +58,13 @@ def test_table():
     assert len({line.count("|") for line in lines}) == 1
 
 
-def test_losses_that_agree():
+@each("other", [[6.0, 5.001], [6.0], [], [6.0, 5.0, 4.0], [6.0, None], [6.0, math.nan], [6.0, math.inf]])
+def test_losses_that_differ_or_are_missing_are_refused(other: list[float | None]):
     worst = compare_report.check_losses({"ours": [6.0, 5.0], "peer": [6.0003, 5.0], "third": [6.0, 4.9998]}, 1e-4)
     assert worst == pytest.approx(5e-5)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [[6.0, 5.001], [6.0], [], [6.0, 5.0, 4.0], [6.0, None], [6.0, math.nan], [6.0, math.inf]],
-)
-def test_losses_that_differ_or_are_missing_are_refused(other: list[float | None]):
-    with pytest.raises(UserError, match="do not train alike"):
-        compare_report.check_losses({"ours": [6.0, 5.0], "peer": other}, 1e-4)
-    with pytest.raises(UserError, match="do not train alike"):
-        compare_report.check_losses({"ours": other, "peer": [6.0, 5.0]}, 1e-4)
+    for losses in ({"ours": [6.0, 5.0], "peer": other}, {"ours": other, "peer": [6.0, 5.0]}):
+        with pytest.raises(UserError, match="do not train alike"):
+            compare_report.check_losses(losses, 1e-4)
 
 
 # --- the runner, with runs that are made up ------------------------------------------------------
@@ -175,7 +157,7 @@ def flags_of(words: list[str]) -> dict[str, str]:
     return {word: following for word, following in zip(words, [*words[1:], ""], strict=True) if word.startswith("--")}
 
 
-@pytest.mark.parametrize("name", compare_peers.VARIANTS)
+@each("name", compare_peers.VARIANTS)
 def test_all_are_given_the_same_work(name: str, work: Work):
     timed, preflight = (flags_of(words_of(name, work, seed)) for seed in (7, None))
     same = {"--model_name_or_path": "model", "--max_steps": "28", "--per_device_train_batch_size": "8"}
@@ -224,7 +206,7 @@ def test_a_run_that_takes_too_long_is_ended_with_all_its_processes(tmp_path: Pat
     os.close(reading)
 
 
-@pytest.mark.parametrize("flags", [["--repeats", "0"], ["--steps", "0"], ["--warmup", "-1"], ["--variants", "other"]])
+@each("flags", [["--repeats", "0"], ["--steps", "0"], ["--warmup", "-1"], ["--variants", "other"]])
 def test_flags_that_will_not_do(flags: list[str]):
     with pytest.raises(SystemExit):
         compare_peers.parse(["--model_name_or_path", "M", "--train_file", "T", "--out", "O", *flags])

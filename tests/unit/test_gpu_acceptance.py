@@ -20,6 +20,7 @@ import compare_peers
 import gpu_acceptance
 import pytest
 from acceptance_place import STEPS, NotHere, Outcome, Place
+from tables import each, refused
 
 from hvd_bert.config import command_line
 from hvd_bert.errors import UserError
@@ -36,25 +37,25 @@ def place(tmp_path: Path, device: str = "cpu", gpus: int = 0, minutes: float = 1
 # --- the table -----------------------------------------------------------------------------------
 
 
-def fails(_: Place) -> Outcome:
-    raise UserError("line 1\nRuntimeError: no | kernel\nended with status 1")
+def raises(error: Exception) -> Any:
+    def check(_: Place) -> Outcome:
+        raise error
 
-
-def is_not_here(_: Place) -> Outcome:
-    raise NotHere("needs 2 GPUs")
+    return check
 
 
 CHECKS = {
     "right": ("> 1", lambda _: Outcome("2", figures={"value": 2})),
     "wrong": ("> 1", lambda _: Outcome("0", False)),
-    "raises": ("> 1", fails),
-    "of two": ("> 1", is_not_here),
+    "raises": ("> 1", raises(UserError("line 1\nRuntimeError: no | kernel\nended with status 1"))),
+    "of two": ("> 1", raises(NotHere("needs 2 GPUs"))),
     "without a goal": ("-", lambda _: Outcome("3", None)),
 }
 
 
 def test_every_check_is_a_line_and_a_failure_keeps_none_from_running(tmp_path, capsys):
-    assert gpu_acceptance.main(["--device", "cpu", "--out", str(tmp_path / "out")], CHECKS) == 1
+    words = ["--device", "cpu", "--out"]
+    assert gpu_acceptance.main([*words, str(tmp_path / "out")], CHECKS) == 1
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in line.replace("\\|", "/").split("|")[1:-1]] for line in table]
     assert [row[3] for row in rows[2:]] == ["pass", "FAIL", "FAIL", "not here", "-"]
@@ -63,37 +64,27 @@ def test_every_check_is_a_line_and_a_failure_keeps_none_from_running(tmp_path, c
     assert record["lines"][0]["figures"] == {"value": 2}
     assert record["lines"][2]["figures"]["error"].startswith("line 1\n")
     assert record["versions"]["torch"] == version("torch")  # of a CUDA build it lacks "+cu130"
-
-
-def test_status_0_if_no_check_failed(tmp_path, capsys):
-    words = ["--device", "cpu", "--out", str(tmp_path / "out"), "--only", "right", "without"]
-    assert gpu_acceptance.main(words, CHECKS) == 0
+    assert gpu_acceptance.main([*words, str(tmp_path / "new"), "--only", "right", "without"], CHECKS) == 0
     assert "0 of 2 checks failed" in capsys.readouterr().out
+    with refused("not empty"):
+        gpu_acceptance.main([*words, str(tmp_path)], CHECKS)
 
 
-def test_without_a_gpu_one_line_and_status_3(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(gpu_acceptance, "gpu_names", list)
-    assert gpu_acceptance.main(["--out", str(tmp_path / "out")], CHECKS) == 3
-    said = capsys.readouterr()
-    assert said.err.startswith("gpu_acceptance: no GPU: torch") and said.err.count("\n") == 1 and not said.out
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_gpu_that_torch_cannot_use_is_no_gpu(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(gpu_acceptance, "GPU_NAMES", "raise RuntimeError('CUDA error: device is busy')")
-    assert gpu_acceptance.main(["--out", str(tmp_path / "out")], CHECKS) == 3
-    assert "cannot use it: RuntimeError: CUDA error: device is busy" in capsys.readouterr().err
-
-
-def test_the_names_of_gpus_come_from_another_process(monkeypatch):
+@each(
+    ("program", "words"),
+    [
+        ("print('[]')", "no GPU: torch"),
+        ("raise RuntimeError('CUDA error: device is busy')", "cannot use it: RuntimeError: CUDA error: device is busy"),
+    ],
+)
+def test_without_a_gpu_one_line_and_status_3(tmp_path, capsys, monkeypatch, program, words):
     monkeypatch.setattr(gpu_acceptance, "GPU_NAMES", "print('a warning'); print('[\"NVIDIA L4\"]')")
     assert gpu_acceptance.gpu_names() == ["NVIDIA L4"]
-
-
-def test_a_folder_with_files_is_not_used(tmp_path):
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(UserError, match="not empty"):
-        gpu_acceptance.main(["--device", "cpu", "--out", str(tmp_path)], CHECKS)
+    monkeypatch.setattr(gpu_acceptance, "GPU_NAMES", program)
+    assert gpu_acceptance.main(["--out", str(tmp_path / "out")], CHECKS) == 3
+    said = capsys.readouterr()
+    assert said.err.startswith("gpu_acceptance: ") and words in said.err and said.err.count("\n") == 1 and not said.out
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
@@ -118,7 +109,7 @@ def test_the_scripts_relative_paths_start_in_the_callers_folder(tmp_path):
 # --- attention -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", acceptance_attention.DTYPES)
+@each("precision", acceptance_attention.DTYPES)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_the_kernels_are_right_on_this_cpu(precision):
     assert acceptance_attention.check("cpu", precision).passed
@@ -136,23 +127,19 @@ def test_kernels_are_checked_by_a_command(tmp_path, monkeypatch):
     assert outcome.passed and outcome.figures["share_of_tolerance"]
 
 
-def of_one_window(query, key, value, windows, dropout, scaling):
-    """A kernel that does not see the borders of windows."""
-    return by_window(query, key, value, windows._replace(lengths=[sum(windows.lengths)]), dropout, scaling)
+WRONG = {
+    "sees no borders of windows": lambda q, k, v, w, dropout, scaling: by_window(
+        q, k, v, w._replace(lengths=[sum(w.lengths)]), dropout, scaling
+    ),
+    "without dropout": lambda q, k, v, w, dropout, scaling: by_window(q, k, v, w, 0.0, scaling),
+    "of more dropout": lambda q, k, v, w, dropout, scaling: by_window(q, k, v, w, dropout, scaling) * 0.9,
+}
 
 
-def without_dropout(query, key, value, windows, dropout, scaling):
-    return by_window(query, key, value, windows, 0.0, scaling)
-
-
-def of_more_dropout(query, key, value, windows, dropout, scaling):
-    return by_window(query, key, value, windows, dropout, scaling) * 0.9
-
-
-@pytest.mark.parametrize("kernel", [of_one_window, without_dropout, of_more_dropout])
-@pytest.mark.parametrize("precision", acceptance_attention.DTYPES)
+@each("precision", acceptance_attention.DTYPES)
+@each("kernel", WRONG)
 def test_wrong_kernels_are_found(monkeypatch, kernel, precision):
-    monkeypatch.setattr(acceptance_attention, "kernels", lambda *_: [("it", kernel, None)])
+    monkeypatch.setattr(acceptance_attention, "kernels", lambda *_: [("it", WRONG[kernel], None)])
     outcome = acceptance_attention.check("cpu", precision)
     assert outcome.passed is False and outcome.found.startswith("wrong: it")
 
@@ -227,46 +214,66 @@ def test_two_a100(tmp_path, monkeypatch):
     assert sum("hvd_bert.train" in words for words in commands.words) == 14  # the runs that checks share are made once
 
 
+def results(lines: dict[str, gpu_acceptance.Line], result: str) -> list[str]:
+    return [name for name, line in lines.items() if line.result == result]
+
+
 def test_a_cpu_runs_all_but_what_needs_two_gpus(tmp_path, monkeypatch):
     lines = lines_of(place(tmp_path), monkeypatch, Commands())
-    assert {name: line.found for name, line in lines.items() if line.result == "FAIL"} == {}
-    assert [name for name, line in lines.items() if line.result == "not here"] == ["dp, all GPUs"]
+    assert (results(lines, "FAIL"), results(lines, "not here")) == ([], ["dp, all GPUs"])
     assert all(line.result == "-" for name, line in lines.items() if name.startswith(("MFU", "windows/s", "over")))
 
 
-def test_one_slow_gpu_of_another_kind(tmp_path, monkeypatch):
-    lines = lines_of(place(tmp_path, "cuda", 1, gpu="NVIDIA L4"), monkeypatch, Commands(speed=0.5))
-    assert {name for name, line in lines.items() if line.result == "not here"} == {
-        "horovod, world of all GPUs", "ddp, world of all GPUs", "dp, all GPUs", "allreduce of all GPUs",
-    }  # fmt: skip
-    assert {name for name, line in lines.items() if line.result == "FAIL"} == {"over the HF Trainer's best flags"}
-    assert lines["MFU, this trainer"].result == "-"
+class NoCompiler(Commands):
+    def __call__(self, words, env, log, timeout_s):
+        if "--torch_compile" in words:
+            raise UserError("InductorError: no compiler")
+        super().__call__(words, env, log, timeout_s)
 
 
-def test_losses_that_differ_and_goals_that_are_missed_fail(tmp_path, monkeypatch):
-    commands = Commands(speed=0.5, losses={"losses-bf16": 5.4, "losses-ddp-1": 5.01})
-    lines = lines_of(place(tmp_path, "cuda", 1, gpu="NVIDIA H100 80GB HBM3"), monkeypatch, commands)
-    missed = [f"{what}, {name}" for name in acceptance_speed.OURS for what in ("MFU", "windows/s")]
-    assert [name for name, line in lines.items() if line.result == "FAIL"] == [
-        "losses of 20 steps, bf16", "ddp, world of 1", *missed, "over the HF Trainer's best flags",
-    ]  # fmt: skip
+class OtherWeights(Commands):
+    def __call__(self, words, env, log, timeout_s):
+        super().__call__(words, env, log, timeout_s)
+        if log.stem == "resume-resumed":
+            (log.parent / "resume-resumed/model.safetensors").write_text("others")
 
 
-def test_without_accelerate_the_peer_is_not_here(tmp_path, monkeypatch):
-    commands = Commands(has_peer=False)
-    lines = lines_of(place(tmp_path, "cuda", 1, gpu="NVIDIA A100-SXM4-80GB"), monkeypatch, commands)
-    line = lines["over the HF Trainer's best flags"]
-    assert (line.result, line.found) == ("not here", "needs accelerate (env/setup.sh --bench)")
-    assert not any("hf_trainer.py" in " ".join(words) for words in commands.words)
-    assert lines["MFU, this trainer"].result == "pass"
+A100, H100, PEER = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "over the HF Trainer's best flags"
+OF_TWO = ["horovod, world of all GPUs", "ddp, world of all GPUs", "dp, all GPUs", "allreduce of all GPUs"]
+MISSED = [f"{what}, {name}" for name in acceptance_speed.OURS for what in ("MFU", "windows/s")]
+COMPILED = ["MFU, this trainer, --torch_compile", "windows/s, this trainer, --torch_compile"]
+OTHER_LOSSES = {"losses-bf16": 5.4, "losses-ddp-1": 5.01}
+DIFFER = ["losses of 20 steps, bf16", "ddp, world of 1"]
 
 
-@pytest.mark.parametrize("gpu", ["NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA GH200 480GB", "NVIDIA L4", ""])
+@each(
+    ("commands", "gpu", "failed", "not_here"),
+    [
+        (lambda: Commands(speed=0.5), "NVIDIA L4", [PEER], OF_TWO),  # another kind, without goals
+        (
+            lambda: Commands(0.5, OTHER_LOSSES),
+            H100,
+            ["losses of 20 steps, bf16", "ddp, world of 1", *MISSED, PEER],
+            OF_TWO,
+        ),
+        (lambda: Commands(has_peer=False), A100, [], [*OF_TWO, PEER]),
+        (NoCompiler, A100, COMPILED, OF_TWO),
+        (OtherWeights, A100, ["resume, --deterministic, fp32"], OF_TWO),
+    ],
+    ids=["slow", "losses that differ", "without accelerate", "without a compiler", "other weights"],
+)
+def test_one_gpu(tmp_path, monkeypatch, commands, gpu, failed, not_here):
+    lines = lines_of(place(tmp_path, "cuda", 1, gpu=gpu), monkeypatch, made := commands())
+    assert results(lines, "FAIL") == failed and sorted(results(lines, "not here")) == sorted(not_here)
+    assert made.has_peer or not any("hf_trainer.py" in " ".join(words) for words in made.words)
+
+
+@each("gpu", ["NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA GH200 480GB", "NVIDIA L4", ""])
 def test_only_whole_gpus_with_a_published_peak_have_goals(tmp_path, gpu):
     assert not acceptance_speed.has_goals(place(tmp_path, "cuda", 1, gpu=gpu))
 
 
-@pytest.mark.parametrize(
+@each(
     ("losses", "skips", "passed"),
     [
         ([4.0, 3.0, 2.0], 0, True),
@@ -289,32 +296,6 @@ def test_no_command_starts_after_the_time(tmp_path, monkeypatch):
     assert not commands.words
     assert "no time was left" in lines["preflight check"].found
     assert "no time was left" in lines["memory"].found
-
-
-def test_a_variant_that_fails_keeps_no_other_from_being_measured(tmp_path, monkeypatch):
-    class NoCompiler(Commands):
-        def __call__(self, words, env, log, timeout_s):
-            if "--torch_compile" in words:
-                raise UserError("InductorError: no compiler")
-            super().__call__(words, env, log, timeout_s)
-
-    lines = lines_of(place(tmp_path, "cuda", 1, gpu="NVIDIA A100-SXM4-80GB"), monkeypatch, NoCompiler())
-    assert {name for name, line in lines.items() if line.result == "FAIL"} == {
-        "MFU, this trainer, --torch_compile", "windows/s, this trainer, --torch_compile",
-    }  # fmt: skip
-    assert lines["over the HF Trainer's best flags"].result == "pass"
-
-
-def test_resumed_weights_that_differ_fail(tmp_path, monkeypatch):
-    class Other(Commands):
-        def __call__(self, words, env, log, timeout_s):
-            super().__call__(words, env, log, timeout_s)
-            if log.stem == "resume-resumed":
-                (log.parent / "resume-resumed/model.safetensors").write_text("others")
-
-    lines = lines_of(place(tmp_path, "cuda", 1), monkeypatch, Other())
-    assert lines["resume, --deterministic, fp32"].result == "FAIL"
-    assert lines["resume, --deterministic, bf16"].result == "pass"
 
 
 def test_the_users_choice_of_gpus_holds(tmp_path, monkeypatch):

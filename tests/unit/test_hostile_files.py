@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ from hvd_bert.output.reporters.tensorboard import TensorBoard
 from hvd_bert.predict.unfinished import Unfinished
 from hvd_bert.storage import locks, written
 from hvd_bert.tools.bench.points import Point
-from hvd_bert.tools.bench.record import Record, read_previous
+from hvd_bert.tools.bench.record import SweepRecord, read_previous
 from hvd_bert.tools.doctor import collective
 from hvd_bert.tools.report import run_page
 from hvd_bert.tools.report.__main__ import _networks
@@ -87,7 +87,7 @@ NEEDED = {
     "record of a sweep": Needed(
         "sweep.json",
         '{"same": {}}',
-        lambda path: read_previous(path.parent, path.name, {}, "sweep"),
+        lambda path: read_previous(path, reading.SweepFile, {}, "sweep"),
         ("link to itself",),
     ),
     "unfinished answers": Needed(
@@ -116,14 +116,15 @@ def test_refused(tmp_path: Path, name: str, what: str) -> None:
     hostile.check_message(str(raised.value), needed.name if isinstance(raised.value, UserError) else "")
 
 
-PAIR = {"number": 1, "ratio": 1.0, "seconds": {"baseline": 2.0}, "reason": "", "too_long": False}
+CHECKED = {"number": 1, "ratio": 1.0, "seconds": {"baseline": 2.0}, "reason": "", "too_long": False}
+PAIR = {"kind": "noise", "candidate": [], "baseline": [], "repeat": 1} | CHECKED | {"windows_per_s": {}}
 WRONG_RECORDS: list[tuple[str, object]] = [
     *(("sweep.json", {"points": value}) for value in (3, {}, {"name": "a"}, "points", [3], [[]], [{}], [{"name": []}])),
     *(("sweep.json", {"points": [{"name": "a", "seconds": value}]}) for value in ("1", [], {}, [1.0])),
     *(("sweep.json", {"points": [{"name": "a", "command": value}]}) for value in (3, "python", [3], None)),
     *(("tune.json", {"warm_up_s": 1.0, "pairs": value}) for value in (3, {}, None, [3], [[]], [{}])),
     *(("tune.json", {"warm_up_s": value, "pairs": []}) for value in ("1", [], {})),
-    *(("tune.json", {"warm_up_s": 1.0, "pairs": [PAIR | {name: value}]}) for name in PAIR for value in ([], "1", 0.5)
+    *(("tune.json", {"warm_up_s": 1.0, "pairs": [PAIR | {name: value}]}) for name in CHECKED for value in ([], "1", 0.5)
       if not (name == "ratio" and value == 0.5) and not (name == "reason" and value == "1")),
     *(("tune.json", {"warm_up_s": 1.0, "pairs": [PAIR | {"seconds": {"baseline": value}}]}) for value in ("1", [])),
 ]  # fmt: skip
@@ -135,7 +136,7 @@ def test_records_with_a_wrong_schema_are_refused(tmp_path: Path, name: str, cont
     before = (tmp_path / name).read_bytes()
     with refused(name):
         if name == "sweep.json":
-            Record(tmp_path, {}, {}).begin([Point("a", 1, "strong", 1, 8)])
+            SweepRecord(tmp_path, {}, {}).begin([Point("a", 1, "strong", 1, 8)])
         else:
             Runs(SimpleNamespace(), SimpleNamespace(), (), {}, tmp_path, 1.0, 1.0, {}, {}).begin()  # type: ignore[arg-type]
     assert (tmp_path / name).read_bytes() == before
@@ -145,7 +146,7 @@ def test_good_records_are_resumed(tmp_path: Path) -> None:
     point = Point("a", 1, "strong", 1, 8)
     row = {"name": point.name, "seconds": 2.0, "command": ["python"]}
     (tmp_path / "sweep.json").write_text(json.dumps({"same": {}, "points": [row, {"name": "other", "seconds": None}]}))
-    record = Record(tmp_path, {}, {})
+    record = SweepRecord(tmp_path, {}, {})
     record.begin([point])
     assert (record.results[point].seconds, list(record.kept)) == (2.0, ["other"])
     failed = PAIR | {"ratio": None, "reason": "it failed"}
@@ -153,7 +154,7 @@ def test_good_records_are_resumed(tmp_path: Path) -> None:
     (tmp_path / "tune.json").write_text(json.dumps(content))
     runs = Runs(SimpleNamespace(), SimpleNamespace(), (), {}, tmp_path, 1.0, 1.0, {}, {})  # type: ignore[arg-type]
     runs.begin()
-    assert runs.spent_s == 7.0 and runs.pairs == [PAIR, failed | {"too_long": True}]
+    assert runs.spent_s == 7.0 and [asdict(row) for row in runs.pairs] == [PAIR, failed | {"too_long": True}]
 
 
 # --- a run's files: the rest of the run is shown, and the run is left out of comparisons --------------

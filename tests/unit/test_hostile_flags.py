@@ -54,9 +54,9 @@ POSITIVE = ("max_seq_length", "per_device_train_batch_size", "gradient_accumulat
 FRACTIONS = ("learning_rate", "adam_epsilon", "num_train_epochs", "weight_decay", "max_grad_norm", "adam_beta1")
 COMMANDS: dict[str, Callable[[list[str]], object]] = {
     "train": parse,
-    "doctor": doctor._parse,
-    "sweep": sweep._parse,
-    "tune": tune._parse,
+    "doctor": lambda flags: doctor.make_parser().parse_args(flags),
+    "sweep": lambda flags: sweep.make_parser().parse_known_args(flags),
+    "tune": lambda flags: tune.make_parser().parse_known_args(flags),
     "bench": bench.parse,
     "report": lambda flags: checked_report(["runs", *flags]),
     "projection": lambda flags: checked_report(["runs", "--gbps", "25", *flags]),

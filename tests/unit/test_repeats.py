@@ -1,12 +1,17 @@
-"""Mean, standard deviation and confidence interval over seeds."""
+"""Repeats: the confidence interval over seeds, and the range of a speed-up by a bootstrap of both sides."""
 
 from __future__ import annotations
+
+import csv
 
 import numpy as np
 import pytest
 from made_runs import make_run
 from tables import each
 
+from hvd_bert.tools.report import comparison
+from hvd_bert.tools.report.__main__ import main
+from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.comparison import grouped
 from hvd_bert.tools.report.runs_page import interval, repeats
 from hvd_bert.tools.runs import reading
@@ -37,3 +42,33 @@ def test_one_seed_is_no_repeat(tmp_path):
     for name in ("a", "b"):
         make_run(tmp_path / name)
     assert repeats(grouped([reading.read(folder) for folder in reading.find([tmp_path])])) is None
+
+
+def test_range_of_a_speedup_includes_the_baselines_variance(tmp_path):
+    def group(name: str, *speeds: float) -> Group:
+        folders = [make_run(tmp_path / f"{name}-{i}", windows_per_s=speed) for i, speed in enumerate(speeds)]
+        return Group(tuple(map(reading.read, folders)), name)
+
+    steady, noisy = group("steady", 10, 10, 10, 10, 10), group("noisy", 8, 9, 10, 11, 12)
+    faster = group("faster", 18, 19, 20, 21, 22)
+    own, both = comparison.speedup_range(steady, faster), comparison.speedup_range(noisy, faster)
+    assert own == pytest.approx((1.8, 2.2))
+    assert both[0] < 1.7 and both[1] > 2.3
+    # All extremes at once are less likely than 2.5 %: 0.058 squared.
+    assert both[0] > 18 / 12 and both[1] < 22 / 8
+    assert comparison.speedup_range(noisy, faster) == both
+    assert comparison.speedup_range(group("one", 10), faster) == (None, None)
+
+
+def test_report_says_how_the_range_was_made(tmp_path):
+    """Without a range the plots still have the point."""
+    make_run(tmp_path / "runs/none")
+    for number, speed in enumerate((17.0, 18.0)):
+        make_run(tmp_path / f"runs/hvd-{number}", "horovod", 2, windows_per_s=speed, seed=number)
+    assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    with (tmp_path / "out/report.csv").open(newline="") as file:
+        (hvd,) = [row for row in csv.DictReader(file) if row["strategy"] == "horovod"]
+    assert float(hvd["speedup"]) == pytest.approx(1.75)
+    assert (hvd["speedup_least"], hvd["speedup_most"]) == ("", "")
+    text = (tmp_path / "out/report.md").read_text()
+    assert "| 95% range |" in text and "by a bootstrap" in text and "1.75 | - |" in text

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_runs import make_run
 from PIL import Image
+from tables import each
 
 from hvd_bert.tools.report import plots
 from hvd_bert.tools.report.__main__ import main
@@ -50,6 +51,17 @@ def row(rows: list[dict[str, str]], scaling: str, strategy: str, ranks: int) -> 
     found = [r for r in rows if (r["scaling"], r["strategy"], r["ranks"]) == (scaling, strategy, str(ranks))]
     assert len(found) == 1, rows
     return found[0]
+
+
+def change(folder: Path, *removed: str, **changed: object) -> None:
+    """Change train_results.json."""
+    file = folder / "train_results.json"
+    record = json.loads(file.read_text()) | changed
+    file.write_text(json.dumps({name: value for name, value in record.items() if name not in removed}))
+
+
+def markdown(folder: Path) -> str:
+    return (folder / "out/report.md").read_text()
 
 
 def refused(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
@@ -92,22 +104,18 @@ def test_speedup_efficiency_and_spread_by_hand(tmp_path):
     assert float(hvd["train_runtime_s"]) == pytest.approx(8 + 39 * 16 / 18)
 
 
-def test_warm_up_is_the_first_line_regardless_of_its_steps(tmp_path):
-    make_run(tmp_path / "runs/none", every=10, windows_per_s=10)
-    lines = (tmp_path / "runs/none/metrics.jsonl").read_text().splitlines()
-    (tmp_path / "runs/none/metrics.jsonl").write_text("\n".join(lines[1:]))  # starts with steps 1 to 10 as one
-    run = reading.read(tmp_path / "runs/none")
+def test_the_first_line_is_warm_up_and_others_are_weighted_by_their_time(tmp_path):
+    ten, three = make_run(tmp_path / "ten", every=10, windows_per_s=10), make_run(tmp_path / "three", steps=3)
+    lines = (ten / "metrics.jsonl").read_text().splitlines()
+    (ten / "metrics.jsonl").write_text("\n".join(lines[1:]))  # starts with steps 1 to 10 as one
+    run = reading.read(ten)
     assert [steps for steps, _ in run.steady] == [10, 10, 10]
     assert run.windows_per_s == pytest.approx(10)
-
-
-def test_lines_are_weighted_by_their_time(tmp_path):
-    folder = make_run(tmp_path / "run", steps=3)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (three / "metrics.jsonl").read_text().splitlines()]
     rows[1] |= {"windows_per_s": 4.0, "step_s": 4.0}
     rows[2] |= {"windows_per_s": 16.0, "step_s": 1.0, "exposed_comm_s": 0.5}
-    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    run = reading.read(folder)
+    (three / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run = reading.read(three)
     assert run.windows_per_s == pytest.approx(32 / 5)  # not the mean of 4 and 16
     assert run.step_s == pytest.approx(2.5)
     assert run.exposed_share == pytest.approx(0.25 / 2.5)
@@ -125,27 +133,19 @@ def test_strong_and_weak_scaling_are_separated(tmp_path):
     assert float(row(rows, "strong", "horovod", 4)["speedup"]) == pytest.approx(3.0)
     assert float(row(rows, "weak", "horovod", 4)["speedup"]) == pytest.approx(3.0)
     assert float(row(rows, "weak", "horovod", 2)["speedup"]) == pytest.approx(2.0)
-    text = (tmp_path / "out/report.md").read_text()
+    text = markdown(tmp_path)
     assert "## Strong scaling: global batch 16" in text and "## Weak scaling: 8 windows per device and step" in text
 
 
-def test_titles_name_what_a_step_takes(tmp_path):
-    for ranks in (1, 2):
-        make_run(tmp_path / f"runs/weak-{ranks}", "horovod" if ranks > 1 else "none", ranks, 8 * ranks, unit="images")
-    report(tmp_path)
-    assert "## Weak scaling: 8 images per device and step" in (tmp_path / "out/report.md").read_text()
-
-
 def test_weak_scaling_over_the_same_epochs(tmp_path):
-    make_run(tmp_path / "runs/one", "none", 1, 8, 10, steps=40)
-    make_run(tmp_path / "runs/two", "ddp", 2, 16, 19, steps=20)  # the same windows in half the steps
-    make_run(tmp_path / "runs/short", "ddp", 4, 32, 38, steps=25)  # neither the same steps nor windows
+    make_run(tmp_path / "runs/one", "none", 1, 8, 10, steps=40, unit="images")
+    make_run(tmp_path / "runs/two", "ddp", 2, 16, 19, steps=20, unit="images")  # the same windows in half the steps
+    make_run(tmp_path / "runs/short", "ddp", 4, 32, 38, steps=25, unit="images")  # neither the same steps nor windows
     rows = report(tmp_path)
     assert float(row(rows, "weak", "ddp", 2)["efficiency"]) == pytest.approx(0.95)
-    assert row(rows, "weak", "ddp", 4)["speedup"] == ""
-    assert (
-        "neither the same steps (25, the baseline's 40) nor the same windows" in row(rows, "weak", "ddp", 4)["reason"]
-    )
+    short = row(rows, "weak", "ddp", 4)
+    assert short["speedup"] == "" and "steps (25, the baseline's 40)" in short["reason"]
+    assert "## Weak scaling: 8 images per device and step" in markdown(tmp_path)
 
 
 # Lab report B: 5108.80 s on one GPU, 997.45 s under DDP on two, five times as fast, with two epochs each. It is not
@@ -159,7 +159,7 @@ LAB_B = {
 }
 
 
-@pytest.mark.parametrize("what", LAB_B)
+@each("what", LAB_B)
 def test_five_times_faster_on_two_gpus_has_no_speedup(tmp_path, capsys, what):
     changed, reason = LAB_B[what]
     make_run(tmp_path / "runs/baseline", "none", 1, 8, 10)
@@ -168,7 +168,7 @@ def test_five_times_faster_on_two_gpus_has_no_speedup(tmp_path, capsys, what):
     rows = report(tmp_path)
     ddp = row(rows, "weak", "ddp", 2)
     assert (ddp["speedup"], ddp["efficiency"]) == ("", "")
-    (line,) = [line for line in (tmp_path / "out/report.md").read_text().splitlines() if "ddp, left out" in line]
+    (line,) = [line for line in markdown(tmp_path).splitlines() if "ddp, left out" in line]
     assert line.endswith("| - | - | - |")
     assert reason in ddp["reason"]
     assert float(row(rows, "weak", "horovod", 2)["speedup"]) == pytest.approx(1.8)
@@ -178,26 +178,31 @@ def test_five_times_faster_on_two_gpus_has_no_speedup(tmp_path, capsys, what):
         assert "5.12" not in without_scripts((tmp_path / "out" / name).read_text())
 
 
-@pytest.mark.parametrize("what", [what for what in LAB_B if what != "nothing learned"])
+THREADS = {"threads_per_rank": 2}
+ALONE = {
+    name: ({}, {"batch": 16, **changed}, reason)
+    for name, (changed, reason) in LAB_B.items() if name != "nothing learned"
+} | {
+    "steps": ({"batch": 16}, {"steps": 50}, "steps: 50, the baseline's 40"),
+    "windows": ({"batch": 16}, {"train_samples": 320}, "windows trained on: 320, the baseline's 640"),
+    "rate": ({"batch": 16}, {"learning_rate": 1e-4}, "learning rate: 0.0001, the baseline's 5e-05"),
+    "threads": ({"batch": 16} | THREADS, {}, "1 thread(s) per rank, the baseline's 2"),
+}  # fmt: skip
+
+
+@each("what", ALONE)
 def test_only_such_a_run_and_its_baseline_have_no_speedup(tmp_path, capsys, what):
-    changed, reason = LAB_B[what]
-    make_run(tmp_path / "baseline", "none", 1, 8, 10)
-    make_run(tmp_path / "ddp", "ddp", 2, 16, 51.2, **changed)
-    assert reason in side_by_side(tmp_path, capsys)
+    base, changed, reason = ALONE[what]
+    make_run(tmp_path / "runs/baseline", "none", 1, **{"batch": 8} | base)
+    make_run(tmp_path / "runs/ddp", "ddp", 2, windows_per_s=51.2, **changed)
+    assert reason in side_by_side(tmp_path / "runs", capsys)
 
 
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"steps": 50}, "steps: 50, the baseline's 40"),
-        ({"train_samples": 320}, "windows trained on: 320, the baseline's 640"),
-        ({"learning_rate": 1e-4}, "learning rate: 0.0001, the baseline's 5e-05"),
-    ],
-)
-def test_strong_scaling_needs_the_same_steps_windows_and_learning_rate(tmp_path, capsys, changed, reason):
-    make_run(tmp_path / "none")
-    make_run(tmp_path / "hvd", "horovod", 2, **changed)
-    assert reason in side_by_side(tmp_path, capsys)
+def test_a_baseline_whose_repeats_differ_gives_no_speedup(tmp_path, capsys):
+    make_run(tmp_path / "runs/a", loss=5.0)
+    make_run(tmp_path / "runs/b", loss=4.0)
+    make_run(tmp_path / "runs/hvd", "horovod", 2)
+    assert "the baseline's own repeats do not agree" in side_by_side(tmp_path / "runs", capsys)
 
 
 def test_first_losses_without_dropout(tmp_path):
@@ -226,12 +231,11 @@ def test_losses_of_lines_over_different_steps(tmp_path):
     assert "at step 10 4.45869 in " in reason and " 4.48718 in " in reason
 
 
-@pytest.mark.parametrize("kind", ["dropout", "another seed"])
+@each("kind", ["dropout", "another seed"])
 def test_last_losses_with_dropout_or_another_seed(tmp_path, kind):
     noisy = {"work": {"--dropout": None}} if kind == "dropout" else {"seed": 7}
-    baseline = {"work": {"--dropout": None}} if kind == "dropout" else {}
     # The last ten of 40 steps: 5 - 4 * 34.5 / 39 = 1.4615 in the mean.
-    make_run(tmp_path / "runs/none", **baseline)
+    make_run(tmp_path / "runs/none", **(noisy if kind == "dropout" else {}))
     make_run(tmp_path / "runs/near", "horovod", 2, loss=5.5, last_loss=1.08, **noisy)  # 1.5898, 8.8 % more
     make_run(tmp_path / "runs/far", "ddp", 2, loss=5.5, last_loss=1.15, **noisy)  # 1.6517, 13 % more
     rows = report(tmp_path)
@@ -241,20 +245,19 @@ def test_last_losses_with_dropout_or_another_seed(tmp_path, kind):
     assert row(report(tmp_path, "--final_loss_tolerance", "0.14"), "strong", "ddp", 2)["speedup"] != ""
 
 
-def test_runs_that_differ_only_after_the_first_steps(tmp_path):
+def test_last_losses_without_dropout(tmp_path):
     make_run(tmp_path / "runs/none")
     make_run(tmp_path / "runs/ddp", "ddp", 2)
-    other = make_run(tmp_path / "runs/hvd", "horovod", 2)
-    lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
+    file = make_run(tmp_path / "runs/hvd", "horovod", 2) / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
     changed = [line | {"loss": 3.0} if line["step"] > 20 and "loss" in line else line for line in lines]
-    (other / "metrics.jsonl").write_text("\n".join(map(json.dumps, changed)))
+    file.write_text("\n".join(map(json.dumps, changed)))
     assert "the mean of the last quarter is 3 in " in row(report(tmp_path), "strong", "horovod", 2)["reason"]
-
-
-def test_losses_near_zero_agree(tmp_path):
-    make_run(tmp_path / "runs/none", loss=0.001, last_loss=0.001)
-    make_run(tmp_path / "runs/hvd", "horovod", 2, loss=0.004, last_loss=0.004, seed=7)
-    assert row(report(tmp_path), "strong", "horovod", 2)["speedup"] != ""
+    for name, loss, seed in (("near zero", 0.001, 42), ("no further", 0.004, 7)):
+        make_run(
+            tmp_path / "zero/runs" / name, "none" if seed == 42 else "ddp", 1, 16, loss=loss, last_loss=loss, seed=seed
+        )
+    assert row(report(tmp_path / "zero"), "side by side", "ddp", 1)["speedup"] != "", "losses near zero agree"
 
 
 def test_weak_scaling_compares_losses_on_as_many_devices(tmp_path):
@@ -266,15 +269,8 @@ def test_weak_scaling_compares_losses_on_as_many_devices(tmp_path):
     rows = report(tmp_path)
     assert row(rows, "weak", "horovod", 2)["speedup"] != "" != row(rows, "weak", "ddp", 2)["speedup"]
     caveat = "weak scaling: 8 windows per device and step: the losses of horovod, 4 ranks were compared with no other"
-    assert caveat in (tmp_path / "out/report.md").read_text()
+    assert caveat in markdown(tmp_path)
     assert "the losses do not agree" in row(rows, "weak", "fsdp", 2)["reason"]
-
-
-def test_a_baseline_whose_repeats_differ_gives_no_speedup(tmp_path, capsys):
-    make_run(tmp_path / "a", loss=5.0)
-    make_run(tmp_path / "b", loss=4.0)
-    make_run(tmp_path / "hvd", "horovod", 2)
-    assert "the baseline's own repeats do not agree" in side_by_side(tmp_path, capsys)
 
 
 def test_baseline(tmp_path, capsys):
@@ -308,18 +304,11 @@ def test_other_hardware_is_left_out(tmp_path):
     }
 
 
-def test_ranks_with_different_numbers_of_threads_are_not_comparable(tmp_path, capsys):
-    make_run(tmp_path / "none", threads_per_rank=2)
-    make_run(tmp_path / "hvd", "horovod", 2, threads_per_rank=1)
-    assert "1 thread(s) per rank, the baseline's 2" in side_by_side(tmp_path, capsys)
-
-
 def test_communication_settings_have_their_own_rows(tmp_path):
     make_run(tmp_path / "runs/none")
     for name, fp16, speed in (("fp32", False, 18), ("fp16", True, 19)):
         make_run(tmp_path / f"runs/{name}", "horovod", 2, windows_per_s=speed, work={"--fp16_allreduce": fp16})
-    rows = report(tmp_path)
-    speedups = {r["strategy"]: r["speedup"] for r in rows}
+    speedups = {r["strategy"]: r["speedup"] for r in report(tmp_path)}
     assert float(speedups["horovod (fp16_allreduce False)"]) == pytest.approx(1.8)
     assert float(speedups["horovod (fp16_allreduce True)"]) == pytest.approx(1.9)
 
@@ -327,9 +316,8 @@ def test_communication_settings_have_their_own_rows(tmp_path):
 def test_one_world_size_is_side_by_side(tmp_path):
     make_run(tmp_path / "runs/hvd", "horovod", 2, windows_per_s=20)
     make_run(tmp_path / "runs/ddp", "ddp", 2, windows_per_s=19)
-    ddp = row(report(tmp_path), "side by side", "ddp", 2)
-    assert float(ddp["speedup"]) == pytest.approx(0.95)
-    assert "## Side by side on 2 devices: global batch 16" in (tmp_path / "out/report.md").read_text()
+    assert float(row(report(tmp_path), "side by side", "ddp", 2)["speedup"]) == pytest.approx(0.95)
+    assert "## Side by side on 2 devices: global batch 16" in markdown(tmp_path)
 
 
 def test_two_experiments_in_one_folder_are_two_tables(tmp_path):
@@ -355,26 +343,26 @@ def damage(folder: Path, file: str, text: str | None) -> None:
 DAMAGE = {
     "unfinished": ("train_results.json", None, "not finished: it has no train_results.json"),
     "cut short": ("train_results.json", '{"strategy": "ddp", "wor', "train_results.json is damaged: not valid JSON"),
-    "a list": ("train_results.json", "[1]", "train_results.json is damaged: not a JSON object"),
+    "a list": ("train_results.json", "[1]", "train_results.json is damaged: "),
     "empty": ("train_results.json", "{}", "train_results.json has no `work`: it was written by an older version"),
     "no metrics": ("metrics.jsonl", None, "metrics.jsonl cannot be read"),
     "half a line": ("metrics.jsonl", '{"step": 1, "lo', "metrics.jsonl, line 1, is damaged: not valid JSON"),
     "no number": (
         "metrics.jsonl",
         '{"step": 1, "loss": null, "windows_per_s": 1, "step_s": 1}',
-        "line 1, is damaged: loss is None",
+        "line 1, is damaged: loss",
     ),
     "one line": (
         "metrics.jsonl",
         '{"step": 1, "loss": 5.0, "windows_per_s": 1, "step_s": 1}',
         "has 1 line(s) of steps, but the first is warm-up",
     ),
-    "scores": ("eval_results.json", '{"exact_match": "high", "f1": 1}', "exact_match is high, not a number"),
+    "scores": ("eval_results.json", '{"exact_match": "high", "f1": 1}', "exact_match, is damaged"),
     "bytes": ("metrics.jsonl", "\x00\x01", "is damaged"),
 }
 
 
-@pytest.mark.parametrize("what", DAMAGE)
+@each("what", DAMAGE)
 def test_damaged_and_unfinished_runs_are_left_out(tmp_path, what, capsys):
     file, text, reason = DAMAGE[what]
     make_run(tmp_path / "runs/none")
@@ -385,32 +373,20 @@ def test_damaged_and_unfinished_runs_are_left_out(tmp_path, what, capsys):
     assert f"{tmp_path / 'runs/bad'}: " in (message := capsys.readouterr().out) and reason in message
 
 
-def test_a_run_of_an_older_version_is_left_out(tmp_path):
-    folder = make_run(tmp_path / "run")
-    record = json.loads((folder / "train_results.json").read_text())
-    del record["work"]
-    (folder / "train_results.json").write_text(json.dumps(record))
-    with pytest.raises(reading.Unusable, match="older version"):
-        reading.read(folder)
-
-
 def test_a_task_whose_only_metric_is_the_loss(tmp_path):
     for folder in (make_run(tmp_path / "runs/none"), make_run(tmp_path / "runs/hvd", "horovod", 2)):
-        record = json.loads((folder / "train_results.json").read_text()) | {"scores": []}
-        (folder / "train_results.json").write_text(json.dumps(record))
+        change(folder, scores=[])
         (folder / "eval_results.json").write_text(json.dumps({"eval_loss": 1.5}))
         assert reading.read(folder).scores == {}
     assert [row["strategy"] for row in report(tmp_path)] == ["none", "horovod"]
 
 
-@pytest.mark.parametrize("names", [("answers", "classes"), ("classes", "answers")])
+@each("names", [("answers", "classes"), ("classes", "answers")])
 def test_runs_of_tasks_with_different_scores(tmp_path, names):
     scores = {"answers": {"exact_match": 50.0, "f1": 60.0}, "classes": {"accuracy": 0.75, "f1": 0.5}}
     for place, name in enumerate(names):
         folder = make_run(tmp_path / f"runs/{place}-{name}")
-        (folder / "train_results.json").write_text(
-            json.dumps(json.loads((folder / "train_results.json").read_text()) | {"scores": list(scores[name])})
-        )
+        change(folder, scores=list(scores[name]))
         (folder / "eval_results.json").write_text(json.dumps(scores[name]))
     assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
     shown = ("exact_match", "accuracy", "f1")
@@ -421,11 +397,9 @@ def test_runs_of_tasks_with_different_scores(tmp_path, names):
 
 def test_a_run_without_a_strategy_was_horovods(tmp_path):
     folder = make_run(tmp_path / "run", ranks=2)
-    record = json.loads((folder / "train_results.json").read_text())
-    del record["strategy"], record["devices_per_rank"], record["processes"]
-    (folder / "train_results.json").write_text(json.dumps(record))
+    change(folder, "strategy", "devices_per_rank", "processes")
     run = reading.read(folder)
-    assert (run.strategy, run.devices, run.real_s, run.memory_bytes) == ("horovod", 2, None, None)
+    assert (run.strategy, run.devices, run.process_s("real_s"), run.memory_bytes) == ("horovod", 2, None, None)
 
 
 JSON_VALUES = st.recursive(
@@ -452,7 +426,7 @@ def test_any_bad_value_makes_a_run_unusable(tmp_path, data, value):
     assert run.devices >= 1 and run.windows_per_s > 0
 
 
-@pytest.mark.parametrize("count", ["9" * 5000, "9" * 400, "\u00b2", "1e999", ""])
+@each("count", ["9" * 5000, "9" * 400, "\u00b2", "1e999", ""])
 def test_odd_numbers_in_results_are_no_traceback(tmp_path, capsys, count):
     folder = make_run(tmp_path / "runs/none", work={"the model": f"197 tensors, {count} parameters, 0123"})
     (folder / "checkpoint-40").mkdir()
@@ -485,10 +459,8 @@ def test_runs_are_found_below_the_named_folders(tmp_path, capsys):
 def test_one_run_alone_has_no_baseline(tmp_path, capsys):
     make_run(tmp_path / "run")
     message = refused(tmp_path, capsys, "--baseline", "horovod:2")
-    assert "No two of these runs can be compared" in message
-    assert "no other run has the same global batch, or the same batch per device on other devices" in message
-    assert "with a baseline of horovod:2" in message
-    assert "One run is enough for a projection to more devices: add --gbps N or --doctor FILE." in message
+    assert "no other run has the same global batch" in message and "with a baseline of horovod:2" in message
+    assert "--gbps N or --doctor FILE" in message
 
 
 def test_processes_memory_and_scores(tmp_path):
@@ -496,7 +468,7 @@ def test_processes_memory_and_scores(tmp_path):
     make_run(tmp_path / "runs/hvd", "horovod", 3, windows_per_s=24, scores=(61.0, 71.5), exposed_comm_s=0.06)
     make_run(tmp_path / "runs/fsdp", "fsdp", 3, windows_per_s=24, exposed_comm_s=None)
     report(tmp_path)
-    lines = (tmp_path / "out/report.md").read_text().splitlines()
+    lines = markdown(tmp_path).splitlines()
     head = next(line for line in lines if line.startswith("| strategy | ranks | real"))
     cells = {
         line.split(" | ")[0]: [cell.strip(" |") for cell in line.split(" | ")]
@@ -539,7 +511,7 @@ def test_html_is_one_file_without_external_resources(tmp_path):
     assert "&lt;script&gt;alert(1)" in page and "<script>alert(1)" not in page
     markup = without_scripts(page)
     assert "url(" not in markup and "@import" not in markup and "http:" not in markup and "https:" not in markup
-    text = (tmp_path / "out/report.md").read_text()
+    text = markdown(tmp_path)
     assert "<script>" not in text and "<img" not in text
 
 
@@ -547,7 +519,7 @@ def test_plots_are_next_to_the_markdown(tmp_path, plots_drawn):
     for ranks in (1, 2, 4, 32):
         make_run(tmp_path / f"runs/{ranks}", "horovod", ranks, 32, 9 * ranks)
     report(tmp_path, "--gbps", "25", "200")
-    text = (tmp_path / "out/report.md").read_text()
+    text = markdown(tmp_path)
     names = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
     assert names == ["strong_32.png", "strong_32_loss.png", "strong_32_projected.png", "weak_32_projected.png"]
     for name in names:
@@ -563,43 +535,38 @@ def test_terminal_shows_the_table(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Strong scaling: global batch 16 (baseline: none, 1 rank)"
     assert lines[1].split("  ")[1] == "strategy" and lines[1].endswith("efficiency")
-    assert lines[3].split() == [
-        *("horovod", "2", "4", "1", "28.8", "30.00"),
-        *("30.00", "to", "30.00", "3.00", "-", "0.75"),
-    ]
+    assert lines[3].split() == ["horovod", "2", "4", "1", "28.8", "30.00", "30.00", "to", "30.00", "3.00", "-", "0.75"]
 
 
-def test_an_efficiency_above_one_is_a_caveat(tmp_path):
-    make_run(tmp_path / "runs/none")
-    make_run(tmp_path / "runs/hvd", "horovod", 2, windows_per_s=25)
+def test_caveats(tmp_path):
+    for strategy, ranks, speeds in (("none", 1, (9.6, 10, 10.4)), ("horovod", 2, (17, 18, 20)), ("ddp", 2, (25,))):
+        for number, speed in enumerate(speeds):
+            make_run(tmp_path / f"runs/{strategy}-{number}", strategy, ranks, windows_per_s=float(speed), seed=number)
     report(tmp_path)
-    assert "has an efficiency of 1.25, above the ideal of 1." in (tmp_path / "out/report.md").read_text()
+    assert "strong scaling: global batch 16: the repeats of horovod, 2 ranks are more than 10% apart" in markdown(
+        tmp_path
+    )
+    assert "ddp, 2 ranks" in markdown(tmp_path) and "has an efficiency of 1.25, above the ideal of 1." in markdown(
+        tmp_path
+    )
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
+@each(
+    ("flags", "named"),
     [
-        (["--gbps", "0"], "--gbps 0: must be above 0"),
-        (["--latency_us", "-1"], "--latency_us -1: must not be negative"),
-        (["--gpus_per_node", "8"], "need each other"),
-        (["--backward_share", "2"], "must be from 0 to 1"),
+        (["--gbps", "0"], "--gbps 0"),
+        (["--latency_us", "-1"], "--latency_us -1"),
+        (["--gpus_per_node", "8"], "--gpus_per_node"),
+        (["--backward_share", "2"], "--backward_share 2"),
         (["--loss_tolerance", "nan"], "--loss_tolerance nan"),
         (["--doctor", "nowhere.json"], "--doctor nowhere.json: cannot be read"),
-        (["--parameters", "9"], "--parameters is for the projection, which needs a bandwidth: add --gbps N or"),
-        (["--gpus_per_node", "8", "--inner_gbps", "600"], "--inner_gbps is for the projection, which needs a"),
+        (["--parameters", "9"], "--parameters"),
+        (["--gpus_per_node", "8", "--inner_gbps", "600"], "--inner_gbps"),
     ],
 )
-def test_invalid_flags(tmp_path, capsys, flags, message):
+def test_invalid_flags(tmp_path, capsys, flags, named):
     make_run(tmp_path / "run")
-    assert message in refused(tmp_path, capsys, *flags)
-
-
-def test_a_folder_that_cannot_be_written(tmp_path, capsys):
-    make_run(tmp_path / "none")
-    make_run(tmp_path / "hvd", "horovod", 2)
-    (tmp_path / "file").write_text("")
-    assert main([str(tmp_path), "--out", str(tmp_path / "file")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert named in refused(tmp_path, capsys, *flags)
 
 
 def test_neither_torch_nor_horovod_is_needed():
@@ -610,23 +577,13 @@ def test_neither_torch_nor_horovod_is_needed():
     assert done.stdout == "set()\n"
 
 
-def test_a_large_spread_is_a_caveat(tmp_path):
-    for number, speed in enumerate((9.6, 10.0, 10.4)):
-        make_run(tmp_path / f"runs/none-{number}", windows_per_s=speed, seed=number)
-    for number, speed in enumerate((17.0, 18.0, 20.0)):
-        make_run(tmp_path / f"runs/hvd-{number}", "horovod", 2, windows_per_s=speed, seed=number)
-    report(tmp_path)
-    text = (tmp_path / "out/report.md").read_text()
-    assert "strong scaling: global batch 16: the repeats of horovod, 2 ranks are more than 10% apart" in text
-
-
 def test_the_table_names_the_group_that_losses_are_compared_with(tmp_path):
     make_run(tmp_path / "runs/none", "none", 1, 8)
     make_run(tmp_path / "runs/hvd", "horovod", 2, 16, 19)
     make_run(tmp_path / "runs/ddp", "ddp", 2, 16, 18)
     make_run(tmp_path / "runs/alone", "horovod", 4, 32, 36)
     report(tmp_path)
-    lines = (tmp_path / "out/report.md").read_text().splitlines()
+    lines = markdown(tmp_path).splitlines()
     at = next(number for number, line in enumerate(lines) if "| compared with |" in line)
     found = {tuple(line.strip("| ").split(" | ")[:2]): line.split(" | ")[8] for line in lines[at + 2 : at + 6]}
     assert found == {
@@ -647,7 +604,7 @@ def test_points_that_a_sweep_skipped_are_listed_with_the_reason(tmp_path, capsys
         {"name": "deepspeed-1-strong-1", "strategy": "deepspeed", "state": "skipped", "reason": "not installed"},
         {"name": "deepspeed-2-strong-1", "strategy": "deepspeed", "state": "skipped", "reason": "not installed"},
     ]
-    (tmp_path / "runs/sweep.json").write_text(json.dumps({"points": points}))
+    (tmp_path / "runs/sweep.json").write_text(json.dumps({"same": {}, "points": points}))
     report(tmp_path)
     message = capsys.readouterr().out
     runs = tmp_path / "runs"

@@ -19,7 +19,7 @@ from hvd_bert.distributed.launch import Allocation, find_allocation
 from hvd_bert.errors import UserError
 from hvd_bert.storage import writing
 from hvd_bert.tools.bench import launching, one_run, sweep
-from hvd_bert.tools.bench.launching import Hosts, Launching, Machine
+from hvd_bert.tools.bench.launching import Launching, Machine
 from hvd_bert.tools.bench.one_run import Stopped
 from hvd_bert.tools.bench.points import OWNERS, Plan, Point, check_flags
 
@@ -40,7 +40,7 @@ def points_of(plan: Plan) -> list[Point]:
 
 
 def by(choice: str, machine: Machine = TWO_CORES, hosts: str = "", *words: str) -> Launching:
-    return Launching(choice, words, Hosts(hosts) if hosts else None, machine)
+    return Launching(choice, words, hosts or None, machine)
 
 
 def point(strategy: str, ranks: int) -> Point:
@@ -157,7 +157,7 @@ def test_a_flag_of_one_strategy_is_passed_to_that_strategy_only(tmp_path: Path) 
         strategies="none,horovod,deepspeed,ddp",
     )
     assert plan.common_flags()[-3:] == ["--bf16", "--learning_rate", "-1e-5"]
-    assert plan.owned_flags() == {"deepspeed": ["--zero_stage=3"], "horovod": ["--fp16_allreduce"]}
+    assert plan.divided.owned == {"deepspeed": ["--zero_stage=3"], "horovod": ["--fp16_allreduce"]}
     flags = ("--zero_stage=3", "--num_groups", "2", "--fp16_allreduce", "true")
     plan = plan_of(*flags, strategies="none,horovod,deepspeed")
     own = {"none": {}, "horovod": {"num_groups": 2, "fp16_allreduce": True}, "deepspeed": {"zero_stage": 3}}

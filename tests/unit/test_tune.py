@@ -6,25 +6,25 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from documented import undocumented
 from made_runs import PretendedRuns, make_run
+from msgspec.structs import replace
 from tables import each, refused
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.tools.bench import launching, one_run
-from hvd_bert.tools.bench.launching import Hosts, Launching, Machine
+from hvd_bert.tools.bench.launching import Launching, Machine
 from hvd_bert.tools.bench.one_run import Stopped
 from hvd_bert.tools.bench.points import Point as Launched
 from hvd_bert.tools.runs import reading
 from hvd_bert.tools.runs.run import Run
 from hvd_bert.tools.tune import __main__ as tune
-from hvd_bert.tools.tune import knobs
-from hvd_bert.tools.tune.knobs import Context, Setting
-from hvd_bert.tools.tune.search import FASTER, NO_TIME, NOT_FASTER, SLOWER, Candidate, Pair, Search
+from hvd_bert.tools.tune import search as knobs
+from hvd_bert.tools.tune.search import FASTER, NO_TIME, NOT_FASTER, SLOWER, Candidate, Context, Pair, Search, Setting
 
 CYCLE, GROUPS, CACHE = "HOROVOD_CYCLE_TIME=", "--num_groups=", "HOROVOD_CACHE_CAPACITY="
 CANDIDATES = [[f"{CYCLE}0.3", f"{CYCLE}3", f"{CYCLE}10"], [f"{GROUPS}2", f"{GROUPS}8"], [f"{CACHE}0"]]
@@ -140,7 +140,8 @@ def candidates_of(context: Context, environ: Mapping[str, str]) -> tuple[list[st
 
 
 def test_values_without_effect_are_left_out(run: Run) -> None:
-    large, two_hosts = replace(run, nodes=2, on_cpu=False, parameters=100_000_000), replace(run, nodes=2)
+    two_hosts = replace(run, hosts=["a", "b"])
+    large = replace(two_hosts, places=[], parameters=100_000_000)
     candidates, left_out = candidates_of(Context(parse([]), large), {})
     assert not left_out
     assert candidates[0] == "HOROVOD_HIERARCHICAL_ALLREDUCE=1" and "HOROVOD_FUSION_THRESHOLD=268435456" in candidates
@@ -176,7 +177,7 @@ def test_settings_that_apply_to_every_run_are_refused() -> None:
 
 
 def test_variables_reach_the_ranks_on_other_hosts() -> None:
-    hosts, each = Hosts("a:1,b:1"), Launched("horovod", 2, "weak", 1, 0)
+    hosts, each = "a:1,b:1", Launched("horovod", 2, "weak", 1, 0)
     environ = knobs.environment((f"{CYCLE}3", f"{GROUPS}8"), {"PATH": "/bin"})
     assert environ == {"PATH": "/bin", "HOROVOD_CYCLE_TIME": "3"}
     launch = Launching("mpirun", (), hosts, Machine(cores=2, gpus=0, allocation=None))

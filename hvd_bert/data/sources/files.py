@@ -12,7 +12,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 from hvd_bert.data.sources.questions import Mistake
 from hvd_bert.errors import UserError, as_user_error, reason_of

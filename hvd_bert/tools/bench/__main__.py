@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from hvd_bert.config import command_line
 from hvd_bert.config.parser import HELP, Parser
 from hvd_bert.config.settings import FLAGS, Config
-from hvd_bert.config.values import LARGEST, MAX_RUNS, check_range
+from hvd_bert.config.values import MAX_RUNS, Limits
 from hvd_bert.errors import EXIT_OK, UserError
 from hvd_bert.startup import collector_paused, start_rank
 from hvd_bert.streams import end_when_lost
@@ -50,19 +50,21 @@ def make_parser() -> Parser:
         " numbers of ranks: hvd-bert bench sweep --help."
     )
     parser.add_argument(
-        "--model",
-        metavar="PATH",
+        "--model", metavar="PATH",
         help="Folder or config.json of an encoder, which gets new weights. (default: BERT-base)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--steps", metavar="N", type=int, default=10, help="Optimizer steps per timed section. (default: %(default)s)"
-    )
+        "--steps", metavar="N", type=int, default=10, limits=Limits(minimum=2),
+        help="Optimizer steps per timed section. (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
-        "--repeats", metavar="N", type=int, default=3, help="Number of timed sections. (default: %(default)s)"
-    )
+        "--repeats", metavar="N", type=int, default=3, limits=Limits(minimum=1, maximum=MAX_RUNS),
+        help="Number of timed sections. (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
-        "--windows", metavar="N", type=int, help="Number of random windows. (default: as many as the run trains on)"
-    )
+        "--windows", metavar="N", type=int, limits=Limits(minimum=1, maximum=MAX_WINDOWS),
+        help="Number of random windows. (default: as many as the run trains on)",
+    )  # fmt: skip
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="Also write the figures to this JSON file. (default: none)"
     )
@@ -76,8 +78,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         parser.print_help()
         sys.exit(EXIT_OK)
     flags, rest = parser.parse_known_args(argv)
-    for name, minimum, maximum in (("steps", 2, LARGEST), ("repeats", 1, MAX_RUNS), ("windows", 1, MAX_WINDOWS)):
-        check_range(name, getattr(flags, name), minimum, maximum)
     given = command_line.names_of(rest)
     flags.random = not names_data(rest)
     if not flags.random and (flags.model or flags.windows):

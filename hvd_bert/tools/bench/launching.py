@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_bert import __version__
-from hvd_bert.config.values import shortened
+from hvd_bert.config.values import MAX_SECONDS, Limits, shortened
 from hvd_bert.distributed.launch import Allocation, find_allocation
 from hvd_bert.errors import UserError
 from hvd_bert.machine import PACKAGES, cpu_name, version_of
@@ -64,37 +64,30 @@ def _count_gpus() -> int:
     return int(last[0])
 
 
-@dataclass(frozen=True)
-class Hosts:
-    """horovodrun's and mpirun's -H: HOST:SLOTS,..."""
-
-    text: str
-
-    @property
-    def slots(self) -> int:
-        """Total number of slots. Raises UserError if the list is malformed."""
-        total = 0
-        for entry in self.text.split(","):
-            host, _, count = entry.partition(":")
-            if not host or not (count or "1").isdecimal() or len(count) > 9 or not int(count or 1):
-                raise UserError(f"-H {shortened(self.text)}: '{shortened(entry)}' must be HOST:SLOTS.")
-            total += int(count or 1)
-        return total
+def slots_of(hosts: str) -> int:
+    """Total number of slots of HOST:SLOTS,... Raises UserError if the list is malformed."""
+    total = 0
+    for entry in hosts.split(","):
+        host, _, count = entry.partition(":")
+        if not host or not (count or "1").isdecimal() or len(count) > 9 or not int(count or 1):
+            raise UserError(f"-H {shortened(hosts)}: '{shortened(entry)}' must be HOST:SLOTS.")
+        total += int(count or 1)
+    return total
 
 
 @dataclass(frozen=True)
 class Launching:
-    """The selected launcher, its additional arguments, and the hosts and the machine that it starts ranks on."""
+    """The selected launcher, its arguments, the machine, and the hosts that it starts ranks on (-H)."""
 
     choice: str
     extra_args: tuple[str, ...]
-    hosts: Hosts | None
+    hosts: str | None
     machine: Machine
 
     def check(self) -> None:
         """Raise UserError if the selected launcher cannot be used here."""
         if self.hosts:
-            _ = self.hosts.slots
+            slots_of(self.hosts)
             if self.choice not in ("auto", "horovodrun", "mpirun"):
                 raise UserError(f"-H: --launcher {self.choice} takes no hosts. Use horovodrun or mpirun.")
         if self.extra_args and self.choice in ("auto", "none"):
@@ -131,7 +124,7 @@ class Launching:
     def command(self, point: Point, flags: Sequence[str], exported: Sequence[str] = ()) -> list[str]:
         """The command that trains a point. `exported`: variables to pass to ranks on other hosts."""
         number, launcher_name = point.processes, self.launcher(point)
-        hosts = ["-H", self.hosts.text] if self.hosts else []
+        hosts = ["-H", self.hosts] if self.hosts else []
         train = [*TRAIN, *flags]
         if launcher_name == "none":
             return train
@@ -191,8 +184,8 @@ class Launching:
         if launcher_name == "srun" and allocation is not None:
             return self._obstacle_in_job(point.ranks, allocation)
         if self.hosts:
-            few = self.hosts.slots < point.ranks
-            return f"{point.ranks} ranks, but -H {self.hosts.text} has {self.hosts.slots} slots" if few else ""
+            slots = slots_of(self.hosts)
+            return f"{point.ranks} ranks, but -H {self.hosts} has {slots} slots" if slots < point.ranks else ""
         if gpus and point.ranks > gpus:
             return f"{point.ranks} ranks, but {gpus} GPU{'s' * (gpus > 1)}: each rank needs its own"
         return ""
@@ -238,14 +231,14 @@ def add_flags(parser: argparse.ArgumentParser, out: str) -> None:
         " --launcher_flag=ib0. (default: none)",
     )  # fmt: skip
     parser.add_argument(
-        "--timeout", metavar="S", type=float, default=3600.0,
+        "--timeout", metavar="S", type=float, default=3600.0, limits=Limits(minimum=1, maximum=MAX_SECONDS),
         help="Maximum seconds per run; a longer run is terminated. (default: %(default)g)",
     )  # fmt: skip
 
 
 def chosen(flags: argparse.Namespace, machine: Machine) -> Launching:
     """The launcher settings that those flags select. Raises UserError."""
-    launching = Launching(flags.launcher, tuple(flags.launcher_flag), Hosts(flags.H) if flags.H else None, machine)
+    launching = Launching(flags.launcher, tuple(flags.launcher_flag), flags.H or None, machine)
     launching.check()
     return launching
 

@@ -87,13 +87,8 @@ class Plan:
 
     @property
     def length(self) -> str:
-        """Of each run, for a message."""
+        """The length of a run in words."""
         return f"{self.steps} steps" if self.epochs is None else f"{self.epochs:g} epoch{'s' * (self.epochs != 1)}"
-
-    @property
-    def names_data(self) -> bool:
-        """Whether the user's flags name the training data."""
-        return names_data(self.flags)
 
     def points(self, config: Config) -> list[Point]:
         """All points in the order in which they run. `config`: the parsed flags.
@@ -157,25 +152,22 @@ class Plan:
 
     def flags_of(self, strategy: str) -> list[str]:
         """The trainer's flags for all points of a strategy."""
-        divided = self._divided
+        divided = self.divided
         others = [f"--{name}={default}" for name, default in divided.from_file.items() if OWNERS[name] != strategy]
         return [*self.common_flags(), *others, *divided.owned.get(strategy, ())]
 
     def common_flags(self) -> list[str]:
         """The trainer's flags for all points."""
-        return with_defaults(self._divided.common, self.threads)
-
-    def owned_flags(self) -> dict[str, list[str]]:
-        """Flags that belong to one strategy, by that strategy, including strategies that are not swept."""
-        return self._divided.owned
+        return with_defaults(self.divided.common, self.threads)
 
     @cached_property
-    def _divided(self) -> _Divided:
+    def divided(self) -> Divided:
+        """The user's flags, by the strategies that take them. Raises UserError if --config cannot be read."""
         return _divide(self.flags)
 
 
 @dataclass(frozen=True)
-class _Divided:
+class Divided:
     """The user's flags: those of all strategies and, in `owned`, those of one. `from_file`: flags of `owned` that the
     --config file sets, with the defaults that the other strategies need instead."""
 
@@ -184,7 +176,7 @@ class _Divided:
     from_file: dict[str, Any]
 
 
-def _divide(flags: Sequence[str]) -> _Divided:
+def _divide(flags: Sequence[str]) -> Divided:
     """Raises UserError if --config cannot be read. The trainer's parser checks the values later."""
     chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     chooser.add_argument("--config", nargs="?")
@@ -200,12 +192,12 @@ def _divide(flags: Sequence[str]) -> _Divided:
     owned: dict[str, list[str]] = {}
     for name, value in (in_file | vars(given)).items():
         owned.setdefault(OWNERS[name], []).append(f"--{name}" if value is None else f"--{name}={value}")
-    return _Divided(common, owned, {name: defaults[name] for name in in_file})
+    return Divided(common, owned, {name: defaults[name] for name in in_file})
 
 
 def _check_owned(plan: Plan) -> None:
     """Raise UserError if a strategy's own flag has a wrong value, or that strategy is not swept."""
-    for owner, flags in plan.owned_flags().items():
+    for owner, flags in plan.divided.owned.items():
         command_line.parse([*flags, f"--strategy={owner}"])
         if owner in plan.strategies:
             continue

@@ -13,11 +13,13 @@ from typing import Any
 from hvd_bert.errors import UserError
 from hvd_bert.storage import locks
 from hvd_bert.storage.locks import LOCK
-from hvd_bert.storage.reading import read_json
+from hvd_bert.storage.reading import read_record
 from hvd_bert.storage.writing import make_folder, write_json, writing_to
 from hvd_bert.tools.bench.points import Point
+from hvd_bert.tools.runs.reading import SWEEP
+from hvd_bert.tools.runs.run import SweepFile
 
-FILE = "sweep.json"
+OTHER_OUT = "choose another --out."
 WAITING, DONE, FAILED, SKIPPED = "waiting", "done", "failed", "skipped"
 STATES = (DONE, SKIPPED, FAILED, WAITING)
 
@@ -34,7 +36,7 @@ class Result:
 
 
 @dataclass
-class Record:
+class SweepRecord:
     """The content of the file. `same`: settings that must not change when a sweep resumes; `now`: facts that may."""
 
     folder: Path
@@ -48,11 +50,8 @@ class Record:
 
         Strategies, ranks, repeats and kinds of scaling may be added. Rows of points not in `points` are kept.
         """
-        previous = read_previous(self.folder, FILE, self.same, "sweep")
-        rows = previous.get("points") if previous else []
-        if not isinstance(rows, list) or not all(map(_as_written, rows)):
-            raise unreadable(self.folder / FILE)
-        earlier = {row["name"]: row for row in rows}
+        previous = read_previous(self.folder / SWEEP, SweepFile, self.same, "sweep")
+        earlier = {row["name"]: row for row in previous.get("points", [])}
         self.same = previous.get("same", {}) | self.same
         for point in points:
             row = earlier.pop(point.name, {})
@@ -64,7 +63,7 @@ class Record:
         names = ("name", "strategy", "ranks", "scaling", "repeat", "global_batch")
         rows = [{name: getattr(point, name) for name in names} | vars(result) for point, result in self.results.items()]
         content = {"same": self.same, **self.now, "points": rows + list(self.kept.values())}
-        replace(self.folder / FILE, content)
+        replace(self.folder / SWEEP, content)
 
     def of_state(self, state: str) -> dict[Point, Result]:
         """The points in a state."""
@@ -77,19 +76,16 @@ class Record:
         return sum(like) / len(like) if like else None
 
 
-def read_previous(folder: Path, file: str, same: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """The content of `folder`/`file` from an earlier start of `what`; {} if there was none.
+def read_previous(path: Path, kind: type[Any], same: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """The content of the record of an earlier start of `what`, checked as `kind`; {} if there was none.
 
     `same`: name -> value, each of which must equal the file's under "same". Raises UserError if one differs.
     """
-    path = folder / file
     if not path.exists():
         return {}
-    try:
-        previous: dict[str, Any] = dict(read_json(path))
-        before = dict(previous["same"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise unreadable(path) from None
+    previous = read_record(path, dict[str, Any], OTHER_OUT)
+    read_record(path, kind, OTHER_OUT)
+    before = previous["same"]
     differing = [
         f"{name} was {_shown(before[name])} and is {_shown(value)}"
         for name, value in same.items()
@@ -97,19 +93,10 @@ def read_previous(folder: Path, file: str, same: Mapping[str, Any], what: str) -
     ]
     if differing:
         raise UserError(
-            f"--out {folder} holds a {what} with other settings: {'; '.join(differing)}. Use the same settings, or"
+            f"--out {path.parent} holds a {what} with other settings: {'; '.join(differing)}. Use the same settings, or"
             " choose another --out."
         )
     return previous
-
-
-def _as_written(row: Any) -> bool:
-    """Whether a point in sweep.json has the types that `Record` writes, in what is read of it."""
-    if not isinstance(row, dict) or not isinstance(row.get("name"), str):
-        return False
-    command = row.get("command", [])
-    words = isinstance(command, list) and all(isinstance(word, str) for word in command)
-    return words and isinstance(row.get("seconds"), int | float | None)
 
 
 def prepare(folder: Path, file: str) -> None:
@@ -118,11 +105,6 @@ def prepare(folder: Path, file: str) -> None:
     if folder.is_dir() and not (folder / file).exists() and {path.name for path in folder.iterdir()} - {LOCK}:
         raise UserError(f"--out {folder} is not empty and has no {file}: choose another folder.")
     make_folder(folder)
-
-
-def unreadable(path: Path) -> UserError:
-    """The error for a file that is not a record of runs."""
-    return UserError(f"{path} cannot be read as a record of runs: choose another --out.")
 
 
 def replace(path: Path, content: Any) -> None:

@@ -69,8 +69,15 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
         if flags.json and world.rank == 0:
             with writing_to("--json", flags.json):
                 flags.json = check_file(flags.json, f'"generator": "{GENERATOR}"')
-        task = _task(flags, config, world)
-    world.check_same({f"--{name}": value for name, value in config.as_flat().items()} | _fingerprint(task))
+        task: Task
+        if flags.random:
+            count = config.train.windows_per_step(world.size * world.devices) * config.train.max_steps
+            task = random_task(flags.model, flags.windows or count, config, world)
+        else:
+            task = load_task(config, world)
+    assert task.plan is not None
+    inputs = {"the model": str(getattr(task.model, "config", task.model)), "tokens": int(task.plan.lengths.sum())}
+    world.check_same({f"--{name}": value for name, value in config.as_flat().items()} | inputs)
     task.model.to(device=world.device)
     figures = _measure(task, flags, config, world, before)
     with world.raise_on_all_ranks(EXIT_FAILURE):
@@ -84,19 +91,6 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
                 **run_folder.facts(config.as_flat(), config.train.precision, world),
             }
             _print_table(record, flags.json)
-
-
-def _task(flags: argparse.Namespace, config: Config, world: World) -> Task:
-    if not flags.random:
-        return load_task(config, world)
-    step = config.train.windows_per_step(world.size * world.devices)
-    return random_task(flags.model, flags.windows or step * config.train.max_steps, config, world)
-
-
-def _fingerprint(task: Task) -> dict[str, object]:
-    assert task.plan is not None
-    shape = getattr(task.model, "config", task.model)
-    return {"the model": str(shape), "tokens of all windows": int(task.plan.lengths.sum())}
 
 
 def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World, before: int) -> dict[str, Any]:
@@ -122,9 +116,11 @@ def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World
     ranks = world.allgather({"peak": peak, "memory": used, "needed": needed, "first_step_s": first_step_s})
     rows = [row for row in recorder.rows if row["step"] > flags.steps]
     whole_peak = sum(rank["peak"] for rank in ranks)
-    sections = [
-        measure.section_figures(row, _lengths(plan, int(row["step"]), flags.steps), flops, whole_peak) for row in rows
-    ]
+    sections = []
+    for row in rows:
+        steps = range(int(row["step"]) - flags.steps, int(row["step"]))
+        lengths = (plan.lengths[plan.step_windows(step)] for step in steps)
+        sections.append(measure.section_figures(row, lengths, flops, whole_peak))
     return {
         "figures": measure.spread(sections),
         "sections": sections,
@@ -145,10 +141,6 @@ def _matmul_peak(task: Task, tokens: int, device: torch.device, precision: str) 
     if task.flops(np.array([tokens], np.int32), 1) is None:
         return 0.0
     return measure.matmul_peak(task.model, tokens, device, precision)
-
-
-def _lengths(plan: Any, last: int, steps: int) -> list[Any]:
-    return [plan.lengths[plan.step_windows(step)] for step in range(last - steps, last)]
 
 
 def _print_table(record: dict[str, Any], path: Path | None) -> None:
@@ -210,7 +202,10 @@ def random_inputs(model: str | None, num_windows: int, config: Config, world: Wo
     Raises UserError if it is refused.
     """
     args, data = config.train, config.data
-    shape = _config_of(model, weight_copies(config, world))
+    copies = weight_copies(config, world)
+    if model is not None and not Path(model).exists():
+        raise UserError(f"--model {model}: no such folder or file. Name an encoder's folder or its config.json.")
+    shape = load_config(model, ModelArguments(model_name_or_path=model), copies) if model else BertConfig()
     check_flags(config, shape)
     pad_if_needed(data, shape, family_of(shape).packed)
     lengths = lengths_like_squad(num_windows, min(data.max_seq_length, max_tokens(shape)), args.seed)
@@ -225,11 +220,3 @@ def random_inputs(model: str | None, num_windows: int, config: Config, world: Wo
 def random_task(model: str | None, num_windows: int, config: Config, world: World) -> QuestionAnswering:
     """Question answering with `random_inputs`."""
     return QuestionAnswering(config, world, random_inputs(model, num_windows, config, world))
-
-
-def _config_of(model: str | None, copies: int) -> Any:
-    if model is None:
-        return BertConfig()  # its defaults are BERT-base
-    if not Path(model).exists():
-        raise UserError(f"--model {model}: no such folder or file. Name an encoder's folder or its config.json.")
-    return load_config(model, ModelArguments(model_name_or_path=model), copies)

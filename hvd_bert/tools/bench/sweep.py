@@ -24,7 +24,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from hvd_bert.config.parser import Parser
-from hvd_bert.config.values import LARGEST, MAX_RUNS, MAX_SECONDS, check_range, shortened
+from hvd_bert.config.values import LARGEST, MAX_RUNS, Limits, shortened
 from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.rendering.text import seconds
@@ -36,9 +36,20 @@ from hvd_bert.tools.bench import points as planning
 from hvd_bert.tools.bench.launching import Launching, Machine
 from hvd_bert.tools.bench.one_run import LOG, Stopped, exit_status, train
 from hvd_bert.tools.bench.points import Plan, Point
-from hvd_bert.tools.bench.record import DONE, FAILED, FILE, SKIPPED, STATES, WAITING, Record, Result, locked, prepare
+from hvd_bert.tools.bench.record import (
+    DONE,
+    FAILED,
+    SKIPPED,
+    STATES,
+    WAITING,
+    Result,
+    SweepRecord,
+    locked,
+    prepare,
+)
 from hvd_bert.tools.report.comparability import STRONG
 from hvd_bert.tools.runs import reading
+from hvd_bert.tools.runs.reading import SWEEP
 
 EXPORTED = ("OMP_NUM_THREADS", SETTING)  # to other hosts: threads, and each host's network interface
 FAILURES = 2  # in a row; then the setting's other repeats are not run
@@ -50,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _sweep(argv: Sequence[str]) -> int:
-    flags, rest = _parse(argv)
+    flags, rest = make_parser().parse_known_args(argv)
     if flags.report:
         with writing_to("--report", flags.report):
             check_folder(flags.report)
@@ -77,25 +88,28 @@ def make_parser() -> Parser:
         " layers with new weights."
     )
     parser.add_argument(
-        "--strategies", metavar="NAME,...", type=_names, default=["none", "horovod"],
+        "--strategies", metavar="NAME,...", type=lambda text: text.split(","), default=["none", "horovod"],
         help="Strategies to compare. (default: none,horovod)",
     )  # fmt: skip
     parser.add_argument(
         "--ranks", metavar="N,...", type=_numbers, default=[1, 2], help="Numbers of ranks. (default: 1,2)"
     )
     number = parser.add_mutually_exclusive_group()
-    number.add_argument("--repeats", metavar="N", type=int, default=3, help="Runs per point. (default: %(default)s)")
+    number.add_argument(
+        "--repeats", metavar="N", type=int, default=3, limits=Limits(minimum=1, maximum=MAX_RUNS),
+        help="Runs per point. (default: %(default)s)",
+    )  # fmt: skip
     number.add_argument(
         "--seeds", metavar="N,...", type=lambda text: _numbers(text, 0, "seeds"), default=[],
         help="In place of --repeats: one run per point and seed. (default: none)",
     )  # fmt: skip
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
-        "--steps", metavar="N", type=int, default=30,
+        "--steps", metavar="N", type=int, default=30, limits=Limits(minimum=2),
         help="Optimizer steps per run; the first is warm-up. (default: %(default)s)",
     )  # fmt: skip
     length.add_argument(
-        "--epochs", metavar="X", type=float,
+        "--epochs", metavar="X", type=float, limits=Limits(above=0, maximum=1e9),
         help="In place of --steps: passes over the training windows per run. (default: none)",
     )  # fmt: skip
     parser.add_argument(
@@ -104,7 +118,7 @@ def make_parser() -> Parser:
         " (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--global_batch", metavar="N", type=int, default=16,
+        "--global_batch", metavar="N", type=int, default=16, limits=Limits(minimum=1),
         help="Windows per step, for strong scaling. (default: %(default)s)",
     )  # fmt: skip
     launches.add_flags(parser, "runs/sweep")
@@ -112,20 +126,6 @@ def make_parser() -> Parser:
         "--report", metavar="DIR", type=Path, help="Also write the report to this folder. (default: none)"
     )
     return parser
-
-
-def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    flags, rest = make_parser().parse_known_args(argv)
-    check_range("steps", flags.steps, 2, LARGEST)  # the first step is warm-up
-    for name, maximum in (("repeats", MAX_RUNS), ("global_batch", LARGEST), ("timeout", MAX_SECONDS)):
-        check_range(name, getattr(flags, name), 1, maximum)
-    if flags.epochs is not None and not 0 < flags.epochs < float("inf"):
-        raise UserError(f"--epochs {flags.epochs:g}: must be a positive number.")
-    return flags, rest
-
-
-def _names(text: str) -> list[str]:
-    return text.split(",")
 
 
 def _numbers(text: str, minimum: int = 1, name: str = "numbers of ranks") -> list[int]:
@@ -143,14 +143,15 @@ class Sweep:
         self.plan, self.launching, self.out, self.timeout = plan, launching, out, timeout
         self.config, self.refused = planning.check_flags(plan)
         self.points = plan.points(self.config)
-        self.record = Record(out, self._same(), self._now(argv))
+        now = {"command": ["hvd-bert", "bench", "sweep", *argv], **launching.machine.record()}
+        self.record = SweepRecord(out, self._same(), now)
         self.failures: Counter[tuple[str, int, str]] = Counter()
         self.unit = "windows"  # what a step takes, known after the first run
 
     def _same(self) -> dict[str, object]:
         """The settings of all points that the figures depend on."""
         plan, scalings = self.plan, planning.SCALINGS[self.plan.scaling]
-        owned = plan.owned_flags()
+        owned = plan.divided.owned
         owners = [strategy for strategy in plan.strategies if strategy in planning.OWNERS.values()]
         return {
             "--steps": plan.steps if plan.epochs is None else None,
@@ -163,15 +164,12 @@ class Sweep:
             **self.launching.record(),
         }
 
-    def _now(self, argv: Sequence[str]) -> dict[str, object]:
-        return {"command": ["hvd-bert", "bench", "sweep", *argv], **self.launching.machine.record()}
-
     def run(self, report: Path | None) -> int:
         """Run all points, then write the report. Returns the exit status."""
         try:
             with ExitStack() as stack:
                 with writing_to("--out", self.out):
-                    prepare(self.out, FILE)
+                    prepare(self.out, SWEEP)
                     stack.enter_context(locked(self.out, wait=False))
                     self.record.begin(self.points)
                 self._mark_done_and_skipped()
@@ -180,7 +178,9 @@ class Sweep:
                 self._run_all()
         except Stopped as stopped:
             raise Stopped(f"{stopped}, {len(self.record.of_state(WAITING))} points left") from None
-        self._print_end()
+        counts = ", ".join(f"{len(self.record.of_state(state))} {state}" for state in (DONE, SKIPPED, FAILED))
+        print(f"In {self.out}: {counts}.")
+        self._print_reasons(FAILED)
         status = EXIT_FAILURE if self.record.of_state(FAILED) else EXIT_OK
         if not self.record.of_state(DONE):
             return status
@@ -194,25 +194,25 @@ class Sweep:
     def _mark_done_and_skipped(self) -> None:
         """Find the points that are done, and those that cannot run here."""
         for point, result in self.record.results.items():
-            speed = _speed(self.out / point.name)
-            obstacle = self.refused.get(point.strategy) or self.launching.obstacle(point)
-            if speed is not None:
-                result.state, result.windows_per_s = DONE, speed
-            elif obstacle:
-                result.state, result.reason = SKIPPED, obstacle
+            try:
+                result.windows_per_s = reading.read(self.out / point.name).windows_per_s
+                result.state = DONE
+            except reading.Unusable:
+                result.reason = self.refused.get(point.strategy) or self.launching.obstacle(point)
+                result.state = SKIPPED if result.reason else WAITING
 
     def _announce(self) -> None:
         plan, record = self.plan, self.record
         waiting = record.of_state(WAITING)
         counts = ", ".join(f"{len(record.of_state(state))} {state}" for state in STATES if record.of_state(state))
         print(f"{len(self.points)} run{'s' * (len(self.points) > 1)} of {plan.length} in {self.out}: {counts}")
-        if not plan.names_data:
+        if not planning.names_data(plan.flags):
             print(
                 f"No --train_file, --dataset_name or --config given: training the preset `{planning.PRESET}` (the"
                 " sample's text, a BERT of 6 layers with new weights)"
             )
         print(f"Trainer flags: {shlex.join(plan.common_flags())}")
-        for strategy, flags in plan.owned_flags().items():
+        for strategy, flags in plan.divided.owned.items():
             if strategy in plan.strategies:
                 print(f"  for {strategy} only: {shlex.join(flags)}")
         warning = self.launching.warning(list(waiting), self.config.parallel.num_threads or 1) if waiting else ""
@@ -237,8 +237,7 @@ class Sweep:
 
     def _eta(self) -> str:
         expected = [self.record.expected_s(point) for point in self.record.of_state(WAITING)]
-        known = [each for each in expected if each is not None]
-        return str(tqdm.format_interval(sum(known))) if len(known) == len(expected) else "?"
+        return "?" if None in expected else str(tqdm.format_interval(sum(filter(None, expected))))
 
     def _run(self, point: Point, result: Result) -> None:
         """Train a point in a new folder and fill in its result. Raises Stopped."""
@@ -256,7 +255,8 @@ class Sweep:
         if trained.run is None:
             late = f"took longer than --timeout {self.timeout:g} s"
             how = late if trained.status is None else f"status {trained.status}"
-            self._failed(point, result, f"{trained.reason} ({how}; {folder / LOG})")
+            result.state, result.reason = FAILED, f"{trained.reason} ({how}; {folder / LOG})"
+            self.failures[point.setting] += 1
             return
         result.state, result.windows_per_s = DONE, trained.run.windows_per_s
         self.unit = trained.run.unit
@@ -264,15 +264,6 @@ class Sweep:
         if point.repeat != self.points[0].repeat:  # the report needs one saved model per point; weights are large
             with writing_to("--out", self.out):
                 written.remove(folder, ["model.safetensors"])
-
-    def _failed(self, point: Point, result: Result, reason: str) -> None:
-        result.state, result.reason = FAILED, reason
-        self.failures[point.setting] += 1
-
-    def _print_end(self) -> None:
-        counts = ", ".join(f"{len(self.record.of_state(state))} {state}" for state in (DONE, SKIPPED, FAILED))
-        print(f"In {self.out}: {counts}.")
-        self._print_reasons(FAILED)
 
     def _print_reasons(self, state: str) -> None:
         """Print each reason once, with its points."""
@@ -282,11 +273,3 @@ class Sweep:
         for reason, names in names_of.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             print(f"  {state}: {names[0]}{more}: {reason}")
-
-
-def _speed(folder: Path) -> float | None:
-    """Windows/s of a finished run, as in the report; None if there is no such run."""
-    try:
-        return reading.read(folder).windows_per_s
-    except reading.Unusable:
-        return None

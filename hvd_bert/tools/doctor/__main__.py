@@ -9,14 +9,13 @@ Exit status: 0 if a training would start, else 2 (docs/guides/preflight-check.md
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import sys
 from pathlib import Path
 
 from hvd_bert.config.parser import Parser
-from hvd_bert.config.values import MAX_SECONDS, check_range
+from hvd_bert.config.values import MAX_SECONDS, Limits
 from hvd_bert.distributed.launch import find_launcher, speaks_first
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.startup import collector_paused, print_on_one_rank
@@ -34,48 +33,26 @@ def make_parser() -> Parser:
         "--json", action="store_true", help="Print one JSON object instead of text. (default: False)"
     )  # fmt: skip
     parser.add_argument(
-        "--model",
-        metavar="FOLDER",
-        type=str,
+        "--model", metavar="FOLDER", type=str,
         help="Check this BERT's configuration, and measure the allreduce of its gradients. (default: BERT-base)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--size", type=float, metavar="MB", help="Measure an allreduce of this many megabytes instead. (default: none)"
-    )
+        "--size", type=float, metavar="MB", limits=Limits(above=0, maximum=100_000),
+        help="Measure an allreduce of this many megabytes instead. (default: none)",
+    )  # fmt: skip
     parser.add_argument(
-        "--repeats",
-        metavar="N",
-        type=int,
-        default=5,
+        "--repeats", metavar="N", type=int, default=5, limits=Limits(minimum=1, maximum=MAX_REPEATS),
         help="Number of measurements of the allreduce. (default: %(default)s)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--output_dir",
-        metavar="FOLDER",
-        type=Path,
-        default=Path("runs"),
+        "--output_dir", metavar="FOLDER", type=Path, default=Path("runs"),
         help="Folder that a run would write to. (default: %(default)s)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--timeout",
-        type=float,
-        default=180.0,
-        metavar="S",
+        "--timeout", type=float, default=180.0, metavar="S", limits=Limits(above=0, maximum=MAX_SECONDS),
         help="Maximum seconds per step of the check. (default: %(default)g)",
-    )
+    )  # fmt: skip
     return parser
-
-
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    flags = make_parser().parse_args(argv)
-    if flags.size is not None and not 0 < flags.size <= 1e5:
-        raise UserError(f"--size {flags.size:g}: must be above 0 and at most 100000 megabytes.")
-    if not 1 <= flags.repeats <= MAX_REPEATS:
-        raise UserError(f"--repeats {flags.repeats}: must be from 1 to {MAX_REPEATS}.")
-    if not flags.timeout > 0:
-        raise UserError(f"--timeout {flags.timeout:g}: must be above 0 seconds.")
-    check_range("timeout", flags.timeout, 0, MAX_SECONDS)
-    return flags
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     first = speaks_first(os.environ)
     try:
         launcher = find_launcher(os.environ)
-        flags = _parse(argv)
+        flags = make_parser().parse_args(argv)
     except UserError as error:
         if first:
             print(f"hvd_bert: {error}", file=sys.stderr)

@@ -9,7 +9,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,14 +33,18 @@ REBUILD = "Rebuild it with the modules loaded now: env/build_horovod.sh --python
 
 def host_lines(launcher: str, ranks_here: int, output_dir: Path | None) -> list[Line]:
     """All checks of this host. `output_dir`: where rank 0 would write; None on hosts without rank 0."""
+    gpus = torch.cuda.device_count
     checks: list[tuple[str, Callable[[], Iterable[Line]]]] = [
         ("Python", lambda: [python_line(sys.version_info[:3], sys.executable)]),
         ("torch", lambda: [torch_line(torch.__version__)]),
         ("Packages", lambda: [packages_line(REQUIREMENTS)]),
         ("Driver", lambda: [driver_line(probes.gpus())]),
-        ("CUDA", _cuda),
+        (
+            "CUDA",
+            lambda: [cuda_line(torch.version.cuda, torch.cuda.device_count(), probes.gpus(), probes.cuda_hidden())],
+        ),
         ("Horovod", lambda: horovod_lines(probes.horovod())),
-        ("NCCL", lambda: [nccl_line(probes.horovod(), torch.cuda.device_count(), torch_nccl())]),
+        ("NCCL", lambda: [nccl_line(probes.horovod(), gpus(), torch_nccl())]),
         ("MPI", lambda: [mpi_line(probes.horovod(), probes.mpi4py(), probes.mpirun(), launcher == "srun")]),
         ("Slurm", lambda: slurm_lines(probes.slurm(), probes.horovod())),
         ("Caches", _caches),
@@ -49,7 +52,8 @@ def host_lines(launcher: str, ranks_here: int, output_dir: Path | None) -> list[
         ("Memory", lambda: [memory_line(free_memory(), ranks_here)]),
     ]
     if output_dir is not None:
-        checks.append(("Output", partial(_output, output_dir)))
+        hint = "Use an --output_dir that is writable and has free space."
+        checks.append(("Output", lambda: [folder_line("Output", output_dir, hint, required=True)]))
     return [line for name, check in checks for line in isolated(name, check)]
 
 
@@ -84,10 +88,6 @@ def driver_line(gpus: Gpus | NvmlError) -> Line:
     if isinstance(gpus, NvmlError):
         return Line("Driver", OK, f"no NVIDIA driver responds ({gpus}): no GPUs, and no GPU usage is recorded")
     return Line("Driver", OK, f"NVIDIA {gpus.driver}, supports CUDA up to {gpus.cuda}")
-
-
-def _cuda() -> list[Line]:
-    return [cuda_line(torch.version.cuda, torch.cuda.device_count(), probes.gpus(), probes.cuda_hidden())]
 
 
 def cuda_line(torch_cuda: str | None, visible: int, gpus: Gpus | NvmlError, hidden: bool) -> Line:
@@ -229,10 +229,6 @@ def _caches() -> list[Line]:
     ]
 
 
-def _output(folder: Path) -> list[Line]:
-    return [folder_line("Output", folder, "Use an --output_dir that is writable and has free space.", required=True)]
-
-
 def folder_line(name: str, folder: Path, hint: str, required: bool) -> Line:
     """Whether files can be written in `folder`, which need not exist yet, and its free space."""
     bad = FAILURE if required else WARNING
@@ -243,15 +239,11 @@ def folder_line(name: str, folder: Path, hint: str, required: bool) -> Line:
     except OSError as error:
         return Line(name, bad, f"{folder} cannot be written: {error.strerror or error}", hint)
     found = f"{folder}, {free / GIB:.1f} GiB free"
-    return (
-        Line(name, bad, found, hint)
-        if free < DISK_REQUIRED
-        else (
-            Line(name, WARNING, found, f"{DISK_RECOMMENDED // GIB} GiB or more are recommended. {hint}")
-            if free < DISK_RECOMMENDED
-            else Line(name, OK, found)
-        )
-    )
+    if free < DISK_REQUIRED:
+        return Line(name, bad, found, hint)
+    if free < DISK_RECOMMENDED:
+        return Line(name, WARNING, found, f"{DISK_RECOMMENDED // GIB} GiB or more are recommended. {hint}")
+    return Line(name, OK, found)
 
 
 def memory_line(free: int, ranks_here: int) -> Line:

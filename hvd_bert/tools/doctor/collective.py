@@ -14,7 +14,8 @@ import torch
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
-from hvd_bert.rendering.text import table
+from hvd_bert.rendering.page import Grid
+from hvd_bert.rendering.text import seconds
 from hvd_bert.tools.doctor.probes import mpi_version
 from hvd_bert.tools.doctor.report import OK, WARNING, Line
 
@@ -109,8 +110,8 @@ def measure(world: World, num_bytes: int, repeats: int) -> list[Timing]:
         comm.Free()
     slowest = np.array(world.allgather(own)).max(axis=0)  # [cases, repeats]
     return [
-        Timing(name, 4 * buffer.numel(), world.size, tuple(map(float, seconds)))
-        for (name, _, buffer), seconds in zip(cases, slowest, strict=True)
+        Timing(name, 4 * buffer.numel(), world.size, tuple(times.tolist()))
+        for (name, _, buffer), times in zip(cases, slowest, strict=True)
     ]
 
 
@@ -135,9 +136,8 @@ def _rounds(
             start = time.perf_counter()
             for _ in range(calls):
                 reduce(buffer)
-            seconds = (time.perf_counter() - start) / calls
             if repeat:
-                own[case].append(seconds)
+                own[case].append((time.perf_counter() - start) / calls)
             elif not bool(torch.all(buffer == world.size * (world.size + 1) / 2)):
                 wrong = name
     with world.raise_on_all_ranks():
@@ -148,24 +148,20 @@ def _rounds(
 
 def allreduce_table(timings: Sequence[Timing]) -> str:
     """One row per timing."""
-    rows: list[Sequence[object]] = [("allreduce of", "by", "median", "min to max", "GB/s")]
+    rows = []
     for timing in timings:
         big = timing.num_bytes > 4
         size = f"{timing.num_bytes / 1e6:.1f} MB" if big else f"{timing.num_bytes} bytes"
-        spread = f"{_ms(min(timing.seconds))} to {_ms(max(timing.seconds))}"
-        rows.append((size, timing.method, _ms(timing.median_s), spread, f"{timing.gb_per_s:.2f}" if big else ""))
-    return table(rows)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
+        spread = f"{seconds(min(timing.seconds))} to {seconds(max(timing.seconds))}"
+        rows.append([size, timing.method, seconds(timing.median_s), spread, f"{timing.gb_per_s:.2f}" if big else ""])
+    return Grid(["allreduce of", "by", "median", "min to max", "GB/s"], rows, words=2).for_terminal()
 
 
 def allreduce_line(timings: Sequence[Timing]) -> Line:
     """Whether the allreduce is as fast as expected."""
     largest = max(timing.num_bytes for timing in timings)
     own, *plain = [timing for timing in timings if timing.num_bytes == largest]
-    found = f"correct sums; {largest / 1e6:.1f} MB in {_ms(own.median_s)}"
+    found = f"correct sums; {largest / 1e6:.1f} MB in {seconds(own.median_s)}"
     if plain and largest >= SLOW_FROM_BYTES and own.median_s > SLOW * plain[0].median_s:
         return Line(
             "Allreduce",

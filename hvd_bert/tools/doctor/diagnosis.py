@@ -10,8 +10,7 @@ import textwrap
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ from hvd_bert.distributed.horovod_world import HorovodWorld
 from hvd_bert.distributed.launch import Launcher, LaunchError
 from hvd_bert.distributed.world import CollectiveError, RankInfo, World
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.rendering.text import table
+from hvd_bert.machine import PACKAGES, version_of
+from hvd_bert.rendering.page import Grid
 from hvd_bert.tools.doctor import checks, collective, probes
 from hvd_bert.tools.doctor.probes import ProbeError
 from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, WIDTH, Line, Report, isolated, merged
@@ -120,11 +120,8 @@ def _no_world(error: Exception, flags: argparse.Namespace, launcher: Launcher, r
         return EXIT_OK if found_by_all or (no_horovod and isinstance(error, UserError)) else EXIT_BAD_INPUT
     if launcher.size is not None:
         report.add(checks.host_lines(launcher.name, 1, flags.output_dir))
-    hint = (
-        ""
-        if isinstance(error, UserError)
-        else "Fix the failures above first, then run env/setup.sh to rebuild Horovod."
-    )
+    rebuild = "Fix the failures above first, then run env/setup.sh to rebuild Horovod."
+    hint = "" if isinstance(error, UserError) else rebuild
     report.add([Line("World", FAILURE, failure, hint)])
     return report.close()
 
@@ -144,7 +141,8 @@ def _examine_ranks(world: World, report: Report) -> bool:
     except CollectiveError as error:
         report.add([Line("World", FAILURE, str(error))])
         return False
-    ranks = world.allgather(own_rank(world, collective.mpi_library(world)))
+    own = Rank(world.rank_infos[world.rank], versions(collective.mpi_library(world)), os.cpu_count() or 1)
+    ranks = world.allgather(own)
     report.data["ranks"] = [rank.as_dict() for rank in ranks]
     if world.size > 1:
         report.print_text(f"\n{ranks_table(ranks)}\n")
@@ -178,9 +176,6 @@ def _measure(num_bytes: int, repeats: int, world: World, report: Report) -> None
     report.add([collective.allreduce_line(timings)])
 
 
-PACKAGES = ("horovod", "transformers", "tokenizers", "datasets", "numpy", "mpi4py")
-
-
 @dataclass(frozen=True)
 class Rank:
     """A rank's host and device, the versions of its packages, and the number of cores of its host."""
@@ -191,26 +186,14 @@ class Rank:
 
     def as_dict(self) -> dict[str, Any]:
         """For --json."""
-        info = self.info
-        return {
-            "rank": info.rank,
-            "host": info.host,
-            "local_rank": info.local_rank,
-            "device": info.device,
-            "device_id": info.device_id,
-            "cores": sorted(info.cores),
-            "versions": self.versions,
-        }
+        return asdict(self.info) | {"cores": sorted(self.info.cores), "versions": self.versions}
 
 
 def versions(mpi_library: str) -> dict[str, str]:
     """The versions of this process's packages. `mpi_library`: version of the MPI in use, if any."""
-    found = {"hvd_bert": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "missing"
+    found = {"hvd_bert": __version__, "python": platform.python_version()}
+    found |= {package: number for package in PACKAGES if (number := version_of(package))}
+    found["torch"] = torch.__version__  # with the CUDA that it was built for
     if torch.version.cuda:
         found["CUDA of torch"] = torch.version.cuda
         found["NCCL of torch"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -233,14 +216,15 @@ def ranges(numbers: Sequence[int] | frozenset[int]) -> str:
 def ranks_table(ranks: Sequence[Rank]) -> str:
     """One row per rank. Versions that all ranks share are listed once, below."""
     common = set.intersection(*(set(rank.versions.items()) for rank in ranks))
-    rows: list[Sequence[object]] = [("host", "rank", "local rank", "device", "cores", "versions")]
+    rows = []
     for rank in ranks:
         own = ", ".join(f"{name} {value}" for name, value in rank.versions.items() if (name, value) not in common)
-        info = rank.info
-        rows.append((info.host, info.rank, info.local_rank, info.device, ranges(info.cores), own or "as all"))
+        info, cores = rank.info, ranges(rank.info.cores)
+        rows.append([info.host, str(info.rank), str(info.local_rank), info.device, cores, own or "as all"])
+    grid = Grid(["host", "rank", "local rank", "device", "cores", "versions"], rows, words=6)
     same = ", ".join(f"{name} {value}" for name, value in ranks[0].versions.items() if (name, value) in common)
     shared = textwrap.fill(f"all ranks: {same}", WIDTH, initial_indent="  ", subsequent_indent="    ")
-    return f"{table(rows)}\n{shared}"
+    return f"{grid.for_terminal()}\n{shared}"
 
 
 def rank_lines(ranks: Sequence[Rank], controller: str) -> list[Line]:
@@ -248,13 +232,8 @@ def rank_lines(ranks: Sequence[Rank], controller: str) -> list[Line]:
     hosts = list(dict.fromkeys(rank.info.host for rank in ranks))
     connection = {"mpi": "MPI", "gloo": "Gloo"}.get(controller, "nothing (one rank)")
     device = "on CPUs" if ranks[0].info.device == "cpu" else "each with a GPU"  # World has checked that all agree
-    lines = [
-        Line("World", OK, f"{len(ranks)} rank(s) on {len(hosts)} host(s), {device}, connected through {connection}")
-    ]
-    if len(ranks) > 1:
-        lines.append(_versions_line(ranks))
-    lines += _cores_lines(ranks)
-    return lines
+    found = f"{len(ranks)} rank(s) on {len(hosts)} host(s), {device}, connected through {connection}"
+    return [Line("World", OK, found), *([_versions_line(ranks)] if len(ranks) > 1 else []), *_cores_lines(ranks)]
 
 
 def _versions_line(ranks: Sequence[Rank]) -> Line:
@@ -280,8 +259,6 @@ def _versions_line(ranks: Sequence[Rank]) -> Line:
 
 def _cores_lines(ranks: Sequence[Rank]) -> list[Line]:
     """A warning if there are more ranks than cores, or if ranks leave most of a host unused."""
-    crowded = []
-    sharers = Counter((rank.info.host, rank.info.cores) for rank in ranks)
     on_host = Counter(rank.info.host for rank in ranks)
     bound = [rank for rank in ranks if len(rank.info.cores) == 1 and rank.host_cores >= 2 * on_host[rank.info.host]]
     if bound:
@@ -294,21 +271,9 @@ def _cores_lines(ranks: Sequence[Rank]) -> list[Line]:
                 "mpirun binds up to 2 ranks to a core each: add `--bind-to none`. Slurm: --cpus-per-task=N.",
             )
         ]
-    for (host, cores), count in sharers.items():
-        if count > len(cores):
-            crowded.append(f"{count} ranks share {len(cores)} core(s) on {host}")
-    if not crowded:
-        return []
-    return [
-        Line(
-            "Cores",
-            WARNING,
-            "; ".join(crowded) + ": they slow each other down",
-            "Start fewer ranks per host, or request more cores (Slurm: --cpus-per-task=N).",
-        )
+    sharers = Counter((rank.info.host, rank.info.cores) for rank in ranks)
+    crowded = [
+        f"{n} ranks share {len(cores)} core(s) on {host}" for (host, cores), n in sharers.items() if n > len(cores)
     ]
-
-
-def own_rank(world: World, mpi_library: str) -> Rank:
-    """The rank of this process."""
-    return Rank(world.rank_infos[world.rank], versions(mpi_library), os.cpu_count() or 1)
+    hint = "Start fewer ranks per host, or request more cores (Slurm: --cpus-per-task=N)."
+    return [Line("Cores", WARNING, f"{'; '.join(crowded)}: they slow each other down", hint)] if crowded else []

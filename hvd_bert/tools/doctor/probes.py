@@ -152,11 +152,8 @@ def slurm() -> Slurm | ProbeError | None:
 
 def mpi_kinds(listed: str) -> tuple[str, ...]:
     """Parse the output of `srun --mpi=list`, in the formats of Slurm 20 to 25."""
-    return tuple(dict.fromkeys(re.findall(r"\b(?:pmix\w*|pmi2|openmpi|cray_shasta)\b", _without_prose(listed))))
-
-
-def _without_prose(listed: str) -> str:
-    return "\n".join(line for line in listed.splitlines() if not line.lower().rstrip().endswith("are..."))
+    kinds = "\n".join(line for line in listed.splitlines() if not line.lower().rstrip().endswith("are..."))
+    return tuple(dict.fromkeys(re.findall(r"\b(?:pmix\w*|pmi2|openmpi|cray_shasta)\b", kinds)))
 
 
 def mpirun() -> tuple[str, str] | None:

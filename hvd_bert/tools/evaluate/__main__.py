@@ -19,6 +19,7 @@ from hvd_bert.config import command_line
 from hvd_bert.config.command_line import trained_settings
 from hvd_bert.config.parser import HELP, Parser
 from hvd_bert.config.settings import FLAGS, TASKS, Config
+from hvd_bert.config.values import Limits
 from hvd_bert.errors import EXIT_OK, UserError
 from hvd_bert.startup import collector_paused, start_rank
 
@@ -43,27 +44,14 @@ OF_OWN_TASKS = ("train_file",)  # a task of one's own may read its model's shape
 
 # Settings that are taken from the model's training by default. Both models of a comparison have equal `SHARED` ones.
 OF_DATA = (
-    "dataset_name",
-    "dataset_config_name",
-    "validation_file",
-    "question_column",
-    "context_column",
-    "answer_column",
+    *("dataset_name", "dataset_config_name", "validation_file", "question_column", "context_column", "answer_column"),
     "bad_examples",
 )
-SHARED = (*OF_DATA, "task", "version_2_with_negative", "answer_normalization")
+RULES = ("task", "version_2_with_negative", "answer_normalization")
+SHARED = (*OF_DATA, *RULES)
 OF_MODEL = (
-    "task",
-    "version_2_with_negative",
-    "answer_normalization",
-    "max_seq_length",
-    "doc_stride",
-    "padding",
-    "pad_to_max_length",
-    "n_best_size",
-    "max_answer_length",
-    "null_score_diff_threshold",
-    "per_device_eval_batch_size",
+    *(*RULES, "max_seq_length", "doc_stride", "padding", "pad_to_max_length", "n_best_size", "max_answer_length"),
+    *("null_score_diff_threshold", "per_device_eval_batch_size"),
 )
 
 
@@ -81,14 +69,13 @@ def make_parser() -> Parser:
     )
     parser.add_argument("model", metavar="MODEL", type=str, help="Output folder of a training, or a hub name.")
     parser.add_argument(
-        "--compare",
-        metavar="MODEL",
-        type=str,
+        "--compare", metavar="MODEL", type=str,
         help="Another model to compare with, question by question. (default: none)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--mistakes", metavar="N", type=int, default=10, help="Number of mistakes to show. (default: %(default)s)"
-    )
+        "--mistakes", metavar="N", type=int, default=10, limits=Limits(minimum=0),
+        help="Number of mistakes to show. (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
         "--json", metavar="FILE", type=Path, help="Also write the results to this JSON file. (default: none)"
     )
@@ -104,8 +91,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
     if not argv or argv[0].startswith("-"):
         raise UserError(f"Name the model first: {parser.prog} MODEL [--validation_file FILE].")
     own, words = parser.parse_known_args(argv)
-    if own.mistakes < 0:
-        raise UserError(f"--mistakes {own.mistakes}: must not be negative.")
     others = command_line.flags_in(words) - ACCEPTED
     named = command_line.names_of(words) & {"config", "dataset_name", "validation_file"}
     trained = trained_settings(own.model)

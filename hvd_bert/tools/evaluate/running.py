@@ -1,27 +1,37 @@
-"""The evaluation on all ranks: load the models, evaluate one after the other, print and write the results."""
+"""The evaluation on all ranks: load the models, evaluate one after the other, print and write what was found."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hvd_bert.config.settings import Config
+from hvd_bert.data.sources.questions import Question
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import EXIT_FAILURE, UserError
+from hvd_bert.evaluation import slices
+from hvd_bert.evaluation.bootstrap import CONFIDENCE, paired_difference
+from hvd_bert.evaluation.normalization import ANSWER_RULES
+from hvd_bert.evaluation.postprocess import Answer
+from hvd_bert.evaluation.samples import sample
+from hvd_bert.evaluation.squad_metric import question_scores
 from hvd_bert.output import output_dir, run_folder
-from hvd_bert.rendering.page import Page
+from hvd_bert.rendering.page import Grid, Listing, Page, Text
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import replacing, write_named, writing_to
 from hvd_bert.strategies.table import strategy_class
 from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.tasks.table import load_task
-from hvd_bert.tools.evaluate.results import MARK, Scored, page_of, results_of, scored
+from hvd_bert.tools.report.content import SHORT
 from hvd_bert.train.start import set_up
 
 
@@ -98,3 +108,195 @@ def _task(config: Config, world: World) -> Task:
     if not task.evaluates:
         raise UserError("There are no data to evaluate on: give --validation_file or --dataset_name.")
     return task
+
+
+GENERATOR = "hvd_bert.evaluate"
+MARK = f'"generator": "{GENERATOR}"'  # the beginning of the JSON file, by which it is recognized as this program's
+SCORES = ("exact_match", "f1")
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The questions and a model's answers. `scores`: of each question in percent, by the names in SCORES."""
+
+    questions: Sequence[Question]
+    answers: Sequence[Answer]
+    scores: dict[str, NDArray[np.float64]]
+
+
+def scored(questions: Sequence[Question], answers: Sequence[Answer], config: Config) -> Scored:
+    """The answers with their scores, whose means are the metrics of the evaluation."""
+    data, rules = config.data, ANSWER_RULES[config.data.answer_normalization]
+    found = []
+    for question, answer in zip(questions, answers, strict=True):
+        if answer.null_odds is not None and answer.null_odds > data.null_score_diff_threshold:
+            found.append((float(not question.answer_texts),) * 2)  # the official script does not look at the texts
+        else:
+            found.append(question_scores(question, answer.text, rules, data.version_2_with_negative))
+    columns = 100 * np.array(found).T
+    return Scored(questions, answers, dict(zip(SCORES, columns, strict=True)))
+
+
+def results_of(
+    configs: Sequence[Config], metrics: Sequence[dict[str, float]], models: Sequence[Scored], num_mistakes: int
+) -> dict[str, Any]:
+    """All results: of the evaluated model, and of the one that it is compared with if there is one.
+
+    `models`: empty for another task than question answering.
+    """
+    data, compared = configs[0].data, len(configs) == 2
+    return {
+        "generator": GENERATOR,
+        "model": configs[0].model.model_name_or_path,
+        "compared_with": configs[1].model.model_name_or_path if compared else None,
+        "data": data.validation_file or data.dataset_name or data.task,
+        "metrics": metrics[0],
+        "compared_metrics": metrics[1] if compared else None,
+        "slices": slices_of(models, data.answer_normalization) if models else {},
+        "mistakes": mistakes(models[0], num_mistakes) if models else [],
+        "settings": configs[0].as_flat(),
+        "compared_settings": configs[1].as_flat() if compared else None,
+    }
+
+
+def slices_of(models: Sequence[Scored], answer_normalization: str) -> dict[str, list[dict[str, Any]]]:
+    """Scores of all questions, and of groups of similar questions."""
+    questions, rules = models[0].questions, ANSWER_RULES[answer_normalization]
+    unit = "words" if answer_normalization == "squad" else "characters"
+    groups = {
+        "questions": slices.by_answer(questions),
+        "question word": slices.by_question_word(questions),
+        f"answer length in {unit}": slices.by_answer_length(questions, rules.units),
+        f"context length in {unit}": slices.by_context_length(questions, rules.units),
+    }
+    return {
+        title: [{"slice": name} | _row(models, members) for name, members in of_title.items()]
+        for title, of_title in groups.items()
+    }
+
+
+def _row(models: Sequence[Scored], members: NDArray[np.int64]) -> dict[str, Any]:
+    """Scores of some questions."""
+    found = [{name: model.scores[name][members] for name in SCORES} for model in models]
+    row: dict[str, Any] = {"questions": len(members)} | {name: float(found[0][name].mean()) for name in SCORES}
+    if len(found) == 1:
+        return row
+    first, second = (scores["exact_match"] == 100 for scores in found)
+    return row | {
+        "compared": {name: float(found[1][name].mean()) for name in SCORES},
+        "difference": {name: asdict(paired_difference(found[0][name], found[1][name])) for name in SCORES},
+        "only_right": int((first & ~second).sum()),
+        "only_compared_right": int((second & ~first).sum()),
+    }
+
+
+def mistakes(model: Scored, count: int) -> list[dict[str, Any]]:
+    """The `count` worst wrong answers: the lowest F1 first, and of equal ones the highest probability."""
+    wrong = np.flatnonzero(model.scores["exact_match"] < 100).tolist()
+    found = [
+        sample(model.questions[i], model.answers[i]) | {name: float(model.scores[name][i]) for name in SCORES}
+        for i in wrong
+    ]
+    return sorted(found, key=lambda mistake: (mistake["f1"], -mistake["probability"]))[:count]
+
+
+COMPARISON = (
+    f"A - B has an interval of {CONFIDENCE:.0%} confidence, by a paired bootstrap over the questions: it shows what"
+    " other questions of this kind could give. It does not cover other seeds of a training. Of many intervals, some"
+    " exclude 0 by chance. Only A, only B: questions that only this model answers exactly."
+)
+THRESHOLDS = (
+    "The best scores that another --null_score_diff_threshold would give on these questions. Choose it on other"
+    " questions than those whose scores you report."
+)
+
+
+def page_of(results: dict[str, Any]) -> Page:
+    """The results as a page."""
+    other = results["compared_with"]
+    page = Page(f"Evaluation of {results['model']}" + (f" (A) and {other} (B)" if other else ""))
+    losses = [metrics["eval_loss"] for metrics in (results["metrics"], results["compared_metrics"]) if metrics]
+    shown_losses = " and ".join(f"{loss:.4f}" for loss in losses)
+    page.add(Text(f"Data: {results['data']}. Validation loss: {shown_losses}."), Text("Scores", 2))
+    if not results["slices"]:  # another task than question answering
+        page.add(_metrics(results))
+    else:
+        overall, *slices = results["slices"].items()
+        page.add(*([_all_scores(overall[1]), Text(COMPARISON)] if other else [_grid(*overall)]))
+        page.add(Text("Scores by kind of question", 2), *(_grid(title, rows) for title, rows in slices))
+    if "best_f1" in results["metrics"]:
+        page.add(Text("Thresholds for no answer", 2), Text(THRESHOLDS), _thresholds(results))
+    if results["mistakes"]:
+        page.add(Text("Worst mistakes" + (" of A" if other else ""), 2), *_mistakes(results["mistakes"]))
+    return page
+
+
+def _metrics(results: dict[str, Any]) -> Grid:
+    """The metrics of any task."""
+    columns = [results["metrics"], *([results["compared_metrics"]] if results["compared_with"] else [])]
+    head = ["Metric", *(("A", "B") if len(columns) == 2 else ("value",))]
+    return Grid(head, [[name, *(f"{column[name]:.4f}" for column in columns)] for name in columns[0]])
+
+
+def _grid(title: str, rows: Sequence[dict[str, Any]]) -> Grid:
+    """One slicing: EM and F1 of one model, or the F1 of two."""
+    first = title[0].upper() + title[1:]
+    if "difference" not in rows[0]:
+        cells = [[row["slice"], str(row["questions"]), *(f"{row[name]:.2f}" for name in SHORT)] for row in rows]
+        return Grid([first, "count", *SHORT.values()], cells)
+    head = [first, "count", "F1 of A", "F1 of B", "A - B", "interval", "only A", "only B"]
+    return Grid(head, [[row["slice"], *_compared(row, "f1"), *_right(row)] for row in rows])
+
+
+def _all_scores(rows: Sequence[dict[str, Any]]) -> Grid:
+    """EM and F1 of two models on all questions."""
+    head = ["Questions", "score", "count", "A", "B", "A - B", "interval", "only A", "only B"]
+    cells = [
+        [row["slice"], short, *_compared(row, name), *_right(row)] for row in rows for name, short in SHORT.items()
+    ]
+    return Grid(head, cells, words=2)
+
+
+def _compared(row: dict[str, Any], name: str) -> list[str]:
+    difference = row["difference"][name]
+    interval = f"{difference['low']:+.2f} to {difference['high']:+.2f}"
+    scores = [f"{row[name]:.2f}", f"{row['compared'][name]:.2f}", f"{difference['mean']:+.2f}", interval]
+    return [str(row["questions"]), *scores]
+
+
+def _right(row: dict[str, Any]) -> list[str]:
+    return [str(row["only_right"]), str(row["only_compared_right"])]
+
+
+def _thresholds(results: dict[str, Any]) -> Grid:
+    """The best thresholds, with as many digits as it takes to reproduce the best scores."""
+    rows = []
+    for key, name in (("metrics", "A"), ("compared_metrics", "B")):
+        metrics = results[key] or {}
+        for best, now, short in (("best_exact", "exact_match", "EM"), ("best_f1", "f1", "F1")):
+            if metrics:
+                model = [name] if results["compared_with"] else []
+                rows.append([*model, short, f"{metrics[now]:.2f}", f"{metrics[best]:.2f}", _threshold(metrics, best)])
+    head = [*(["Model"] if results["compared_with"] else []), "Score", "now", "best", "threshold of the best"]
+    return Grid(head, rows, words=len(head) - 3)
+
+
+def _threshold(metrics: dict[str, float], best: str) -> str:
+    """The best threshold. The official script's is 0.0 if answering nothing is best, also where odds are below 0."""
+    answering_nothing = 100.0 * metrics.get("NoAns_total", 0) / metrics["total"]
+    if metrics[best] == answering_nothing:
+        return "below all odds: never answer"
+    return repr(metrics[f"{best}_thresh"])
+
+
+def _mistakes(mistakes: Sequence[dict[str, Any]]) -> Iterator[Text | Listing]:
+    for number, mistake in enumerate(mistakes, start=1):
+        yield Text(f"{number}. {mistake['question']}")
+        yield Listing(
+            [
+                f"expected: {' | '.join(mistake['answers']) or '(no answer)'}",
+                f"predicted: {mistake['prediction'] or '(no answer)'} (probability {mistake['probability']:.2f},"
+                f" F1 {mistake['f1']:.0f})",
+                f"context: {mistake['context']}",
+            ]
+        )

@@ -45,12 +45,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="MODEL_FOLDER", type=Path, help="Output folder of a finished training.")
     parser.add_argument(
-        "--repo_id",
-        metavar="USER/NAME",
-        type=str,
-        required=True,
+        "--repo_id", metavar="USER/NAME", type=str, required=True,
         help="Repository on the hub. It is created if missing. (required)",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--private", action="store_true", help="Create it as a private repository. An existing public one is refused."
     )

@@ -153,7 +153,7 @@ def _networks(flags: argparse.Namespace) -> list[tuple[str, Network]]:
         try:
             text = LAUNCHERS_MARK.sub("", read_text(flags.doctor))
             report = parse_json(text[max(0, text.find("{")) :])
-            link, _ = projection.doctors_link(report, flags.cycle_ms / 1000)
+            link = projection.doctors_link(report, flags.cycle_ms / 1000)
         except OSError as error:
             raise UserError(f"--doctor {flags.doctor}: cannot be read: {error.strerror or error}.") from None
         except UserError as error:

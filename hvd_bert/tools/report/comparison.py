@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,7 +48,17 @@ class Table:
     @property
     def scales(self) -> bool:
         """Whether there is more than one number of devices."""
-        return len({line.group.one.devices for line in self.lines}) > 1
+        return len(self.device_counts) > 1
+
+    @property
+    def device_counts(self) -> list[int]:
+        """The numbers of devices, in increasing order."""
+        return sorted({line.group.one.devices for line in self.lines})
+
+    @property
+    def labels(self) -> list[str]:
+        """The labels of the groups, each once."""
+        return list(dict.fromkeys(line.group.label for line in self.lines))
 
     @property
     def title(self) -> str:
@@ -86,14 +96,13 @@ def parse_baseline(text: str) -> tuple[str, int]:
 
 def same_hardware(runs: Sequence[Run]) -> tuple[list[Run], list[LeftOut]]:
     """The runs on the most common hardware, and the others."""
-    commonest = Counter(run.device_name for run in runs).most_common(1)
-    kept = [run for run in runs if run.device_name == commonest[0][0]]
+    most = statistics.mode(run.device_name for run in runs)
     left = [
-        LeftOut(run.name, f"ran on {run.device_name}, most runs on {commonest[0][0]}: report it separately")
+        LeftOut(run.name, f"ran on {run.device_name}, most runs on {most}: report it separately")
         for run in runs
-        if run.device_name != commonest[0][0]
+        if run.device_name != most
     ]
-    return kept, left
+    return [run for run in runs if run.device_name == most], left
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
@@ -126,9 +135,10 @@ def _label(run: Run, runs: Sequence[Run]) -> str:
 def tables(groups: Sequence[Group], baseline: tuple[str, int] | None, tolerance: Tolerance) -> list[Table]:
     """All tables of the groups: strong scaling, then weak scaling. Other groups are compared side by side."""
     made = []
-    for kind, size_of in ((STRONG, _global_batch), (WEAK, _per_device)):
-        for size in sorted({size_of(group) for group in groups}):
-            members = [group for group in groups if size_of(group) == size]
+    for kind in (STRONG, WEAK):
+        sizes = [group.one.global_batch if kind == STRONG else group.windows_per_device for group in groups]
+        for size in sorted(set(sizes)):
+            members = [group for group, own in zip(groups, sizes, strict=True) if own == size]
             made += _tables_of(kind, size, members, baseline, tolerance)
     shown = {id(line.group) for table in made for line in table.lines if table.scales}
     return [
@@ -136,14 +146,6 @@ def tables(groups: Sequence[Group], baseline: tuple[str, int] | None, tolerance:
         for table in made
         if table.scales or (table.kind == STRONG and any(id(line.group) not in shown for line in table.lines))
     ]
-
-
-def _global_batch(group: Group) -> float:
-    return group.one.global_batch
-
-
-def _per_device(group: Group) -> float:
-    return group.windows_per_device
 
 
 def _tables_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import methodcaller
 from typing import Any
 
 from hvd_bert.rendering.page import DASH, Grid
@@ -10,7 +11,7 @@ from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.report.comparability import EARLY_STEPS, NATS, STRONG, Group, Tolerance
 from hvd_bert.tools.report.comparison import RANGE, RESAMPLES, UNCHECKED, Line, Table, counted
 from hvd_bert.tools.report.projection import Projection, Step
-from hvd_bert.tools.runs.run import LeftOut, Run
+from hvd_bert.tools.runs.run import PROCESS_TIMES, LeftOut, Run
 
 SHORT = {"exact_match": "EM", "f1": "F1"}  # names of scores in tables
 SPREAD = 0.1  # of the repeats, over their median; a larger spread is a caveat
@@ -62,8 +63,7 @@ def costs(table: Table) -> Grid:
         memory = group.median(lambda run: run.memory_bytes)
         share = group.median(lambda run: run.exposed_share)
         cells = [group.label, str(group.one.ranks)]
-        times = (lambda run: run.real_s, lambda run: run.user_s, lambda run: run.system_s)
-        cells += [_seconds(group.median(time)) for time in times]
+        cells += [_seconds(group.median(methodcaller("process_s", kind))) for kind in PROCESS_TIMES]
         cells += [number(None if memory is None else memory / GIB, ".2f"), number(share, ".1%")]
         cells += [number(group.median(lambda run: run.last_loss), ".4f"), line.checked or DASH]
         cells += [_score(group, name) for name in scores]
@@ -257,12 +257,12 @@ def table_rows(tables: Iterable[Table]) -> list[dict[str, Any]]:
 def run_rows(runs: Iterable[Run], left_out: Iterable[LeftOut]) -> list[dict[str, Any]]:
     """CSV rows, one per run."""
     keys = ("strategy", "nodes", "ranks", "devices", "global_batch", "steps", "windows", "seed", "device_name")
-    figures = ("windows_per_s", "step_s", "exposed_share", "real_s", "user_s", "system_s", "memory_bytes", "last_loss")
+    figures = ("windows_per_s", "step_s", "exposed_share", *PROCESS_TIMES, "memory_bytes", "last_loss")
     used = [
         {"run": run.name}
         | {key: getattr(run, key) for key in keys}
         | {"train_runtime_s": run.runtime_s}
-        | {key: getattr(run, key) for key in figures}
+        | {key: run.process_s(key) if key in PROCESS_TIMES else getattr(run, key) for key in figures}
         | {"left_out": ""}
         | dict(run.scores)  # last, since tasks have different ones
         for run in runs

@@ -10,7 +10,7 @@ import numpy as np
 from hvd_bert.monitoring import PHASES
 from hvd_bert.rendering.charts import Chart, Series
 from hvd_bert.tools.report.content import SHORT
-from hvd_bert.tools.runs.record import Columns, Record
+from hvd_bert.tools.runs.record import Record
 
 PHASE_NAMES = {"exposed_comm": "exposed communication", "data": "waiting for data", "compute": "forward and backward"}
 
@@ -92,13 +92,12 @@ def gpu_usage(record: Record) -> list[Chart]:
     by_rank = {int(rank): record.gpus.of("rank", rank) for rank in np.unique(record.gpus["rank"]) if rank >= 0}
     if not by_rank:  # only rank 0's, in metrics.jsonl
         by_rank = {0: record.steps}
-    charts = [Chart(title, "step", unit, _by_rank(by_rank, key)) for key, (title, unit) in keys.items()]
+    charts = []
+    for key, (title, unit) in keys.items():
+        series = [
+            Series(f"rank {rank}", lines["step"], lines[key], number)
+            for number, (rank, lines) in enumerate(by_rank.items())
+            if key in lines
+        ]
+        charts.append(Chart(title, "step", unit, series))
     return [chart for chart in charts if chart.series]
-
-
-def _by_rank(by_rank: dict[int, Columns], key: str) -> list[Series]:
-    return [
-        Series(f"rank {rank}", lines["step"], lines[key], number)
-        for number, (rank, lines) in enumerate(by_rank.items())
-        if key in lines
-    ]

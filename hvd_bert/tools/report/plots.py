@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hvd_bert.rendering.style import COLOURS, STYLE
+from hvd_bert.rendering.style import COLOURS, STYLE, png
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.report.comparability import WEAK
 from hvd_bert.tools.report.comparison import Line, Table
@@ -25,41 +24,35 @@ LINEAR_UP_TO = 8  # times the fewest devices; beyond that the axis is logarithmi
 MAX_POINTS = 60  # of a loss curve; more are averaged
 
 
-def _labels(table: Table) -> list[str]:
-    return list(dict.fromkeys(line.group.label for line in table.lines))
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
-
-
 def scaling(table: Table) -> bytes:
     """Speed-up, efficiency, throughput and memory of a table against the number of devices."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10, 7.6), layout="constrained")
         axes = figure.subplots(2, 2)
         base = table.baseline.one.devices
-        counts = sorted({line.group.one.devices for line in table.lines})
+        counts = table.device_counts
         _ideal(axes[0, 0], counts, 1 / base)
         _panel(axes[0, 0], table, "Speed-up", lambda line: _spread(line.speedup, line.speedup_min, line.speedup_max))
         _ideal(axes[0, 1], counts, 0)
-        _panel(axes[0, 1], table, "Efficiency", lambda line: _spread(line.efficiency, *_efficiencies(line)))
-        _panel(axes[1, 0], table, f"Throughput, {table.lines[0].group.one.unit}/s", _throughput)
+        _panel(axes[0, 1], table, "Efficiency", _efficiency)
+        _panel(
+            axes[1, 0], table, f"Throughput, {table.lines[0].group.one.unit}/s",
+            lambda line: None if line.reason else (line.group.windows_per_s, *line.group.spread()),
+        )  # fmt: skip
         _panel(axes[1, 1], table, "Memory per rank, GiB", _memory)
         handles, names = axes[1, 0].get_legend_handles_labels()
         ideal, ideal_name = axes[0, 0].get_legend_handles_labels()
         handles, names = [*handles, ideal[0]], [*names, ideal_name[0]]
         figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 7), title=table.title)
-        return _png(figure)
+        return png(figure)
 
 
-def _efficiencies(line: Line) -> tuple[float | None, float | None]:
-    if line.speedup is None or line.efficiency is None or line.speedup_min is None or line.speedup_max is None:
-        return None, None
+def _efficiency(line: Line) -> tuple[float, float, float] | None:
+    found = _spread(line.speedup, line.speedup_min, line.speedup_max)
+    if found is None or line.speedup is None or line.efficiency is None:
+        return None
     over = line.efficiency / line.speedup
-    return line.speedup_min * over, line.speedup_max * over
+    return found[0] * over, found[1] * over, found[2] * over
 
 
 def _spread(value: float | None, minimum: float | None, maximum: float | None) -> tuple[float, float, float] | None:
@@ -67,10 +60,6 @@ def _spread(value: float | None, minimum: float | None, maximum: float | None) -
     if value is None:
         return None
     return (value, value, value) if minimum is None or maximum is None else (value, minimum, maximum)
-
-
-def _throughput(line: Line) -> tuple[float, float, float] | None:
-    return None if line.reason else (line.group.windows_per_s, *line.group.spread())
 
 
 def _memory(line: Line) -> tuple[float, float, float] | None:
@@ -91,8 +80,8 @@ def _panel(
     axes: Axes, table: Table, title: str, figure_of: Callable[[Line], tuple[float, float, float] | None]
 ) -> None:
     """One line per strategy, shifted a little so that none hides another, with bars from minimum to maximum."""
-    labels = _labels(table)
-    counts = sorted({line.group.one.devices for line in table.lines})
+    labels = table.labels
+    counts = table.device_counts
     linear = counts[-1] <= LINEAR_UP_TO * counts[0]
     for number, label in enumerate(labels):
         shift = (number - (len(labels) - 1) / 2) * (0.018 * (counts[-1] - counts[0]) if linear else 0.05)
@@ -127,7 +116,7 @@ def losses(table: Table) -> bytes:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10, 4.4), layout="constrained")
         axes = figure.subplots()
-        labels, counts = _labels(table), sorted({line.group.one.devices for line in table.lines})
+        labels, counts = table.labels, table.device_counts
         for line in table.lines:
             run = line.group.one
             steps, values = _curve(line.group.runs)
@@ -144,7 +133,7 @@ def losses(table: Table) -> bytes:
         axes.set_xlabel("optimizer step" if table.kind != WEAK else "optimizer step (more windows on more devices)")
         axes.set_ylim(bottom=0)
         axes.legend(title="strategy, devices", loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
-        return _png(figure)
+        return png(figure)
 
 
 def _curve(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
@@ -189,12 +178,12 @@ def projected(projection: Projection, table: Table | None) -> bytes:
         handles, labels = left.get_legend_handles_labels()
         title = f"Projected. {projection.title}\n({projection.ends})"
         figure.legend(handles, labels, loc="outside upper center", ncols=2, title=title)
-        return _png(figure)
+        return png(figure)
 
 
 def _measured(axes: Axes, table: Table, figure_of: Callable[[Line], float | None]) -> None:
     scale = 1 if table.baseline.one.devices == 1 else None  # the projection's speed-ups are over one device
-    labels = _labels(table)
+    labels = table.labels
     for number, label in enumerate(labels):
         lines = [line for line in table.lines if line.group.label == label]
         points = [(line.group.one.devices, value) for line in lines if (value := figure_of(line)) is not None]

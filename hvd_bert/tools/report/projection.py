@@ -201,7 +201,7 @@ def measured_step(
         )
     if size is None:
         raise NoStep(f"{group.name} does not record the number of weights of its model: use --parameters")
-    late = run.late_parameters if parameters is None else 0
+    late = 0 if parameters else run.late_parameters or 0
     # Weak scaling starts from the measured step of a device. Strong scaling puts the work of all the baseline's devices
     # on one device.
     scale = run.devices if kind == STRONG else 1
@@ -215,8 +215,8 @@ def link_of(gbps: float, latency_us: float) -> Link:
     return Link(gbps * 1e9 / 8, latency_us * 1e-6)
 
 
-def doctors_link(report: Mapping[str, Any], cycle_s: float) -> tuple[Link, str]:
-    """The link that `hvd-bert doctor --json` measured, and how it was measured. Raises UserError.
+def doctors_link(report: Mapping[str, Any], cycle_s: float) -> Link:
+    """The link that `hvd-bert doctor --json` measured. Raises UserError.
 
     Latency: from the allreduce of 4 bytes: MPI's takes ceil(log2 N) rounds; Horovod's takes one cycle and a ring.
     Bandwidth: from Horovod's large allreduce, minus the latency of a ring.
@@ -227,7 +227,7 @@ def doctors_link(report: Mapping[str, Any], cycle_s: float) -> tuple[Link, str]:
             for row in report["allreduce"]
         ]
         large = max(num_bytes for _, num_bytes, _, _ in timings)
-        method, _, ranks, seconds = next(row for row in timings if row[1] == large and row[0].startswith("Horovod"))
+        _, _, ranks, seconds = next(row for row in timings if row[1] == large and row[0].startswith("Horovod"))
         small = {name.startswith("Horovod"): median for name, size, _, median in timings if size == 4}
         if False in small:
             latency = small[False] / math.ceil(math.log2(ranks))
@@ -236,8 +236,7 @@ def doctors_link(report: Mapping[str, Any], cycle_s: float) -> tuple[Link, str]:
         sending = max(seconds - 2 * (ranks - 1) * latency, 1e-3 * seconds)
     except (KeyError, TypeError, ValueError, StopIteration, ZeroDivisionError):
         raise UserError("has no allreduce of 2 ranks or more: run `horovodrun -np 2 hvd-bert doctor --json`.") from None
-    link = Link(2 * (ranks - 1) / ranks * large / sending, latency)
-    return link, f"measured by doctor, {ranks} ranks, {method}"
+    return Link(2 * (ranks - 1) / ranks * large / sending, latency)
 
 
 def baselines(tables: Sequence[Table], groups: Sequence[Group], chosen: tuple[str, int] | None) -> list[Group]:

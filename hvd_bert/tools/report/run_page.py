@@ -188,16 +188,15 @@ def _checkpoints(record: Record) -> list[Block]:
 
 
 def _warnings(record: Record) -> list[Block]:
-    shown = [f"{_by(event)}{event.get('message')}" for event in record.warnings]
+    shown = []
+    for event in record.warnings:
+        recorded = event.get("ranks")
+        ranks = [rank for rank in recorded if isinstance(rank, int)] if isinstance(recorded, list) else []
+        by = f"{describe_ranks(ranks)}: " if ranks not in ([], [0]) else ""
+        shown.append(f"{by}{event.get('message')}")
     counts = {text: shown.count(text) for text in dict.fromkeys(shown)}
     items = [text + (f" ({count} times)" if count > 1 else "") for text, count in counts.items()]
     return [Listing([*items, *record.problems])] if items or record.problems else []
-
-
-def _by(event: Mapping[str, Any]) -> str:
-    recorded = event.get("ranks")
-    ranks = [rank for rank in recorded if isinstance(rank, int)] if isinstance(recorded, list) else []
-    return f"{describe_ranks(ranks)}: " if ranks not in ([], [0]) else ""
 
 
 def _settings(record: Record) -> list[Block]:
@@ -229,14 +228,10 @@ def _reproduce(record: Record) -> list[Block]:
         blocks += [Text(started), Code(str(command))]
     if record.settings:
         blocks.append(Text(f"{'Under the same launcher, this' if size > 1 else 'This'} has all settings of the run:"))
-        blocks.append(Code(_from_settings(record)))
+        name = "train_config.yaml" if record.settings.get("do_train", True) else "eval_config.yaml"
+        file = shlex.quote(f"{record.name}/{name}")
+        blocks.append(Code(f"python -m hvd_bert.train --config {file} --output_dir NEW_FOLDER"))
     return blocks
-
-
-def _from_settings(record: Record) -> str:
-    name = "train_config.yaml" if record.settings.get("do_train", True) else "eval_config.yaml"
-    file = shlex.quote(f"{record.name}/{name}")
-    return f"python -m hvd_bert.train --config {file} --output_dir NEW_FOLDER"
 
 
 def summary(record: Record) -> Sequence[str]:

@@ -1,21 +1,20 @@
-"""Reads runs from their output folders and checks them; unusable runs are left out, with the reason."""
+"""Finished runs, read from their output folders and checked. Unusable ones are left out, with the reason."""
 
 from __future__ import annotations
 
 import math
 import os
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict
 from safetensors import SafetensorError, safe_open
 
 from hvd_bert.errors import UserError
-from hvd_bert.monitoring import PHASES
 from hvd_bert.rendering.text import visible
-from hvd_bert.storage.reading import parse_json, read_json, read_text, read_yaml
-from hvd_bert.tools.runs.run import LeftOut, Row, Run
+from hvd_bert.storage.reading import Kind, convert, parse_json, read_json, read_text, read_yaml
+from hvd_bert.tools.runs.run import LeftOut, Number, Results, Row, Run, SweepFile
 
 RESULTS, METRICS, SETTINGS, SCORES = "train_results.json", "metrics.jsonl", "train_config.yaml", "eval_results.json"
 EVALUATED_ONLY = "eval_config.yaml"
@@ -25,7 +24,6 @@ SWEEP = "sweep.json"  # `hvd-bert bench sweep` writes it to the folder above its
 REPEATED = ("--seed",)
 IN_STEPS = ("--num_train_epochs", "--max_steps")
 OF_THE_STRATEGY = ("--fp16_allreduce", "--gradient_predivide_factor")
-LARGEST = 1e300
 MAX_DIGITS = 16  # of a number of weights
 MAX_METRICS = 2**32  # bytes: millions of lines
 # For runs of older versions, which did not record the number of weights whose gradients come last: parts of the names
@@ -88,14 +86,14 @@ def unrun(paths: Sequence[Path]) -> dict[Path, LeftOut]:
 
 def _unrun_of(folder: Path) -> dict[Path, LeftOut]:
     try:
-        points = _Record(SWEEP, _load(folder / SWEEP)).sequence("points")
+        points = _converted(SWEEP, _load(folder / SWEEP), SweepFile).points
     except Unusable as error:
         return {folder / SWEEP: LeftOut(str(folder), str(error))}
-    missing = [point for point in points if isinstance(point, dict) and point.get("state") in ("skipped", "failed")]
     together: dict[tuple[str, str], list[str]] = {}
-    for point in missing:
-        why = f"{point['state']}: {str(point.get('reason') or 'no reason is recorded').rstrip('.')}"
-        together.setdefault((str(point.get("strategy")), why), []).append(str(point.get("name")))
+    for point in points:
+        if point.state in ("skipped", "failed"):
+            why = f"{point.state}: {(point.reason or 'no reason is recorded').rstrip('.')}"
+            together.setdefault((point.strategy, why), []).append(point.name)
     return {
         folder / name: LeftOut(f"{strategy} ({', '.join(names)} of {folder})", why)
         for (strategy, why), names in together.items()
@@ -108,91 +106,48 @@ def read(folder: Path) -> Run:
     if not (folder / RESULTS).exists():
         trained = (folder / SETTINGS).exists() or (folder / METRICS).exists()
         raise Unusable(f"not finished: it has no {RESULTS}" if trained else "evaluated only, not trained")
-    results = _Record(RESULTS, _load(folder / RESULTS))
-    work = results.mapping("work")
-    if not work:
+    values = _load(folder / RESULTS)
+    if isinstance(values, dict) and not values.get("work"):
         raise Unusable(f"its {RESULTS} has no `work`: it was written by an older version")
-    ranks = results.count("world_size")
-    devices = ranks * (results.count("devices_per_rank") if "devices_per_rank" in results.values else 1)
-    processes = _processes(results)
-    scores = _Record(SCORES, _load(folder / SCORES)) if os.path.lexists(folder / SCORES) else None
-    # A task may have none, and older runs of question answering do not name theirs.
-    names = list(map(str, results.sequence("scores") if "scores" in results.values else ["exact_match", "f1"]))
-    settings = settings_of(folder / SETTINGS)
-    strategy = visible(str(results.values.get("strategy") or "horovod"))
+    results = _converted(RESULTS, values, Results)
+    work, settings = _texts(results.work), settings_of(folder / SETTINGS)
+    results.strategy, results.device_name = visible(results.strategy), visible(results.device_name)
     variant = {name: work[name] for name in OF_THE_STRATEGY if name in work}
-    variant |= {"--num_groups": str(settings.get("num_groups") or 0)} if strategy == "horovod" else {}
-    variant |= {"--zero_stage": str(settings.get("zero_stage"))} if strategy == "deepspeed" else {}
-    places = results.values.get("ranks") or [{}]
+    variant |= {"--num_groups": str(settings.get("num_groups") or 0)} if results.strategy == "horovod" else {}
+    variant |= {"--zero_stage": str(settings.get("zero_stage"))} if results.strategy == "deepspeed" else {}
     parameters, late = _parameters(folder, work)
-    if "late_parameters" in results.values:
-        late = results.count("late_parameters", minimum=0)
+    if results.late_parameters is None:
+        results.late_parameters = late
+    results.work = {name: work[name] for name in work if name not in (*REPEATED, *IN_STEPS, *OF_THE_STRATEGY)}
+    results.versions = _texts(results.versions)
     return Run(
+        **asdict(results),
         name=str(folder),
-        strategy=strategy,
-        variant=variant | {"controller": visible(str(results.values.get("controller")))},
-        nodes=max(1, len(results.sequence("hosts"))),
-        ranks=ranks,
-        devices=devices,
-        global_batch=results.count("global_batch"),
-        steps=results.count("train_steps"),
-        windows=results.count("train_samples"),
-        learning_rate=results.number("learning_rate"),
-        seed=results.count("seed", minimum=0),
+        variant=variant | {"controller": visible(str(results.controller))},
         without_dropout=work.get("--dropout") in ("0", "0.0"),
-        work={name: value for name, value in work.items() if name not in (*REPEATED, *IN_STEPS, *OF_THE_STRATEGY)},
-        device_name=visible(str(results.values.get("device_name"))),
-        on_cpu=isinstance(places, list) and isinstance(places[0], dict) and places[0].get("device") == "cpu",
-        threads=results.count("threads_per_rank"),
-        versions=results.mapping("versions"),
         rows=_rows(folder / METRICS),
-        runtime_s=results.number("train_runtime"),
-        real_s=_median(processes, "real_s"),
-        user_s=_median(processes, "user_s"),
-        system_s=_median(processes, "system_s"),
-        memory_bytes=max((p["memory_peak_bytes"] for p in processes if "memory_peak_bytes" in p), default=None),
-        scores={name: scores.number(name) if scores else None for name in names},
-        unit=str(results.values.get("unit", "windows")),
-        passes=_passes(settings, results.count("global_batch") / devices),
+        scores=_scores(folder / SCORES, results.score_names),
+        passes=_passes(settings, results.global_batch / (results.ranks * results.devices_per_rank)),
         parameters=parameters,
-        late_parameters=late,
     )
 
 
-class _Record:
-    """A JSON object of a run; reading a value of the wrong type or range raises Unusable."""
+def _converted(file: str, value: Any, kind: type[Kind]) -> Kind:
+    try:
+        return convert(value, kind)
+    except ValueError as error:
+        raise Unusable(f"{file} is damaged: {error}") from None
 
-    def __init__(self, file: str, values: Any) -> None:
-        if not isinstance(values, dict):
-            raise Unusable(f"{file} is damaged: not a JSON object")
-        self.file, self.values = file, values
 
-    def number(self, key: str) -> float:
-        """A finite number."""
-        value = self.values.get(key)
-        # A comparison instead of math.isfinite, since a whole number may be too large for a float.
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -LARGEST < value < LARGEST:
-            raise Unusable(f"{self.file} is damaged: {key} is {str(value)[:50]}, not a number")
-        return float(value)
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+    return {visible(name): visible(str(value)) for name, value in values.items()}
 
-    def count(self, key: str, minimum: int = 1) -> int:
-        """A whole number of at least `minimum`."""
-        value = self.number(key)
-        if value != int(value) or value < minimum:
-            raise Unusable(f"{self.file} is damaged: {key} is {value:g}")
-        return int(value)
 
-    def sequence(self, key: str) -> list[Any]:
-        """A list; empty if it is missing."""
-        value = self.values.get(key)
-        return value if isinstance(value, list) else []
-
-    def mapping(self, key: str) -> dict[str, str]:
-        """An object's values as text; empty if it is missing."""
-        value = self.values.get(key)
-        return (
-            {visible(str(name)): visible(str(item)) for name, item in value.items()} if isinstance(value, dict) else {}
-        )
+def _scores(path: Path, names: Sequence[str]) -> dict[str, float | None]:
+    if not os.path.lexists(path):
+        return dict.fromkeys(names)
+    values = _converted(path.name, _load(path), dict[str, Any])
+    return {name: _converted(f"{path.name}, {name},", values.get(name), Number) for name in names}
 
 
 def _load(path: Path) -> Any:
@@ -213,40 +168,21 @@ def _rows(path: Path) -> tuple[Row, ...]:
     rows: list[Row] = []
     if not lines[-1]:  # after the last line's end
         lines.pop()
-    for number, line in enumerate(lines, start=1):
+    for number, text in enumerate(lines, start=1):
         where = f"{path.name}, line {number},"
         try:
-            record = _Record(where, parse_json(line))
+            values = parse_json(text)
         except ValueError as error:
             raise Unusable(f"{where} is damaged: not valid JSON ({error})") from None
-        if any(key.startswith("eval_") for key in record.values):
+        if isinstance(values, dict) and any(key.startswith("eval_") for key in values):
             continue
-        numbers = {key: record.number(key) for key in ("loss", "windows_per_s", "step_s")}
-        phases = {name: record.number(f"{name}_s") for name in PHASES if f"{name}_s" in record.values}
-        row = Row(step=record.count("step"), phases=phases, **numbers)
+        row = _converted(where, values, Row)
         if rows and row.step <= rows[-1].step:
             raise Unusable(f"{where} is damaged: step {row.step} comes after step {rows[-1].step}")
-        if row.step_s <= 0 or row.windows_per_s <= 0:
-            raise Unusable(f"{where} is damaged: a step took {row.step_s:g} s, at {row.windows_per_s:g} windows/s")
         rows.append(row)
     if len(rows) < 2:
         raise Unusable(f"{path.name} has {len(rows)} line(s) of steps, but the first is warm-up: lower --logging_steps")
     return tuple(rows)
-
-
-def _processes(results: _Record) -> list[dict[str, float]]:
-    """Time and memory of each rank's process, as far as recorded."""
-    processes = []
-    for item in results.sequence("processes"):
-        record = _Record(f"{RESULTS}, processes,", item)
-        keys = ("real_s", "user_s", "system_s", "memory_peak_bytes")
-        processes.append({key: record.number(key) for key in keys if record.values.get(key) is not None})
-    return processes
-
-
-def _median(processes: Sequence[Mapping[str, float]], key: str) -> float | None:
-    values = [process[key] for process in processes if key in process]
-    return statistics.median(values) if values else None
 
 
 def settings_of(path: Path) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +20,8 @@ from numpy.typing import NDArray
 from hvd_bert.storage import locks
 from hvd_bert.storage.locks import LOCK
 from hvd_bert.storage.reading import open_regular, parse_json, read_json
-from hvd_bert.tools.runs.reading import EVALUATED_ONLY, LARGEST, METRICS, RESULTS, SCORES, SETTINGS, settings_of
+from hvd_bert.tools.runs.reading import EVALUATED_ONLY, METRICS, RESULTS, SCORES, SETTINGS, settings_of
+from hvd_bert.tools.runs.run import LARGEST
 
 EVENTS, SAMPLES, GPUS = "events.jsonl", "eval_samples.json", "gpu_usage.jsonl"
 NUMERIC = ("skipped_step", "loss_jump", "infinite_loss")  # events
@@ -240,44 +240,26 @@ def _lines(path: Path, problems: list[str]) -> Iterator[Any]:
 
 def _metrics(path: Path, problems: list[str]) -> tuple[Columns, Columns]:
     """The lines of the steps, in increasing order, and those of the evaluations."""
-    kinds: tuple[dict[str, array[float]], dict[str, array[float]]] = ({}, {})
-    counts, last, left_out = [0, 0], -1, 0
+    steps: list[Mapping[str, Any]] = []
+    evaluations: list[Mapping[str, Any]] = []
+    left_out = 0
     for line in _lines(path, problems):
         if not isinstance(line, dict) or type(line.get("step")) is not int:
             continue
-        kind, step = any(key.startswith("eval_") for key in line), line["step"]
-        if not (0 if kind else last + 1) <= step < MAX_STEP:
+        evaluated = any(key.startswith("eval_") for key in line)
+        first = steps[-1]["step"] + 1 if steps and not evaluated else 0
+        if first <= line["step"] < MAX_STEP:
+            (evaluations if evaluated else steps).append(line)
+        else:
             left_out += 1
-            continue
-        last = last if kind else step
-        _append(kinds[kind], line, counts[kind])
-        counts[kind] += 1
     if left_out:
         problems.append(f"{path.name}: lines without a step that increases are left out ({left_out})")
-    steps, evaluations = (_filled(columns, count) for columns, count in zip(kinds, counts, strict=True))
-    return steps, evaluations
+    return _columns(steps), _columns(evaluations)
 
 
-def _columns(lines: list[dict[str, Any]]) -> Columns:
-    columns: dict[str, array[float]] = {}
-    for number, line in enumerate(lines):
-        _append(columns, line, number)
-    return _filled(columns, len(lines))
-
-
-def _append(columns: dict[str, array[float]], line: Mapping[str, Any], number: int) -> None:
-    """Add line `number` to the columns, compactly: a sweep has millions of values."""
-    for key, value in line.items():
-        if isinstance(value, (int, float)) and abs(value) < LARGEST:
-            column = columns.setdefault(key, array("d"))
-            column.extend([math.nan] * (number - len(column)))
-            column.append(value)
-
-
-def _filled(columns: Mapping[str, array[float]], count: int) -> Columns:
-    for column in columns.values():
-        column.extend([math.nan] * (count - len(column)))
-    return Columns({key: np.array(column) for key, column in columns.items()})
+def _columns(lines: Sequence[Mapping[str, Any]]) -> Columns:
+    keys = dict.fromkeys(key for line in lines for key in line)
+    return Columns({key: np.array([number_of(line.get(key)) for line in lines], np.float64) for key in keys})
 
 
 def _checkpoints(folder: Path, problems: list[str]) -> list[Checkpoint]:

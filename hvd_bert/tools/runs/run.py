@@ -1,4 +1,4 @@
-"""A finished run, and the figures that reports derive from it."""
+"""A finished run: the types of its files, and the figures that reports derive from it."""
 
 from __future__ import annotations
 
@@ -6,58 +6,115 @@ import itertools
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, field
+
+from hvd_bert.storage.reading import Count
+
+LARGEST = 1e300  # so that products and sums are finite
+Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
+Positive = Annotated[float, Meta(gt=0, le=LARGEST)]
+AtLeastOne = Annotated[int, Meta(ge=1, le=2**53)]
+PROCESS_TIMES = ("real_s", "user_s", "system_s")
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(Struct):
     """A line of metrics.jsonl: mean loss since the previous line, windows/s, seconds per step and per phase of it."""
 
-    step: int
-    loss: float
-    windows_per_s: float
-    step_s: float
-    phases: Mapping[str, float]
+    step: AtLeastOne
+    loss: Number
+    windows_per_s: Positive
+    step_s: Positive
+    data_s: Number | None = None
+    compute_s: Number | None = None
+    exposed_comm_s: Number | None = None
+    optimizer_s: Number | None = None
+    checkpoint_s: Number | None = None
+    other_s: Number | None = None
 
 
-@dataclass(frozen=True)
-class Run:
+class Process(Struct):
+    """Times and memory of a rank's whole process."""
+
+    real_s: Number | None = None
+    user_s: Number | None = None
+    system_s: Number | None = None
+    memory_peak_bytes: Number | None = None
+
+
+NAMES = {
+    "ranks": "world_size", "steps": "train_steps", "windows": "train_samples", "runtime_s": "train_runtime",
+    "threads": "threads_per_rank", "places": "ranks", "score_names": "scores",
+}  # fmt: skip
+
+
+class Results(Struct, kw_only=True, rename=NAMES):
+    """train_results.json. Older runs lack what has a default."""
+
+    work: dict[str, Any]
+    ranks: AtLeastOne
+    global_batch: AtLeastOne
+    steps: AtLeastOne
+    windows: AtLeastOne
+    runtime_s: Number
+    learning_rate: Number
+    seed: Count
+    threads: AtLeastOne
+    devices_per_rank: AtLeastOne = 1
+    strategy: str = "horovod"
+    controller: str | None = None
+    device_name: str = "unknown"
+    unit: str = "windows"
+    hosts: list[str] = []
+    places: list[dict[str, Any]] = []
+    score_names: list[str] = field(default_factory=lambda: ["exact_match", "f1"])
+    versions: dict[str, Any] = {}
+    processes: list[Process] = []
+    late_parameters: Count | None = None
+
+
+class Run(Results, kw_only=True, rename=NAMES | {"scores": "values"}):
     """A finished run; None: not recorded. The steady state is every line after the first.
 
-    `devices`: GPUs, or ranks on CPUs. `work`: settings, model and data; equal if two runs did the same work.
-    `variant`: settings of the strategy. `real_s`, `user_s`, `system_s`: of the whole process, medians over the ranks.
-    `memory_bytes`: the maximum over the ranks. `scores`: of the last evaluation. `unit`: what a step takes, such as
-    windows. `passes`: micro-batches per step. `parameters`: of the model; `late_parameters`: those whose
-    gradients are ready only at the end of the backward pass.
+    `work`: settings, model and data; equal if two runs did the same work. `variant`: settings of the strategy.
+    `scores`: of the last evaluation. `unit`: what a step takes, such as windows. `passes`: micro-batches per step.
+    `parameters`: of the model; `late_parameters`: those whose gradients are ready only after the backward pass.
     """
 
     name: str
-    strategy: str
     variant: Mapping[str, str]
-    nodes: int
-    ranks: int
-    devices: int
-    global_batch: int
-    steps: int
-    windows: int
-    learning_rate: float
-    seed: int
     without_dropout: bool
-    work: Mapping[str, str]
-    device_name: str
-    on_cpu: bool
-    threads: int
-    versions: Mapping[str, str]
     rows: tuple[Row, ...]
-    runtime_s: float
-    real_s: float | None
-    user_s: float | None
-    system_s: float | None
-    memory_bytes: float | None
     scores: Mapping[str, float | None]
-    unit: str
     passes: int
     parameters: int | None
-    late_parameters: int
+
+    @property
+    def nodes(self) -> int:
+        """Number of hosts."""
+        return max(1, len(self.hosts))
+
+    @property
+    def devices(self) -> int:
+        """Number of GPUs, or of ranks on CPUs."""
+        return self.ranks * self.devices_per_rank
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it is known that the ranks are on CPUs."""
+        return bool(self.places) and self.places[0].get("device") == "cpu"
+
+    def process_s(self, kind: str) -> float | None:
+        """One of PROCESS_TIMES of a rank's whole process: the median over the ranks."""
+        known = [value for process in self.processes if (value := getattr(process, kind)) is not None]
+        return statistics.median(known) if known else None
+
+    @property
+    def memory_bytes(self) -> float | None:
+        """The maximum over the ranks."""
+        known = [process.memory_peak_bytes for process in self.processes if process.memory_peak_bytes is not None]
+        return max(known, default=None)
 
     @property
     def steady(self) -> list[tuple[int, Row]]:
@@ -81,10 +138,13 @@ class Run:
 
     def phase_s(self, phase: str) -> float | None:
         """Seconds per step in `phase` in the steady state; None if any line lacks it."""
-        if not all(phase in row.phases for _, row in self.steady):
-            return None
-        total = sum(steps for steps, _ in self.steady)
-        return sum(steps * row.phases[phase] for steps, row in self.steady) / total
+        total = 0.0
+        for steps, row in self.steady:
+            seconds = getattr(row, f"{phase}_s")
+            if seconds is None:
+                return None
+            total += steps * seconds
+        return total / sum(steps for steps, _ in self.steady)
 
     @property
     def exposed_share(self) -> float | None:
@@ -104,3 +164,21 @@ class LeftOut:
 
     name: str
     reason: str
+
+
+class SweepRow(Struct):
+    """A point of sweep.json, as far as it is read again."""
+
+    name: str
+    strategy: str = ""
+    state: str = ""
+    reason: str = ""
+    seconds: Number | None = None
+    command: list[str] = []
+
+
+class SweepFile(Struct):
+    """sweep.json."""
+
+    same: dict[str, Any]
+    points: list[SweepRow] = []

@@ -15,6 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from hvd_bert.config.parser import Parser
+from hvd_bert.config.values import Limits
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.model.cpu import malloc
 from hvd_bert.rendering.page import GENERATOR, Picture
@@ -22,7 +23,7 @@ from hvd_bert.rendering.text import visible
 from hvd_bert.storage.writing import write_named, writing_to
 from hvd_bert.storage.written import check_file
 from hvd_bert.streams import end_when_lost
-from hvd_bert.tools.timeline import advice, analysis, content
+from hvd_bert.tools.timeline import analysis, content
 from hvd_bert.tools.timeline.analysis import Findings
 
 
@@ -65,11 +66,13 @@ def make_parser() -> argparse.ArgumentParser:
         "--html", metavar="OUT", type=Path, help="Also write an HTML page to this file. (default: none)"
     )
     parser.add_argument(
-        "--ranks", type=int, metavar="N", help="Number of ranks, if the file does not name them. (default: from FILE)"
-    )
+        "--ranks", type=int, metavar="N", limits=Limits(minimum=1),
+        help="Number of ranks, if the file does not name them. (default: from FILE)",
+    )  # fmt: skip
     parser.add_argument(
-        "--hosts", type=int, metavar="N", help="Number of hosts; adds what each host sends. (default: none)"
-    )
+        "--hosts", type=int, metavar="N", limits=Limits(minimum=1),
+        help="Number of hosts; adds what each host sends. (default: none)",
+    )  # fmt: skip
     parser.add_argument(
         "--one_host", metavar="FILE", type=Path,
         help="Timeline of the same training on one host, with as many ranks as on each of the --hosts, to subtract the"
@@ -80,16 +83,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 def read(path: Path, ranks: int | None = None, hosts: int | None = None) -> Findings:
     """Analyze a file, with a progress bar on a terminal. Raises UserError."""
-    for flag, number in (("--ranks", ranks), ("--hosts", hosts)):
-        if number is not None and number < 1:
-            raise UserError(f"{flag} {number}: must be at least 1.")
     if path.is_dir():
         raise UserError(f"{path} is a folder. Name the timeline's file.")
     malloc.keep_memory()  # the arrays of each block reuse the memory of the last
     size = path.stat().st_size if path.is_file() else None
     with tqdm(total=size, unit="B", unit_scale=True, disable=None, leave=False, desc=path.name) as bar:
         findings = analysis.analyse(path, ranks, hosts, bar.update)
-    findings.advice = advice.advise(findings)
+    findings.advice = content.advise(findings)
     return findings
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
-
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hvd_bert.monitoring.timeline_rows import NONE, Array
-from hvd_bert.rendering.style import COLOURS, STYLE
+from hvd_bert.rendering.style import COLOURS, STYLE, png
 from hvd_bert.tools.timeline.analysis import Findings
 from hvd_bert.tools.timeline.steps import StepTable
 
@@ -36,7 +34,7 @@ def phases(findings: Findings) -> bytes:
         axes.bar_label(bars, [f" {100 * phase.share:.1f} %" for phase in shown], padding=2)
         axes.margins(x=0.12)
         axes.set_xlabel("% of the time that the file covers (phases overlap)")
-        return _png(figure)
+        return png(figure)
 
 
 def steps(table: StepTable) -> bytes:
@@ -54,7 +52,7 @@ def steps(table: StepTable) -> bytes:
         axes.set_xlabel("step (the first is left out)")
         axes.set_ylabel("ms")
         figure.legend(loc="outside upper center", ncols=3)
-        return _png(figure)
+        return png(figure)
 
 
 def _curve(axes: Axes, number: Array, values: Array, label: str, colour: str) -> None:
@@ -62,9 +60,3 @@ def _curve(axes: Axes, number: Array, values: Array, label: str, colour: str) ->
     starts = np.arange(0, len(values), width)
     means = np.add.reduceat(values, starts) / np.diff(starts, append=len(values))
     axes.plot(number[starts], means, color=colour, label=label, linewidth=1.3)
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()

@@ -128,13 +128,9 @@ class Steps:
             sent = _without_trailing(sent)
         lags = _by_step(sent)
         if self.count < MAX_STEPS:
-            self.tables.append(_table(sent, self._is_synchronous(sent.collective), lags))
+            waiting = np.array([not name.startswith(ASYNCHRONOUS) for name in self.names])
+            self.tables.append(_table(sent, waiting[sent.collective] & (sent.collective != NONE), lags))
         self.count += len(lags[0])
-
-    def _is_synchronous(self, collective: Array) -> Array:
-        waiting = np.array([not name.startswith(ASYNCHRONOUS) for name in self.names])
-        synchronous: Array = waiting[collective] & (collective != NONE)
-        return synchronous
 
 
 def _lags(batch: Batch, rows: Array, message: Array) -> tuple[Array, Array, Array]:

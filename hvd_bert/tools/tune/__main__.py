@@ -11,7 +11,6 @@ Prints the HOROVOD_... lines and flags to set, with the gain and its spread, or 
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -21,7 +20,7 @@ from contextlib import ExitStack
 from hvd_bert.config import command_line
 from hvd_bert.config.parser import Parser
 from hvd_bert.config.settings import FLAGS, Config
-from hvd_bert.config.values import LARGEST, MAX_RUNS, MAX_SECONDS, check_range
+from hvd_bert.config.values import MAX_RUNS, MAX_SECONDS, Limits
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.rendering.text import percent
 from hvd_bert.storage.writing import writing_to
@@ -33,10 +32,19 @@ from hvd_bert.tools.bench.one_run import exit_status
 from hvd_bert.tools.bench.points import PRESET, Point
 from hvd_bert.tools.bench.record import locked, prepare
 from hvd_bert.tools.report.comparability import WEAK
-from hvd_bert.tools.tune import knobs
-from hvd_bert.tools.tune.knobs import KNOBS, Knob, Setting
+from hvd_bert.tools.tune import search
 from hvd_bert.tools.tune.runs import FILE, Failed, Runs
-from hvd_bert.tools.tune.search import FAILED, FASTER, NOISE_PAIRS, SEARCH_PAIRS, Candidate, Search
+from hvd_bert.tools.tune.search import (
+    FAILED,
+    FASTER,
+    KNOBS,
+    NOISE_PAIRS,
+    SEARCH_PAIRS,
+    Candidate,
+    Knob,
+    Search,
+    Setting,
+)
 
 # Only steps are timed. The user's flags override these.
 DEFAULTS = ("--save_steps=0", "--no_do_eval", "--eval_strategy=no", "--logging_steps=5")
@@ -64,42 +72,34 @@ def make_parser() -> Parser:
         " them. Without --train_file, --dataset_name or --config it trains the preset `sweep`."
     )
     parser.add_argument(
-        "--ranks", metavar="N", type=int,
+        "--ranks", metavar="N", type=int, limits=Limits(minimum=2),
         help="Number of ranks. (default: the slots of -H, the Slurm job's tasks, this host's GPUs, or 2)",
     )  # fmt: skip
     parser.add_argument(
-        "--knobs", metavar="NAME,...", type=lambda text: text.split(","), default=knobs.DEFAULT_NAMES,
-        help=f"Settings to tune: {', '.join(knobs.NAMES)}. (default: all except fp16, which rounds gradients)",
+        "--knobs", metavar="NAME,...", type=lambda text: text.split(","), default=search.DEFAULT_NAMES,
+        help=f"Settings to tune: {', '.join(search.NAMES)}. (default: all except fp16, which rounds gradients)",
     )  # fmt: skip
     parser.add_argument(
-        "--steps", metavar="N", type=int, default=50,
+        "--steps", metavar="N", type=int, default=50, limits=Limits(minimum=2),
         help="Optimizer steps per run; the first is warm-up. (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--pairs", metavar="N", type=int, default=6,
+        "--pairs", metavar="N", type=int, default=6, limits=Limits(minimum=1, maximum=MAX_RUNS),
         help="Pairs of runs in the final comparison. (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--minutes", metavar="M", type=float, default=60,
+        "--minutes", metavar="M", type=float, default=60, limits=Limits(minimum=0, maximum=MAX_SECONDS),
         help="Time budget; settings not reached within it are skipped. (default: %(default)s)",
     )  # fmt: skip
     launches.add_flags(parser, "runs/tune")
     return parser
 
 
-def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    flags, rest = make_parser().parse_known_args(argv)
-    limits = {"ranks": (2, LARGEST), "steps": (2, LARGEST), "pairs": (1, MAX_RUNS), "minutes": (0, MAX_SECONDS)}
-    for name, (minimum, maximum) in (limits | {"timeout": (1, MAX_SECONDS)}).items():
-        check_range(name, getattr(flags, name), minimum, maximum)
-    return flags, rest
-
-
 def _tune(argv: Sequence[str]) -> int:
-    flags, rest = _parse(argv)
+    flags, rest = make_parser().parse_known_args(argv)
     keep_running()
-    wanted = knobs.chosen(flags.knobs)
-    knobs.check_environment(os.environ, flags.launcher_flag)
+    wanted = search.chosen(flags.knobs)
+    search.check_environment(os.environ, flags.launcher_flag)
     launching = launches.chosen(flags, Machine.here(os.environ))
     point = Point("horovod", flags.ranks or _ranks(launching), WEAK, 1, 0)
     obstacle = launching.obstacle(point)
@@ -110,7 +110,7 @@ def _tune(argv: Sequence[str]) -> int:
     common = [*planning.with_defaults(rest, threads, DEFAULTS), "--strategy=horovod", f"--max_steps={flags.steps}"]
     config = command_line.parse(common)
     planning.check_files(config)
-    values = {knob.name: knob.value(os.environ, config) for knob in knobs.KNOBS}
+    values = {knob.name: knob.value(os.environ, config) for knob in search.KNOBS}
     environ = dict(os.environ) | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
     users = {name: value for name, value in sorted(environ.items()) if name.startswith("HOROVOD_")}
     same = {"--ranks": point.ranks, "-H": flags.H, "the trainer's flags": common, **launching.record()}
@@ -132,7 +132,7 @@ def _ranks(launching: Launching) -> int:
     """As many ranks as there is room for; 2 on a host without GPUs."""
     allocation = launching.machine.allocation
     if launching.hosts:
-        room = launching.hosts.slots
+        room = launches.slots_of(launching.hosts)
     elif allocation and launching.choice in ("auto", "srun", "mpirun"):
         room = allocation.nodes * allocation.tasks_per_node
     else:
@@ -144,15 +144,16 @@ def _ranks(launching: Launching) -> int:
     return room
 
 
-def _search(runs: Runs, config: Config, wanted: Sequence[knobs.Knob], values: dict[str, str], max_pairs: int) -> int:
-    search = Search(runs.measure, max_pairs, print_row)
-    context = knobs.Context(config, runs.warm_up())
+def _search(runs: Runs, config: Config, wanted: Sequence[search.Knob], values: dict[str, str], max_pairs: int) -> int:
+    pairs = Search(runs.measure, max_pairs, print_row)
+    context = search.Context(config, runs.warm_up())
     split = [context.candidates(knob, values[knob.name]) for knob in wanted]
     print_plan(runs, [candidates for candidates, _ in split], [left for _, left in split], max_pairs)
-    noise = search.measure_noise()
-    print_header(noise)
-    best = search.run([candidates for candidates, _ in split])
-    compared = search.compare(best) if best else None
+    noise = pairs.measure_noise()
+    print(f"Noise: {percent(noise)} (the defaults compared with themselves)")
+    print(f"{'candidate':{WIDTH}}  {'gain over the best so far, per pair':36}  verdict", flush=True)
+    best = pairs.run([candidates for candidates, _ in split])
+    compared = pairs.compare(best) if best else None
     result: dict[str, object] = {"noise": noise, "set": [], "compared": vars(compared) if compared else None}
     if compared and compared.verdict == FASTER:
         result["set"] = list(best)
@@ -203,12 +204,6 @@ def print_plan(
         f" {runs.spent_s / 60:.1f} of --minutes {runs.budget_s / 60:g} are used",
         flush=True,
     )
-
-
-def print_header(noise: float) -> None:
-    """Print the header of the table."""
-    print(f"Noise: {percent(noise)} (the defaults compared with themselves)")
-    print(f"{'candidate':{WIDTH}}  {'gain over the best so far, per pair':36}  verdict", flush=True)
 
 
 def print_row(point: Candidate) -> None:

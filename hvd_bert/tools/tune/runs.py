@@ -4,30 +4,54 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hvd_bert.config.command_line import overriding
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 from hvd_bert.storage import written
+from hvd_bert.storage.reading import convert
 from hvd_bert.tools.bench.launching import Launching
 from hvd_bert.tools.bench.one_run import LOG, Trained, train
 from hvd_bert.tools.bench.points import Point
-from hvd_bert.tools.bench.record import read_previous, replace, unreadable
+from hvd_bert.tools.bench.record import read_previous, replace
 from hvd_bert.tools.runs import reading
 from hvd_bert.tools.runs.run import Run
-from hvd_bert.tools.tune import knobs
-from hvd_bert.tools.tune.knobs import Setting
-from hvd_bert.tools.tune.search import Pair
+from hvd_bert.tools.tune import search
+from hvd_bert.tools.tune.search import Pair, Setting
 
 FILE = "tune.json"
 WARM_UP = "warm-up"
 # A run with a candidate is terminated if it takes this many times as long as the longest run without it.
 TOO_LONG = 3
 CANDIDATE, BASELINE = "candidate", "baseline"
-NUMBER = int | float
-PAIR = {"number": int, "ratio": NUMBER | None, "seconds": dict, "reason": str, "too_long": bool}
+
+
+@dataclass
+class PairRow:
+    """A pair in tune.json: its two settings, and windows/s and seconds by role. `ratio`: None if the candidate failed,
+    for `reason`."""
+
+    kind: str
+    candidate: list[str]
+    baseline: list[str]
+    repeat: int
+    number: int
+    ratio: float | None
+    seconds: dict[str, float]
+    reason: str
+    too_long: bool
+    windows_per_s: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class TuneFile:
+    """tune.json, as far as it is read again."""
+
+    same: dict[str, Any]
+    pairs: list[PairRow]
+    warm_up_s: float | None = None
 
 
 class Failed(Exception):
@@ -49,39 +73,37 @@ class Runs:
     same: dict[str, Any]
     now: dict[str, Any]
     warm_up_s: float | None = None
-    pairs: list[dict[str, Any]] = field(default_factory=list)
+    pairs: list[PairRow] = field(default_factory=list)
 
     def begin(self) -> None:
         """Resume with the pairs of an earlier start, except those that failed. Raises UserError."""
-        previous = read_previous(self.out, FILE, self.same, "tuning")
+        previous = read_previous(self.out / FILE, TuneFile, self.same, "tuning")
         if previous:
-            self.warm_up_s, pairs = previous.get("warm_up_s"), previous.get("pairs")
-            if not isinstance(self.warm_up_s, NUMBER | None) or not isinstance(pairs, list):
-                raise unreadable(self.out / FILE)
-            if not all(map(_as_written, pairs)):
-                raise unreadable(self.out / FILE)
-            self.pairs = [row for row in pairs if row["ratio"] or row["too_long"]]
+            earlier = convert(previous, TuneFile)
+            self.warm_up_s = earlier.warm_up_s
+            self.pairs = [row for row in earlier.pairs if row.ratio or row.too_long]
         self.write()
 
     def write(self, result: Mapping[str, Any] | None = None) -> None:
         """Write tune.json. `result`: the answer."""
-        content = {"same": self.same, **self.now, "warm_up_s": self.warm_up_s, "pairs": self.pairs}
+        content = {
+            "same": self.same,
+            **self.now,
+            "warm_up_s": self.warm_up_s,
+            "pairs": [asdict(row) for row in self.pairs],
+        }
         replace(self.out / FILE, content | {"result": result})
 
     @property
     def spent_s(self) -> float:
         """Seconds that all runs in the folder took."""
-        return (self.warm_up_s or 0.0) + sum(sum(row["seconds"].values()) for row in self.pairs)
+        return (self.warm_up_s or 0.0) + sum(sum(row.seconds.values()) for row in self.pairs)
 
     @property
     def run_s(self) -> float:
         """Expected seconds per run."""
-        seconds = [row["seconds"][BASELINE] for row in self.pairs if BASELINE in row["seconds"]]
+        seconds = [row.seconds[BASELINE] for row in self.pairs if BASELINE in row.seconds]
         return sum(seconds) / len(seconds) if seconds else self.warm_up_s or 0.0
-
-    def _affords(self, pairs: int) -> bool:
-        """Whether the budget allows this many more pairs."""
-        return self.spent_s + 2 * pairs * self.run_s <= self.budget_s
 
     def warm_up(self) -> Run:
         """The first run fills the caches, and shows whether and where the user's settings work. It is not compared.
@@ -105,18 +127,18 @@ class Runs:
     ) -> Pair | None:
         """As `search.Measure`. Pairs of an earlier start are not run again. The candidate runs first in every second
         pair."""
-        key: dict[str, Any] = {"kind": kind, CANDIDATE: list(candidate), BASELINE: list(baseline), "repeat": repeat}
-        row = next((row for row in self.pairs if key.items() <= row.items()), None)
+        key = (kind, list(candidate), list(baseline), repeat)
+        row = next((row for row in self.pairs if (row.kind, row.candidate, row.baseline, row.repeat) == key), None)
         if row is None:
-            if then is not None and not self._affords(1 + then):
+            if then is not None and self.spent_s + 2 * (1 + then) * self.run_s > self.budget_s:
                 return None
-            row = key | self._run(candidate, baseline)
+            row = self._run(kind, candidate, baseline, repeat)
             self.pairs.append(row)
             self.write()
-        return Pair(row["ratio"], row["reason"])
+        return Pair(row.ratio, row.reason)
 
-    def _run(self, candidate: Setting, baseline: Setting) -> dict[str, Any]:
-        number = 1 + max((row["number"] for row in self.pairs), default=0)
+    def _run(self, kind: str, candidate: Setting, baseline: Setting, repeat: int) -> PairRow:
+        number = 1 + max((row.number for row in self.pairs), default=0)
         order = [(BASELINE, baseline), (CANDIDATE, candidate)]
         speeds: dict[str, float] = {}
         seconds: dict[str, float] = {}
@@ -135,34 +157,22 @@ class Runs:
                 too_long = trained.status is None
                 reason = f"it took longer than {timeout:.0f} s" if too_long else f"{trained.reason} ({folder / LOG})"
                 break
-        return {
-            "number": number,
-            "ratio": None if reason else speeds[CANDIDATE] / speeds[BASELINE],
-            "windows_per_s": speeds,
-            "seconds": seconds,
-            "reason": reason,
-            "too_long": too_long,
-        }
+        ratio = None if reason else speeds[CANDIDATE] / speeds[BASELINE]
+        settings = list(candidate), list(baseline)
+        return PairRow(kind, *settings, repeat, number, ratio, seconds, reason, too_long, speeds)
 
     def _longest(self, seconds: Mapping[str, float]) -> float:
-        before: list[float] = [row["seconds"].get(BASELINE, 0.0) for row in self.pairs]
+        before = [row.seconds.get(BASELINE, 0.0) for row in self.pairs]
         return max(self.warm_up_s or 0.0, seconds.get(BASELINE, 0.0), *before)
 
     def _train(self, setting: Setting, folder: Path, timeout: float) -> Trained:
-        environ = knobs.environment(setting, self.environ)
-        ours = [*knobs.flags(setting), f"--output_dir={folder}", "--overwrite_output_dir"]
+        environ = search.environment(setting, self.environ)
+        ours = [*search.flags(setting), f"--output_dir={folder}", "--overwrite_output_dir"]
         flags = overriding(self.flags, ours)
-        trained = train(self.launching.command(self.point, flags, knobs.exported(environ)), environ, folder, timeout)
+        trained = train(self.launching.command(self.point, flags, search.exported(environ)), environ, folder, timeout)
         written.remove(folder, ["model.safetensors"])  # weights are large and not needed here
         return trained
 
     def _failure(self, setting: Setting, trained: Trained, folder: Path) -> Failed:
         reason = f"took longer than --timeout {self.timeout:g} s" if trained.status is None else trained.reason
         return Failed(f"a run with {' '.join(setting) or 'the defaults'} failed: {reason} ({folder / LOG})")
-
-
-def _as_written(row: Any) -> bool:
-    """Whether a pair in tune.json has the types that `Runs` writes."""
-    if not isinstance(row, dict) or not all(name in row and isinstance(row[name], kind) for name, kind in PAIR.items()):
-        return False
-    return all(isinstance(seconds, NUMBER) for seconds in row["seconds"].values())

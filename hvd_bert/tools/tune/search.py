@@ -1,4 +1,4 @@
-"""Search for settings that are faster than the defaults, by pairs of runs: one with a candidate and one without.
+"""Horovod's settings for sending gradients, and the search for faster ones, by pairs of runs: with and without one.
 
 A drift of the machine's speed affects both runs of a pair. The result of a pair is their ratio of windows/s.
 """
@@ -6,11 +6,15 @@ A drift of the machine's speed affects both runs of a pair. The result of a pair
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hvd_bert.tools.tune.knobs import Setting
+from hvd_bert.config.settings import Config
+from hvd_bert.distributed.interfaces import SETTING
+from hvd_bert.errors import UserError
+from hvd_bert.storage.reading import MIB
+from hvd_bert.tools.runs.run import Run
 
 NOISE, SEARCH, FINAL = "noise", "search", "final"  # the purpose of a pair
 NOISE_PAIRS, SEARCH_PAIRS = 2, 3
@@ -120,3 +124,145 @@ class Search:
             point.ratios.append(pair.ratio)
         point.verdict = FASTER if min(point.ratios) > 1 and point.gain > self.noise else NOT_FASTER
         return point
+
+
+# NAME=VALUE for the environment, --FLAG=VALUE for the trainer. () stands for the defaults.
+Setting = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Knob:
+    """`name`: for --knobs. `word`: the variable or flag, with "=". `default`: Horovod's or the trainer's."""
+
+    name: str
+    word: str
+    default: str
+    values: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """The variable's or the flag's name."""
+        return self.word.removeprefix("--").removesuffix("=")
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether it is a flag of the trainer, not a variable."""
+        return self.word.startswith("--")
+
+    def value(self, environ: Mapping[str, str], config: Config) -> str:
+        """The value without tuning: the user's or the default. Raises UserError if a variable is not a number."""
+        if self.is_flag:
+            return str(getattr(config.parallel, self.key))
+        text = environ.get(self.key, self.default)
+        if _number(text) is None:
+            raise UserError(f"{self.word}{text} in the environment: must be a number.")
+        return text
+
+
+# The defaults are Horovod 0.28.1's (horovod/common/operations.cc, global_state.h). A larger cache has no effect: a BERT
+# has fewer than 1024 tensors.
+KNOBS = (
+    Knob("hierarchical", "HOROVOD_HIERARCHICAL_ALLREDUCE=", "0", ("1",)),
+    Knob("cycle", "HOROVOD_CYCLE_TIME=", "1", ("0.3", "3", "10")),
+    Knob("fusion", "HOROVOD_FUSION_THRESHOLD=", str(128 * MIB), (str(8 * MIB), str(32 * MIB), str(256 * MIB))),
+    Knob("groups", "--num_groups=", "0", ("2", "8")),
+    Knob("cache", "HOROVOD_CACHE_CAPACITY=", "1024", ("0",)),
+    Knob("fp16", "--fp16_allreduce=", "False", ("True",)),
+)
+NAMES = tuple(knob.name for knob in KNOBS)
+DEFAULT_NAMES = tuple(name for name in NAMES if name != "fp16")  # fp16 rounds the gradients
+# Variables that would change or slow down every run -> why. With "=", as in KNOBS.
+REFUSED = {
+    "HOROVOD_AUTOTUNE=": "it changes the same settings while a run is measured (docs/guides/tuning.md)",
+    "HOROVOD_TIMELINE=": "every run would write a timeline, which slows it down",
+}
+# Flags of horovodrun that override the environment.
+HOROVODRUN_FLAGS = (
+    *("--fusion-threshold-mb", "--cycle-time-ms", "--cache-capacity", "--hierarchical-allreduce"),
+    *("--no-hierarchical-allreduce", "--autotune", "--timeline-filename", "--config-file"),
+)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def chosen(names: Sequence[str]) -> list[Knob]:
+    """The knobs of those names, in the order of the search. Raises UserError."""
+    for name in names:
+        if name not in NAMES:
+            raise UserError(f"--knobs {name}: unknown knob. Choose from: {', '.join(NAMES)}.")
+    return [knob for knob in KNOBS if knob.name in names]
+
+
+def check_environment(environ: Mapping[str, str], launcher_words: Sequence[str]) -> None:
+    """Raise UserError for settings that would apply to every run, with any candidate."""
+    for word, why in REFUSED.items():
+        if environ.get(word.removesuffix("="), "0") != "0":
+            raise UserError(f"{word}{environ[word.removesuffix('=')]} is set in the environment: {why}. Unset it.")
+    for word in launcher_words:
+        ours = [knob.key for knob in KNOBS if not knob.is_flag and knob.key in word]
+        if ours or word.split("=")[0] in HOROVODRUN_FLAGS:
+            raise UserError(
+                f"--launcher_flag={word} would apply to every run. Set HOROVOD_... in the environment of this command"
+                " instead. Gains are then relative to it."
+            )
+
+
+def environment(setting: Setting, environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` with a setting's variables."""
+    words = (word.partition("=") for word in setting if not word.startswith("--"))
+    return {**environ, **{name: value for name, _, value in words}}
+
+
+def flags(setting: Setting) -> list[str]:
+    """A setting's flags of the trainer."""
+    return [word for word in setting if word.startswith("--")]
+
+
+def exported(environ: Mapping[str, str]) -> list[str]:
+    """The variables of KNOBS, and the network interface, that are set, to pass to ranks on other hosts."""
+    return [name for name in (*(knob.key for knob in KNOBS if not knob.is_flag), SETTING) if name in environ]
+
+
+@dataclass(frozen=True)
+class Context:
+    """The settings and a run with the defaults. They decide whether a knob has an effect."""
+
+    config: Config
+    run: Run
+
+    def candidates(self, knob: Knob, now: str) -> tuple[list[str], dict[str, str]]:
+        """The candidates, given the value `now`; and the ones left out -> why. The default is one if `now` is not."""
+        candidates, left_out = [], {}
+        for value in dict.fromkeys((knob.default, *knob.values)):
+            if value == now or (not knob.is_flag and _number(value) == _number(now)):
+                continue
+            reason = self._idle(knob, value, now)
+            if reason:
+                left_out[knob.word + value] = reason
+            else:
+                candidates.append(knob.word + value)
+        return candidates, left_out
+
+    def _idle(self, knob: Knob, value: str, now: str) -> str:
+        """Why this value has no effect or cannot be set; "" if it can matter."""
+        run, config = self.run, self.config
+        if knob.name == "hierarchical":
+            # Horovod ignores it on one host, and without NCCL (operations.cc).
+            if run.nodes == 1:
+                return "all ranks are on one host"
+            if run.on_cpu:
+                return "the ranks are on CPUs, and Horovod supports it with NCCL only"
+            if run.nodes == run.ranks:
+                return "each host has only one rank"
+        if knob.name == "fusion" and run.parameters:
+            sent = run.parameters * (2 if config.parallel.fp16_allreduce else 4)
+            if min(float(value), float(now)) >= sent:
+                return f"all gradients together are {sent / 1e6:.0f} MB"
+        if knob.name == "groups" and config.train.deterministic:
+            return "--deterministic sends all gradients as one group"
+        return ""
