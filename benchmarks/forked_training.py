@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from unittest.mock import patch
 
 import hvd_bert.train.loop  # noqa: F401  # which the command imports late, and here the child would
-from hvd_bert.data.collate import Batch
-from hvd_bert.data.prefetch import Prefetcher
+from hvd_bert.data.collate import Batch, Prefetcher
 from hvd_bert.distributed.runner import run_as_rank
 from hvd_bert.train.__main__ import main as train
 

@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from hvd_bert.errors import UserError
 from hvd_bert.storage import locks
@@ -27,6 +28,7 @@ from hvd_bert.storage.writing import flush
 
 logger = logging.getLogger(__name__)
 
+Entry = TypeVar("Entry")
 _LEFTOVER_AGE_S = 24 * 3600.0
 
 
@@ -39,40 +41,45 @@ def default_cache_dir() -> Path:
     return path
 
 
-def folder(
+def entry(
     cache_dir: Path,
     key: str,
     build: Callable[[Path], None],
-    is_whole: Callable[[Path], bool],
+    opened: Callable[[Path], Entry | None],
     *,
     overwrite: bool = False,
-) -> Path:
-    """The folder of `key`; `build(empty_folder)` fills it if it is missing or damaged, or with `overwrite`.
+) -> Entry:
+    """What `opened` gives for the folder of `key`: None if it is missing or damaged.
 
-    Raises `UserError` if `cache_dir` cannot be written. Other errors of `build` propagate, and its partial output is
-    removed.
+    Then, or with `overwrite`, `build(empty_folder)` fills it. Raises `UserError` if `cache_dir` cannot be written.
+    Other errors of `build` propagate, and its partial output is removed.
     """
-    entry = cache_dir / key
-    if not overwrite and is_whole(entry):  # needs no lock, so that a filled read-only cache works
-        return entry
+    folder = cache_dir / key
+    found = None if overwrite else opened(folder)
+    if found is not None:  # needs no lock, so that a filled read-only cache works
+        return found
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with locks.take(cache_dir / f"{key}.lock", wait=True):
-            if overwrite or not is_whole(entry):
-                if entry.exists() and not overwrite:
-                    logger.warning("%s is damaged (truncated, or its checksum differs): tokenizing again.", entry)
+            found = None if overwrite else opened(folder)
+            if found is None:
+                if folder.exists() and not overwrite:
+                    logger.warning("%s is damaged (truncated, or its checksum differs): tokenizing again.", folder)
                 _remove_leftovers(cache_dir, key)
-                _build(entry, build, is_whole)
+                _build(folder, build, opened)
+                found = opened(folder)
     except OSError as error:
-        why = f" to replace {key}, which is damaged" if entry.exists() and not overwrite else ""
+        why = f" to replace {key}, which is damaged" if folder.exists() and not overwrite else ""
         raise UserError(
             f"{cache_dir}: the cache of tokenized questions cannot be written{why}: {error.strerror or error}. "
             "Set HVD_BERT_CACHE to a writable folder with free space."
         ) from error
-    return entry
+    if found is None:
+        raise UserError(f"{folder}: damaged while it was written. Set HVD_BERT_CACHE to a folder on another disk.")
+    return found
 
 
-def _build(entry: Path, build: Callable[[Path], None], is_whole: Callable[[Path], bool]) -> None:
+def _build(entry: Path, build: Callable[[Path], None], opened: Callable[[Path], object]) -> None:
     building = entry.parent / f"{_temporary(entry.name)}{uuid.uuid4().hex}"
     building.mkdir()
     try:
@@ -88,7 +95,7 @@ def _build(entry: Path, build: Callable[[Path], None], is_whole: Callable[[Path]
         try:
             building.rename(entry)
         except OSError:
-            if not is_whole(entry):  # otherwise another node was first, with the same content
+            if opened(entry) is None:  # otherwise another node was first, with the same content
                 raise
         flush(entry.parent)
     finally:

@@ -23,7 +23,7 @@ import logging
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ from hvd_bert.data.cache import default_cache_dir
 from hvd_bert.data.sources.squad import Question, Source
 from hvd_bert.data.window_cutting import SCHEMA, QuestionBatch, WindowCounts, WindowOptions, WindowTokenizer
 from hvd_bert.errors import UserError
-from hvd_bert.storage.reading import open_regular, read_json
+from hvd_bert.storage.reading import convert, open_regular, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,8 +73,17 @@ class WindowTable:
         self, batches: Sequence[pa.RecordBatch], counts: WindowCounts | None = None, path: Path | None = None
     ) -> None:
         self._batches = list(batches)
-        self._ends = np.cumsum([len(batch) for batch in self._batches])
-        self._columns = {name: [_View(batch.column(name)) for batch in batches] for name in batches[0].schema.names}
+        sizes = [len(batch) for batch in batches]
+        self._ends = np.cumsum(sizes)
+        self._begins = self._ends - sizes
+        self._numbers: dict[str, _Int32s] = {}
+        self._lists: dict[str, list[tuple[_Int32s, _Int32s]]] = {}  # offsets and values, by record batch
+        for name in batches[0].schema.names:
+            columns = [batch.column(name) for batch in batches]
+            if isinstance(columns[0], pa.ListArray):
+                self._lists[name] = [(_view(column.offsets), _view(column.values)) for column in columns]
+            else:
+                self._numbers[name] = np.concatenate([_view(column) for column in columns])
         self.counts = counts or WindowCounts()
         self.path = path
 
@@ -95,40 +104,28 @@ class WindowTable:
     @property
     def lengths(self) -> _Int32s:
         """Tokens per window, int32 [windows]; reads only the offsets of the windows, not their tokens."""
-        return np.concatenate([np.diff(view.offsets) for view in self._columns["input_ids"]])
+        return np.concatenate([np.diff(offsets) for offsets, _ in self._lists["input_ids"]])
 
     def column(self, name: str) -> _Int32s:
         """All values of a numeric column, int32 [windows]."""
-        return np.concatenate([view.values for view in self._columns[name]])
+        return self._numbers[name]
 
     def numbers(self, name: str, ids: Sequence[int] | npt.NDArray[np.int64]) -> _Int32s:
         """A numeric column for the windows `ids`, int32 [len(ids)]."""
-        return np.array([view.values[row] for view, row in self._places(name, ids)], dtype=np.int32)
+        return self._numbers[name][np.asarray(ids, dtype=np.int64)]
 
     def lists(self, name: str, ids: Sequence[int] | npt.NDArray[np.int64]) -> list[_Int32s]:
         """A list column for the windows `ids`: int32 arrays, which are views of the file."""
-        return [view.values[view.offsets[row] : view.offsets[row + 1]] for view, row in self._places(name, ids)]
-
-    def _places(self, name: str, ids: Sequence[int] | npt.NDArray[np.int64]) -> list[tuple[_View, int]]:
-        """The record batch of each window, as a view of one column, and the window's row in it."""
-        numbers = np.searchsorted(self._ends, ids, side="right")
-        views = [self._columns[name][number] for number in numbers]
-        return [
-            (view, int(id_) - int(self._ends[n]) + view.rows) for view, n, id_ in zip(views, numbers, ids, strict=True)
-        ]
-
-
-class _View:
-    """A column of a record batch as numpy arrays on the same memory. Arrow's to_numpy would import pandas: 0.2 s."""
-
-    def __init__(self, column: pa.Array) -> None:
-        self.rows = len(column)
-        lists = isinstance(column, pa.ListArray)
-        self.offsets = _view(column.offsets) if lists else np.empty(0, np.int32)
-        self.values = _view(column.values if lists else column)
+        found = []
+        for number, id_ in zip(np.searchsorted(self._ends, ids, side="right"), ids, strict=True):
+            offsets, values = self._lists[name][number]
+            row = int(id_ - self._begins[number])
+            found.append(values[offsets[row] : offsets[row + 1]])
+        return found
 
 
 def _view(numbers: pa.Array) -> _Int32s:
+    """A numpy array on the same memory. Arrow's to_numpy would import pandas: 0.2 s."""
     whole = np.frombuffer(numbers.buffers()[1] or b"", dtype=np.int32)
     return whole[numbers.offset : numbers.offset + len(numbers)]
 
@@ -136,10 +133,6 @@ def _view(numbers: pa.Array) -> _Int32s:
 def check_lengths(options: WindowOptions, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise `UserError` for options that no window can satisfy."""
     length, stride = options.max_seq_length, options.doc_stride
-    if options.max_samples is not None and options.max_samples < 1:
-        raise UserError(f"The number of samples must be at least 1, not {options.max_samples}.")
-    if stride < 0:
-        raise UserError(f"--doc_stride {stride}: must be 0 or more.")
     if length > tokenizer.model_max_length:
         raise UserError(
             f"--max_seq_length {length}: this model's tokenizer allows at most {tokenizer.model_max_length}."
@@ -179,22 +172,19 @@ def prepare(
     Raises `UserError` for unusable options, tokenizers or questions, and for a cache that cannot be written.
     """
     check_lengths(options, tokenizer)
-    if num_workers is not None and num_workers < 1:
-        raise UserError(f"--preprocessing_num_workers {num_workers}: must be at least 1.")
     window_tokenizer = WindowTokenizer(tokenizer, options)
 
     def build(folder: Path) -> None:
         with _threads(num_workers or len(os.sched_getaffinity(0))):
             _write(folder, source, window_tokenizer, show_progress)
 
-    entry = cache.folder(
+    table = cache.entry(
         Path(cache_dir) if cache_dir is not None else default_cache_dir(),
         _key(source, window_tokenizer),
         build,
-        _is_whole,
+        _opened,
         overwrite=overwrite_cache and leader,
     )
-    table = _open(entry)
     if leader:
         _log_losses(source.name, table.counts)
     return table
@@ -226,6 +216,14 @@ def _log_losses(name: str, counted: WindowCounts) -> None:
 # --- the table on disk ---------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Meta:
+    """What the table's file does not hold."""
+
+    crc32: int
+    counts: WindowCounts
+
+
 def _key(source: Source, window_tokenizer: WindowTokenizer) -> str:
     parts = {
         "format": _FORMAT,
@@ -254,36 +252,28 @@ def _write(folder: Path, source: Source, window_tokenizer: WindowTokenizer, show
                 writer.write_batch(table_batch)
             total += batch.counts
             bar.update(len(some))
-    counts = asdict(total)
-    (folder / _META).write_text(json.dumps({"crc32": _checksum(folder, counts), "counts": counts}))
+    (folder / _META).write_text(json.dumps(asdict(_Meta(_checksum(folder, total), total))))
 
 
-def _is_whole(entry: Path) -> bool:
+def _opened(entry: Path) -> WindowTable | None:
+    """The table in a folder of the cache; None if it is missing or damaged."""
     try:
-        meta = read_json(entry / _META)
-        if meta["crc32"] != _checksum(entry, meta["counts"]):
-            return False
-        _open(entry)
-        return True
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # pyarrow's errors are among them
-        return False
+        meta = convert(read_json(entry / _META), _Meta)
+        if meta.crc32 != _checksum(entry, meta.counts):
+            return None
+        with pa.ipc.open_stream(pa.memory_map(str(entry / _DATA))) as stream:
+            return WindowTable(list(stream), meta.counts, entry / _DATA) if stream.schema == SCHEMA else None
+    except (OSError, ValueError, LookupError):  # pyarrow's errors are among them
+        return None
 
 
-def _checksum(folder: Path, counts: dict[str, int]) -> int:
+def _checksum(folder: Path, counts: WindowCounts) -> int:
     """CRC-32 of the table and its counts. It takes 0.05 s for SQuAD v1.1, so every rank computes it at every start."""
-    crc = zlib.crc32(json.dumps(counts, sort_keys=True).encode())
+    crc = zlib.crc32(json.dumps(asdict(counts), sort_keys=True).encode())
     with open_regular(folder / _DATA) as file:
         while block := file.read(_BLOCK):
             crc = zlib.crc32(block, crc)
     return crc
-
-
-def _open(entry: Path) -> WindowTable:
-    meta = read_json(entry / _META)
-    with pa.ipc.open_stream(pa.memory_map(str(entry / _DATA))) as stream:
-        if stream.schema != SCHEMA:
-            raise ValueError(f"{entry / _DATA} has other columns")
-        return WindowTable(list(stream), WindowCounts(**meta["counts"]), entry / _DATA)
 
 
 @contextlib.contextmanager

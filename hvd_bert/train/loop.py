@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hvd_bert.checkpoint import resume
 from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.config.settings import Config
-from hvd_bert.data.prefetch import Prefetcher
+from hvd_bert.data.collate import Prefetcher
 from hvd_bert.distributed import events
 from hvd_bert.distributed.signals import StopRequests
 from hvd_bert.distributed.world import World, log

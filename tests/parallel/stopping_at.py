@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hvd_bert.data.collate import Batch
-from hvd_bert.data.prefetch import Prefetcher
+from hvd_bert.data.collate import Batch, Prefetcher
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from hvd_bert.errors import UserError
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def is_whole(entry: Path) -> bool:
-    return (entry / "data").is_file() and (entry / "data").read_text() == "whole"
+def opened(folder: Path) -> Path | None:
+    return folder if (folder / "data").is_file() and (folder / "data").read_text() == "whole" else None
 
 
 def build(folder: Path) -> None:
@@ -41,7 +41,7 @@ def build_with_log(folder: Path) -> None:
 
 def request_at_once(cache_dir: Path, barrier, overwrite: bool) -> None:
     barrier.wait()
-    assert is_whole(cache.folder(cache_dir, "key", build_with_log, is_whole, overwrite=overwrite))
+    assert cache.entry(cache_dir, "key", build_with_log, opened, overwrite=overwrite)
 
 
 def build_half_and_wait(cache_dir: Path, started) -> None:
@@ -50,7 +50,7 @@ def build_half_and_wait(cache_dir: Path, started) -> None:
         started.set()
         signal.pause()
 
-    cache.folder(cache_dir, "key", half, is_whole)
+    cache.entry(cache_dir, "key", half, opened)
 
 
 @pytest.mark.parametrize("flock", [True, False], ids=["flock", "no flock"])
@@ -81,26 +81,26 @@ def request_at_once_without_flock(cache_dir: Path, barrier, overwrite: bool) -> 
 
 
 def test_existing_entry_is_not_rebuilt(tmp_path):
-    entry = cache.folder(tmp_path, "key", build, is_whole)
+    entry = cache.entry(tmp_path, "key", build, opened)
     before = (entry / "data").stat().st_ino
-    assert cache.folder(tmp_path, "key", never, is_whole) == entry
+    assert cache.entry(tmp_path, "key", never, opened) == entry
     assert (entry / "data").stat().st_ino == before
 
 
 def test_broken_entry_is_rebuilt(tmp_path):
-    entry = cache.folder(tmp_path, "key", build, is_whole)
+    entry = cache.entry(tmp_path, "key", build, opened)
     (entry / "data").write_text("who")
-    assert is_whole(cache.folder(tmp_path, "key", build, is_whole))
+    assert cache.entry(tmp_path, "key", build, opened)
 
 
 def test_overwriting_keeps_the_old_copy_readable_for_processes_that_use_it(tmp_path):
-    entry = cache.folder(tmp_path, "key", build, is_whole)
-    with open(entry / "data") as opened:
-        before = os.fstat(opened.fileno()).st_ino
-        cache.folder(tmp_path, "key", build, is_whole, overwrite=True)
+    entry = cache.entry(tmp_path, "key", build, opened)
+    with open(entry / "data") as old:
+        before = os.fstat(old.fileno()).st_ino
+        cache.entry(tmp_path, "key", build, opened, overwrite=True)
         assert (entry / "data").stat().st_ino != before
-        assert opened.read() == "whole"
-        assert os.fstat(opened.fileno()).st_nlink == 1  # renamed: over NFS, a removed file could not be read
+        assert old.read() == "whole"
+        assert os.fstat(old.fileno()).st_nlink == 1  # renamed: over NFS, a removed file could not be read
 
 
 def test_killed_builder_frees_the_lock_and_its_leftovers_are_removed(tmp_path):
@@ -112,7 +112,7 @@ def test_killed_builder_frees_the_lock_and_its_leftovers_are_removed(tmp_path):
     child.join()
     assert len(list(tmp_path.glob("tmp-*"))) == 1
     assert not (tmp_path / "key").exists()
-    assert is_whole(cache.folder(tmp_path, "key", build, is_whole))
+    assert cache.entry(tmp_path, "key", build, opened)
     assert not list(tmp_path.glob("tmp-*"))
 
 
@@ -121,7 +121,7 @@ def test_leftovers_of_others_are_removed_after_a_day(tmp_path):
         (tmp_path / name).mkdir()
         then = (tmp_path / name).stat().st_mtime - age_days * 24 * 3600
         os.utime(tmp_path / name, (then, then))
-    cache.folder(tmp_path, "key", build, is_whole)
+    cache.entry(tmp_path, "key", build, opened)
     assert {path.name for path in tmp_path.iterdir()} == {"tmp-other-far-2", "old-2", "key", "key.lock"}
 
 
@@ -131,9 +131,9 @@ def test_failed_build_leaves_nothing_and_can_be_repeated(tmp_path):
         raise UserError("the questions are wrong")
 
     with pytest.raises(UserError, match="the questions are wrong"):
-        cache.folder(tmp_path, "key", fail, is_whole)
+        cache.entry(tmp_path, "key", fail, opened)
     assert [path.name for path in tmp_path.iterdir()] == ["key.lock"]
-    assert is_whole(cache.folder(tmp_path, "key", build, is_whole))
+    assert cache.entry(tmp_path, "key", build, opened)
 
 
 def test_first_of_two_nodes_wins(tmp_path):
@@ -148,7 +148,7 @@ def test_first_of_two_nodes_wins(tmp_path):
     real_exists = Path.exists
     with pytest.MonkeyPatch.context() as patch:  # the other node renames between our check and our rename
         patch.setattr(Path, "exists", lambda path: path.name != "key" and real_exists(path))
-        entry = cache.folder(tmp_path, "key", build_late, is_whole)
+        entry = cache.entry(tmp_path, "key", build_late, opened)
     assert (entry / "of the other").exists()
     assert not list(tmp_path.glob("tmp-*"))
 
@@ -158,26 +158,26 @@ def test_full_disk_error_names_the_variable_to_set(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with refused("HVD_BERT_CACHE"):
-        cache.folder(tmp_path, "key", fill, is_whole)
+        cache.entry(tmp_path, "key", fill, opened)
     (tmp_path / "key").mkdir()
     with refused("key", "No space left"):
-        cache.folder(tmp_path, "key", fill, is_whole)
+        cache.entry(tmp_path, "key", fill, opened)
 
 
 def test_unusable_folder_error_names_the_variable_to_set(tmp_path):
     (tmp_path / "file").touch()
     with refused("HVD_BERT_CACHE"):
-        cache.folder(tmp_path / "file" / "windows", "key", build, is_whole)
+        cache.entry(tmp_path / "file" / "windows", "key", build, opened)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_read_only_cache_returns_its_entries_and_refuses_others(tmp_path):
-    entry = cache.folder(tmp_path, "key", build, is_whole)
+    entry = cache.entry(tmp_path, "key", build, opened)
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
     try:
-        assert cache.folder(tmp_path, "key", never, is_whole) == entry
+        assert cache.entry(tmp_path, "key", never, opened) == entry
         with pytest.raises(UserError, match="Permission denied"):
-            cache.folder(tmp_path, "other", build, is_whole)
+            cache.entry(tmp_path, "other", build, opened)
     finally:
         tmp_path.chmod(stat.S_IRWXU)
 
