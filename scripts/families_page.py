@@ -51,15 +51,14 @@ def page() -> str:
         if family.refused:
             refused.setdefault(family.refused, []).append(f"`{name}`")
             continue
-        positions = "pad_token_id + 1" if family.positions_after_padding else "0"
         checkpointing = model_class(config).supports_gradient_checkpointing
         without = [*family.unsupported, *([] if checkpointing else ["--gradient_checkpointing"])]
         without += [] if type(config) in CLASSES else ["--task text-classification"]
         flags = ", ".join(f"`{flag}`" for flag in without) or "none"
-        rows["Packed" if family.packed else "Padded"].append(f"| `{name}` | {positions} | {flags} |")
+        rows["Packed" if family.packed else "Padded"].append(f"| `{name}` | {flags} |")
     blocks = [INTRODUCTION.rstrip()]
     for kind, lines in rows.items():
-        head = ["| Family | First position | Refused flags |", "| --- | --- | --- |"]
+        head = ["| Family | Refused flags |", "| --- | --- |"]
         blocks += [f"## {kind} families", "\n".join([*head, *lines])]
     reasons = [f"| {reason} | {', '.join(names)} |" for reason, names in refused.items()]
     blocks += ["## Refused families", "\n".join(["| Reason | Families |", "| --- | --- |", *reasons])]
