@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,13 +49,8 @@ class Breakdown:
         self.taken = 0  # steps, by this process
         self._imbalances = sum(plan.imbalance(before) for before in range(meter.last_step, step))
         self._lines = 0
-        self._forget()
-
-    def _forget(self) -> None:
-        self._seconds = self._imbalance = 0.0
-        self._flops: float | None = 0.0
-        self._steps = self._watched = self._windows = self._tokens = self._positions = 0
-        self._phases = torch.zeros(self.plan.size, len(self.meter.phases), dtype=torch.float64)
+        self._sums: Counter[str] = Counter()  # of the lines: NaN if a figure is unknown
+        self._phases = torch.zeros(plan.size, len(meter.phases), dtype=torch.float64)
 
     def count(self, step: int) -> None:
         """Count step `step` (0, 1, ...), which is being taken."""
@@ -67,50 +64,42 @@ class Breakdown:
         windows = np.concatenate([self.plan.step_windows(before) for before in steps])
         flops = self.flops(self.plan.lengths[windows], len(steps) * self.plan.passes)
         imbalances, self._imbalances = self._imbalances, 0.0
-        self._add(len(steps), flops, imbalances)
-        row |= {"imbalance": imbalances / len(steps)}
-        return row | self._rates(flops, self.meter.interval.seconds)
-
-    def _rates(self, flops: float | None, seconds: float) -> dict[str, float]:
-        if flops is None:
-            return {}
-        flops_per_s = flops / seconds
-        rates = {"tflops_per_s": flops_per_s / 1e12}
-        return rates if self.peak_flops is None else rates | {"mfu": flops_per_s / self.peak_flops}
-
-    def _add(self, steps: int, flops: float | None, imbalances: float) -> None:
         if self._lines == 1:
-            self._forget()
+            self._sums.clear()
+            self._phases.zero_()
         self._lines += 1
         interval = self.meter.interval
-        self._steps += steps
-        self._flops = None if flops is None or self._flops is None else self._flops + flops
-        self._imbalance += imbalances
-        self._seconds += interval.seconds
-        self._windows += interval.windows
-        self._tokens += interval.tokens
-        self._positions += interval.positions
-        self._watched += interval.watched
         self._phases += interval.phases
+        sums = {name: getattr(interval, name) for name in ("seconds", "windows", "tokens", "positions", "watched")}
+        sums |= {"steps": len(steps), "imbalance": imbalances, "flops": math.nan if flops is None else flops}
+        self._sums.update(sums)
+        return row | {"imbalance": imbalances / len(steps)} | self._rates(sums)
+
+    def _rates(self, sums: Mapping[str, float]) -> dict[str, float]:
+        flops_per_s = sums["flops"] / sums["seconds"]
+        if math.isnan(flops_per_s):
+            return {}
+        rates = {"tflops_per_s": flops_per_s / 1e12}
+        return rates if self.peak_flops is None else rates | {"mfu": flops_per_s / self.peak_flops}
 
     def results(self) -> dict[str, Any]:
         """For train_results.json (docs/reference/output-files.md); empty without a line."""
         if not self._lines:
             return {}
-        milliseconds = 1000 * self._phases / self._watched  # [ranks, phases]
+        sums = self._sums
+        milliseconds = 1000 * self._phases / sums["watched"]  # [ranks, phases]
         step = milliseconds.sum(1)
+        columns = zip(self.meter.phases, milliseconds.T, strict=True)
         return {
             "taken_steps": self.taken,
-            "steps": self._watched,
+            "steps": sums["watched"],
             "step": _over_ranks(step, step),
-            "phases": {
-                name: _over_ranks(column, step) for name, column in zip(self.meter.phases, milliseconds.T, strict=True)
-            },
-            "windows_per_s": self._windows / self._seconds,
-            "tokens_per_s": self._tokens / self._seconds,
-            **self._rates(self._flops, self._seconds),
-            "padding_share": 1 - self._tokens / self._positions,
-            "imbalance": self._imbalance / self._steps,
+            "phases": {name: _over_ranks(column, step) for name, column in columns},
+            "windows_per_s": sums["windows"] / sums["seconds"],
+            "tokens_per_s": sums["tokens"] / sums["seconds"],
+            **self._rates(sums),
+            "padding_share": 1 - sums["tokens"] / sums["positions"],
+            "imbalance": sums["imbalance"] / sums["steps"],
         }
 
 

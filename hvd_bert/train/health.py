@@ -10,19 +10,18 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakMethod
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hvd_bert.data.batch_plan import Ids
+from hvd_bert.data.batch_plan import BatchPlan, Ids
 from hvd_bert.distributed import events
 from hvd_bert.distributed.logs import describe_ranks
 from hvd_bert.distributed.world import CollectiveError, World, log
 from hvd_bert.errors import EXIT_FAILURE
-from hvd_bert.train.state import TrainState
+from hvd_bert.train.meter import Meter
 
 # So many skipped steps in a row end the training. With fp16 and finite losses LIMIT_SCALED until a first step is made,
 # since loss scaling skips up to 16 until its scale fits, and then LIMIT_LATER.
@@ -49,19 +48,23 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Health:
     """Watches the steps of a training. All ranks call the methods after the same steps."""
 
-    def __init__(self, state: TrainState, names: Callable[[Ids], list[str]], fp16: bool, check_every: int) -> None:
-        """`names`: of training windows. `fp16`: whether steps or sums are in it. `check_every`: steps, for weights."""
-        self.state, self.meter, self.plan, self.world = state, state.meter, state.plan, state.world
-        self.names, self.check_every = names, check_every
-        self._fp16 = fp16
-        self._step = state.step  # steps done
-        # The last ones of them that were skipped, and that had a loss of NaN or infinity.
+    def __init__(
+        self, meter: Meter, plan: BatchPlan, world: World, step: int, names: Callable[[Ids], list[str]], fp16: bool
+    ) -> None:
+        """`step`: steps done. `names`: of training windows. `fp16`: whether losses or sums of gradients are in it."""
+        self.meter, self.plan, self.world, self.names = meter, plan, world, names
+        self._fp16, self._step = fp16, step
+        # The last ones of the steps done that were skipped, and that had a loss of NaN or infinity.
         self._skipped = self._without_loss = 0
         self._cause = "No gradient was finite"
-        self._skips: set[int] = set()  # skipped steps since the last look
+        self._skips: set[int] = set()  # skipped steps since the last check
         self._before: deque[float] = deque(maxlen=STEPS_BEFORE)
         self._events: Counter[str] = Counter()
-        self.meter.on_step = _weakly(self._ended)
+        meter.on_step = self._ended
+
+    def close(self) -> None:
+        """Break the cycle of references with the meter, which would keep the model's memory."""
+        self.meter.on_step = None
 
     def _ended(self, loss: float, grad_norm: float) -> None:
         """A step has ended with this rank's loss and all ranks' norm. Raises CollectiveError after too many skipped
@@ -131,11 +134,6 @@ class Health:
         what = f"The loss of {describe_ranks(ranks.tolist())} is {losses[ranks[0]]} at step {number}"
         return f"{what}, although the gradient is finite: training has diverged.{_shown(batch)}"
 
-    def check_weights(self) -> None:
-        """Every --check_weights_steps, raise CollectiveError if a weight differs between ranks."""
-        if self.check_every and self.state.step % self.check_every == 0:
-            check_copies(self.state.strategy.model, self.world, self.state.step)
-
     def _compare(self, step: int, losses: Losses) -> None:
         """Compare a step's losses with the steps before."""
         loss = float(losses.mean())
@@ -170,17 +168,6 @@ class Health:
             return False
         events.add(event, **values)
         return True
-
-
-def _weakly(method: Callable[[float, float], None]) -> Callable[[float, float], None]:
-    """The method without a cycle of references, which would keep the optimizer's memory after the training."""
-    reference = WeakMethod(method)
-
-    def call(loss: float, grad_norm: float) -> None:
-        if bound := reference():
-            bound(loss, grad_norm)
-
-    return call
 
 
 def _shown(batch: list[dict[str, Any]]) -> str:

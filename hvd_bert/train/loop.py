@@ -26,7 +26,7 @@ from hvd_bert.output.reporters import base as reporters
 from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.train import saving
 from hvd_bert.train.breakdown import Breakdown, describe_steps
-from hvd_bert.train.health import Health
+from hvd_bert.train.health import Health, check_copies
 from hvd_bert.train.optim import effective_settings, large_batch_note
 from hvd_bert.train.saving import Checkpoints, restore
 from hvd_bert.train.start import load
@@ -138,7 +138,7 @@ class Training:
         self.breakdown = Breakdown(self.state.meter, self.plan, task.flops, peak, self.state.step)
         self.checkpoints = Checkpoints(self.state, config.checkpoint, args, config.as_flat(), task)
         fp16 = args.fp16 or config.parallel.fp16_allreduce
-        self.health = Health(self.state, task.window_names, fp16, config.parallel.check_weights_steps)
+        self.health = Health(self.state.meter, self.plan, world, self.state.step, task.window_names, fp16)
         strategy = config.parallel.strategy
         self.recording = Recording(config.profiling, args, strategy, self.total_steps, self.state.meter, world)
         self.effective = effective_settings(args, self.plan, self.state.schedule.base_lrs[0], world)
@@ -168,7 +168,13 @@ class Training:
             log.info("%s", note)
         state.strategy.module.train()
         self.metrics_logger.begin(self.total_steps, state.step, self.plan.steps_per_epoch)
-        with closing(checkpoints), closing(self.gpus), closing(self.batches), closing(self.recording):
+        with (
+            closing(checkpoints),
+            closing(self.gpus),
+            closing(self.batches),
+            closing(self.recording),
+            closing(self.health),
+        ):
             if state.eval_pending and self.evaluations and not self._is_final:  # a signal stopped the run before it
                 self._evaluate()
             while state.step < self.total_steps and not checkpoints.patience_is_over:
@@ -252,7 +258,9 @@ class Training:
             now = {"epoch": state.step / per_epoch, "learning_rate": learning_rate, "grad_norm": float(grad_norm)}
             self.metrics_logger.logged(state.step, now | means | self.gpus.read(state.step) | checkpoints.metrics())
             checkpoints.look_for_folder()  # not at each step: its file system may be slow
-        self.health.check_weights()  # before a checkpoint holds wrong ones, as is the next check
+        every = self.config.parallel.check_weights_steps
+        if every and state.step % every == 0:  # before a checkpoint holds wrong ones, as is the next check
+            check_copies(state.strategy.model, self.world, state.step)
         if state.step == total_steps:
             self.health.check_end()
         if stops:

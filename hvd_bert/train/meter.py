@@ -118,7 +118,7 @@ class Interval:
 class Meter:
     """Sums up work, loss and time between two reads, without reading from the device in between.
 
-    Times exclude evaluations. `phases`: names of the phases that are told apart. `look`: sums of the last read.
+    Times exclude evaluations. `phases`: names of the phases that are told apart. `interval`: sums of the last read.
     `on_step`: called with each step's loss, of this rank, and norm of the gradient, one step later or before a read.
     `skipped_steps`: those that `on_step` found to have no finite gradient.
     """
@@ -130,7 +130,7 @@ class Meter:
         self.world = world
         self.phases = tuple(phase for phase in PHASES if tells_exposed_comm or phase != "exposed_comm")
         self.on_lap: Callable[[str], None] | None = None  # set while steps are recorded
-        self.on_step: Callable[[float, float], None] = lambda loss, grad_norm: None
+        self.on_step: Callable[[float, float], None] | None = None
         self.last_step = self.skipped_steps = self._skipped_before = 0
         self.train_s = self.loss_sum = 0.0
         self.windows = self.tokens = 0
@@ -194,7 +194,8 @@ class Meter:
         for loss, grad_norm in filter(None, [self._pending.take()]):
             self._losses.append(loss)
             self.skipped_steps += not math.isfinite(grad_norm)
-            self.on_step(loss, grad_norm)
+            if self.on_step:
+                self.on_step(loss, grad_norm)
 
     def read(self, step: int) -> dict[str, float]:
         """Means over all ranks since the previous read. A collective.

@@ -44,10 +44,10 @@ class Watched:
         plan = BatchPlan(np.full(64, 20, np.int32), WINDOWS, accumulation=1, size=2, seed=0, crossover=4608)
         self.plan, self.step = plan, 0
         self.others: list[float] = []
-        self.health = Health(self.state(0), lambda ids: [f"w{n}" for n in ids], fp16, 0)
+        self.health = self.begun(0, fp16)
 
-    def state(self, step: int) -> Any:
-        return SimpleNamespace(meter=self.meter, plan=self.plan, world=self.world, step=step)
+    def begun(self, step: int, fp16: bool = False) -> Health:
+        return Health(self.meter, self.plan, self.world, step, lambda ids: [f"w{n}" for n in ids], fp16)
 
     def _sum(self, table: torch.Tensor) -> torch.Tensor:
         table[1] = table[0]
@@ -140,7 +140,7 @@ def test_run_whose_steps_were_all_skipped_has_trained_nothing(recorded):
         run.train(1.0, BAD)
     since = run.meter.since_last_log()
     resumed.meter.restore(run.meter.state(), since, 2)
-    for watched, last in ((run, run.health), (resumed, Health(resumed.state(2), resumed.health.names, False, 0))):
+    for watched, last in ((run, run.health), (resumed, resumed.begun(2))):
         with pytest.raises(CollectiveError, match="all 2 steps were skipped") as ended:
             last.check_end()
         assert ended.value.status == EXIT_FAILURE
