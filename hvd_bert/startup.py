@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
+from hvd_bert.config import command_line
 from hvd_bert.config.parser import HELP, Parser
 from hvd_bert.distributed import launcher_watch
 from hvd_bert.distributed.launch import LaunchError, find_launcher, speaks_first
@@ -28,8 +29,6 @@ def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Confi
     _check_working_directory()
     with suppress(LaunchError):  # reported when joining
         launcher_watch.start(find_launcher(os.environ).name)
-    with collector_paused():
-        from hvd_bert.config import command_line
     if HELP & set(argv):
         end_when_lost()
         parse(argv)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tables import each
 
 import hvd_bert
 from hvd_bert import __main__ as console
@@ -51,9 +52,7 @@ def test_a_command_runs_as_by_its_module(script: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected.stderr)
 
 
-@pytest.mark.parametrize(
-    ("word", "hint"), [("trian", " Did you mean train?"), ("xyz", ""), ("--train", " Did you mean train?")]
-)
+@each(("word", "hint"), [("trian", " Did you mean train?"), ("xyz", ""), ("--train", " Did you mean train?")])
 def test_unknown_command(script: Path, word: str, hint: str) -> None:
     done = run(script, word)
     assert (done.returncode, done.stdout) == (2, "")

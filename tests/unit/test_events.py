@@ -84,12 +84,7 @@ def test_a_full_disk_is_reported_once(tmp_path, capsys, monkeypatch):
         logs.log.warning("first")
         logs.log.warning("second")
     logs.log.warning("third")
-    assert capsys.readouterr().out.splitlines() == [
-        f"{tmp_path}/{events.NAME} cannot be written: No space left on device. Training continues.",
-        "first",
-        "second",
-        "third",
-    ]
-    messages = [line["message"] for line in read(tmp_path)[1:]]
-    reason = f"{tmp_path}/{events.NAME} cannot be written: No space left on device. Training continues."
-    assert messages == ["first", reason, "second", "third"]
+    reason, *logged = capsys.readouterr().out.splitlines()
+    assert f"{tmp_path}/{events.NAME}" in reason and "No space left" in reason
+    assert logged == ["first", "second", "third"]
+    assert [line["message"] for line in read(tmp_path)[1:]] == ["first", reason, "second", "third"]

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from documented import undocumented
+from tables import each
 
 from hvd_bert.distributed.world import RankInfo
 from hvd_bert.monitoring import usage as module
@@ -144,24 +145,20 @@ def test_usage_of_all_ranks(tmp_path, driver):
     ]
 
 
-def test_other_ranks_write_nothing(tmp_path, driver):
-    usage = GpuUsage(world_of("0-x", "0-a", rank=1), tmp_path)  # type: ignore[arg-type]
-    assert usage.read(1) == {"gpu_util_percent": 90.0}  # rank 0's figures
+@each(
+    ("world", "read", "started", "said"),
+    [
+        (world_of("0-x", "0-a", rank=1), {"gpu_util_percent": 90.0}, 1, ""),  # rank 0's figures
+        (world_of(None, None), {}, 0, ""),
+        (world_of("0-c"), {}, 1, "GPU 0-c: Not Found"),
+    ],
+)
+def test_rank_without_samples_of_its_own(tmp_path, driver, caplog, world, read, started, said):
+    driver.started = 0
+    usage = GpuUsage(world, tmp_path)
+    if usage._sampler:
+        usage._sampler.close()
+    assert usage.read(1) == read
     usage.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_nothing_on_cpus(tmp_path, driver):
-    usage = GpuUsage(world_of(None, None), tmp_path)  # type: ignore[arg-type]
-    assert usage.read(1) == {}
-    usage.close()
-    assert driver.started == 0
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_unknown_gpu_is_a_warning_only(tmp_path, driver, caplog):
-    usage = GpuUsage(world_of("0-c"), tmp_path)  # type: ignore[arg-type]
-    usage._sampler.close()
-    assert usage.read(1) == {}
-    usage.close()
-    assert "GPU usage is not recorded: GPU 0-c: Not Found" in caplog.text
+    assert driver.started == started and said in caplog.text
+    assert (tmp_path / module.FILE).exists() == (world.rank == 0 and usage.enabled)

@@ -53,49 +53,43 @@ def test_find_launcher(environ, expected):
     assert find_launcher({"PATH": "/bin", **environ}) == Launcher(*expected)
 
 
-@each(
-    "environ",
-    [
-        HOROVODRUN,
-        MPIRUN,
-        MVAPICH | {"MV2_COMM_WORLD_LOCAL_RANK": "1"},
-        HYDRA | {"MPI_LOCALRANKID": "1"},
-        TORCHRUN,
-        SRUN | {"SLURM_LOCALID": "1"},
-    ],
-)
-def test_local_rank(environ):
-    assert find_launcher(environ).local_rank == 1
+def test_local_rank():
+    for environ in (
+        *(HOROVODRUN, MPIRUN, TORCHRUN, SRUN | {"SLURM_LOCALID": "1"}),
+        *(MVAPICH | {"MV2_COMM_WORLD_LOCAL_RANK": "1"}, HYDRA | {"MPI_LOCALRANKID": "1"}),
+    ):
+        assert find_launcher(environ).local_rank == 1
 
 
 @each(
     ("launcher", "size", "hint"),
     [
-        (Launcher("none", None, None), 1, ""),
-        (Launcher("srun", 1, 0), 1, ""),
-        (Launcher("mpirun", 4, 3), 4, ""),
+        (Launcher("none", None, None), 1, None),
+        (Launcher("srun", 1, 0), 1, None),
+        (Launcher("mpirun", 4, 3), 4, None),
         (Launcher("srun", 4, 0), 1, "srun --mpi=pmix"),
         (Launcher("mpirun", 4, 0), 1, "env/setup.sh"),
         (Launcher("horovodrun", 2, 0), 4, "env/setup.sh"),
     ],
 )
-def test_size_of_the_world(launcher, size, hint):
-    if not hint:
-        return check_size(launcher, size)
-    with refused(f"{launcher.name} started {launcher.size} processes", f"a world of {size}", hint):
+def test_horovods_size_is_the_launchers(launcher, size, hint):
+    if hint is None:
         check_size(launcher, size)
+    else:
+        with refused(f"{launcher.name} started {launcher.size}", f"world of {size}", hint):
+            check_size(launcher, size)
 
 
 @each(
     ("launcher", "environ", "mpi"),
     [
         *((Launcher("srun", 4, 0), {given: "1"}, "Open MPI v4.1.4") for given in ("PMIX_RANK", "PMI_FD", "PMI2_FD")),
-        (Launcher("srun", 1, 0), SRUN, "Open MPI v4.1.4"),  # these need none
+        (Launcher("srun", 1, 0), SRUN, "Open MPI v4.1.4"),
         (Launcher("mpirun", 4, 0), SRUN, "Open MPI v4.1.4"),
         (Launcher("srun", 4, 0), SRUN, "MPICH Version: 4.1"),
     ],
 )
-def test_srun_with_pmi(launcher, environ, mpi):
+def test_pmi_is_there_or_not_needed(launcher, environ, mpi):
     check_pmi(launcher, environ, mpi)
 
 
@@ -131,16 +125,9 @@ def rank_infos(*devices: tuple[str, str | None]) -> list[RankInfo]:
     return [RankInfo(rank, host, 0, "device", gpu, cores) for rank, (host, gpu) in enumerate(devices)]
 
 
-@each("given", [
-    [("a", None), ("a", None)],  # CPUs are shared
-    [("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-3")],
-    [("a", "GPU-1"), ("b", "GPU-1")],
-])  # fmt: skip
-def test_devices_of_their_own(given):
-    check_devices(rank_infos(*given))
-
-
-def test_shared_device():
+def test_ranks_may_share_cpus_but_no_gpu():
+    check_devices(rank_infos(("a", None), ("a", None)))
+    check_devices(rank_infos(("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1")))
     with refused("3 ranks on b", "GPU-2"):
         check_devices(rank_infos(("a", "GPU-2"), ("b", "GPU-2"), ("b", "GPU-1"), ("b", "GPU-2"), ("b", "GPU-2")))
 

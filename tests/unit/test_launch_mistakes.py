@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from tables import each, refused
 from test_launch import BATCH_STEP, HOROVODRUN, HYDRA, INSIDE_SRUN, MPIRUN, MVAPICH, SRUN, TORCHRUN
 
@@ -21,26 +20,19 @@ from hvd_bert.distributed.launch import (
 )
 
 NUMBERS = {
-    "horovodrun": ("HOROVOD_SIZE", "HOROVOD_RANK", "HOROVOD_LOCAL_RANK"),
-    "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    "MVAPICH's": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
-    "MPICH's": ("PMI_SIZE", "PMI_RANK"),
-    "torchrun": (
-        "WORLD_SIZE",
-        "RANK",
-        "LOCAL_WORLD_SIZE",
-        "LOCAL_RANK",
-        "GROUP_WORLD_SIZE",
-        "GROUP_RANK",
-        "MASTER_PORT",
-    ),
-    "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"),
+    "horovodrun": "HOROVOD_SIZE HOROVOD_RANK HOROVOD_LOCAL_RANK",
+    "mpirun": "OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_RANK",
+    "MVAPICH's": "MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_RANK",
+    "MPICH's": "PMI_SIZE PMI_RANK",
+    "torchrun": "WORLD_SIZE RANK LOCAL_WORLD_SIZE LOCAL_RANK GROUP_WORLD_SIZE GROUP_RANK MASTER_PORT",
+    "srun": "SLURM_STEP_NUM_TASKS SLURM_PROCID SLURM_NTASKS SLURM_NTASKS_PER_NODE SLURM_NNODES",
 }
+WITHOUT_ADDRESS = {name: value for name, value in TORCHRUN.items() if name != "MASTER_ADDR"}
 SET_BY = dict(zip(NUMBERS, (HOROVODRUN, MPIRUN, MVAPICH, HYDRA, TORCHRUN, SRUN), strict=True))
 
 
 @each("value", ["abc", "", "-1", "1.5", "٣", "9" * 5000])
-@each(("launcher", "name"), [(by, name) for by, names in NUMBERS.items() for name in names])
+@each(("launcher", "name"), [(by, name) for by, names in NUMBERS.items() for name in names.split()])
 def test_variable_that_is_no_number(launcher, name, value):
     environ = SET_BY[launcher] | {name: value}
     with refused(name, value[:40], error=LaunchError):
@@ -50,56 +42,49 @@ def test_variable_that_is_no_number(launcher, name, value):
 
 
 @each(
-    ("environ", "words"),
+    ("environ", "named"),
     [
-        ({"HOROVOD_RANK": "7", "HOROVOD_SIZE": "1"}, "HOROVOD_RANK=7, but HOROVOD_SIZE=1: ranks are counted from 0"),
-        (HOROVODRUN | {"HOROVOD_LOCAL_SIZE": "1"}, "HOROVOD_LOCAL_RANK=1, but HOROVOD_LOCAL_SIZE=1"),
-        (SRUN | {"SLURM_PROCID": "4"}, "SLURM_PROCID=4, but SLURM_STEP_NUM_TASKS=4"),
-        (TORCHRUN | {"GROUP_RANK": "2"}, "GROUP_RANK=2, but GROUP_WORLD_SIZE=2"),
-        (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT='65536': must be a whole number from 1 to 65535"),
-        ({"TORCHELASTIC_RUN_ID": "none"}, "TORCHELASTIC_RUN_ID is set, but WORLD_SIZE is not"),
-        (
-            {name: value for name, value in TORCHRUN.items() if name != "MASTER_ADDR"},
-            "TORCHELASTIC_RUN_ID is set, but MASTER_ADDR is not",
-        ),
+        ({"HOROVOD_RANK": "7", "HOROVOD_SIZE": "1"}, ["HOROVOD_RANK=7", "HOROVOD_SIZE=1"]),
+        (HOROVODRUN | {"HOROVOD_LOCAL_SIZE": "1"}, ["HOROVOD_LOCAL_RANK=1", "HOROVOD_LOCAL_SIZE=1"]),
+        (SRUN | {"SLURM_PROCID": "4"}, ["SLURM_PROCID=4", "SLURM_STEP_NUM_TASKS=4"]),
+        (TORCHRUN | {"GROUP_RANK": "2"}, ["GROUP_RANK=2", "GROUP_WORLD_SIZE=2"]),
+        (TORCHRUN | {"MASTER_PORT": "65536"}, ["MASTER_PORT='65536'", "from 1 to 65535"]),
+        ({"TORCHELASTIC_RUN_ID": "none"}, ["TORCHELASTIC_RUN_ID", "WORLD_SIZE"]),
+        (WITHOUT_ADDRESS, ["TORCHELASTIC_RUN_ID", "MASTER_ADDR"]),
     ],
 )
-def test_variables_that_cannot_be_true(environ, words):
-    with pytest.raises(LaunchError, match=f"^{words}"):
+def test_variables_that_cannot_be_true(environ, named):
+    with refused(*named, error=LaunchError):
         find_launcher(environ)
     assert speaks_first(environ), "its rank is unknown, so that this process reports it"
 
 
 @each(
-    ("environ", "words"),
+    ("environ", "named"),
     [
-        ({"HOROVOD_CONTROLLER": "nonsense"}, "HOROVOD_CONTROLLER='nonsense': must be mpi or gloo"),
-        ({"HOROVOD_CONTROLLER": ""}, "HOROVOD_CONTROLLER='': must be mpi or gloo"),
-        ({"HOROVOD_CPU_OPERATIONS": "nccl"}, "HOROVOD_CPU_OPERATIONS='nccl': must be mpi or gloo or ccl"),
-        ({"HOROVOD_GLOO_TIMEOUT_SECONDS": "0"}, "HOROVOD_GLOO_TIMEOUT_SECONDS='0': must be a whole number from 1"),
-        (HOROVODRUN, "HOROVOD_SIZE=4, but HOROVOD_GLOO_RENDEZVOUS_ADDR or _PORT is not set"),
-        (HOROVODRUN | {"HOROVOD_GLOO_RENDEZVOUS_PORT": "x"}, "HOROVOD_GLOO_RENDEZVOUS_PORT='x': must be"),
+        ({"HOROVOD_CONTROLLER": "nonsense"}, ["HOROVOD_CONTROLLER='nonsense'", "mpi or gloo"]),
+        ({"HOROVOD_CONTROLLER": ""}, ["HOROVOD_CONTROLLER=''", "mpi or gloo"]),
+        ({"HOROVOD_CPU_OPERATIONS": "nccl"}, ["HOROVOD_CPU_OPERATIONS='nccl'", "mpi or gloo or ccl"]),
+        ({"HOROVOD_GLOO_TIMEOUT_SECONDS": "0"}, ["HOROVOD_GLOO_TIMEOUT_SECONDS='0'", "from 1"]),
+        (HOROVODRUN, ["HOROVOD_SIZE=4", "HOROVOD_GLOO_RENDEZVOUS_ADDR"]),
+        (HOROVODRUN | {"HOROVOD_GLOO_RENDEZVOUS_PORT": "x"}, ["HOROVOD_GLOO_RENDEZVOUS_PORT='x'"]),
+        # Horovod would misread these.
+        *(
+            ({name: value}, [f"{name}={value!r}"])
+            for name, values in {
+                "HOROVOD_CACHE_CAPACITY": ["-1", "1e3", "4294967295"],
+                "HOROVOD_FUSION_THRESHOLD": ["-1", "64MB"],
+                "HOROVOD_CYCLE_TIME": ["-1", "nan", "inf", "1e5", "100000", "fast", "٣", ""],
+                "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ["-1", "10m"],
+                "HOROVOD_AUTOTUNE": ["true"],
+            }.items()
+            for value in values
+        ),
     ],
 )
-def test_horovods_variables_that_would_abort_it(environ, words):
-    with pytest.raises(LaunchError, match=f"^{words}"):
+def test_horovods_variables_that_would_abort_it_or_that_it_would_misread(environ, named):
+    with refused(*named, error=LaunchError):
         check_horovod(find_launcher(environ), environ)
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("HOROVOD_CACHE_CAPACITY", ["-1", "1e3", "4294967295"]),
-        ("HOROVOD_FUSION_THRESHOLD", ["-1", "64MB"]),
-        ("HOROVOD_CYCLE_TIME", ["-1", "nan", "inf", "1e5", "100000", "fast", "٣", ""]),
-        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", ["-1", "10m"]),
-        ("HOROVOD_AUTOTUNE", ["true"]),
-    ],
-)
-def test_horovods_numbers_that_it_would_misread(name, values):
-    for value in values:
-        with pytest.raises(LaunchError, match=f"^{name}='{value}': must be a .*nset it"):
-            check_horovod(find_launcher({}), {name: value})
 
 
 def test_horovods_variables_that_it_accepts():

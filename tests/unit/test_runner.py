@@ -128,11 +128,8 @@ def test_limits_of_the_process_are_one_message(monkeypatch, capsys, limit, act, 
         (WorldsOfOne("no world"), None, EXIT_BAD_INPUT),
         (WorldsOfOne("no world"), 0, EXIT_BAD_INPUT),
         (WorldsOfOne("no world"), 3, EXIT_OK),
-        (
-            CollectiveError("no world", rank=2, mine=True),
-            3,
-            EXIT_BAD_INPUT,
-        ),  # a world's rank may differ from the launcher's
+        # A world's rank may differ from the launcher's.
+        (CollectiveError("no world", rank=2, mine=True), 3, EXIT_BAD_INPUT),
         (CollectiveError("no world", rank=2), 0, EXIT_OK),
     ],
 )
@@ -174,7 +171,7 @@ def ending_before_the_world(
     return left.value.code
 
 
-@pytest.mark.parametrize("reason", [HostsChanged(), HorovodInternalError("Connection closed by peer")], ids=str)
+@each("reason", [HostsChanged(), HorovodInternalError("Connection closed by peer")])
 def test_elastic_rank_joins_the_next_world(monkeypatch, reason):
     world = make_world()
     world.elastic = True
@@ -189,16 +186,15 @@ def test_elastic_rank_joins_the_next_world(monkeypatch, reason):
     assert len(left) == 1
 
 
-def test_elastic_rank_with_a_defect_of_its_own_ends(monkeypatch, capsys):
+@each(
+    ("elastic", "reason", "said"),
+    [
+        (True, "Mismatched allreduce tensor shapes", "Mismatched allreduce tensor shapes"),  # a defect of its own
+        (False, "Connection closed by peer", "lost another rank: Connection closed by peer\n"),
+    ],
+)
+def test_rank_whose_collective_failed_ends(monkeypatch, capsys, elastic, reason, said):
     world = make_world()
-    world.elastic = True
-    ended = leave(monkeypatch, world, raising(HorovodInternalError("Mismatched allreduce tensor shapes")))
-    assert ended == f"aborted {EXIT_FAILURE}"
-    assert "Mismatched allreduce tensor shapes" in capsys.readouterr().err
-
-
-def test_rank_that_lost_another_ends_unless_elastic(monkeypatch, capsys):
-    world = make_world()
-    ended = leave(monkeypatch, world, raising(HorovodInternalError("Connection closed by peer")))
-    assert ended == f"aborted {EXIT_FAILURE}"
-    assert capsys.readouterr().err == f"rank 0 on {world.host} lost another rank: Connection closed by peer\n"
+    world.elastic = elastic
+    assert leave(monkeypatch, world, raising(HorovodInternalError(reason))) == f"aborted {EXIT_FAILURE}"
+    assert said in capsys.readouterr().err

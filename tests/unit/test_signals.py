@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from tables import each
 from test_world import heard, make_world
 
 from hvd_bert.distributed.horovod_world import NOTICES
@@ -19,14 +20,17 @@ def stops(requests: StopRequests) -> bool:
     return requests.any_rank_stops()
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@each("number", SIGNALS)
 def test_signal_asks_to_stop(number):
+    before = [signal.getsignal(number) for number in SIGNALS]
     requests = StopRequests(make_world())
     with requests.watched():
         assert not stops(requests)
         os.kill(os.getpid(), number)
         assert stops(requests)
     assert requests.reason() == f"{signal.Signals(number).name} to rank 0"
+    for other, handler in zip(SIGNALS, before, strict=True):
+        signal.signal(other, handler)
 
 
 def test_nohup_keeps_a_run_alive():

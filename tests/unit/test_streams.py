@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
+from tables import each
 
 from hvd_bert.errors import EXIT_BROKEN_PIPE, EXIT_FAILURE
 
@@ -33,29 +34,23 @@ def run(
     return subprocess.run([sys.executable, "-c", program], text=True, timeout=60, **options)
 
 
-def unread() -> tuple[int, int]:
-    return os.pipe()
-
-
-def without_reader() -> tuple[int, int]:
+def lost(how: str) -> tuple[int, int]:
+    """Read end, or -1, and write end of a stream that is lost."""
+    if how == "full disk":
+        return -1, os.open("/dev/full", os.O_WRONLY)
     reader, writer = os.pipe()
+    if how == "unread":
+        return reader, writer
     os.close(reader)
     return -1, writer
 
 
-def full_disk() -> tuple[int, int]:
-    return -1, os.open("/dev/full", os.O_WRONLY)
-
-
-Opened = Callable[[], tuple[int, int]]
-
-
 @pytest.fixture
-def opened() -> Callable[[Opened], int]:
+def opened() -> Iterator[Callable[[str], int]]:
     descriptors = []
 
-    def open_one(lost: Opened) -> int:
-        descriptors.extend(lost())
+    def open_one(how: str) -> int:
+        descriptors.extend(lost(how))
         return descriptors[-1]
 
     yield open_one
@@ -64,39 +59,29 @@ def opened() -> Callable[[Opened], int]:
             os.close(descriptor)
 
 
-@pytest.mark.parametrize("policy", ["keep_running", "end_when_lost"])
-@pytest.mark.parametrize("unbuffered", [False, True])
-def test_nothing_is_lost_while_somebody_reads(policy, unbuffered):
-    done = run(policy, unbuffered=unbuffered)
+@each("policy", ["keep_running", "end_when_lost"])
+@each("unbuffered", [False, True])
+@each(("sent", "width"), [(SENT, 99), (50, 99999)])
+def test_nothing_is_lost_while_somebody_reads(policy, unbuffered, sent, width):
+    done = run(policy, sent=sent, width=width, unbuffered=unbuffered)
     assert (done.returncode, done.stderr) == (0, "done\n")
-    assert done.stdout == "".join(f"{number:99}\n" for number in range(SENT))
+    assert done.stdout == "".join(f"{number:{width}}\n" for number in range(sent))
 
 
-@pytest.mark.parametrize("unbuffered", [False, True])
-@pytest.mark.parametrize(
-    ("lost", "reason"),
-    [(without_reader, "Broken pipe"), (full_disk, "No space left on device"), (unread, "it was not read for 0.2 s")],
+@each("unbuffered", [False, True])
+@each(
+    ("how", "reason", "size"),
+    [
+        ("no reader", "Broken pipe", {}),
+        ("full disk", "No space left on device", {}),
+        ("unread", "it was not read for 0.2 s", {}),
+        # A pipe with space for a page is ready, but would keep a longer write waiting.
+        ("unread", "it was not read for 0.2 s", {"sent": 50, "width": 9999}),
+    ],
 )
-def test_command_continues_with_one_warning(opened, lost, reason, unbuffered):
-    done = run("keep_running", stdout=opened(lost), unbuffered=unbuffered)
+def test_command_continues_with_one_warning(opened, how, reason, size, unbuffered):
+    done = run("keep_running", stdout=opened(how), unbuffered=unbuffered, **size)
     assert (done.returncode, sorted(done.stderr.splitlines(keepends=True))) == (0, ["done\n", WARNING.format(reason)])
-
-
-@pytest.mark.parametrize("unbuffered", [False, True])
-def test_long_lines_do_not_wait_for_a_reader(opened, unbuffered):
-    """A pipe with space for a page is ready, but would keep a longer write waiting."""
-    done = run("keep_running", sent=50, width=9999, stdout=opened(unread), unbuffered=unbuffered)
-    assert (done.returncode, sorted(done.stderr.splitlines(keepends=True))) == (
-        0,
-        ["done\n", WARNING.format("it was not read for 0.2 s")],
-    )
-
-
-@pytest.mark.parametrize("unbuffered", [False, True])
-def test_long_lines_are_whole(unbuffered):
-    done = run("keep_running", sent=50, width=99999, unbuffered=unbuffered)
-    assert (done.returncode, done.stderr) == (0, "done\n")
-    assert done.stdout == "".join(f"{number:99999}\n" for number in range(50))
 
 
 def test_closed_streams_are_replaced(tmp_path):
@@ -109,18 +94,18 @@ def test_closed_streams_are_replaced(tmp_path):
 
 
 def test_lost_standard_error_does_not_stop_a_command(opened):
-    done = run("keep_running", stdout=opened(full_disk), stderr=subprocess.STDOUT)
+    done = run("keep_running", stdout=opened("full disk"), stderr=subprocess.STDOUT)
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize(("sent", "flush"), [(SENT, True), (1, True), (1, False)])
+@each(("sent", "flush"), [(SENT, True), (1, True), (1, False)])
 def test_command_that_only_prints_ends_quietly(opened, sent, flush):
-    done = run("end_when_lost", stdout=opened(without_reader), sent=sent, flush=flush)
+    done = run("end_when_lost", stdout=opened("no reader"), sent=sent, flush=flush)
     assert done.returncode == EXIT_BROKEN_PIPE
     assert done.stderr == ("" if flush else "done\n")  # the last lines are written at the interpreter's exit
 
 
 def test_command_that_only_prints_names_a_full_disk(opened):
-    done = run("end_when_lost", stdout=opened(full_disk), flush=True)
+    done = run("end_when_lost", stdout=opened("full disk"), flush=True)
     assert done.returncode == EXIT_FAILURE
     assert done.stderr == "hvd_bert: standard output cannot be written: No space left on device.\n"
