@@ -1,2 +1,1 @@
-"""The command `predict`: `__main__.py` reads the command line, `answerer.py` has `QuestionAnswerer`, `answering.py`
-prints answers, `file_answers.py` and `unfinished.py` write the answers to a file of questions."""
+"""The command `predict`: `answering.py` prints or writes answers; `answerer.py` has `QuestionAnswerer`."""

@@ -5,7 +5,7 @@
     hvd-bert predict MODEL --input dev-v1.1.json                   prints a few answers
     horovodrun -np 4 hvd-bert predict MODEL --input questions.csv --output answers.jsonl
 
-With --output, all ranks of any launcher share the questions. Rerun an interrupted command to resume.
+With --output, all ranks of any launcher share the questions. The file appears once it is complete.
 
 Exit status: 0 answered, 1 failure, 2 bad input.
 """
@@ -65,7 +65,7 @@ def _on_all_ranks(flags: argparse.Namespace, launcher: Launcher) -> NoReturn:
     launcher_watch.start(launcher.name)
     with collector_paused():
         from hvd_bert.distributed.runner import run_as_rank
-        from hvd_bert.predict.file_answers import answer_file
+        from hvd_bert.predict.answering import answer_file
     # torch.distributed joins the ranks of any launcher, and a single process needs neither it nor Horovod.
     run_as_rank(partial(answer_file, flags), "none" if launcher.size in (None, 1) else "ddp")
 

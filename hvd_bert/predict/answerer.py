@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, get_args, get_origin, get_type_hints, overload
 
@@ -30,7 +31,6 @@ from hvd_bert.evaluation.postprocess import Answer, answers_of
 from hvd_bert.model.bert import load_model, load_tokenizer
 from hvd_bert.model.families import family_of, max_tokens
 from hvd_bert.model.precision import AUTOCAST
-from hvd_bert.predict.answer import FoundAnswer
 from hvd_bert.storage.places import path_problem
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,52 @@ Texts = list[str] | tuple[str, ...]
 BATCH_SIZE = 8
 # A block has at most this many questions and, except for a single question, this many characters of contexts.
 BLOCK_QUESTIONS, BLOCK_CHARACTERS = 64, 2**18
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A possible answer: the characters [start, end) of the context, or "no answer": "" without a place."""
+
+    text: str
+    start: int | None
+    end: int | None
+    score: float  # probability among the n best
+    start_logit: float
+    end_logit: float
+
+
+@dataclass(frozen=True)
+class FoundAnswer:
+    """The answer to a question. `text` is "" if the context does not answer it; then `start` and `end` are None.
+
+    `score`: its probability among the n best. `null_odds`: for SQuAD 2.0, the score of "no answer" minus that of the
+    best span. `nbest`: the best candidates, best first.
+    """
+
+    text: str
+    start: int | None
+    end: int | None
+    score: float
+    null_odds: float | None
+    nbest: tuple[Candidate, ...]
+
+    @staticmethod
+    def of(answer: Answer) -> FoundAnswer:
+        """The same answer as the evaluation has it."""
+        candidates = tuple(
+            Candidate(
+                text=str(entry["text"]),
+                start=span[0] if span else None,
+                end=span[1] if span else None,
+                score=float(entry["probability"]),
+                start_logit=float(entry["start_logit"]),
+                end_logit=float(entry["end_logit"]),
+            )
+            for entry, span in zip(answer.nbest, answer.spans, strict=True)
+        )
+        # Not always the first: the threshold for "no answer" may prefer another.
+        chosen = next(candidate for candidate in candidates if bool(candidate.text) == bool(answer.text))
+        return FoundAnswer(chosen.text, chosen.start, chosen.end, chosen.score, answer.null_odds, candidates)
 
 
 class QuestionAnswerer:

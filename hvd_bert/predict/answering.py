@@ -1,25 +1,44 @@
-"""Answers that are printed: to one question, to some of a file, or at a prompt. In one process."""
+"""Answers that are printed by one process, or written to a file by all ranks.
+
+For a file, every rank answers one block of questions per round, and rank 0 writes the round's answers.
+"""
 
 from __future__ import annotations
 
 import argparse
+import csv
+import hashlib
+import io
+import json
 import sys
 import textwrap
-from contextlib import suppress
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import Any, TextIO
 
 import numpy as np
+from tqdm import tqdm
 
 from hvd_bert.config.flag import require_different_columns
 from hvd_bert.config.values import passage
 from hvd_bert.data.sources import squad
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.predict.answer import FoundAnswer
-from hvd_bert.predict.answerer import QuestionAnswerer
+from hvd_bert.data.sources.squad import Question, Source
+from hvd_bert.distributed.world import World, log
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
+from hvd_bert.model.cpu.malloc import keep_memory
+from hvd_bert.predict.answerer import FoundAnswer, QuestionAnswerer, blocks
 from hvd_bert.rendering.text import visible
+from hvd_bert.storage import written
+from hvd_bert.storage.writing import make_folder, replacing, writing_to
+from hvd_bert.tasks.inputs import digest_of
 
 PRINTED = 3  # answers of a file
 WIDTH = 100
+COMMAND = "predict"  # in the record of a folder
+Row = dict[str, Any]
 
 
 def run(flags: argparse.Namespace) -> int:
@@ -46,7 +65,7 @@ def load_model(flags: argparse.Namespace, **options: Any) -> QuestionAnswerer:
     return QuestionAnswerer(flags.model, precision=precision, batch_size=flags.per_device_eval_batch_size, **options)
 
 
-def open_input(flags: argparse.Namespace, qa: QuestionAnswerer) -> squad.Source:
+def open_input(flags: argparse.Namespace, qa: QuestionAnswerer) -> Source:
     """The questions of --input."""
     columns = flags.question_column, flags.context_column, flags.answer_column
     require_different_columns(*columns)
@@ -115,3 +134,110 @@ def _passage(context: str) -> str:
 
 def _line(answer: FoundAnswer) -> str:
     return f"  A: {answer.text or '(no answer)'}  (probability {answer.score:.2f})"
+
+
+def answer_file(flags: argparse.Namespace, world: World) -> None:
+    """Answer --input and write --output, which appears once it is complete. A collective."""
+    if world.device.type == "cpu":
+        keep_memory()
+    with world.raise_on_all_ranks():
+        qa = load_model(flags, device=world.device)
+        source = open_input(flags, qa)
+        questions = source.questions()
+    world.check_same(_inputs_of(qa, source))
+    parts = list(blocks(questions))
+    quiet = world.rank > 0 or not sys.stderr.isatty()
+    with ExitStack() as stack, tqdm(total=len(questions), desc="Answering", unit="question", disable=quiet) as bar:
+        file: TextIO | None = None
+        with _writing(flags, world, EXIT_BAD_INPUT):
+            if world.rank == 0:
+                file = stack.enter_context(_appearing(flags.output))
+        for first in range(0, len(parts), world.size):
+            mine = parts[first : first + world.size][world.rank :][:1]  # in the last round, some ranks may have none
+            rows: list[Row] = []
+            with world.raise_on_all_ranks(EXIT_FAILURE):
+                rows = [row for part in mine for row in _rows_of(part, qa)]
+            gathered = list(chain.from_iterable(world.gather(rows)))  # on rank 0
+            with _writing(flags, world):
+                if file:
+                    file.write(_text_of(gathered, flags.output.suffix, first == 0))
+            bar.update(len(gathered))
+        with _writing(flags, world):
+            if file and flags.output.suffix == ".json":
+                file.write("\n]\n")
+            stack.close()
+    log.info("%s: %d question(s) answered", flags.output, len(questions))
+
+
+@contextmanager
+def _writing(flags: argparse.Namespace, world: World, status: int = EXIT_FAILURE) -> Iterator[None]:
+    with world.raise_on_all_ranks(status), writing_to("--output", flags.output):
+        yield
+
+
+@contextmanager
+def _appearing(path: Path) -> Iterator[TextIO]:
+    """A file that replaces `path` unless the block raises. Raises OSError, also if `path` is of another program."""
+    make_folder(path.parent)
+    written.claim(path.parent, path.name, command=COMMAND)
+    with replacing(path, durable=True) as partial:
+        file = partial.open("w", encoding="utf-8", newline="")  # closed below
+        try:
+            yield file
+        except BaseException:
+            with suppress(OSError):  # that of what is still in its buffer
+                file.close()
+            raise
+        file.close()
+
+
+def _inputs_of(qa: QuestionAnswerer, source: Source) -> dict[str, object]:
+    """What must be equal on all ranks."""
+    digest = hashlib.sha256(qa.model.config.to_json_string().encode())
+    for weights in qa.model.state_dict().values():
+        digest.update(weights.cpu().contiguous().numpy())
+    return {
+        "the model": digest.hexdigest()[:16],
+        "the tokenizer": digest_of(qa.tokenizer),
+        "the settings": asdict(qa.window_options) | asdict(qa.span_options),
+        "the input": source.digest[:16],
+    }
+
+
+def _rows_of(questions: list[Question], qa: QuestionAnswerer) -> list[Row]:
+    """The answers to a block as rows of the output."""
+    answers = (FoundAnswer.of(answer) for answer in qa.answers_of_block(questions))
+    return [_row(question.id, answer) for question, answer in zip(questions, answers, strict=True)]
+
+
+def _row(question_id: str, answer: FoundAnswer) -> Row:
+    nbest = [asdict(candidate) for candidate in answer.nbest]
+    for entry in nbest:
+        entry["probability"] = entry.pop("score")
+    return {
+        "id": question_id,
+        "answer": answer.text,
+        "start": answer.start,
+        "end": answer.end,
+        "probability": answer.score,
+        "null_odds": answer.null_odds,
+        "nbest": nbest,
+    }
+
+
+def _text_of(rows: Sequence[Row], suffix: str, first: bool) -> str:
+    """Rows as a part of a file of JSON, JSON Lines or CSV. `first`: it is the first part."""
+    if suffix == ".csv":
+        text = io.StringIO()
+        # Quotes all texts: Python before 3.13 would not quote one for a carriage return, which ends a row.
+        table = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
+        if first:
+            table.writerow(rows[0])
+        for row in rows:
+            nbest = json.dumps(row["nbest"], ensure_ascii=False)
+            table.writerow((row | {"nbest": nbest}).values())
+        return text.getvalue()
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    if suffix == ".jsonl":
+        return "".join(f"{line}\n" for line in lines)
+    return ("[\n" if first else ",\n") + ",\n".join(lines)

@@ -1,4 +1,4 @@
-"""Checks of predict's answers to a file: those of one process on any number of ranks, also after an interruption."""
+"""Checks of predict's answers to a file: those of one process on any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from transformers import AutoTokenizer, BertConfig, BertForQuestionAnswering
 from hvd_bert.data.sources import squad
 from hvd_bert.distributed.launch import Launcher
 from hvd_bert.distributed.world import CollectiveError
+from hvd_bert.errors import UserError
+from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.predict import answerer
 from hvd_bert.predict.__main__ import parse_flags
-from hvd_bert.predict.file_answers import answer_file
-from hvd_bert.predict.unfinished import Unfinished
+from hvd_bert.predict.answering import answer_file
 from hvd_bert.sample.files import generated
+from hvd_bert.storage import written
 
 ANSWERS = "predicted/answers.jsonl"
 
@@ -42,24 +44,21 @@ def file_is_answered_as_by_one_rank(ranks: Ranks) -> None:
     words = [folder / "asked", "--input", folder / "asked.jsonl", "--output", folder / ANSWERS]
     words += ["--max_seq_length", 40, "--doc_stride", 8]
     flags = parse_flags([str(word) for word in words], Launcher("test", world.size, world.rank))
-    kept, add = [], Unfinished.add
+    answers_of_block, calls = answerer.QuestionAnswerer.answers_of_block, []
 
-    def add_three(self: Unfinished, block: int, rows: list[dict[str, object]]) -> None:
-        if len(kept) == 3:
-            raise OSError("the disk is full")
-        kept.append(block)
-        add(self, block, rows)
+    def fail_on_the_last_rank(self: answerer.QuestionAnswerer, block: list[squad.Question]) -> list[Answer]:
+        calls.append(block)
+        if len(calls) == 2 and world.rank == world.size - 1:
+            raise UserError("the logits are not finite")
+        return answers_of_block(self, block)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(answerer, "BLOCK_QUESTIONS", 4)
-        with patch.context() as full, pytest.raises(CollectiveError, match="cannot be written: the disk is full"):
-            full.setattr(Unfinished, "add", add_three)
+        with patch.context() as failing, pytest.raises(CollectiveError, match="the logits are not finite"):
+            failing.setattr(answerer.QuestionAnswerer, "answers_of_block", fail_on_the_last_rank)
             answer_file(flags, world)
-        first = world.broadcast(kept)
-        assert not (folder / ANSWERS).exists() and len(first) == 3
-        again: list[int] = []
-        patch.setattr(Unfinished, "add", lambda self, block, rows: (again.append(block), add(self, block, rows)))
+        if world.rank == 0:
+            assert [path.name for path in (folder / ANSWERS).parent.iterdir()] == [written.RECORD]
         answer_file(flags, world)
     if world.rank == 0:
-        assert sorted(first + again) == list(range(8))
-        assert {path.name for path in (folder / ANSWERS).parent.iterdir()} == {"answers.jsonl", ".written_by_hvd_bert"}
+        assert {path.name for path in (folder / ANSWERS).parent.iterdir()} == {"answers.jsonl", written.RECORD}

@@ -22,7 +22,7 @@ from hvd_bert.data.window_cutting import QuestionBatch
 from hvd_bert.errors import UserError
 from hvd_bert.model.cpu import linear
 from hvd_bert.predict import answerer
-from hvd_bert.predict.answer import FoundAnswer
+from hvd_bert.predict.answerer import FoundAnswer
 from hvd_bert.tasks.inputs import load_inputs
 from hvd_bert.tasks.question_answering import QuestionAnswering
 

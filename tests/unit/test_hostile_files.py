@@ -23,7 +23,6 @@ from hvd_bert.errors import UserError
 from hvd_bert.output import card, output_dir
 from hvd_bert.output.reporters.base import read_run_id
 from hvd_bert.output.reporters.tensorboard import TensorBoard
-from hvd_bert.predict.unfinished import Unfinished
 from hvd_bert.storage import locks, written
 from hvd_bert.tools.bench.points import Point
 from hvd_bert.tools.bench.record import SweepRecord, read_previous
@@ -58,16 +57,6 @@ def doctors_report(path: Path) -> object:
     return _networks(make_parser().parse_args(["runs", "--doctor", str(path)]))
 
 
-def unfinished(path: Path) -> object:
-    written.add(path.parent, path.name, path.stem, command="predict")
-    answers = Unfinished(path.with_suffix(""), {"the model": "m"})
-    try:
-        answers.finish()
-    finally:
-        answers.close()
-    return answers
-
-
 ALLREDUCE = [{"method": "Horovod", "num_bytes": size, "world_size": 2, "seconds": [0.1]} for size in (4, 10**8)]
 NEEDED = {
     "data": Needed("data.json", '[{"id": "q", "question": "a?", "context": "b"}]', one_question),
@@ -89,9 +78,6 @@ NEEDED = {
         '{"same": {}}',
         lambda path: read_previous(path, reading.SweepFile, {}, "sweep"),
         ("link to itself",),
-    ),
-    "unfinished answers": Needed(
-        "answers.json.unfinished", '{"the model": "m"}\n', unfinished, ("empty", "cut off", "NUL bytes", "UTF-16")
     ),
 }
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
+import resource
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
@@ -17,13 +23,13 @@ from transformers import BertConfig, BertModel
 from hvd_bert import QuestionAnswerer
 from hvd_bert.config.command_line import parse, trained_settings
 from hvd_bert.distributed.launch import Launcher
-from hvd_bert.distributed.world import RankInfo
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK
+from hvd_bert.distributed.world import CollectiveError, RankInfo, World
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK
 from hvd_bert.predict import answerer
-from hvd_bert.predict.__main__ import main, parse_flags
-from hvd_bert.predict.answer import FoundAnswer
-from hvd_bert.predict.answering import open_input
-from hvd_bert.predict.file_answers import answer_file, identity_of
+from hvd_bert.predict.__main__ import OUTPUTS, main, parse_flags
+from hvd_bert.predict.answerer import FoundAnswer
+from hvd_bert.predict.answering import answer_file
+from hvd_bert.storage import written
 from hvd_bert.tasks.inputs import load_inputs
 
 ALONE = Launcher("none", None, None)
@@ -153,52 +159,77 @@ def write_rows(path, rows):
         path.write_bytes(gzip.compress(text.encode()))
 
 
-def test_every_input_of_the_answers_is_in_the_identity(model, tmp_path, monkeypatch):  # noqa: F811
-    file = tmp_path / "asked.jsonl"
-    file.write_text(json.dumps({"question": "Who?", "context": "Ada.", "passage": "Bo."}) + "\n")
+def answered(*words: object, world: World | None = None) -> None:
+    answer_file(parse_flags([str(word) for word in words], ALONE), world or one_rank())
 
-    def identity(*words: str) -> dict[str, str]:
-        return identity_of(qa, open_input(parse_flags([str(model), "--input", str(file), *words], ALONE), qa))
 
-    def changed() -> list[str]:
-        return [what for what, value in identity().items() if before[what] != value]
+def one_rank() -> World:
+    world = make_world()
+    world.rank_infos = (RankInfo(0, "here", 0, "cpu", None, frozenset()),)
+    return world
 
-    qa = QuestionAnswerer(model)
-    before = identity()
-    qa.model.config.name_or_path = "elsewhere"
-    assert before == identity() != identity("--context_column", "passage")
-    qa.model.config.layer_norm_eps *= 2
-    assert changed() == ["the model"]
-    before = identity()
-    qa.model.qa_outputs.bias.data += 1
-    assert changed() == ["the model"]
-    before = identity()
-    qa.tokenizer.add_tokens(["Ada"])
-    assert changed() == ["the tokenizer"]
-    before = identity()
-    monkeypatch.setattr(answerer, "BLOCK_QUESTIONS", 7)
-    assert changed() == ["a setting"]
+
+@each("what", ["the model", "the tokenizer", "the settings", "the input"])
+def test_ranks_with_other_inputs_are_refused(model, tmp_path, monkeypatch, what):  # noqa: F811
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"question": "Who?", "context": "Ada."}) + "\n")
+    world = one_rank()
+    world.rank_infos *= 2
+
+    def gathered(value: object) -> list[object]:
+        return [value, value | {what: "another"} if isinstance(value, dict) else value]
+
+    monkeypatch.setattr(world, "allgather", gathered)
+    with refused(what, "another", "rank 0", error=CollectiveError):
+        answered(model, "--input", tmp_path / "asked.jsonl", "--output", tmp_path / "a.json", world=world)
+
+
+def test_files_of_others_stay_and_a_full_disk_leaves_none(model, tmp_path):  # noqa: F811
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"question": "Who?", "context": "Ada."}) + "\n")
+    words = (model, "--input", tmp_path / "asked.jsonl", "--output")
+    (tmp_path / "mine.json").write_text("mine")
+    with refused("--output", "mine.json", error=CollectiveError):
+        answered(*words, tmp_path / "mine.json")
+    assert (tmp_path / "mine.json").read_text() == "mine"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(CollectiveError, match=r"answers\.json cannot be written: File too large") as failed:
+            answered(*words, tmp_path / "new" / "answers.json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert failed.value.status == EXIT_FAILURE
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [written.RECORD]
 
 
 @pytest.mark.parametrize("name", ["asked.json", "asked.jsonl.gz", "asked.csv", "asked.parquet"])
-def test_files_of_all_formats(model, questions, write_squad, tmp_path, name):  # noqa: F811
+def test_files_of_all_formats(model, questions, write_squad, tmp_path, monkeypatch, name):  # noqa: F811
+    monkeypatch.setattr(answerer, "BLOCK_QUESTIONS", 13)
+    questions = [*questions[:2], replace(questions[2], context='Zoë, "a"\rb,\nc is red.'), *questions[3:]]
     file, columns = tmp_path / name, ["--question_column", "query", "--context_column", "passage"]
     if file.suffix == ".json":
         write_squad(questions, name)
         columns = []
     else:
         write_rows(file, questions)
-    output = tmp_path / "answers.json"
-    flags = parse_flags([str(model), "--input", str(file), "--output", str(output), *columns], ALONE)
-    world = make_world()
-    world.rank_infos = (RankInfo(0, "here", 0, "cpu", None, frozenset()),)
-    answer_file(flags, world)
     expected = [FoundAnswer.of(answer) for answer in QuestionAnswerer(model).answers(questions)]
-    rows = json.loads(output.read_text())
-    assert [row["id"] for row in rows] == [question.id for question in questions]
-    for row, answer in zip(rows, expected, strict=True):
-        assert (row["answer"], row["start"], row["end"], row["probability"], row["null_odds"]) == (
-            answer.text, answer.start, answer.end, answer.score, answer.null_odds
-        )  # fmt: skip
-        assert [entry["text"] for entry in row["nbest"]] == [candidate.text for candidate in answer.nbest]
-        assert row["nbest"][0].keys() == {"text", "start", "end", "probability", "start_logit", "end_logit"}
+    for output in (tmp_path / f"answers{suffix}" for suffix in OUTPUTS):
+        for _ in range(2):  # again, over the first
+            answered(model, "--input", file, "--output", output, *columns)
+        rows = read_answers(output)
+        assert [row["id"] for row in rows] == [question.id for question in questions]
+        for row, answer in zip(rows, expected, strict=True):
+            values = (answer.text, answer.start, answer.end, answer.score, answer.null_odds)
+            found = tuple(row[name] for name in ("answer", "start", "end", "probability", "null_odds"))
+            if output.suffix == ".csv":
+                values = tuple("" if value is None else str(value) for value in values)
+            assert found == values
+            assert [entry["text"] for entry in row["nbest"]] == [candidate.text for candidate in answer.nbest]
+            assert row["nbest"][0].keys() == {"text", "start", "end", "probability", "start_logit", "end_logit"}
+
+
+def read_answers(path: Path) -> list[dict[str, Any]]:
+    text = path.read_bytes().decode()
+    if path.suffix == ".csv":
+        rows = csv.DictReader(io.StringIO(text, newline=""))
+        return [row | {"nbest": json.loads(row["nbest"])} for row in rows]
+    return json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines()]

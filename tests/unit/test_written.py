@@ -16,7 +16,6 @@ from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.monitoring.recording import Recording
 from hvd_bert.output.metrics_log import MetricsLogger
-from hvd_bert.predict.unfinished import Unfinished
 from hvd_bert.sample import generate
 from hvd_bert.storage import locks, written
 from hvd_bert.storage.writing import make_folder, replacing, write_named
@@ -65,8 +64,6 @@ def test_a_command_replaces_and_removes_only_its_own_files(tmp_path):
         with pytest.raises(FileExistsError):
             written.claim(tmp_path, name, command=command)
         written.remove(tmp_path, [name], command)
-    with pytest.raises(FileExistsError):
-        Unfinished(tmp_path / "config.json", {"the model": "m"})
     for command in ("predict", "report"):
         written.claim(tmp_path, f"{command}.csv", "shared.csv", command=command)
         (tmp_path / f"{command}.csv").write_text(command)
