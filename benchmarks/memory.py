@@ -36,8 +36,7 @@ from transformers import BertConfig
 
 from hvd_bert.data.collate import Collator
 from hvd_bert.model.bert import new_model, window_losses
-from hvd_bert.model.precision import autocast
-from hvd_bert.model.recomputation import recompute_layers
+from hvd_bert.model.precision import autocast, recompute_layers
 from hvd_bert.tools.bench.measure import FP32_BYTES, STATES, kept_bytes
 from hvd_bert.tools.bench.speed import random_windows
 

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# Implementations: hvd_bert.strategies.table. none: a single process.
+# Implementations: hvd_bert.strategies.base. none: a single process.
 STRATEGIES = ["horovod", "ddp", "fsdp", "deepspeed", "dp", "none"]
 DISTORTS_TIMES = "recording would distort the measured times"
 

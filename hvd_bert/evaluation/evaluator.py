@@ -26,11 +26,10 @@ from hvd_bert.data.sources.squad import Question
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_FAILURE
-from hvd_bert.evaluation.mode import evaluating
 from hvd_bert.evaluation.postprocess import Answer, SpanOptions, WindowLogits, answers_of
 from hvd_bert.evaluation.squad_metric import score
 from hvd_bert.model.bert import span_logits, span_losses
-from hvd_bert.model.precision import autocast
+from hvd_bert.model.precision import autocast, evaluating
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from hvd_bert.model.cpu.bmm import product
 from hvd_bert.model.cpu.dropout import keep_mask, kept_scale, masked
+from hvd_bert.model.cpu.linear import batched_product
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -197,12 +197,12 @@ class _Attention(torch.autograd.Function):
         scratch = _for_pairs(query, lengths)
         kept = []
         for q, k, v, out in _split(lengths, query, key, value, output):
-            scores, near = product(q, k.transpose(1, 2), _pairs(scratch, q)), _near(q, reach)
+            scores, near = batched_product(q, k.transpose(1, 2), _pairs(scratch, q)), _near(q, reach)
             if near is not None:
                 scores.masked_fill_(~near, float("-inf"))
             probabilities = torch.softmax(scores, -1, dtype=torch.float32).to(scores.dtype)
             keep = keep_mask(probabilities.shape, dropout)
-            product(masked(probabilities, keep, out=scores), v, out)
+            batched_product(masked(probabilities, keep, out=scores), v, out)
             kept += [probabilities, keep]
         ctx.save_for_backward(query, key, value, *kept)
         ctx.lengths, ctx.scale, ctx.scaling = lengths, kept_scale(dropout), scaling
@@ -216,13 +216,13 @@ class _Attention(torch.autograd.Function):
         parts = _split(ctx.lengths, query, key, value, gradient * ctx.scale, *gradients)
         first, second = _for_pairs(query, ctx.lengths), _for_pairs(query, ctx.lengths)
         for (q, k, v, g, of_q, of_k, of_v), probabilities, keep in zip(parts, kept[::2], kept[1::2], strict=True):
-            of_probabilities = product(g, v.transpose(1, 2), _pairs(first, q))
+            of_probabilities = batched_product(g, v.transpose(1, 2), _pairs(first, q))
             masked(of_probabilities, keep, out=of_probabilities)
             of_scores = _pairs(second, q)  # at first the masked probabilities
-            product(masked(probabilities, keep, out=of_scores).transpose(1, 2), g, of_v)
+            batched_product(masked(probabilities, keep, out=of_scores).transpose(1, 2), g, of_v)
             torch._softmax_backward_data(of_probabilities, probabilities, -1, probabilities.dtype, grad_input=of_scores)
-            product(of_scores, k, of_q)
-            product(of_scores.transpose(1, 2), q, of_k)
+            batched_product(of_scores, k, of_q)
+            batched_product(of_scores.transpose(1, 2), q, of_k)
         gradients[0].mul_(ctx.scaling)
         return *gradients, None, None, None, None
 

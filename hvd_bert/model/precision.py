@@ -1,12 +1,18 @@
-"""Precision of the forward pass and of matrix products."""
+"""How a model computes: precision, evaluation mode, and gradient checkpointing."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import nn
+from transformers.utils import logging as transformers_logging
 
 from hvd_bert.config.settings import TrainArguments
+from hvd_bert.errors import UserError
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -23,3 +29,32 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
     """Autocast for a forward pass in "fp32", "bf16" or "fp16"; weights and gradients stay in fp32."""
     dtype = AUTOCAST[precision]
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def recompute_layers(model: Any) -> None:
+    """Turn on the model's own gradient checkpointing for training. Weights, losses and gradients stay the same.
+
+    Random numbers are restored for the second computation, so dropout is the same, too. Raises UserError if the model
+    has none.
+    """
+    # The newer name of the same method, about whose older name transformers warns.
+    enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
+        model, "gradient_checkpointing_enable", None
+    )
+    if enable is None or not model.supports_gradient_checkpointing:
+        raise UserError(
+            f"--gradient_checkpointing: {type(model).__name__} does not support it. Omit the flag, and lower"
+            " --per_device_train_batch_size if memory is short."
+        )
+    transformers_logging.set_verbosity_error()  # it would warn that encoders have no cache, which they never use
+    enable({"use_reentrant": False})  # the reentrant kind would not run the hooks that average gradients in time
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in evaluation mode and computes no gradients."""
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        yield
+    model.train(was_training)

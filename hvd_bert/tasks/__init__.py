@@ -1,1 +1,1 @@
-"""Tasks: what is trained, on what, and how it is evaluated. `base.py` is the interface, `table.py` the list."""
+"""Tasks: what is trained, on what, and how it is evaluated. `base.py` is the interface."""

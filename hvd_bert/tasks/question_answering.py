@@ -18,8 +18,7 @@ from hvd_bert.evaluation.evaluator import Evaluation, Evaluator
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.evaluation.samples import sample_answers
 from hvd_bert.model.bert import compile_layers, window_losses
-from hvd_bert.model.flops import forward_flops
-from hvd_bert.model.late import late_weights
+from hvd_bert.model.flops import forward_flops, late_weights
 from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.tasks.inputs import Inputs, load_inputs
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import replace
 from statistics import fmean
 from typing import Any, ClassVar, Literal
 
@@ -15,24 +16,23 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from hvd_bert.config.settings import Config
-from hvd_bert.config.tasks import GLUE
+from hvd_bert.config.tasks import GLUE, GLUE_DATASET
 from hvd_bert.data.batch_plan import Ids, Lengths
 from hvd_bert.data.collate import Batch, Collator
-from hvd_bert.data.sources.questions import BadExample
-from hvd_bert.data.sources.texts import Texts, Value
+from hvd_bert.data.sources import hub, texts
+from hvd_bert.data.sources.questions import BadExample, Reading
+from hvd_bert.data.sources.texts import Columns, Texts, Value
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import log
 from hvd_bert.errors import UserError
-from hvd_bert.evaluation import classification, regression
+from hvd_bert.evaluation.classification import classification_scores, regression_scores
 from hvd_bert.model.bert import compile_layers, load_tokenizer
 from hvd_bert.model.classifier import class_logits, load_classifier
 from hvd_bert.model.families import check_flags, family_of, pad_if_needed
-from hvd_bert.model.flops import forward_flops
-from hvd_bert.model.late import late_weights
+from hvd_bert.model.flops import forward_flops, late_weights
 from hvd_bert.model.loading import load_config
 from hvd_bert.tasks.dataset import DatasetTask, Examples
 from hvd_bert.tasks.inputs import digest_of, warn_of_mistakes, weight_copies
-from hvd_bert.tasks.text_sources import joined, open_texts
 
 _TEXTS_AT_ONCE = 1000
 Labelled = tuple[Batch, Tensor]  # packed or padded texts, and the class or number of each
@@ -148,9 +148,9 @@ class TextClassification(DatasetTask):
         found: dict[str, float] = {}
         for ending, part in self._of_each_set(outputs).items():
             if self.regression:
-                scores = regression.scores(part.double().numpy(), labels[ending].double().numpy())
+                scores = regression_scores(part.double().numpy(), labels[ending].double().numpy())
             else:
-                scores = classification.scores(part.argmax(-1).numpy(), labels[ending].numpy(), len(self.names))
+                scores = classification_scores(part.argmax(-1).numpy(), labels[ending].numpy(), len(self.names))
             if "combined_score" in self.metrics:
                 scores["combined_score"] = fmean(scores[name] for name in GLUE[str(self.config.data.task_name)].metrics)
             found |= {name + ending: value for name, value in scores.items()}
@@ -220,3 +220,66 @@ def tokenized(source: Texts, tokenizer: Any, max_seq_length: int) -> WindowTable
     zeros = np.zeros(len(ids), dtype=np.int32)
     columns = {"input_ids": ids, "context_start": second_starts, "start_position": zeros, "end_position": zeros}
     return WindowTable.from_columns({name: pa.array(values) for name, values in columns.items()})
+
+
+_WAYS_OUT = (
+    "Give local files with --train_file and --validation_file, or name another split with --train_split_name or"
+    " --validation_split_name."
+)
+
+
+def open_texts(config: Config) -> tuple[Texts | None, dict[str, Texts]]:
+    """The training texts, and validation sets by the ending of their metrics' names. Raises UserError."""
+    data, args = config.data, config.train
+    glue = GLUE.get(data.task_name or "")
+    named = tuple(data.text_column_names.split(",")) if data.text_column_names else ()
+    columns = Columns(
+        glue.texts if glue else named, data.label_column_name, data.text_column_delimiter, data.do_regression
+    )
+    train = _open(config, data.train_split_name, "train_file", columns) if args.do_train else None
+    if train:
+        columns = replace(columns, texts=train.columns.texts, numbers=train.is_regression)
+    elif args.do_train:
+        raise UserError(
+            "--task text-classification needs --task_name, --dataset_name or --train_file to train on. Give one."
+        )
+    validation = glue.validation if glue else {data.validation_split_name: ""}
+    dev = {
+        ending: _open(config, split, "validation_file", columns) if args.do_eval else None
+        for split, ending in validation.items()
+    }
+    if args.do_train and args.do_eval and not any(dev.values()):
+        log.info("No --validation_file is given: the model is not evaluated.")
+    return train, {ending: source for ending, source in dev.items() if source}
+
+
+def _open(config: Config, split: str, file_flag: str, columns: Columns) -> Texts | None:
+    """A split of the hub's data set, or the file of a flag; None if the flag is not given."""
+    data, cache_dir, reading = config.data, config.model.cache_dir, Reading(bad_examples=config.data.bad_examples)
+    dataset, config_name = (
+        (GLUE_DATASET, data.task_name) if data.task_name else (data.dataset_name, data.dataset_config_name)
+    )
+    if dataset:
+        flag = f"--task_name {data.task_name}" if data.task_name else ""
+        rows = hub.load(dataset, split, config_name, cache_dir, _WAYS_OUT, flag)
+        return texts.open_hub(rows, f"{'/'.join(filter(None, (dataset, config_name)))}[{split}]", columns, reading)
+    path = data.train_file if file_flag == "train_file" else data.validation_file
+    return texts.open_file(path, f"--{file_flag}", columns, reading) if path else None
+
+
+def joined(sources: list[Texts]) -> Texts:
+    """The texts of all sources, as one."""
+    first, *others = sources
+    for other in others:
+        second = None if first.second is None or other.second is None else first.second + other.second
+        first = replace(
+            first,
+            name=f"{first.name} and {other.name}",
+            digest=first.digest + other.digest,
+            first=first.first + other.first,
+            second=second,
+            labels=first.labels + other.labels,
+            places=first.places + other.places,
+            bad=first.bad + other.bad,
+        )
+    return first

@@ -16,7 +16,7 @@ from hvd_bert.distributed import events
 from hvd_bert.distributed.signals import StopRequests
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import EXIT_BAD_INPUT
-from hvd_bert.model.peaks import peak_flops
+from hvd_bert.model.flops import peak_flops
 from hvd_bert.model.precision import autocast
 from hvd_bert.monitoring.recording import Recording
 from hvd_bert.monitoring.usage import GpuUsage, process_usage

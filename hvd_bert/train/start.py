@@ -16,9 +16,8 @@ from hvd_bert.model.cpu.malloc import keep_memory
 from hvd_bert.model.precision import set_precision
 from hvd_bert.output import output_dir
 from hvd_bert.output.reporters import base as reporters
-from hvd_bert.strategies.table import strategy_class
-from hvd_bert.tasks.base import Task
-from hvd_bert.tasks.table import load_task
+from hvd_bert.strategies.base import strategy_class
+from hvd_bert.tasks.base import Task, load_task
 
 
 def load(config: Config, world: World) -> tuple[Task, ResumePoint | None]:

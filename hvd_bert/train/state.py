@@ -20,9 +20,8 @@ from hvd_bert.config.settings import ParallelArguments, TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
-from hvd_bert.model.recomputation import recompute_layers
-from hvd_bert.strategies.base import Strategy, StrategyOptions
-from hvd_bert.strategies.table import make_strategy
+from hvd_bert.model.precision import recompute_layers
+from hvd_bert.strategies.base import Strategy, StrategyOptions, make_strategy
 from hvd_bert.train.meter import Meter
 from hvd_bert.train.optim import make_optimizer, make_schedule
 

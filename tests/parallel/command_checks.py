@@ -12,8 +12,7 @@ from ranks import Ranks, check_every_strategy
 from training_checks import GLOBAL_BATCH, sample
 
 from hvd_bert.checkpoint import files
-from hvd_bert.strategies.base import Strategy
-from hvd_bert.strategies.table import strategy_class
+from hvd_bert.strategies.base import Strategy, strategy_class
 from hvd_bert.train.__main__ import main as train
 from hvd_bert.train.saving import Checkpoints
 

@@ -12,7 +12,7 @@ from training_checks import Gradients, Training, assert_close
 from transformers import AutoModelForQuestionAnswering
 
 from hvd_bert.model.bert import window_losses
-from hvd_bert.model.recomputation import recompute_layers
+from hvd_bert.model.precision import recompute_layers
 
 
 def applied_gradients(training: Training, step: int) -> Gradients:

@@ -18,7 +18,7 @@ from training_checks import GLOBAL_BATCH
 
 from hvd_bert.config.command_line import overriding, parse
 from hvd_bert.errors import EXIT_STOPPED
-from hvd_bert.tasks.table import load_task
+from hvd_bert.tasks.base import load_task
 from hvd_bert.tasks.text_classification import TextClassification
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

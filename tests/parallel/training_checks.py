@@ -23,9 +23,8 @@ from hvd_bert.data.collate import Collator
 from hvd_bert.distributed.world import World
 from hvd_bert.model.bert import window_losses
 from hvd_bert.model.precision import autocast
-from hvd_bert.strategies.base import Strategy
-from hvd_bert.strategies.table import make_strategy
-from hvd_bert.strategies.word_rows import word_embedding
+from hvd_bert.strategies.base import Strategy, make_strategy
+from hvd_bert.strategies.horovod import word_embedding
 from hvd_bert.tasks.inputs import Inputs, load_inputs
 from hvd_bert.train.optim import make_optimizer
 from hvd_bert.train.state import strategy_options

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from hvd_bert.evaluation import bootstrap
-from hvd_bert.evaluation.bootstrap import Difference, paired_difference
+from hvd_bert.evaluation import slices
+from hvd_bert.evaluation.slices import Difference, paired_difference
 
 PERCENT = st.floats(0, 100)
 PAIRS = st.integers(1, 30).flatmap(
@@ -48,7 +48,7 @@ def test_interval_is_scipys():
     first, second = random.uniform(0, 100, (2, 200)).round(1)
     expected: Any = stats.bootstrap(
         (first, second), lambda a, b, axis: (a - b).mean(axis=axis), paired=True, vectorized=True, method="percentile",
-        n_resamples=bootstrap.RESAMPLES, rng=random,
+        n_resamples=slices.RESAMPLES, rng=random,
     ).confidence_interval  # fmt: skip
     found = paired_difference(first, second)
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=0.4)

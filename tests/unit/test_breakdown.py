@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvd_bert.data.batch_plan import BatchPlan, _shares
 from hvd_bert.data.collate import AHEAD, Prefetcher
-from hvd_bert.model.peaks import PEAKS, peak_flops, published_peak
+from hvd_bert.model.flops import PEAKS, peak_flops, published_peak
 from hvd_bert.monitoring import PHASES
 from hvd_bert.tools.bench.__main__ import parse
 from hvd_bert.tools.bench.measure import Recorder

@@ -12,10 +12,10 @@ from test_world import make_world
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, DebertaV2Config, ElectraConfig
 
 from hvd_bert.config.command_line import parse
-from hvd_bert.evaluation.classification import scores
+from hvd_bert.evaluation.classification import classification_scores
 from hvd_bert.output import run_folder
 from hvd_bert.strategies.dp import join_windows, split_windows
-from hvd_bert.tasks.table import load_task
+from hvd_bert.tasks.base import load_task
 
 COLOURS = ("red", "green", "box of the box", "what is in the box of the red box ?")
 
@@ -198,7 +198,7 @@ KNOWN = [
 @each(("predicted", "labels", "classes"), KNOWN)
 def test_scores_are_those_of_scikit_learn(predicted, labels, classes):
     metrics = pytest.importorskip("sklearn.metrics")
-    found = scores(np.array(predicted), np.array(labels), classes)
+    found = classification_scores(np.array(predicted), np.array(labels), classes)
     average = "binary" if classes == 2 else "macro"
     assert found == pytest.approx(
         {

@@ -29,7 +29,7 @@ from hvd_bert.model.families import check_flags, family_of, max_tokens, model_cl
 from hvd_bert.model.loading import load_config, num_weights
 from hvd_bert.model.precision import autocast
 from hvd_bert.strategies.fsdp import sharded_copy
-from hvd_bert.strategies.word_rows import WordRows, word_embedding
+from hvd_bert.strategies.horovod import WordRows, word_embedding
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 

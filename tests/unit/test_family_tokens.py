@@ -33,7 +33,7 @@ from hvd_bert.data.sources import squad
 from hvd_bert.data.window_table import WindowOptions, check_lengths, prepare
 from hvd_bert.evaluation.postprocess import SpanOptions, WindowLogits, answers_of
 from hvd_bert.model.bert import load_model
-from hvd_bert.tasks.table import load_task
+from hvd_bert.tasks.base import load_task
 
 SPACES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 

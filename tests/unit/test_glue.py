@@ -12,9 +12,9 @@ from transformers import AutoModelForSequenceClassification, BertConfig
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.tasks import GLUE
 from hvd_bert.errors import UserError
-from hvd_bert.evaluation import regression
+from hvd_bert.evaluation.classification import regression_scores
 from hvd_bert.output import run_folder
-from hvd_bert.tasks.table import load_task
+from hvd_bert.tasks.base import load_task
 
 WORDS = ("the box is red", "what is green ?", "red", "the green box in the red box", "is the box green ?")
 ENTAILMENT = ["entailment", "not_entailment"]
@@ -212,7 +212,7 @@ def test_flags_that_exclude_each_other():
 def test_correlations_are_those_of_scipy(labels):
     stats = pytest.importorskip("scipy.stats")
     predicted = np.array([0.3, 0.2, 3.0, -1.0, 3.0])
-    found = regression.scores(predicted, np.array(labels))
+    found = regression_scores(predicted, np.array(labels))
     if len(set(labels)) == 1:
         assert (found["pearson"], found["spearmanr"]) == (0.0, 0.0)
     else:

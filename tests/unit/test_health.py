@@ -22,8 +22,7 @@ from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed import events
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import EXIT_FAILURE, UserError
-from hvd_bert.strategies.base import StrategyOptions
-from hvd_bert.strategies.table import make_strategy
+from hvd_bert.strategies.base import StrategyOptions, make_strategy
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.train.health import LIMIT, LIMIT_LATER, LIMIT_SCALED, MAX_EVENTS, Health, check_copies, checksum
 from hvd_bert.train.meter import Meter

@@ -9,7 +9,7 @@ from test_families import FIRST_TOKEN, PACKED, SEP, TRAINED, small
 from torch import nn
 
 from hvd_bert.model.families import model_class
-from hvd_bert.model.late import late_weights
+from hvd_bert.model.flops import late_weights
 from hvd_bert.tools.runs import reading
 
 

@@ -12,7 +12,7 @@ from test_world import make_world
 from torch import nn
 
 from hvd_bert.config.command_line import parse as parse_settings
-from hvd_bert.model.recomputation import recompute_layers
+from hvd_bert.model.precision import recompute_layers
 from hvd_bert.tools.bench import measure
 from hvd_bert.tools.bench.__main__ import parse
 from hvd_bert.tools.bench.speed import random_task

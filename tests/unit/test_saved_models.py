@@ -25,7 +25,7 @@ from hvd_bert.data.collate import Batch
 from hvd_bert.model.bert import span_logits
 from hvd_bert.model.classifier import class_logits
 from hvd_bert.output import run_folder
-from hvd_bert.tasks.table import load_task
+from hvd_bert.tasks.base import load_task
 
 SIZES = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,

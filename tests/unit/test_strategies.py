@@ -16,9 +16,8 @@ from hvd_bert.distributed.launch import WorldsOfOne
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
 from hvd_bert.model.attention import cu_seqlens_of
-from hvd_bert.strategies.base import Strategy, StrategyOptions
+from hvd_bert.strategies.base import STRATEGY_CLASSES, Strategy, StrategyOptions, make_strategy, strategy_class
 from hvd_bert.strategies.dp import WindowParallel, join_windows, split_windows
-from hvd_bert.strategies.table import STRATEGY_CLASSES, make_strategy, strategy_class
 
 
 def test_every_strategy_of_the_flag_has_a_class():

@@ -10,8 +10,7 @@ import torch
 from torch import distributed, nn
 
 from hvd_bert.distributed.world import World
-from hvd_bert.strategies.base import StrategyOptions
-from hvd_bert.strategies.table import make_strategy
+from hvd_bert.strategies.base import StrategyOptions, make_strategy
 
 
 class Waits(World):

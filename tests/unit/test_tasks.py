@@ -16,8 +16,8 @@ from hvd_bert.config.settings import TASKS, save
 from hvd_bert.errors import UserError
 from hvd_bert.output import run_folder
 from hvd_bert.tasks import dataset
+from hvd_bert.tasks.base import load_task, task_class
 from hvd_bert.tasks.dataset import Examples, to_device
-from hvd_bert.tasks.table import load_task, task_class
 
 # Modules with a mistake in their second line.
 BROKEN = {

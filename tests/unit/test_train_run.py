@@ -131,7 +131,7 @@ def no_memory(plan, step, rank):
 
 
 def without_horovod(name, *arguments):
-    from hvd_bert.strategies.table import make_strategy
+    from hvd_bert.strategies.base import make_strategy
 
     return make_strategy("none", *arguments)
 

@@ -1,8 +1,9 @@
-"""Linear layers on the CPU with oneDNN, in fp32, forward and backward; without AVX-512, with numpy's BLAS.
+"""Matrix products and linear layers on the CPU that are faster than torch's, in fp32.
 
-torch uses MKL for fp32 matrix products, which reaches only half the speed on AMD cores: on one thread of a Zen 5, 77 to
-106 GFLOP/s, where oneDNN reached 179 to 218 (`benchmarks/cpu_kernels.py`). With AVX2 only, oneDNN is no faster than
-MKL, and OpenBLAS by a tenth. The precision is the same; only the order of the sums differs.
+torch uses MKL for fp32, which reaches only half the speed on AMD cores: on one thread of a Zen 5, 77 to 106 GFLOP/s,
+where oneDNN reached 179 to 218 (`benchmarks/cpu_kernels.py`). With AVX2 only, oneDNN is no faster than MKL, and numpy's
+OpenBLAS by a tenth. OpenBLAS is also faster for many small matrices. It processes one matrix after the other, so
+threads do not help; only ranks with one thread use it. The precision is the same; only the order of the sums differs.
 
 In bf16, torch uses oneDNN itself, and autocast casts each weight once per micro-batch (0.4 % of a step).
 """
@@ -12,13 +13,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-
-from hvd_bert.model.cpu import bmm
 
 _replaced = True
 
@@ -36,7 +37,7 @@ def replaced_by_torchs() -> Iterator[None]:
 
 def available() -> bool:
     """Whether there is a faster product than torch's."""
-    return has_onednn() or (torch.get_num_threads() == 1 and bmm.available())
+    return has_onednn() or (torch.get_num_threads() == 1 and numpy_is_faster())
 
 
 def has_onednn() -> bool:
@@ -64,7 +65,7 @@ def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     if has_onednn():
         result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
         return result
-    result = bmm.by_numpy(rows, weight.t(), rows.new_empty(len(rows), len(weight)))
+    result = by_numpy(rows, weight.t(), rows.new_empty(len(rows), len(weight)))
     return result if bias is None else result.add_(bias.detach())
 
 
@@ -104,3 +105,35 @@ class Linear(nn.Linear):
         rows = input.reshape(-1, self.in_features)
         result: torch.Tensor = _Linear.apply(rows, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return result.view(*input.shape[:-1], self.out_features)
+
+
+def batched_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write left [B, m, k] times right [B, k, n] to `out` [B, m, n] and return it. All may be strided. No autograd."""
+    if left.dtype != torch.float32 or torch.get_num_threads() > 1 or not numpy_is_faster():
+        return torch.bmm(left, right, out=out)
+    return by_numpy(left, right, out)
+
+
+def by_numpy(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write the product of matrices, or of B matrices, to `out` and return it."""
+    # Tensor.numpy() would make a weight's storage fixed in size, but FSDP frees it between two uses.
+    np.matmul(np.from_dlpack(left.detach()), np.from_dlpack(right.detach()), out=out.numpy())
+    return out
+
+
+@cache
+def numpy_is_faster() -> bool:
+    """Whether numpy's BLAS is OpenBLAS with one thread, and the CPU has AVX2 or AVX-512, for which it was measured."""
+    built = np.show_config(mode="dicts")
+    library = built["Build Dependencies"]["blas"]["name"] if isinstance(built, dict) else ""
+    cpu = torch.backends.cpu.get_cpu_capability()
+    return "openblas" in library and cpu.startswith(("AVX2", "AVX512")) and openblas_threads() == 1
+
+
+def openblas_threads() -> int:
+    """The number of threads that OpenBLAS reads from the environment when numpy is imported."""
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        value = os.environ.get(name, "").split(",")[0]
+        if value.isdecimal() and int(value) > 0:
+            return int(value)
+    return len(os.sched_getaffinity(0))

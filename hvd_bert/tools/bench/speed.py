@@ -35,10 +35,9 @@ from hvd_bert.rendering.page import Grid
 from hvd_bert.storage.reading import GIB
 from hvd_bert.storage.writing import write_named, writing_to
 from hvd_bert.storage.written import check_file
-from hvd_bert.tasks.base import Task
+from hvd_bert.tasks.base import Task, load_task
 from hvd_bert.tasks.inputs import Inputs, TrainingSet, make_plan, weight_copies
 from hvd_bert.tasks.question_answering import QuestionAnswering
-from hvd_bert.tasks.table import load_task
 from hvd_bert.tools.bench import measure
 from hvd_bert.train.loop import Training
 from hvd_bert.train.start import set_up
