@@ -19,17 +19,8 @@ def test_two_ranks_are_tuned(tmp_path: Path) -> None:
     (tmp_path / "digits.py").write_text(documented.own_task())
     launcher(2, "gloo")  # skips if there is no launcher
     words = [
-        sys.executable,
-        "-m",
-        "hvd_bert.tools.tune",
-        "--knobs",
-        "fp16",
-        "--pairs",
-        "1",
-        "--steps",
-        "2",
-        "--ranks",
-        "2",
+        *(sys.executable, "-m", "hvd_bert.tools.tune", "--knobs", "fp16"),
+        *("--pairs", "1", "--steps", "2", "--ranks", "2"),
     ]
     words += ["--task", "digits:Digits", "--num_groups", "8"]
     env = {"CUDA_VISIBLE_DEVICES": "", "HOROVOD_CYCLE_TIME": "2"}

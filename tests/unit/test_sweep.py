@@ -375,6 +375,11 @@ def test_a_failing_point_is_a_row_and_the_sweep_continues(pretended, start, tmp_
     assert sorted(pretended.started) == ["horovod-2-strong-1", "horovod-2-strong-2", "horovod-2-strong-3", ORDER[-1]]
 
 
+def test_a_wrong_flag_is_reported_once(start, tmp_path, capsys) -> None:
+    assert start("--learning_rates", "1e-5") == 2
+    assert capsys.readouterr().err.count("--learning_rates") == 1 and not (tmp_path / "out").exists()
+
+
 def test_bad_input_of_the_baseline_ends_the_sweep(pretended, start, capsys) -> None:
     pretended.ends = {"": 2}
     assert start() == 2

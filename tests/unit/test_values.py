@@ -115,7 +115,7 @@ def test_the_last_value_counts(
 def test_the_last_value_counts_in_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert report_parser().parse_args(["runs", "--out", "a", "--out", "b"]).out == Path("b")
     assert bench.parse(["--steps", "7", "--steps=8"])[0].steps == 8
-    assert Plan(("deepspeed",), (1,), "weak", 1, 2, 1, None, ("--zero_stage", "1", "--zero_stage=3")).owned_flags() == {
+    assert Plan(("deepspeed",), (1,), "weak", 1, 2, 1, None, ("--zero_stage", "1", "--zero_stage=3")).divided.owned == {
         "deepspeed": ["--zero_stage=3"]
     }
     printed = capsys.readouterr().err.splitlines()

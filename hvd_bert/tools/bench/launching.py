@@ -47,21 +47,17 @@ class Machine:
     @classmethod
     def here(cls, environ: Mapping[str, str]) -> Machine:
         """The resources that this process may use."""
-        return cls(len(os.sched_getaffinity(0)), _count_gpus(), find_allocation(environ))
+        # torch's count of GPUs, as the ranks will see it. A subprocess asks: this process need not import torch.
+        program = "import torch; print(torch.cuda.device_count())"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        last = done.stdout.strip().splitlines()[-1:]
+        if done.returncode or not last or not last[0].isdecimal():
+            raise UserError(f"torch cannot be imported: run `bash env/setup.sh`. The error was:\n{done.stderr.strip()}")
+        return cls(len(os.sched_getaffinity(0)), int(last[0]), find_allocation(environ))
 
     def record(self) -> dict[str, object]:
         """Describe this host, for a record of runs."""
         return {"host": socket.gethostname(), "processor": cpu_name(), "cores": self.cores, "gpus": self.gpus}
-
-
-def _count_gpus() -> int:
-    """torch's count, as the ranks will see it. A subprocess asks, so that this process need not import torch."""
-    program = "import torch; print(torch.cuda.device_count())"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    last = done.stdout.strip().splitlines()[-1:]
-    if done.returncode or not last or not last[0].isdecimal():
-        raise UserError(f"torch cannot be imported: run `bash env/setup.sh`. The error was:\n{done.stderr.strip()}")
-    return int(last[0])
 
 
 def slots_of(hosts: str) -> int:

@@ -104,8 +104,15 @@ class Plan:
                     weak = scaling == WEAK
                     global_batch = rank_batch * passes * ranks if weak else self.global_batch
                     settings.append((strategy, ranks, scaling, global_batch))
-        if any(scaling == STRONG for _, _, scaling, _ in settings):
-            self._check_division([ranks for _, ranks, scaling, _ in settings if scaling == STRONG], passes)
+        numbers = sorted({ranks for _, ranks, scaling, _ in settings if scaling == STRONG})
+        wrong = [number for number in numbers if self.global_batch % (number * passes)]
+        if wrong:
+            each = f" with {passes} passes per step" if passes > 1 else ""
+            fits = math.lcm(*(number * passes for number in numbers))
+            raise UserError(
+                f"--global_batch {self.global_batch} does not divide evenly over {' or '.join(map(str, wrong))}"
+                f" ranks{each}: use a multiple of {fits}, other --ranks, or --scaling weak."
+            )
         return [
             Point(strategy, ranks, scaling, repeat, global_batch, by_seed=bool(self.seeds))
             for number, repeat in enumerate(self.seeds or range(1, self.repeats + 1))
@@ -120,16 +127,6 @@ class Plan:
         if not sizes:
             raise UserError("--strategies dp needs several GPUs: add 2 or more to --ranks.")
         return sizes
-
-    def _check_division(self, ranks: Sequence[int], passes: int) -> None:
-        wrong = [number for number in sorted(set(ranks)) if self.global_batch % (number * passes)]
-        if wrong:
-            each = f" with {passes} passes per step" if passes > 1 else ""
-            fits = math.lcm(*(number * passes for number in ranks))
-            raise UserError(
-                f"--global_batch {self.global_batch} does not divide evenly over {' or '.join(map(str, wrong))}"
-                f" ranks{each}: use a multiple of {fits}, other --ranks, or --scaling weak."
-            )
 
     def trainer_flags(self, point: Point, passes: int, folder: Path) -> list[str]:
         """The arguments of `python -m hvd_bert.train` for a point. `passes`: micro-batches per step."""

@@ -92,7 +92,8 @@ def measure(world: World, num_bytes: int, repeats: int) -> list[Timing]:
             torch.cuda.synchronize(buffer.device)
 
     methods: list[tuple[str, Callable[[Any], None], dict[int, torch.Tensor]]] = []
-    methods.append((f"Horovod, {_transport(world, device)}", by_horovod, buffers))
+    over = "NCCL, GPU memory" if device.type == "cuda" else {"mpi": "MPI", "gloo": "Gloo"}[world.controller]
+    methods.append((f"Horovod, {over}", by_horovod, buffers))
     comm = None
     if world.controller == "mpi":
         from mpi4py import MPI
@@ -113,10 +114,6 @@ def measure(world: World, num_bytes: int, repeats: int) -> list[Timing]:
         Timing(name, 4 * buffer.numel(), world.size, tuple(times.tolist()))
         for (name, _, buffer), times in zip(cases, slowest, strict=True)
     ]
-
-
-def _transport(world: World, device: torch.device) -> str:
-    return "NCCL, GPU memory" if device.type == "cuda" else {"mpi": "MPI", "gloo": "Gloo"}[world.controller]
 
 
 def _rounds(

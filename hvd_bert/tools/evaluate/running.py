@@ -43,7 +43,9 @@ def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> N
     with world.raise_on_all_ranks():
         if world.rank == 0:
             _check_outputs(flags, configs[0])
-        tasks = [_task(config, world) for config in configs]
+        tasks = [load_task(config, world) for config in configs]
+        if not all(task.evaluates for task in tasks):
+            raise UserError("There are no data to evaluate on: give --validation_file or --dataset_name.")
     for task, config in zip(tasks, configs, strict=True):
         world.check_same({f"--{name}": value for name, value in config.as_flat().items()} | task.fingerprint())
 
@@ -100,13 +102,6 @@ def _check_outputs(flags: argparse.Namespace, config: Config) -> None:
     if flags.json and (out.exists() or Path(os.path.realpath(flags.json.parent)) != out):  # else it will be created
         with writing_to("--json", flags.json):
             flags.json = written.check_file(flags.json, MARK)
-
-
-def _task(config: Config, world: World) -> Task:
-    task = load_task(config, world)
-    if not task.evaluates:
-        raise UserError("There are no data to evaluate on: give --validation_file or --dataset_name.")
-    return task
 
 
 GENERATOR = "hvd_bert.evaluate"
@@ -244,15 +239,13 @@ def _grid(title: str, rows: Sequence[dict[str, Any]]) -> Grid:
         cells = [[row["slice"], str(row["questions"]), *(f"{row[name]:.2f}" for name in SHORT)] for row in rows]
         return Grid([first, "count", *SHORT.values()], cells)
     head = [first, "count", "F1 of A", "F1 of B", "A - B", "interval", "only A", "only B"]
-    return Grid(head, [[row["slice"], *_compared(row, "f1"), *_right(row)] for row in rows])
+    return Grid(head, [[row["slice"], *_compared(row, "f1")] for row in rows])
 
 
 def _all_scores(rows: Sequence[dict[str, Any]]) -> Grid:
     """EM and F1 of two models on all questions."""
     head = ["Questions", "score", "count", "A", "B", "A - B", "interval", "only A", "only B"]
-    cells = [
-        [row["slice"], short, *_compared(row, name), *_right(row)] for row in rows for name, short in SHORT.items()
-    ]
+    cells = [[row["slice"], short, *_compared(row, name)] for row in rows for name, short in SHORT.items()]
     return Grid(head, cells, words=2)
 
 
@@ -260,11 +253,7 @@ def _compared(row: dict[str, Any], name: str) -> list[str]:
     difference = row["difference"][name]
     interval = f"{difference['low']:+.2f} to {difference['high']:+.2f}"
     scores = [f"{row[name]:.2f}", f"{row['compared'][name]:.2f}", f"{difference['mean']:+.2f}", interval]
-    return [str(row["questions"]), *scores]
-
-
-def _right(row: dict[str, Any]) -> list[str]:
-    return [str(row["only_right"]), str(row["only_compared_right"])]
+    return [str(row["questions"]), *scores, str(row["only_right"]), str(row["only_compared_right"])]
 
 
 def _thresholds(results: dict[str, Any]) -> Grid:

@@ -48,7 +48,12 @@ def convert(folder: Path, output: Path, with_tokenizer: bool) -> Iterator[str]:
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder. Name the output folder of a training.")
     copied = _files_to_copy(folder, output.parent) if with_tokenizer else []
-    _check_output(output)
+    if os.path.lexists(output):
+        raise UserError(f"--output {output} exists: name another file, or remove it.")
+    if not output.parent.is_dir():
+        raise UserError(f"--output {output}: {output.parent} is not a folder. Create it first.")
+    with writing_to("--output", output):
+        check_file(output)
     args = ModelArguments(model_name_or_path=str(folder))
     tokenizer = load_tokenizer(args)
     model = _load_model(folder, args)
@@ -73,15 +78,6 @@ def convert(folder: Path, output: Path, with_tokenizer: bool) -> Iterator[str]:
     yield f"  maximum difference of the logits from transformers' {difference:.1e} (limit {TOLERANCE:g})"
     if copied:
         yield f"  next to it {', '.join(file.name for file in copied)}"
-
-
-def _check_output(output: Path) -> None:
-    if os.path.lexists(output):
-        raise UserError(f"--output {output} exists: name another file, or remove it.")
-    if not output.parent.is_dir():
-        raise UserError(f"--output {output}: {output.parent} is not a folder. Create it first.")
-    with writing_to("--output", output):
-        check_file(output)
 
 
 def _files_to_copy(folder: Path, target: Path) -> list[Path]:

@@ -14,7 +14,7 @@ from hvd_bert.distributed.logs import describe_ranks
 from hvd_bert.monitoring import PHASES
 from hvd_bert.rendering.page import DASH, Block, Code, Details, Figures, Grid, Listing, Page, Quote, Status, Text
 from hvd_bert.storage.reading import GIB
-from hvd_bert.tools.report import content, curves, settings
+from hvd_bert.tools.report import content, parts
 from hvd_bert.tools.runs.record import Record, number_of
 
 NO_REASON = (
@@ -27,10 +27,10 @@ def page_of(record: Record) -> Page:
     """The page of a run."""
     page = Page(f"Run {record.name}", [status(record), Figures(figures(record))])
     sections: list[tuple[str, Sequence[Block]]] = [
-        ("Training", curves.of_run(record)),
+        ("Training", parts.of_run(record)),
         ("Skipped steps and jumps of the loss", health_of(record)),
         ("Step time", _step_time(record)),
-        ("GPU usage", curves.gpu_usage(record)),
+        ("GPU usage", parts.gpu_usage(record)),
         ("Sample answers", list(_samples(record))),
         ("Hosts and ranks", _ranks(record)),
         ("Checkpoints", _checkpoints(record)),
@@ -68,7 +68,7 @@ def duration(seconds: float) -> str:
 
 def figures(record: Record) -> list[tuple[str, str]]:
     """The run's main figures."""
-    found = [(curves.score_name(name), _score(record.score(name))) for name in record.score_names]
+    found = [(parts.score_name(name), _score(record.score(name))) for name in record.score_names]
     losses, speeds = record.steps["loss"], record.steps["windows_per_s"][1:]
     if len(losses):
         found.append(("training loss, last", _score(losses[-1])))
@@ -83,7 +83,7 @@ def figures(record: Record) -> list[tuple[str, str]]:
     if seconds is not None:
         found.append(("training time", duration(seconds)))
     names = {"world_size": "ranks", "strategy": "strategy", "global_batch": "global batch"}
-    found += [(name, settings.shown(record.facts[key])) for key, name in names.items() if key in record.facts]
+    found += [(name, parts.shown(record.facts[key])) for key, name in names.items() if key in record.facts]
     return found
 
 
@@ -105,9 +105,9 @@ def _step_time(record: Record) -> list[Block]:
             continue
         cells = [f"{1000 * _mean(steps[f'{phase}{suffix}_s'][1:], weights):.4g}" for suffix in suffixes]
         share = f"{_mean(seconds, weights) / whole:.1%}" if whole > 0 else DASH
-        rows.append([curves.phase_name(phase), *(DASH if cell == "nan" else cell for cell in cells), share])
+        rows.append([parts.phase_name(phase), *(DASH if cell == "nan" else cell for cell in cells), share])
     head = ["phase", *["ms per step", "minimum over ranks", "maximum over ranks"][: len(suffixes)], "share"]
-    chart = curves.step_time(record)
+    chart = parts.step_time(record)
     note = "Means over the logged steps after the first log line, which is warm-up."
     return [Grid(head, rows), Text(note), *([chart] if chart else [])]
 
@@ -162,7 +162,7 @@ def _ranks(record: Record) -> list[Block]:
         process = processes.get(str(rank.get("rank")), {})
         memory = number_of(process.get("memory_peak_bytes"))
         times = [_score(process.get(key)) for key in ("real_s", "user_s", "system_s")]
-        cells = [settings.shown(rank.get(key)) for key in ("rank", "host", "local_rank", "device")]
+        cells = [parts.shown(rank.get(key)) for key in ("rank", "host", "local_rank", "device")]
         rows.append([*cells, *times, content.number(memory and memory / GIB, ".2f")])
     head = ["rank", "host", "local rank", "device", "real, s", "user, s", "system, s", "memory, GiB"]
     return [
@@ -172,7 +172,7 @@ def _ranks(record: Record) -> list[Block]:
 
 
 def _joined(values: Any) -> str:
-    return ", ".join(dict.fromkeys(map(settings.shown, values)))
+    return ", ".join(dict.fromkeys(map(parts.shown, values)))
 
 
 def _checkpoints(record: Record) -> list[Block]:
@@ -202,19 +202,17 @@ def _warnings(record: Record) -> list[Block]:
 def _settings(record: Record) -> list[Block]:
     if not record.settings:
         return []
-    changed, rest = settings.changed(record.settings), settings.unchanged(record.settings)
+    changed, rest = parts.changed(record.settings), parts.unchanged(record.settings)
     return [changed, Details(f"{len(rest.rows)} settings at their defaults", [rest])]
 
 
 def _versions(record: Record) -> list[Block]:
     facts = record.facts
     keys = ("device_name", "threads_per_rank", "precision", "controller", "devices_per_rank")
-    rows = [[key.replace("_", " "), settings.shown(facts[key])] for key in keys if key in facts]
+    rows = [[key.replace("_", " "), parts.shown(facts[key])] for key in keys if key in facts]
     for kind in ("job", "versions"):
         if isinstance(facts.get(kind), dict):
-            rows += [
-                [f"{'job ' * (kind == 'job')}{name}", settings.shown(value)] for name, value in facts[kind].items()
-            ]
+            rows += [[f"{'job ' * (kind == 'job')}{name}", parts.shown(value)] for name, value in facts[kind].items()]
     return [Grid(["name", "value"], rows, words=2)] if rows else []
 
 

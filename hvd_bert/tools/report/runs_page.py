@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from hvd_bert.rendering.page import DASH, Figures, Grid, Listing, Page, Picture, Text
-from hvd_bert.tools.report import content, curves, plots, run_page, settings
+from hvd_bert.tools.report import content, parts, plots, run_page
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.comparison import Table
 from hvd_bert.tools.runs.record import Record, number_of
@@ -36,7 +36,7 @@ def page_of(
     if caveats:
         page.add(Text("Caveats", 2), Listing(caveats))
     page.add(Text("Runs", 2), overview(records))
-    differing = settings.differences(records)
+    differing = parts.differences(records)
     same = "All recorded settings, inputs and versions are the same."
     page.add(Text("What differs", 2), differing if len(differing.head) > 1 else Text(same))
     for table in tables:
@@ -47,7 +47,7 @@ def page_of(
         page.add(
             Text("The 95 % interval of the mean is by the t-distribution: it assumes normally distributed values.")
         )
-    page.add(Text("Curves", 2), *curves.of_runs(records))
+    page.add(Text("Curves", 2), *parts.of_runs(records))
     if reasons:
         page.add(Text("Without a speed-up", 2), Listing(reasons))
     return page
@@ -72,7 +72,7 @@ def overview(records: Sequence[Record]) -> Grid:
     for record in records:
         losses, seconds = record.steps["loss"], record.number("train_runtime")
         cells = [record.name, record.state if record.state != "ended" else "not finished"]
-        cells += [settings.shown(record.facts.get(key)) for key in ("strategy", "world_size")]
+        cells += [parts.shown(record.facts.get(key)) for key in ("strategy", "world_size")]
         cells += [str(record.step), DASH if seconds is None else run_page.duration(seconds)]
         cells.append(content.number(number_of(losses[-1]) if len(losses) else None, ".4g"))
         cells += [content.number(record.score(name), ".4g") for name in scores]
@@ -105,18 +105,16 @@ T_QUANTILES = (
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % confidence interval of the mean of at least two values, by the t-distribution."""
-    freedom = len(values) - 1
-    mean, half = statistics.fmean(values), _t_quantile(freedom) * statistics.stdev(values) / math.sqrt(len(values))
-    return mean - half, mean + half
+    """The 95 % confidence interval of the mean of at least two values, by the t-distribution.
 
-
-def _t_quantile(freedom: int) -> float:
-    """The 97.5 % quantile; beyond the table by an expansion around the normal distribution (error below 1e-4)."""
+    Beyond the table its quantile is an expansion around the normal distribution (error below 1e-4).
+    """
+    freedom, z = len(values) - 1, statistics.NormalDist().inv_cdf(0.975)
+    quantile = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
     if freedom <= len(T_QUANTILES):
-        return T_QUANTILES[freedom - 1]
-    z = statistics.NormalDist().inv_cdf(0.975)
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+        quantile = T_QUANTILES[freedom - 1]
+    mean, half = statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
+    return mean - half, mean + half
 
 
 def repeats(groups: Sequence[Group]) -> Grid | None:

@@ -135,10 +135,9 @@ class Phases:
             self.until[one] = int(reached[-1])
 
     def rows(self, names: Sequence[str], covered_us: int) -> list[Phase]:
-        kinds = {NEGOTIATION: "negotiation", COLLECTIVE: "collective"}
         found = [
             Phase(
-                names[code], kinds.get(kind_of(names[code]), _activity_kind(names[code])), spread.count,
+                names[code], _kind(names[code]), spread.count,
                 self.covered[code] * 1e-6, self.covered[code] / max(1, covered_us), spread.quantile(0.5) * 1e-6,
                 spread.quantile(0.99) * 1e-6,
             )
@@ -148,12 +147,12 @@ class Phases:
         return sorted(found, key=lambda phase: (order.index(phase.kind), -phase.total_s))
 
 
-def _activity_kind(name: str) -> str:
-    if name.startswith("WAIT"):
-        return "wait"
-    if name == "QUEUE":
-        return "queue"
-    return "copy" if name.startswith(("MEMCPY", "COPY")) else "set-up"
+def _kind(name: str) -> str:
+    """The kind of a phase, as in timeline/content.py."""
+    known = {NEGOTIATION: "negotiation", COLLECTIVE: "collective"}.get(kind_of(name))
+    if known or name == "QUEUE":
+        return known or "queue"
+    return "wait" if name.startswith("WAIT") else "copy" if name.startswith(("MEMCPY", "COPY")) else "set-up"
 
 
 class Tensors:

@@ -210,13 +210,8 @@ def print_row(point: Candidate) -> None:
     """Print a row of the table."""
     gains = " ".join(percent(ratio - 1, "+") for ratio in point.ratios)
     words = " ".join(point.setting)
-    print(f"{words:{WIDTH}}  {gains:36}  {_verdict(point)}", flush=True)
-
-
-def _verdict(point: Candidate) -> str:
-    if point.verdict == FAILED:
-        return f"{FAILED}: {point.reason}"
-    return f"{point.verdict} {percent(point.gain, '+')}" if point.verdict == FASTER else point.verdict
+    more = {FAILED: f": {point.reason}", FASTER: f" {percent(point.gain, '+')}" if point.ratios else ""}
+    print(f"{words:{WIDTH}}  {gains:36}  {point.verdict}{more.get(point.verdict, '')}", flush=True)
 
 
 def _spread(ratios: Sequence[float]) -> str:

@@ -146,7 +146,9 @@ class Runs:
         for role, setting in order if number % 2 else reversed(order):
             folder = self.out / f"pair-{number:03}" / role
             ours = role == CANDIDATE and candidate != ()
-            timeout = min(self.timeout, TOO_LONG * self._longest(seconds)) if ours else self.timeout
+            before = [row.seconds.get(BASELINE, 0.0) for row in self.pairs]
+            longest = max(self.warm_up_s or 0.0, seconds.get(BASELINE, 0.0), *before)
+            timeout = min(self.timeout, TOO_LONG * longest) if ours else self.timeout
             trained = self._train(setting, folder, timeout)
             seconds[role] = trained.seconds
             if trained.run is not None:
@@ -160,10 +162,6 @@ class Runs:
         ratio = None if reason else speeds[CANDIDATE] / speeds[BASELINE]
         settings = list(candidate), list(baseline)
         return PairRow(kind, *settings, repeat, number, ratio, seconds, reason, too_long, speeds)
-
-    def _longest(self, seconds: Mapping[str, float]) -> float:
-        before = [row.seconds.get(BASELINE, 0.0) for row in self.pairs]
-        return max(self.warm_up_s or 0.0, seconds.get(BASELINE, 0.0), *before)
 
     def _train(self, setting: Setting, folder: Path, timeout: float) -> Trained:
         environ = search.environment(setting, self.environ)
