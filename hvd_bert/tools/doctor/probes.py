@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from hvd_bert.errors import UserError
 from hvd_bert.monitoring.usage import NvmlError, nvml
+from hvd_bert.storage.reading import Kind, convert, parse_json
 
 COMMAND_TIMEOUT_S = 20.0
 IMPORT_TIMEOUT_S = 90.0  # for torch and Horovod on a cold network file system
@@ -94,29 +94,25 @@ def _short(command: list[str]) -> str:
     return " ".join("..." if "\n" in word else Path(word).name if word == command[0] else word for word in command)
 
 
-def _imported(program: str) -> dict[str, object]:
-    lines = output_of([sys.executable, "-c", program], IMPORT_TIMEOUT_S).strip().splitlines()
-    found = json.loads(lines[-1])  # libraries may have printed lines before it
-    assert isinstance(found, dict)
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+def _imported(program: str, kind: type[Kind]) -> Kind | ProbeError:
+    """What a program prints in its last line. Libraries may print lines before it."""
+    try:
+        lines = output_of([sys.executable, "-c", program], IMPORT_TIMEOUT_S).strip().splitlines()
+        return convert(parse_json(lines[-1]), kind)
+    except ProbeError as error:
+        return error
 
 
 @cache
 def horovod() -> HorovodBuild | ProbeError:
     """Horovod's build. Cached, because several checks use it."""
-    try:
-        return HorovodBuild(**_imported(_HOROVOD))  # type: ignore[arg-type]  # as the program above prints it
-    except ProbeError as error:
-        return error
+    return _imported(_HOROVOD, HorovodBuild)
 
 
 @cache
 def mpi4py() -> MpiLibrary | ProbeError:
     """mpi4py's MPI."""
-    try:
-        return MpiLibrary(**_imported(_MPI4PY))  # type: ignore[arg-type]
-    except ProbeError as error:
-        return error
+    return _imported(_MPI4PY, MpiLibrary)
 
 
 @cache

@@ -13,7 +13,7 @@ from hvd_bert.monitoring import PHASES
 from hvd_bert.rendering.charts import Chart, Series
 from hvd_bert.rendering.page import DASH, Grid
 from hvd_bert.tools.report.content import SHORT
-from hvd_bert.tools.runs.record import Record
+from hvd_bert.tools.runs.record import Record, kept
 
 PHASE_NAMES = {"exposed_comm": "exposed communication", "data": "waiting for data", "compute": "forward and backward"}
 
@@ -160,7 +160,6 @@ def _compared(record: Record) -> dict[str, str]:
     compared = {f"--{name}": shown(value) for name, value in record.settings.items() if name not in OUTPUT}
     compared |= {name.replace("_", " "): shown(record.facts[name]) for name in FACTS if name in record.facts}
     for key in ("versions", "work"):
-        kind = record.facts.get(key)
-        if isinstance(kind, dict):
-            compared |= {str(name): shown(value) for name, value in kind.items() if str(name) not in compared}
+        kind = kept(record.facts.get(key), dict[str, Any], {})
+        compared |= {name: shown(value) for name, value in kind.items() if name not in compared}
     return compared

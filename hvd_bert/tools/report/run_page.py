@@ -15,7 +15,7 @@ from hvd_bert.monitoring import PHASES
 from hvd_bert.rendering.page import DASH, Block, Code, Details, Figures, Grid, Listing, Page, Quote, Status, Text
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.report import content, parts
-from hvd_bert.tools.runs.record import Record, number_of
+from hvd_bert.tools.runs.record import Record, kept, number_of, objects_in
 
 NO_REASON = (
     "No reason is recorded: the job may have been killed. Its log has more. To resume, rerun the same command with the"
@@ -126,8 +126,7 @@ def _samples(record: Record) -> Iterator[Block]:
 
 
 def _sample(sample: Mapping[str, Any]) -> Details:
-    answers = sample.get("answers")
-    golds = list(map(str, answers)) if isinstance(answers, list) else []
+    golds = [str(answer) for answer in kept(sample.get("answers"), list[Any], [])]
     prediction = str(sample.get("prediction", ""))
     rows = [
         ["predicted", prediction or "no answer"],
@@ -136,8 +135,7 @@ def _sample(sample: Mapping[str, Any]) -> Details:
         ["F1", _score(sample.get("f1"))],
         ["id", str(sample.get("id"))],
     ]
-    start = sample.get("answer_start")  # older runs lack it
-    place = max(0, start) if isinstance(start, int) else 0
+    place = max(0, kept(sample.get("answer_start"), int, 0))  # older runs lack it
     quote = Quote(str(sample.get("context", "")), golds[0] if golds else "", place)
     return Details(
         f"{sample.get('question')} - {prediction or 'no answer'}", [quote, Grid(["field", "value"], rows, 2)]
@@ -190,8 +188,7 @@ def _checkpoints(record: Record) -> list[Block]:
 def _warnings(record: Record) -> list[Block]:
     shown = []
     for event in record.warnings:
-        recorded = event.get("ranks")
-        ranks = [rank for rank in recorded if isinstance(rank, int)] if isinstance(recorded, list) else []
+        ranks = kept(event.get("ranks"), list[int], [])
         by = f"{describe_ranks(ranks)}: " if ranks not in ([], [0]) else ""
         shown.append(f"{by}{event.get('message')}")
     counts = {text: shown.count(text) for text in dict.fromkeys(shown)}
@@ -211,8 +208,8 @@ def _versions(record: Record) -> list[Block]:
     keys = ("device_name", "threads_per_rank", "precision", "controller", "devices_per_rank")
     rows = [[key.replace("_", " "), parts.shown(facts[key])] for key in keys if key in facts]
     for kind in ("job", "versions"):
-        if isinstance(facts.get(kind), dict):
-            rows += [[f"{'job ' * (kind == 'job')}{name}", parts.shown(value)] for name, value in facts[kind].items()]
+        values = kept(facts.get(kind), dict[str, Any], {})
+        rows += [[f"{'job ' * (kind == 'job')}{name}", parts.shown(value)] for name, value in values.items()]
     return [Grid(["name", "value"], rows, words=2)] if rows else []
 
 
@@ -259,11 +256,8 @@ def health_of(record: Record) -> list[Block]:
 
 
 def _row(event: Mapping[str, Any]) -> list[str]:
-    batch = event.get("batch")
-    parts = [part for part in batch if isinstance(part, dict)] if isinstance(batch, list) else []
-    first: Mapping[str, Any] = parts[0] if parts else {}
-    recorded = first.get("windows")
-    windows = [str(name) for name in recorded] if isinstance(recorded, list) else []
+    first: Mapping[str, Any] = next(iter(objects_in(event.get("batch"))), {})
+    windows = [str(name) for name in kept(first.get("windows"), list[Any], [])]
     more = f" and {len(windows) - MAX_NAMES} more" if len(windows) > MAX_NAMES else ""
     jump = [_score(event.get(key)) for key in ("loss", "mean")]
     return [

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from hvd_bert.storage import locks
 from hvd_bert.storage.locks import LOCK
-from hvd_bert.storage.reading import open_regular, parse_json, read_json
+from hvd_bert.storage.reading import Kind, convert, open_regular, parse_json, read_json
 from hvd_bert.tools.runs.reading import EVALUATED_ONLY, METRICS, RESULTS, SCORES, SETTINGS, settings_of
 from hvd_bert.tools.runs.run import LARGEST
 
@@ -87,12 +87,12 @@ class Record:
     facts: Mapping[str, Any]
     settings: Mapping[str, Any]
     scores: Mapping[str, Any]
-    samples: list[Mapping[str, Any]]
+    samples: Sequence[Mapping[str, Any]]
     checkpoints: list[Checkpoint]
     best: Mapping[str, Any]
     ended: str = ""
-    warnings: list[Mapping[str, Any]] = field(default_factory=list)
-    numeric_events: list[Mapping[str, Any]] = field(default_factory=list)
+    warnings: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    numeric_events: Sequence[Mapping[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -105,10 +105,9 @@ class Record:
         """A number of `facts`."""
         return number_of(self.facts.get(key))
 
-    def entries(self, key: str) -> list[Mapping[str, Any]]:
+    def entries(self, key: str) -> Sequence[Mapping[str, Any]]:
         """A list of objects of `facts`; empty if it is missing."""
-        value = self.facts.get(key)
-        return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+        return objects_in(self.facts.get(key))
 
     @property
     def unit(self) -> str:
@@ -118,8 +117,7 @@ class Record:
     @property
     def score_names(self) -> list[str]:
         """The names of the task's scores, as in eval_results.json."""
-        recorded = self.facts.get("scores")
-        names = map(str, recorded) if isinstance(recorded, list) else ("exact_match", "f1")
+        names = kept(self.facts.get("scores"), list[str], ["exact_match", "f1"])
         return [name for name in names if name in self.scores or f"eval_{name}" in self.evaluations]
 
     def score(self, name: str) -> float | None:
@@ -140,8 +138,21 @@ class Record:
         return number_of(max(0.0, total - self.step) * float(statistics.median(recent)))
 
 
+def kept(value: Any, kind: type[Kind], default: Kind) -> Kind:
+    """A value of this type; the default for another one, as in a damaged file."""
+    try:
+        return convert(value, kind)
+    except ValueError:
+        return default
+
+
+def objects_in(value: Any) -> list[dict[str, Any]]:
+    """The objects in a list; empty for anything else."""
+    return [entry for entry in kept(value, list[Any], []) if isinstance(entry, dict)]
+
+
 def number_of(value: Any) -> float | None:
-    """A finite number of moderate size; None if `value` is none, as it may be in a damaged file."""
+    """A finite number of moderate size; None for anything else."""
     finite = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
     return float(value) if finite else None
 
@@ -149,7 +160,7 @@ def number_of(value: Any) -> float | None:
 def read(folder: Path) -> Record:
     """Read the run in a folder. It may be written at the same time."""
     problems: list[str] = []
-    events = [line for line in _lines(folder / EVENTS, problems) if isinstance(line, dict)]
+    events = objects_in(list(_lines(folder / EVENTS, problems)))
     starts = [number for number, event in enumerate(events) if event.get("event") == "start"]
     # A later evaluation in the folder of a training is not how the run was started.
     start = next((events[number] for number in reversed(starts) if "train_steps" in events[number]), None)
@@ -159,11 +170,9 @@ def read(folder: Path) -> Record:
     rows, evaluations = _metrics(folder / METRICS, problems)
     trained = (folder / SETTINGS).exists() or len(rows) > 0
     finished = bool(results) if trained else (folder / SCORES).exists()
-    samples = _load(folder / SAMPLES, problems)
     checkpoints = _checkpoints(folder, problems)
-    state = _load(folder / checkpoints[-1].name / "state.json", problems) if checkpoints else {}
+    state = _object(folder / checkpoints[-1].name / "state.json", problems) if checkpoints else {}
     facts = (start or (since[0] if since else {})) | results
-    best = facts.get("best") or (state.get("best") if isinstance(state, dict) else None)
     if isinstance(facts.get("ranks"), list):
         facts.setdefault("world_size", len(facts["ranks"]))
     return Record(
@@ -172,13 +181,13 @@ def read(folder: Path) -> Record:
         state="finished" if finished else "ended" if ends or not _is_running(folder) else "running",
         steps=rows,
         evaluations=evaluations,
-        gpus=_columns([line for line in _lines(folder / GPUS, problems) if isinstance(line, dict)]),
+        gpus=_columns(objects_in(list(_lines(folder / GPUS, problems)))),
         facts=facts,
         settings=settings_of(folder / (SETTINGS if (folder / SETTINGS).exists() else EVALUATED_ONLY)),
         scores=_object(folder / SCORES, problems),
-        samples=[sample for sample in samples if isinstance(sample, dict)] if isinstance(samples, list) else [],
+        samples=objects_in(_load(folder / SAMPLES, problems)),
         checkpoints=checkpoints,
-        best=best if isinstance(best, dict) else {},
+        best=kept(facts.get("best") or state.get("best"), dict[str, Any], {}),
         ended="" if finished else "\n".join(dict.fromkeys(ends)),
         warnings=[event for event in events if event.get("event") == "warning"],
         numeric_events=[event for event in events if event.get("event") in NUMERIC],
@@ -212,8 +221,7 @@ def _load(path: Path, problems: list[str]) -> Any:
 
 
 def _object(path: Path, problems: list[str]) -> dict[str, Any]:
-    content = _load(path, problems)
-    return content if isinstance(content, dict) else {}
+    return kept(_load(path, problems), dict[str, Any], {})
 
 
 def _lines(path: Path, problems: list[str]) -> Iterator[Any]:
