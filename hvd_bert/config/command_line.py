@@ -169,7 +169,7 @@ def overriding(words: Sequence[str], later: Sequence[str]) -> list[str]:
 def load_yaml(name: str) -> dict[str, Any]:
     """Flag names and values of a preset or a YAML file; `{package}` in a value stands for this package's folder."""
     if not name:
-        raise UserError("--config needs a value: a preset's name or a YAML file.")
+        raise UserError("--config needs a value: give a preset's name or a YAML file.")
     problem = path_problem(name)
     if problem:
         raise UserError(f"--config {shortened(ascii(name))}: {problem}.")
@@ -178,7 +178,7 @@ def load_yaml(name: str) -> dict[str, Any]:
         texts = settings_file.read(name, preset if name in _presets() else Path(name))
     except FileNotFoundError:
         presets = ", ".join(_presets())
-        raise UserError(f"--config {name}: no such file, and no preset of that name. Presets: {presets}.") from None
+        raise UserError(f"--config {name}: no such file, and no preset of that name. Choose from {presets}.") from None
     try:
         parsed = vars(make_parser().parse_args([f"--{flag}={text}" for flag, text in texts.items()]))
     except UserError as error:

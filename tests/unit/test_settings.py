@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from tables import each
 
 from hvd_bert.config.command_line import parse
@@ -36,18 +35,12 @@ def test_flags_that_may_change_on_resume():
     assert {name for name, flag in FLAGS.items() if not flag.may_change_on_resume} == FIXED_ON_RESUME
 
 
-def test_flags_that_choose_where_a_run_starts():
-    assert [name for name, flag in FLAGS.items() if flag.chooses_start] == [
-        "overwrite_output_dir", "resume_from_checkpoint"
-    ]  # fmt: skip
-
-
-def test_flags_of_one_strategy():
-    owned = {name: flag.owner for name, flag in FLAGS.items() if flag.owner}
-    assert owned == {
-        "zero_stage": "deepspeed", "fp16_allreduce": "horovod", "gradient_predivide_factor": "horovod",
-        "num_groups": "horovod",
-    }  # fmt: skip
+def test_flags_that_choose_where_a_run_starts_and_flags_of_one_strategy():
+    starts = {name for name, flag in FLAGS.items() if flag.chooses_start}
+    assert starts == {"overwrite_output_dir", "resume_from_checkpoint"}
+    owned = {(flag.owner, name) for name, flag in FLAGS.items() if flag.owner}
+    of_horovod = ("fp16_allreduce", "gradient_predivide_factor", "num_groups")
+    assert owned == {("deepspeed", "zero_stage"), *(("horovod", name) for name in of_horovod)}
 
 
 def test_flags_that_a_sweep_or_tuning_sets():
@@ -60,7 +53,7 @@ def test_flags_that_a_sweep_or_tuning_sets():
     assert SET_BY_TUNE["max_steps"] == SET_BY_SWEEP["max_steps"] == "give --steps"
 
 
-@pytest.mark.parametrize(
+@each(
     ("flags", "steps"),
     [([], 30), (["--num_train_epochs", "1.45"], 15), (["--max_steps", "7"], 7), (["--num_train_epochs", "0.01"], 1)],
 )
@@ -68,7 +61,7 @@ def test_total_steps(flags, steps):
     assert parse(flags).train.total_steps(steps_per_epoch=10) == steps
 
 
-@pytest.mark.parametrize(
+@each(
     ("flags", "expected"),
     [
         ([], [10, 20]),
@@ -76,6 +69,7 @@ def test_total_steps(flags, steps):
         (["--eval_steps", "12"], [12, 24]),
         (["--eval_steps", "12", "--eval_strategy", "no"], []),  # as in run_qa
         (["--eval_steps", "12", "--config", "sample_v2"], [12, 24]),  # a preset with --eval_strategy no
+        (["--eval_strategy", "steps", "--logging_steps", "15"], [15]),
         (["--eval_steps", "30"], []),  # the final model is always evaluated
     ],
 )
@@ -87,8 +81,3 @@ def test_steps_that_are_evaluated(flags, expected):
 def test_steps_that_are_logged():
     train = parse(["--logging_steps", "4"]).train
     assert [step for step in range(1, 11) if train.logs_after_step(step, 10)] == [1, 4, 8, 10]
-
-
-def test_evaluation_by_steps_follows_the_logging():
-    args = parse(["--eval_strategy", "steps", "--logging_steps", "5"]).train
-    assert [step for step in range(1, 21) if args.evaluates_after(step, 7, 20)] == [5, 10, 15]

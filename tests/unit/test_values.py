@@ -70,22 +70,14 @@ def test_longest_names() -> None:
 
 
 @each("name", NUMBERS)
-@each("value", ["9" * 5000, "1" + "0" * 12, "-1" + "0" * 12, str(2**32)])
+@each("value", ["9" * 5000, "-1" + "0" * 12, str(2**32)])
 def test_numbers_that_are_too_large(name: str, value: str) -> None:
     message = refusal(f"--{name}={value}")
     assert f"--{name}" in message and len(message) < 600
 
 
-@each(
-    ("flags", "words"),
-    [
-        ("--num_threads 1000000", "--num_threads 1000000: must be at least 1 and at most 1024"),
-        ("--num_train_epochs 1e300", "--num_train_epochs 1e+300: must be above 0 and at most 1000000"),
-        ("--timeline_steps 1:999999999999", "--timeline_steps 1:999999999999: give the first and the last step"),
-    ],
-)
-def test_refused(flags: str, words: str) -> None:
-    assert words in refusal(*flags.split())
+def test_steps_to_record_that_no_run_has() -> None:
+    assert "--timeline_steps 1:999999999999" in refusal("--timeline_steps=1:999999999999")
 
 
 @pytest.mark.usefixtures("no_warning_is_printed_yet")
@@ -120,10 +112,6 @@ def test_the_last_value_counts_in_other_commands(capsys: pytest.CaptureFixture[s
     }
     printed = capsys.readouterr().err.splitlines()
     assert [line.split()[1] for line in printed] == ["--out", "--steps", "--zero_stage"]
-
-
-def test_a_flag_replaces_that_of_the_file() -> None:
-    assert parse(["--config", "sample", "--seed", "9", "--no_do_eval"]).train.seed == 9
 
 
 def test_the_benchmark_replaces_the_users_length() -> None:
