@@ -245,11 +245,6 @@ def check_pmi(launcher: Launcher, environ: Mapping[str, str], mpi: str) -> None:
         )
 
 
-def is_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process."""
-    return "SLURM_STEP_ID" in environ
-
-
 def slurm_nodes(environ: Mapping[str, str]) -> str:
     """Slurm's list of the nodes of this step, such as gpu[1-4],login. Raises UserError if it is missing."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")

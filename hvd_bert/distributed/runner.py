@@ -138,10 +138,6 @@ def _abort_all() -> NoReturn:
     os._exit(EXIT_FAILURE)  # the launcher sees the status and ends the others
 
 
-def _lost_another_rank(error: Exception) -> bool:
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _PEER_IS_GONE)
-
-
 def _may_be_lost_rank(error: Exception) -> bool:
     """Under Horovod elastic, whether another rank may be lost: any failed collective, whatever its message.
 
@@ -160,8 +156,8 @@ def _failure(error: Exception, where: str) -> str:
         what, to_do = limit or _OUT_OF_MEMORY
         reason = text.partition("\n")[0].rstrip(".")
         return f"hvd_bert: {where}: {what}{f' ({reason})' if reason else ''}. {to_do}"
-    if _lost_another_rank(error):
-        return f"{where} lost another rank: {str(error).splitlines()[0]}"
+    if isinstance(error, RuntimeError) and any(words in text for words in _PEER_IS_GONE):
+        return f"{where} lost another rank: {text.splitlines()[0]}"
     return f"{where} failed:\n{traceback.format_exc()}"
 
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from hvd_bert.distributed import logs, watchdog
-from hvd_bert.distributed.launch import find_job, is_slurm_step
+from hvd_bert.distributed.launch import find_job
 from hvd_bert.distributed.logs import log
 from hvd_bert.errors import EXIT_BAD_INPUT, UserError
 
@@ -281,11 +281,9 @@ class World:
         failed = [rank for rank, text in enumerate(messages) if text is not None]
         if failed:
             first = failed[0]
-            where = "" if len(failed) == self.size else f"rank {first} on {self._host_of(first)}: "
+            host = self.rank_infos[first].host if self.rank_infos else "its host"
+            where = "" if len(failed) == self.size else f"rank {first} on {host}: "
             raise CollectiveError(where + messages[first], first, status, mine=self.rank == first)
-
-    def _host_of(self, rank: int) -> str:
-        return self.rank_infos[rank].host if self.rank_infos else "its host"
 
     def close(self) -> None:
         """Leave the world, once all ranks have called this."""
@@ -321,7 +319,7 @@ def abort_mpi(comm: Any, status: int) -> None:
     """
     signal.alarm(ABORT_S)
     try:
-        if is_slurm_step(os.environ):
+        if "SLURM_STEP_ID" in os.environ:
             time.sleep(1)
     finally:  # also after Ctrl-C
         comm.Abort(status)

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_bert.monitoring.timeline_events import TICK, Events, Reader
+import numpy as np
+
+from hvd_bert.monitoring.timeline_events import TICK, Reader
 from hvd_bert.monitoring.timeline_rows import NONE, Batch
 from hvd_bert.monitoring.timeline_spans import Spans
 from hvd_bert.storage.writing import replacing
@@ -135,21 +137,14 @@ def _horovod(path: Path) -> Iterator[Event]:
         epoch = _EPOCH.search(file.read(4096))
     start_us = int(epoch[1]) if epoch else 0
     reader = Reader(path)
-    spans = Spans(reader.names.spans)
-    ticks: list[Event] = []
-
-    def watched(blocks: Iterator[Events]) -> Iterator[Events]:
-        for block in blocks:
-            columns = (block.code, block.ts, block.pid)
-            seen = (column[block.phase == TICK].tolist() for column in columns)
-            for rank, ts, tensor in zip(*seen, strict=True):
-                ticks.append(_ready(rank, start_us + ts, reader.names.tensors.get(tensor, "")))
-            yield block
-
+    blocks = list(reader.blocks())  # of a few steps
+    for block in blocks:
+        ticks = block.only(np.flatnonzero(block.phase == TICK))
+        for rank, ts, pid in zip(ticks.code.tolist(), ticks.ts.tolist(), ticks.pid.tolist(), strict=True):
+            ready = {"ph": "i", "s": "t", "cat": "horovod", "pid": _pid(rank), "tid": READY, "ts": start_us + ts}
+            yield ready | {"name": reader.names.tensors.get(pid, "")}
     sent: list[Event] = []
-    for batch in spans.batches(watched(reader.blocks())):
-        yield from ticks
-        ticks.clear()
+    for batch in Spans(reader.names.spans).batches(iter(blocks)):
         for event in _messages(batch, reader.names.spans, reader.names.tensors, start_us):
             if event["ph"] == "X":
                 sent.append(event)
@@ -173,12 +168,6 @@ def _without_overlap(spans: list[Event]) -> Iterator[Event]:
                 yield from _row(event["pid"], MORE_MESSAGES + free, NAMES[MESSAGES])
         rows[free].append(end)
         yield event | {"tid": MORE_MESSAGES + free if free else MESSAGES}
-
-
-def _ready(rank: int, ts: float, tensor: str) -> Event:
-    return {
-        "ph": "i", "s": "t", "name": tensor, "cat": "horovod", "pid": _pid(rank), "tid": READY, "ts": ts
-    }  # fmt: skip
 
 
 def _messages(batch: Batch, spans: Sequence[str], tensors: dict[int, str], start_us: int) -> Iterator[Event]:

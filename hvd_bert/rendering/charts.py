@@ -58,16 +58,8 @@ class Chart:
     @property
     def head(self) -> list[str]:
         """The header of `rows`."""
-        return [
-            "curve",
-            "points",
-            f"first {self.x_title}",
-            f"last {self.x_title}",
-            "first",
-            "lowest",
-            "highest",
-            "last",
-        ]
+        x = self.x_title
+        return ["curve", "points", f"first {x}", f"last {x}", "first", "lowest", "highest", "last"]
 
     @property
     def rows(self) -> list[list[str]]:
