@@ -22,7 +22,8 @@ REMEDY = re.compile(
     r"(?:Add|Answer|Cd|Change|Check|Choose|Convert|Copy|Create|Decompress|Delete|Download|Edit|End|Fix|"
     r"Free|Give|Increase|Install|Keep|Leave|Load|Lower|Make|Mark|Move|Name|Omit|Pass|Put|Raise|Reduce|Remove|Rename|"
     r"Repeat|Replace|Rerun|Resume|Run|Save|See|Select|Set|Shorten|Split|Start|Stop|Train|Try|Unset|Update|Upgrade|Use|Wait|"
-    r"Take|Write)\b|`[a-z][\w -]* |belong |must |should |at least|at most|or more|or less|only with|did you mean |available: ",
+    r"Take|Write)\b|`[a-z][\w -]* |belong |must |should |at least|at most|or more|or less|only with|did you mean |"
+    r"available: ",
     re.IGNORECASE,
 )
 

@@ -6,7 +6,6 @@ import copy
 import gc
 import json
 import logging
-import multiprocessing
 import os
 from dataclasses import asdict
 
@@ -14,14 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from tables import each
+from tables import each, refused
 
 from hvd_bert.data import window_cutting, window_table
 from hvd_bert.data.sources import squad
 from hvd_bert.data.window_table import WindowCounts, WindowOptions, check_lengths, prepare
-from hvd_bert.errors import UserError
 
-SPAWN = multiprocessing.get_context("spawn")
 SMALL = WindowOptions(max_seq_length=32, doc_stride=8)
 
 
@@ -66,21 +63,13 @@ def test_cached_table_is_mapped_and_not_read(source, tokenizer, tmp_path):
     assert pa.total_allocated_bytes() > before  # reading it allocates memory
 
 
-def test_lengths_are_the_windows_tokens(source, tokenizer, own_cache, monkeypatch):
-    monkeypatch.setattr(window_cutting, "_WINDOWS_AT_ONCE", 3)  # in several pieces
-    dataset = prepare(source, tokenizer, SMALL)
-    expected = [len(tokens) for tokens in dataset.arrow["input_ids"]]
-    lengths = dataset.lengths
-    assert (lengths.dtype, lengths.tolist()) == (np.int32, expected)
-    assert [len(tokens) for tokens in dataset.lists("input_ids", [2, 0])] == [expected[2], expected[0]]
-
-
 def test_windows_of_several_pieces_are_found_by_number(source, tokenizer, own_cache, monkeypatch):
     monkeypatch.setattr(window_cutting, "_WINDOWS_AT_ONCE", 3)
     dataset = prepare(source, tokenizer, SMALL)
     ids = range(len(dataset))[::-1]
     tokens = dataset.arrow["input_ids"].to_pylist()
     assert [window.tolist() for window in dataset.lists("input_ids", ids)] == tokens[::-1]
+    assert (dataset.lengths.dtype, dataset.lengths.tolist()) == (np.int32, [len(window) for window in tokens])
     assert dataset.numbers("question", ids).tolist() == dataset.column("question").tolist()[::-1]
     assert dataset.numbers("question", []).dtype == np.int32
 
@@ -120,12 +109,8 @@ def test_only_the_leader_warns_of_truncated_questions_and_lost_answers(make_ques
         prepare(source, tokenizer, SMALL, cache_dir=tmp_path, leader=False)
         assert not caplog.records
         prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
-    assert [record.getMessage() for record in caplog.records] == [
-        "lossy: 1 of 6 questions were truncated to leave room for the context (raise --max_seq_length or lower"
-        " --doc_stride)",
-        "lossy: 2 of 6 answers are not completely inside any window; training treats them as missing (raise"
-        " --doc_stride to keep longer answers whole)",
-    ]
+    truncated, lost = [record.getMessage() for record in caplog.records]
+    assert truncated.startswith("lossy: 1 of 6 questions") and lost.startswith("lossy: 2 of 6 answers")
 
 
 def test_progress_bar_only_when_asked_and_only_while_building(source, tokenizer, tmp_path, capfd):
@@ -245,71 +230,28 @@ def test_only_the_leader_overwrites(source, tokenizer, tmp_path):
     assert inode(prepare(source, tokenizer, SMALL, cache_dir=tmp_path, overwrite_cache=True)) != old
 
 
-def test_wrong_questions_leave_nothing_behind(write_squad, make_questions, tokenizer, tmp_path):
-    path = write_squad(make_questions(4, unanswered_every=2))
-    with pytest.raises(UserError, match="version_2_with_negative"):
-        prepare(squad.open_file(path, False), tokenizer, SMALL, cache_dir=tmp_path / "cache")
-    assert not [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
-
-
-def rank(cache_dir, tokenizer, questions, barrier, results, number) -> None:
-    def load() -> list[squad.Question]:
-        with open(cache_dir / "builds", "a") as log:
-            log.write(f"{number}\n")
-        return questions
-
-    source = squad.Source("small", "digest", load)
-    barrier.wait()
-    found = prepare(source, tokenizer, SMALL, cache_dir=cache_dir)
-    found_inode = inode(found)
-    barrier.wait()
-    again = prepare(source, tokenizer, SMALL, cache_dir=cache_dir, overwrite_cache=True, leader=number == 0)
-    results.put((found_inode, found.arrow == again.arrow))
-
-
-def test_four_ranks_at_once_build_once_and_overwrite_once(make_questions, tokenizer, tmp_path):
-    barrier, results = SPAWN.Barrier(4), SPAWN.Queue()
-    ranks = [
-        SPAWN.Process(target=rank, args=(tmp_path, tokenizer, make_questions(50), barrier, results, number))
-        for number in range(4)
-    ]
-    for process in ranks:
-        process.start()
-    seen = [results.get(timeout=120) for _ in ranks]
-    for process in ranks:
-        process.join()
-    builds = (tmp_path / "builds").read_text().split()
-    assert len(builds) == 2
-    assert builds[1] == "0"  # the leader, in the call with overwrite_cache
-    assert len({found for found, _ in seen}) == 1
-    assert all(equal for _, equal in seen)
-
-
 # --- wrong values ----------------------------------------------------------------------------------
 
 
 @each(
-    ("options", "words"),
+    ("options", "named"),
     [
-        (WindowOptions(132, 128), "--max_seq_length 132 leaves no room.*--doc_stride 128: use at least 133"),
-        (WindowOptions(513, 128), "--max_seq_length 513: this model's tokenizer allows at most 512"),
+        (WindowOptions(132, 128), ["--max_seq_length 132", "--doc_stride 128", "at least 133"]),
+        (WindowOptions(513, 128), ["--max_seq_length 513", "at most 512"]),
     ],
 )
-def test_impossible_options_are_refused_before_any_work(source, tokenizer, tmp_path, options, words):
-    with pytest.raises(UserError, match=words):
+def test_impossible_options_are_refused_before_any_work(source, tokenizer, tmp_path, options, named):
+    with refused(*named):
         check_lengths(options, tokenizer)
-    with pytest.raises(UserError, match=words):
+    with refused(*named):
         prepare(source, tokenizer, options, cache_dir=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
-def test_options_at_their_limits_are_accepted(tokenizer):
+def test_options_at_their_limits(source, tokenizer, tmp_path):
     check_lengths(WindowOptions(tokenizer.model_max_length, 0, 1), tokenizer)
-
-
-def test_smallest_possible_options_work(source, tokenizer, tmp_path):
     dataset = prepare(source, tokenizer, WindowOptions(13, 8), cache_dir=tmp_path)
-    assert {len(ids) for ids in dataset.arrow["input_ids"]} == {13}
+    assert {*dataset.lengths} == {13}
 
 
 # --- real SQuAD ------------------------------------------------------------------------------------
