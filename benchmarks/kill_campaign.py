@@ -211,7 +211,7 @@ def result_of(out: Path) -> dict[str, Any]:
     newest = files.candidates(out)[0]
     sums = json.loads((newest / "manifest.json").read_text(encoding="utf-8"))["files"]
     result: dict[str, Any] = {name: entry for name, entry in sums.items() if name.endswith(".safetensors")}
-    state = files.read(newest).documents["state"]
+    state = files.read(newest).state
     for time_key in ("train_s", "seconds"):
         del state["meter"][time_key]
     result |= {f"state: {key}": value for key, value in state.items()}

@@ -18,7 +18,7 @@ import json
 import re
 import shutil
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -71,11 +71,11 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint's content: `tensors` by file stem and name, `documents` for JSON by file stem, other `files`."""
+    """A checkpoint's content: `tensors` by file stem and name, the `state` for JSON, and other `files`."""
 
     tensors: dict[str, dict[str, Tensor]]
-    documents: Mapping[str, Any]
-    files: Mapping[str, bytes]
+    state: dict[str, Any]
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def name_of(step: int) -> str:
@@ -104,8 +104,7 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
         partial.mkdir()
         for stem, tensors in contents.tensors.items():
             safetensors.torch.save_file(dict(tensors), partial / f"{stem}.safetensors", metadata={"format": "pt"})
-        for stem, document in contents.documents.items():
-            (partial / f"{stem}.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+        (partial / "state.json").write_text(json.dumps(contents.state, indent=1), encoding="utf-8")
         for name, content in contents.files.items():
             (partial / name).write_bytes(content)
         files = {file.name: _fingerprint(file) for file in sorted(partial.iterdir())}
@@ -234,14 +233,13 @@ def _manifest(folder: Path) -> dict[str, File]:
 
 
 def read(folder: Path) -> Contents:
-    """All tensors (on the CPU) and documents. Raises CorruptCheckpoint; verifies first."""
+    """All tensors (on the CPU), and the state. Raises CorruptCheckpoint; verifies first."""
     paths = [folder / name for name in verify(folder) if name.endswith(".safetensors")]
     try:
         tensors = {path.stem: safetensors.torch.load_file(path) for path in paths}
-        documents = {"state": read_json(folder / "state.json")}
+        return Contents(tensors, read_json(folder / "state.json"))
     except (OSError, ValueError, SafetensorError) as error:
         raise CorruptCheckpoint(f"{folder}: {error}") from None
-    return Contents(tensors, documents, {})
 
 
 def discard(folder: Path) -> None:

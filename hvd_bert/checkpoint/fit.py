@@ -144,7 +144,7 @@ def _entries(config: Any) -> dict[str, Any]:
 
 def misfit(contents: Contents, model: nn.Module) -> str:
     """What is wrong with the tensors of a checkpoint that says that it is of this model; "" if nothing is."""
-    state = contents.documents["state"]
+    state = contents.state
     if state["identity"].get("the model") != shape_of(model):
         return ""  # another model: refused with both named
     for file in ("model", "optimizer", "rng"):

@@ -36,8 +36,7 @@ class ResumePoint:
     @property
     def state(self) -> dict[str, Any]:
         """The JSON of `TrainState.snapshot`, with the run's `identity`."""
-        state: dict[str, Any] = self.contents.documents["state"]
-        return state
+        return self.contents.state
 
 
 def unfinished(folder: Path) -> bool:
@@ -112,10 +111,10 @@ def _newest_valid(output_dir: Path, model: nn.Module) -> tuple[ResumePoint | Non
 def _resumable(folder: Path, model: nn.Module) -> Contents:
     contents = files.read(folder)
     try:
-        check_state(contents.documents["state"])
+        check_state(contents.state)
     except ValueError as error:
         raise CorruptCheckpoint(f"{folder / 'state.json'} does not hold a training's state ({error})") from None
-    if contents.documents["state"].get("model_only"):
+    if contents.state.get("model_only"):
         raise CorruptCheckpoint(f"{folder} holds only the model (--save_only_model) and cannot be resumed")
     if problem := misfit(contents, model):
         raise CorruptCheckpoint(f"{folder}: {problem}")

@@ -108,8 +108,8 @@ class Checkpoints:
     def _contents(self, tensors: dict[str, Any], rest: dict[str, Any], model_only: bool) -> Contents:
         same, files = self._of_the_run
         if model_only:
-            return Contents({"model": tensors["model"]}, {"state": {"step": rest["step"], "model_only": True}}, files)
-        return Contents(tensors, {"state": rest | same}, files)
+            return Contents({"model": tensors["model"]}, {"step": rest["step"], "model_only": True}, files)
+        return Contents(tensors, rest | same, files)
 
     def _write(
         self, tensors: dict[str, Any], rest: dict[str, Any], model_only: bool, keep: set[str]

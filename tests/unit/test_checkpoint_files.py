@@ -28,7 +28,7 @@ FILES = ["model.safetensors", "rng.safetensors", "state.json", "config.json", "m
 
 def contents(step: int) -> Contents:
     tensors = {"model": {"weight": torch.full((3, 2), float(step))}, "rng": {"rank0.torch": torch.arange(5)}}
-    return Contents(tensors, {"state": {"step": step, "learning_rate": 0.1}}, {"config.json": b"{}"})
+    return Contents(tensors, {"step": step, "learning_rate": 0.1}, {"config.json": b"{}"})
 
 
 def steps(folder: Path) -> list[int]:
@@ -36,7 +36,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def state_of(folder: Path) -> dict:
-    return files.read(folder).documents["state"]
+    return files.read(folder).state
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -45,7 +45,7 @@ def test_what_is_written_is_read(tmp_path):
     found = files.read(folder)
     assert torch.equal(found.tensors["model"]["weight"], torch.full((3, 2), 7.0))
     assert torch.equal(found.tensors["rng"]["rank0.torch"], torch.arange(5))
-    assert found.documents["state"] == {"step": 7, "learning_rate": 0.1}
+    assert found.state == {"step": 7, "learning_rate": 0.1}
     assert sorted(path.name for path in tmp_path.iterdir()) == [written.RECORD, "checkpoint-7", "latest"]
     assert written.names(tmp_path) == {"checkpoint-7", "latest"}
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # readable as the umask allows
@@ -174,7 +174,7 @@ def test_one_flipped_bit_is_seen(tmp_path, name, data):
         return
     assert name == "manifest.json"  # a bit in white space or in the step may have no effect
     assert torch.equal(found.tensors["model"]["weight"], torch.full((3, 2), 7.0))
-    assert found.documents["state"] == {"step": 7, "learning_rate": 0.1}
+    assert found.state == {"step": 7, "learning_rate": 0.1}
 
 
 def test_manifests_that_are_refused(tmp_path):

@@ -48,7 +48,7 @@ def tensors() -> dict[str, dict[str, torch.Tensor]]:
 
 def write(folder: Path, step: int, state: Any = None, of: dict[str, dict[str, torch.Tensor]] | None = None) -> Path:
     state = copy.deepcopy(STATE | {"step": step}) if state is None else state
-    return files.write(folder, step, Contents(of or tensors(), {"state": state}, {"config.json": b"{}"}))
+    return files.write(folder, step, Contents(of or tensors(), state, {"config.json": b"{}"}))
 
 
 def found(folder: Path, caplog: pytest.LogCaptureFixture) -> tuple[int, str]:
@@ -227,7 +227,7 @@ def test_states_of_generators_are_in_their_range(generator, place, least, most):
     def problem(value: int) -> str:
         of = tensors()
         of["rng"][f"rank0.{generator}"][place] = value
-        return misfit(Contents(of, {"state": STATE}, {}), MODEL)
+        return misfit(Contents(of, STATE), MODEL)
 
     assert problem(least) == problem(most) == ""
     assert f"rank0.{generator}" in problem(least - 1) and f"rank0.{generator}" in problem(most + 1)
@@ -235,14 +235,14 @@ def test_states_of_generators_are_in_their_range(generator, place, least, most):
 
 def test_random_numbers_are_those_of_each_rank():
     of, state = tensors(), STATE | {"world_size": 2}
-    assert "rank1.torch" in misfit(Contents(of, {"state": state}, {}), MODEL)
+    assert "rank1.torch" in misfit(Contents(of, state), MODEL)
     of["rng"] |= {name.replace("rank0", "rank1"): value for name, value in of["rng"].items()}
-    assert misfit(Contents(of, {"state": state}, {}), MODEL) == ""
+    assert misfit(Contents(of, state), MODEL) == ""
 
 
 def test_a_checkpoint_that_says_that_it_is_of_another_model_is_not_damaged():
     """It is refused with both models named, instead."""
-    assert misfit(Contents({}, {"state": STATE | {"identity": {"the model": "another"}}}, {}), MODEL) == ""
+    assert misfit(Contents({}, STATE | {"identity": {"the model": "another"}}), MODEL) == ""
 
 
 def test_shape_of_a_model_is_part_of_the_checkpoint_format():

@@ -81,24 +81,32 @@ def test_settings_reach_adamw():
         assert (group["lr"], group["betas"], group["eps"]) == (pytest.approx(8e-5), (0.8, 0.95), 1e-6)
 
 
-@pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("sqrt", math.sqrt(8)), ("linear", 8.0)])
-def test_learning_rate_rule(rule, factor):
-    args = TrainArguments(learning_rate=3e-5, lr_scaling=rule, lr_scaling_limit=math.inf)
-    assert scaled_learning_rate(args, 8) == pytest.approx(3e-5 * factor)
-    assert scaled_learning_rate(args, 1) == 3e-5
+UNLIMITED, OF_32 = {"lr_scaling_limit": math.inf}, {"lr_base_batch_size": 32}
 
 
-@each(("devices", "factor"), [(1, 1), (2, 2), (4, 4), (8, 4), (1024, 4)])
-def test_learning_rate_grows_up_to_its_limit(devices, factor):
-    args = TrainArguments(learning_rate=3e-5, lr_scaling="linear")
+@each(
+    ("rule", "settings", "devices", "factor"),
+    [
+        ("none", UNLIMITED, 8, 1),
+        ("sqrt", UNLIMITED, 8, math.sqrt(8)),
+        ("linear", UNLIMITED, 8, 8),
+        ("linear", {}, 1, 1),
+        ("linear", {}, 2, 2),
+        ("linear", {}, 4, 4),
+        ("linear", {}, 1024, 4),  # the default limit
+        # One global batch has one rate, whatever the split over ranks.
+        *((rule, {"global_batch": 32}, devices, 1) for rule in ("none", "sqrt", "linear") for devices in (1, 3, 32)),
+        *(
+            (rule, OF_32 | {"per_device_train_batch_size": batch, "gradient_accumulation_steps": passes}, devices, by)
+            for rule, by in (("none", 1), ("sqrt", 2), ("linear", 4))
+            for batch, passes, devices in ((8, 2, 8), (4, 1, 32))
+        ),
+        ("linear", OF_32 | {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}, 2, 1),
+    ],
+)
+def test_learning_rate_by_the_global_batch(rule, settings, devices, factor):
+    args = TrainArguments(learning_rate=3e-5, lr_scaling=rule, **settings)
     assert scaled_learning_rate(args, devices) == pytest.approx(3e-5 * factor)
-
-
-@pytest.mark.parametrize("rule", ["none", "sqrt", "linear"])
-def test_fixed_global_batch_has_one_learning_rate(rule):
-    for devices in (1, 2, 3, 4, 32):
-        args = TrainArguments(learning_rate=5e-5, lr_scaling=rule, global_batch=32)
-        assert scaled_learning_rate(args, devices) == 5e-5
 
 
 def note_of(devices, **settings):
@@ -107,15 +115,13 @@ def note_of(devices, **settings):
 
 
 def test_large_batch_is_noted_with_its_effect_and_the_flag():
-    note = note_of(4)
-    assert "The global batch of 32 is 4 times the 8 of one device; the peak learning rate is 5e-05" in note
-    assert "(--lr_scaling none)" in note and "6-layer BERT on 3,889 windows lost 2.2 points of F1 at 2 times" in note
-    assert "\n" not in note
-    note = note_of(8, learning_rate=1e-5, lr_scaling="sqrt", lr_base_batch_size=16)
-    assert (
-        "64 is 4 times the 16 of --lr_base_batch_size; the peak learning rate is 2e-05 (--lr_scaling sqrt, at" in note
-    )
-    assert "is 4e-05 (--lr_scaling linear, at most 4 times)" in note_of(8, learning_rate=1e-5, lr_scaling="linear")
+    for devices, settings, named in (
+        (4, {}, ("batch of 32 is 4 times the 8", "5e-05", "--lr_scaling none", "lost 2.2 points")),
+        (8, {"lr_scaling": "sqrt", "lr_base_batch_size": 16}, ("4 times the 16 of --lr_base_batch_size", "0.0001")),
+        (8, {"lr_scaling": "linear"}, ("0.0002", "--lr_scaling linear, at most 4 times")),
+    ):
+        note = note_of(devices, **settings)
+        assert [words for words in named if words not in note] == [] and "\n" not in note, note
 
 
 @each(
@@ -124,18 +130,6 @@ def test_large_batch_is_noted_with_its_effect_and_the_flag():
 )
 def test_batch_that_the_learning_rate_is_for_is_not_noted(devices, settings):
     assert note_of(devices, **settings) is None
-
-
-@pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
-def test_learning_rate_of_a_given_batch(rule, factor):
-    """Whatever the split over ranks: 8 ranks x 8 windows x 2 passes, and 32 x 4, are 4 times a batch of 32."""
-    for batch, passes, devices in ((8, 2, 8), (4, 1, 32)):
-        args = TrainArguments(
-            learning_rate=3e-5, lr_scaling=rule, lr_base_batch_size=32,
-            per_device_train_batch_size=batch, gradient_accumulation_steps=passes,
-        )  # fmt: skip
-        assert scaled_learning_rate(args, devices) == pytest.approx(3e-5 * factor)
-        assert scaled_learning_rate(args, devices // 4) == 3e-5
 
 
 @each(

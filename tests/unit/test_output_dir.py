@@ -264,7 +264,7 @@ def test_temporary_files_of_a_killed_run_are_removed(tmp_path, resumes):
     for name in (*left, mine[0]):
         (tmp_path / name).mkdir()
     wanted = config(tmp_path, *([] if resumes else [OVERWRITE]))
-    contents = Contents({}, {"state": {"step": 5}}, {})
+    contents = Contents({}, {"step": 5})
     point = resume.ResumePoint(tmp_path / "checkpoint-5", contents) if resumes else None
     check(wanted)
     begin(wanted, point)

@@ -149,7 +149,7 @@ def check(saved: dict, *flags: str, batch: int = 8, folder: Path = Path("checkpo
     """Resume a checkpoint of this identity and global batch with these flags."""
     model = model or checkpoints.MODEL
     state = {"identity": saved, "global_batch": batch, "rank_batch": 8, "step": 10}
-    point = ResumePoint(folder, SimpleNamespace(documents={"state": state}))  # type: ignore[arg-type]
+    point = ResumePoint(folder, SimpleNamespace(state=state))  # type: ignore[arg-type]
     resume.check(point, identity(*flags, model=model), parse(list(flags)).train, task_of(model))
 
 
@@ -255,7 +255,7 @@ class State:
 
 def test_all_ranks_restore_what_rank_0_has_read():
     document, tensors = {"step": 10}, {"model": {}}
-    point = ResumePoint(Path("checkpoint-10"), SimpleNamespace(tensors=tensors, documents={"state": document}))
+    point = ResumePoint(Path("checkpoint-10"), SimpleNamespace(tensors=tensors, state=document))
     rank_0, rank_1 = State(make_world()), State(heard(make_world(1, 2), [True, None]))
     saving.restore(rank_0, None, 3)
     assert not rank_0.restored
@@ -267,7 +267,7 @@ def test_all_ranks_restore_what_rank_0_has_read():
 
 
 def test_content_that_does_not_fit_is_an_error_of_all_ranks():
-    point = ResumePoint(Path("checkpoint-10"), SimpleNamespace(tensors={}, documents={"state": {}}))
+    point = ResumePoint(Path("checkpoint-10"), SimpleNamespace(tensors={}, state={}))
     with refused("checkpoint-10", "'lr'", "--resume_from_checkpoint", error=CollectiveError):
         saving.restore(State(make_world(), KeyError("lr")), point, 3)
     with refused("'lr'", error=CollectiveError):

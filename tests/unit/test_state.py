@@ -1,4 +1,4 @@
-"""The training's state: exact random numbers, the best evaluation."""
+"""The training's state: exact random numbers, the best evaluation, copies in memory that is kept."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load, save
 from tables import each
 from test_world import make_world
+from torch import nn
 
 from hvd_bert.train import state
-from hvd_bert.train.state import Best, seed_ranks
+from hvd_bert.train.state import Best, Copies, seed_ranks
 
 
 def draw() -> list[float]:
@@ -78,3 +79,53 @@ def test_best(metric, values, best, since):
     assert (kept.value, kept.step) == best
     assert kept.since == since
     assert gains.count(True) == (2 if len(values) == 4 else int(best[1] > 0))
+
+
+def tensors_of(value: float) -> dict[str, torch.Tensor]:
+    matrix = torch.full((3, 5), value)
+    return {"matrix": matrix, "transposed": matrix[:, :2].t(), "step": torch.tensor(value), "none": torch.empty(0)} | {
+        "whole": torch.full((7,), int(value))
+    }
+
+
+def places(copies: dict[str, torch.Tensor]) -> dict[str, int]:
+    return {name: copy.data_ptr() for name, copy in copies.items() if copy.numel()}
+
+
+@each("expected", [0, 130, 1000])
+def test_copies_are_equal_and_stay_where_they_are(expected):
+    copies = Copies(expected)
+    copies.reserve()
+    before = None
+    for value in (1.0, 2.0):
+        tensors = tensors_of(value)
+        made = copies.copy("model", tensors)
+        for name, tensor in tensors.items():
+            assert made[name].equal(tensor) and made[name].dtype == tensor.dtype and made[name].is_contiguous()
+        assert before in (None, places(made))
+        before = places(made)
+    other = copies.copy("optimizer", {"matrix": torch.zeros(3, 5)})
+    assert made["matrix"].equal(tensors_of(2.0)["matrix"]) and not other["matrix"].any()
+
+
+def test_changed_shape_gets_other_memory():
+    copies = Copies(64)
+    copies.reserve()
+    copies.copy("model", {"a": torch.ones(3)})
+    assert copies.copy("model", {"a": torch.ones(2, 40)})["a"].equal(torch.ones(2, 40))
+
+
+def test_reserved_memory_is_enough_for_adamw():
+    model = nn.Sequential(nn.Linear(3, 50), nn.LayerNorm(50))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    copies = Copies.of_training(model, torch.device("cpu"))
+    copies.reserve()
+    moments = {
+        f"{number}/{slot}": value
+        for number, slots in enumerate(optimizer.state.values())
+        for slot, value in slots.items()
+    }
+    made = [copies.copy("model", dict(model.state_dict())), copies.copy("optimizer", moments)]
+    assert len({copy.untyped_storage().data_ptr() for group in made for copy in group.values()}) == 1
