@@ -20,7 +20,7 @@ from hvd_bert.data.collate import Batch
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.tasks.question_answering import QuestionAnswering
-from hvd_bert.train import health
+from hvd_bert.train import loop
 from hvd_bert.train.__main__ import main as train
 from hvd_bert.train.health import LIMIT, check_copies
 
@@ -55,7 +55,7 @@ def steps_of_nan_are_skipped_and_then_end_the_training_on_all_ranks(ranks: Ranks
     before, sys.argv = sys.argv, ["hvd_bert.train", *sample(*batch, *flags, "--output_dir", out)]
     try:
         with pytest.MonkeyPatch.context() as patch, losses_of_nan(world):
-            patch.setattr(health, "check_copies", lambda model, world, step: compared.append(step))
+            patch.setattr(loop, "check_copies", lambda model, world, step: compared.append(step))
             with pytest.raises(CollectiveError) as ended:
                 train(world)
     finally:
