@@ -40,14 +40,7 @@ def lines(*rows: object) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def test_json_lines(write):
-    found = texts.open_file(write(lines(*ROWS)), "--train_file")
-    assert found.first == [row["sentence1"] for row in ROWS]
-    assert found.second == [row["sentence2"] for row in ROWS]
-    assert found.labels == [1, 0, 10]
-
-
-@pytest.mark.parametrize("name", ["texts.CSV", "texts.csv.gz", "texts.parquet", "texts.JSONL", "texts.json.gz"])
+@each("name", ["texts.CSV", "texts.csv.gz", "texts.parquet", "texts.JSONL", "texts.json.gz"])
 def test_formats_and_names(write, name):
     row = {"text": "a", "label": "x"}
     content = b"text,label\na,x\n" if "csv" in name.lower() else lines(row).encode()
@@ -66,7 +59,7 @@ def test_csv(write):
     assert found.labels == [9, 10], "a file without types: numbers, so that 10 comes after 9"
 
 
-@pytest.mark.parametrize(
+@each(
     ("labels", "expected"),
     [
         (["5.000", "3.8", "-1"], [5.0, 3.8, -1.0]),
@@ -75,6 +68,7 @@ def test_csv(write):
         (["1.5", "x"], ["1.5", "x"]),
         (["1.2.3", "1.0"], ["1.2.3", "1.0"]),
         (["1", "2", "other", "NA"], ["1", "2", "other", "NA"]),
+        (["1", "01", "1_0"], ["1", "01", "1_0"]),  # not written as Python prints numbers
     ],
 )
 def test_fractions_are_numbers_to_learn(write, labels, expected):
@@ -83,12 +77,17 @@ def test_fractions_are_numbers_to_learn(write, labels, expected):
     assert found == expected and {type(label) for label in found} == {type(expected[0])}
 
 
-@pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl", ".parquet"])
-@pytest.mark.parametrize("wrong", ["nan", "-inf", "1e400", "NA", "N/A", "NULL", "none", "", None, float("nan"), "x"])
-@pytest.mark.parametrize("labels", [[0, 1], [0.5, 1.0, 4.75]], ids=["classes", "fractions"])
+def test_whole_numbers_among_fractions_are_fractions(write):
+    found = texts.open_file(write(lines({"text": "a", "label": 5}, {"text": "b", "label": 4.5})), "--train_file").labels
+    assert found == [5.0, 4.5] and all(isinstance(label, float) for label in found)
+
+
+@each("ending", [".csv", ".tsv", ".jsonl", ".parquet"])
+@each("wrong", ["nan", "-inf", "1e400", "NA", "N/A", "NULL", "none", "", None, float("nan"), "x"])
+@each("labels", [[0, 1], [0.5, 1.0, 4.75]])
 def test_label_that_is_no_number_among_numbers_is_a_mistake(write, labels, wrong, ending):
     if wrong == "x" and ending != ".jsonl" and labels == [0, 1]:
-        pytest.skip("a third class: text has no types")
+        return  # a third class: text has no types
     good = (labels * 20)[:40]
     found = [*good[:7], wrong, *good[7:]]
     if ending == ".parquet":
@@ -129,58 +128,37 @@ def test_rows_with_mistakes_are_left_out(write):
         texts.open_file(write("[1]\n"), "--train_file", reading=Reading(bad_examples="skip"))
 
 
-def test_whole_numbers_among_fractions_are_fractions(write):
-    rows = [{"text": "a", "label": 5}, {"text": "b", "label": 4.5}]
-    found = texts.open_file(write(lines(*rows)), "--train_file").labels
-    assert found == [5.0, 4.5] and all(isinstance(label, float) for label in found)
+REVIEW = {"label": "x", "title": "good", "body": "a box", "by": "me", "stars": "x"}
 
 
-@pytest.mark.parametrize(
-    ("columns", "first", "second"),
+@each(
+    ("row", "columns", "first", "second"),
     [
-        (Columns(("title",), "stars"), ["good"], None),
-        (Columns(("title", "body"), "stars"), ["good"], ["a box"]),
-        (Columns(("title", "body"), "stars", " / "), ["good / a box"], None),
-        (Columns(("body", "title", "by"), "stars", ""), ["a boxgoodme"], None),
-        (Columns(label="stars"), ["x"], ["good"]),
+        (REVIEW, Columns(("title",), "stars"), "good", None),
+        (REVIEW, Columns(("title", "body"), "stars"), "good", "a box"),
+        (REVIEW, Columns(("title", "body"), "stars", " / "), "good / a box", None),
+        (REVIEW, Columns(("body", "title", "by"), "stars", ""), "a boxgoodme", None),
+        (REVIEW, Columns(label="stars"), "x", "good"),  # the first two
+        ({"text": "a", "label": "x"}, Columns(), "a", None),
+        ({"id": "7", "premise": "a", "hypothesis": "b", "label": "x"}, Columns(), "a", "b"),
+        ({"other": "c", "label": "x", "sentence2": "b", "sentence1": "a"}, Columns(), "a", "b"),
     ],
-    ids=["one", "pair", "joined", "three joined", "by place"],
 )
-def test_named_columns(write, columns, first, second):
-    row = {"label": "x", "title": "good", "body": "a box", "by": "me", "stars": 5}
+def test_columns_are_those_that_are_named_or_run_glues(write, row, columns, first, second):
     found = texts.open_file(write(lines(row)), "--train_file", columns)
-    assert (found.first, found.second, found.labels) == (first, second, [5])
+    assert (found.first, found.second, found.labels) == ([first], None if second is None else [second], ["x"])
 
 
-@pytest.mark.parametrize("names", [("a", "a"), ("a", ""), ("label",), ("a", "b", "c")])
+@each("names", [("a", "a"), ("a", ""), ("label",), ("a", "b", "c")])
 def test_wrong_names_of_columns(names):
     with pytest.raises(UserError, match=f"--text_column_names {','.join(names)}: give "):
         Columns(names)
-
-
-def test_labels_that_are_not_written_as_numbers_stay_text(write):
-    found = texts.open_file(write("text,label\na,1\nb,01\nc,1_0\n", "t.csv"), "--train_file")
-    assert found.labels == ["1", "01", "1_0"]
 
 
 def test_quotes_between_tabs_are_text(write):
     rows = [["sentence", "label"], ['"unbalanced', "9"], ['is "it" red ?', "10"], ['"', "11"]]
     found = texts.open_file(write("".join("\t".join(row) + "\n" for row in rows), "texts.tsv"), "--train_file")
     assert (found.first, found.labels) == (['"unbalanced', 'is "it" red ?', '"'], [9, 10, 11])
-
-
-@pytest.mark.parametrize(
-    ("row", "first", "second"),
-    [
-        ({"text": "a", "label": "x"}, "a", None),
-        ({"id": "7", "premise": "a", "hypothesis": "b", "label": "x"}, "a", "b"),
-        ({"other": "c", "label": "x", "sentence2": "b", "sentence1": "a"}, "a", "b"),
-    ],
-    ids=["single", "first two columns", "by name"],
-)
-def test_text_columns_are_run_glues(write, row, first, second):
-    found = texts.open_file(write(lines(row)), "--train_file")
-    assert (found.first, found.second, found.labels) == ([first], None if second is None else [second], ["x"])
 
 
 def test_columns_of_the_training_file_are_read_from_another(write):
@@ -215,7 +193,7 @@ def test_columns_of_the_training_file_are_read_from_another(write):
         ('{"text": "\\ud800", "label": 1}\n', "t.jsonl", "`text` contains an unpaired surrogate"),
         ('{"text": "a", "label": "\\ud800"}\n', "t.jsonl", "`label` contains an unpaired surrogate"),
         ("text,label\na,1\nb\n", "t.csv", "line 3: it has 1 columns"),
-        ('text,label\n"a,1\nb,2\n', "t.csv", "damaged CSV: .* at line 3. Quote texts"),
+        ('text,label\n"a,1\nb,2\n', "t.csv", "damaged CSV: .* at line 3. Put texts"),
         (b"text,label\n\xff,1\n", "t.csv", "not UTF-8 text"),
         ("text,label,text\na,1,b\n", "t.csv", "the first line names the column text more than once"),
     ],

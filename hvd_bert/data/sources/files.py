@@ -167,7 +167,7 @@ def csv_rows(name: str, text: str, delimiter: str, choose: Choose = list, quotes
                 yield f"line {rows.line_num}", Mistake("malformed row", reason)
     except csv.Error as error:
         raise UserError(
-            f"{name}: damaged CSV: {error} at line {rows.line_num}. Quote texts with commas or line breaks."
+            f"{name}: damaged CSV: {error} at line {rows.line_num}. Put texts with commas or line breaks in quotes."
         ) from error
 
 
