@@ -40,10 +40,16 @@ class Limits:
 
     @property
     def range(self) -> str:
-        """The range in words, for messages and --help; "" if there is none."""
+        """The range in words; "" if there is none."""
         return " and ".join(
             f"{words} {limit:g}" if isinstance(limit, float) else f"{words} {limit}" for words, _, limit in self._limits
         )
+
+    @property
+    def is_in_help(self) -> bool:
+        """Whether --help shows the range: not one that excludes only what nobody would give."""
+        upper = self.maximum if self.below is None else self.below
+        return (upper is not None and upper < MAX_SECONDS) or (self.minimum or 0) > 1
 
     def check(self, name: str, value: Any) -> None:
         """Raise UserError unless a flag is missing or its value is in the range. NaN is in no range."""
@@ -54,13 +60,13 @@ class Limits:
 class StoreLast(argparse.Action):
     """Stores a flag's value, in place of an earlier one, and keeps all values under `given` for `Parser`'s warning.
 
-    Refuses values out of the flag's `limits`, which --help shows; the default is always accepted.
+    Refuses values out of the flag's `limits`; the default is always accepted.
     """
 
     def __init__(self, *args: Any, limits: Limits = Limits(), **options: Any) -> None:
         super().__init__(*args, **options)
         self.limits = limits
-        if limits.range:
+        if limits.is_in_help:
             description, default, shown = str(self.help).partition(" (default: ")
             self.help = f"{description} {limits.range.capitalize()}.{default}{shown}"
 
