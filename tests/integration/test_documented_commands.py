@@ -28,8 +28,8 @@ NEEDS = {
     "containers": r"(docker|apptainer|srun (--[-=\w]+ )+apptainer) ",
     "cores": r"mpirun -np 4",
     "names": r".*( \.\.\.|[A-Z]{4}\.\.\.|/scratch/|run_qa\.py)",  # that the reader replaces
-    "server": r"tensorboard|.*hvd_bert\.publish\b",
-    "time": r".*(hvd_bert\.(bench|export|tune)\b|scripts/(demo|test)\.sh|--config sample\b)",
+    "server": r"tensorboard|hvd-bert publish\b",
+    "time": r".*(hvd-bert (bench|export|tune)\b|scripts/(demo|test)\.sh|--config sample\b)",
 }
 PREPARES = ("source ", "export ")
 

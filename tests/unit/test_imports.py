@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import grimp
 from tables import each
 
 import hvd_bert
@@ -97,3 +98,16 @@ def test_importing_the_trainer_starts_nothing():
     program = "import sys, hvd_bert.train; print({'horovod', 'mpi4py'} & {name.split('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout == "set()\n"
+
+
+def test_the_layout_is_as_small_as_it_was_drawn() -> None:
+    """Boxes: folders and modules at the top. Arrows: imports between them."""
+    graph = grimp.build_graph("hvd_bert", cache_dir=None)
+    boxes = {module.split(".")[1] for module in graph.modules if "." in module}
+    arrows = {
+        (module.split(".")[1], imported.split(".")[1])
+        for module in graph.modules - {"hvd_bert"}
+        for imported in graph.find_modules_directly_imported_by(module) - {"hvd_bert"}
+    }
+    between = {(box, other) for box, other in arrows if box != other}
+    assert len(boxes) <= 28 and len(between) <= 145, f"{len(boxes)} boxes, {len(between)} arrows"
