@@ -15,7 +15,7 @@ from hvd_bert.config.command_line import parse
 from hvd_bert.data.sources.squad import Question
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
-from hvd_bert.tasks.inputs import Inputs, load_inputs
+from hvd_bert.tasks.question_answering import QuestionAnswering
 
 LEARNING_RATE = 5e-5
 
@@ -52,41 +52,41 @@ def our_flags(train_file: Path, model: str, max_seq_length: int, rank_batch: int
 def prepare(args: argparse.Namespace) -> tuple[Work, Work]:
     """The work of the preflight, without dropout, and the timed work. Raises UserError for too little data."""
     length, rank_batch = args.max_seq_length, args.per_device_train_batch_size
-    inputs, max_samples = _load(args, args.train_file, length, rank_batch), None
-    assert inputs.train
-    preflight_file, preflight_length, preflight_batch = _preflight_data(args, inputs)
-    if args.max_windows is not None and args.max_windows < inputs.train.plan.num_windows:
+    task, max_samples = _load(args, args.train_file, length, rank_batch), None
+    assert task.inputs.train and task.plan
+    preflight_file, preflight_length, preflight_batch = _preflight_data(args, task)
+    if args.max_windows is not None and args.max_windows < task.plan.num_windows:
         # The trainer counts in questions: those of which all windows are among the first.
-        max_samples = max(1, int(inputs.train.windows.column("question")[args.max_windows]))
-        inputs = _load(args, args.train_file, length, rank_batch, "--max_train_samples", str(max_samples))
-    timed = _lay_out(args.out / "timed", inputs, args.train_file, max_samples, length, rank_batch, args.seed)
+        max_samples = max(1, int(task.inputs.train.windows.column("question")[args.max_windows]))
+        task = _load(args, args.train_file, length, rank_batch, "--max_train_samples", str(max_samples))
+    timed = _lay_out(args.out / "timed", task, args.train_file, max_samples, length, rank_batch, args.seed)
     needed = args.ranks * rank_batch * (args.warmup + max(args.steps, args.padded_steps))
     if timed.num_windows < needed:
         raise UserError(
             f"--train_file {args.train_file}: it has {timed.num_windows} windows, and warm-up and timed steps need"
             f" {needed}. Use more questions or fewer --steps."
         )
-    inputs = _load(args, preflight_file, preflight_length, preflight_batch, "--dropout", "0")
+    task = _load(args, preflight_file, preflight_length, preflight_batch, "--dropout", "0")
     folder = args.out / "preflight"
-    preflight = _lay_out(folder, inputs, preflight_file, None, preflight_length, preflight_batch, args.seed)
+    preflight = _lay_out(folder, task, preflight_file, None, preflight_length, preflight_batch, args.seed)
     return preflight, timed
 
 
-def _load(args: argparse.Namespace, train_file: Path, length: int, rank_batch: int, *flags: str) -> Inputs:
+def _load(args: argparse.Namespace, train_file: Path, length: int, rank_batch: int, *flags: str) -> QuestionAnswering:
     config = parse([*our_flags(train_file, args.model_name_or_path, length, rank_batch, args.seed), *flags])
     world = World()
     world.size = args.ranks  # the plan depends on it; loading does not communicate
-    return load_inputs(config, world)
+    return QuestionAnswering(config, world)
 
 
-def _preflight_data(args: argparse.Namespace, inputs: Inputs) -> tuple[Path, int, int]:
+def _preflight_data(args: argparse.Namespace, task: QuestionAnswering) -> tuple[Path, int, int]:
     """Questions of one window each, all of one length: their file, the length, and the windows per rank.
 
     All variants have the same loss only without padding, since the softmax of BertForQuestionAnswering over the
     positions of a window includes its padding.
     """
-    assert inputs.train
-    table, lengths = inputs.train.windows, inputs.train.windows.lengths
+    assert task.inputs.train and task.plan
+    table, lengths = task.inputs.train.windows, task.inputs.train.windows.lengths
     numbers = table.column("question")
     single = np.bincount(numbers)[numbers] == 1
     length = int(np.bincount(lengths[single]).argmax()) if single.any() else 0
@@ -97,7 +97,7 @@ def _preflight_data(args: argparse.Namespace, inputs: Inputs) -> tuple[Path, int
             f"--train_file {args.train_file}: it has {len(chosen)} windows of one length ({length} tokens), and the"
             f" preflight needs {args.ranks * args.preflight_steps}. Use more questions or fewer --preflight_steps."
         )
-    questions = inputs.train.source.questions()
+    questions = task.inputs.train.source.questions()
     path = args.out / "preflight.json"
     path.write_text(json.dumps({"data": [_article(questions[number]) for number in chosen]}))
     return path, length, batch
@@ -114,7 +114,7 @@ def _article(question: Question) -> dict[str, Any]:
 
 def _lay_out(
     folder: Path,
-    inputs: Inputs,
+    task: QuestionAnswering,
     train_file: Path,
     max_samples: int | None,
     length: int,
@@ -125,17 +125,17 @@ def _lay_out(
     from datasets import Dataset, disable_progress_bars
 
     disable_progress_bars()
-    assert inputs.train
-    plan = inputs.train.plan
+    assert task.inputs.train and task.plan
+    plan = task.plan
     order = np.concatenate([plan.step_windows(step) for step in range(plan.steps_per_epoch)])
-    rows = inputs.train.windows.arrow.take(order).to_pydict()
+    rows = task.inputs.train.windows.arrow.take(order).to_pydict()
     lengths = [len(tokens) for tokens in rows["input_ids"]]
     features = peer_columns(*(rows[name] for name in ("input_ids", "context_start", "start_position", "end_position")))
     Dataset.from_dict(features).save_to_disk(folder / "windows")
-    padded = inputs.tokenizer.pad(features, padding="max_length", max_length=length)
+    padded = task.inputs.tokenizer.pad(features, padding="max_length", max_length=length)
     Dataset.from_dict(dict(padded)).save_to_disk(folder / "padded_windows")
-    inputs.model.save_pretrained(folder / "model")
-    inputs.tokenizer.save_pretrained(folder / "model")
+    task.inputs.model.save_pretrained(folder / "model")
+    task.inputs.tokenizer.save_pretrained(folder / "model")
     model, tables = folder / "model", (folder / "windows", folder / "padded_windows")
     mean = sum(lengths) / len(lengths)
     return Work(train_file, max_samples, length, rank_batch, seed, model, *tables, len(lengths), mean)

@@ -5,6 +5,7 @@ BERT is the default. `families.py` lists the other families and adapts them to t
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from typing import Any
 
@@ -43,6 +44,11 @@ def load_tokenizer(args: ModelArguments) -> Any:
             f" {tokenizer.model_max_length!r:.80}."
         )
     return tokenizer
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Hash of a tokenizer's vocabulary and rules."""
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:12]
 
 
 def load_model(

@@ -28,12 +28,12 @@ from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.squad import Question, Source
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
+from hvd_bert.model.bert import tokenizer_digest
 from hvd_bert.model.cpu.malloc import keep_memory
 from hvd_bert.predict.answerer import FoundAnswer, QuestionAnswerer, blocks
 from hvd_bert.rendering.text import visible
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import make_folder, replacing, writing_to
-from hvd_bert.tasks.inputs import digest_of
 
 PRINTED = 3  # answers of a file
 WIDTH = 100
@@ -198,7 +198,7 @@ def _inputs_of(qa: QuestionAnswerer, source: Source) -> dict[str, object]:
         digest.update(weights.cpu().contiguous().numpy())
     return {
         "the model": digest.hexdigest()[:16],
-        "the tokenizer": digest_of(qa.tokenizer),
+        "the tokenizer": tokenizer_digest(qa.tokenizer),
         "the settings": asdict(qa.window_options) | asdict(qa.span_options),
         "the input": source.digest[:16],
     }

@@ -19,11 +19,11 @@ import safetensors.torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hvd_bert.config.settings import TASKS, Config
+from hvd_bert.config.settings import TASKS, Config, TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan, Ids, Lengths
-from hvd_bert.data.sources.checks import kinds
+from hvd_bert.data.sources.checks import kinds, summary
 from hvd_bert.data.sources.questions import BadExample
-from hvd_bert.distributed.world import World
+from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import replacing
@@ -214,3 +214,48 @@ def load_task(config: Config, world: World) -> Task:
             f" Choose one of {', '.join(task.metrics)}."
         )
     return task
+
+
+def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: World) -> BatchPlan:
+    """The batch plan of the settings. Raises UserError if the global batch does not fit the ranks.
+
+    A fixed global batch need not divide evenly: ranks may differ by one window, as in the last step of an epoch.
+    """
+    if args.gradient_accumulation_steps > len(lengths):
+        raise UserError(
+            f"--gradient_accumulation_steps {args.gradient_accumulation_steps}: a step would have more micro-batches"
+            f" than the {len(lengths)} windows of the training data. Use a smaller number or more data."
+        )
+    rank_batch, passes = args.per_device_train_batch_size * world.devices, args.gradient_accumulation_steps
+    plan = BatchPlan.of_rank_batch(lengths, rank_batch, passes, world.size, args.seed, crossover)
+    if args.global_batch == -1:
+        return plan
+    devices = world.size * world.devices
+    if args.global_batch < devices:
+        raise UserError(
+            f"--global_batch {args.global_batch}: fewer windows than the {devices} devices. Use fewer ranks."
+        )
+    plan = plan.with_global_batch(args.global_batch)
+    if passes not in (1, plan.accumulation):
+        raise UserError(
+            f"--gradient_accumulation_steps {passes}: --global_batch {args.global_batch} takes {plan.accumulation}"
+            f" pass(es) of at most {rank_batch} windows on each of {world.size} rank(s). Omit the flag, or change"
+            " --per_device_train_batch_size."
+        )
+    return plan
+
+
+def warn_of_mistakes(bad: Mapping[str, list[BadExample]], world: World, unit: str) -> None:
+    """Log the counts of the mistakes that are skipped in the training and the validation data, on rank 0."""
+    for name, examples in bad.items():
+        if examples and world.rank == 0:
+            log.warning("The %s data have %s.", name, summary(examples, unit))
+
+
+def weight_copies(config: Config, world: World) -> int:
+    """How many arrays of the weights' size a rank needs in this host's free memory, at least."""
+    if world.generation > 0:
+        return 0  # this process still has the memory of its previous world
+    whole = config.parallel.strategy not in ("fsdp", "deepspeed")  # these keep a part per rank
+    trains_here = config.train.do_train and world.device.type == "cpu"
+    return 4 if whole and trains_here else 1  # weights, gradients and AdamW's two moments

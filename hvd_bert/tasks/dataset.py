@@ -26,8 +26,7 @@ from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_FAILURE, UserError, as_user_error
 from hvd_bert.model.precision import autocast, evaluating
 from hvd_bert.storage.reading import open_regular
-from hvd_bert.tasks.base import EvaluationResult, Task
-from hvd_bert.tasks.inputs import make_plan
+from hvd_bert.tasks.base import EvaluationResult, Task, make_plan
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from hvd_bert.config.settings import Config
+from hvd_bert.config.settings import Config, DataArguments
 from hvd_bert.data.batch_plan import Ids, Lengths
 from hvd_bert.data.collate import Batch, Collator
+from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.questions import BadExample
-from hvd_bert.distributed.world import World
+from hvd_bert.data.sources.squad import Question, Source
+from hvd_bert.data.window_table import WindowOptions, WindowTable, prepare
+from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
 from hvd_bert.evaluation.evaluator import Evaluation, Evaluator
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.evaluation.samples import sample_answers
-from hvd_bert.model.bert import compile_layers, window_losses
+from hvd_bert.model.bert import compile_layers, load_model, load_tokenizer, tokenizer_digest, window_losses
+from hvd_bert.model.families import check_flags, family_of, pad_if_needed
 from hvd_bert.model.flops import forward_flops, late_weights
-from hvd_bert.tasks.base import EvaluationResult, Task
-from hvd_bert.tasks.inputs import Inputs, load_inputs
+from hvd_bert.model.loading import load_config
+from hvd_bert.tasks.base import EvaluationResult, Task, make_plan, warn_of_mistakes, weight_copies
 
 
 class QuestionAnswering(Task):
@@ -37,8 +42,9 @@ class QuestionAnswering(Task):
         self.late_weights = late_weights(self.inputs.model)
         self.evaluates = self.inputs.dev is not None
         if self.inputs.train:
-            self.plan = self.inputs.train.plan
-            self._collate = Collator(self.inputs.train.windows, world.device, config.data.pad_to)
+            train = self.inputs.train.windows
+            self.plan = make_plan(train.lengths, config.train, self._forward.crossover, world)
+            self._collate = Collator(train, world.device, config.data.pad_to)
         self._config, self._world = config, world
         self._evaluator: Evaluator | None = None
 
@@ -116,3 +122,103 @@ def files(answers: list[Answer]) -> dict[str, Any]:
     }
     odds = {answer.id: answer.null_odds for answer in answers if answer.null_odds is not None}
     return contents | ({"eval_null_odds.json": odds} if odds else {})
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """Questions and their windows. `questions`: only of those to evaluate on."""
+
+    source: Source
+    windows: WindowTable
+    questions: list[Question] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """`train` is None without training, `dev` without evaluation."""
+
+    tokenizer: Any
+    model: Any
+    train: QuestionSet | None
+    dev: QuestionSet | None
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """Hash of the tokenizer's vocabulary and rules."""
+        return tokenizer_digest(self.tokenizer)
+
+    def bad_examples(self) -> dict[str, list[BadExample]]:
+        """Examples with mistakes in the training and the validation data, with `--bad_examples skip`.
+
+        Call it on one rank: it reads the training data once more if their windows were cached.
+        """
+        parts = {"training": self.train, "validation": self.dev}
+        return {name: part.source.bad_examples() for name, part in parts.items() if part is not None}
+
+    def fingerprint(self) -> dict[str, object]:
+        """Properties that must be equal on all ranks: content of the data, windows, vocabulary."""
+        same: dict[str, object] = {"the tokenizer": self.tokenizer_digest}
+        for name, part in (("training", self.train), ("validation", self.dev)):
+            if part is not None:
+                size = f"{len(part.windows)} windows of {part.windows.lengths.sum()} tokens"
+                same[f"the {name} data"] = f"{part.source.digest[:12]}, {size} ({part.source.name})"
+        return same
+
+
+def load_inputs(config: Config, world: World) -> Inputs:
+    """Load and check all inputs, without collectives. The ranks of a host tokenize once. Raises UserError."""
+    tokenizer = load_tokenizer(config.model)
+    shape = load_config(config.model.configuration, config.model, weight_copies(config, world))
+    check_flags(config, shape)
+    pad_if_needed(config.data, shape, family_of(shape).packed)
+    padded = config.data.pad_to is not None
+    length, seed, trains = config.data.max_seq_length, config.train.seed, config.train.do_train
+    model = load_model(config.model, tokenizer, length, seed, padded, not trains, shape)
+    train = _question_set(config, "train", tokenizer, world) if trains else None
+    dev = None
+    if config.train.do_eval and config.data.train_file and not config.data.validation_file:
+        log.info("No --validation_file is given: the model is not evaluated.")
+    elif config.train.do_eval:
+        dev = _question_set(config, "validation", tokenizer, world)
+    inputs = Inputs(tokenizer, model, train, dev)
+    if config.data.bad_examples == "skip" and world.rank == 0:
+        warn_of_mistakes(inputs.bad_examples(), world, "questions")
+    return inputs
+
+
+def _question_set(config: Config, split: str, tokenizer: Any, world: World) -> QuestionSet:
+    data = config.data
+    source = open_split(data, split, config.model.cache_dir)
+    limit = data.max_train_samples if split == "train" else data.max_eval_samples
+    table = prepare(
+        source,
+        tokenizer,
+        WindowOptions(data.max_seq_length, data.doc_stride, limit),
+        overwrite_cache=data.overwrite_cache,
+        num_workers=data.preprocessing_num_workers,
+        show_progress=world.cross_rank == 0,
+        leader=world.local_rank == 0,
+    )
+    log.info("%s: %d windows of %d questions", source.name, table.counts.windows, table.counts.questions)
+    return QuestionSet(source, table, [] if split == "train" else source.questions()[:limit])
+
+
+def open_split(data: DataArguments, split: str, cache_dir: str | None) -> Source:
+    """The "train" or "validation" questions, from a file or from the hub."""
+    reading = squad.Reading(
+        question_column=data.question_column,
+        context_column=data.context_column,
+        answer_column=data.answer_column,
+        bad_examples=data.bad_examples,
+        purpose="training" if split == "train" else "evaluation",
+    )
+    if data.dataset_name:
+        return squad.open_hub(
+            data.dataset_name, split, data.version_2_with_negative, data.dataset_config_name, cache_dir, reading
+        )
+    path = data.train_file if split == "train" else data.validation_file
+    if path is None:
+        raise UserError(
+            f"--{split}_file is missing: give a file of questions, or omit all files to use squad from the hub."
+        )
+    return squad.open_file(path, data.version_2_with_negative, reading)

@@ -26,13 +26,13 @@ from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import log
 from hvd_bert.errors import UserError
 from hvd_bert.evaluation.classification import classification_scores, regression_scores
-from hvd_bert.model.bert import compile_layers, load_tokenizer
+from hvd_bert.model.bert import compile_layers, load_tokenizer, tokenizer_digest
 from hvd_bert.model.classifier import class_logits, load_classifier
 from hvd_bert.model.families import check_flags, family_of, pad_if_needed
 from hvd_bert.model.flops import forward_flops, late_weights
 from hvd_bert.model.loading import load_config
+from hvd_bert.tasks.base import warn_of_mistakes, weight_copies
 from hvd_bert.tasks.dataset import DatasetTask, Examples
-from hvd_bert.tasks.inputs import digest_of, warn_of_mistakes, weight_copies
 
 _TEXTS_AT_ONCE = 1000
 Labelled = tuple[Batch, Tensor]  # packed or padded texts, and the class or number of each
@@ -174,7 +174,7 @@ class TextClassification(DatasetTask):
         return self._bad
 
     def identity(self) -> dict[str, object]:
-        return {"the tokenizer": digest_of(self.tokenizer), **super().identity()}
+        return {"the tokenizer": tokenizer_digest(self.tokenizer), **super().identity()}
 
     def flops(self, lengths: Lengths, passes: int) -> float:
         return self._forward.training(lengths, passes)

@@ -23,7 +23,7 @@ from hvd_bert.config import command_line
 from hvd_bert.distributed.launch import find_launcher
 from hvd_bert.distributed.runner import run_as_rank
 from hvd_bert.evaluation.evaluator import Evaluator
-from hvd_bert.tasks import inputs
+from hvd_bert.tasks import question_answering
 from hvd_bert.train.__main__ import main
 from hvd_bert.train.loop import Training
 
@@ -69,7 +69,7 @@ if __name__ == "__main__":
     kind = sys.argv.pop(1)
     rank = find_launcher(os.environ).rank
     if kind == "slow" and rank == 1:  # rank 0 would end the job first, since it reports without delay
-        inputs.load_model = held(inputs.load_model)
+        question_answering.load_model = held(question_answering.load_model)
     elif kind == "slow":
         files.write = held(files.write)
         Evaluator._score = held(Evaluator._score)  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from hvd_bert.config.settings import save
 from hvd_bert.distributed.world import World
 from hvd_bert.evaluation.evaluator import Evaluator
 from hvd_bert.model.flops import forward_flops
-from hvd_bert.tasks.inputs import load_inputs
+from hvd_bert.tasks.question_answering import load_inputs
 from hvd_bert.tools.evaluate.__main__ import main as evaluate
 from hvd_bert.train.__main__ import main as train
 

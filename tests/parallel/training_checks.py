@@ -18,14 +18,13 @@ from torch import Tensor, nn
 
 from hvd_bert.config import command_line
 from hvd_bert.config.settings import Config
-from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.data.collate import Collator
 from hvd_bert.distributed.world import World
 from hvd_bert.model.bert import window_losses
 from hvd_bert.model.precision import autocast
 from hvd_bert.strategies.base import Strategy, make_strategy
 from hvd_bert.strategies.horovod import word_embedding
-from hvd_bert.tasks.inputs import Inputs, load_inputs
+from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.train.optim import make_optimizer
 from hvd_bert.train.state import strategy_options
 
@@ -55,9 +54,9 @@ class Training:
         batch = ["--per_device_train_batch_size", rank_batch, "--gradient_accumulation_steps", accumulation]
         self.world = world
         self.config: Config = command_line.parse(sample("--no_do_eval", *batch, *flags))
-        self.inputs: Inputs = load_inputs(self.config, world)
-        assert self.inputs.train is not None
-        self.plan: BatchPlan = self.inputs.train.plan
+        task = QuestionAnswering(self.config, world)
+        self.inputs, self.plan = task.inputs, task.plan
+        assert self.inputs.train and self.plan
         assert (self.plan.num_windows, self.plan.steps_per_epoch) == (WINDOWS, 2)
         self.model: nn.Module = self.inputs.model
         self.frozen = [weight for name, weight in self.model.named_parameters() if frozen in name]

@@ -23,8 +23,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.model.cpu import linear
 from hvd_bert.predict import answerer
 from hvd_bert.predict.answerer import FoundAnswer
-from hvd_bert.tasks.inputs import load_inputs
-from hvd_bert.tasks.question_answering import QuestionAnswering
+from hvd_bert.tasks.question_answering import QuestionAnswering, load_inputs
 
 SETTINGS = {"max_seq_length": 40, "doc_stride": 8, "n_best_size": 5, "max_answer_length": 6}
 

@@ -15,7 +15,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.model.bert import window_losses
 from hvd_bert.tools.bench import measure, speed
 from hvd_bert.tools.bench.__main__ import parse
-from hvd_bert.tools.bench.speed import SQUAD_DECILES, lengths_like_squad, random_inputs, random_task
+from hvd_bert.tools.bench.speed import SQUAD_DECILES, lengths_like_squad, random_task
 
 TINY = {
     "hidden_size": 32,
@@ -32,9 +32,9 @@ def tiny(tmp_path):
     return str(tmp_path)
 
 
-def inputs_of(model, *flags, count=24, dropout="0.1"):
+def task_of(model, *flags, count=24, dropout="0.1"):
     config = parse(["--dropout", dropout, *flags])[1]
-    return random_inputs(model, count, config, make_world())
+    return random_task(model, count, config, make_world())
 
 
 def test_lengths_are_like_squads():
@@ -45,8 +45,8 @@ def test_lengths_are_like_squads():
 
 
 def test_random_windows_train(tiny):
-    inputs = inputs_of(tiny)
-    plan = inputs.train.plan
+    task = task_of(tiny)
+    plan, inputs = task.plan, task.inputs
     batch = Collator(inputs.train.windows, torch.device("cpu"))(plan.rank_windows(0, 0)[0])
     assert batch.lengths == plan.lengths[plan.rank_windows(0, 0)[0]].tolist()
     assert all(
@@ -125,7 +125,7 @@ def test_wrong_models(tmp_path):
         if content:
             (tmp_path / name / "config.json").write_text(content)
         with pytest.raises(UserError, match=message):
-            inputs_of(str(tmp_path / name))
+            task_of(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(("tokens_per_s", "shown"), [(900.0, True), (8.0, False)], ids=["texts", "images"])

@@ -10,7 +10,7 @@ from test_world import make_world
 from hvd_bert.config.command_line import parse
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.errors import UserError
-from hvd_bert.tasks.inputs import make_plan
+from hvd_bert.tasks.base import make_plan
 from hvd_bert.train.optim import scaled_learning_rate
 
 LENGTHS = np.full(1000, 150, np.int32)

@@ -30,7 +30,7 @@ from hvd_bert.predict.__main__ import OUTPUTS, main, parse_flags
 from hvd_bert.predict.answerer import FoundAnswer
 from hvd_bert.predict.answering import answer_file
 from hvd_bert.storage import written
-from hvd_bert.tasks.inputs import load_inputs
+from hvd_bert.tasks.question_answering import load_inputs
 
 ALONE = Launcher("none", None, None)
 

@@ -19,8 +19,7 @@ from hvd_bert.storage import written
 from hvd_bert.storage.writing import partial_of
 from hvd_bert.tasks import question_answering
 from hvd_bert.tasks.base import EvaluationResult
-from hvd_bert.tasks.inputs import Inputs
-from hvd_bert.tasks.question_answering import QuestionAnswering
+from hvd_bert.tasks.question_answering import Inputs, QuestionAnswering
 
 
 def found_names(folder: Path) -> set[str]:

@@ -21,7 +21,7 @@ from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.predict.__main__ import make_parser as predict_parser
 from hvd_bert.streams import say_once
-from hvd_bert.tasks import inputs
+from hvd_bert.tasks.base import make_plan
 from hvd_bert.tools.bench import __main__ as bench
 from hvd_bert.tools.bench.points import Plan
 from hvd_bert.tools.report.flags import make_parser as report_parser
@@ -206,4 +206,4 @@ def test_text_in_another_locale(env: dict[str, str], problems: list[str]) -> Non
 def test_more_micro_batches_than_windows() -> None:
     args = parse(["--gradient_accumulation_steps", str(2**32 - 1)]).train
     with pytest.raises(UserError, match=r"--gradient_accumulation_steps 4294967295: .* than the 20 windows"):
-        inputs.make_plan([8] * 20, args, 1, World())
+        make_plan([8] * 20, args, 1, World())

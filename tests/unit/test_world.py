@@ -13,7 +13,7 @@ import torch
 from hvd_bert.distributed import world as world_module
 from hvd_bert.distributed.world import CollectiveError, RankInfo, World
 from hvd_bert.errors import UserError
-from hvd_bert.tasks.inputs import Inputs
+from hvd_bert.tasks.question_answering import Inputs
 
 
 def make_world(rank: int = 0, size: int = 1) -> World:

@@ -27,7 +27,6 @@ from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import EXIT_FAILURE, UserError
 from hvd_bert.model.bert import new_model
 from hvd_bert.model.families import check_flags, family_of, max_tokens, pad_if_needed
-from hvd_bert.model.flops import forward_flops
 from hvd_bert.model.loading import load_config, reported
 from hvd_bert.monitoring.usage import memory_now, memory_peak, seconds_since_start
 from hvd_bert.output import run_folder
@@ -35,9 +34,8 @@ from hvd_bert.rendering.page import Grid
 from hvd_bert.storage.reading import GIB
 from hvd_bert.storage.writing import write_named, writing_to
 from hvd_bert.storage.written import check_file
-from hvd_bert.tasks.base import Task, load_task
-from hvd_bert.tasks.inputs import Inputs, TrainingSet, make_plan, weight_copies
-from hvd_bert.tasks.question_answering import QuestionAnswering
+from hvd_bert.tasks.base import Task, load_task, weight_copies
+from hvd_bert.tasks.question_answering import Inputs, QuestionAnswering, QuestionSet
 from hvd_bert.tools.bench import measure
 from hvd_bert.train.loop import Training
 from hvd_bert.train.start import set_up
@@ -195,10 +193,10 @@ def random_windows(lengths: NDArray[np.int32], vocabulary: int, seed: int) -> Wi
     )
 
 
-def random_inputs(model: str | None, num_windows: int, config: Config, world: World) -> Inputs:
-    """Inputs for `train` with new weights. `model`: an encoder's folder or configuration file; None: BERT-base.
+def random_task(model: str | None, num_windows: int, config: Config, world: World) -> QuestionAnswering:
+    """Question answering on random windows with new weights. Raises UserError.
 
-    Raises UserError if it is refused.
+    `model`: an encoder's folder or configuration file; None: BERT-base.
     """
     args, data = config.train, config.data
     copies = weight_copies(config, world)
@@ -212,10 +210,4 @@ def random_inputs(model: str | None, num_windows: int, config: Config, world: Wo
     source = squad.from_questions("random windows", [])
     with reported(model or "BERT-base"):
         network = new_model(shape, config.model.dropout, args.seed, padded=data.pad_to is not None)
-    plan = make_plan(lengths, args, forward_flops(network).crossover, world)
-    return Inputs(None, network, TrainingSet(source, table, plan), None)
-
-
-def random_task(model: str | None, num_windows: int, config: Config, world: World) -> QuestionAnswering:
-    """Question answering with `random_inputs`."""
-    return QuestionAnswering(config, world, random_inputs(model, num_windows, config, world))
+    return QuestionAnswering(config, world, Inputs(None, network, QuestionSet(source, table), None))
