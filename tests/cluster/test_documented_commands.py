@@ -22,7 +22,7 @@ pytestmark = pytest.mark.cluster
 NODES_ELSEWHERE = r"h100|--nodes=4"
 # Why other commands are not run -> which. Other tests of this folder run them with other arguments.
 NOT_RUN = {
-    "takes minutes or hours": r"hvd_bert\.(bench|tune)\b|scaling\.slurm|--config sample$|hvd_bert\.doctor",
+    "takes minutes or hours": r"hvd-bert (bench|tune|doctor)\b|scaling\.slurm|--config sample$",
     "the reader replaces a name": r"\bib0\b|[A-Z]+_FOLDER|--hostfile hosts",
     "part of a loop": r"\$seed",
     "test_strategies.py starts these agents": r"\btorchrun\b",
