@@ -148,19 +148,14 @@ class Training:
         if evaluations:
             evaluations.best = self.state.best
 
-    def open(self, metrics_logger: MetricsLogger) -> None:
-        """Open the files for measurements, once the output folder exists."""
-        self.metrics_logger = metrics_logger
-        folder = self.config.train.folder
-        with run_folder.writing(folder, self.world, EXIT_BAD_INPUT):
-            self.gpus = GpuUsage(self.world, folder)
-
     def run(self, metrics_logger: MetricsLogger) -> dict[str, Any]:
         """Train to the end. Returns the results for train_results.json.
 
         Where `stop_requests` watches, a signal saves a checkpoint and raises CollectiveError.
         """
-        self.open(metrics_logger)
+        self.metrics_logger = metrics_logger
+        with run_folder.writing(self.config.train.folder, self.world, EXIT_BAD_INPUT):
+            gpus = self.gpus = GpuUsage(self.world, self.config.train.folder)
         state, checkpoints, effective = self.state, self.checkpoints, self.effective
         log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))
         note = large_batch_note(self.config.train, self.plan.global_batch, effective["learning_rate"])
@@ -168,13 +163,7 @@ class Training:
             log.info("%s", note)
         state.strategy.module.train()
         self.metrics_logger.begin(self.total_steps, state.step, self.plan.steps_per_epoch)
-        with (
-            closing(checkpoints),
-            closing(self.gpus),
-            closing(self.batches),
-            closing(self.recording),
-            closing(self.health),
-        ):
+        with closing(checkpoints), closing(gpus), closing(self.batches), closing(self.recording), closing(self.health):
             if state.eval_pending and self.evaluations and not self._is_final:  # a signal stopped the run before it
                 self._evaluate()
             while state.step < self.total_steps and not checkpoints.patience_is_over:

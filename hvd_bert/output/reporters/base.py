@@ -73,18 +73,14 @@ class Background:
         self._thread.start()
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Queue a method call."""
+        """Queue a method call; "close" is the last."""
+        self._closing = method == "close"
         if self._failed:
             return
         try:
             self._calls.put_nowait((method, arguments))
         except queue.Full:
             self._fail("it does not respond")
-
-    def begin_close(self, finished: bool) -> None:
-        """Queue the reporter's close."""
-        self.call("close", finished)
-        self._closing = True
 
     def end_close(self, deadline: float) -> None:
         """Wait for the reporter until `deadline`, in time.monotonic()'s seconds."""
@@ -120,7 +116,7 @@ PATIENCE_UNFINISHED_S = 5.0  # a scheduler may give a stopped run little time
 def close(reporters: Sequence[Background], finished: bool) -> None:
     """Close reporters, and wait for them, but not long."""
     for reporter in reporters:
-        reporter.begin_close(finished)
+        reporter.call("close", finished)
     deadline = time.monotonic() + (PATIENCE_S if finished else PATIENCE_UNFINISHED_S)
     for reporter in reporters:
         reporter.end_close(deadline)
