@@ -31,6 +31,11 @@ def found(made: Timeline, folder: Path, ranks: int | None = None) -> Findings:
     return command.read(made.write(folder / "t.json"), ranks)
 
 
+def texts(capsys: pytest.CaptureFixture[str]) -> str:
+    """Standard output without its line breaks."""
+    return " ".join(capsys.readouterr().out.split())
+
+
 def read_events(path: Path) -> tuple[list[tuple[Any, ...]], Reader]:
     """(phase, name or rank, ts, pid) of every event."""
     source = Reader(path)
@@ -104,17 +109,17 @@ def test_files_cut_anywhere(tmp_path):
 
 def test_sizes_follow_from_dtype_and_shape(tmp_path):
     made = Timeline()
-    cases = [
-        ("float32", "[30522, 384]", 4 * 30522 * 384),
-        ("float16", "[7]", 14),
-        ("int64", "[]", 8),
-        ("odd", "[3]", -1),
-    ]
-    for number, (dtype, shape, _) in enumerate(cases):
-        made.event("B", 1, f"t{number}", "ALLREDUCE")
-        made.event("E", 2, f"t{number}", args={"dtype": dtype, "shape": shape})
+    cases = {
+        ("float32", "[30522, 384]"): 4 * 30522 * 384,
+        ("float16", "[7]"): 14,
+        ("int64", "[]"): 8,
+        ("odd", "[3]"): -1,
+    }
+    for dtype, shape in cases:
+        made.event("B", 1, dtype, "ALLREDUCE")
+        made.event("E", 2, dtype, args={"dtype": dtype, "shape": shape})
     sizes = np.concatenate([block.size for block in Reader(made.write(tmp_path / "t.json")).blocks()])
-    assert sizes.tolist() == [size for *_, last in cases for size in (-1, last)]
+    assert sizes.tolist() == [size for last in cases.values() for size in (-1, last)]
 
 
 @each(
@@ -130,7 +135,7 @@ def test_sizes_follow_from_dtype_and_shape(tmp_path):
         (START + '{"ph": "i", "name": "CYCLE_START", "ts": 177, "s": "g"}]', "no tensor was sent"),
         ("\x1f\x8b\x08compressed", "gunzip"),
     ],
-)  # fmt: skip
+)
 def test_other_files_are_refused_with_the_reason(tmp_path, capsys, content, message):
     path = tmp_path / "other.json"
     path.write_bytes(content.encode("latin-1"))
@@ -153,12 +158,17 @@ def test_wrong_arguments_are_refused(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_a_byte_order_mark_is_ignored(tmp_path):
-    path = training(steps=4).write(tmp_path / "t.json")
-    expected = command.read(path)
+def test_byte_order_mark_and_operation_without_end_are_left_out(tmp_path):
+    made = training(steps=12)
+    expected = found(made, tmp_path)
+    assert (expected.cut_short, expected.unfinished) == (False, 0)
+    made.event("B", 9_000_000, "allreduce.a", "NEGOTIATE_ALLREDUCE")
+    made.event("X", 9_000_000, "allreduce.a", "0", dur=0)
+    path = made.write(tmp_path / "t.json", end="")
     path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
     seen = command.read(path)
-    assert (seen.events, seen.step, seen.phases) == (expected.events, expected.step, expected.phases)
+    assert (seen.cut_short, seen.unfinished) == (True, 1)
+    assert (seen.step, seen.sizes) == (expected.step, expected.sizes)
 
 
 # --- figures ------------------------------------------------------------------------------------
@@ -241,12 +251,10 @@ def test_a_step_with_few_tensors_lengthens_no_other(tmp_path):
 def test_the_straggler_is_named(tmp_path, straggler):
     seen = found(training(steps=20, ranks=4, straggler=straggler, by=200_000), tmp_path)
     rows = {row.rank: row for row in seen.rank_rows}
-    assert list(rows) == [0, 1, 2, 3]
-    assert rows[straggler].last == 60
-    assert rows[straggler].median_s == pytest.approx(0.2, rel=0.011)
-    assert (rows[straggler].steps, rows[straggler].of_steps) == (19, 19)
-    assert rows[straggler].waited_s == pytest.approx(19 * 0.2)
-    assert all(row.last == row.steps == 0 for rank, row in rows.items() if rank != straggler)
+    late = rows.pop(straggler)
+    assert (late.last, late.steps, late.of_steps) == (60, 19, 19)
+    assert (late.median_s, late.waited_s) == pytest.approx((0.2, 19 * 0.2), rel=0.011)
+    assert len(rows) == 3 and all(row.last == row.steps == 0 for row in rows.values())
     assert seen.advice[0].startswith(f"Rank {straggler} is a straggler: it is the last in 19 of 19 steps, by 200 ms")
 
 
@@ -266,16 +274,15 @@ def test_a_loss_that_names_ranks_does_not_count_for_the_gradients(tmp_path):
     made = Timeline()
     for step in range(20):
         start = 200_000 * step
-        made.negotiate("a", (start, start + 50_000))
-        made.negotiate("b", (start, start + 50_000))
-        made.negotiate("c", (start, start + 50_000))
+        for tensor in ("a", "b", "c"):
+            made.negotiate(tensor, (start, start + 50_000))
         made.negotiate(f"allreduce.noname.{step}", {0: start, 1: start + 50_000})
         made.send(["a", "b", f"allreduce.noname.{step}"], start + 50_000, start + 60_000)
         made.send(["c"], start + 60_000, start + 70_000)
     seen = found(made, tmp_path)
-    assert seen.rank_rows[1].last == 20
-    assert seen.rank_rows[1].of_steps == 0
+    assert (seen.rank_rows[1].last, seen.rank_rows[1].of_steps) == (20, 0)
     assert not any(line.startswith("Rank ") for line in seen.advice)
+    assert {row.name: row.count for row in seen.tensors}["(without a name)"] == 20
 
 
 def test_advice_follows_from_figures(tmp_path):
@@ -300,16 +307,6 @@ def test_advice_follows_from_figures(tmp_path):
     ):
         advice = found(made, tmp_path).advice
         assert [word in line for word, line in zip(words, advice, strict=True)] == [True]
-
-
-def test_an_operation_without_end_is_counted_and_left_out(tmp_path):
-    made = training(steps=12)
-    made.event("B", 9_000_000, "allreduce.a", "NEGOTIATE_ALLREDUCE")
-    made.event("X", 9_000_000, "allreduce.a", "0", dur=0)
-    path = made.write(tmp_path / "t.json", end="")
-    seen = command.read(path)
-    assert (seen.cut_short, seen.unfinished) == (True, 1)
-    assert seen.step is not None and seen.step.steps == 11
 
 
 @each(("library", "factor"), [("MPI_ALLREDUCE", 1.0), ("GLOO_ALLREDUCE", 1.5)])
@@ -355,49 +352,30 @@ def test_sums_inside_a_host_are_subtracted_from_the_link(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_unnamed_tensors_count_as_one(tmp_path):
-    made = training(steps=4)
-    for number in range(3):
-        made.negotiate(f"allreduce.noname.{number}", (2_000_000, 2_000_000))
-        made.send([f"allreduce.noname.{number}"], 2_000_000, 2_000_010)
-    assert {row.name: row.count for row in found(made, tmp_path).tensors}["(without a name)"] == 3
-
-
 def test_units():
-    for shown, expected in (
-        (seconds(15), "15 s"),
-        (seconds(3600), "3,600 s"),
-        (seconds(0.01234), "12.3 ms"),
-        (seconds(0.9999), "1,000 ms"),
-        (seconds(0), "0 us"),
-        (seconds(math.nan), "-"),
-        (percent(0.1234), "12.3 %"),
-        (percent(-0.004, "+"), "-0.4 %"),
-        (byte_size(40), "40 bytes"),
-        (byte_size(1023), "1,023 bytes"),
-        (byte_size(42.3 * 2**20), "42.3 MiB"),
-        (byte_size(5 * 2**40), "5,120 GiB"),
-    ):
-        assert shown == expected
+    shown = [seconds(value) for value in (15, 3600, 0.01234, 0.9999, 0, math.nan)]
+    assert shown == ["15 s", "3,600 s", "12.3 ms", "1,000 ms", "0 us", "-"]
+    assert [percent(0.1234), percent(-0.004, "+")] == ["12.3 %", "-0.4 %"]
+    shown = [byte_size(size) for size in (40, 1023, 42.3 * 2**20, 5 * 2**40)]
+    assert shown == ["40 bytes", "1,023 bytes", "42.3 MiB", "5,120 GiB"]
 
 
 # --- the command --------------------------------------------------------------------------------
 
 
 def test_json_and_text(tmp_path, capsys):
-    path = training(steps=12, straggler=1, by=20_000).write(tmp_path / "t.json")
-    assert command.main([str(path), "--json"]) == EXIT_OK
+    path = str(training(steps=12, straggler=1, by=20_000).write(tmp_path / "t.json"))
+    assert command.main([path, "--json"]) == EXIT_OK
     record = json.loads(capsys.readouterr().out)
     assert record["step"]["step_s"] == pytest.approx(0.12)
     assert record["rank_rows"][0]["median_s"] is None  # never late
     assert record["cycle_s"] is None
-    assert command.main([str(path)]) == EXIT_OK
-    text = " ".join(capsys.readouterr().out.split())
+    assert command.main([path]) == EXIT_OK
+    text = texts(capsys)
     for words in ("NEGOTIATE_ALLREDUCE", "rank 1", "Bandwidth: ", "allreduce.c", "Rank 1 is a straggler"):
         assert words in text
-    alone = training(steps=12, ranks=1).write(tmp_path / "one.json")
-    assert command.main([str(alone)]) == EXIT_OK
-    text = " ".join(capsys.readouterr().out.split())
+    assert command.main([str(training(steps=12, ranks=1).write(tmp_path / "one.json"))]) == EXIT_OK
+    text = texts(capsys)
     assert " events of 1 rank in " in text and not any(words in text for words in ("unknown", "name ranks", "MB/s"))
 
 
