@@ -12,9 +12,9 @@ __version__ = "0.1.0"
 
 # `python -m hvd_bert.NAME` imports this file first, before it sets sys.argv[0].
 if sys.argv[:1] == ["-m"] and any(word.startswith(f"{__name__}.") for word in sys.orig_argv):
-    from hvd_bert import interrupt
+    from hvd_bert.streams import end_when_interrupted
 
-    interrupt.end_quietly()
+    end_when_interrupted()
 
 
 def __getattr__(name: str) -> Any:

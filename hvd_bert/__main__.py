@@ -15,8 +15,9 @@ import os
 import sys
 from pathlib import Path
 
-from hvd_bert import __version__, interrupt
+from hvd_bert import __version__
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK
+from hvd_bert.streams import end_when_interrupted, end_when_lost
 
 PACKAGE = Path(__file__).parent
 HELP = ("-h", "--help")
@@ -24,13 +25,12 @@ HELP = ("-h", "--help")
 
 def main() -> int:
     """The console script. Returns the exit status, unless it becomes the command."""
-    interrupt.end_quietly()
+    end_when_interrupted()
     word = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if word in commands():
         os.execv(sys.executable, [sys.executable, "-m", commands()[word], *sys.argv[2:]])
 
     from hvd_bert.distributed.launch import speaks_first
-    from hvd_bert.streams import end_when_lost
 
     if not speaks_first(os.environ):
         return EXIT_OK  # rank 0 prints, and its status counts

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from hvd_bert.config import command_line
 from hvd_bert.config.parser import HELP, Parser
-from hvd_bert.distributed import launcher_watch
 from hvd_bert.distributed.launch import LaunchError, find_launcher, speaks_first
+from hvd_bert.distributed.signals import watch_launcher
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.storage.places import check_working_directory
 from hvd_bert.streams import end_when_lost
@@ -28,7 +28,7 @@ def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Confi
     print_on_one_rank(argv)
     _check_working_directory()
     with suppress(LaunchError):  # reported when joining
-        launcher_watch.start(find_launcher(os.environ).name)
+        watch_launcher(find_launcher(os.environ).name)
     if HELP & set(argv):
         end_when_lost()
         parse(argv)

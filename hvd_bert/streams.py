@@ -2,6 +2,8 @@
 
 By default Python raises an error in whatever prints next, and in the interpreter's exit. It also does so for characters
 that the locale cannot encode. They are printed as \\u20ac.
+
+And Ctrl-C in a command: one line and status 130, without a traceback.
 """
 
 from __future__ import annotations
@@ -12,14 +14,17 @@ import functools
 import io
 import os
 import select
+import signal
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, NoReturn
 
-from hvd_bert.errors import EXIT_BROKEN_PIPE, EXIT_FAILURE
+from hvd_bert.errors import EXIT_BROKEN_PIPE, EXIT_FAILURE, EXIT_INTERRUPTED
 
 PATIENCE_S = 60.0  # horovodrun --gloo keeps its pipe open but stops reading it once its own output is lost
+INTERRUPTED = "hvd_bert: interrupted"
 
 
 def keep_running() -> None:
@@ -116,3 +121,33 @@ def _is_standard(stream: object, number: int) -> bool:
         return isinstance(stream, io.TextIOWrapper) and stream.fileno() == number
     except (OSError, ValueError):  # a test's, in memory
         return False
+
+
+def end_when_interrupted() -> None:
+    """End this process at SIGINT, from now on. A process that ignores it (nohup, a shell's `&`) still does.
+
+    At once, because an exception could be caught by a library that is being imported.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return
+    command = os.getpid()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == command:  # not in a process that it forked
+            with contextlib.suppress(OSError):  # Ctrl-C may have ended what reads it, such as `tee`
+                os.write(2, f"{INTERRUPTED}\n".encode())
+        os._exit(EXIT_INTERRUPTED)
+
+    signal.signal(signal.SIGINT, end)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Raise KeyboardInterrupt at SIGINT inside the block, for code that must clean up."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

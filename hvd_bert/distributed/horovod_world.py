@@ -23,6 +23,7 @@ from hvd_bert.distributed.launch import (
     find_launcher,
     is_elastic,
 )
+from hvd_bert.distributed.signals import NOTICES
 from hvd_bert.distributed.world import CollectiveError, World, log
 from hvd_bert.errors import UserError
 
@@ -32,31 +33,6 @@ def ready_for_timeline(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
     # With Horovod's response cache, timelines lack the times at which each rank was ready (docs/guides/profiling.md).
     environ.setdefault("HOROVOD_CACHE_CAPACITY", "0")
-
-
-class HostNotices:
-    """Whether Horovod elastic has hosts to add or remove. Horovod notifies rank 0 once, from its own thread."""
-
-    def __init__(self) -> None:
-        self.changed = False
-        self._watches = False
-
-    def watch(self) -> None:
-        """Listen for changes from now on. Earlier ones are part of the next world."""
-        from horovod.common.elastic import notification_manager
-
-        self.changed = False
-        if not self._watches:
-            notification_manager.init()
-            notification_manager.register_listener(self)
-            self._watches = True
-
-    def on_hosts_updated(self, time: float, kind: int) -> None:
-        """Called by Horovod."""
-        self.changed = True
-
-
-NOTICES = HostNotices()
 
 
 class HorovodWorld(World):

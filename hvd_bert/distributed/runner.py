@@ -19,7 +19,6 @@ from typing import NoReturn
 
 import torch
 
-from hvd_bert import interrupt
 from hvd_bert.distributed import logs
 from hvd_bert.distributed.horovod_world import HorovodWorld, ready_for_timeline
 from hvd_bert.distributed.launch import (
@@ -32,7 +31,7 @@ from hvd_bert.distributed.launch import (
 )
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, World, abort_mpi, log
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError
-from hvd_bert.streams import keep_running
+from hvd_bert.streams import INTERRUPTED, interruptible, keep_running
 
 # From Horovod's and Gloo's messages after another rank has died. Other errors are reported with a traceback.
 _PEER_IS_GONE = ("Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -74,7 +73,7 @@ def run_as_rank(
     while True:
         world = _join(strategy, generation, log_format)
         try:
-            with interrupt.raised():  # the other ranks must not wait for this one
+            with interruptible():  # the other ranks must not wait for this one
                 world.set_up_device()
                 entry(world)
         except HostsChanged:
@@ -85,7 +84,7 @@ def run_as_rank(
         except UserError as error:
             world.abort(_report(UserError(f"rank {world.rank} on {world.host}: {error}"), shown=True))
         except KeyboardInterrupt:
-            logs.report(interrupt.MESSAGE)
+            logs.report(INTERRUPTED)
             world.abort(EXIT_INTERRUPTED)
         except torch.OutOfMemoryError as error:
             logs.report(

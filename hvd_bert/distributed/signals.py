@@ -1,4 +1,11 @@
-"""Stop requests: signals set a flag, and all ranks vote on stopping in each step."""
+"""Stop requests: signals set a flag, and all ranks vote on stopping in each step.
+
+A rank whose launcher was killed would continue, and keep its GPU and the lock of its output folder.
+env/build_horovod.sh builds a horovodrun that passes signals on to its ranks over MPI. Another one becomes the shell
+`/bin/sh -c "mpirun ..."`, and a signal ends that shell only: mpirun and the ranks on all its hosts continue. So the
+ranks of mpirun's host watch that shell. All ranks watch the process that started them, for torchrun's would outlive it,
+too. Slurm ends its tasks itself, and so do horovodrun's processes under Gloo.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +14,19 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import pairwise
 from types import FrameType
+from typing import TYPE_CHECKING
+
+import psutil
 
 from hvd_bert.distributed import logs
-from hvd_bert.distributed.horovod_world import NOTICES
-from hvd_bert.distributed.world import World, log
+from hvd_bert.distributed.logs import log
+
+if TYPE_CHECKING:
+    from hvd_bert.distributed.world import World  # imports torch
 
 # From a scheduler that ends or preempts the job, the keyboard, job scripts (submitit sends SIGUSR2), a closed terminal.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -21,6 +34,35 @@ ENDING = {signal.SIGTERM, signal.SIGINT}  # the second one ends the run; launche
 SAME_S = 1.0  # within which a repeated signal is the same request: `timeout` and some schedulers send it twice
 HOSTS = "hosts"  # Horovod elastic has hosts to add or remove
 FOLDER = "a move or removal of --output_dir"
+CHECK_S = 1.0
+_NOT_WATCHED = ("none", "srun")
+
+Link = tuple[psutil.Process, psutil.Process]  # a process and its parent
+
+
+class HostNotices:
+    """Whether Horovod elastic has hosts to add or remove. Horovod notifies rank 0 once, from its own thread."""
+
+    def __init__(self) -> None:
+        self.changed = False
+        self._watches = False
+
+    def watch(self) -> None:
+        """Listen for changes from now on. Earlier ones are part of the next world."""
+        from horovod.common.elastic import notification_manager
+
+        self.changed = False
+        if not self._watches:
+            notification_manager.init()
+            notification_manager.register_listener(self)
+            self._watches = True
+
+    def on_hosts_updated(self, time: float, kind: int) -> None:
+        """Called by Horovod."""
+        self.changed = True
+
+
+NOTICES = HostNotices()
 
 
 class StopRequests:
@@ -93,3 +135,49 @@ class StopRequests:
         named = [name if name == FOLDER else f"{name} to rank {rank}" for rank, name in asked]
         self._stopping = bool(named)
         return ", ".join(named) or None
+
+
+def watch_launcher(launcher: str) -> None:
+    """From now on, send this process SIGUSR1 when its launcher, of that name, has ended. All ranks stop then.
+
+    Not SIGTERM, which the launcher may have passed on before: a second one ends a run that is still saving.
+    """
+    links = [] if launcher in _NOT_WATCHED else _links()
+    if links:
+        threading.Thread(target=_stop_when_cut, args=(links,), name="launcher watch", daemon=True).start()
+
+
+def _links() -> list[Link]:
+    """The links to the launcher: this process's parent, and the shell that horovodrun became.
+
+    No others, because the parent of mpirun itself may end (nohup).
+    """
+    rank = psutil.Process()
+    try:
+        above = rank.parents()
+    except psutil.Error:  # where /proc hides the processes of others
+        return []
+    return list(pairwise([rank, *above[:1]])) + [link for link in pairwise(above) if _became_shell(link[1])]
+
+
+def _became_shell(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        words = process.cmdline()
+        return len(words) == 3 and words[:2] == ["/bin/sh", "-c"] and words[2].startswith("mpirun ")
+    return False
+
+
+def _stop_when_cut(links: Sequence[Link]) -> None:
+    while not any(_is_cut(*link) for link in links):
+        time.sleep(CHECK_S)
+    with suppress(OSError):  # nobody may read this process's output any more
+        os.write(2, b"hvd_bert: the launcher was killed: stopping this rank\n")
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def _is_cut(process: psutil.Process, parent: psutil.Process) -> bool:
+    """Whether a process has another parent now: the kernel hands it over when its parent ends."""
+    try:
+        return bool(process.ppid() != parent.pid)
+    except psutil.NoSuchProcess:
+        return True

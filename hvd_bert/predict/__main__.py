@@ -23,8 +23,8 @@ from typing import NoReturn
 from hvd_bert.config.parser import Parser
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.config.values import passage
-from hvd_bert.distributed import launcher_watch
 from hvd_bert.distributed.launch import Launcher, LaunchError, find_launcher, speaks_first
+from hvd_bert.distributed.signals import watch_launcher
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.startup import collector_paused, print_on_one_rank
 from hvd_bert.streams import end_when_lost
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _on_all_ranks(flags: argparse.Namespace, launcher: Launcher) -> NoReturn:
-    launcher_watch.start(launcher.name)
+    watch_launcher(launcher.name)
     with collector_paused():
         from hvd_bert.distributed.runner import run_as_rank
         from hvd_bert.predict.answering import answer_file

@@ -62,7 +62,7 @@ def signal_at(
 
 def wait_for_other_hosts(limit_s: float = 90) -> None:
     """Return as soon as Horovod elastic has told this process of them."""
-    from hvd_bert.distributed.horovod_world import NOTICES
+    from hvd_bert.distributed.signals import NOTICES
 
     deadline = time.monotonic() + limit_s
     while not NOTICES.changed:

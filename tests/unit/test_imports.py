@@ -20,10 +20,7 @@ import hvd_bert
 
 PACKAGE = Path(hvd_bert.__file__).parent
 
-HOROVOD_AT_HOME = (
-    "distributed.horovod_world", "distributed.torch_world", "distributed.rendezvous", "distributed.runner",
-    "strategies.horovod", "tools.doctor.collective",
-)  # fmt: skip
+HOROVOD_AT_HOME = ("distributed.", "strategies.horovod", "tools.doctor.collective")
 LAUNCHER_VARIABLE = re.compile(r"(HOROVOD|OMPI|PMI|PMIX|MV2|SLURM)_[A-Z0-9_]+")
 
 

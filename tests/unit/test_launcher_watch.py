@@ -15,17 +15,17 @@ import psutil
 import pytest
 from processes import started
 
-from hvd_bert.distributed import launcher_watch
+from hvd_bert.distributed import signals
 
 # Prints how many links it watches, and "stopped" at SIGUSR1.
 RANK = """
 import signal
-from hvd_bert.distributed import launcher_watch
+from hvd_bert.distributed import signals
 
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-launcher_watch.CHECK_S = 0.05
-launcher_watch.start("mpirun")
-print(len(launcher_watch._links()), flush=True)
+signals.CHECK_S = 0.05
+signals.watch_launcher("mpirun")
+print(len(signals._links()), flush=True)
 signal.sigwait({signal.SIGUSR1})
 print("stopped", flush=True)
 """
@@ -73,5 +73,5 @@ def test_shell_that_started_mpirun_may_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize("launcher", ["none", "srun"])
 def test_no_launcher_to_watch(launcher: str) -> None:
     before = threading.enumerate()
-    launcher_watch.start(launcher)
+    signals.watch_launcher(launcher)
     assert threading.enumerate() == before

@@ -11,8 +11,7 @@ import pytest
 from tables import each
 from test_world import heard, make_world
 
-from hvd_bert.distributed.horovod_world import NOTICES
-from hvd_bert.distributed.signals import FOLDER, HOSTS, SIGNALS, StopRequests
+from hvd_bert.distributed.signals import FOLDER, HOSTS, NOTICES, SIGNALS, StopRequests
 
 
 def stops(requests: StopRequests) -> bool:
