@@ -116,20 +116,9 @@ def test_counting_a_step_partitions_nothing_again():
 def results(peak: float | None = None, device: str = "cpu") -> dict:
     checkpoints = {"checkpoints": 2, "checkpoint_pause_s": 0.25, "checkpoint_copy_s": 0.05}
     checkpoints |= {"checkpoint_write_s": 1.0, "checkpoint_overlap_s": 0.8}
-    place = {
-        "strategy": "horovod",
-        "world_size": 2,
-        "ranks": [{"device": device}],
-        "device_name": "GPU of tomorrow",
-        "precision": "bf16",
-    }
-    return {
-        "breakdown": trained(peak).results(),
-        "evaluations": 2,
-        "evaluation_s": 4.0,
-        **checkpoints,
-        **place,
-    }
+    place = {"world_size": 2, "ranks": [{"device": device}], "device_name": "GPU of tomorrow", "precision": "bf16"}
+    evaluations = {"evaluations": 2, "evaluation_s": 4.0}
+    return {"breakdown": trained(peak).results(), "strategy": "horovod"} | evaluations | checkpoints | place
 
 
 def test_table_at_the_end():
@@ -160,19 +149,21 @@ def test_unknown_peak_is_reported_for_gpus_only():
     assert not [line for line in describe_steps(results()) if "MFU" in line]
 
 
-@each(("strategy", "size", "has_timeline"), [("horovod", 2, True), ("horovod", 1, False), ("ddp", 2, False)])
-def test_advice_names_a_recording_that_the_run_has(strategy, size, has_timeline):
+@each(
+    ("strategy", "size", "share", "advice"),
+    [
+        ("horovod", 2, 0.5, ["--timeline_file", "--profile"]),
+        ("horovod", 1, 0.5, ["--profile"]),
+        ("ddp", 2, 0.5, ["--profile"]),
+        ("ddp", 2, 0.09, []),  # a small share
+    ],
+)
+def test_advice_names_a_recording_that_the_run_has(strategy, size, share, advice):
     found = results() | {"strategy": strategy, "world_size": size}
-    found["breakdown"]["phases"]["exposed_comm"]["share"] = 0.5
-    advice = describe_steps(found)[-1]
-    assert ("--timeline_file" in advice) == has_timeline and "--profile" in advice
-
-
-def test_small_shares_get_no_advice():
-    found = results()
-    for name in ("data", "exposed_comm"):
-        found["breakdown"]["phases"][name]["share"] = 0.09
-    assert "takes" not in describe_steps(found)[-1]
+    found["breakdown"]["phases"]["data"]["share"] = 0.09
+    found["breakdown"]["phases"]["exposed_comm"]["share"] = share
+    last = describe_steps(found)[-1]
+    assert [flag for flag in ("--timeline_file", "--profile") if flag in last] == advice
 
 
 @each(

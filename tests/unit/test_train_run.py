@@ -40,19 +40,8 @@ def base(tmp_path, tokenizer, make_questions, write_squad) -> list[str]:
     (model / "config.json").write_text(json.dumps({"model_type": "bert", "vocab_size": len(tokenizer), **SHAPE}))
     file = str(write_squad(make_questions(6)))
     flags = ["--config_name", str(model), "--train_file", file, "--validation_file", file, "--max_seq_length", "64"]
-    return [
-        *flags,
-        "--doc_stride",
-        "8",
-        "--max_steps",
-        "3",
-        "--strategy",
-        "none",
-        "--num_threads",
-        "1",
-        "--per_device_train_batch_size",
-        "6",
-    ]
+    flags += ["--doc_stride", "8", "--max_steps", "3", "--strategy", "none", "--num_threads", "1"]
+    return [*flags, "--per_device_train_batch_size", "6"]
 
 
 @pytest.fixture(autouse=True)
