@@ -34,7 +34,8 @@ ALLOCATION = "salloc --nodes=2 --ntasks-per-node=2 --gres=gpu:a100:2"
 
 def launches() -> list[str]:
     """All commands of the pages that start ranks on the cluster."""
-    fences = [fence for page in documented.GUIDES for fence in documented.fences(page) if "cluster" in fence.needs]
+    pages = [*documented.GUIDES, "CONTRIBUTING.md"]
+    fences = [fence for page in pages for fence in documented.fences(page) if "cluster" in fence.needs]
     return sorted({command for fence in fences for command in fence.commands if command.startswith(LAUNCHES)})
 
 
