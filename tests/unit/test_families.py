@@ -1,4 +1,4 @@
-"""Every family of encoders: packed or padded windows give transformers' own results; the others are refused."""
+"""Every family of encoders: windows and texts, packed or padded, give transformers' results; others are refused."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIERS
 
 from hvd_bert.checkpoint.fit import configuration_changes
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import DataArguments, ModelArguments
-from hvd_bert.data.collate import Batch, Collator
+from hvd_bert.data.collate import Collator
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.model import attention
 from hvd_bert.model.bert import compile_layers, load_model, new_model, span_logits, span_losses, window_losses
+from hvd_bert.model.classifier import class_logits, new_classifier
 from hvd_bert.model.families import check_flags, family_of, max_tokens, model_class, pad_if_needed
 from hvd_bert.model.loading import load_config, num_weights
 from hvd_bert.model.precision import autocast
@@ -52,6 +54,8 @@ CONFIGS = {name: CONFIG_MAPPING[name] for name in MODEL_FOR_QUESTION_ANSWERING_M
 TRAINED = [name for name, kind in CONFIGS.items() if not family_of(kind()).refused]
 PACKED = [name for name in TRAINED if family_of(CONFIGS[name]()).packed]
 PADDED = [name for name in TRAINED if name not in PACKED]
+POOLING = {"modernbert": ["cls", "mean"], "ultrabert": ["cls", "mean"]}
+CLASSIFIED = [(name, how) for name in TRAINED if CONFIGS[name] in CLASSIFIERS for how in POOLING.get(name, [None])]
 
 
 def small(name: str):
@@ -60,16 +64,27 @@ def small(name: str):
     return kind(**{key: value for key, value in SMALL.items() if key in known})
 
 
-def models(name: str, padded: bool = False) -> tuple:
-    """A small model with random weights as this package makes it, and transformers' own of the same weights."""
-    ours = new_model(small(name), 0.0, seed=1, padded=padded).eval()
+def models(name: str, padded: bool = False, pooling: str | None = None, classes: bool = False) -> tuple:
+    """A small model with random weights as this package makes it, and transformers' own of the same weights.
+
+    With a span head, or with a head for three `classes`.
+    """
+    configs = small(name), small(name)
+    for config in configs:
+        config.num_labels = 3 if classes else 2
+        if pooling:
+            config.classifier_pooling = pooling
+    if classes:
+        token_types = getattr(configs[0], "type_vocab_size", 0) >= 2
+        ours = new_classifier(configs[0], 0.0, seed=1, padded=padded, token_types=token_types).eval()
+    else:
+        ours = new_model(configs[0], 0.0, seed=1, padded=padded).eval()
     generator = torch.Generator().manual_seed(1)
     for weights in ours.parameters():  # new biases are 0, and new norms 1: mistakes would not show
         with torch.no_grad():
             weights += 0.1 * torch.randn(weights.shape, generator=generator)
-    config = small(name)
-    config.num_labels = 2
-    own = model_class(config)._from_config(config, attn_implementation="eager")
+    kind = CLASSIFIERS[type(configs[1])] if classes else model_class(configs[1])
+    own = kind._from_config(configs[1], attn_implementation="eager")
     own.load_state_dict(ours.state_dict())
     return ours, own.eval()
 
@@ -94,39 +109,43 @@ def windows() -> WindowTable:
 
 
 def transformers_logits(model, windows: WindowTable, extra: int = 1):
-    """[2, B, T], -inf at padding, from inputs as transformers' tokenizers and collators make them."""
+    """Of spans [2, B, T], -inf at padding, or of classes; from inputs as transformers' tokenizers and collators make
+    them."""
     rows = windows.lists("input_ids", range(len(LENGTHS)))
-    width = max(LENGTHS) + extra
-    ids = torch.full((len(rows), width), PAD)
+    ids = torch.full((len(rows), max(LENGTHS) + extra), PAD)
     mask, types = torch.zeros_like(ids), torch.zeros_like(ids)
     for i, tokens in enumerate(rows):
         ids[i, : len(tokens)], mask[i, : len(tokens)], types[i, 7 : len(tokens)] = torch.tensor(tokens), 1, 1
-    inputs = {"input_ids": ids, "attention_mask": mask} | (
-        {"token_type_ids": types} if getattr(model.config, "type_vocab_size", 0) >= 2 else {}
-    )
-    output = model(**inputs)
+    inputs = {"token_type_ids": types} if getattr(model.config, "type_vocab_size", 0) >= 2 else {}
+    output = model(input_ids=ids, attention_mask=mask, **inputs)
+    if "logits" in output:
+        return output.logits
     logits = torch.stack([output.start_logits, output.end_logits])
     return logits.masked_fill(mask == 0, -torch.inf)[..., : max(LENGTHS)]
 
 
-def compare(ours, own, batch: Batch, windows: WindowTable, gradients: bool) -> None:
+def compare(models, windows: WindowTable, pad_to: int | None = None, classes: bool = False) -> None:
     """Logits to 1e-5 of the largest, gradients to 1e-4 of each tensor's norm."""
-    found = torch.stack(span_logits(ours, batch))
+    (ours, own), batch = models, Collator(windows, CPU, pad_to)(range(len(LENGTHS)))
+    found = class_logits(ours, batch) if classes else torch.stack(span_logits(ours, batch))
     expected = transformers_logits(own, windows)
     real = expected != -torch.inf
     assert torch.equal(found != -torch.inf, real)
     assert expected[real].std() > 0.1  # else mistakes would be rounded away
     assert (found[real] - expected[real]).abs().max() <= 1e-5 * expected[real].abs().max()
-    if not gradients:
-        return
-    span_losses(*found, batch).mean().backward()
-    labels = torch.stack([batch.starts, batch.ends])
-    (sum(cross_entropy(side, label) for side, label in zip(expected, labels, strict=True)) / 2).backward()
+    if classes:
+        for logits in (found, expected):
+            cross_entropy(logits, torch.tensor([0, 2, 1, 1, 0])).backward()
+    else:
+        span_losses(*found, batch).mean().backward()
+        labels = torch.stack([batch.starts, batch.ends])
+        (sum(cross_entropy(side, label) for side, label in zip(expected, labels, strict=True)) / 2).backward()
     total = torch.stack([weights.grad.norm() for weights in own.parameters() if weights.grad is not None]).norm()
     for (name, weights), reference in zip(ours.named_parameters(), own.parameters(), strict=True):
-        if weights.requires_grad:
+        if weights.requires_grad and reference.grad is not None:
             limit = max(1e-4 * reference.grad.norm(), 1e-6 * total)  # zero in theory: keys' biases
             assert (weights.grad - reference.grad).norm() <= limit, name
+        assert reference.grad is not None or weights.grad is None, name
 
 
 KERNELS = [attention.by_window, attention.by_probabilities, attention.by_jagged]
@@ -139,16 +158,23 @@ def test_packed_windows_give_the_logits_and_gradients_of_transformers(name, kern
         return attention.by_window if local and kernel is attention.by_jagged else kernel
 
     monkeypatch.setattr(attention, "choose", chosen)
-    ours, own = models(name)
-    assert ours.config._attn_implementation == attention.NAME
-    compare(ours, own, Collator(windows, CPU)(range(len(LENGTHS))), windows, gradients=True)
+    both = models(name)
+    assert both[0].config._attn_implementation == attention.NAME
+    compare(both, windows)
 
 
 @each("pad_to", [None, 0], ids=["packed batch", "padded batch"])
-@each("name", PADDED)
-def test_padded_families_give_the_logits_and_gradients_of_transformers(name, pad_to, windows):
-    ours, own = models(name, padded=pad_to is not None)
-    compare(ours, own, Collator(windows, CPU, pad_to)(range(len(LENGTHS))), windows, gradients=True)
+@each("name", TRAINED)
+def test_padded_windows_give_the_logits_and_gradients_of_transformers(name, pad_to, windows):
+    if name in PADDED or pad_to is not None:  # packed batches of packed families: above
+        compare(models(name, padded=pad_to is not None), windows, pad_to)
+
+
+@each("pad_to", [None, 0], ids=["packed batch", "padded batch"])
+@each(("name", "pooling"), CLASSIFIED)
+def test_texts_give_the_logits_and_gradients_of_transformers(name, pooling, pad_to, windows):
+    if name in PACKED or pad_to is not None:  # padded families have no packed texts
+        compare(models(name, pad_to is not None, pooling, classes=True), windows, pad_to, classes=True)
 
 
 @each("name", TRAINED)
@@ -160,12 +186,6 @@ def test_padding_is_set_for_families_that_need_it(name, padding, caplog):
     needed = name in PADDED and padding == "none"
     assert data.padding == ("longest" if needed else padding)
     assert [record.message.split()[0] for record in caplog.records] == ([name] if needed else [])
-
-
-@each("name", PACKED)
-def test_padded_batches_of_packed_families(name, windows):
-    ours, own = models(name, padded=True)
-    compare(ours, own, Collator(windows, CPU, 0)(range(len(LENGTHS))), windows, gradients=False)
 
 
 @torch.no_grad()
@@ -303,12 +323,16 @@ def mesh() -> Iterator[DeviceMesh]:
     distributed.destroy_process_group()
 
 
-# SqueezeBERT calls its layers past FSDP's hooks. ALBERT has layers inside of layers, DeBERTa is padded.
+# SqueezeBERT calls its layers past FSDP's hooks. ALBERT has layers inside of layers, DeBERTa is padded. ALBERT's and
+# MobileBERT's classifiers have a pooler after their layers, ModernBERT's takes the mean of a text.
+@each("classes", [False, True])
 @each("name", ["albert", "mobilebert", "modernbert", "roberta", "deberta-v2"])
-def test_sharded_copies_compute_the_same(name, windows, mesh):
-    ours, _ = models(name)
-    batch = Collator(windows, CPU)(range(len(LENGTHS)))
-    expected, found = (window_losses(model, batch) for model in (ours, sharded_copy(ours, mesh)))
+def test_sharded_copies_compute_the_same(name, classes, windows, mesh):
+    padded = classes and name in PADDED
+    ours, _ = models(name, padded, "mean" if name == "modernbert" and classes else None, classes)
+    batch = Collator(windows, CPU, 0 if padded else None)(range(len(LENGTHS)))
+    outputs = class_logits if classes else window_losses
+    expected, found = (outputs(model, batch) for model in (ours, sharded_copy(ours, mesh)))
     torch.testing.assert_close(found, expected)
     found.mean().backward()
 
