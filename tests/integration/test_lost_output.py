@@ -29,8 +29,7 @@ def test_training_completes_on_a_full_log_disk(tmp_path: Path) -> None:
 
 @each("command", COMMANDS)
 def test_help_ends_quietly_without_a_reader(command: str, tmp_path: Path) -> None:
-    module, *words = command.split()
     to_ended_reader = 'exec 3> >(:); wait $!; exec "$@" >&3 3>&-'
-    help_of = [sys.executable, "-m", f"hvd_bert.{module}", *words, "--help"]
+    help_of = [sys.executable, "-m", "hvd_bert", *command.split(), "--help"]
     outcome = run(["bash", "-c", to_ended_reader, "bash", *help_of], tmp_path)
     assert (outcome.status, outcome.output) == (EXIT_BROKEN_PIPE, ""), outcome
