@@ -1,1 +1,1 @@
-"""Checkpoints and the output folder: write, verify, resume."""
+"""Checkpoints: write, verify, resume."""
