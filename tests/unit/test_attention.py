@@ -63,29 +63,26 @@ def kernel(request, monkeypatch):
     return request.param
 
 
-@each("lengths", LENGTHS)
-@each("scaling", [None, 0.3])
-def test_each_token_attends_to_its_own_window(kernel, lengths, scaling):
-    torch.manual_seed(0)
-    # As in transformers: views of [1, N, heads x head size].
-    query, key, value = (torch.randn(1, 9, 2, 4).transpose(1, 2).requires_grad_() for _ in range(3))
-    found, weights = attend_within_windows(
-        torch.nn.Identity(), query, key, value, None, scaling=scaling, window_lengths=lengths
-    )
-    assert weights is None
-    assert found.shape == (1, 9, 2, 4)
-    expected = reference(query, key, value, lengths, scaling or 1 / math.sqrt(4))
+def same_with_gradients(found: torch.Tensor, expected: torch.Tensor, *inputs: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected)
     upstream = torch.randn(found.shape)
-    gradients, own = (torch.autograd.grad(output, (query, key, value), upstream) for output in (found, expected))
+    gradients, own = (torch.autograd.grad(output, inputs, upstream) for output in (found, expected))
     torch.testing.assert_close(gradients, own, rtol=1e-4, atol=1e-6)
 
 
-def test_cu_seqlens_may_be_given(kernel):
-    query, key, value = (torch.randn(1, 2, 9, 4) for _ in range(3))
-    names = {"window_lengths": [4, 5], "cu_seqlens": torch.tensor([0, 4, 9], dtype=torch.int32)}
-    found, _ = attend_within_windows(torch.nn.Identity(), query, key, value, None, **names)
-    torch.testing.assert_close(found, reference(query, key, value, [4, 5], 0.5))
+@each("lengths", LENGTHS)
+@each("scaling", [None, 0.3])
+@each("given", [False, True])
+def test_each_token_attends_to_its_own_window(kernel, lengths, scaling, given):
+    torch.manual_seed(0)
+    # As in transformers: views of [1, N, heads x head size].
+    query, key, value = (torch.randn(1, 9, 2, 4).transpose(1, 2).requires_grad_() for _ in range(3))
+    borders = {"window_lengths": lengths} | ({"cu_seqlens": cu_seqlens_of(lengths, CPU)} if given else {})
+    found, weights = attend_within_windows(torch.nn.Identity(), query, key, value, None, scaling=scaling, **borders)
+    assert weights is None
+    assert found.shape == (1, 9, 2, 4)
+    expected = reference(query, key, value, lengths, scaling or 1 / math.sqrt(4))
+    same_with_gradients(found, expected, query, key, value)
 
 
 @pytest.mark.parametrize("kernel", [by_varlen, by_window, by_probabilities], indirect=True)
@@ -97,10 +94,7 @@ def test_local_attention_reaches_less_than_the_sliding_window(kernel, sliding_wi
         torch.nn.Identity(), query, key, value, None, window_lengths=[3, 6], sliding_window=sliding_window
     )
     expected = reference(query, key, value, [3, 6], 0.5, reach=sliding_window - 1)
-    torch.testing.assert_close(found, expected)
-    upstream = torch.randn(found.shape)
-    gradients, own = (torch.autograd.grad(output, (query, key, value), upstream) for output in (found, expected))
-    torch.testing.assert_close(gradients, own, rtol=1e-4, atol=1e-6)
+    same_with_gradients(found, expected, query, key, value)
 
 
 def test_groups_of_heads_share_their_key_and_value(kernel):
@@ -146,10 +140,7 @@ def test_dropout_zeroes_probabilities_and_their_gradient():
     assert 0 < (factors == 0).sum() < factors.numel()
     q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))
     expected = (torch.softmax(q @ k.transpose(1, 2) * 0.5, -1) * factors @ v).transpose(0, 1)
-    torch.testing.assert_close(found, expected)
-    upstream = torch.randn(found.shape)
-    gradients, own = (torch.autograd.grad(output, (query, key, value), upstream) for output in (found, expected))
-    torch.testing.assert_close(gradients, own, rtol=1e-4, atol=1e-6)
+    same_with_gradients(found, expected, query, key, value)
 
 
 def test_bf16_is_near_fp32_with_the_same_dropout():
