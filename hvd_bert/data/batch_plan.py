@@ -99,10 +99,6 @@ class BatchPlan:
         tokens = self.rank_tokens(step)
         return float(tokens.max() * self.size / tokens.sum())
 
-    def rank_costs(self, step: int) -> Ids:
-        """Cost per rank in a step, attention included, [size]; this is what the plan balances."""
-        return np.array([self._costs(ids).sum() for ids in _shares(self, step)])
-
     def _costs(self, ids: Ids) -> Ids:
         return window_costs(self.lengths[ids], self.crossover)
 
