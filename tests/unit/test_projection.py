@@ -34,52 +34,49 @@ FAST = Network(Link(1e18, 0.0))
 SLOW = Network(Link(1e9, 1e-5))
 
 
-def test_time_of_a_ring():
-    # 4 devices: 6 messages of a quarter of 100 MB, each 10 us and 25 ms.
-    assert allreduce_s(100e6, 4, SLOW) == pytest.approx(6 * (1e-5 + 0.025))
-    assert allreduce_s(100e6, 2, SLOW) == pytest.approx(2 * (1e-5 + 0.05))
-    assert allreduce_s(100e6, 1, SLOW) == 0
-    assert allreduce_s(1e9, 1024, Network(Link(1e9, 0.0))) == pytest.approx(2 * 1023 / 1024)
+RING = 6 * (1e-5 + 0.025)  # 4 devices: 6 messages of a quarter of 100 MB, each 10 us and 25 ms
+TWO_LEVELS = Network(Link(1e9, 1e-3), Link(1e10, 0.0), devices_per_node=4)
 
 
-def test_two_levels():
-    network = Network(Link(1e9, 1e-3), Link(1e10, 0.0), devices_per_node=4)
-    # Inside: 6 messages of 25 MB at 10 GB/s. Between two nodes: 2 messages of 50 MB each over each node's link.
-    assert allreduce_s(100e6, 8, network) == pytest.approx(0.015 + 2 * (1e-3 + 0.05))
-    assert allreduce_s(100e6, 4, network) == pytest.approx(0.015)
-    assert allreduce_s(100e6, 2, network) == pytest.approx(0.01)
-    assert allreduce_s(100e6, 10, network) == pytest.approx(0.015 + 4 * (1e-3 + 100e6 / 3 / 1e9))  # three nodes
+@each(
+    ("size", "devices", "network", "expected"),
+    [
+        (100e6, 4, SLOW, RING),
+        (100e6, 2, SLOW, 2 * (1e-5 + 0.05)),
+        (100e6, 1, SLOW, 0),
+        (1e9, 1024, Network(Link(1e9, 0.0)), 2 * 1023 / 1024),
+        # Inside: 6 messages of 25 MB at 10 GB/s. Between two nodes: 2 messages of 50 MB each over each node's link.
+        (100e6, 8, TWO_LEVELS, 0.015 + 2 * (1e-3 + 0.05)),
+        (100e6, 4, TWO_LEVELS, 0.015),
+        (100e6, 2, TWO_LEVELS, 0.01),
+        (100e6, 10, TWO_LEVELS, 0.015 + 4 * (1e-3 + 100e6 / 3 / 1e9)),  # three nodes
+    ],
+)
+def test_time_of_a_ring(size, devices, network, expected):
+    assert allreduce_s(size, devices, network) == pytest.approx(expected)
 
 
-def test_without_a_backward_pass_everything_is_exposed():
-    step = Step(1.0, 0.0, 100e6)
-    assert exposed_s(step, 0.0, 4, SLOW, Fusion()) == pytest.approx(6 * (1e-5 + 0.025))
-    # In messages of 40, 40 and 20 MB the bandwidth's part is the same, and the latency counts three times.
-    assert exposed_s(step, 0.0, 4, SLOW, Fusion(40e6)) == pytest.approx(18e-5 + 0.15)
-    assert exposed_s(step, 0.0, 1, SLOW, Fusion()) == 0
+ALL_LATE = {"late_bytes": 100e6}
 
 
-def test_late_gradients_are_not_hidden():
-    step = Step(1.0, 0.0, 100e6, late_bytes=100e6)
-    assert exposed_s(step, 0.5, 4, SLOW, Fusion(cycle_s=0.1)) == pytest.approx(6 * (1e-5 + 0.025))
-    # Cycles start at 0, 0.2, 0.4 and 0.6 s.
-    assert exposed_s(step, 0.5, 4, SLOW, Fusion(cycle_s=0.2)) == pytest.approx(0.1 + 6 * (1e-5 + 0.025))
-
-
-def test_gradients_are_sent_as_they_become_ready():
-    # Two devices at 100 MB/s: 1 s for 100 MB. Backward 1 s, a cycle of 0.5 s: 50 MB are sent from 0.5 to 1.0 s, and
-    # the other 50 MB from 1.0 to 1.5 s.
-    network = Network(Link(100e6, 0.0))
-    assert exposed_s(Step(1.5, 0.0, 100e6), 1.0, 2, network, Fusion(cycle_s=0.5)) == pytest.approx(0.5)
-    # Twice as fast, all except the last 50 MB are sent before the end.
-    network = Network(Link(200e6, 0.0))
-    assert exposed_s(Step(1.5, 0.0, 100e6), 1.0, 2, network, Fusion(cycle_s=0.5)) == pytest.approx(0.25)
-
-
-def test_a_slow_network_is_exposed_except_for_the_backward_pass():
-    network = Network(Link(10e6, 0.0))  # 10 s for 100 MB
-    exposed = exposed_s(Step(1.5, 0.0, 100e6), 1.0, 2, network, Fusion(cycle_s=1e-3))
-    assert 9.0 <= exposed <= 9.01
+@each(
+    ("more", "backward_s", "devices", "network", "fusion", "expected"),
+    [
+        ({}, 0.0, 4, SLOW, Fusion(), RING),  # without a backward pass everything is exposed
+        # In messages of 40, 40 and 20 MB the bandwidth's part is the same, and the latency counts three times.
+        ({}, 0.0, 4, SLOW, Fusion(40e6), 18e-5 + 0.15),
+        ({}, 0.0, 1, SLOW, Fusion(), 0),
+        (ALL_LATE, 0.5, 4, SLOW, Fusion(cycle_s=0.1), RING),  # late gradients are not hidden
+        (ALL_LATE, 0.5, 4, SLOW, Fusion(cycle_s=0.2), 0.1 + RING),  # cycles start at 0, 0.2, 0.4 and 0.6 s
+        # At 100 MB/s, 50 MB are sent from 0.5 to 1.0 s, and the other 50 MB from 1.0 to 1.5 s.
+        ({}, 1.0, 2, Network(Link(100e6, 0.0)), Fusion(cycle_s=0.5), 0.5),
+        ({}, 1.0, 2, Network(Link(200e6, 0.0)), Fusion(cycle_s=0.5), 0.25),  # all but the last 50 MB before the end
+        ({}, 1.0, 2, Network(Link(10e6, 0.0)), Fusion(cycle_s=1e-3), 9.005),  # 10 s for 100 MB, but for the pass
+    ],
+)
+def test_exposed_communication(more, backward_s, devices, network, fusion, expected):
+    found = exposed_s(Step(1.5, 0.0, 100e6, **more), backward_s, devices, network, fusion)
+    assert found == pytest.approx(expected, rel=6e-4)
 
 
 def test_strong_and_weak_without_communication():

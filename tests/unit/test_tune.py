@@ -131,8 +131,8 @@ def run(tmp_path: Path) -> Run:
     return reading.read(make_run(tmp_path / "run", "horovod", 4))
 
 
-def candidates_of(context: Context, environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    candidates, left_out = [], {}
+def candidates_of(run: Run, environ: Mapping[str, str], *flags: str) -> tuple[list[str], dict[str, str]]:
+    context, candidates, left_out = Context(parse([*flags]), run), [], {}
     for knob in knobs.KNOBS:
         words, left = context.candidates(knob, knob.value(environ, context.config))
         candidates, left_out = [*candidates, *words], left_out | left
@@ -141,11 +141,10 @@ def candidates_of(context: Context, environ: Mapping[str, str]) -> tuple[list[st
 
 def test_values_without_effect_are_left_out(run: Run) -> None:
     two_hosts = replace(run, hosts=["a", "b"])
-    large = replace(two_hosts, places=[], parameters=100_000_000)
-    candidates, left_out = candidates_of(Context(parse([]), large), {})
+    candidates, left_out = candidates_of(replace(two_hosts, places=[], parameters=100_000_000), {})
     assert not left_out
     assert candidates[0] == "HOROVOD_HIERARCHICAL_ALLREDUCE=1" and "HOROVOD_FUSION_THRESHOLD=268435456" in candidates
-    candidates, left_out = candidates_of(Context(parse(["--deterministic"]), two_hosts), {})
+    candidates, left_out = candidates_of(two_hosts, {}, "--deterministic")
     for word, reason in (
         ("HOROVOD_HIERARCHICAL_ALLREDUCE=1", "the ranks are on CPUs"),
         ("HOROVOD_FUSION_THRESHOLD=33554432", "all gradients together are 4 MB"),
@@ -153,15 +152,15 @@ def test_values_without_effect_are_left_out(run: Run) -> None:
     ):
         assert reason in left_out[word]
     assert candidates == [f"{CYCLE}0.3", f"{CYCLE}3", f"{CYCLE}10", f"{CACHE}0", "--fp16_allreduce=True"]
-    _, left_out = candidates_of(Context(parse([]), run), {})
+    _, left_out = candidates_of(run, {})
     assert left_out["HOROVOD_HIERARCHICAL_ALLREDUCE=1"] == "all ranks are on one host"
     # The user's own values are the defaults.
-    users = Context(parse(["--num_groups", "8"]), run)
-    candidates, _ = candidates_of(users, {"HOROVOD_CYCLE_TIME": "3.0", "HOROVOD_CACHE_CAPACITY": "0"})
+    users = {"HOROVOD_CYCLE_TIME": "3.0", "HOROVOD_CACHE_CAPACITY": "0"}
+    candidates, _ = candidates_of(run, users, "--num_groups", "8")
     own = [f"{CYCLE}1", f"{CYCLE}0.3", f"{CYCLE}10", f"{GROUPS}0", f"{GROUPS}2", f"{CACHE}1024"]
     assert candidates == [*own, "--fp16_allreduce=True"]
     with refused("HOROVOD_CYCLE_TIME=fast"):
-        candidates_of(users, {"HOROVOD_CYCLE_TIME": "fast"})
+        candidates_of(run, {"HOROVOD_CYCLE_TIME": "fast"})
 
 
 def test_settings_that_apply_to_every_run_are_refused() -> None:
@@ -246,10 +245,9 @@ def test_the_settings_to_use_are_printed(pretended, start, tmp_path, capsys) -> 
 
 def test_keep_the_defaults(pretended, start, tmp_path, capsys) -> None:
     assert start() == 0
-    assert "Keep the defaults: no candidate was faster in all of its pairs" in capsys.readouterr().out
+    assert "Keep the defaults: no candidate" in capsys.readouterr().out
     assert record(tmp_path)["result"] == {"noise": 0.01, "set": [], "compared": None}
-    # Faster by less than a percent.
-    SPEEDS.update({f"{CYCLE}3": 1.004})
+    SPEEDS.update({f"{CYCLE}3": 1.004})  # less than a percent
     assert start("--out", str(tmp_path / "other")) == 0
     output = capsys.readouterr().out
     assert f"Keep the defaults: {CYCLE}3 (the best found) gains +0.4 %" in output and "export" not in output
@@ -260,8 +258,8 @@ def test_gains_are_relative_to_the_users_settings(pretended, start, monkeypatch,
     SPEEDS.update({f"{CYCLE}3": 0.5})
     assert start("--knobs", "cycle") == 0
     output = capsys.readouterr().out
-    assert "Set by you: HOROVOD_CYCLE_TIME=3 (gains are relative to this)" in output
-    assert "export HOROVOD_CYCLE_TIME=1" in output and "+100.0 %" in output
+    for words in ("Set by you: HOROVOD_CYCLE_TIME=3", "export HOROVOD_CYCLE_TIME=1", "+100.0 %"):
+        assert words in output
 
 
 def test_an_interrupted_tuning_resumes(pretended, start, tmp_path, capsys) -> None:

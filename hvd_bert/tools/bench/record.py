@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,12 +99,20 @@ def read_previous(path: Path, kind: type[Any], same: Mapping[str, Any], what: st
     return previous
 
 
-def prepare(folder: Path, file: str) -> None:
-    """Create the folder of a sweep or a tuning, whose record is `file`. Raises OSError, and UserError before anything
-    is created if it holds something else."""
-    if folder.is_dir() and not (folder / file).exists() and {path.name for path in folder.iterdir()} - {LOCK}:
-        raise UserError(f"--out {folder} is not empty and has no {file}: choose another folder.")
-    make_folder(folder)
+@contextmanager
+def opened(folder: Path, file: str, begin: Callable[[], None]) -> Iterator[None]:
+    """Create and lock the folder of a sweep or a tuning, whose record is `file`, and `begin` it.
+
+    Raises UserError, before anything is created if the folder holds something else.
+    """
+    with ExitStack() as stack:
+        with writing_to("--out", folder):
+            if folder.is_dir() and not (folder / file).exists() and {path.name for path in folder.iterdir()} - {LOCK}:
+                raise UserError(f"--out {folder} is not empty and has no {file}: choose another folder.")
+            make_folder(folder)
+            stack.enter_context(locked(folder, wait=False))
+            begin()
+        yield
 
 
 def replace(path: Path, content: Any) -> None:

@@ -18,7 +18,6 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from tqdm import tqdm
@@ -36,17 +35,7 @@ from hvd_bert.tools.bench import points as planning
 from hvd_bert.tools.bench.launching import Launching, Machine
 from hvd_bert.tools.bench.one_run import LOG, Stopped, exit_status, train
 from hvd_bert.tools.bench.points import Plan, Point
-from hvd_bert.tools.bench.record import (
-    DONE,
-    FAILED,
-    SKIPPED,
-    STATES,
-    WAITING,
-    Result,
-    SweepRecord,
-    locked,
-    prepare,
-)
+from hvd_bert.tools.bench.record import DONE, FAILED, SKIPPED, STATES, WAITING, Result, SweepRecord, opened
 from hvd_bert.tools.report.comparability import STRONG
 from hvd_bert.tools.runs import reading
 from hvd_bert.tools.runs.reading import SWEEP
@@ -167,11 +156,7 @@ class Sweep:
     def run(self, report: Path | None) -> int:
         """Run all points, then write the report. Returns the exit status."""
         try:
-            with ExitStack() as stack:
-                with writing_to("--out", self.out):
-                    prepare(self.out, SWEEP)
-                    stack.enter_context(locked(self.out, wait=False))
-                    self.record.begin(self.points)
+            with opened(self.out, SWEEP, lambda: self.record.begin(self.points)):
                 self._mark_done_and_skipped()
                 self.record.write()
                 self._announce()

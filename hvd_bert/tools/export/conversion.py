@@ -57,11 +57,12 @@ def convert(folder: Path, output: Path, with_tokenizer: bool) -> Iterator[str]:
     args = ModelArguments(model_name_or_path=str(folder))
     tokenizer = load_tokenizer(args)
     model = _load_model(folder, args)
-    texts = _Texts(tokenizer, model.config, takes_token_types(model.config, str(folder), tokenizer))
+    types = ["token_type_ids"] if takes_token_types(model.config, str(folder), tokenizer) else []
+    batches = _batches(tokenizer, model.config, ["input_ids", "attention_mask", *types])
     with writing_to("--output", output), replacing(output) as partial:
         with _converting(model.config.model_type):
-            names = _export(model, texts.batch(2, 2), partial)
-            apart = [_difference(model, partial, batch) for batch in texts.batches()]
+            names = _export(model, batches[1], partial)
+            apart = [_difference(model, partial, batch) for batch in batches]
         difference = float(torch.stack(apart).max())  # NaN if one of them is: Python's max would drop it
         if not difference <= TOLERANCE:
             raise UserError(
@@ -73,7 +74,7 @@ def convert(folder: Path, output: Path, with_tokenizer: bool) -> Iterator[str]:
         with writing_to("--output", output):
             shutil.copyfile(file, output.parent / file.name)
     yield f"{output}: {size / 1e6:.1f} MB, from {folder} ({model.config.model_type})"
-    yield f"  inputs   {', '.join(texts.batch(1, 1))}: int64 [batch, sequence]"
+    yield f"  inputs   {', '.join(batches[0])}: int64 [batch, sequence]"
     yield f"  outputs  {', '.join(names)}: float32"
     yield f"  maximum difference of the logits from transformers' {difference:.1e} (limit {TOLERANCE:g})"
     if copied:
@@ -107,25 +108,17 @@ def _load_model(folder: Path, args: ModelArguments) -> Any:
     return model.eval()
 
 
-class _Texts:
-    """Batches of texts as others will tokenize them: of several sizes and lengths, with padding."""
-
-    def __init__(self, tokenizer: Any, config: Any, token_types: bool) -> None:
-        self.tokenizer, self.most = tokenizer, max_tokens(config)
-        self.names = ["input_ids", "attention_mask", *(["token_type_ids"] if token_types else [])]
-
-    def batch(self, size: int, repeats: int) -> Inputs:
-        """`size` pairs of texts; the first is `repeats` times as long as the last."""
-        contexts = [" ".join([CONTEXT] * max(1, repeats - i)) for i in range(size)]
-        encoded = self.tokenizer(
-            [QUESTION] * size, contexts, padding=True, truncation="only_second", max_length=self.most,
+def _batches(tokenizer: Any, config: Any, names: Sequence[str]) -> list[Inputs]:
+    """Texts as others will tokenize them: batches of several sizes and lengths, with padding."""
+    batches = []
+    for size, repeats in ((1, 1), (2, 2), (3, 4), (1, 8)):  # pairs of texts, and how often the first one's is repeated
+        contexts = [" ".join([CONTEXT] * max(1, repeats - number)) for number in range(size)]
+        encoded = tokenizer(
+            [QUESTION] * size, contexts, padding=True, truncation="only_second", max_length=max_tokens(config),
             return_token_type_ids=True, return_tensors="pt",
         )  # fmt: skip
-        return {name: encoded[name] for name in self.names}
-
-    def batches(self) -> list[Inputs]:
-        """What the check compares."""
-        return [self.batch(size, repeats) for size, repeats in ((1, 1), (2, 2), (3, 4), (1, 8))]
+        batches.append({name: encoded[name] for name in names})
+    return batches
 
 
 def _export(model: Any, example: Inputs, path: Path) -> list[str]:

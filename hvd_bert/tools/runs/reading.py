@@ -18,6 +18,7 @@ from hvd_bert.tools.runs.run import LeftOut, Number, Results, Row, Run, SweepFil
 
 RESULTS, METRICS, SETTINGS, SCORES = "train_results.json", "metrics.jsonl", "train_config.yaml", "eval_results.json"
 EVALUATED_ONLY = "eval_config.yaml"
+RUN_FILES = {RESULTS, SETTINGS, METRICS, EVALUATED_ONLY}
 SWEEP = "sweep.json"  # `hvd-bert bench sweep` writes it to the folder above its runs
 # Keys of the record `work` that are not compared: those that differ between repeats, those that the number of steps
 # covers, and those of the strategy, which only change how the same gradients are sent.
@@ -41,7 +42,7 @@ def find(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if not path.is_dir():
             raise UserError(f"{path} is not a folder. Name output folders of `python -m hvd_bert.train`.")
-        below = sorted(_below(path))
+        below = sorted(folder for folder, files in _walk(path) if RUN_FILES & files)
         if not below:
             raise UserError(
                 f"{path} contains no run: there is no {RESULTS} or {SETTINGS} in it or in a folder below it."
@@ -52,11 +53,12 @@ def find(paths: Sequence[Path]) -> list[Path]:
     return list(found.values())
 
 
-def _below(path: Path) -> Iterable[Path]:
+def _walk(path: Path) -> Iterable[tuple[Path, set[str]]]:
+    """The folders below, with the names of their files."""
     for folder, subfolders, files in os.walk(path):
-        if {RESULTS, SETTINGS, METRICS, EVALUATED_ONLY} & set(files):
+        if RUN_FILES & set(files):
             subfolders.clear()  # checkpoints and other subfolders belong to the run
-            yield Path(folder)
+        yield Path(folder), set(files)
 
 
 def read_all(folders: Sequence[Path], unrun: Mapping[Path, LeftOut] | None = None) -> tuple[list[Run], list[LeftOut]]:
@@ -76,11 +78,9 @@ def unrun(paths: Sequence[Path]) -> dict[Path, LeftOut]:
     """Runs that a sweep in or below `paths` skipped or that failed: folder (it may not exist) -> run and reason."""
     found: dict[Path, LeftOut] = {}
     for path in paths:
-        for folder, subfolders, files in os.walk(path):
-            if {RESULTS, SETTINGS, METRICS} & set(files):
-                subfolders.clear()
+        for folder, files in _walk(path):
             if SWEEP in files:
-                found |= _unrun_of(Path(folder))
+                found |= _unrun_of(folder)
     return found
 
 

@@ -15,7 +15,6 @@ import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 
 from hvd_bert.config import command_line
 from hvd_bert.config.parser import Parser
@@ -23,14 +22,13 @@ from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.config.values import MAX_RUNS, MAX_SECONDS, Limits
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.rendering.text import percent
-from hvd_bert.storage.writing import writing_to
 from hvd_bert.streams import end_when_lost, keep_running
 from hvd_bert.tools.bench import launching as launches
 from hvd_bert.tools.bench import points as planning
 from hvd_bert.tools.bench.launching import Launching, Machine
 from hvd_bert.tools.bench.one_run import exit_status
 from hvd_bert.tools.bench.points import PRESET, Point
-from hvd_bert.tools.bench.record import locked, prepare
+from hvd_bert.tools.bench.record import opened
 from hvd_bert.tools.report.comparability import WEAK
 from hvd_bert.tools.tune import search
 from hvd_bert.tools.tune.runs import FILE, Failed, Runs
@@ -119,11 +117,7 @@ def _tune(argv: Sequence[str]) -> int:
         launching, point, common, environ, flags.out, flags.timeout, 60 * flags.minutes,
         same | {"HOROVOD_... in the environment": users}, now,
     )  # fmt: skip
-    with ExitStack() as stack:
-        with writing_to("--out", flags.out):
-            prepare(flags.out, FILE)
-            stack.enter_context(locked(flags.out, wait=False))
-            runs.begin()
+    with opened(flags.out, FILE, runs.begin):
         announce(runs, config, wanted, values, planning.names_data(rest))
         return _search(runs, config, wanted, values, flags.pairs)
 
