@@ -242,16 +242,6 @@ def test_text_classification_has_its_metrics(make_model, tmp_path, capsys):
     assert len(json.loads((tmp_path / "out" / "eval_predictions.json").read_text())) == 6
 
 
-def test_user_text_is_escaped_in_the_page(make_model, make_questions, write_squad, tmp_path):
-    import dataclasses
-
-    questions = [dataclasses.replace(question, question="<script>?") for question in make_questions(2)]
-    file = write_squad(questions, "dev.json")
-    evaluate(make_model(version_2_with_negative=False), "--validation_file", file, "--output_dir", tmp_path / "out")
-    html = (tmp_path / "out" / "evaluation.html").read_text()
-    assert "<script>" not in html and "&lt;script&gt;?" in html
-
-
 # --- Refusals -------------------------------------------------------------------------------------
 
 

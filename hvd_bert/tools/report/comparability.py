@@ -58,6 +58,12 @@ class Group:
         speeds = [run.windows_per_s for run in self.runs]
         return min(speeds), max(speeds)
 
+    @property
+    def variation(self) -> float:
+        """The range of the repeats over their median."""
+        minimum, maximum = self.spread()
+        return (maximum - minimum) / self.windows_per_s
+
     def median(self, figure: Callable[[Run], float | None]) -> float | None:
         """Median of a figure over the runs; None if a run lacks it."""
         values = [figure(run) for run in self.runs]

@@ -9,7 +9,7 @@ from typing import Any
 from hvd_bert.rendering.page import DASH, Grid
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.report.comparability import EARLY_STEPS, NATS, STRONG, Group, Tolerance
-from hvd_bert.tools.report.comparison import RANGE, RESAMPLES, UNCHECKED, Line, Table, counted
+from hvd_bert.tools.report.comparison import RANGE, RESAMPLES, UNCHECKED, Table, counted
 from hvd_bert.tools.report.projection import Projection, Step
 from hvd_bert.tools.runs.run import PROCESS_TIMES, LeftOut, Run
 
@@ -34,21 +34,15 @@ def speedups(table: Table) -> Grid:
     """The table of times, speed-ups and efficiencies."""
     with_devices = any(line.group.one.devices != line.group.one.ranks for line in table.lines)
     head = ["strategy", "nodes", "ranks", *(["GPUs"] if with_devices else []), "n", "time, s"]
-    head += [f"{table.lines[0].group.one.unit}/s"]
-    head += ["min to max", "speed-up", f"{RANGE:.0%} range", "efficiency"]
+    head += [f"{table.baseline.one.unit}/s", "min to max", "speed-up", f"{RANGE:.0%} range", "efficiency"]
     rows = []
     for line in table.lines:
         run, group = line.group.one, line.group
-        devices = [str(run.devices)] if with_devices else []
         name = f"{group.label}, left out" if line.reason else group.label
-        cells = [name, str(run.nodes), str(run.ranks), *devices, str(len(group.runs))]
-        cells += [_seconds(group.median(lambda run: run.runtime_s)), number(group.windows_per_s, ".2f")]
-        cells += [
-            _range(*group.spread(), ".2f"),
-            number(line.speedup, ".2f"),
-            _range(line.speedup_min, line.speedup_max, ".2f"),
-        ]
-        rows.append([*cells, number(line.efficiency, ".2f")])
+        cells = [name, str(run.nodes), str(run.ranks), *([str(run.devices)] if with_devices else [])]
+        cells += [str(len(group.runs)), _seconds(group.median(lambda run: run.runtime_s))]
+        cells += [number(group.windows_per_s, ".2f"), _range(*group.spread(), ".2f"), number(line.speedup, ".2f")]
+        rows.append([*cells, _range(line.speedup_min, line.speedup_max, ".2f"), number(line.efficiency, ".2f")])
     return Grid(head, rows)
 
 
@@ -83,9 +77,8 @@ def summary(tables: Sequence[Table]) -> list[str]:
     for table in tables:
         rows = [line for line in table.lines if line.speedup is not None and line.group is not table.baseline]
         maximum = max((line.group.one.devices for line in rows), default=0)
-        best = sorted(
-            (line for line in rows if line.group.one.devices == maximum), key=lambda line: -(line.speedup or 0)
-        )
+        best = [line for line in rows if line.group.one.devices == maximum]
+        best.sort(key=lambda line: -(line.speedup or 0))
         parts = [f"{line.group.label} {line.speedup:.2f}" for line in best]
         if parts:
             over = f"times the {table.baseline.one.unit}/s of {table.baseline.name}"
@@ -99,18 +92,15 @@ def reasons(tables: Iterable[Table], left_out: Sequence[LeftOut]) -> list[str]:
     for table in tables:
         for line in table.lines:
             if line.reason:
-                where.setdefault((line.group.name, _names(line), line.reason), []).append(_in(table))
+                names = [run.name for run in line.group.runs]
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                where.setdefault((line.group.name, ", ".join(names[:3]) + more, line.reason), []).append(_in(table))
     rows = [f"{name} ({'; '.join(places)}; {names}): {reason}." for (name, names, reason), places in where.items()]
     return rows + [f"{left.name}: {left.reason}." for left in left_out]
 
 
 def _in(table: Table) -> str:
     return table.title[0].lower() + table.title[1:]
-
-
-def _names(line: Line) -> str:
-    names = [run.name for run in line.group.runs]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def caveats(tables: Iterable[Table], runs: Sequence[Run]) -> list[str]:
@@ -126,7 +116,7 @@ def caveats(tables: Iterable[Table], runs: Sequence[Run]) -> list[str]:
         unchecked = [line.group.name for line in table.lines if line.speedup is not None and line.checked == UNCHECKED]
         if unchecked:
             found.append(f"{_in(table)}: the losses of {', '.join(unchecked)} were compared with no other strategy's.")
-        apart = [line.group.name for line in table.lines if line.speedup is not None and _spread(line) > SPREAD]
+        apart = [line.group.name for line in table.lines if line.speedup is not None and line.group.variation > SPREAD]
         if apart:
             found.append(
                 f"{_in(table)}: the repeats of {', '.join(apart)} are more than {SPREAD:.0%} apart. Differences of that"
@@ -139,11 +129,6 @@ def caveats(tables: Iterable[Table], runs: Sequence[Run]) -> list[str]:
         if len(versions) > 1:
             found.append(f"The runs used several versions of {package}: {', '.join(sorted(versions))}.")
     return found
-
-
-def _spread(line: Line) -> float:
-    minimum, maximum = line.group.spread()
-    return (maximum - minimum) / line.group.windows_per_s
 
 
 def definitions(tolerance: Tolerance) -> list[str]:

@@ -269,19 +269,14 @@ def both_kinds(
         last, ends = end_of(kind, size, maximum, baseline.one.unit)
         if last == 1:
             made.append(Projection(kind, size, baseline, f"not possible: it {ends}"))
-        else:
-            made.append(Projection(kind, size, baseline, ends, step, series(step, kind, last, networks, fusion)))
+            continue
+        steps = {
+            (name, fp16): [
+                project(in_fp16(step) if fp16 else step, devices, kind, network, fusion)
+                for devices in device_counts(last)
+            ]
+            for name, network in networks
+            for fp16 in (False, True)
+        }
+        made.append(Projection(kind, size, baseline, ends, step, steps))
     return made
-
-
-def series(
-    step: Step, kind: str, last: int, networks: Sequence[tuple[str, Network]], fusion: Fusion
-) -> dict[tuple[str, bool], list[Projected]]:
-    """(network, whether fp16 is on the wire) -> a step on 1, 2, 4, ... devices up to `last`."""
-    return {
-        (name, fp16): [
-            project(in_fp16(step) if fp16 else step, devices, kind, network, fusion) for devices in device_counts(last)
-        ]
-        for name, network in networks
-        for fp16 in (False, True)
-    }
