@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hvd_bert.data.batch_plan import BatchPlan, Lengths
+from hvd_bert.data.batch_plan import Lengths
 from hvd_bert.distributed.world import World
 from hvd_bert.model.cpu import linear
 from hvd_bert.model.precision import AUTOCAST, autocast
@@ -65,11 +65,6 @@ def spread(sections: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     """Median, minimum and maximum over the sections, per figure."""
     columns = {name: [section[name] for section in sections] for name in sections[0]}
     return {name: {"median": median(c), "least": min(c), "most": max(c)} for name, c in columns.items()}
-
-
-def imbalance(plan: BatchPlan, steps: range) -> float:
-    """Maximum over mean of the tokens per rank, averaged over `steps`."""
-    return fmean(plan.imbalance(step) for step in steps)
 
 
 def padding_share(rows: list[dict[str, float]]) -> float:

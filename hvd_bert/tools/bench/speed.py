@@ -13,6 +13,7 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -124,7 +125,7 @@ def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World
         "loss": rows[-1]["loss"],
         "matmul_peak_gflops": whole_peak / 1e9,
         "padding_share": measure.padding_share(rows),
-        "imbalance": measure.imbalance(plan, timed),
+        "imbalance": fmean(plan.imbalance(step) for step in timed),
         "memory_bytes": [rank["memory"] for rank in ranks],
         "memory_over_needed": max(rank["memory"] / rank["needed"] for rank in ranks),
         "first_step_s": max(rank["first_step_s"] for rank in ranks),

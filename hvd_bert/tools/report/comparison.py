@@ -18,12 +18,12 @@ from hvd_bert.tools.runs.run import LeftOut, Run
 RESAMPLES = 10_000
 RANGE = 0.95
 
-# `Line.checked` if no other row has the same batch.
+# `Compared.checked` if no other row has the same batch.
 UNCHECKED = ""
 
 
 @dataclass(frozen=True)
-class Line:
+class Compared:
     """A row of a table. `reason`: why it has no speed-up. `checked`: the group that its losses were compared with.
     `speedup_min`, `speedup_max`: None if a side has only one run, which says nothing about its variance."""
 
@@ -43,7 +43,7 @@ class Table:
     kind: str
     size: float
     baseline: Group
-    lines: tuple[Line, ...]
+    lines: tuple[Compared, ...]
 
     @property
     def scales(self) -> bool:
@@ -187,7 +187,7 @@ def baseline_of(groups: Sequence[Group], chosen: tuple[str, int] | None) -> Grou
     return groups[0] if groups else None
 
 
-def _line(base: Group, group: Group, table: Sequence[Group], kind: str, tolerance: Tolerance) -> Line:
+def _line(base: Group, group: Group, table: Sequence[Group], kind: str, tolerance: Tolerance) -> Compared:
     apart = differences(base, group, kind)
     checked = reason = ""
     if apart:
@@ -198,11 +198,11 @@ def _line(base: Group, group: Group, table: Sequence[Group], kind: str, toleranc
         reference, checked = _reference(base, group, table, kind)
         reason = losses_differ(reference, group, tolerance)
     if reason:
-        return Line(group, None, None, None, None, reason, checked)
+        return Compared(group, None, None, None, None, reason, checked)
     speedup = group.windows_per_s / base.windows_per_s
     efficiency = speedup / (group.one.devices / base.one.devices)
     minimum, maximum = speedup_range(base, group)
-    return Line(group, speedup, minimum, maximum, efficiency, "", checked)
+    return Compared(group, speedup, minimum, maximum, efficiency, "", checked)
 
 
 def speedup_range(base: Group, group: Group) -> tuple[float, float] | tuple[None, None]:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from hvd_bert.rendering.style import COLOURS, STYLE, png
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.report.comparability import WEAK
-from hvd_bert.tools.report.comparison import Line, Table
+from hvd_bert.tools.report.comparison import Compared, Table
 from hvd_bert.tools.report.projection import Projection
 from hvd_bert.tools.runs.run import Run
 
@@ -47,7 +47,7 @@ def scaling(table: Table) -> bytes:
         return png(figure)
 
 
-def _efficiency(line: Line) -> tuple[float, float, float] | None:
+def _efficiency(line: Compared) -> tuple[float, float, float] | None:
     found = _spread(line.speedup, line.speedup_min, line.speedup_max)
     if found is None or line.speedup is None or line.efficiency is None:
         return None
@@ -62,7 +62,7 @@ def _spread(value: float | None, minimum: float | None, maximum: float | None) -
     return (value, value, value) if minimum is None or maximum is None else (value, minimum, maximum)
 
 
-def _memory(line: Line) -> tuple[float, float, float] | None:
+def _memory(line: Compared) -> tuple[float, float, float] | None:
     if line.reason:
         return None
     values = [run.memory_bytes / GIB for run in line.group.runs if run.memory_bytes is not None]
@@ -77,7 +77,7 @@ def _ideal(axes: Axes, counts: Sequence[int], slope: float) -> None:
 
 
 def _panel(
-    axes: Axes, table: Table, title: str, figure_of: Callable[[Line], tuple[float, float, float] | None]
+    axes: Axes, table: Table, title: str, figure_of: Callable[[Compared], tuple[float, float, float] | None]
 ) -> None:
     """One line per strategy, shifted a little so that none hides another, with bars from minimum to maximum."""
     labels = table.labels
@@ -181,7 +181,7 @@ def projected(projection: Projection, table: Table | None) -> bytes:
         return png(figure)
 
 
-def _measured(axes: Axes, table: Table, figure_of: Callable[[Line], float | None]) -> None:
+def _measured(axes: Axes, table: Table, figure_of: Callable[[Compared], float | None]) -> None:
     scale = 1 if table.baseline.one.devices == 1 else None  # the projection's speed-ups are over one device
     labels = table.labels
     for number, label in enumerate(labels):
