@@ -17,7 +17,7 @@ from made_runs import make_run, make_samples
 from hvd_bert.tools.report import runs_page
 from hvd_bert.tools.report.__main__ import main
 from hvd_bert.tools.runs import record
-from hvd_bert.tools.runs.record import Columns
+from hvd_bert.tools.runs.record import LineArrays
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium (env/setup.sh --dev)")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -213,7 +213,7 @@ def test_50_runs_of_10_000_points_open_quickly(browser: Any, tmp_path: Path) -> 
     """Processor time of the page's thread until its first chart is drawn, which other work does not change."""
     one = record.read(make_run(tmp_path / "run", steps=10_000))
     noise = np.random.default_rng(0).normal(size=10_000)
-    noisy = replace(one, steps=Columns({**one.steps.columns, "loss": 3 + noise, "grad_norm": abs(noise)}))
+    noisy = replace(one, steps=LineArrays({**one.steps.columns, "loss": 3 + noise, "grad_norm": abs(noise)}))
     page = tmp_path / "report.html"
     page.write_text(runs_page.page_of([replace(noisy, name=f"runs/{n}") for n in range(50)], [], [], [], []).as_html())
     assert page.stat().st_size < 10e6

@@ -24,7 +24,7 @@ from hvd_bert.tools.runs import reading
 from hvd_bert.tools.runs.run import Run
 from hvd_bert.tools.tune import __main__ as tune
 from hvd_bert.tools.tune import search as knobs
-from hvd_bert.tools.tune.search import FASTER, NO_TIME, NOT_FASTER, SLOWER, Candidate, Context, Pair, Search, Setting
+from hvd_bert.tools.tune.search import FASTER, NO_TIME, NOT_FASTER, SLOWER, Context, Pair, Search, Setting, Trial
 
 CYCLE, GROUPS, CACHE = "HOROVOD_CYCLE_TIME=", "--num_groups=", "HOROVOD_CACHE_CAPACITY="
 CANDIDATES = [[f"{CYCLE}0.3", f"{CYCLE}3", f"{CYCLE}10"], [f"{GROUPS}2", f"{GROUPS}8"], [f"{CACHE}0"]]
@@ -43,7 +43,7 @@ class SimulatedMachine:
     seed: int = 0
     time_for: int = 1000
     measured: list[tuple[str, Setting, int]] = field(default_factory=list)
-    decided: list[Candidate] = field(default_factory=list)
+    decided: list[Trial] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.random, self.now = random.Random(self.seed), 1.0

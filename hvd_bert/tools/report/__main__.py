@@ -28,7 +28,7 @@ from hvd_bert.storage.writing import check_folder, make_folder, replacing, writi
 from hvd_bert.streams import end_when_lost
 from hvd_bert.tools.report import comparison, content, plots, projection, run_page, runs_page
 from hvd_bert.tools.report.comparability import Group, Tolerance
-from hvd_bert.tools.report.comparison import Table
+from hvd_bert.tools.report.comparison import ScalingTable
 from hvd_bert.tools.report.flags import check, make_parser
 from hvd_bert.tools.report.projection import Fusion, Network, Projection
 from hvd_bert.tools.runs import reading, record
@@ -135,7 +135,7 @@ def _projections(
 
 
 def _without_table(
-    groups: Sequence[Group], tables: Sequence[Table], projections: Sequence[Projection], baseline: str | None
+    groups: Sequence[Group], tables: Sequence[ScalingTable], projections: Sequence[Projection], baseline: str | None
 ) -> list[LeftOut]:
     shown = {id(line.group) for table in tables for line in table.lines}
     shown |= {id(projected.baseline) for projected in projections if projected.series}
@@ -167,7 +167,7 @@ def _networks(flags: argparse.Namespace) -> list[tuple[str, Network]]:
 def _add_projection(
     page: Page,
     projected: Projection,
-    table: Table | None,
+    table: ScalingTable | None,
     networks: Sequence[tuple[str, Network]],
     flags: argparse.Namespace,
 ) -> None:
@@ -222,7 +222,7 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _print_summary(
-    tables: Sequence[Table], reasons: Sequence[str], projections: Sequence[Projection], folder: Path
+    tables: Sequence[ScalingTable], reasons: Sequence[str], projections: Sequence[Projection], folder: Path
 ) -> None:
     """Print the tables, what is left out, the projections, and where the report is."""
     for table in tables:

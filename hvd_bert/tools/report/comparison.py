@@ -37,7 +37,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Table:
+class ScalingTable:
     """Groups and their baseline, all with one global batch (`kind` strong) or one batch per device (weak)."""
 
     kind: str
@@ -132,7 +132,7 @@ def _label(run: Run, runs: Sequence[Run]) -> str:
     return f"{run.strategy} ({', '.join(settings)})" if settings else run.strategy
 
 
-def tables(groups: Sequence[Group], baseline: tuple[str, int] | None, tolerance: Tolerance) -> list[Table]:
+def tables(groups: Sequence[Group], baseline: tuple[str, int] | None, tolerance: Tolerance) -> list[ScalingTable]:
     """All tables of the groups: strong scaling, then weak scaling. Other groups are compared side by side."""
     made = []
     for kind in (STRONG, WEAK):
@@ -150,7 +150,7 @@ def tables(groups: Sequence[Group], baseline: tuple[str, int] | None, tolerance:
 
 def _tables_of(
     kind: str, size: float, members: list[Group], chosen: tuple[str, int] | None, tolerance: Tolerance
-) -> list[Table]:
+) -> list[ScalingTable]:
     """One table per work that several of `members` did. The others join the first table, without a speed-up.
 
     If no two did the same work, there is one table of all.
@@ -169,7 +169,9 @@ def _tables_of(
         rows = sorted([*same, *alone], key=_order) if several and number == 0 else same
         base = baseline_of(same, chosen) or baseline_of(rows, chosen)
         if base is not None and len(rows) > 1:
-            found.append(Table(kind, size, base, tuple(_line(base, group, rows, kind, tolerance) for group in rows)))
+            found.append(
+                ScalingTable(kind, size, base, tuple(_line(base, group, rows, kind, tolerance) for group in rows))
+            )
     return found
 
 

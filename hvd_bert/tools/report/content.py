@@ -9,7 +9,7 @@ from typing import Any
 from hvd_bert.rendering.page import DASH, Grid
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.report.comparability import EARLY_STEPS, NATS, STRONG, Group, Tolerance
-from hvd_bert.tools.report.comparison import RANGE, RESAMPLES, UNCHECKED, Table, counted
+from hvd_bert.tools.report.comparison import RANGE, RESAMPLES, UNCHECKED, ScalingTable, counted
 from hvd_bert.tools.report.projection import Projection, Step
 from hvd_bert.tools.runs.run import PROCESS_TIMES, LeftOut, Run
 
@@ -30,7 +30,7 @@ def _seconds(value: float | None) -> str:
     return number(value, ".1f" if value is not None and value < 1000 else ",.0f")
 
 
-def speedups(table: Table) -> Grid:
+def speedups(table: ScalingTable) -> Grid:
     """The table of times, speed-ups and efficiencies."""
     with_devices = any(line.group.one.devices != line.group.one.ranks for line in table.lines)
     head = ["strategy", "nodes", "ranks", *(["GPUs"] if with_devices else []), "n", "time, s"]
@@ -46,7 +46,7 @@ def speedups(table: Table) -> Grid:
     return Grid(head, rows)
 
 
-def costs(table: Table) -> Grid:
+def costs(table: ScalingTable) -> Grid:
     """The table of process times, memory, losses and scores."""
     head = ["strategy", "ranks", "real, s", "user, s", "system, s", "memory, GiB", "exposed comm."]
     scores = list(dict.fromkeys(name for line in table.lines for name in line.group.one.scores))
@@ -71,7 +71,7 @@ def _score(group: Group, name: str) -> str:
     return number(value, ".4f" if value is not None and abs(value) <= 1 else ".2f")
 
 
-def summary(tables: Sequence[Table]) -> list[str]:
+def summary(tables: Sequence[ScalingTable]) -> list[str]:
     """A line per table: the strategies on the largest number of devices, fastest first."""
     sentences = []
     for table in tables:
@@ -86,7 +86,7 @@ def summary(tables: Sequence[Table]) -> list[str]:
     return sentences
 
 
-def reasons(tables: Iterable[Table], left_out: Sequence[LeftOut]) -> list[str]:
+def reasons(tables: Iterable[ScalingTable], left_out: Sequence[LeftOut]) -> list[str]:
     """A line per run or row without a speed-up, with the reason."""
     where: dict[tuple[str, str, str], list[str]] = {}
     for table in tables:
@@ -99,11 +99,11 @@ def reasons(tables: Iterable[Table], left_out: Sequence[LeftOut]) -> list[str]:
     return rows + [f"{left.name}: {left.reason}." for left in left_out]
 
 
-def _in(table: Table) -> str:
+def _in(table: ScalingTable) -> str:
     return table.title[0].lower() + table.title[1:]
 
 
-def caveats(tables: Iterable[Table], runs: Sequence[Run]) -> list[str]:
+def caveats(tables: Iterable[ScalingTable], runs: Sequence[Run]) -> list[str]:
     """What makes the figures less reliable."""
     found = []
     for table in tables:
@@ -168,7 +168,9 @@ def projection_grid(projection: Projection) -> Grid:
     return Grid(head, rows, words=0)
 
 
-def projection_assumptions(projection: Projection, step: Step, table: Table | None, notes: Sequence[str]) -> list[str]:
+def projection_assumptions(
+    projection: Projection, step: Step, table: ScalingTable | None, notes: Sequence[str]
+) -> list[str]:
     """The assumptions of a projection from `step` on one device. `table`: the measured points, if any."""
     mb = step.gradient_bytes / 1e6
     devices = projection.baseline.one.devices
@@ -210,7 +212,7 @@ def projection_rows(projections: Iterable[Projection]) -> list[dict[str, Any]]:
     ]
 
 
-def table_rows(tables: Iterable[Table]) -> list[dict[str, Any]]:
+def table_rows(tables: Iterable[ScalingTable]) -> list[dict[str, Any]]:
     """CSV rows, one per table and group."""
     return [
         {

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from hvd_bert.rendering.style import COLOURS, STYLE, png
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.report.comparability import WEAK
-from hvd_bert.tools.report.comparison import Compared, Table
+from hvd_bert.tools.report.comparison import Compared, ScalingTable
 from hvd_bert.tools.report.projection import Projection
 from hvd_bert.tools.runs.run import Run
 
@@ -24,7 +24,7 @@ LINEAR_UP_TO = 8  # times the fewest devices; beyond that the axis is logarithmi
 MAX_POINTS = 60  # of a loss curve; more are averaged
 
 
-def scaling(table: Table) -> bytes:
+def scaling(table: ScalingTable) -> bytes:
     """Speed-up, efficiency, throughput and memory of a table against the number of devices."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10, 7.6), layout="constrained")
@@ -77,7 +77,7 @@ def _ideal(axes: Axes, counts: Sequence[int], slope: float) -> None:
 
 
 def _panel(
-    axes: Axes, table: Table, title: str, figure_of: Callable[[Compared], tuple[float, float, float] | None]
+    axes: Axes, table: ScalingTable, title: str, figure_of: Callable[[Compared], tuple[float, float, float] | None]
 ) -> None:
     """One line per strategy, shifted a little so that none hides another, with bars from minimum to maximum."""
     labels = table.labels
@@ -111,7 +111,7 @@ def _devices_axis(axes: Axes, counts: Sequence[int], linear: bool) -> None:
     axes.minorticks_off()
 
 
-def losses(table: Table) -> bytes:
+def losses(table: ScalingTable) -> bytes:
     """The loss curves of all groups in one plot: colours for strategies, dashes for the number of devices."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10, 4.4), layout="constrained")
@@ -148,7 +148,7 @@ def _curve(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
     ]
 
 
-def projected(projection: Projection, table: Table | None) -> bytes:
+def projected(projection: Projection, table: ScalingTable | None) -> bytes:
     """Speed-up and efficiency of a projection, with the measured points of `table` (None: without)."""
     series = projection.series
     with matplotlib.rc_context(STYLE):
@@ -181,7 +181,7 @@ def projected(projection: Projection, table: Table | None) -> bytes:
         return png(figure)
 
 
-def _measured(axes: Axes, table: Table, figure_of: Callable[[Compared], float | None]) -> None:
+def _measured(axes: Axes, table: ScalingTable, figure_of: Callable[[Compared], float | None]) -> None:
     scale = 1 if table.baseline.one.devices == 1 else None  # the projection's speed-ups are over one device
     labels = table.labels
     for number, label in enumerate(labels):

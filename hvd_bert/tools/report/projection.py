@@ -13,7 +13,7 @@ from typing import Any
 
 from hvd_bert.errors import UserError
 from hvd_bert.tools.report.comparability import STRONG, WEAK, Group
-from hvd_bert.tools.report.comparison import Table, baseline_of, counted, title_of
+from hvd_bert.tools.report.comparison import ScalingTable, baseline_of, counted, title_of
 
 MAX_DEVICES = 1024
 BACKWARD = 2  # times the forward pass, as in model/flops.py, which a report must not import: it needs torch
@@ -103,7 +103,7 @@ class Projection:
         """The kind of scaling and the batch that is fixed."""
         return title_of(self.kind, self.size, self.baseline.one.unit)
 
-    def measured(self, tables: Sequence[Table]) -> Table | None:
+    def measured(self, tables: Sequence[ScalingTable]) -> ScalingTable | None:
         """The table of the same kind of scaling and the same baseline, to draw its points next to the projection's.
 
         Speed-ups of the other kind have another amount of work per device and are not comparable.
@@ -239,7 +239,7 @@ def doctors_link(report: Mapping[str, Any], cycle_s: float) -> Link:
     return Link(2 * (ranks - 1) / ranks * large / sending, latency)
 
 
-def baselines(tables: Sequence[Table], groups: Sequence[Group], chosen: tuple[str, int] | None) -> list[Group]:
+def baselines(tables: Sequence[ScalingTable], groups: Sequence[Group], chosen: tuple[str, int] | None) -> list[Group]:
     """The groups to project: the baseline of each table or, without tables, the baseline of `groups`."""
     found = {id(table.baseline): table.baseline for table in tables}
     alone = None if found else baseline_of(groups, chosen)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hvd_bert.rendering.page import DASH, Figures, Grid, Listing, Page, Picture, Text
 from hvd_bert.tools.report import content, parts, plots, run_page
 from hvd_bert.tools.report.comparability import Group
-from hvd_bert.tools.report.comparison import Table
+from hvd_bert.tools.report.comparison import ScalingTable
 from hvd_bert.tools.runs.record import Record, number_of
 from hvd_bert.tools.runs.run import Run
 
@@ -18,7 +18,7 @@ def page_of(
     records: Sequence[Record],
     runs: Sequence[Run],
     groups: Sequence[Group],
-    tables: Sequence[Table],
+    tables: Sequence[ScalingTable],
     reasons: Sequence[str],
 ) -> Page:
     """The page, without projections.
@@ -80,7 +80,7 @@ def overview(records: Sequence[Record]) -> Grid:
     return Grid([*head, *(content.SHORT.get(name, name) for name in scores)], rows, words=3)
 
 
-def _add_table(page: Page, table: Table) -> None:
+def _add_table(page: Page, table: ScalingTable) -> None:
     page.add(Text(table.title, 2), Text(f"Baseline: {table.baseline.name}."), content.speedups(table))
     if table.scales:
         alt = f"{table.title}: speed-up, efficiency and more"

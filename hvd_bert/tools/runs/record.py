@@ -34,7 +34,7 @@ State = Literal["finished", "running", "ended"]
 
 
 @dataclass(frozen=True)
-class Columns:
+class LineArrays:
     """Lines of a JSON Lines file as one array per key, NaN where a line lacks the key."""
 
     columns: Mapping[str, NDArray[np.float64]]
@@ -48,10 +48,10 @@ class Columns:
     def __getitem__(self, key: str) -> NDArray[np.float64]:
         return self.columns.get(key, np.full(len(self), math.nan))
 
-    def of(self, key: str, value: float) -> Columns:
+    def of(self, key: str, value: float) -> LineArrays:
         """The lines in which `key` has this value."""
         kept = self[key] == value
-        return Columns({name: column[kept] for name, column in self.columns.items()})
+        return LineArrays({name: column[kept] for name, column in self.columns.items()})
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class Record:
     name: str
     state: State
     trained: bool
-    steps: Columns
-    evaluations: Columns
-    gpus: Columns
+    steps: LineArrays
+    evaluations: LineArrays
+    gpus: LineArrays
     facts: Mapping[str, Any]
     settings: Mapping[str, Any]
     scores: Mapping[str, Any]
@@ -246,7 +246,7 @@ def _lines(path: Path, problems: list[str]) -> Iterator[Any]:
         problems.append(f"{path.name}: {len(damaged) - MAX_PROBLEMS:,} more lines are damaged")
 
 
-def _metrics(path: Path, problems: list[str]) -> tuple[Columns, Columns]:
+def _metrics(path: Path, problems: list[str]) -> tuple[LineArrays, LineArrays]:
     """The lines of the steps, in increasing order, and those of the evaluations."""
     steps: list[Mapping[str, Any]] = []
     evaluations: list[Mapping[str, Any]] = []
@@ -265,9 +265,9 @@ def _metrics(path: Path, problems: list[str]) -> tuple[Columns, Columns]:
     return _columns(steps), _columns(evaluations)
 
 
-def _columns(lines: Sequence[Mapping[str, Any]]) -> Columns:
+def _columns(lines: Sequence[Mapping[str, Any]]) -> LineArrays:
     keys = dict.fromkeys(key for line in lines for key in line)
-    return Columns({key: np.array([number_of(line.get(key)) for line in lines], np.float64) for key in keys})
+    return LineArrays({key: np.array([number_of(line.get(key)) for line in lines], np.float64) for key in keys})
 
 
 def _checkpoints(folder: Path, problems: list[str]) -> list[Checkpoint]:

@@ -38,10 +38,10 @@ from hvd_bert.tools.tune.search import (
     KNOBS,
     NOISE_PAIRS,
     SEARCH_PAIRS,
-    Candidate,
     Knob,
     Search,
     Setting,
+    Trial,
 )
 
 # Only steps are timed. The user's flags override these.
@@ -200,7 +200,7 @@ def print_plan(
     )
 
 
-def print_row(point: Candidate) -> None:
+def print_row(point: Trial) -> None:
     """Print a row of the table."""
     gains = " ".join(percent(ratio - 1, "+") for ratio in point.ratios)
     words = " ".join(point.setting)
@@ -214,7 +214,7 @@ def _spread(ratios: Sequence[float]) -> str:
     return f"{middle} ({low} to {high}, {len(ratios)} pairs)"
 
 
-def print_answer(runs: Runs, compared: Candidate | None, noise: float, fp16: bool) -> None:
+def print_answer(runs: Runs, compared: Trial | None, noise: float, fp16: bool) -> None:
     """Print what to set, if anything. `compared`: the best point, compared with the defaults."""
     print()
     if compared is None:

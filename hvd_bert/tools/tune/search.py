@@ -43,7 +43,7 @@ class Measure(Protocol):
 
 
 @dataclass
-class Candidate:
+class Trial:
     """A candidate, its baseline, the ratios of its pairs, and the verdict on it."""
 
     setting: Setting
@@ -67,7 +67,7 @@ class Search:
 
     measure: Measure
     max_pairs: int
-    on_verdict: Callable[[Candidate], None]
+    on_verdict: Callable[[Trial], None]
     noise: float = MIN_NOISE
 
     def measure_noise(self) -> float:
@@ -87,8 +87,8 @@ class Search:
                 best = max(faster, key=lambda point: point.gain).setting
         return best
 
-    def _test(self, setting: Setting, baseline: Setting) -> Candidate:
-        point = Candidate(setting, baseline)
+    def _test(self, setting: Setting, baseline: Setting) -> Trial:
+        point = Trial(setting, baseline)
         while not point.verdict:
             pair = self.measure(SEARCH, setting, baseline, len(point.ratios) + 1, then=self.max_pairs)
             if pair is None:
@@ -110,12 +110,12 @@ class Search:
             return NOT_FASTER
         return (FASTER if min(ratios) > 1 else NOT_FASTER) if last else ""
 
-    def compare(self, best: Setting) -> Candidate:
+    def compare(self, best: Setting) -> Trial:
         """Compare the best setting with the defaults, in new pairs: the search's own pairs overstate the winner's gain.
 
         The best setting is faster if it was faster in every pair and the median gain is above the noise.
         """
-        point = Candidate(best, ())
+        point = Trial(best, ())
         for repeat in range(self.max_pairs):
             pair = self.measure(FINAL, best, (), repeat + 1)
             if pair is None or pair.ratio is None:
