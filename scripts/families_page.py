@@ -36,8 +36,7 @@ Windows equal run_qa's. Special tokens and token types follow the model's own to
 always gets them, also where the tokenizer returns none by default (ALBERT, RemBERT, Splinter). `--torch_compile` needs
 layers that are built as BERT's.
 
-Tests compare each family with transformers (logits to 1e-5, gradients to 1e-4 of their size), and the windows with
-run_qa's for each kind of fast tokenizer.
+Tests compare each family with transformers: logits to 1e-5, gradients to 1e-4 of their size.
 """
 
 
