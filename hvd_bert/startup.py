@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
-from hvd_bert.config import command_line
 from hvd_bert.config.parser import HELP, Parser
 from hvd_bert.distributed.launch import LaunchError, find_launcher, speaks_first
 from hvd_bert.distributed.signals import watch_launcher
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 
 def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Config]) -> NoReturn:
     """Join the world and run `main` on every rank. `parse` reads the command line, and prints --help."""
+    from hvd_bert.config import command_line  # yaml, which the doctor may find missing
+
     argv = sys.argv[1:]
     print_on_one_rank(argv)
     _check_working_directory()

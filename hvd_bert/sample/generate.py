@@ -90,16 +90,9 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m hvd_bert.sample.generate",
         description="Write the sample's questions (SQuAD v1.1 and v2.0 JSON) and their vocabulary.",
     )
-    parser.add_argument(
-        "--out", metavar="DIR", required=True, help="Folder to write to; created if missing. (required)"
-    )
-    parser.add_argument(
-        "--seed",
-        metavar="N",
-        type=int,
-        default=SEED,
-        help="Seed of the random text; the default gives the files that training uses. (default: %(default)s)",
-    )
+    parser.add_argument("--out", metavar="DIR", required=True, help="Folder; created if missing. (required)")
+    seed = "Seed of the random text; the default gives the files that training uses. (default: %(default)s)"
+    parser.add_argument("--seed", metavar="N", type=int, default=SEED, help=seed)
     return parser
 
 

@@ -86,12 +86,6 @@ def sums_of_a_shape_have_one_name(ranks: Ranks) -> None:
 
 
 @check_every_strategy
-def raise_on_all_ranks_lets_success_pass(ranks: Ranks) -> None:
-    with ranks.world.raise_on_all_ranks():
-        pass
-
-
-@check_every_strategy
 def error_of_one_rank_is_raised_on_all_ranks(ranks: Ranks) -> None:
     world = ranks.world
     last = world.size - 1
