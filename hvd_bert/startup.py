@@ -34,7 +34,6 @@ def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Confi
         end_when_lost()
         parse(argv)
     with collector_paused():
-        from hvd_bert.config import command_line  # needs yaml; the doctor reports that it is missing
         from hvd_bert.distributed.runner import run_as_rank
     run_as_rank(main, **command_line.before_joining(argv, parse))
 
