@@ -33,8 +33,8 @@ def each(names: str | Sequence[str], rows: Iterable[Any], ids: Any = None) -> Ca
 
     Each row has a `tmp_path`, a `monkeypatch` and captured output of its own. Other fixtures are shared.
     """
-    arguments = [names] if isinstance(names, str) and "," not in names else names
-    arguments = [name.strip() for name in arguments.split(",")] if isinstance(arguments, str) else list(arguments)
+    arguments = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    single = isinstance(names, str) and len(arguments) == 1
     table = list(rows)
     assert table, "a table without rows tests nothing"
 
@@ -46,7 +46,7 @@ def each(names: str | Sequence[str], rows: Iterable[Any], ids: Any = None) -> Ca
         def every_row(*instance: Any, **fixtures: Any) -> None:
             failures = []
             for number, row in enumerate(table):
-                values = dict(zip(arguments, [row] if isinstance(names, str) else row, strict=True))
+                values = dict(zip(arguments, [row] if single else row, strict=True))
                 try:
                     with ExitStack() as stack:
                         test(*instance, **_of_one_row(fixtures, number, stack), **values)

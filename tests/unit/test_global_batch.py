@@ -37,7 +37,7 @@ def test_global_batch_is_kept_on_any_number_of_ranks(size):
             ["--global_batch", "32", "--gradient_accumulation_steps", "2"],
             "--gradient_accumulation_steps 2: --global_batch 32 takes 1 pass(es) of at most 8 windows on each of 4",
         ),
-        (["--global_batch", "0"], "--global_batch 0: must be at least 1, or -1 to leave it out"),
+        (["--global_batch", "0"], "--global_batch 0: must be at least 1"),
     ],
     ids=" ".join,
 )
