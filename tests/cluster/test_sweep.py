@@ -51,7 +51,7 @@ def test_time_limit_requeues_as_long_as_points_are_finished(
     job = cluster.submit(f"{SCRIPT} --ranks 1,4 --out out", tmp_path, pretended(STOPPED))
     start_again(cluster, job, tmp_path)
     ended = cluster.ended(job).expect(75)
-    asked = "asked: <-m> <hvd_bert.tools.bench> <sweep> <--launcher> <srun> <--ranks> <1,4> <--out> <out>"
+    asked = "asked: <-m> <hvd_bert> <bench> <sweep> <--launcher> <srun> <--ranks> <1,4> <--out> <out>"
     first, second = ended.out.split("attempt 2", 1)
     assert asked in first and asked in second, ended
     assert "(signal USR1)" in first and "(signal USR2)" in second, ended

@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 from tables import refused
+from test_world import make_world
 
 import hvd_bert
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.model.bert import load_model, load_tokenizer
 from hvd_bert.sample import files as sample
 from hvd_bert.tools.bench import speed
+from hvd_bert.tools.bench.__main__ import parse
 from hvd_bert.tools.doctor import collective
 
 REPOSITORY = Path(hvd_bert.__file__).parent.parent
@@ -81,7 +83,7 @@ def train_from_scratch(model: str) -> None:
 
 
 def bench(model: str) -> None:
-    speed._config_of(model, 1)
+    speed.random_task(model, 1, parse([])[1], make_world())
 
 
 def doctor(model: str) -> None:
