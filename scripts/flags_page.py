@@ -3,7 +3,7 @@
 
     python scripts/flags_page.py
 
-Run it after a change to a flag. `tests/unit/test_flags_page.py` checks that the page is current.
+Run it after a change to a flag. `tests/unit/test_docs.py` checks that the page is current.
 """
 
 from __future__ import annotations

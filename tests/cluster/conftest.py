@@ -50,12 +50,12 @@ def folder(cluster: Cluster) -> Iterator[Path]:
 
 @pytest.fixture
 def watched(tmp_path: Path) -> dict[str, str]:
-    """An environment whose `python` starts the trainer through watched.py."""
+    """An environment whose `python` starts the trainer through altered.py."""
     folder = tmp_path / "watched" / "bin"
     folder.mkdir(parents=True)
     python = folder / "python"
     python.write_text(
-        f'#!/bin/sh\n{ASKED_FOR_INTERFACE}\nexec "{served(sys.executable)}" "{FOLDER / "watched.py"}" "$@"\n'
+        f'#!/bin/sh\n{ASKED_FOR_INTERFACE}\nexec "{served(sys.executable)}" "{FOLDER / "altered.py"}" "$@"\n'
     )
     python.chmod(0o755)
     (folder / "horovodrun").symlink_to(programs() / "horovodrun")
@@ -82,7 +82,7 @@ def pretended(tmp_path: Path) -> Callable[[str], dict[str, str]]:
 
 @pytest.fixture
 def listeners(tmp_path: Path) -> Path:
-    """Folder in which each rank notes what listens on its host while it trains (watched.py)."""
+    """Folder in which each rank notes what listens on its host while it trains (altered.py)."""
     folder = tmp_path / "listeners"
     folder.mkdir()
     return folder

@@ -22,7 +22,7 @@ STEPS, SAVE_STEPS, GATE = 12, 4, 7  # disturbed before step 7, three steps after
 STALL_S = 20  # in place of 600
 START_S = 400.0  # until the gate, on a loaded machine
 LEFT_S = 60.0  # in which ranks may outlive their launcher
-TRAIN = f"{FOLDER / 'gated.py'} -m hvd_bert.train {SMALL} {STEPS} --save_steps {SAVE_STEPS} --no_do_eval"
+TRAIN = f"{FOLDER / 'altered.py'} -m hvd_bert.train {SMALL} {STEPS} --save_steps {SAVE_STEPS} --no_do_eval"
 ON_BOTH = "--nodes=2 --ntasks-per-node=1"
 AGENTS = f"srun {ON_BOTH} --mpi=none --kill-on-bad-exit=1 --wait=60"
 LAUNCHERS = {  # host and command

@@ -38,12 +38,12 @@ def recorded(
 ) -> dict[str, Any]:  # fmt: skip
     """Train in `folder`. Returns the object that `hvd-bert timeline --json` prints.
 
-    `slowed`: environment for slowed.py; the trainer's own flags then record all steps except the first. `one_host`:
+    `slowed`: environment for altered.py; the trainer's own flags then record all steps except the first. `one_host`:
     folder of the same training on one host, to subtract the sums inside a host.
     """
     folder.mkdir(parents=True, exist_ok=True)
     timeline = folder / "timeline.json"
-    program = f"{FOLDER / ('slowed.py' if slowed else 'ahead.py')} -m hvd_bert.train"
+    program = f"{FOLDER / ('altered.py' if slowed else 'ahead.py')} -m hvd_bert.train"
     if slowed:
         flags += f" --timeline_file {timeline} --timeline_steps 2:100000"
     env = slowed or {"HOROVOD_TIMELINE": str(timeline)}

@@ -34,10 +34,10 @@ def eight(folder: Path) -> Cluster:
 
 
 def waiting(tmp_path: Path) -> dict[str, str]:
-    """An environment whose ranks wait for the signal at a step (waiting.py)."""
+    """An environment whose ranks wait for the signal at a step (altered.py)."""
     python = tmp_path / "waiting" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FOLDER / "waiting.py"}" "$@"\n')
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FOLDER / "altered.py"}" "$@"\n')
     python.chmod(0o755)
     return {"HVD_BERT_VENV": str(python.parents[1]), "WAITING_STEP": str(STOP_STEP), "PATH": f"{python.parent}:{PATH}"}
 

@@ -34,7 +34,7 @@ def test_time_limit_saves_requeues_and_resumes(cluster: Cluster, tmp_path: Path)
     """One `sbatch` trains to the end, bit-identical, with a real time limit and Slurm's signal before it."""
     python = tmp_path / "waiting" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec "{served(sys.executable)}" "{FOLDER / "waiting.py"}" "$@"\n')
+    python.write_text(f'#!/bin/sh\nexec "{served(sys.executable)}" "{FOLDER / "altered.py"}" "$@"\n')
     python.chmod(0o755)
     waiting = {"HVD_BERT_VENV": str(python.parents[1]), "WAITING_STEP": "8"}
     waiting |= {"PATH": f"{python.parent}:{programs()}:{os.environ['PATH']}"}

@@ -57,9 +57,9 @@ def test_four_ranks_on_two_hosts(
 ) -> None:
     if "deepspeed" in how:
         pytest.importorskip("deepspeed")
-    (tmp_path / "watched.py").symlink_to(FOLDER / "watched.py")
+    (tmp_path / "altered.py").symlink_to(FOLDER / "altered.py")
     env = {"WATCHED_LOG": str(tmp_path / "watched.log"), "WATCHED_LISTENERS": str(listeners)}
-    command = STARTED[how].format(train="watched -m hvd_bert.train")
+    command = STARTED[how].format(train="altered -m hvd_bert.train")
     cluster.on("login", f"{command} {STEPS} 4", tmp_path, env).expect(0)
     assert (listening(listeners, 0), listening(listeners, 2)) == LISTENING[how]
     found = results(tmp_path / "out")

@@ -1,6 +1,6 @@
 """Runs a launcher and waits for its ranks, too: until_all_end.py FOLDER LIMIT COMMAND...
 
-FOLDER: with the ranks' process ids (gated.py). After the launcher has ended, waits at most LIMIT seconds for them.
+FOLDER: with the ranks' process ids (altered.py). After the launcher has ended, waits at most LIMIT seconds for them.
 Writes FOLDER/ends.json: when the launcher and each rank ended, in time.time(); null for a rank that was still there.
 """
 

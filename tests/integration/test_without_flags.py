@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from commands import said
 from launch import TRAIN, launcher, programs, run
-from test_console_script import make_script
+from test_startup import make_script
 
 pytestmark = pytest.mark.integration
 

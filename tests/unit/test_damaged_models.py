@@ -14,6 +14,7 @@ import hostile
 import pytest
 import torch
 from tables import each, refused
+from test_families import small
 from transformers import BertConfig, BertForQuestionAnswering, BertForSequenceClassification
 
 from hvd_bert import QuestionAnswerer
@@ -373,3 +374,49 @@ def test_remedy_fits_the_reason(tmp_path, monkeypatch, name, remedy):
     sample = "`python -m hvd_bert.train --config sample`"  # predict and evaluate have no such flag
     with pytest.raises(UserError, match=rf"'{name}' cannot be loaded .*{remedy}.*, or try {sample}"):
         load_config(name, args)
+
+
+# --- other families than BERT -------------------------------------------------------------------------
+
+HUGE = 10**9
+
+
+def load_small(name, settings, tokenizer, folder):
+    config = small(name)
+    config.vocab_size = len(tokenizer)
+    for key, value in settings.items():
+        setattr(config, key, value)
+    config.save_pretrained(folder)
+    return load_model(ModelArguments(config_name=str(folder)), tokenizer, 32, seed=1)
+
+
+@each(
+    ("name", "setting", "values", "reason"),
+    [
+        *((name, "type_vocab_size", [0], "") for name in ("albert", "roberta", "electra", "ernie", "megatron-bert")),
+        ("albert", "num_hidden_groups", [0, -1], ""),
+        ("albert", "num_hidden_groups", [HUGE], "is more than 1000"),
+        ("albert", "inner_group_num", [HUGE], "is more than 1000"),
+        ("mobilebert", "intra_bottleneck_size", [0], ""),
+        ("mobilebert", "num_feedforward_networks", [0, -1], ""),
+        ("mobilebert", "num_feedforward_networks", [HUGE], "is more than 1000"),
+        ("mobilebert", "pad_token_id", [None], ""),
+        ("mpnet", "relative_attention_num_buckets", [0], ""),
+        ("longformer", "attention_window", [0], ""),
+        ("longformer", "attention_window", [HUGE, [4, 4, HUGE]], "is more than 4096"),
+    ],
+)
+def test_damage_of_a_family_is_one_message_without_a_long_wait(name, setting, values, reason, tokenizer, tmp_path):
+    for value in values:
+        with refused(f"'{tmp_path}' cannot be loaded (", f"{setting} {value} {reason}" if reason else ""):
+            load_small(name, {setting: value}, tokenizer, tmp_path)
+
+
+def test_rotary_positions_of_the_hubs_jina_models(tokenizer, tmp_path):
+    load_small("jina_embeddings_v3", {"position_embedding_type": "rotary"}, tokenizer, tmp_path)
+    with refused("position_embedding_type"):
+        load_small("roberta", {"position_embedding_type": "rotary"}, tokenizer, tmp_path)
+
+
+def test_longformer_with_fewer_positions_than_its_window(tokenizer, tmp_path):
+    load_small("longformer", {"attention_window": 128}, tokenizer, tmp_path)

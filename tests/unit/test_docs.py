@@ -235,3 +235,22 @@ def test_symptoms_have_a_cause_and_a_fix() -> None:
         assert "**Cause:**" in body and "**Fix:**" in body, title
         ours = re.fullmatch(r"`[^`]+`", title)
         assert ours or re.fullmatch(r"[\w+ ]+: `[^`]+`", title), f"{title}: name the program before its message"
+
+
+# --- The page of flags ----------------------------------------------------------------------------
+
+
+def test_the_page_is_current():
+    written = flags_page.PAGE.read_text(encoding="utf-8")
+    assert written == flags_page.page(), "run `python scripts/flags_page.py`"
+
+
+@each("title", flags_page.OTHERS)
+def test_every_command_describes_its_flags(title):
+    parser = flags_page.OTHERS[title].make_parser()
+    assert parser.prog.startswith(("hvd-bert ", "python -m hvd_bert.sample")) and parser.description
+    actions = {action.dest: action.help or "" for action in parser._actions}
+    assert actions.pop("help")
+    for name, text in actions.items():
+        assert text[:1].isupper() or text.startswith("strong:") or text.startswith("HOROVOD_"), name
+        assert text.endswith((".", ")")) and "\n" not in text, name

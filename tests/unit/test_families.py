@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
+import families_page
 import numpy as np
 import pytest
 import torch
@@ -32,10 +31,6 @@ from hvd_bert.model.loading import load_config, num_weights
 from hvd_bert.model.precision import autocast
 from hvd_bert.strategies.fsdp import sharded_copy
 from hvd_bert.strategies.horovod import WordRows, word_embedding
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import families_page
 
 CPU = torch.device("cpu")
 PAD, CLS, SEP, QUESTION, FIRST_TOKEN, VOCABULARY = 1, 2, 3, 4, 5, 60

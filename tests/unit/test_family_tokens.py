@@ -38,9 +38,9 @@ from hvd_bert.tasks.base import load_task
 SPACES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
 
-@pytest.fixture(scope="module", params=MAKERS)
-def family_tokenizer(request):
-    return MAKERS[request.param]()
+@pytest.fixture(scope="module", params=["bert", *MAKERS])
+def family_tokenizer(request, tokenizer):
+    return tokenizer if request.param == "bert" else MAKERS[request.param]()
 
 
 def own_windows(tokenizer, questions, length, stride):
@@ -49,18 +49,18 @@ def own_windows(tokenizer, questions, length, stride):
         [question.question.lstrip() for question in questions],
         [question.context for question in questions],
         truncation="only_second", max_length=length, stride=stride, return_overflowing_tokens=True,
-        return_offsets_mapping=True,
+        return_offsets_mapping=True, return_token_type_ids=True,
     )  # fmt: skip
 
 
 @given(cases())
-@settings(max_examples=25, deadline=None)
-def test_windows_equal_those_of_the_tokenizer(family_tokenizer, case):
+@settings(max_examples=40, deadline=None)
+def test_windows_equal_those_of_the_tokenizer(family_tokenizer, tokenizer, case):
     questions, length, stride = case
-    length += 15  # a question of up to six words in single bytes must not be truncated
+    length += 15 * (family_tokenizer is not tokenizer)  # six words in single bytes must not be truncated
     rows, counts = to_windows(family_tokenizer, questions, length, stride)
     expected = own_windows(family_tokenizer, questions, length, stride)
-    assert counts.shortened_questions == 0
+    assert (counts.questions, counts.windows, counts.shortened_questions) == (len(questions), len(rows), 0)
     assert [row["input_ids"] for row in rows] == expected["input_ids"]
     assert [row["question"] for row in rows] == expected["overflow_to_sample_mapping"]
     for number, (row, offsets) in enumerate(zip(rows, expected["offset_mapping"], strict=True)):
@@ -68,6 +68,12 @@ def test_windows_equal_those_of_the_tokenizer(family_tokenizer, case):
         if context:
             assert [row["context_start"], row["context_end"]] == [context[0], context[-1] + 1]
         assert spans_of(row) == offsets[row["context_start"] : row["context_end"]]
+        if family_tokenizer is tokenizer:
+            first, size = row["context_start"], len(row["input_ids"])
+            assert (row["context_end"], expected["token_type_ids"][number]) == (
+                size - 1,
+                [0] * first + [1] * (size - first),
+            )
 
 
 @each("answer", ["red", "pale grey-green", "42", "1940"])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
+from statistics import fmean
 
+import published_figures
 import pytest
 from documented import undocumented
 from hypothesis import given, settings
@@ -365,3 +368,20 @@ def test_error_for_one_run_that_cannot_be_projected(tmp_path, capsys, changed, f
     assert main([str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--gbps", "25", *flags]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+# The projection's cost per weight, and the model's error against published figures
+
+
+def test_the_cost_per_weight_starts_with_the_second_device():
+    step = Step(1.0, 0.1, 100e6, overhead_s=0.2)
+    for kind in (WEAK, STRONG):
+        one, four = (project(step, devices, kind, FAST) for devices in (1, 4))
+        bare = project(replace(step, overhead_s=0.0), 4, kind, FAST)
+        assert (one.step_s, four.step_s - bare.step_s) == pytest.approx((1.1, 0.2))
+        assert four.exposed_s == bare.exposed_s  # it is no communication
+
+
+def test_published_series_are_off_by_less_than_3_points():
+    model, bound = (fmean(published_figures.errors(cost)) for cost in (projection.NS_PER_WEIGHT, 0.0))
+    assert model < 3 < bound

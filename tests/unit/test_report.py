@@ -269,6 +269,11 @@ def test_weak_scaling_compares_losses_on_as_many_devices(tmp_path):
     caveat = "weak scaling: 8 windows per device and step: the losses of horovod, 4 ranks were compared with no other"
     assert caveat in markdown(tmp_path)
     assert "the losses do not agree" in row(rows, "weak", "fsdp", 2)["reason"]
+    lines = markdown(tmp_path).splitlines()
+    at = next(number for number, line in enumerate(lines) if "| compared with |" in line)
+    compared = [(*line.strip("| ").split(" | ")[:2], line.split(" | ")[8]) for line in lines[at + 2 : at + 7]]
+    own = {("none", "1", "baseline"), ("horovod", "2", "reference"), ("horovod", "4", "-")}
+    assert {*compared} >= own | {("ddp", "2", "horovod, 2 ranks")}
 
 
 def test_baseline(tmp_path, capsys):
@@ -562,23 +567,6 @@ def test_caveats(tmp_path):
 def test_invalid_flags(tmp_path, capsys, flags, named):
     make_run(tmp_path / "run")
     assert named in refused(tmp_path, capsys, *flags)
-
-
-def test_the_table_names_the_group_that_losses_are_compared_with(tmp_path):
-    make_run(tmp_path / "runs/none", "none", 1, 8)
-    make_run(tmp_path / "runs/hvd", "horovod", 2, 16, 19)
-    make_run(tmp_path / "runs/ddp", "ddp", 2, 16, 18)
-    make_run(tmp_path / "runs/alone", "horovod", 4, 32, 36)
-    report(tmp_path)
-    lines = markdown(tmp_path).splitlines()
-    at = next(number for number, line in enumerate(lines) if "| compared with |" in line)
-    found = {tuple(line.strip("| ").split(" | ")[:2]): line.split(" | ")[8] for line in lines[at + 2 : at + 6]}
-    assert found == {
-        ("none", "1"): "baseline",
-        ("horovod", "2"): "reference",
-        ("ddp", "2"): "horovod, 2 ranks",
-        ("horovod", "4"): "-",
-    }
 
 
 def test_points_that_a_sweep_skipped_are_listed_with_the_reason(tmp_path, capsys):

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
+import pytest
 from tables import each
+
+import hvd_bert
+from hvd_bert import __main__ as console
 
 HEAVY = {
     "torch",
@@ -98,3 +104,68 @@ def test_these_tests_detect_imports() -> None:
     question = ("--context", "a", "--question", "b")
     _, imported = imported_by("hvd_bert.predict", "nowhere", *question, missing=("hvd_bert.model.bert",))
     assert "torch" in imported
+
+
+# `hvd-bert COMMAND`: each command under one name, by the script that pip makes of pyproject.toml's entry point
+
+PYPROJECT = Path(hvd_bert.__file__).parents[1] / "pyproject.toml"
+
+
+def make_script(folder: Path, python: str | Path = sys.executable) -> Path:
+    """What pip writes for the entry point."""
+    (entry,) = re.findall(r'^hvd-bert = "([\w.]+):(\w+)"$', PYPROJECT.read_text(encoding="utf-8"), re.MULTILINE)
+    script = folder / "hvd-bert"
+    script.write_text(f"#!{python}\nimport sys\nfrom {entry[0]} import {entry[1]}\nsys.exit({entry[1]}())\n")
+    script.chmod(0o755)
+    return script
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_script(tmp_path_factory.mktemp("bin"))
+
+
+def run(script: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, sys.path))
+    env = {**os.environ, "PYTHONPATH": path, **environ}
+    return subprocess.run([script, *words], capture_output=True, text=True, env=env, timeout=60, check=False)
+
+
+def test_every_command_is_listed_with_its_purpose(script: Path) -> None:
+    listed = dict(re.findall(r"^  (\w+) +(\S.*)$", run(script, "--help").stdout, re.MULTILINE))
+    assert listed.keys() >= {"bench", "doctor", "predict", "report", "timeline", "train", "tune"}
+    mains = (path.parent.name for path in Path(hvd_bert.__file__).parent.glob("**/*/__main__.py"))
+    assert list(listed) == sorted(mains)
+    assert [name for name, purpose in listed.items() if not purpose.endswith(".")] == [], "one line each"
+
+
+def test_a_command_runs_as_by_its_module(script: Path) -> None:
+    done = run(script, "doctor", "--sise", "3")
+    module = [sys.executable, "-m", "hvd_bert.tools.doctor", "--sise", "3"]
+    expected = subprocess.run(module, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected.stderr)
+
+
+@each(("word", "hint"), [("trian", " Did you mean train?"), ("xyz", ""), ("--train", " Did you mean train?")])
+def test_unknown_command(script: Path, word: str, hint: str) -> None:
+    done = run(script, word)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"hvd_bert: unknown command '{word}'.{hint} `hvd-bert --help` lists the commands.\n"
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["trian"]], ids=str)
+def test_only_rank_0_prints(script: Path, words: list[str]) -> None:
+    printed = [run(script, *words, HOROVOD_RANK=rank, HOROVOD_SIZE="2") for rank in "01"]
+    assert printed[0].stdout + printed[0].stderr
+    assert (printed[1].returncode, printed[1].stdout, printed[1].stderr) == (0, "", "")
+
+
+def test_version(script: Path) -> None:
+    assert run(script, "--version").stdout == f"hvd-bert {hvd_bert.__version__}\n"
+
+
+def test_commands_are_imported_only_to_run_them() -> None:
+    program = "import sys, hvd_bert.__main__ as c; c.description(); print({m.split('.')[0] for m in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert not set(re.findall(r"'(\w+)'", done.stdout)) & {"argparse", "numpy", "torch", "transformers", "yaml"}
+    assert console.commands()

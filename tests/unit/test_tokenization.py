@@ -65,28 +65,6 @@ def cases(draw):
 
 
 @given(cases())
-@settings(max_examples=150, deadline=None)
-def test_windows_equal_those_of_the_tokenizer(tokenizer, case):
-    questions, length, stride = case
-    rows, counts = to_windows(tokenizer, questions, length, stride)
-    expected = tokenizer(
-        [question.question.lstrip() for question in questions],
-        [question.context for question in questions],
-        truncation="only_second", max_length=length, stride=stride,
-        return_overflowing_tokens=True, return_offsets_mapping=True, return_token_type_ids=True,
-    )  # fmt: skip
-    assert [row["input_ids"] for row in rows] == expected["input_ids"]
-    assert [row["question"] for row in rows] == expected["overflow_to_sample_mapping"]
-    for row, types, offsets in zip(rows, expected["token_type_ids"], expected["offset_mapping"], strict=True):
-        first, last = row["context_start"], row["context_end"]
-        assert types == [0] * first + [1] * (len(row["input_ids"]) - first)
-        assert last == len(row["input_ids"]) - 1
-        assert spans_of(row) == offsets[first:last]
-    assert counts.questions == len(questions)
-    assert counts.windows == len(rows)
-
-
-@given(cases())
 @settings(max_examples=300, deadline=None)
 def test_label_is_exact_in_each_window_with_the_whole_answer(tokenizer, case):
     questions, length, stride = case

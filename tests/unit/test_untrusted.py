@@ -6,8 +6,11 @@ import ast
 import copy
 import json
 import os
+import shutil
 import stat
+import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +21,26 @@ import test_hostile_checkpoints as checkpoints
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from made_runs import make_run
-from tables import each
-from test_no_foreign_code import PROGRAMS
+from tables import each, refused
 from test_tokenization import answer_of, to_windows
 from test_tokenization import texts as passages
+from test_world import make_world
 
+import hvd_bert
 from hvd_bert.checkpoint import files, resume
 from hvd_bert.checkpoint.files import CorruptCheckpoint
+from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data import window_table
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.questions import Question
 from hvd_bert.errors import UserError
+from hvd_bert.model.bert import load_model, load_tokenizer
 from hvd_bert.output.reporters import tensorboard
+from hvd_bert.sample import files as sample
 from hvd_bert.storage import written
+from hvd_bert.tools.bench import speed
+from hvd_bert.tools.bench.__main__ import parse
+from hvd_bert.tools.doctor import collective
 from hvd_bert.tools.runs import reading, record
 from hvd_bert.train import saving
 
@@ -43,15 +53,19 @@ JSON = st.recursive(
 
 # --- no code ------------------------------------------------------------------------------------------
 
+REPOSITORY = Path(hvd_bert.__file__).parent.parent
+FOLDERS = ("hvd_bert", "benchmarks", "examples", "scripts")
+PROGRAMS = [path for folder in FOLDERS for path in sorted((REPOSITORY / folder).rglob("*.py"))]
 # Calls that run what a file holds, and the argument without which they do.
 FORBIDDEN = {"eval", "exec", "os.system", "os.popen", "tempfile.mktemp", "yaml.unsafe_load", "yaml.full_load"}
 FORBIDDEN |= {"pickle.load", "pickle.loads", "pickle.Unpickler"}  # the module's errors may be named
 MODULES = {"cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "imp"}
+LOADERS = ("from_pretrained", "from_config", "load_dataset")  # of a folder or the hub
 SAFE_WITH = {"torch.load": ("weights_only", "True"), "yaml.load": ("Loader", "_yaml_loader()")}
 
 
 def test_no_program_unpickles_or_runs_text() -> None:
-    found = []
+    found, loaders = [], 0
     for path in PROGRAMS:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import | ast.ImportFrom):
@@ -64,8 +78,11 @@ def test_no_program_unpickles_or_runs_text() -> None:
             unsafe = name in FORBIDDEN or flags.get("shell", "False") != "False"
             unsafe |= flags.get("allow_pickle", "False") != "False" or name.split(".")[-1] == "load_module"
             unsafe |= name in SAFE_WITH and flags.get(SAFE_WITH[name][0]) != SAFE_WITH[name][1]
+            if name.split(".")[-1] in LOADERS:
+                loaders += 1
+                unsafe |= flags.get("trust_remote_code") != "False"
             found += [where] if unsafe else []
-    assert found == []
+    assert found == [] and loaders >= 8, "the search finds them"
 
 
 def test_a_script_in_a_data_set_never_runs(tmp_path: Path) -> None:
@@ -222,3 +239,64 @@ def test_an_answer_maps_back_to_exactly_its_text(
     labelled = [row for row in rows if row["end_position"]]
     assert labelled or counts.cut_answers + counts.tokenless_answers
     assert {answer_of(asked, row).strip() for row in labelled} <= {text.strip()}
+
+
+# No code of a model's folder or of a data set runs, and nobody is asked whether it may
+
+CODE = """
+import pathlib
+pathlib.Path({ran!r}).touch()
+from transformers import BertConfig, BertTokenizer
+class Config(BertConfig): model_type = "own"
+class Tokenizer(BertTokenizer): pass
+"""
+CONFIG = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModel": "own.Model"}}
+TOKENIZER = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Tokenizer", "own.Tokenizer"]}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder whose configuration and tokenizer name code that is next to them."""
+    target = tmp_path / "model"
+    target.mkdir()
+    for name in ("config.json", "tokenizer_config.json", "vocab.txt"):
+        shutil.copy(Path(sample.__file__).parent / name, target)
+    for name, own in (("config.json", CONFIG), ("tokenizer_config.json", TOKENIZER)):
+        path = target / name
+        path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | own), encoding="utf-8")
+    (target / "own.py").write_text(CODE.format(ran=str(tmp_path / "ran")), encoding="utf-8")
+    return target
+
+
+def train(model: str) -> None:
+    load_tokenizer(ModelArguments(model_name_or_path=model))
+
+
+def train_from_scratch(model: str) -> None:
+    load_model(ModelArguments(config_name=model), None, 32, seed=1)
+
+
+def bench(model: str) -> None:
+    speed.random_task(model, 1, parse([])[1], make_world())
+
+
+def doctor(model: str) -> None:
+    collective.gradient_bytes(model)
+
+
+@pytest.mark.parametrize("answer", ["", "y\n"], ids=["silent", "yes"])
+@pytest.mark.parametrize("load", [train, train_from_scratch, bench, doctor])
+def test_code_is_refused_without_a_question(
+    folder: Path, tmp_path: Path, load: Callable[[str], Any], answer: str, monkeypatch, capfd
+) -> None:
+    reading, writing = os.pipe()  # stays open: a question would wait for an answer
+    with os.fdopen(reading) as stdin, os.fdopen(writing, "w") as terminal:
+        terminal.write(answer)
+        terminal.flush()
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with refused(folder):
+            load(str(folder))
+        if answer:
+            assert stdin.readline() == answer  # nobody has read it
+    assert "custom code" not in "".join(capfd.readouterr())
+    assert not (tmp_path / "ran").exists()

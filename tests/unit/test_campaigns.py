@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
+import pytest
 import run_mutants
+from launch import REPOSITORY, run
 
 
 def test_mutants_without_a_result_run_once(tmp_path, monkeypatch, capsys):
@@ -22,3 +26,13 @@ def test_mutants_without_a_result_run_once(tmp_path, monkeypatch, capsys):
     run_mutants.summarize(["*"])
     counts = "3 mutants, 1 killed (0 ended), 1 survived, 1 left"
     assert capsys.readouterr().out == f"not called by any test {name}\nhvd_bert/data/window_table.py: {counts}\n"
+
+
+# A short form of the campaign of interrupted runs
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("campaign", [["resumes", "--resumes", "3"], ["kills", "--minutes", "3"]], ids=str)
+def test_interrupted_runs_equal_uninterrupted_ones(tmp_path: Path, campaign: list[str]) -> None:
+    program = REPOSITORY / "benchmarks" / "long_runs.py"
+    run([sys.executable, program, *campaign, "--out", tmp_path / "out"], tmp_path, timeout=900, cold=True).expect(0)

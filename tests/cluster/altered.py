@@ -1,5 +1,11 @@
-"""`python -m hvd_bert.train` that records which ranks tokenize, and in which rank 1 can fail: watched.py -m MODULE ...
+"""`python -m hvd_bert.train` with what these variables ask for: altered.py -m MODULE ...
 
+SLOWED_RANK, SLOWED_S: this rank sleeps so many seconds in each step, before the backward pass.
+WAITING_STEP: before the backward pass of this step, counted from 1, a job's first attempt waits for the time limit's
+  signal. One that arrives while the trainer starts is delayed until then, so that the test does not depend on the speed
+  of the machine.
+GATED_FOLDER: where each rank writes its process id to `RANK.pid`; has the pipes `reached` and `go`.
+GATED_STEP: before this step, counted from 1, rank 0 writes to the first and reads from the second; 0: never.
 WATCHED_LOG: file for a line "HOST RANK tokenises" per table of windows that is built, and "failed TIME".
 WATCHED_FAULT: rank 1's failure in its second step: kill (SIGKILL), raise, or stall (it reads from a pipe without a
   writer); or import: a package is missing.
@@ -15,10 +21,13 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from hvd_bert.distributed.launch import find_launcher
 
 MISSING = "hvd_bert.evaluation.evaluator"
 
@@ -65,10 +74,7 @@ class Lacking:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-def watch() -> None:
-    from hvd_bert.distributed.launch import find_launcher
-
-    rank = find_launcher(os.environ).rank
+def watch(rank: int | None) -> None:
     fault = os.environ.get("WATCHED_FAULT") if rank == 1 else None
     if fault == "import":
         sys.meta_path.insert(0, Lacking())
@@ -105,7 +111,53 @@ def watch() -> None:
         Meter.end_step = looking  # type: ignore[method-assign]
 
 
+def before_each_backward(act: Callable[[int], object]) -> None:
+    """Call `act` with the number of the step, counted from 1, before its backward pass."""
+    from hvd_bert.strategies.horovod import HorovodStrategy
+
+    backward, steps = HorovodStrategy.backward, []
+
+    def altered(self: HorovodStrategy, loss: Any) -> None:
+        steps.append(1)
+        act(len(steps))
+        backward(self, loss)
+
+    HorovodStrategy.backward = altered  # type: ignore[method-assign]
+
+
+def wait_for_the_signal(step: int) -> None:
+    if step == int(os.environ["WAITING_STEP"]):
+        signal.sigwait({signal.SIGUSR1})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+        os.kill(os.getpid(), signal.SIGUSR1)  # for the trainer's handler
+
+
+def wait_at_the_gate(folder: Path, rank: int) -> None:
+    from hvd_bert.data.collate import Prefetcher
+
+    (folder / f"{rank}.pid").write_text(str(os.getpid()))
+    of_step = Prefetcher.of_step
+
+    def gated(self: Prefetcher, number: int) -> Any:
+        if rank == 0 and number + 1 == int(os.environ["GATED_STEP"]):
+            (folder / "reached").write_text("reached")
+            with (folder / "go").open() as go:
+                go.read(1)
+        return of_step(self, number)
+
+    Prefetcher.of_step = gated  # type: ignore[method-assign]
+
+
 assert sys.argv[1] == "-m"
-watch()
+rank = find_launcher(os.environ).rank
+if os.environ.get("SLOWED_RANK") == str(rank):
+    before_each_backward(lambda step: time.sleep(float(os.environ["SLOWED_S"])))  # simulates a slow device
+if "WAITING_STEP" in os.environ and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # inherited by later threads
+    before_each_backward(wait_for_the_signal)
+if "GATED_FOLDER" in os.environ:
+    wait_at_the_gate(Path(os.environ["GATED_FOLDER"]), rank or 0)
+if "WATCHED_LOG" in os.environ:
+    watch(rank)
 del sys.argv[:2]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,0 +1,116 @@
+"""Entries of ranks that end, fail, warn or cannot meet, for test_entries.py: entries.py ENTRY STRATEGY WORDS...
+
+ending FOLDER [STATUS]: leaves work to the end of its process. Each rank appends the stages of that end to its own file
+  in FOLDER. With STATUS all ranks fail with it.
+failing FOLDER KIND: rank 1 fails while the others wait for it in a collective.
+warning FORMAT FAILURE: ranks warn, of the same and of different things, and rank 1 may then fail. FORMAT: plain or
+  default. FAILURE: none, UserError, RuntimeError (as in no user's mistake).
+unmet RANK store|group: RANK cannot reach the others, at rank 0's store or in the group made through it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from hvd_bert.distributed import rendezvous
+from hvd_bert.distributed.launch import find_launcher
+from hvd_bert.distributed.runner import run_as_rank
+from hvd_bert.distributed.world import CollectiveError, World, log
+from hvd_bert.errors import UserError
+
+
+def say(path: Path, words: str) -> None:
+    with path.open("a") as file:
+        file.write(words + "\n")
+
+
+class Remains:
+    """An object that lives until Python is finalized."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("a")
+
+    def __del__(self) -> None:
+        self.file.write("taken apart\n")
+        self.file.close()
+
+
+def ending(world: World, folder: str, status: str = "") -> None:
+    global remains
+    path = Path(folder) / f"rank{world.rank}"
+    remains = Remains(path)
+    atexit.register(partial(say, path, "atexit"))
+
+    def write() -> None:  # like a checkpoint's writer that has not finished
+        threading.main_thread().join()
+        say(path, "thread")
+
+    threading.Thread(target=write).start()
+    if status:
+        raise CollectiveError("all know it", status=int(status))
+
+
+def failing(world: World, folder: str, kind: str) -> None:
+    world.allgather("all are here")
+    if world.rank == 1:
+        (Path(folder) / "failed_at").write_text(str(time.time()))
+        raise UserError("a mistake on its own") if kind == "UserError" else RuntimeError("broken")
+    if kind == "allgather":
+        world.allgather("waiting for rank 1")
+    world.sum(torch.ones(1))
+
+
+def warning(world: World, log_format: str, failure: str) -> None:
+    with world.raise_on_all_ranks():
+        log.info("started")
+        log.warning("the disk is slow")
+        warnings.warn("an old call", FutureWarning, stacklevel=1)
+        if world.rank == 1:
+            log.warning("the disk is %d%% full", 90)
+            if failure != "none":
+                raise UserError("the disk is full") if failure == "UserError" else RuntimeError("broken")
+    log.warning("too late for all ranks")
+
+
+def unmet(world: World, rank: str, where: str) -> None:
+    print(f"rank {world.rank} is in", flush=True)
+
+
+def lose(rank: int, where: str) -> None:
+    connects, begins = rendezvous.TCPStore, distributed.init_process_group
+    lost = find_launcher(os.environ).rank == rank
+
+    def connect(host: str, *args: Any, **options: Any) -> Any:
+        """The store's host uses a name that RANK cannot resolve."""
+        return connects("unknown.invalid" if lost else host, *args, **options)
+
+    def begin(*args: Any, **options: Any) -> None:
+        if lost:
+            raise RuntimeError("connectFullMesh failed")
+        begins(*args, **options)
+
+    rendezvous.gloo_timeout_s = lambda environ: 5
+    if where == "store":
+        rendezvous.TCPStore = connect
+    else:
+        distributed.init_process_group = begin
+
+
+if __name__ == "__main__":
+    _, name, strategy, *words = sys.argv
+    if name == "unmet":
+        lose(int(words[0]), words[1])
+    entry = {"ending": ending, "failing": failing, "warning": warning, "unmet": unmet}[name]
+    log_format = words[0] if name == "warning" and words[0] != "default" else None
+    run_as_rank(lambda world: entry(world, *words), strategy, log_format=log_format)

@@ -1,0 +1,134 @@
+"""Ranks of entries.py: the end of their processes, a rank that fails alone, warnings, ranks that cannot meet."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import TIME, said
+from launch import Outcome, launcher, run
+from tables import each
+
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE
+
+pytestmark = pytest.mark.integration
+HOST = os.uname().nodename
+
+
+def two_ranks(folder: Path, by: str, *words: object, cold: bool = False) -> Outcome:
+    """Two ranks of `entries.py WORDS...`, which must not hang."""
+    program = Path(__file__).with_name("entries.py")
+    outcome = run([*launcher(2, by), sys.executable, str(program), *map(str, words)], folder, cold=cold)
+    assert not outcome.hung, outcome
+    return outcome
+
+
+@each(
+    ("by", "strategy", "taken_apart", "status"),
+    [("mpirun", "horovod", True, 0), ("mpirun", "fsdp", False, 75), ("torchrun", "ddp", False, 0)],
+)
+def test_rank_finishes_what_it_began(tmp_path: Path, by: str, strategy: str, taken_apart: bool, status: int) -> None:
+    """Python must not be finalized alongside threads of torch's Gloo: they abort the process (pytorch#190489)."""
+    outcome = two_ranks(tmp_path, by, "ending", strategy, tmp_path, *([status] if status else []), cold=True)
+    if by == "mpirun":
+        outcome.expect(status)  # torchrun's own status is 1 for any failed rank
+    assert bool(outcome.status) == bool(status), outcome
+    assert said(outcome).count("hvd_bert: all know it") == bool(status), outcome
+    for rank in range(2):
+        ended = ["thread", "atexit", *(["taken apart"] if taken_apart else [])]
+        assert (tmp_path / f"rank{rank}").read_text().splitlines() == ended, outcome
+
+
+@pytest.mark.parametrize(
+    ("by", "kind", "strategy"),
+    [
+        ("mpirun", "sum", "horovod"),
+        ("mpi", "allgather", "horovod"),
+        ("gloo", "sum", "horovod"),
+        ("gloo", "UserError", "horovod"),
+        ("torchrun", "sum", "ddp"),
+        ("mpi", "UserError", "fsdp"),
+    ],
+)
+def test_failing_rank_ends_all(by: str, kind: str, strategy: str, tmp_path: Path) -> None:
+    outcome = two_ranks(tmp_path, by, "failing", strategy, tmp_path, kind)
+    assert time.time() - float((tmp_path / "failed_at").read_text()) < 30, outcome
+    assert outcome.status != 0, outcome
+    output, where = said(outcome), f"rank 1 on {HOST}"
+    if kind == "UserError":
+        assert output.count(f"hvd_bert: {where}: a mistake on its own") == 1, outcome
+    else:
+        assert output.count(f"{where} failed:") == 1, outcome
+        assert "RuntimeError: broken" in output, outcome
+    assert output.count(where) == 1, outcome
+
+
+# --- warnings: each once, with its ranks, with or without times, also if the run fails right after -------
+
+
+def lines_of(by: str, strategy: str, log_format: str, failure: str, folder: Path) -> list[str]:
+    """The lines of the ranks, without times if all have one, or if none is to have one."""
+    outcome = two_ranks(folder, by, "warning", strategy, log_format, failure)
+    assert bool(outcome.status) == (failure != "none"), outcome
+    timed = TIME.findall(re.sub(r"^\[[\d,]+\]<stdout>:", "", outcome.output, flags=re.MULTILINE))
+    assert bool(timed) == (log_format == "default"), outcome  # under every launcher, also on Open MPI's terminal
+    return said(outcome).splitlines()
+
+
+def count(lines: list[str], pattern: str) -> int:
+    return sum(bool(re.fullmatch(pattern, line)) for line in lines)
+
+
+WAYS = pytest.mark.parametrize(("by", "strategy"), [("mpirun", "horovod"), ("gloo", "horovod"), ("torchrun", "ddp")])
+
+
+@pytest.mark.parametrize(("log_format", "failure"), [("plain", "none"), ("default", "UserError")])
+@WAYS
+def test_each_warning_is_one_line(by: str, strategy: str, log_format: str, failure: str, tmp_path: Path) -> None:
+    lines = lines_of(by, strategy, log_format, failure, tmp_path)
+    assert count(lines, "started") == 1, lines
+    assert count(lines, "ranks 0, 1: the disk is slow") == count(lines, ".*the disk is slow") == 1, lines
+    assert count(lines, "ranks 0, 1: .*: FutureWarning: an old call") == count(lines, ".*an old call") == 1, lines
+    assert count(lines, "rank 1: the disk is 90% full") == count(lines, ".*90% full") == 1, lines
+    if failure == "none":
+        assert count(lines, "too late for all ranks") == count(lines, "rank 1: too late for all ranks") == 1, lines
+    else:
+        assert count(lines, "hvd_bert: rank 1 on .*: the disk is full") == 1, lines
+
+
+@WAYS
+def test_rank_that_fails_right_after_loses_no_warning(by: str, strategy: str, tmp_path: Path) -> None:
+    lines = lines_of(by, strategy, "default", "RuntimeError", tmp_path)
+    for text in ("the disk is slow", "the disk is 90% full", ".*: FutureWarning: an old call"):
+        assert count(lines, f"rank 1: {text}") == 1, lines
+    assert count(lines, "rank 1 on .* failed:") == 1, lines
+
+
+# --- ranks that have joined through Horovod but do not reach the key-value store ------------------------
+
+
+@each("rank", [0, 1])
+def test_rank_that_cannot_reach_the_others_is_named_once(tmp_path: Path, rank: int) -> None:
+    outcome = two_ranks(tmp_path, "mpirun", "unmet", "ddp", rank, "store").expect(EXIT_BAD_INPUT)
+    assert said(outcome).count("hvd_bert: ") == 1, outcome
+    here = f"rank {rank} on its host: {HOST}"
+    assert f"hvd_bert: {here} cannot reach the other ranks at 127.0.0.1:" in said(outcome), outcome
+    assert "is in" not in outcome.output
+
+
+def test_rank_that_fails_while_the_group_is_made_ends_all(tmp_path: Path) -> None:
+    outcome = two_ranks(tmp_path, "gloo", "unmet", "ddp", 1, "group")
+    assert outcome.status == EXIT_FAILURE, outcome
+    assert said(outcome).count("RuntimeError: connectFullMesh failed") == 1, outcome
+    assert "is in" not in outcome.output
+
+
+def test_horovod_trains_without_that_store(tmp_path: Path) -> None:
+    """Without the store a stalled rank cannot be named."""
+    outcome = two_ranks(tmp_path, "gloo", "unmet", "horovod", 0, "store").expect(0)
+    assert said(outcome).count("If a rank stalls, it cannot be named: ") == 1, outcome
+    assert said(outcome).count("is in") == 2, outcome
