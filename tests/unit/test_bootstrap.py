@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from hvd_bert.evaluation import slices
-from hvd_bert.evaluation.slices import Difference, paired_difference
+from hvd_bert.tools.evaluate import slices
+from hvd_bert.tools.evaluate.slices import Difference, paired_difference
 
 PERCENT = st.floats(0, 100)
 PAIRS = st.integers(1, 30).flatmap(

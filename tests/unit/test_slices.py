@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tables import each
 
 from hvd_bert.data.sources.questions import Question
-from hvd_bert.evaluation import slices
 from hvd_bert.evaluation.normalization import ANSWER_RULES
-from hvd_bert.evaluation.slices import Groups
+from hvd_bert.tools.evaluate import slices
+from hvd_bert.tools.evaluate.slices import Groups
 
 
 def question(text: str = "?", answers: tuple[str, ...] = ("red",), context: str = "red") -> Question:
