@@ -10,9 +10,8 @@ from typing import Any
 
 import yaml
 
-from hvd_bert.config.data import DEFAULT_DATASET, DEFAULT_MODEL, DataArguments, ModelArguments
+from hvd_bert.config.data import DEFAULT_DATASET, DEFAULT_MODEL, TASKS, DataArguments, ModelArguments
 from hvd_bert.config.flag import LARGEST_FACTOR, MAX_THREADS, all_flags, check_ranges, flag, properties_of, require
-from hvd_bert.config.tasks import TASKS
 from hvd_bert.config.training import SCHEDULES, TrainArguments
 
 # Those that are defined elsewhere are the settings, too.

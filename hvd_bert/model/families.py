@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
 )
 
-from hvd_bert.config.settings import Config, DataArguments
+from hvd_bert.config.settings import DataArguments
 from hvd_bert.distributed.logs import log
 from hvd_bert.errors import UserError
 
@@ -131,20 +131,16 @@ def max_tokens(config: Any) -> int:
     return int(config.max_position_embeddings) - offset
 
 
-def check_flags(config: Config, model_config: Any) -> None:
-    """Raise UserError if the model's family fails with a flag of the run."""
-    given = (f"--{config.train.precision}", f"--strategy {config.parallel.strategy}")
-    for flag, reason in family_of(model_config).unsupported.items():
-        if flag in given:
+def fit_flags(config: Any, precision: str, strategy: str, data: DataArguments, unit: str = "windows") -> None:
+    """Raise UserError if the model's family fails with the precision or the strategy. Set --padding longest, and print
+    so, unless its windows can be packed."""
+    family = family_of(config)
+    for flag, reason in family.unsupported.items():
+        if flag in (f"--{precision}", f"--strategy {strategy}"):
             raise UserError(
-                f"{flag} does not work with {model_config.model_type} models: {reason}. Omit the flag, or name another"
-                " model."
+                f"{flag} does not work with {config.model_type} models: {reason}. Omit the flag, or name another model."
             )
-
-
-def pad_if_needed(data: DataArguments, config: Any, packed: bool, unit: str = "windows") -> None:
-    """Set --padding longest, and print so, unless the model's family can be `packed`."""
-    if data.pad_to is None and not packed:
+    if data.pad_to is None and not family.packed:
         data.padding = "longest"
         log.info("%s models take no packed %s: they are padded to the longest of the batch.", config.model_type, unit)
 

@@ -18,7 +18,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from hvd_bert.config.tasks import GLUE_ENDINGS, QUESTION_ANSWERING, TASKS
+from hvd_bert.config.data import GLUE_ENDINGS, QUESTION_ANSWERING, TASKS
 from hvd_bert.output.public import Data, changed, command, from_hub, public_settings
 from hvd_bert.storage import written
 from hvd_bert.storage.reading import read_json, read_text, read_yaml

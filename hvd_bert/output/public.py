@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvd_bert.config.data import GLUE, GLUE_DATASET, QUESTION_ANSWERING, TASKS
 from hvd_bert.config.settings import DEFAULT_MODEL, FLAGS
-from hvd_bert.config.tasks import GLUE, GLUE_DATASET, QUESTION_ANSWERING, TASKS
 
 # Where this machine keeps files, and what only matters there.
 _PRIVATE_GROUPS = ("output", "profiling")

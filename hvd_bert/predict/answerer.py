@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from hvd_bert.config.command_line import trained_settings
+from hvd_bert.config.data import QUESTION_ANSWERING
 from hvd_bert.config.flag import require
 from hvd_bert.config.settings import DataArguments, ModelArguments
-from hvd_bert.config.tasks import QUESTION_ANSWERING
 from hvd_bert.config.values import shortened
 from hvd_bert.data.sources.checks import text_mistake
 from hvd_bert.data.sources.squad import Question

@@ -19,12 +19,14 @@ import safetensors.torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hvd_bert.config.settings import TASKS, Config, TrainArguments
+from hvd_bert.config.settings import TASKS, Config, DataArguments, ModelArguments, TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan, Ids, Lengths
 from hvd_bert.data.sources.checks import kinds, summary
 from hvd_bert.data.sources.questions import BadExample
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
+from hvd_bert.model.families import fit_flags
+from hvd_bert.model.loading import load_config
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import replacing
 
@@ -252,10 +254,21 @@ def warn_of_mistakes(bad: Mapping[str, list[BadExample]], world: World, unit: st
             log.warning("The %s data have %s.", name, summary(examples, unit))
 
 
-def weight_copies(config: Config, world: World) -> int:
+def encoder_config(
+    model: ModelArguments, data: DataArguments, train: TrainArguments, strategy: str, world: World, unit: str
+) -> Any:
+    """The configuration of the encoder, which fits the flags and this host's free memory. Raises UserError.
+
+    Sets --padding if its windows cannot be packed. `unit`: what it is trained on, for the message.
+    """
+    config = load_config(model.configuration, model, weight_copies(train.do_train, strategy, world))
+    fit_flags(config, train.precision, strategy, data, unit)
+    return config
+
+
+def weight_copies(trains: bool, strategy: str, world: World) -> int:
     """How many arrays of the weights' size a rank needs in this host's free memory, at least."""
     if world.generation > 0:
         return 0  # this process still has the memory of its previous world
-    whole = config.parallel.strategy not in ("fsdp", "deepspeed")  # these keep a part per rank
-    trains_here = config.train.do_train and world.device.type == "cpu"
-    return 4 if whole and trains_here else 1  # weights, gradients and AdamW's two moments
+    whole = strategy not in ("fsdp", "deepspeed")  # these keep a part per rank
+    return 4 if whole and trains and world.device.type == "cpu" else 1  # weights, gradients and AdamW's two moments

@@ -19,11 +19,11 @@ from torch.utils.data import default_collate
 from transformers import PreTrainedModel
 
 from hvd_bert.config.command_line import trained_settings
-from hvd_bert.config.settings import DEFAULT_MODEL, TASKS, Config, ModelArguments
-from hvd_bert.data.balance import balanced_partition, window_costs
-from hvd_bert.data.batch_plan import Ids, Lengths
+from hvd_bert.config.settings import DEFAULT_MODEL, TASKS, Config, DataArguments, ModelArguments
+from hvd_bert.data.batch_plan import Ids, Lengths, balanced_partition, window_costs
 from hvd_bert.distributed.world import World
-from hvd_bert.errors import EXIT_FAILURE, UserError, as_user_error
+from hvd_bert.errors import UserError, as_user_error
+from hvd_bert.evaluation.evaluator import evaluated
 from hvd_bert.model.precision import autocast, evaluating
 from hvd_bert.storage.reading import open_regular
 from hvd_bert.tasks.base import EvaluationResult, Task, make_plan
@@ -73,13 +73,16 @@ class ExampleBatch:
     num_positions: int
 
 
+Outputs = tuple[Ids, Tensor, Tensor]  # examples of a validation set, their losses and the model's outputs
+
+
 class DatasetTask(Task):
     """Subclass it, create `model`, `train` and `dev` in `load`, and define `forward` and `score`."""
 
     train: Examples | None = None
     dev: Examples | None = None
     limits_dev: ClassVar[bool] = False  # whether `load` applies --max_eval_samples to `dev`, however long it then is
-    crossover: int = 1  # where the cost of an example begins to grow faster than its length (`balance.window_costs`)
+    crossover: int = 1  # where the cost of an example begins to grow faster than its length (`batch_plan.window_costs`)
 
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
@@ -87,19 +90,19 @@ class DatasetTask(Task):
         self.load(config)
         if not config.train.do_train and config.data.task not in TASKS:  # a task of this package does so itself
             load_weights(self.model, config.model)
-        self._limit(config)
+        self._limit(config.data)
         if self.train is not None and config.train.do_train:
             self.plan = make_plan(self.train.lengths, config.train, self.crossover, world)
         self.evaluates = self.dev is not None and config.train.do_eval
 
-    def _limit(self, config: Config) -> None:
+    def _limit(self, data: DataArguments) -> None:
         """Apply --max_train_samples. `load` has to apply --max_eval_samples, since `score` knows the examples."""
-        count = config.data.max_train_samples
+        count = data.max_train_samples
         if self.train is not None and count is not None:
             self.train = replace(self.train, lengths=self.train.lengths[:count])
-        limit = config.data.max_eval_samples
+        limit = data.max_eval_samples
         if self.dev is not None and limit is not None and not self.limits_dev and len(self.dev) > limit:
-            raise UserError(f"--max_eval_samples {limit}: --task {config.data.task} does not support it. Remove it.")
+            raise UserError(f"--max_eval_samples {limit}: --task {data.task} does not support it. Remove it.")
 
     @abstractmethod
     def load(self, config: Config) -> None:
@@ -141,45 +144,41 @@ class DatasetTask(Task):
         return self.forward(model, batch.content)[0]
 
     def evaluate(self, model: nn.Module) -> EvaluationResult:
-        """Each rank takes examples of about the same cost; rank 0 puts the outputs in order and scores them."""
-        assert self.dev is not None
-        world = self.world
-        ranks = world.gather((self._share, *self._outputs(model, self.dev, self._share)))
-        evaluation = None
-        with world.raise_on_all_ranks(EXIT_FAILURE):
-            if world.rank == 0:
-                ids, losses, outputs = zip(*(found for found in ranks if len(found[0])), strict=True)
-                order = torch.from_numpy(np.argsort(np.concatenate(ids)))
-                ordered = torch.cat(outputs)[order]
-                metrics = self.score(ordered) | self.mean_losses(torch.cat(losses)[order])
-                predictions = self.predictions(ordered)
-                files = {} if predictions is None else {"eval_predictions.json": predictions}
-                evaluation = EvaluationResult(metrics, self.summary(metrics), files)
-        metrics = world.broadcast(evaluation.metrics if evaluation else None)
-        return evaluation or EvaluationResult(metrics, self.summary(metrics))
+        metrics, files = evaluated(self.world, lambda: self._outputs(model), self._scored)
+        return EvaluationResult(metrics, self.summary(metrics), files or {})
+
+    def _scored(self, ranks: list[Outputs]) -> tuple[dict[str, float], dict[str, Any]]:
+        """Metrics and files, from all ranks' outputs, which are put in order."""
+        ids, losses, outputs = zip(*(found for found in ranks if len(found[0])), strict=True)
+        order = torch.from_numpy(np.argsort(np.concatenate(ids)))
+        ordered = torch.cat(outputs)[order]
+        metrics = self.score(ordered) | self.mean_losses(torch.cat(losses)[order])
+        predictions = self.predictions(ordered)
+        return metrics, {} if predictions is None else {"eval_predictions.json": predictions}
 
     @cached_property
     def _share(self) -> NDArray[np.int64]:
-        """This rank's examples of `dev`, the longest first, as they need most memory."""
+        """This rank's examples of `dev`, as expensive as the others'; the longest first, as they need most memory."""
         assert self.dev is not None
         costs = window_costs(self.dev.lengths, self.crossover)
         mine = balanced_partition(costs, self.world.size)[self.world.rank]
         return mine[np.argsort(-self.dev.lengths[mine], kind="stable")]
 
-    def _outputs(self, model: nn.Module, examples: Examples, ids: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Losses and outputs for `ids`, in their order, on the CPU."""
-        size = self.config.train.per_device_eval_batch_size
+    def _outputs(self, model: nn.Module) -> Outputs:
+        """This rank's examples, with losses and outputs on the CPU."""
+        assert self.dev is not None
+        ids, size = self._share, self.config.train.per_device_eval_batch_size
         found: list[tuple[Tensor, Tensor]] = []
         with evaluating(model):
             for first in range(0, len(ids), size):
-                batch = self._batch(examples, ids[first : first + size])
+                batch = self._batch(self.dev, ids[first : first + size])
                 with autocast(self.world.device, self.config.train.precision):
                     losses, outputs = self.forward(model, batch.content)
                 found.append((losses.float().cpu(), outputs.cpu()))
         if not found:
-            return torch.empty(0), torch.empty(0)
+            return ids, torch.empty(0), torch.empty(0)
         losses, outputs = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return losses, outputs
+        return ids, losses, outputs
 
     def summary(self, metrics: dict[str, float]) -> str:
         """An evaluation in one line."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from collections import ChainMap
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from torch import Tensor, nn
 
 from hvd_bert.config.settings import Config, DataArguments
-from hvd_bert.data.batch_plan import Ids, Lengths
+from hvd_bert.data.batch_plan import Ids, Lengths, balanced_partition, window_costs
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.questions import BadExample
@@ -18,14 +21,25 @@ from hvd_bert.data.sources.squad import Question, Source
 from hvd_bert.data.window_table import WindowOptions, WindowTable, prepare
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
-from hvd_bert.evaluation.evaluator import Evaluation, Evaluator
-from hvd_bert.evaluation.postprocess import Answer
+from hvd_bert.evaluation.evaluator import evaluated, span_options, window_logits
+from hvd_bert.evaluation.postprocess import Answer, answers_of
 from hvd_bert.evaluation.samples import sample_answers
+from hvd_bert.evaluation.squad_metric import score
 from hvd_bert.model.bert import compile_layers, load_model, load_tokenizer, tokenizer_digest, window_losses
-from hvd_bert.model.families import check_flags, family_of, pad_if_needed
 from hvd_bert.model.flops import forward_flops, late_weights
-from hvd_bert.model.loading import load_config
-from hvd_bert.tasks.base import EvaluationResult, Task, make_plan, warn_of_mistakes, weight_copies
+from hvd_bert.model.precision import evaluating
+from hvd_bert.tasks.base import EvaluationResult, Task, encoder_config, make_plan, warn_of_mistakes
+
+# Answers by the question's number, and the sum and number of the losses of their windows.
+Answers = tuple[dict[int, Answer], float, int]
+
+
+class Evaluation(NamedTuple):
+    """`metrics`: exact_match and f1 in percent, total, eval_loss, ..., on every rank. `answers`: in the order of the
+    questions on rank 0, empty on the others."""
+
+    metrics: dict[str, float]
+    answers: list[Answer]
 
 
 class QuestionAnswering(Task):
@@ -37,6 +51,7 @@ class QuestionAnswering(Task):
         if not config.train.do_train and config.model.model_name_or_path is None:
             raise UserError("--no_do_train: name a trained model with --model_name_or_path, not only --config_name.")
         self.inputs = inputs or load_inputs(config, world)
+        self._data, self._args, self._world = config.data, config.train, world
         self.model, self.tokenizer = self.inputs.model, self.inputs.tokenizer
         self._forward = forward_flops(self.inputs.model)
         self.late_weights = late_weights(self.inputs.model)
@@ -45,8 +60,6 @@ class QuestionAnswering(Task):
             train = self.inputs.train.windows
             self.plan = make_plan(train.lengths, config.train, self._forward.crossover, world)
             self._collate = Collator(train, world.device, config.data.pad_to)
-        self._config, self._world = config, world
-        self._evaluator: Evaluator | None = None
 
     def batch(self, ids: Ids) -> Batch:
         return self._collate(ids)
@@ -59,16 +72,62 @@ class QuestionAnswering(Task):
 
     def answer(self, model: nn.Module) -> Evaluation:
         """Answer and score the validation questions. A collective."""
-        dev = self.inputs.dev
-        assert dev is not None
-        if self._evaluator is None:
-            self._evaluator = Evaluator(dev.questions, dev.windows, self._forward.crossover, self._config, self._world)
-        return self._evaluator(model)
+        metrics, answers = evaluated(self._world, lambda: self._answers(model), self._scored)
+        return Evaluation(metrics, answers or [])
+
+    @cached_property
+    def _share(self) -> tuple[Ids, Ids]:
+        """This rank's validation questions, and all their windows: a question is counted once for any world size."""
+        assert self.inputs.dev is not None
+        windows = self.inputs.dev.windows
+        question, lengths = windows.column("question"), windows.lengths
+        costs = np.zeros(len(self.inputs.dev.questions), dtype=np.int64)  # per question, over its windows
+        np.add.at(costs, question, window_costs(lengths, self._forward.crossover))
+        questions = balanced_partition(costs, self._world.size)[self._world.rank]
+        ids = np.flatnonzero(np.isin(question, questions))
+        # Windows of similar length share a batch, the longest first: if memory runs out, it does so at once.
+        return questions, ids[np.argsort(-lengths[ids], kind="stable")]
+
+    def _answers(self, model: nn.Module) -> Answers:
+        """This rank's questions with their answers, and the sum and number of the losses of their windows."""
+        assert self.inputs.dev is not None
+        questions, ids = self._share
+        losses: list[float] = []
+        logits = window_logits(
+            model,
+            self.inputs.dev.windows,
+            ids,
+            self._world.device,
+            self._args.per_device_eval_batch_size,
+            self._args.precision,
+            losses,
+            self._data.pad_to,
+            show_progress=self._world.rank == 0 and sys.stderr.isatty(),
+        )
+        # `question` becomes the index in this rank's own list.
+        mine = (replace(window, question=int(np.searchsorted(questions, window.question))) for window in logits)
+        with evaluating(model):
+            answers = answers_of([self.inputs.dev.questions[i] for i in questions], mine, span_options(self._data))
+        return dict(zip(questions.tolist(), answers, strict=True)), sum(losses), len(losses)
+
+    def _scored(self, ranks: list[Answers]) -> tuple[dict[str, float], list[Answer]]:
+        """The metrics, and all ranks' answers in the order of the questions."""
+        assert self.inputs.dev is not None
+        found, losses, windows = zip(*ranks, strict=True)
+        merged = dict(ChainMap(*found))
+        answers = [merged[number] for number in range(len(merged))]
+        v2 = self._data.version_2_with_negative
+        # v2.0's best thresholds need all spans, also where "no answer" wins at the current threshold.
+        texts = {answer.id: answer.best_span if v2 else answer.text for answer in answers}
+        odds = {answer.id: answer.null_odds for answer in answers if answer.null_odds is not None} if v2 else None
+        threshold, rules = self._data.null_score_diff_threshold, self._data.answer_normalization
+        metrics = score(self.inputs.dev.questions, texts, odds, v2, threshold, rules)
+        return metrics | {"eval_loss": sum(losses) / sum(windows)}, answers
 
     def described(self, evaluation: Evaluation) -> EvaluationResult:
         """What `answer` returned, with its summary and files."""
         assert self.inputs.dev is not None
-        data, answers = self._config.data, evaluation.answers
+        data, answers = self._data, evaluation.answers
         samples = sample_answers(
             self.inputs.dev.questions, answers, data.version_2_with_negative, data.answer_normalization
         )
@@ -102,7 +161,7 @@ class QuestionAnswering(Task):
         return self._forward.training(lengths, passes)
 
     def bad_examples(self) -> dict[str, list[BadExample]]:
-        return self.inputs.bad_examples() if self._config.data.bad_examples == "skip" else {}
+        return self.inputs.bad_examples() if self._data.bad_examples == "skip" else {}
 
     def compile(self, model: nn.Module) -> None:
         compile_layers(model)
@@ -168,27 +227,24 @@ class Inputs:
 def load_inputs(config: Config, world: World) -> Inputs:
     """Load and check all inputs, without collectives. The ranks of a host tokenize once. Raises UserError."""
     tokenizer = load_tokenizer(config.model)
-    shape = load_config(config.model.configuration, config.model, weight_copies(config, world))
-    check_flags(config, shape)
-    pad_if_needed(config.data, shape, family_of(shape).packed)
-    padded = config.data.pad_to is not None
-    length, seed, trains = config.data.max_seq_length, config.train.seed, config.train.do_train
-    model = load_model(config.model, tokenizer, length, seed, padded, not trains, shape)
-    train = _question_set(config, "train", tokenizer, world) if trains else None
+    data, args, cache_dir = config.data, config.train, config.model.cache_dir
+    shape = encoder_config(config.model, data, args, config.parallel.strategy, world, QuestionAnswering.unit)
+    padded = data.pad_to is not None
+    model = load_model(config.model, tokenizer, data.max_seq_length, args.seed, padded, not args.do_train, shape)
+    train = _question_set(data, "train", cache_dir, tokenizer, world) if args.do_train else None
     dev = None
-    if config.train.do_eval and config.data.train_file and not config.data.validation_file:
+    if args.do_eval and data.train_file and not data.validation_file:
         log.info("No --validation_file is given: the model is not evaluated.")
-    elif config.train.do_eval:
-        dev = _question_set(config, "validation", tokenizer, world)
+    elif args.do_eval:
+        dev = _question_set(data, "validation", cache_dir, tokenizer, world)
     inputs = Inputs(tokenizer, model, train, dev)
-    if config.data.bad_examples == "skip" and world.rank == 0:
+    if data.bad_examples == "skip" and world.rank == 0:
         warn_of_mistakes(inputs.bad_examples(), world, "questions")
     return inputs
 
 
-def _question_set(config: Config, split: str, tokenizer: Any, world: World) -> QuestionSet:
-    data = config.data
-    source = open_split(data, split, config.model.cache_dir)
+def _question_set(data: DataArguments, split: str, cache_dir: str | None, tokenizer: Any, world: World) -> QuestionSet:
+    source = open_split(data, split, cache_dir)
     limit = data.max_train_samples if split == "train" else data.max_eval_samples
     table = prepare(
         source,

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from hvd_bert.config.settings import Config
-from hvd_bert.config.tasks import GLUE, GLUE_DATASET
+from hvd_bert.config.data import GLUE, GLUE_DATASET
+from hvd_bert.config.settings import Config, DataArguments
 from hvd_bert.data.batch_plan import Ids, Lengths
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.sources import hub, texts
@@ -28,10 +28,8 @@ from hvd_bert.errors import UserError
 from hvd_bert.evaluation.classification import classification_scores, regression_scores
 from hvd_bert.model.bert import compile_layers, load_tokenizer, tokenizer_digest
 from hvd_bert.model.classifier import class_logits, load_classifier
-from hvd_bert.model.families import check_flags, family_of, pad_if_needed
 from hvd_bert.model.flops import forward_flops, late_weights
-from hvd_bert.model.loading import load_config
-from hvd_bert.tasks.base import warn_of_mistakes, weight_copies
+from hvd_bert.tasks.base import encoder_config, warn_of_mistakes
 from hvd_bert.tasks.dataset import DatasetTask, Examples
 
 _TEXTS_AT_ONCE = 1000
@@ -56,15 +54,13 @@ class TextClassification(DatasetTask):
 
     def load(self, config: Config) -> None:
         data, args, world = config.data, config.train, self.world
-        train, dev = open_texts(config)
+        train, dev = open_texts(data, config.model.cache_dir, args.do_train, args.do_eval)
         sources = {"training": [train] if train else [], "validation": [*dev.values()]}
         bad = {name: [example for part in parts for example in part.bad] for name, parts in sources.items() if parts}
         self._bad = bad if data.bad_examples == "skip" else {}
         warn_of_mistakes(self._bad, world, self.unit)
         self.tokenizer = load_tokenizer(config.model)
-        shape: Any = load_config(config.model.configuration, config.model, weight_copies(config, world))
-        check_flags(config, shape)
-        pad_if_needed(data, shape, family_of(shape).packed, self.unit)
+        shape = encoder_config(config.model, data, args, config.parallel.strategy, world, self.unit)
         self.model = load_classifier(
             config.model,
             shape,
@@ -89,14 +85,14 @@ class TextClassification(DatasetTask):
         self._forward = forward_flops(self.model)
         self.late_weights = late_weights(self.model)
         self.crossover = self._forward.crossover
-        self.train = self._examples(train.head(data.max_train_samples), config) if train else None
+        self.train = self._examples(train.head(data.max_train_samples), data) if train else None
         parts = {ending: source.head(data.max_eval_samples) for ending, source in dev.items()}
         self.dev_sizes = {ending: len(source) for ending, source in parts.items()}
         self.dev, self.dev_labels = None, np.empty(0)
         if parts:
             source = joined(list(parts.values()))
             self.dev_labels = self._targets(source)
-            self.dev = self._examples(source, config)
+            self.dev = self._examples(source, data)
 
     def _targets(self, source: Texts) -> NDArray[Any]:
         """The number to predict, or the class, of each text. Raises UserError for an unknown label."""
@@ -118,17 +114,17 @@ class TextClassification(DatasetTask):
             )
         return np.array(found)
 
-    def _examples(self, source: Texts, config: Config) -> Examples:
+    def _examples(self, source: Texts, data: DataArguments) -> Examples:
         targets = torch.from_numpy(self._targets(source))
-        table = tokenized(source, self.tokenizer, config.data.max_seq_length)
-        collate = Collator(table, self.world.device, config.data.pad_to)
+        table = tokenized(source, self.tokenizer, data.max_seq_length)
+        collate = Collator(table, self.world.device, data.pad_to)
         kind = "regression" if self.regression else f"{len(self.names)} classes"
         log.info("%s: %d texts, %s", source.name, len(source), kind)
 
         def batch(ids: Ids) -> Labelled:
             return collate(ids), targets[torch.from_numpy(ids)]
 
-        settings = f"{source.digest} {config.data.max_seq_length} {len(source)} {self.names}"
+        settings = f"{source.digest} {data.max_seq_length} {len(source)} {self.names}"
         return Examples(batch, table.lengths, hashlib.sha256(settings.encode()).hexdigest())
 
     def forward(self, model: nn.Module, batch: Labelled) -> tuple[Tensor, Tensor]:
@@ -228,34 +224,35 @@ _WAYS_OUT = (
 )
 
 
-def open_texts(config: Config) -> tuple[Texts | None, dict[str, Texts]]:
+def open_texts(
+    data: DataArguments, cache_dir: str | None, do_train: bool, do_eval: bool
+) -> tuple[Texts | None, dict[str, Texts]]:
     """The training texts, and validation sets by the ending of their metrics' names. Raises UserError."""
-    data, args = config.data, config.train
     glue = GLUE.get(data.task_name or "")
     named = tuple(data.text_column_names.split(",")) if data.text_column_names else ()
     columns = Columns(
         glue.texts if glue else named, data.label_column_name, data.text_column_delimiter, data.do_regression
     )
-    train = _open(config, data.train_split_name, "train_file", columns) if args.do_train else None
+    train = _open(data, data.train_split_name, "train_file", cache_dir, columns) if do_train else None
     if train:
         columns = replace(columns, texts=train.columns.texts, numbers=train.is_regression)
-    elif args.do_train:
+    elif do_train:
         raise UserError(
             "--task text-classification needs --task_name, --dataset_name or --train_file to train on. Give one."
         )
     validation = glue.validation if glue else {data.validation_split_name: ""}
     dev = {
-        ending: _open(config, split, "validation_file", columns) if args.do_eval else None
+        ending: _open(data, split, "validation_file", cache_dir, columns) if do_eval else None
         for split, ending in validation.items()
     }
-    if args.do_train and args.do_eval and not any(dev.values()):
+    if do_train and do_eval and not any(dev.values()):
         log.info("No --validation_file is given: the model is not evaluated.")
     return train, {ending: source for ending, source in dev.items() if source}
 
 
-def _open(config: Config, split: str, file_flag: str, columns: Columns) -> Texts | None:
+def _open(data: DataArguments, split: str, file_flag: str, cache_dir: str | None, columns: Columns) -> Texts | None:
     """A split of the hub's data set, or the file of a flag; None if the flag is not given."""
-    data, cache_dir, reading = config.data, config.model.cache_dir, Reading(bad_examples=config.data.bad_examples)
+    reading = Reading(bad_examples=data.bad_examples)
     dataset, config_name = (
         (GLUE_DATASET, data.task_name) if data.task_name else (data.dataset_name, data.dataset_config_name)
     )

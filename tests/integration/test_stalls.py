@@ -74,5 +74,5 @@ def test_stalled_rank_ends_the_job_and_is_named(case: Case, trainings: dict[Case
 def test_straggler_is_no_stall(case: Case, trainings: dict[Case, Future[Ended]]) -> None:
     """Starting, writing a checkpoint and evaluating may take longer than a step."""
     outcome = trainings[case].result().outcome.expect(0)
-    assert [name for name in ("load_model", "write", "_score") if f"held in {name}" not in outcome.output] == []
+    assert [name for name in ("load_model", "write", "score") if f"held in {name}" not in outcome.output] == []
     assert "Missing ranks" not in outcome.output and "has waited" not in outcome.output, outcome

@@ -13,9 +13,7 @@ from ranks import Ranks, check
 from hvd_bert.config import command_line
 from hvd_bert.config.settings import save
 from hvd_bert.distributed.world import World
-from hvd_bert.evaluation.evaluator import Evaluator
-from hvd_bert.model.flops import forward_flops
-from hvd_bert.tasks.question_answering import load_inputs
+from hvd_bert.tasks.question_answering import QuestionAnswering, load_inputs
 from hvd_bert.tools.evaluate.__main__ import main as evaluate
 from hvd_bert.train.__main__ import main as train
 
@@ -40,8 +38,8 @@ def _evaluate(ranks: Ranks, preset: str, num_questions: int) -> None:
     assert inputs.dev is not None
     assert len(inputs.dev.windows) > num_questions == len(inputs.dev.questions)
     inputs.model.train()
-    crossover = forward_flops(inputs.model).crossover
-    evaluation = Evaluator(inputs.dev.questions, inputs.dev.windows, crossover, config, world)(inputs.model)
+    config.train.do_train = True  # a model with new weights
+    evaluation = QuestionAnswering(config, world, inputs).answer(inputs.model)
     assert inputs.model.training, "scoring must leave the model in the mode it was in"
     assert world.allgather(evaluation.metrics) == [evaluation.metrics] * world.size
     assert evaluation.metrics["total"] == num_questions

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from hvd_bert.data.balance import balanced_partition, window_costs
+from hvd_bert.data.batch_plan import balanced_partition, window_costs
 
 quick = settings(max_examples=100, deadline=None)
 costs_of = st.lists(st.integers(0, 10**7), max_size=120).map(lambda costs: np.array(costs, dtype=np.int64))

@@ -26,7 +26,7 @@ from hvd_bert.data.window_table import WindowTable
 from hvd_bert.model import attention
 from hvd_bert.model.bert import compile_layers, load_model, new_model, span_logits, span_losses, window_losses
 from hvd_bert.model.classifier import class_logits, new_classifier
-from hvd_bert.model.families import check_flags, family_of, max_tokens, model_class, pad_if_needed
+from hvd_bert.model.families import family_of, fit_flags, max_tokens, model_class
 from hvd_bert.model.loading import load_config, num_weights
 from hvd_bert.model.precision import autocast
 from hvd_bert.strategies.fsdp import sharded_copy
@@ -177,7 +177,7 @@ def test_texts_give_the_logits_and_gradients_of_transformers(name, pooling, pad_
 def test_padding_is_set_for_families_that_need_it(name, padding, caplog):
     caplog.set_level("INFO")
     data = DataArguments(padding=padding)
-    pad_if_needed(data, small(name), family_of(small(name)).packed)
+    fit_flags(small(name), "fp32", "none", data)
     needed = name in PADDED and padding == "none"
     assert data.padding == ("longest" if needed else padding)
     assert [record.message.split()[0] for record in caplog.records] == ([name] if needed else [])
@@ -305,10 +305,12 @@ def test_copies_keep_the_adapted_inputs_and_the_saved_class(name, windows, tmp_p
     ("name", "flags"), [("deberta", ["--bf16"]), ("deberta", ["--fp16"]), ("squeezebert", ["--strategy", "fsdp"])]
 )
 def test_flags_that_a_family_fails_with_are_refused(name, flags):
-    check_flags(parse([]), small(name))
-    check_flags(parse(flags), small("bert"))
+    config, data = parse(flags), DataArguments()
+    given = config.train.precision, config.parallel.strategy
+    fit_flags(small(name), "fp32", "horovod", data)
+    fit_flags(small("bert"), *given, data)
     with refused(" ".join(flags), name):
-        check_flags(parse(flags), small(name))
+        fit_flags(small(name), *given, data)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForQuestionAnswering, BertConfig
 
-from hvd_bert.data.balance import window_costs
+from hvd_bert.data.batch_plan import window_costs
 from hvd_bert.model.bert import new_model
 from hvd_bert.model.families import model_class
 from hvd_bert.model.flops import forward_flops, late_weights

@@ -10,7 +10,7 @@ from test_world import make_world
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 from hvd_bert.config.command_line import parse
-from hvd_bert.config.tasks import GLUE
+from hvd_bert.config.data import GLUE
 from hvd_bert.errors import UserError
 from hvd_bert.evaluation.classification import regression_scores
 from hvd_bert.output import run_folder

@@ -26,11 +26,11 @@ from hvd_bert.config.command_line import overriding, parse
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World
-from hvd_bert.evaluation import evaluator
 from hvd_bert.evaluation.squad_metric import score
 from hvd_bert.model.bert import load_model, load_tokenizer
 from hvd_bert.output import output_dir, run_folder
 from hvd_bert.storage import written
+from hvd_bert.tasks import question_answering
 from hvd_bert.tools.report import run_page
 from hvd_bert.tools.runs import record
 from hvd_bert.train import loop, start
@@ -252,7 +252,7 @@ def test_answer_normalization_reaches_the_metric(base, tmp_path, monkeypatch):
         used.append(arguments[-1])
         return score(*arguments)
 
-    monkeypatch.setattr(evaluator, "score", record)
+    monkeypatch.setattr(question_answering, "score", record)
     train(base, "--output_dir", str(tmp_path / "out"), "--max_steps", "1", "--answer_normalization", "korquad")
     assert used == ["korquad"]
 

@@ -27,7 +27,7 @@ from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import EXIT_FAILURE, UserError
 from hvd_bert.model.bert import new_model
-from hvd_bert.model.families import check_flags, family_of, max_tokens, pad_if_needed
+from hvd_bert.model.families import fit_flags, max_tokens
 from hvd_bert.model.loading import load_config, reported
 from hvd_bert.monitoring.usage import memory_now, memory_peak, seconds_since_start
 from hvd_bert.output import run_folder
@@ -200,12 +200,11 @@ def random_task(model: str | None, num_windows: int, config: Config, world: Worl
     `model`: an encoder's folder or configuration file; None: BERT-base.
     """
     args, data = config.train, config.data
-    copies = weight_copies(config, world)
+    copies = weight_copies(args.do_train, config.parallel.strategy, world)
     if model is not None and not Path(model).exists():
         raise UserError(f"--model {model}: no such folder or file. Name an encoder's folder or its config.json.")
     shape = load_config(model, ModelArguments(model_name_or_path=model), copies) if model else BertConfig()
-    check_flags(config, shape)
-    pad_if_needed(data, shape, family_of(shape).packed)
+    fit_flags(shape, args.precision, config.parallel.strategy, data)
     lengths = lengths_like_squad(num_windows, min(data.max_seq_length, max_tokens(shape)), args.seed)
     table = random_windows(lengths, shape.vocab_size, args.seed)
     source = squad.from_questions("random windows", [])
