@@ -26,7 +26,7 @@ printf '\n$ %s\n' "${command[*]}"
 # Remove horovodrun's tags of ranks: only rank 0 prints here.
 "${command[@]}" </dev/null 2>&1 | sed -u 's/\[[0-9,]*\]<std[a-z]*>://g'
 
-command=(hvd-bert predict runs/demo --input hvd_bert/sample/dev-v1.1.json)
+command=(hvd-bert predict runs/demo --input hvd_bert/sample/dev-v1.1.json.gz)
 printf '\n$ %s\n' "${command[*]}"
 "${command[@]}" </dev/null
 

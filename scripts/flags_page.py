@@ -18,7 +18,6 @@ from hvd_bert.config import command_line
 from hvd_bert.config.parser import invocation
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.predict import __main__ as predict
-from hvd_bert.sample import generate
 from hvd_bert.tools.bench import __main__ as bench
 from hvd_bert.tools.bench import sweep
 from hvd_bert.tools.doctor import __main__ as doctor
@@ -60,7 +59,6 @@ OTHERS = {
     "Evaluation": evaluate,
     "Publishing": publish,
     "ONNX": export,
-    "Sample": generate,
 }
 HELP_TEXT = re.compile(r"(?P<description>.*?)(?: \((?:default: (?P<default>.*)|(?P<required>required))\))?", re.DOTALL)
 

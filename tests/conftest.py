@@ -242,7 +242,7 @@ def hub_home(write_hub_cache: Callable[..., None]) -> Path:
     sample = REPOSITORY / "hvd_bert" / "sample"
     home = hub_folder()
     splits = {
-        split: squad.open_file(sample / f"{file}-v1.1.json", False).questions()[:count]
+        split: squad.open_file(sample / f"{file}-v1.1.json.gz", False).questions()[:count]
         for split, file, count in (("train", "train", 40), ("validation", "dev", 5))
     }
     for name in ("rajpurkar/squad", "rajpurkar/squad_v2"):

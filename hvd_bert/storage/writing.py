@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import stat
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -134,28 +133,6 @@ def write_named(path: Path, text: str) -> None:
     """Write a file that a user names (`written.check_file`) atomically."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
-
-
-def write_once(path: Path, content: bytes) -> None:
-    """Write a file that processes on several hosts may write at the same time, all with the same content.
-
-    The first file is kept, since replacing a file over NFS breaks its readers. A file of other content is replaced.
-    """
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{PARTIAL}")
-    try:
-        with partial.open("xb") as file:
-            file.write(content)
-        flush(partial)
-        try:
-            os.link(partial, path)
-        except FileExistsError:
-            if path.read_bytes() != content:
-                os.replace(partial, path)
-        except OSError:  # a file system without hard links
-            os.replace(partial, path)
-    finally:
-        with suppress(OSError):
-            partial.unlink()
 
 
 def flush(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from importlib.util import find_spec
@@ -9,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import TRAIN, Outcome
+from launch import SAMPLE, TRAIN, Outcome
 
 from hvd_bert.config.command_line import overriding
-from hvd_bert.sample.files import generated
 
 # "[1,0]<stdout>:" of horovodrun --mpi, "[0]<stdout>:" of --gloo
 _PREFIX = re.compile(r"\[\d+(,\d+)?\]<std(out|err)>:")
@@ -57,6 +57,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def questions_of(name: str, count: int) -> list[str]:
     """Ids of the first questions of a file of the sample."""
-    articles = json.loads(generated(name).read_text(encoding="utf-8"))["data"]
+    articles = json.loads(gzip.decompress((SAMPLE / name).read_bytes()))["data"]
     paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
     return [entry["id"] for paragraph in paragraphs for entry in paragraph["qas"]][:count]

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import said, small_run
-from launch import TRAIN, launcher, run
-
-from hvd_bert.sample.files import generated
+from launch import SAMPLE_DEV, TRAIN, launcher, run
 
 pytestmark = pytest.mark.integration
 
@@ -131,7 +129,7 @@ def test_fewer_windows_than_ranks(tmp_path: Path) -> None:
 
 
 def test_file_that_one_rank_alone_misses(tmp_path: Path) -> None:
-    (tmp_path / "0.json").symlink_to(generated("train-v1.1.json"))
+    (tmp_path / "0.json").symlink_to(SAMPLE_DEV)
     script = 'exec "$@" --train_file "${OMPI_COMM_WORLD_RANK:-$HOROVOD_RANK}.json"'
     command = [*launcher(2, "gloo"), "bash", "-c", script, "bash", *small_run(2, "out")]
     check(command, tmp_path, [f"rank 1 on {os.uname().nodename}: ", "1.json: no such file"], None)

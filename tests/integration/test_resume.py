@@ -18,7 +18,7 @@ import pytest
 import resuming
 import stopping_at
 from commands import said, small_run
-from launch import SAMPLE, Outcome, launcher, run
+from launch import SAMPLE_DEV, Outcome, launcher, run
 
 from hvd_bert.config.command_line import overriding
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_STOPPED
@@ -204,7 +204,7 @@ def test_nothing_is_touched_when_no_checkpoint_is_left(stopped: Path) -> None:
 def test_checkpoint_of_another_run_is_refused(stopped: Path) -> None:
     """Each difference is named at once; tests/unit/test_resume.py has the kinds of settings and models."""
     before = listing(stopped / "out")
-    changes = ["--learning_rate", 1e-4, "--max_train_samples", 20, "--train_file", SAMPLE / "dev-v1.1.json"]
+    changes = ["--learning_rate", 1e-4, "--max_train_samples", 20, "--train_file", SAMPLE_DEV]
     refused = train(stopped, 1, "none", *changes, "--per_device_train_batch_size", 8).expect(EXIT_BAD_INPUT)
     for said_of in ("--learning_rate was 0.002 and is 0.0001", "the training data was ", "batch was 16 and is 8"):
         assert said_of in refused.output, refused

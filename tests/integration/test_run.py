@@ -110,7 +110,7 @@ def test_scores_and_predictions(finished: Run) -> None:
     )
     assert scores.keys() == SCORES
     assert scores["total"] == 7
-    assert list(answers) == list(nbest) == questions_of("dev-v1.1.json", 7)
+    assert list(answers) == list(nbest) == questions_of("dev-v1.1.json.gz", 7)
     for id_, rivals in nbest.items():
         assert rivals[0]["text"] == answers[id_]
         assert rivals[0].keys() == {"text", "probability", "start_logit", "end_logit"}
@@ -177,7 +177,7 @@ def test_v2_with_every_option_of_horovod(tmp_path: Path) -> None:
     scores = json.loads((out / "eval_results.json").read_text())
     assert scores.keys() == V2_SCORES and undocumented(scores, "eval_results.json") == [], outcome
     odds = json.loads((out / "eval_null_odds.json").read_text())
-    assert list(odds) == questions_of("dev-v2.0.json", 7)
+    assert list(odds) == questions_of("dev-v2.0.json.gz", 7)
     assert [line["step"] for line in read_lines(out / "metrics.jsonl") if "eval_f1" in line] == [3, 6]
     results = json.loads((out / "train_results.json").read_text())
     assert (results["global_batch"], results["precision"]) == (GLOBAL_BATCH, "bf16")

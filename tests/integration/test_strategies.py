@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import stopping_at
 from commands import GLOBAL_BATCH, questions_of, read_lines, said, skip_without, small_run
-from launch import SAMPLE, TRAIN, launcher, run
+from launch import SAMPLE_DEV, TRAIN, launcher, run
 
 pytestmark = pytest.mark.integration
 
@@ -76,10 +76,10 @@ def test_checkpoint_of_one_strategy_opens_under_others(tmp_path, baseline, flags
         evaluated.append(json.loads((tmp_path / name / "eval_results.json").read_text()))
     assert evaluated == [pytest.approx(written, abs=1e-4)] * 2
 
-    asked = [sys.executable, "-m", "hvd_bert.predict", checkpoint, "--input", SAMPLE / "dev-v1.1.json"]
+    asked = [sys.executable, "-m", "hvd_bert.predict", checkpoint, "--input", SAMPLE_DEV]
     answers = run(asked, tmp_path).expect(0)
     question, answer = next(iter(json.loads((out / "eval_predictions.json").read_text()).items()))
-    assert question == questions_of("dev-v1.1.json", 1)[0] and f"A: {answer}  (probability" in answers.output
+    assert question == questions_of(SAMPLE_DEV.name, 1)[0] and f"A: {answer}  (probability" in answers.output
 
     first = []
     for name, by, size, strategy in (("ddp", "torchrun", 2, "ddp"), ("none", "none", 1, "none")):

@@ -21,6 +21,7 @@ from processes import started
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAMPLE = REPOSITORY / "hvd_bert" / "sample"
+SAMPLE_DEV = SAMPLE / "dev-v1.1.json.gz"
 TRAIN = [sys.executable, "-m", "hvd_bert.train"]
 # Far above what a launch of these tests needs on two cores, two launches at a time: 10 to 40 s. The checks of four
 # ranks, which get twice this limit, took 107 s alone on a Zen 3 without AVX-512, and 251 s among other tests.

@@ -10,6 +10,7 @@ import torch
 from ranks import Ranks, check_every_strategy
 from transformers import AutoTokenizer, BertConfig, BertForQuestionAnswering
 
+from hvd_bert.config.settings import PACKAGE
 from hvd_bert.data.sources import squad
 from hvd_bert.distributed.launch import Launcher
 from hvd_bert.distributed.world import CollectiveError
@@ -18,7 +19,6 @@ from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.predict import answerer
 from hvd_bert.predict.__main__ import parse_flags
 from hvd_bert.predict.answering import answer_file
-from hvd_bert.sample.files import generated
 from hvd_bert.storage import written
 
 ANSWERS = "predicted/answers.jsonl"
@@ -30,7 +30,7 @@ def _prepare(folder: Path) -> None:
     model = BertForQuestionAnswering(BertConfig.from_pretrained(folder / "tiny", initializer_range=0.3))
     for part in (model, AutoTokenizer.from_pretrained(folder / "tiny")):
         part.save_pretrained(folder / "asked")
-    questions = squad.open_file(generated("dev-v1.1.json"), False).questions()[:30]
+    questions = squad.open_file(PACKAGE / "sample" / "dev-v1.1.json.gz", False).questions()[:30]
     rows = [{"id": q.id, "context": q.context * (1 + i % 3), "question": q.question} for i, q in enumerate(questions)]
     (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 

@@ -6,6 +6,7 @@ Each world is started once and runs all checks (ranks.py).
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 import shutil
 import sys
@@ -29,11 +30,9 @@ import task_checks
 import torch
 import training_checks
 import world_checks  # noqa: F401  # registers its checks
-from launch import SAMPLE, TIMEOUT_S, Outcome, launcher, run
+from launch import SAMPLE, SAMPLE_DEV, TIMEOUT_S, Outcome, launcher, run
 from ranks import checks_of
 from tables import each
-
-from hvd_bert.sample.files import generated
 
 pytestmark = pytest.mark.parallel
 
@@ -89,7 +88,7 @@ class Launch:
 
 
 def _start(folder: Path, size: int, by: str, strategy: str) -> Launch:
-    shutil.copytree(SAMPLE, folder / "tiny", ignore=shutil.ignore_patterns("*-v?.?.json*"))
+    shutil.copytree(SAMPLE, folder / "tiny", ignore=shutil.ignore_patterns("*.json.gz"))
     config = json.loads((SAMPLE / "config.json").read_text()) | TINY | DROPOUT
     (folder / "tiny" / "config.json").write_text(json.dumps(config))
     controller = {"horovod": by.replace("torchrun", "gloo"), "none": "none"}.get(strategy, "torch.distributed")
@@ -246,7 +245,7 @@ def test_scores_are_the_official_scripts(launch: Launch, num_questions: int) -> 
     except official_squad.NotReachableError as error:
         pytest.skip(str(error))
     found = launch.read(evaluation_checks.evaluation_name("sample", num_questions))
-    articles = json.loads(generated("dev-v1.1.json").read_text(encoding="utf-8"))["data"]
+    articles = json.loads(gzip.decompress(SAMPLE_DEV.read_bytes()))["data"]
     for article in articles:
         for paragraph in article["paragraphs"]:
             paragraph["qas"] = [entry for entry in paragraph["qas"] if entry["id"] in found["predictions"]]

@@ -17,7 +17,6 @@ from hvd_bert.config.command_line import parse
 from hvd_bert.config.flag import GROUPS
 from hvd_bert.config.settings import FLAGS, PACKAGE, save
 from hvd_bert.errors import UserError
-from hvd_bert.sample.files import located
 
 PRESETS = sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))
 
@@ -222,7 +221,7 @@ def test_shipped_preset(preset):
     for name, value in written.items():
         if isinstance(value, str):
             value = value.replace("{package}", str(PACKAGE))
-            assert not Path(value).is_absolute() or located(value).exists()
+            assert not Path(value).is_absolute() or Path(value).exists()
         assert flat[name] == value, name
 
 

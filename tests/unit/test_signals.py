@@ -141,7 +141,6 @@ COMMANDS = {
     "timeline": (["hvd_bert.tools.timeline", "file"], "numpy"),
     "predict": (["hvd_bert.predict", "model", "--context", "a", "--question", "b"], "torch"),
     "doctor": (["hvd_bert.tools.doctor"], "hvd_bert.tools.doctor.diagnosis"),
-    "sample": (["hvd_bert.sample.generate"], "hvd_bert.sample.passages"),
 }
 
 
@@ -166,8 +165,7 @@ def end_of(words: list[str], module: str, interrupting: Path, stderr: Any = subp
 @pytest.mark.parametrize("name", COMMANDS)
 def test_interrupted_command(name: str, moment: str, interrupting: Path) -> None:
     words, later = COMMANDS[name]
-    first = words[0] if words[0].endswith("generate") else f"{words[0]}.__main__"
-    module = first if moment == "first import" else later
+    module = f"{words[0]}.__main__" if moment == "first import" else later
     assert end_of(words, module, interrupting) == (130, "hvd_bert: interrupted\n")
 
 

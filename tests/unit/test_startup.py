@@ -76,7 +76,6 @@ def imported_by(
         ("tools.doctor", set()),
         ("tools.publish", set()),
         ("tools.export", set()),
-        ("sample.generate", set()),
     ],
 )
 def test_help(words: str, allowed: set[str]) -> None:

@@ -135,7 +135,7 @@ def test_flags_that_the_trainers_parser_refuses(flag: str) -> None:
 def test_the_users_flags_override_defaults_and_name_the_data(tmp_path: Path) -> None:
     config, left_out = check_flags(plan_of("--dropout=0.2", "--logging_steps", "2"))
     assert (config.model.dropout, config.train.logging_steps, config.checkpoint.save_steps) == (0.2, 2, 0)
-    assert config.data.train_file and config.data.train_file.endswith("sample/train-v1.1.json")
+    assert config.data.train_file and config.data.train_file.endswith("sample/train-v1.1.json.gz")
     assert not left_out and not config.train.do_eval
     (tmp_path / "mine.json").write_text("{}")
     for data in (str(tmp_path), str(tmp_path / "mine.json")):  # a task may read a folder

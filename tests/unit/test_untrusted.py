@@ -20,6 +20,7 @@ import pytest
 import test_hostile_checkpoints as checkpoints
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from launch import SAMPLE
 from made_runs import make_run
 from tables import each, refused
 from test_tokenization import answer_of, to_windows
@@ -36,7 +37,6 @@ from hvd_bert.data.sources.questions import Question
 from hvd_bert.errors import UserError
 from hvd_bert.model.bert import load_model, load_tokenizer
 from hvd_bert.output.reporters import tensorboard
-from hvd_bert.sample import files as sample
 from hvd_bert.storage import written
 from hvd_bert.tools.bench import speed
 from hvd_bert.tools.bench.__main__ import parse
@@ -260,7 +260,7 @@ def folder(tmp_path: Path) -> Path:
     target = tmp_path / "model"
     target.mkdir()
     for name in ("config.json", "tokenizer_config.json", "vocab.txt"):
-        shutil.copy(Path(sample.__file__).parent / name, target)
+        shutil.copy(SAMPLE / name, target)
     for name, own in (("config.json", CONFIG), ("tokenizer_config.json", TOKENIZER)):
         path = target / name
         path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | own), encoding="utf-8")

@@ -17,7 +17,6 @@ from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.monitoring.recording import Recording
 from hvd_bert.output.metrics_log import MetricsLogger
-from hvd_bert.sample import generate
 from hvd_bert.storage import locks, written
 from hvd_bert.storage.writing import make_folder, replacing, write_named
 from hvd_bert.tools.bench import __main__ as bench_flags
@@ -276,14 +275,3 @@ def test_refused_folder_of_a_sweep_has_no_lock_file(tmp_path, monkeypatch, comma
     (tmp_path / "thesis.tex").write_text("mine")
     assert command(["--out", str(tmp_path), "--ranks", "2"]) == 2
     assert os.listdir(tmp_path) == ["thesis.tex"]
-
-
-def test_sample_replaces_no_other_squad(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(generate, "content", lambda name, seed: b"the sample's")
-    (tmp_path / "train-v1.1.json").write_text("SQuAD's")
-    with pytest.raises(SystemExit):
-        generate.main(["--out", str(tmp_path)])
-    assert "train-v1.1.json exists and has another content: move it away" in capsys.readouterr().err
-    assert (tmp_path / "train-v1.1.json").read_text() == "SQuAD's"
-    for _ in range(2):
-        generate.main(["--out", str(tmp_path / "new")])

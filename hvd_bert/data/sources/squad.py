@@ -25,7 +25,6 @@ from hvd_bert.data.sources.entries import attempt, found, get, mrqa_question, ro
 from hvd_bert.data.sources.files import Row
 from hvd_bert.data.sources.questions import BadExample, Found, Mistake, Question, Reading
 from hvd_bert.errors import UserError
-from hvd_bert.sample import files as sample
 
 __all__ = ["Question", "Reading", "Source", "from_questions", "open_file", "open_hub"]
 
@@ -72,13 +71,12 @@ class Source:
 def open_file(path: str | os.PathLike[str], version_2_with_negative: bool, reading: Reading = _DEFAULT) -> Source:
     """Open a data file. Raises `UserError` if it cannot be read; `questions()` checks its content."""
     name = os.fspath(path)
-    place = os.fspath(sample.located(path))
-    digest = _digest(place)
+    digest = _digest(name)
 
     bad: list[BadExample] = []
 
     def load() -> list[Question]:
-        with files.opened(place) as file:
+        with files.opened(name) as file:
             content = file.read()
         if hashlib.sha256(content).hexdigest() != digest:
             raise UserError(f"{name}: the file changed while it was being read. Run the command again.")

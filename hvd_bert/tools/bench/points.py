@@ -14,7 +14,6 @@ from hvd_bert.config import command_line
 from hvd_bert.config.parser import Parser
 from hvd_bert.config.settings import FLAGS, STRATEGIES, Config
 from hvd_bert.errors import UserError
-from hvd_bert.sample import files as sample
 from hvd_bert.tools.report.comparability import STRONG, WEAK
 
 SCALINGS = {STRONG: (STRONG,), WEAK: (WEAK,), "both": (STRONG, WEAK)}
@@ -256,7 +255,7 @@ def check_files(config: Config) -> None:
     """Raise UserError if a data file is missing. A task of one's own may read a folder."""
     for name in ("train_file", "validation_file"):
         path = getattr(config.data, name)
-        if path and not sample.located(path).exists():
+        if path and not Path(path).exists():
             raise UserError(f"--{name} {path}: no such file or folder. Check the path.")
 
 

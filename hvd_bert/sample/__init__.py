@@ -1,1 +1,0 @@
-"""The sample: a generator of passages and questions in SQuAD's JSON, a vocabulary, a small BERT."""
