@@ -7,18 +7,13 @@ import gzip
 import io
 import lzma
 import os
-import tracemalloc
 import zipfile
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import pytest
-from pyarrow import parquet
 from tables import check_refusal, each
 
-from hvd_bert.data.sources import files, squad, texts
-from hvd_bert.data.sources.texts import Columns
+from hvd_bert.data.sources import squad
 from hvd_bert.errors import UserError
 
 pytestmark = pytest.mark.timeout(300)  # a file that blocks must fail its test soon
@@ -53,35 +48,6 @@ def test_damaged_gzip(tmp_path, content):
     path = tmp_path / "train.json.gz"
     path.write_bytes(content)
     check_refusal(refusal(path), path, "gzip")
-
-
-def test_gzip_that_expands_without_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_ALWAYS_ALLOWED", 0)
-    path = tmp_path / "train.json.gz"
-    path.write_bytes(gzip.compress(bytes(2**20)))
-    assert "expands to more than 300 times its size" in refusal(path)
-
-
-@pytest.mark.parametrize("plain", [True, False], ids=["text", "dictionary"])
-@pytest.mark.parametrize(("rows", "text"), [(3_000_000, "a"), (300, "x" * 2**20)], ids=["rows", "texts"])
-def test_parquet_that_expands_without_end(tmp_path, rows, text, plain):
-    """Refused by its metadata or, since these count each distinct text once, soon after reading begins."""
-    column = pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, np.int32)), [text])
-    table = pa.table({"context": column.dictionary_decode() if plain else column})
-    for name in ("question", "answers"):
-        table = table.append_column(name, pa.array(["a"] * rows))
-    path = tmp_path / "bomb.parquet"
-    parquet.write_table(table, path, compression="zstd")
-    for packed in (path.read_bytes(), gzip.compress(path.read_bytes())):
-        path.write_bytes(packed)
-        assert path.stat().st_size < 2**20
-        tracemalloc.start()
-        message = refusal(path)
-        assert tracemalloc.get_traced_memory()[1] < 2**28
-        tracemalloc.stop()
-        assert message.startswith(f"{path}: expands to more than 300 times its size")
-        with pytest.raises(UserError, match="expands to more than 300 times its size"):
-            texts.open_file(str(path), "--train_file", Columns(("context",), "question"))
 
 
 def test_damaged_parquet(tmp_path):

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from hvd_bert.data.sources.questions import Mistake
@@ -30,8 +30,6 @@ _ARCHIVES = {
     b"7z\xbc\xaf\x27\x1c": "7z",
 }
 _PARQUET = b"PAR1"
-_ROWS_AT_ONCE = 1000
-_MIN_ROW_BYTES = 100  # in Python, where it takes more; a row of JSON Lines takes about as much
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # Marks at the start, and which of the first four bytes of ASCII text are not 0. UTF-32's little-endian mark starts with
 # UTF-16's.
@@ -40,8 +38,6 @@ _WIDE_ENCODINGS = {
     "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, b"\1\0\1\0", b"\0\1\0\1"),
 }
 _PYTHON_REPR = re.compile(r"[\[({\s]*[\[({]\s*'")  # Python quotes keys with ', JSON with "
-# Compressed text shrinks to a tenth, and to a hundredth where rows repeat their contexts.
-_MAX_EXPANSION, _ALWAYS_ALLOWED = 300, 2**26
 
 
 @contextlib.contextmanager
@@ -59,9 +55,8 @@ def opened(path: str, name: str = "") -> Iterator[BinaryIO]:
 
 def parsed(name: str, content: bytes, choose: Choose = list) -> Iterator[Row] | str:
     """The rows of a Parquet file, or the text of another file; either may be gzipped. Raises UserError."""
-    limit = _expansion_limit(len(content))
     content = _unpacked(name, content)
-    return _parquet_rows(name, content, limit, choose) if content.startswith(_PARQUET) else _decoded(name, content)
+    return _parquet_rows(name, content, choose) if content.startswith(_PARQUET) else _decoded(name, content)
 
 
 # --- bytes ---------------------------------------------------------------------------------------
@@ -70,31 +65,14 @@ def parsed(name: str, content: bytes, choose: Choose = list) -> Iterator[Row] | 
 def _unpacked(name: str, content: bytes) -> bytes:
     """The content, decompressed if it is gzip. Raises UserError for other archives and for a damaged one."""
     if content.startswith(_GZIP):
-        limit = _expansion_limit(len(content))
         try:
-            with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
-                content = file.read(limit + 1)
+            content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error) as error:
             raise UserError(f"{name}: damaged gzip file ({reason_of(error)}). Copy or download it again.") from error
-        _check_expansion(name, len(content), limit)
     for magic, archive in _ARCHIVES.items():
         if content.startswith(magic):
             raise UserError(f"{name}: compressed with {archive}. Decompress the file first.")
     return content
-
-
-def _expansion_limit(size: int) -> int:
-    """How many bytes a compressed file of this size may expand to."""
-    return _MAX_EXPANSION * size + _ALWAYS_ALLOWED
-
-
-def _check_expansion(name: str, expanded: int, limit: int) -> None:
-    """Raise UserError for more than `_expansion_limit` bytes."""
-    if expanded > limit:
-        raise UserError(
-            f"{name}: expands to more than {_MAX_EXPANSION} times its size, which is not plausible for data. Give a"
-            " file in which rows are not repeated, or write it as JSON Lines."
-        )
 
 
 def _decoded(name: str, content: bytes) -> str:
@@ -171,34 +149,13 @@ def csv_rows(name: str, text: str, delimiter: str, choose: Choose = list, quotes
         ) from error
 
 
-def _parquet_rows(name: str, content: bytes, limit: int, choose: Choose) -> Iterator[Row]:
-    """The rows of a Parquet file.
-
-    Raises UserError if they are larger than `limit` bytes, as far as possible before they are read: millions of equal
-    rows take a few bytes in the file.
-    """
+def _parquet_rows(name: str, content: bytes, choose: Choose) -> Iterator[Row]:
+    """The rows of a Parquet file."""
     from pyarrow import BufferReader
     from pyarrow.parquet import ParquetFile
 
     with as_user_error(lambda reason: f"{name}: damaged Parquet file: {reason}. Copy or download it again."):
         file = ParquetFile(BufferReader(content))
-        columns = choose(file.schema_arrow.names)
-        meta = file.metadata
-        groups = sum(meta.row_group(number).total_byte_size for number in range(meta.num_row_groups))
-        _check_expansion(name, max(groups, meta.num_rows * _MIN_ROW_BYTES), limit)
-        at_once = max(1, min(_ROWS_AT_ONCE, limit // max(1, groups)))  # even if each row has the longest text
-        number = 0
-        for batch in _limited(name, file.iter_batches(batch_size=at_once, columns=columns), limit):
-            for row in batch.to_pylist():
-                yield f"row {number}", row
-                number += 1
-
-
-def _limited(name: str, batches: Iterable[Any], limit: int) -> Iterator[Any]:
-    """The batches, as long as they are not too large together: the file's sizes count each distinct text once."""
-    size = 0
-    for batch in batches:
-        for column in batch.columns:
-            size += (column.dictionary_decode() if hasattr(column, "dictionary_decode") else column).nbytes
-        _check_expansion(name, size, limit)
-        yield batch
+        batches = file.iter_batches(columns=choose(file.schema_arrow.names))
+        for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+            yield f"row {number}", row
