@@ -178,7 +178,7 @@ def test_columns_of_the_training_file_are_read_from_another(write):
         ("text,label\n", "t.csv", "there are no rows"),
         ("text,label\na,1\n", "t.txt", "not JSON Lines. .* or a file that ends in .csv or .tsv"),
         ("version https://git-lfs.github.com/spec/v1\n", "t.csv", "a git-LFS pointer, not the data"),
-        ("text,label\na,1\n".encode("utf-16"), "t.csv", "UTF-16 text. Convert it"),
+        ("text,label\na,1\n".encode("utf-16"), "t.csv", "not UTF-8 text"),
         ('{"text": "a", "label": 1}\n{"text"', "t.jsonl", "not JSON: .* at line 2"),
         ("[1]\n", "t.jsonl", "line 1: it is not a JSON object"),
         ('{"text": "a"}\n', "t.jsonl", "needs a column `label`"),

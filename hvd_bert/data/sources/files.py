@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import csv
 import gzip
 import io
 import json
 import os
-import re
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
@@ -31,13 +29,6 @@ _ARCHIVES = {
 }
 _PARQUET = b"PAR1"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-# Marks at the start, and which of the first four bytes of ASCII text are not 0. UTF-32's little-endian mark starts with
-# UTF-16's.
-_WIDE_ENCODINGS = {
-    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE, b"\1\0\0\0", b"\0\0\0\1"),
-    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, b"\1\0\1\0", b"\0\1\0\1"),
-}
-_PYTHON_REPR = re.compile(r"[\[({\s]*[\[({]\s*'")  # Python quotes keys with ', JSON with "
 
 
 @contextlib.contextmanager
@@ -79,9 +70,6 @@ def _decoded(name: str, content: bytes) -> str:
     """The text of a file. Raises UserError if it is no text in UTF-8, or a pointer or a page in place of data."""
     if content.startswith(_LFS_POINTER):
         raise UserError(f"{name}: a git-LFS pointer, not the data. Run git lfs pull in its repository.")
-    for encoding, (*marks, little, big) in _WIDE_ENCODINGS.items():
-        if content.startswith(tuple(marks)) or bytes(map(bool, content[:4])) in (little, big):
-            raise UserError(f"{name}: {encoding} text. Convert it: iconv -f {encoding} -t UTF-8 {name} > NEW_FILE")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -94,12 +82,6 @@ def _decoded(name: str, content: bytes) -> str:
             ' "raw" link).'
         )
     return text
-
-
-def check_not_python(name: str, text: str) -> None:
-    """Raise UserError if text that is not JSON was printed by Python."""
-    if _PYTHON_REPR.match(text[:1000]):
-        raise UserError(f"{name}: a Python repr, not JSON: its keys are in single quotes. Write it with json.dump.")
 
 
 # --- rows ----------------------------------------------------------------------------------------

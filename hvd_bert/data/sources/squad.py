@@ -187,7 +187,6 @@ def _parsed(name: str, text: str) -> Any:
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and _JSON.match(text):  # a whole JSON value, then more: one row per line
             return [row for _, row in files.json_lines(name, text)]
-        files.check_not_python(name, text)
         if not _JSON.match(text):
             raise UserError(
                 f"{name}: neither JSON nor CSV with the columns of the questions ({shown(text.lstrip()[:100])})."
