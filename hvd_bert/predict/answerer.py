@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Any, get_args, get_origin, get_type_hints, overload
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -116,7 +115,6 @@ class QuestionAnswerer:
         version_2_with_negative: bool | None = None,
         null_score_diff_threshold: float | None = None,
     ) -> None:
-        _check_types({name: value for name, value in locals().items() if name != "self"})
         name = os.fspath(model)
         problem = path_problem(name)
         require(not problem, f"model {shortened(ascii(name))} {problem}.")
@@ -200,22 +198,6 @@ def blocks(questions: Iterable[Question]) -> Iterator[list[Question]]:
         block.append(question)
     if block:
         yield block
-
-
-def _check_types(arguments: Mapping[str, object]) -> None:
-    """Raise UserError for an argument of QuestionAnswerer whose value is not of the annotated type.
-
-    As in type checkers, a float may be given as an int. A bool is no number.
-    """
-    hints = get_type_hints(QuestionAnswerer.__init__)
-    for name, value in arguments.items():
-        kinds = {get_origin(kind) or kind for kind in get_args(hints[name]) or (hints[name],)}
-        number = not isinstance(value, bool) and (
-            (int in kinds and isinstance(value, Integral)) or (float in kinds and isinstance(value, Real))
-        )
-        others = tuple(kinds - {int, float})
-        expected = QuestionAnswerer.__init__.__annotations__[name]
-        require(number or isinstance(value, others), f"{name} {shortened(repr(value))}: must be {expected}.")
 
 
 def _settings(model: str, given: dict[str, Any]) -> dict[str, Any]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from test_world import make_world
@@ -201,13 +199,6 @@ def test_what_cannot_be_answered(qa, question, context, error, message):
     [
         ({"precision": "int8"}, "precision 'int8': choose from fp32, bf16, fp16"),
         ({"batch_size": 0}, "batch_size 0: must be at least 1"),
-        ({"batch_size": 2.5}, "batch_size 2.5: must be int"),
-        ({"precision": ["fp32"]}, r"precision \['fp32'\]: must be str"),
-        ({"max_seq_length": "160"}, "max_seq_length '160': must be int"),
-        ({"doc_stride": True}, "doc_stride True: must be int"),
-        ({"version_2_with_negative": "no"}, "version_2_with_negative 'no': must be bool"),
-        ({"null_score_diff_threshold": "0"}, "null_score_diff_threshold '0': must be float"),
-        ({"device": 1.5}, r"device 1\.5: must be str"),
         ({"device": ""}, "device '' cannot be used"),
         ({"device": "foo"}, "device 'foo' cannot be used .*Name another"),
         ({"device": "cuda:99"}, "device 'cuda:99' cannot be used .*Name another"),
@@ -222,15 +213,9 @@ def test_wrong_settings(model, settings, message):
         QuestionAnswerer(model, **settings)
 
 
-def test_settings_may_be_numbers_of_numpy(model):
-    qa = QuestionAnswerer(model, batch_size=np.int64(4), null_score_diff_threshold=np.float32(1), n_best_size=3)
-    assert len(qa("What is red?", "The box is red. The hall is green.").nbest) <= 3
-
-
-@pytest.mark.parametrize("model", [None, 1, b"runs", ["runs"], ""])
-def test_models_that_are_no_names(model):
-    with pytest.raises(UserError, match=f"^model {re.escape(repr(model))}"):
-        QuestionAnswerer(model)
+def test_a_model_needs_a_name():
+    with pytest.raises(UserError, match=r"^model ''"):
+        QuestionAnswerer("")
 
 
 def test_loading_leaves_random_numbers_alone(model):
