@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
-from hvd_bert.config.parser import HELP, Parser
+from hvd_bert.config.parser import HELP
 from hvd_bert.distributed.launch import LaunchError, find_launcher, speaks_first
 from hvd_bert.distributed.signals import watch_launcher
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
@@ -50,9 +50,8 @@ def _check_working_directory() -> None:
 
 
 def print_on_one_rank(argv: Sequence[str]) -> None:
-    """Leave the parser's warnings to one rank. On the others, exit if --help is given."""
-    Parser.warns = speaks_first(os.environ)
-    if HELP & set(argv) and not Parser.warns:
+    """Exit if --help is given, except on one rank."""
+    if HELP & set(argv) and not speaks_first(os.environ):
         sys.exit(EXIT_OK)
 
 

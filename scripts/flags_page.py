@@ -43,7 +43,7 @@ INTRODUCTION = """\
 Flags of Hugging Face's run_qa keep their names ([differences](../guides/migrating.md#from-run_qa)). `--config` takes a
 preset or a YAML file of flags; flags on the command line override it. Values in the file mean the same as on the
 command line: `1:30`, `010` and `no` are not converted as YAML does. A switch also takes a value: `--bf16 False`. If a
-flag is given several times, the last value counts, with a warning.
+flag is given several times, the last value counts.
 
 Flags with † must keep their values when a run resumes. Some of the others have
 [conditions](../guides/resume-and-reliability.md#settings-that-may-change-on-resume).

@@ -1,4 +1,4 @@
-"""Values on a command line, as `Parser` checks them: numbers, names and paths, and the last of several values."""
+"""Values on a command line, as `Parser` checks them: numbers, names and paths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from hvd_bert.storage.places import path_problem
 LARGEST = 2**32 - 1  # the libraries that take these numbers accept no larger ones
 MAX_SECONDS = 1e9  # the system's clocks overflow beyond 9e9
 MAX_RUNS = 1000  # repeats of a measurement, which are planned one by one
-GIVEN = "_given"  # no flag has this name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +56,8 @@ class Limits:
             raise UserError(f"--{name} {value}: must be {self.range or 'a number'}.")
 
 
-class StoreLast(argparse.Action):
-    """Stores a flag's value, in place of an earlier one, and keeps all values under `given` for `Parser`'s warning.
-
-    Refuses values out of the flag's `limits`; the default is always accepted.
-    """
+class Checked(argparse.Action):
+    """Stores a flag's value. Refuses one out of the flag's `limits`; the default is always accepted."""
 
     def __init__(self, *args: Any, limits: Limits = Limits(), **options: Any) -> None:
         super().__init__(*args, **options)
@@ -77,7 +73,6 @@ class StoreLast(argparse.Action):
         for number in value if isinstance(value, list) else [value]:
             if number != self.default:
                 self.limits.check(self.dest, number)
-        vars(namespace).setdefault(GIVEN, {}).setdefault(self.dest, []).append(str(value))
         setattr(namespace, self.dest, value)
 
 
