@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import io
 import os
 import select
 import signal
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -32,12 +31,6 @@ def keep_running() -> None:
     if sys.stdout is None:
         _warn("it is closed")
     _replace(_Dropping)
-
-
-@functools.cache
-def say_once(say: Callable[[str], object], text: str) -> None:
-    """`say(text)`, unless this process has said it."""
-    say(text)
 
 
 def end_when_lost() -> None:

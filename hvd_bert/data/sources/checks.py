@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,9 +9,6 @@ from dataclasses import replace
 from hvd_bert.data.sources.entries import SHORT
 from hvd_bert.data.sources.questions import BadExample, Found, Mistake, Question, Reading
 from hvd_bert.errors import UserError
-from hvd_bert.streams import say_once
-
-logger = logging.getLogger(__name__)
 
 _UNANSWERED = "unanswered question"
 
@@ -24,7 +20,6 @@ def checked(
     questions: list[Question] = []
     bad: list[BadExample] = []
     places: dict[str, str] = {}  # by id
-    made: list[str] = []  # ids of questions without one
     for item in items:
         question, mistake = _judged(item, places, version_2_with_negative, reading)
         if mistake:
@@ -33,14 +28,9 @@ def checked(
         if question:
             places[question.id] = item.where
             questions.append(question)
-            if question.id == item.where:
-                made.append(question.id)
     if not questions and not bad:
         raise UserError(f"{name}: no questions found. Give a file with questions.")
     refuse_mistakes(name, bad, len(questions), reading)
-    if made and reading.purpose != "prediction":
-        first = f"Each gets its place as its id, such as {made[0]!r}."
-        say_once(logger.info, f"{name}: {len(made)} questions have no id. {first}")  # though they may be read twice
     return questions, bad
 
 
