@@ -64,7 +64,7 @@ def entry(
             found = None if overwrite else opened(folder)
             if found is None:
                 if folder.exists() and not overwrite:
-                    logger.warning("%s is damaged (truncated, or its checksum differs): tokenizing again.", folder)
+                    logger.warning("%s is damaged: tokenizing again.", folder)
                 _remove_leftovers(cache_dir, key)
                 _build(folder, build, opened)
                 found = opened(folder)

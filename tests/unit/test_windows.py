@@ -179,45 +179,33 @@ def test_using_the_tokenizer_does_not_change_the_key(source, tokenizer, tmp_path
     assert len(list(tmp_path.glob("*.lock"))) == 1
 
 
-def flip_bit(path, offset: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1
-    path.write_bytes(content)
-
-
-HARMS = ["cut data", "flipped token", "flipped count", "other columns", "no meta", "broken meta", "old meta"]
+HARMS = ["cut data", "other columns", "no meta", "broken meta", "old meta"]
 
 
 @each("harm", HARMS)
-def test_damaged_table_is_named_and_rebuilt(source, tokenizer, tmp_path, caplog, monkeypatch, harm):
-    monkeypatch.setattr(window_table, "_BLOCK", 64)  # the checksum is of many
+def test_damaged_table_is_named_and_rebuilt(source, tokenizer, tmp_path, caplog, harm):
     before = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
-    expected, counts, tokens = before.arrow.to_pydict(), before.counts, before.lists("input_ids", [3])[0].tobytes()
+    expected, counts = before.arrow.to_pydict(), before.counts
     (data,) = tmp_path.glob("*/windows.arrow")
     meta = data.with_name("windows.json")
     if harm == "cut data":
         os.truncate(data, data.stat().st_size // 2)
-    elif harm == "flipped token":
-        flip_bit(data, data.read_bytes().index(tokens) + 8)
-    elif harm == "flipped count":
-        flip_bit(meta, meta.read_bytes().index(b'"questions": 10') + len('"questions": 1'))
-    elif harm == "other columns":  # with a checksum of their own
+    elif harm == "other columns":
         with (
             pa.OSFile(str(data), "wb") as file,
             pa.ipc.new_stream(file, pa.schema([("question", pa.int32())])) as stream,
         ):
             stream.write_batch(pa.record_batch({"question": pa.array([0], pa.int32())}))
-        crc = window_table._checksum(data.parent, counts)
-        meta.write_text(json.dumps({"crc32": crc, "counts": asdict(counts)}))
+        meta.write_text(json.dumps({"num_bytes": data.stat().st_size, "counts": asdict(counts)}))
     elif harm == "no meta":
         meta.unlink()
     elif harm == "broken meta":
         meta.write_text(meta.read_text()[:-5])
     else:
-        meta.write_text(json.dumps({"bytes": data.stat().st_size, "counts": {"questions": 1, "unknown": 2}}))
+        meta.write_text(json.dumps({"crc32": 1, "counts": asdict(counts)}))
     again = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
     assert (again.arrow.to_pydict(), again.counts) == (expected, counts)
-    damaged = f"{data.parent} is damaged (truncated, or its checksum differs): tokenizing again."
+    damaged = f"{data.parent} is damaged: tokenizing again."
     assert [record.getMessage() for record in caplog.records] == [damaged]
     prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
     assert len(caplog.records) == 1
