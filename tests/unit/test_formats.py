@@ -1,4 +1,4 @@
-"""The formats of data files give the same questions; the columns of flat rows, MRQA's lines, numbers as text."""
+"""The formats of data files give the same questions; the columns of flat rows, numbers as text."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_missing_columns_are_named_with_the_flags(tmp_path, make_questions, to_r
             read(tmp_path, FORMATS[name](rows[:count]))
 
 
-@each("name", [*FORMATS, "SQuAD", "MRQA", "hub"])
+@each("name", [*FORMATS, "SQuAD", "hub"])
 def test_questions_without_an_id_get_one(tmp_path, make_questions, to_rows, to_squad, name, monkeypatch):
     questions = make_questions(6)
     # A column that is there, with gaps; a column of Parquet has one type.
@@ -138,16 +138,10 @@ def test_questions_without_an_id_get_one(tmp_path, make_questions, to_rows, to_s
     for kept in (None, keys):
         rows, document = to_rows(questions), to_squad(questions)
         entries = [q for article in document["data"] for paragraph in article["paragraphs"] for q in paragraph["qas"]]
-        if name == "MRQA":
-            rows = [{"context": row["context"], "qas": [entry]} for row, entry in zip(rows, entries, strict=True)]
-            for entry in entries:
-                start, end = entry["answers"][0]["answer_start"], len(entry["answers"][0]["text"])
-                entry["detected_answers"] = [{"text": "", "char_spans": [[start, start + end - 1]]}]
-                entry["answers"] = []
-        for number, entry in enumerate(entries if name in ("SQuAD", "MRQA") else rows):
+        for number, entry in enumerate(entries if name == "SQuAD" else rows):
             del entry["id"]
             if kept and kept[number] is not None:
-                entry["qid" if name == "MRQA" else "id"] = kept[number]
+                entry["id"] = kept[number]
         if kept and name in ("CSV", "tab-separated", "Parquet", "hub"):
             rows = [{"id": None, **row} for row in rows]
         if name == "hub":
@@ -211,51 +205,6 @@ def test_contexts_of_130_000_characters(tmp_path, make_questions, to_rows):
         assert read(tmp_path, convert(to_rows([long]))) == [long]
 
 
-# --- MRQA ----------------------------------------------------------------------------------------
-
-CONTEXT = "[PAR] Denver won. Denver Broncos, of course."
-MRQA = {
-    "context": CONTEXT,
-    "qas": [
-        {
-            "id": "of the original data",
-            "qid": "abc",
-            "question": "Who won?",
-            "detected_answers": [
-                {"text": "denver broncos", "char_spans": [[18, 31]], "token_spans": [[4, 5]]},
-                {"text": "Denver", "char_spans": [[6, 11], [18, 23]]},
-            ],
-            "answers": ["The Broncos", "Denver", "The Broncos"],
-        }
-    ],
-}
-
-
-def test_mrqa(tmp_path):
-    content = as_lines([{"header": {"dataset": "NewsQA", "split": "train"}}, MRQA])
-    (question,) = read(tmp_path, gzip.compress(content))
-    assert (question.id, question.context, question.question) == ("abc", CONTEXT, "Who won?")
-    assert question.answer_texts == ("Denver Broncos", "Denver", "The Broncos")
-    assert question.answer_starts == (18, 6, None)  # the last has no place: it is for the metric only
-    assert read(tmp_path, as_lines([MRQA])) == [question]
-
-
-@each(
-    ("change", "named"),
-    [
-        ({"detected_answers": [{"text": "x", "char_spans": []}]}, ["char_spans", "[first, last]"]),
-        ({"detected_answers": [{"text": "x", "char_spans": [[5, 4]]}]}, ["offset", "[0].qas[0].detected_answers[0]"]),
-        ({"detected_answers": [{"text": "x", "char_spans": [[900, 901]]}]}, ["1 empty answer"]),
-        ({"detected_answers": []}, ["'The Broncos'"]),
-        ({"detected_answers": [{"text": "x"}]}, ['[0].qas[0].detected_answers[0] has no "char_spans"']),
-        ({"qid": 1.5}, ["[0].qas[0].qid"]),
-    ],
-)
-def test_mistakes_in_mrqa(tmp_path, change, named):
-    with refused(*named):
-        read(tmp_path, as_lines([{**MRQA, "qas": [{**MRQA["qas"][0], **change}]}]))
-
-
 # --- the hub, and prediction ---------------------------------------------------------------------
 
 
@@ -293,13 +242,11 @@ def test_prediction_ignores_mistakes_in_answers(tmp_path, make_questions, to_squ
 
 
 @each("answers", ["London", ["London"], 3, {"text": ["London"]}])
-@each("name", ["JSON", "CSV", "SQuAD", "MRQA"])
+@each("name", ["JSON", "CSV", "SQuAD"])
 def test_prediction_takes_answers_of_any_kind(tmp_path, make_questions, to_rows, to_squad, name, answers):
     (question,) = make_questions(1)
     if name in FORMATS:
         content = FORMATS[name]([{**row, "answers": answers} for row in to_rows([question])])
-    elif name == "MRQA":
-        content = as_lines([{"context": "a", "qas": [{"qid": "b", "question": "c", "detected_answers": answers}]}])
     else:
         document = to_squad([question])
         document["data"][0]["paragraphs"][0]["qas"][0]["answers"] = answers

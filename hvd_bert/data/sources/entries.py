@@ -28,12 +28,12 @@ def found(make: Callable[..., Found], where: str, *arguments: Any) -> Found:
         return Found(where, mistake=mistake)
 
 
-# --- the three kinds of entries ------------------------------------------------------------------
+# --- the two kinds of entries --------------------------------------------------------------------
 
 
 def squad_question(where: str, title: str, context: str, entry: Any, reading: Reading) -> Found:
     """An entry of "qas" in SQuAD's JSON."""
-    id_ = _id(where, entry, "id")
+    id_ = _id(where, entry)
     texts, starts, mistake = _answers(_readable(reading, _squad_answers, where, entry, reading))
     if texts and entry.get("is_impossible"):
         mistake = mistake or Mistake(
@@ -57,33 +57,6 @@ def _answer_objects(where: str, answers: list[Any]) -> list[_Answer]:
     ]
 
 
-def mrqa_question(where: str, title: str, context: str, entry: Any, reading: Reading) -> Found:
-    """An entry of "qas" in MRQA's JSON Lines: detected answers with the places of their first and last character.
-
-    The text at the place is the answer, since the detected text may differ in case or spaces. The metric takes the
-    other accepted answers, too.
-    """
-    id_ = _id(where, entry, "qid")
-    texts, starts, mistake = _answers(_readable(reading, _mrqa_answers, where, context, entry, reading))
-    question = get(where, entry, "question", str)
-    return Found(where, Question(id_, title, context, question, texts, starts), mistake)
-
-
-def _mrqa_answers(where: str, context: str, entry: dict[str, Any], reading: Reading) -> list[_Answer]:
-    pairs: list[_Answer] = []
-    if _has(entry, "detected_answers", reading):
-        for number, answer in enumerate(get(where, entry, "detected_answers", list)):
-            at_answer = f"{where}.detected_answers[{number}]"
-            span = attempt(_char_span, at_answer, answer)
-            if isinstance(span, Mistake):
-                pairs.append((attempt(get, at_answer, answer, "text", str), span))
-            else:
-                pairs.append((context[span[0] : span[1] + 1], span[0]))
-    known = {text for text, _ in pairs if isinstance(text, str)}
-    accepted = [text for text in get(where, entry, "answers", list, []) if isinstance(text, str) and text not in known]
-    return [*pairs, *((text, None) for text in dict.fromkeys(accepted))]
-
-
 def row_question(where: str, row: Any, reading: Reading, contexts: dict[str, str]) -> Found:
     """A flat row. Its answers are an object of two lists, or a list of objects as SQuAD's, or one such object.
 
@@ -94,7 +67,7 @@ def row_question(where: str, row: Any, reading: Reading, contexts: dict[str, str
     context = get(where, row, reading.context_column, str)
     texts, starts, mistake = _answers(_readable(reading, _row_answers, where, row, reading))
     question = Question(
-        id=_id(where, row, "id"),
+        id=_id(where, row),
         title=get(where, row, "title", str, ""),
         context=contexts.setdefault(context, context),
         question=get(where, row, reading.question_column, str),
@@ -202,13 +175,13 @@ def _has(entry: dict[str, Any], key: str, reading: Reading) -> bool:
     return reading.purpose != "prediction" or entry.get(key) is not None
 
 
-def _id(where: str, entry: Any, key: str) -> str:
+def _id(where: str, entry: Any) -> str:
     """The entry's id, or its place if it has none: unique, and the same on all ranks."""
     _expect(where, entry, dict)
-    value = entry.get(key)
+    value = entry.get("id")
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    text: str = get(where, entry, key, str, where)
+    text: str = get(where, entry, "id", str, where)
     return text or where
 
 
@@ -225,18 +198,6 @@ def _whole(where: str, value: Any) -> int:
         return int(value)
     number: int = _expect(where, value, int)
     return number
-
-
-def _char_span(where: str, answer: Any) -> tuple[int, int]:
-    """First and last character of the first place of MRQA's answer."""
-    spans = get(where, answer, "char_spans", list)
-    place = f"{where}.char_spans"
-    if not spans or not isinstance(spans[0], list) or len(spans[0]) != 2:
-        raise Mistake("wrong type", f"{place} should be a list of [first, last] ({shown(spans)})")
-    first, last = (_whole(f"{place}[0]", value) for value in spans[0])
-    if not 0 <= first <= last:
-        raise Mistake("out-of-range offset", f"{place}[0] is {[first, last]}")
-    return first, last
 
 
 def _expect(where: str, value: Any, kind: type) -> Any:

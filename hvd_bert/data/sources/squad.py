@@ -1,6 +1,6 @@
 """Data files and hub data sets -> `Question`s, all of them checked.
 
-A file is SQuAD's JSON, JSON Lines (also MRQA's), CSV or Parquet: the content decides, not the name. Opening is fast:
+A file is SQuAD's JSON, JSON Lines, CSV or Parquet: the content decides, not the name. Opening is fast:
 the content is parsed and checked only when `Source.questions()` is called, on the rank that needs it.
 
 Character offsets count Unicode code points from the start of the unstripped context: some of SQuAD's
@@ -21,7 +21,7 @@ from typing import Any
 
 from hvd_bert.data.sources import files, hub
 from hvd_bert.data.sources.checks import checked
-from hvd_bert.data.sources.entries import attempt, found, get, mrqa_question, row_question, shown, squad_question
+from hvd_bert.data.sources.entries import attempt, found, get, row_question, shown, squad_question
 from hvd_bert.data.sources.files import Row
 from hvd_bert.data.sources.questions import BadExample, Found, Mistake, Question, Reading
 from hvd_bert.errors import UserError
@@ -148,21 +148,19 @@ def _read(name: str, content: bytes, reading: Reading) -> Iterator[Found]:
 
 def _from_list(name: str, label: str, entries: list[Any], reading: Reading) -> Iterator[Found]:
     """Flat rows of JSON. Raises UserError if no row has one of the columns; a row that lacks it is a mistake."""
-    flat = [row for row in entries if isinstance(row, dict) and "qas" not in row and row.keys() != {"header"}]
+    flat = [row for row in entries if isinstance(row, dict)]
     if flat:
         _check_columns(name, list(dict.fromkeys(key for row in flat for key in row)), reading)
     return _from_rows(((f"{label}[{number}]", row) for number, row in enumerate(entries)), reading)
 
 
 def _from_rows(rows: Iterable[Row], reading: Reading) -> Iterator[Found]:
-    """Flat rows with their places. A row with "qas" is a paragraph, as in MRQA's files."""
+    """Flat rows with their places."""
     contexts: dict[str, str] = {}
     for where, row in rows:
         if isinstance(row, Mistake):
             yield Found(where, mistake=row)
-        elif isinstance(row, dict) and "qas" in row:
-            yield from _from_paragraph(where, "", row, reading)
-        elif not (isinstance(row, dict) and row.keys() == {"header"}):  # MRQA's first line
+        else:
             yield found(row_question, where, row, reading, contexts)
 
 
@@ -234,9 +232,7 @@ def _from_paragraph(where: str, title: str, paragraph: Any, reading: Reading) ->
         yield Found(where, mistake=entries)
         return
     for number, entry in enumerate(entries):
-        of_mrqa = isinstance(entry, dict) and not entry.keys().isdisjoint({"qid", "detected_answers"})
-        convert = mrqa_question if of_mrqa else squad_question
-        yield found(convert, f"{where}.qas[{number}]", title, context, entry, reading)
+        yield found(squad_question, f"{where}.qas[{number}]", title, context, entry, reading)
 
 
 def _csv_delimiter(text: str, reading: Reading) -> str:
