@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hvd_bert.errors import UserError, reason_of
 
@@ -123,26 +122,11 @@ def _quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-class _Hash(io.RawIOBase):
-    """A writable file that only computes the SHA-256 of its content."""
-
-    def __init__(self) -> None:
-        self.sha256 = hashlib.sha256()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self.sha256.update(data)
-        return len(data)
-
-
 def digest(rows: Dataset) -> str:
     """SHA-256 of the rows; the fingerprint of `datasets` also depends on the path of its cache."""
-    import pyarrow as pa
-
     table = rows.data.table.replace_schema_metadata(None)
-    sink = _Hash()
-    with pa.PythonFile(sink, mode="w") as file, pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=1000)
-    return sink.sha256.hexdigest()
+    sha256 = hashlib.sha256(table.schema.serialize())
+    for batch in table.to_batches(max_chunksize=1000):
+        sha256.update(batch.serialize())
+    sha256.update(b"\xff\xff\xff\xff\0\0\0\0")  # the end of the stream in Arrow's format
+    return sha256.hexdigest()
