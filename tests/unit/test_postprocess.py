@@ -234,20 +234,3 @@ def test_logits_that_are_not_finite(bad: float) -> None:
     q = question(2)
     with refused("question q", "end logits"):
         only([window(q, 0, [0, 0], [0, bad])], q)
-
-
-def test_windows_that_do_not_match() -> None:
-    q = question(2)
-    w = window(q, 0, [0, 0], [0, 0])
-    with pytest.raises(ValueError, match="end logits of shape"):
-        only([WindowLogits(0, 3, w.char_starts, w.char_ends, w.start_logits, w.end_logits[:-1])], q)
-    with pytest.raises(ValueError, match="2 char_starts and 1 char_ends"):
-        only([WindowLogits(0, 3, w.char_starts, w.char_ends[:1], w.start_logits, w.end_logits)], q)
-    with pytest.raises(ValueError, match="question 1, but there are 1"):
-        only([window(q, 0, [0, 0], [0, 0], index=1)], q)
-
-
-@pytest.mark.parametrize("name", ["n_best_size", "max_answer_length"])
-def test_options_must_be_positive(name: str) -> None:
-    with refused(name):
-        SpanOptions(**{name: 0})
