@@ -1,36 +1,26 @@
-"""Whether a checkpoint holds the state of a training, of this model. Its checksums say only that nobody changed it."""
+"""Whether a checkpoint holds the state of a training, and whether its model is this one."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
-from hvd_bert.checkpoint.files import Contents
 from hvd_bert.errors import as_user_error
 from hvd_bert.storage.reading import Count, Finite, convert, read_json
 
-# Random numbers of a rank -> type and number of elements of their tensor. CUDA's differs by device.
-_RANDOM = {"torch": (torch.uint8, None), "numpy": (torch.int64, 626), "python": (torch.int64, 626)} | {
-    "gauss": (torch.float64, 2)
-}
 # Entries of a configuration that change no step: how it was saved, names, defaults of outputs that are given
 # explicitly, and what new weights, which a checkpoint replaces, are drawn from.
 _WITHOUT_EFFECT = {
     *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "id2label", "label2id"),
     *("problem_type", "output_attentions", "output_hidden_states", "return_dict", "use_cache", "initializer_range"),
 }
-_POSITIONS = {"numpy": -2, "python": -1}  # of the next of 624 numbers
-_WORDS = {"numpy": slice(0, 624), "python": slice(1, 625)}
-
 
 Number = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)] | float  # may be NaN or infinite
 Plain = bool | Number | str | None
@@ -140,56 +130,3 @@ def _entries(config: Any) -> dict[str, Any]:
     """A configuration's entries, with the defaults, as JSON has them."""
     entries: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return entries
-
-
-def misfit(contents: Contents, model: nn.Module) -> str:
-    """What is wrong with the tensors of a checkpoint that says that it is of this model; "" if nothing is."""
-    state = contents.state
-    if state["identity"].get("the model") != shape_of(model):
-        return ""  # another model: refused with both named
-    for file in ("model", "optimizer", "rng"):
-        if file not in contents.tensors:
-            return f"it has no {file}.safetensors"
-    return (
-        _wrong_weights(contents.tensors["model"], model.state_dict())
-        or _wrong_slots(contents.tensors["optimizer"], dict(model.named_parameters()))
-        or _wrong_random_numbers(contents.tensors["rng"], state["world_size"])
-    )
-
-
-def _wrong_weights(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:
-    differing = found.keys() ^ expected.keys()
-    if differing:
-        return f"model.safetensors has other tensors than the model ({min(differing):.80})"
-    for name, tensor in expected.items():
-        if found[name].shape != tensor.shape:
-            shapes = f"{tuple(found[name].shape)} instead of {tuple(tensor.shape)}"
-            return f"model.safetensors: {name} has the shape {shapes}"
-    return ""
-
-
-def _wrong_slots(found: Mapping[str, Tensor], weights: Mapping[str, nn.Parameter]) -> str:
-    for key, tensor in found.items():
-        name, _, slot = key.rpartition("/")
-        if name not in weights:
-            return f"optimizer.safetensors: {key:.80} is of no weight of the model"
-        if tensor.shape != weights[name].shape and not (slot == "step" and tensor.numel() == 1):
-            shapes = f"{tuple(tensor.shape)} instead of {tuple(weights[name].shape)}"
-            return f"optimizer.safetensors: {key} has the shape {shapes}"
-    return ""
-
-
-def _wrong_random_numbers(found: Mapping[str, Tensor], world_size: int) -> str:
-    for rank in range(world_size):
-        for name, (kind, size) in _RANDOM.items():
-            key = f"rank{rank}.{name}"
-            tensor = found.get(key)
-            if tensor is None or tensor.dtype != kind:
-                return f"rng.safetensors: {key} is missing or of another type"
-            if tensor.numel() != (torch.get_rng_state().numel() if size is None else size):
-                return f"rng.safetensors: {key} has {tensor.numel()} numbers"
-            if name in _WORDS:
-                words, position = tensor[_WORDS[name]], int(tensor[_POSITIONS[name]])
-                if int(words.min()) < 0 or int(words.max()) >= 2**32 or not 0 <= position <= 624:
-                    return f"rng.safetensors: {key} is no state of a generator"
-    return ""

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
-from hvd_bert.checkpoint.fit import check_state, configuration_changes, misfit, shape_of
+from hvd_bert.checkpoint.fit import check_state, configuration_changes, shape_of
 from hvd_bert.config.settings import FLAGS, TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World, log
@@ -46,11 +44,10 @@ def unfinished(folder: Path) -> bool:
     return started and not (folder / "train_results.json").exists()
 
 
-def find(named: str | None, args: TrainArguments, model: nn.Module) -> ResumePoint | None:
+def find(named: str | None, args: TrainArguments) -> ResumePoint | None:
     """The checkpoint of --resume_from_checkpoint, or the newest valid one of an unfinished run in output_dir.
 
     None: train from the start. Raises UserError if a checkpoint is requested or exists, but none can be used.
-    Of a checkpoint that says that it is of this model, the tensors must fit, too.
     """
     if not args.do_train:
         return None
@@ -59,11 +56,11 @@ def find(named: str | None, args: TrainArguments, model: nn.Module) -> ResumePoi
     folder = Path(args.output_dir or "")
     resumes = bool(args.output_dir) and not args.overwrite_output_dir and unfinished(folder)
     if named and named != LATEST:
-        return _named(Path(named), folder if resumes else None, model)
+        return _named(Path(named), folder if resumes else None)
     if not named and not resumes:
         return None
     try:
-        resume_point, damage = _newest_valid(folder, model)
+        resume_point, damage = _newest_valid(folder)
     except OSError as error:
         raise UserError(f"--output_dir {folder} cannot be read: {error.strerror or error}.") from None
     if resume_point is None and damage:
@@ -78,15 +75,15 @@ def find(named: str | None, args: TrainArguments, model: nn.Module) -> ResumePoi
     return resume_point
 
 
-def _named(folder: Path, output_dir: Path | None, model: nn.Module) -> ResumePoint:
+def _named(folder: Path, output_dir: Path | None) -> ResumePoint:
     """The checkpoint that the flag names. `output_dir`: an unfinished run, which the same command may have started."""
     try:
-        resume_point = ResumePoint(folder, _resumable(folder, model))
+        resume_point = ResumePoint(folder, _resumable(folder))
     except CorruptCheckpoint as error:
         raise UserError(f"--resume_from_checkpoint {folder} cannot be used: {error}.") from None
     if output_dir is None or folder.resolve().parent == output_dir.resolve():
         return resume_point
-    own, damage = _newest_valid(output_dir, model)
+    own, damage = _newest_valid(output_dir)
     if own is None and not damage:
         return resume_point  # it was stopped before its own first checkpoint
     if own is None or own.step < resume_point.step:
@@ -97,18 +94,18 @@ def _named(folder: Path, output_dir: Path | None, model: nn.Module) -> ResumePoi
     return own  # of a run that resumed from `folder` and was stopped
 
 
-def _newest_valid(output_dir: Path, model: nn.Module) -> tuple[ResumePoint | None, list[str]]:
+def _newest_valid(output_dir: Path) -> tuple[ResumePoint | None, list[str]]:
     lost = files.lost(output_dir)
     damage = [f"{output_dir / files.POINTER} names {lost}, which is missing: restore it"] if lost else []
     for folder in files.candidates(output_dir):
         try:
-            return ResumePoint(folder, _resumable(folder, model)), damage
+            return ResumePoint(folder, _resumable(folder)), damage
         except CorruptCheckpoint as error:
             damage.append(str(error))
     return None, damage
 
 
-def _resumable(folder: Path, model: nn.Module) -> Contents:
+def _resumable(folder: Path) -> Contents:
     contents = files.read(folder)
     try:
         check_state(contents.state)
@@ -116,8 +113,6 @@ def _resumable(folder: Path, model: nn.Module) -> Contents:
         raise CorruptCheckpoint(f"{folder / 'state.json'} does not hold a training's state ({error})") from None
     if contents.state.get("model_only"):
         raise CorruptCheckpoint(f"{folder} holds only the model (--save_only_model) and cannot be resumed")
-    if problem := misfit(contents, model):
-        raise CorruptCheckpoint(f"{folder}: {problem}")
     return contents
 
 

@@ -8,7 +8,6 @@ import os
 import re
 import stat
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
 
@@ -19,7 +18,6 @@ from hvd_bert.errors import UserError, reason_of
 MIB, GIB = 2**20, 2**30
 MAX_BYTES = 256 * MIB  # of a file that is read as a whole; none that this program writes is nearly as large
 MAX_YAML_BYTES = MIB
-MAX_DIGITS = 100  # of a whole number in YAML, where 1:30 and 0x1E are numbers, too
 
 # Types of fields for `convert`.
 Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
@@ -98,38 +96,13 @@ def read_record(path: str | Path, kind: type[Kind], advice: str) -> Kind:
 
 
 def read_yaml(path: str | Path) -> Any:
-    """The value in a YAML file without aliases, which could expand a short file to gigabytes.
-
-    Raises OSError and ValueError.
-    """
+    """The value in a YAML file. Raises OSError and ValueError."""
     import yaml  # not every command needs it
 
     text = read_text(path, MAX_YAML_BYTES)
     try:
-        return yaml.load(text, Loader=_yaml_loader())  # a SafeLoader
+        return yaml.safe_load(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except (yaml.YAMLError, OverflowError, LookupError, TypeError, AttributeError) as error:  # PyYAML's, of odd values
         raise ValueError(reason_of(error)) from None
-
-
-@cache
-def _yaml_loader() -> Any:
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """Refuses what a short file can make large. Checks while it composes: the scanner alone takes quadratic time
-        for deep nesting, which ends this with a RecursionError."""
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):
-                raise ValueError("it has aliases")
-            return super().compose_node(parent, index)
-
-        def construct_yaml_int(self, node: Any) -> int:
-            if len(node.value) > MAX_DIGITS:
-                raise ValueError("it has a number with too many digits")
-            return int(super().construct_yaml_int(node))
-
-    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
-    return Loader

@@ -40,7 +40,7 @@ def load(config: Config, world: World) -> tuple[Task, ResumePoint | None]:
     resume_point = None
     with world.raise_on_all_ranks():
         if world.rank == 0:
-            resume_point = resume.find(config.checkpoint.resume_from_checkpoint, args, task.model)
+            resume_point = resume.find(config.checkpoint.resume_from_checkpoint, args)
         if resume_point:
             resume.check(resume_point, resume.identity(config.as_flat(), task), args, task)
     task.model.to(device=world.device)
