@@ -1,0 +1,122 @@
+"""Run a command with the attention kernels that it would take on an A100, computed on the CPU.
+
+    python gpu_kernels.py MODULE_OR_FILE ARGUMENTS...      a line per kernel and dtype is added to $GPU_KERNELS
+
+torch's operations below these kernels (flash, memory-efficient), which a CPU build lacks, are written out here. The
+dropout of a pass follows from the seed that the forward pass returns, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nested._internal import sdpa
+from torch.nn.attention import SDPBackend
+
+from hvd_bert.model import attention
+
+HALF = (torch.float16, torch.bfloat16)
+OVERRIDES = torch.library.Library("aten", "IMPL")
+
+
+def parts(cu: Tensor, dropout: float, seed: Tensor, reach: Any, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Per window: its place in the row, the mask of dropout, and the tensors as [heads, T, head size] in fp32."""
+    generator = torch.Generator().manual_seed(int(seed))
+    for start, end in zip(cu.tolist(), cu.tolist()[1:], strict=False):
+        heads, length = tensors[0].shape[1], end - start
+        keep = (torch.rand(heads, length, length, generator=generator) >= dropout) / (1 - dropout)
+        far = torch.zeros(length, length, dtype=torch.bool)
+        if reach is not None and reach >= 0:
+            far = (torch.arange(length)[:, None] - torch.arange(length)).abs() > reach
+        yield slice(start, end), keep, far, *(t[start:end].transpose(0, 1).float() for t in tensors)
+
+
+def probabilities(q: Tensor, k: Tensor, far: Tensor, scale: float | None) -> Tensor:
+    scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return scores.masked_fill(far, float("-inf")).softmax(-1)
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, cu: Tensor, dropout: float, scale: float | None, reach: Any = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed = torch.randint(2**62, ()) if dropout else torch.zeros((), dtype=torch.int64)
+    output = torch.empty_like(value)
+    for place, keep, far, q, k, v in parts(cu, dropout, seed, reach, query, key, value):
+        output[place] = (probabilities(q, k, far, scale) * keep @ v).transpose(0, 1)
+    return output, query.new_zeros(query.shape[1], query.shape[0], dtype=torch.float32), seed
+
+
+def backward(
+    upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, cu: Tensor, dropout: float, scale: float | None,
+    seed: Tensor, reach: Any = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    for place, keep, far, g, q, k, v in parts(cu, dropout, seed, reach, upstream, query, key, value):
+        p = probabilities(q, k, far, scale)
+        of_p = g @ v.transpose(1, 2) * keep
+        of_scores = p * (of_p - (of_p * p).sum(-1, keepdim=True)) * factor
+        for gradient, of in zip(found, (of_scores @ k, of_scores.mT @ q, (p * keep).mT @ g), strict=True):
+            gradient[place] = of.transpose(0, 1)
+    return found
+
+
+def flash_forward(q, k, v, cu, cu_k, max_q, max_k, p, causal, debug, *, scale=None, window_size_left=None, **_):
+    assert q.dtype in HALF and q.shape[-1] % 8 == 0 and not causal
+    output, sums, seed = forward(q, k, v, cu, p, scale, window_size_left)
+    return output, sums, seed, torch.empty(0), torch.empty(0)
+
+
+def flash_backward(
+    g, q, k, v, out, sums, cu, cu_k, max_q, max_k, p, causal, seed, unused, *, scale=None, window_size_left=None, **_
+):
+    return backward(g, q, k, v, cu, p, scale, seed if p else torch.zeros(()), window_size_left)
+
+
+def efficient_forward(q, k, v, bias, cu, cu_k, max_q, max_k, p, mask_type, sums=False, *, scale=None, **_):
+    output, found, seed = forward(q[0], k[0], v[0], cu, p, scale)
+    return output[None], found[None], seed, torch.zeros((), dtype=torch.int64), max_q, max_k
+
+
+def efficient_backward(
+    g, q, k, v, bias, out, cu, cu_k, max_q, max_k, sums, p, seed, offset, mask_type, needs_bias, *, scale=None, **_
+):
+    return *(t[None] for t in backward(g[0], q[0], k[0], v[0], cu, p, scale, seed)), torch.empty(0)
+
+
+def install(file: str) -> None:
+    """Choose as on an A100."""
+    for function in (flash_forward, flash_backward, efficient_forward, efficient_backward):
+        kind, direction = function.__name__.split("_")
+        OVERRIDES.impl(f"_{kind}_attention_{direction}", function, "CPU")
+    sdpa._select_sdp_backend = lambda query, *_: (  # of jagged tensors
+        SDPBackend.FLASH_ATTENTION if query.dtype in HALF else SDPBackend.EFFICIENT_ATTENTION
+    )
+    chosen, seen = attention.choose, set[Any]()
+
+    def choose(_: str, dtype: Any, *rest: Any) -> Any:
+        kernel = chosen("cuda", dtype, *rest)
+        if (kernel, dtype) not in seen:
+            seen.add((kernel, dtype))
+            with open(file, "a", encoding="utf-8") as lines:
+                lines.write(f"{kernel.__name__} {str(dtype).removeprefix('torch.')}\n")
+        return kernel
+
+    attention.choose = choose
+    attention.has_flash = lambda *_, **__: True  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    install(os.environ["GPU_KERNELS"])
+    del sys.argv[0]
+    if sys.argv[0].endswith(".py"):
+        sys.path.insert(0, os.path.dirname(sys.argv[0]))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

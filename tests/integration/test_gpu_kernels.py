@@ -1,0 +1,89 @@
+"""All commands with the attention kernels that a GPU would take, computed on the CPU (tests/gpu_kernels.py).
+
+Not run so: `--strategy dp` and `--fp16`, which need GPUs (the kernels of both: tests/fake_cuda); CUDA's own kernels,
+streams, events, pinned memory, random numbers and NCCL; the peer of the acceptance's comparison, which has no kernel of
+ours. `scripts/gpu_acceptance.sh` checks these on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from commands import read_lines, skip_without, small_run
+from launch import REPOSITORY, SAMPLE, launcher, run
+from tables import each
+
+pytestmark = pytest.mark.integration
+PROGRAM = [sys.executable, REPOSITORY / "tests" / "gpu_kernels.py"]
+FP32, BF16 = {"by_jagged float32"}, {"by_jagged float32", "by_jagged bfloat16", "by_varlen bfloat16"}
+
+
+def on_gpu_kernels(words: Sequence[str | Path], folder: Path, starts: Sequence[str] = ()) -> set[str]:
+    """Run a command, `MODULE_OR_FILE ARGUMENTS...`. Returns the kernels that it used. `starts`: the launcher."""
+    (file := folder / "kernels").write_text("")
+    run([*starts, *PROGRAM, *words], folder, env={"GPU_KERNELS": str(file)}).expect(0)
+    return set(file.read_text().splitlines())
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(out / "metrics.jsonl") if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """By the CPU's kernels."""
+    out = tmp_path_factory.mktemp("trained") / "out"
+    run(small_run(1, out, "--strategy", "none"), out.parent).expect(0)
+    return out
+
+
+@each(
+    "flags, used, tolerance",
+    [
+        (["none", "--torch_compile"], FP32, 1e-4),
+        (["ddp", "--bf16", "--dropout", "0.1", "--gradient_checkpointing"], BF16, 0.5),  # other random numbers
+        (["fsdp", "--bf16"], BF16 - {"by_jagged bfloat16"}, 2e-2),
+        (["deepspeed"], FP32, 1e-4),
+    ],
+)
+def test_training(tmp_path: Path, trained: Path, flags: list[str], used: set[str], tolerance: float) -> None:
+    skip_without(flags[0])
+    size = 1 if flags[0] == "none" else 2
+    _, _, *words = small_run(size, tmp_path / "out", "--strategy", *flags)
+    starts = launcher(size, "torchrun" if size > 1 else "none")
+    assert on_gpu_kernels(words, tmp_path, starts) == used
+    found, expected = losses(tmp_path / "out"), losses(trained)
+    assert found == pytest.approx(expected, abs=tolerance) and (found != expected or tolerance < 0.1)
+
+
+def test_other_commands(tmp_path: Path, trained: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "vocab_size": 1100, **sizes}))
+    bench = ["hvd_bert.tools.bench", "--model", "config.json", "--steps", "2", "--repeats", "1", "--bf16"]
+    used = on_gpu_kernels([*bench, "--strategy", "none", "--json", "bench.json"], tmp_path)
+    assert used == BF16 - {"by_varlen bfloat16"}
+    record = json.loads((tmp_path / "bench.json").read_text())
+    assert record["memory_over_needed"] > 0 and record["figures"]["matmul_utilization"]["median"] > 0
+
+    evaluated = ["hvd_bert.tools.evaluate", trained, "--bf16", "--json", "scores.json"]
+    assert "by_varlen bfloat16" in on_gpu_kernels(evaluated, tmp_path)
+
+    predict = ["hvd_bert.predict", trained, "--input", SAMPLE / "dev-v1.1.json", "--output"]
+    run([sys.executable, "-m", *predict, "cpu.jsonl"], tmp_path).expect(0)
+    assert on_gpu_kernels([*predict, "gpu.jsonl"], tmp_path) == FP32
+    cpu, gpu = (read_lines(tmp_path / f"{name}.jsonl") for name in ("cpu", "gpu"))
+    assert [row["answer"] for row in gpu] == [row["answer"] for row in cpu]
+
+
+def test_the_acceptance_compares_the_stand_ins_with_padded_attention(tmp_path: Path) -> None:
+    program = REPOSITORY / "benchmarks" / "acceptance_attention.py"
+    for precision in ("fp32", "bf16", "fp16"):
+        on_gpu_kernels([program, "cpu", precision, "found.json"], tmp_path)
+        found = json.loads((tmp_path / "found.json").read_text())
+        assert found["passed"], found
+        half = precision != "fp32"
+        assert ("by_varlen, local" in found["figures"]["share_of_tolerance"]) == half
