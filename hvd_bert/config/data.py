@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from hvd_bert.config.flag import MAX_THREADS, check_ranges, flag, properties_of, require, require_different_columns
+from hvd_bert.config.flag import MAX_THREADS, check_ranges, flag, properties_of, require
 from hvd_bert.errors import UserError
 
 DEFAULT_MODEL = "bert-base-uncased"
@@ -313,7 +313,6 @@ class DataArguments:
             self.dataset_name = "squad_v2" if self.version_2_with_negative else DEFAULT_DATASET
         if self.dataset_name in ("squad_v2", "rajpurkar/squad_v2"):
             self.version_2_with_negative = True
-        require_different_columns(self.question_column, self.context_column, self.answer_column)
 
     @property
     def pad_to(self) -> int | None:

@@ -22,7 +22,6 @@ from typing import Any, TextIO
 import numpy as np
 from tqdm import tqdm
 
-from hvd_bert.config.flag import require_different_columns
 from hvd_bert.config.values import passage
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.squad import Question, Source
@@ -68,7 +67,6 @@ def load_model(flags: argparse.Namespace, **options: Any) -> QuestionAnswerer:
 def open_input(flags: argparse.Namespace, qa: QuestionAnswerer) -> Source:
     """The questions of --input."""
     columns = flags.question_column, flags.context_column, flags.answer_column
-    require_different_columns(*columns)
     reading = squad.Reading(*columns, purpose="prediction")
     return squad.open_file(flags.input, qa.span_options.version_2_with_negative, reading)
 
