@@ -48,8 +48,6 @@ class Flag(Limits):
             ranks of a new world may differ in it.
         replaces: Flags in a preset or file that this flag replaces if it is on the command line.
         source: The kind of source that the flag names, if any.
-        sweep_hint: What the user should do instead, if a sweep sets the flag for each run; otherwise empty.
-        tune_hint: The same for tuning, if it differs from `sweep_hint`.
     """
 
     group: Group
@@ -65,8 +63,6 @@ class Flag(Limits):
     chooses_start: bool = False
     replaces: tuple[str, ...] = ()
     source: Literal["", "training data", "model"] = ""
-    sweep_hint: str = ""
-    tune_hint: str = ""
 
     @property
     def shown_default(self) -> str:
@@ -108,12 +104,3 @@ def require(condition: bool, message: str) -> None:
     """Raise UserError(message) unless the condition is true."""
     if not condition:
         raise UserError(message)
-
-
-def require_different_columns(question: str, context: str, answer: str) -> None:
-    """Raise UserError unless the three columns of flat rows, and that of the ids, have different names."""
-    require(
-        len({question, context, answer, "id"}) == 4,
-        f"--question_column, --context_column and --answer_column ({question}, {context}, {answer}): give three"
-        " different names other than id.",
-    )

@@ -37,7 +37,6 @@ __all__ = [
 PACKAGE = Path(__file__).resolve().parents[1]
 # Implementations: hvd_bert.strategies.base. none: a single process.
 STRATEGIES = ["horovod", "ddp", "fsdp", "deepspeed", "dp", "none"]
-DISTORTS_TIMES = "recording would distort the measured times"
 
 
 @dataclass
@@ -70,8 +69,6 @@ class CheckpointArguments:
         metavar="FOLDER|latest",
         may_change_on_resume=True,
         chooses_start=True,
-        sweep_hint="an interrupted point is trained again from the start",
-        tune_hint="each run is short and starts from scratch",
     )
     load_best_model_at_end: bool = flag(
         "checkpoints",
@@ -99,8 +96,6 @@ class CheckpointArguments:
         False,
         "Horovod elastic: continue when hosts are lost or added (needs its elastic launcher).",
         may_change_on_resume=True,
-        sweep_hint="the ranks of a point must not change",
-        tune_hint="the ranks must not change",
     )
 
     def __post_init__(self) -> None:
@@ -117,8 +112,6 @@ class ParallelArguments:
         "Parallel strategy; dp is one process with several GPUs, none is a single process.",
         choices=tuple(STRATEGIES),
         may_change_on_resume=True,
-        sweep_hint="name them with --strategies",
-        tune_hint="only Horovod is tuned",
     )
     zero_stage: int = flag(
         "distributed",
@@ -192,7 +185,6 @@ class ProfilingArguments:
         aliases=("--timeline_file", "--timeline-file"),
         metavar="FILE",
         may_change_on_resume=True,
-        sweep_hint=DISTORTS_TIMES,
     )
     timeline_steps: str = flag(
         "profiling",
@@ -209,7 +201,6 @@ class ProfilingArguments:
         False,
         "Record --timeline_steps with torch's profiler: trace.json.gz of all ranks in --output_dir.",
         may_change_on_resume=True,
-        sweep_hint=DISTORTS_TIMES,
     )
     peak_tflops: float | None = flag(
         "profiling",

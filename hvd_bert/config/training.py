@@ -37,7 +37,6 @@ class TrainArguments:
         default_text="a new folder runs/DATE-TIME",
         metavar="FOLDER",
         may_change_on_resume=True,
-        sweep_hint="name the folder of all runs with --out",
     )
     overwrite_output_dir: bool = flag(
         "output",
@@ -45,15 +44,12 @@ class TrainArguments:
         "Delete the earlier run's files in --output_dir and train from the start.",
         may_change_on_resume=True,
         chooses_start=True,
-        sweep_hint="name another --out",
     )
     do_train: bool = flag(
         "training",
         True,
         "Train.",
         negated_help="Do not train; only evaluate.",
-        sweep_hint="a sweep always trains",
-        tune_hint="tuning always trains",
     )
     do_eval: bool = flag(
         "evaluation",
@@ -103,8 +99,6 @@ class TrainArguments:
         "training",
         3.0,
         "Number of passes over the training windows.",
-        sweep_hint="give --steps or --epochs",
-        tune_hint="give --steps",
         above=0,
         maximum=1_000_000,
     )
@@ -113,7 +107,6 @@ class TrainArguments:
         -1,
         "Total number of optimizer steps; overrides --num_train_epochs.",
         default_text="given by --num_train_epochs",
-        sweep_hint="give --steps",
         minimum=1,
     )
     lr_scheduler_type: str = flag(

@@ -28,10 +28,29 @@ DEFAULTS = (
     *("--dropout=0", "--save_steps=0", "--no_do_eval", "--eval_strategy=no", "--logging_steps=5"),
     "--lr_scaling=none",  # the same learning rate for any number of ranks, so that losses can be compared
 )
+
+
+def spelled(hints: Mapping[str, str]) -> dict[str, str]:
+    """The hints under all spellings of their flags."""
+    return {spelling: hint for name, hint in hints.items() for spelling in FLAGS[name].spellings(name)}
+
+
+DISTORTS_TIMES = "recording would distort the measured times"
 # Flags that a sweep sets for each run, in all their spellings -> what to do instead.
-SET_BY_SWEEP = {
-    each: flag.sweep_hint for name, flag in FLAGS.items() if flag.sweep_hint for each in flag.spellings(name)
-}
+SET_BY_SWEEP = spelled(
+    {
+        "output_dir": "name the folder of all runs with --out",
+        "overwrite_output_dir": "name another --out",
+        "do_train": "a sweep always trains",
+        "num_train_epochs": "give --steps or --epochs",
+        "max_steps": "give --steps",
+        "resume_from_checkpoint": "an interrupted point is trained again from the start",
+        "elastic": "the ranks of a point must not change",
+        "strategy": "name them with --strategies",
+        "timeline": DISTORTS_TIMES,
+        "profile": DISTORTS_TIMES,
+    }
+)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from hvd_bert.config import command_line
 from hvd_bert.config.parser import Parser
-from hvd_bert.config.settings import FLAGS, Config
+from hvd_bert.config.settings import Config
 from hvd_bert.config.values import MAX_RUNS, MAX_SECONDS, Limits
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.rendering.text import percent
@@ -47,9 +47,15 @@ from hvd_bert.tools.tune.search import (
 # Only steps are timed. The user's flags override these.
 DEFAULTS = ("--save_steps=0", "--no_do_eval", "--eval_strategy=no", "--logging_steps=5")
 # Flags that tuning sets for each run, in all their spellings -> what to do instead.
-SET_BY_TUNE = planning.SET_BY_SWEEP | {
-    each: flag.tune_hint for name, flag in FLAGS.items() if flag.tune_hint for each in flag.spellings(name)
-}
+SET_BY_TUNE = planning.SET_BY_SWEEP | planning.spelled(
+    {
+        "do_train": "tuning always trains",
+        "num_train_epochs": "give --steps",
+        "resume_from_checkpoint": "each run is short and starts from scratch",
+        "elastic": "the ranks must not change",
+        "strategy": "only Horovod is tuned",
+    }
+)
 
 
 def main(argv: Sequence[str]) -> int:
