@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import operator
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,13 +112,9 @@ def passage(text: str) -> str:
     """Text of any length."""
     try:
         text.encode()
-        return text
-    except UnicodeEncodeError:  # without UTF-8 in the locale, Python does not decode it
-        pass
-    try:
-        return os.fsencode(text).decode()
-    except UnicodeError:
+    except UnicodeEncodeError:
         raise argparse.ArgumentTypeError(f"{shortened(ascii(text))} is not UTF-8 text") from None
+    return text
 
 
 def shortened(text: str, maximum: int = 200) -> str:

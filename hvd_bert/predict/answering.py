@@ -22,7 +22,6 @@ from typing import Any, TextIO
 import numpy as np
 from tqdm import tqdm
 
-from hvd_bert.config.values import passage
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.squad import Question, Source
 from hvd_bert.distributed.world import World, log
@@ -98,7 +97,7 @@ def prompt(qa: QuestionAnswerer, context: str | None) -> None:
         while True:
             while not context:
                 context = _asked_context()
-            question = _typed("Question: ").strip()
+            question = input("Question: ").strip()
             if not question:
                 context = None
                 continue
@@ -111,19 +110,10 @@ def prompt(qa: QuestionAnswerer, context: str | None) -> None:
 
 def _asked_context() -> str:
     """A context of one or more lines, as it is typed or pasted."""
-    lines = [_typed("Context, then an empty line: ")]
+    lines = [input("Context, then an empty line: ")]
     while lines[-1]:
-        lines.append(_typed())
+        lines.append(input())
     return "\n".join(lines).strip()
-
-
-def _typed(shown: str = "") -> str:
-    """A line of the terminal. One that is not UTF-8 text is asked for again."""
-    while True:
-        try:
-            return passage(input(shown))
-        except (UnicodeDecodeError, argparse.ArgumentTypeError):  # the first in a locale of UTF-8
-            print("  That line is not UTF-8 text. Type it again.")
 
 
 def _passage(context: str) -> str:

@@ -123,8 +123,7 @@ def test_a_few_answers_are_printed(model, questions, write_squad, capsys):  # no
 
 def test_prompt(model, monkeypatch, capsys):  # noqa: F811
     context, other = "The box is red.\nThe hall is green.", "The hall is blue."
-    damaged = ["\ud800", b"\xff"]  # as input() decodes it in the C locale, and in one of UTF-8
-    lines = ["", *damaged, *context.split("\n"), *damaged, "", "What is red?", *damaged, "What is green?", "", other]
+    lines = ["", *context.split("\n"), "", "What is red?", "What is green?", "", other]
     typed = iter([*lines, "", "What?"])
 
     def read(shown: str = "") -> str:
@@ -132,7 +131,7 @@ def test_prompt(model, monkeypatch, capsys):  # noqa: F811
         line = next(typed, None)
         if line is None:
             raise EOFError
-        return line.decode() if isinstance(line, bytes) else line
+        return line
 
     monkeypatch.setattr("builtins.input", read)
     for stream in ("stdin", "stdout"):
@@ -144,8 +143,7 @@ def test_prompt(model, monkeypatch, capsys):  # noqa: F811
     printed = capsys.readouterr().out
     shown = [line for line in printed.splitlines() if "  A: " in line]
     assert [line.partition("A: ")[2].partition("  (")[0] for line in shown] == [answer.text for answer in expected]
-    assert printed.count("not UTF-8 text") == 6
-    assert printed.count("Context, then an empty line: ") == 5
+    assert printed.count("Context, then an empty line: ") == 3
 
 
 def write_rows(path, rows):
