@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,71 +12,31 @@ from launch import SAMPLE_DEV, TRAIN, launcher, run
 
 pytestmark = pytest.mark.integration
 
-# folder -> flags that follow those of a good run, and what the message must say
-Mistake = Callable[[Path], tuple[list[str], list[str]]]
-MISTAKES: dict[str, Mistake] = {}
-
-
-def mistake(function: Mistake) -> Mistake:
-    MISTAKES[function.__name__] = function
-    return function
-
-
-def _file(folder: Path, text: str) -> str:
-    path = folder / "questions.json"
-    path.write_text(text, encoding="utf-8")
-    return str(path)
-
-
-def _questions(context: str, start: int) -> str:
-    answers = [{"text": "red", "answer_start": start}]
-    entry = {"id": "q7", "question": "What colour?", "answers": answers}
-    return json.dumps({"data": [{"title": "t", "paragraphs": [{"context": context, "qas": [entry]}]}]})
-
-
-@mistake
-def missing_file(folder: Path) -> tuple[list[str], list[str]]:
-    path = str(folder / "nowhere.json")
-    return ["--train_file", path], [path, "no such file"]
-
-
-@mistake
-def answer_not_at_its_offset(folder: Path) -> tuple[list[str], list[str]]:
-    path = _file(folder, _questions("The box is red.", 3))
-    return ["--train_file", path], [path, "q7", "'red'", "character 3"]
-
-
-@mistake
-def output_dir_not_empty(folder: Path) -> tuple[list[str], list[str]]:
-    (folder / "out").mkdir()
-    (folder / "out" / "metrics.jsonl").write_text("of an earlier run")
-    return [], ["--output_dir", "metrics.jsonl", "use another folder"]
-
-
-@mistake
-def output_dir_unwritable(folder: Path) -> tuple[list[str], list[str]]:
+# Name -> flags that follow those of a good run, and what the message must say. FOLDER stands for the test's.
+MISTAKES: dict[str, tuple[str, list[str]]] = {
+    "missing file": ("--train_file FOLDER/nowhere.json", ["FOLDER/nowhere.json", "no such file"]),
+    "misplaced answer": ("--train_file FOLDER/questions.json", ["FOLDER/questions.json", "q7", "'red'", "character 3"]),
+    "output folder not empty": ("--output_dir FOLDER/run", ["--output_dir", "metrics.jsonl", "use another folder"]),
     # root may write anywhere but here
-    return ["--output_dir", "/proc/hvd_bert"], ["--output_dir /proc/hvd_bert", "cannot be written"]
+    "output folder not writable": ("--output_dir /proc/hvd_bert", ["--output_dir /proc/hvd_bert", "cannot be written"]),
+    "damaged model": ("--config_name FOLDER/model", ["'FOLDER/model' cannot be loaded (config.json must contain"]),
+    "unknown flag": ("--learning_rat 1", ["--learning_rat", "did you mean --learning_rate"]),
+    "unknown YAML key": ("--config FOLDER/mine.yaml", ["FOLDER/mine.yaml", "'learning_rat'", "learning_rate"]),
+}
 
 
-@mistake
-def damaged_model(folder: Path) -> tuple[list[str], list[str]]:
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text("[]")
-    path = str(folder / "model")
-    return ["--config_name", path], [f"'{path}' cannot be loaded (config.json must contain a JSON object)"]
-
-
-@mistake
-def unknown_flag(folder: Path) -> tuple[list[str], list[str]]:
-    return ["--learning_rat", "1"], ["--learning_rat", "did you mean --learning_rate"]
-
-
-@mistake
-def unknown_yaml_key(folder: Path) -> tuple[list[str], list[str]]:
-    path = folder / "mine.yaml"
-    path.write_text("learning_rat: 1\n")
-    return ["--config", str(path)], [str(path), "'learning_rat'", "learning_rate"]
+def mistake(name: str, folder: Path) -> tuple[list[str], list[str]]:
+    """Its flags and words in a folder that has what they name."""
+    entry = {"id": "q7", "question": "What colour?", "answers": [{"text": "red", "answer_start": 3}]}
+    questions = {"data": [{"title": "t", "paragraphs": [{"context": "The box is red.", "qas": [entry]}]}]}
+    for file, content in {
+        "questions.json": json.dumps(questions), "run/metrics.jsonl": "of an earlier run", "model/config.json": "[]",
+        "mine.yaml": "learning_rat: 1",
+    }.items():  # fmt: skip
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text(content)
+    flags, words = MISTAKES[name]
+    return flags.replace("FOLDER", str(folder)).split(), [word.replace("FOLDER", str(folder)) for word in words]
 
 
 def check(command: list[str], folder: Path, words: list[str], status: int | None = 2) -> str:
@@ -98,7 +57,7 @@ def check(command: list[str], folder: Path, words: list[str], status: int | None
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_one_process(name: str, tmp_path: Path) -> None:
-    flags, words = MISTAKES[name](tmp_path)
+    flags, words = mistake(name, tmp_path)
     check(small_run(1, "out", *flags), tmp_path, words)
 
 
@@ -110,14 +69,14 @@ LAUNCHERS = {"mpirun": 2, "gloo": None}
 @pytest.mark.parametrize(
     ("name", "by"),
     [
-        ("answer_not_at_its_offset", "gloo"),
-        ("output_dir_not_empty", "mpirun"),
-        ("unknown_flag", "gloo"),
-        ("damaged_model", "mpirun"),
+        ("misplaced answer", "gloo"),
+        ("output folder not empty", "mpirun"),
+        ("unknown flag", "gloo"),
+        ("damaged model", "mpirun"),
     ],
 )
 def test_two_ranks_report_it_once(name: str, by: str, tmp_path: Path) -> None:
-    flags, words = MISTAKES[name](tmp_path)
+    flags, words = mistake(name, tmp_path)
     check([*launcher(2, by), *small_run(2, "out", *flags)], tmp_path, words, LAUNCHERS[by])
 
 

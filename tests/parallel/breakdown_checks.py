@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
-from ranks import Ranks, check_every_strategy
+from ranks import Ranks, call, check_every_strategy
 from training_checks import GLOBAL_BATCH, sample
 
 from hvd_bert.train.__main__ import main as train
@@ -67,14 +66,8 @@ def phases_add_up_to_the_time_of_the_step(ranks: Ranks) -> None:
     world, clock = ranks.world, Clock()
     batch = ["--per_device_train_batch_size", GLOBAL_BATCH // world.size // 2, "--gradient_accumulation_steps", 2]
     due = ["--max_steps", STEPS, "--logging_steps", 3, "--save_steps", 3, "--eval_strategy", "steps", "--eval_steps", 2]
-    before = sys.argv
-    out = ranks.folder / "clocked"
-    sys.argv = ["hvd_bert.train", *sample(*batch, *due, "--max_eval_samples", 5, "--output_dir", out)]
-    try:
-        with clock.watching(world.rank):
-            train(world)
-    finally:
-        sys.argv = before
+    with clock.watching(world.rank):
+        call(train, world, sample(*batch, *due, "--max_eval_samples", 5, "--output_dir", ranks.folder / "clocked"))
     steps = [1, 2, 3, 4, 6, 7]
     assert len(clock.lines) == len(steps)
     for number, (low, high, told, seconds, row) in enumerate(clock.lines[1:], start=1):  # before 1 all is made ready

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import Ranks, check_every_strategy
+from ranks import Ranks, call, check_every_strategy
 from training_checks import GLOBAL_BATCH, sample
 
 from hvd_bert.checkpoint import files
 from hvd_bert.strategies.base import Strategy, strategy_class
+from hvd_bert.train import saving
 from hvd_bert.train.__main__ import main as train
-from hvd_bert.train.saving import Checkpoints
 
 
 def run_command(ranks: Ranks, name: str, *flags: str | float, passes: int = 1) -> None:
     """Train into the folder `name`, with the global batch of all checks taken in so many passes."""
     batch = ["--global_batch", GLOBAL_BATCH]
     batch += ["--per_device_train_batch_size", GLOBAL_BATCH // ranks.world.size // passes]
-    before = sys.argv
-    # sample() reads the folder from the real command line, so the words are made before this.
-    sys.argv = ["hvd_bert.train", *sample(*batch, *flags, "--output_dir", ranks.folder / name)]
-    try:
-        train(ranks.world)
-    finally:
-        sys.argv = before
+    call(train, ranks.world, sample(*batch, *flags, "--output_dir", ranks.folder / name))
 
 
 @check_every_strategy
@@ -36,19 +31,26 @@ def steps_overlap_with_a_write_and_the_next_save_waits_for_it(ranks: Ranks) -> N
     order: list[str] = []
     waited_for = threading.Event()
     kind = strategy_class(sys.argv[3].partition(":")[0])
-    write, step, end = files.write, kind.step, Checkpoints._end_of_write
+    write, step = files.write, kind.step
 
     def slow_write(*arguments: Any) -> Path:
         assert waited_for.wait(60), "nobody waits for the write"
         order.append("written")
         return write(*arguments)
 
-    def telling_end(self: Checkpoints, **options: bool) -> Exception | None:
-        waited_for.set()
-        try:
-            return end(self, **options)
-        finally:
-            waited_for.clear()
+    class Writer(ThreadPoolExecutor):
+        def submit(self, *arguments: Any) -> Any:
+            future = super().submit(*arguments)
+            result = future.result
+
+            def telling_result() -> Any:
+                waited_for.set()
+                ended = result()
+                waited_for.clear()
+                return ended
+
+            future.result = telling_result  # type: ignore[method-assign, assignment]
+            return future
 
     def telling_step(self: Strategy) -> bool:
         order.append("step")
@@ -56,7 +58,7 @@ def steps_overlap_with_a_write_and_the_next_save_waits_for_it(ranks: Ranks) -> N
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "write", slow_write)
-        patch.setattr(Checkpoints, "_end_of_write", telling_end)
+        patch.setattr(saving, "ThreadPoolExecutor", Writer)
         patch.setattr(kind, "step", telling_step)
         run_command(ranks, "saved", "--max_steps", 5, "--save_steps", 2, "--no_do_eval")
     writes = ["written"] if ranks.world.rank == 0 else []

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ranks import Ranks, check
+from ranks import Ranks, call, check
 
 from hvd_bert.config import command_line
 from hvd_bert.config.settings import save
@@ -70,12 +69,6 @@ def each_question_is_evaluated_once_v2(ranks: Ranks) -> None:
         _evaluate(ranks, "sample_v2", num_questions)
 
 
-def _run(main: Callable[[World], None], world: World, *words: object) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["command", *map(str, words)])
-        main(world)
-
-
 @check
 def command_evaluate_has_the_trainers_scores_and_those_of_one_rank(ranks: Ranks) -> None:
     world, model, out = ranks.world, ranks.folder / "evaluated", ranks.folder / "scores"
@@ -88,14 +81,14 @@ def command_evaluate_has_the_trainers_scores_and_those_of_one_rank(ranks: Ranks)
         save(config.as_flat(), model / "train_config.yaml")
     world.allgather(None)
     few = ["--max_eval_samples", 10, "--max_seq_length", 24, "--doc_stride", 4]
-    _run(evaluate, world, model, *few, "--output_dir", out)
+    call(evaluate, world, [model, *few, "--output_dir", out])
     trained = ["--config", model / "train_config.yaml", "--model_name_or_path", model, "--no_do_train"]
-    _run(train, world, *trained, *few, "--output_dir", ranks.folder / "scores_of_train")
+    call(train, world, [*trained, *few, "--output_dir", ranks.folder / "scores_of_train"])
     if world.rank > 0:
         return
     alone = World()
     alone.set_up_device()
-    _run(evaluate, alone, model, *few, "--json", ranks.folder / "alone.json")
+    call(evaluate, alone, [model, *few, "--json", ranks.folder / "alone.json"])
     found, of_one = (json.loads(path.read_text()) for path in (out / "evaluation.json", ranks.folder / "alone.json"))
     assert found["metrics"] == json.loads((ranks.folder / "scores_of_train" / "eval_results.json").read_text())
     assert found["metrics"] == pytest.approx(of_one["metrics"], rel=1e-6)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
-from ranks import Ranks, check_every_strategy
+from ranks import Ranks, call, check_every_strategy
 from resuming import rows
 from torch import Tensor, nn
 from training_checks import GLOBAL_BATCH, Training, sample
@@ -52,14 +51,10 @@ def steps_of_nan_are_skipped_and_then_end_the_training_on_all_ranks(ranks: Ranks
     batch = ["--per_device_train_batch_size", GLOBAL_BATCH // world.size, "--max_train_samples", GLOBAL_BATCH]
     flags = ["--max_steps", STEPS, "--logging_steps", 1, "--save_steps", 5, "--no_do_eval", "--report_to", "none"]
     flags += ["--check_weights_steps", 3] if copied else []
-    before, sys.argv = sys.argv, ["hvd_bert.train", *sample(*batch, *flags, "--output_dir", out)]
-    try:
-        with pytest.MonkeyPatch.context() as patch, losses_of_nan(world):
-            patch.setattr(loop, "check_copies", lambda model, world, step: compared.append(step))
-            with pytest.raises(CollectiveError) as ended:
-                train(world)
-    finally:
-        sys.argv = before
+    with pytest.MonkeyPatch.context() as patch, losses_of_nan(world):
+        patch.setattr(loop, "check_copies", lambda model, world, step: compared.append(step))
+        with pytest.raises(CollectiveError) as ended:
+            call(train, world, sample(*batch, *flags, "--output_dir", out))
     message = str(ended.value)
     assert f"The loss of rank {last} is nan at step {FIRST + LIMIT - 1}: training has diverged." in message
     assert len(set(world.allgather(message.partition(" were skipped")[0]))) == 1
@@ -95,14 +90,10 @@ def training_that_skips_all_its_steps_fails_and_leaves_no_model(ranks: Ranks) ->
     world.allgather(None)
     flags = ["--per_device_train_batch_size", GLOBAL_BATCH // world.size, "--max_steps", LIMIT - 1, "--no_do_eval"]
     words = sample("--model_name_or_path", model, *flags, "--report_to", "none", "--output_dir", out)
-    before, sys.argv = sys.argv, ["hvd_bert.train", *words]
-    try:
-        for _ in range(2):  # the second time there may be something to resume
-            with pytest.raises(CollectiveError, match=f"all {LIMIT - 1} steps were skipped") as ended:
-                train(world)
-            assert ended.value.status == EXIT_FAILURE
-    finally:
-        sys.argv = before
+    for _ in range(2):  # the second time there may be something to resume
+        with pytest.raises(CollectiveError, match=f"all {LIMIT - 1} steps were skipped") as ended:
+            call(train, world, words)
+        assert ended.value.status == EXIT_FAILURE
     assert not list(out.glob("**/model.safetensors")) and not (out / "train_results.json").exists()
 
 

@@ -13,7 +13,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +52,15 @@ def check_every_strategy(function: Check) -> Check:
 def checks_of(strategy: str) -> list[str]:
     """The names of the checks of a strategy's worlds, in order."""
     return [name for name in CHECKS if strategy == "horovod" or name not in OF_HOROVOD]
+
+
+def call(main: Callable[[World], object], world: World, words: Sequence[object]) -> None:
+    """A command's main, with these words as its command line."""
+    before, sys.argv = sys.argv, ["command", *map(str, words)]
+    try:
+        main(world)
+    finally:
+        sys.argv = before
 
 
 def run_checks(world: World) -> None:

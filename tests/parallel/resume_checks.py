@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from pathlib import Path
 
 import resuming
-from ranks import Ranks, check_every_strategy
+from ranks import Ranks, call, check_every_strategy
 from stopping_at import signal_at
 from training_checks import GLOBAL_BATCH, sample
 
@@ -31,15 +30,12 @@ def flags(world: World, out: Path) -> list[str]:
 
 def run(world: World, words: list[str]) -> int:
     """The command's own main; its exit status."""
-    before, sys.argv = sys.argv, ["hvd_bert.train", *words]
     try:
-        train(world)
+        call(train, world, words)
     except CollectiveError as error:
         if error.status != EXIT_STOPPED:
             raise
         return error.status
-    finally:
-        sys.argv = before
     return 0
 
 
