@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Builds Horovod 0.28.1, its last release, for the torch of a Python environment, and installs it there.
+# Builds Horovod 0.28.1, its last release, or --source for the torch of a Python environment, and installs it there.
 # Independent of this project: the file can be copied and used alone. See --help.
 # shellcheck disable=SC2329  # logged() calls functions by name
 set -Eeuo pipefail
 trap 'echo "build_horovod: error: line $LINENO failed: $BASH_COMMAND" >&2' ERR
 
-horovod_version=0.28.1
+release=0.28.1
 sdist_sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
 recipe=3 # raise it with a change of the build, so that older wheels in the cache are not used
 
@@ -13,7 +13,7 @@ usage() {
   cat <<END
 usage: build_horovod.sh [option...]
 
-Builds Horovod $horovod_version against the torch installed in a Python and installs it into that Python.
+Builds Horovod $release against the torch installed in a Python and installs it into that Python.
 The wheel is cached: the next environment with the same torch, MPI, CUDA and compiler takes seconds.
 
   --python PY           the Python that has torch (default: python3)
@@ -28,7 +28,8 @@ The wheel is cached: the next environment with the same torch, MPI, CUDA and com
   --cuda-arch LIST      GPU architectures, such as 80,90 (default: those that torch and nvcc support)
   --cxx-std N           C++ standard (default: the one in torch's CMake files)
   --jobs N              number of parallel compilers (default: by cores and memory)
-  --sdist FILE          local copy of horovod-$horovod_version.tar.gz (default: from the package index)
+  --source PATH         another Horovod: an unpacked tree with its submodules, or a tar archive of one. The tree is
+                        copied, not changed (default: release $release from the package index)
   --dry-run             only print what would be built
   -h, --help            print this help
 CXX, CXXFLAGS, LDFLAGS and HOROVOD_CPU_OPERATIONS are used, and are part of the cache key.
@@ -47,10 +48,10 @@ die() {
 parse_arguments() {
   python=python3
   cache=${XDG_CACHE_HOME:-${HOME:?HOME is not set: use --cache DIR}/.cache}/hvd_bert/wheels
-  rebuild=no mpi=auto nccl=auto cuda_home='' nccl_home='' cuda_arch='' cxx_std='' jobs='' sdist='' dry_run=no
+  rebuild=no mpi=auto nccl=auto cuda_home='' nccl_home='' cuda_arch='' cxx_std='' jobs='' source='' dry_run=no
   while [ $# -gt 0 ]; do
     case $1 in
-      --python | --cache | --cuda-home | --nccl-home | --cuda-arch | --cxx-std | --jobs | --sdist)
+      --python | --cache | --cuda-home | --nccl-home | --cuda-arch | --cxx-std | --jobs | --source)
         [ $# -ge 2 ] || die "$1 needs a value (see --help)"
         local name=${1#--}
         printf -v "${name//-/_}" '%s' "$2"
@@ -192,6 +193,29 @@ common_arches() {
   echo "${list:-80,90}"
 }
 
+# Sets the version and the SHA-256 of the source. Of --source it also reads, or unpacks, the tree.
+open_source() {
+  horovod_version=$release source_sha256=$sdist_sha256 source_dir=''
+  [ -n "$source" ] || return 0
+  if [ -d "$source" ]; then
+    source_dir=$source
+    source_sha256=$(tar -C "$source" --exclude=.git --exclude=./build --sort=name --mtime=@0 --owner=0 --group=0 -cf - . | sha256sum)
+  elif [ -f "$source" ]; then
+    source_dir=$work/unpacked
+    mkdir "$source_dir"
+    tar -xf "$source" -C "$source_dir" --strip-components=1 || die "--source $source: not a tar archive"
+    source_sha256=$(sha256sum "$source")
+  else
+    die "--source $source: no such file or folder"
+  fi
+  source_sha256=${source_sha256%% *}
+  horovod_version=$(sed -n "s/^__version__ = '\(.*\)'$/\1/p" "$source_dir/horovod/__init__.py" 2>/dev/null) || true
+  [ -n "$horovod_version" ] || die "--source $source: no Horovod source (horovod/__init__.py has no __version__)"
+  [ -f "$source_dir/third_party/gloo/CMakeLists.txt" ] ||
+    die "--source $source: third_party/gloo is empty. GitHub's own archives lack the submodules" \
+      "Use a clone: git clone --recursive https://github.com/horovod/horovod, then git checkout --recurse-submodules COMMIT"
+}
+
 # Collects everything that distinguishes wheels. The hash of it names the wheel.
 compute_key() {
   local flag arch_flags=''
@@ -201,7 +225,7 @@ compute_key() {
   arch_flags=${HOROVOD_BUILD_ARCH_FLAGS:-$arch_flags}
   build_arch_flags=$arch_flags
   key_text="recipe $recipe
-Horovod $horovod_version $sdist_sha256
+Horovod $horovod_version $source_sha256
 Python $py_soabi, $py_libc, $(uname -m)
 torch $torch_version (${torch_cuda:+CUDA $torch_cuda, }$torch_git)
 compiler $cxx_identity, C++$cxx_std, ${arch_flags:-no -m flags}
@@ -231,31 +255,68 @@ provide_cmake() {
   export PATH="$work/tools/bin:$PATH" PYTHONPATH="$work/tools${PYTHONPATH:+:$PYTHONPATH}"
 }
 
+# Provides a copy of the source that may be changed, in $work/source.
 unpack_source() {
-  if [ -z "$sdist" ]; then
-    printf 'horovod==%s --hash=sha256:%s\n' "$horovod_version" "$sdist_sha256" >"$work/sdist.txt"
-    "$python" -m pip download -q --no-deps --no-build-isolation --no-binary :all: -d "$work" -r "$work/sdist.txt"
-    sdist=$work/horovod-$horovod_version.tar.gz
+  mkdir "$work/source"
+  if [ -n "$source_dir" ]; then
+    tar -C "$source_dir" --exclude=.git --exclude=./build -cf - . | tar -C "$work/source" -xf -
+    return 0
   fi
-  echo "$sdist_sha256  $sdist" | sha256sum -c --quiet -
-  tar -xzf "$sdist" -C "$work"
-  source_dir=$work/horovod-$horovod_version
+  printf 'horovod==%s --hash=sha256:%s\n' "$release" "$sdist_sha256" >"$work/sdist.txt"
+  "$python" -m pip download -q --no-deps --no-build-isolation --no-binary :all: -d "$work" -r "$work/sdist.txt"
+  tar -xzf "$work/horovod-$release.tar.gz" -C "$work/source" --strip-components=1
+}
+
+# Applies the patches to the tree $1 that it still needs, and prints which it does not need. Only prints in a dry run.
+patch_source() {
+  local own_std
+  own_std=$(sed -n 's/^ *set(CMAKE_CXX_STANDARD \([0-9]*\)).*/\1/p' "$1/horovod/torch/CMakeLists.txt" | sort -n | tail -n 1)
+  std_flag=''
+  if [ "${own_std:-0}" -ge "$cxx_std" ]; then
+    not_patched "C++$cxx_std" "already there"
+  else
+    std_flag=" -std=c++$cxx_std"
+    patched "C++$cxx_std instead of C++${own_std:-?}"
+  fi
   if [ "$nccl" = no ]; then
     # A CUDA torch, or just an nvcc on PATH, would pull CUDA into a build without NCCL.
     # shellcheck disable=SC2016  # ${Pytorch_CUDA} is CMake's
-    sed -i 's/^string(TOUPPER "${Pytorch_CUDA}" Pytorch_CUDA)$/set(Pytorch_CUDA FALSE)/' "$source_dir/cmake/Modules/FindPytorch.cmake"
-    sed -i 's/^    enable_language(CUDA)$/    message(STATUS "CUDA is left out")/' "$source_dir/CMakeLists.txt"
-    grep -q '^set(Pytorch_CUDA FALSE)$' "$source_dir/cmake/Modules/FindPytorch.cmake"
-    grep -q 'CUDA is left out' "$source_dir/CMakeLists.txt"
+    replace_line "torch without CUDA" "$1/cmake/Modules/FindPytorch.cmake" \
+      'string(TOUPPER "${Pytorch_CUDA}" Pytorch_CUDA)' 'set(Pytorch_CUDA FALSE)' || true
+    replace_line "nvcc left out" "$1/CMakeLists.txt" '    enable_language(CUDA)' '    message(STATUS "CUDA is left out")' || true
   fi
-  patch_horovodrun
+  if replace_line "horovodrun passes signals on" "$1/horovod/runner/mpi_run.py" \
+    "        os.execve('/bin/sh', ['/bin/sh', '-c', mpirun_command], env)" \
+    '        from horovod.runner.mpirun_process import run; sys.exit(run(mpirun_command, env))'; then
+    [ "$dry_run" = yes ] || write_mpirun_process "$1/horovod/runner/mpirun_process.py"
+  fi
 }
+
+# $1: what it is for; $2: file; $3: its line; $4: the new line. Fails if there is nothing to replace.
+replace_line() {
+  if grep -qsxF -- "$4" "$2"; then
+    not_patched "$1" "already there"
+    return 1
+  elif ! grep -qsxF -- "$3" "$2"; then
+    not_patched "$1" "${2##*/} of this source has no line '${3#"${3%%[! ]*}"}'"
+    return 1
+  fi
+  patched "$1"
+  [ "$dry_run" = no ] || return 0
+  "$python" - "${@:2}" <<'END'
+import pathlib, sys
+path, old, new = pathlib.Path(sys.argv[1]), *sys.argv[2:]
+path.write_text(path.read_text(encoding="utf-8").replace(f"{old}\n", f"{new}\n"), encoding="utf-8")
+END
+  grep -qxF -- "$4" "$2" || die "$2 cannot be changed"
+}
+patched() { [ -z "$source" ] || say "patch: $1"; }
+not_patched() { say "no patch: $1: $2"; }
 
 # Over MPI, horovodrun becomes a shell that waits for mpirun. A signal ends that shell only, and the ranks continue.
 # The patched horovodrun waits for mpirun itself, and passes signals on.
-patch_horovodrun() {
-  local runner=$source_dir/horovod/runner
-  cat >"$runner/mpirun_process.py" <<'END'
+write_mpirun_process() {
+  cat >"$1" <<'END'
 """Runs mpirun for horovodrun, in a process between them that stops the ranks when horovodrun is stopped or killed.
 
 The ranks get SIGUSR1, which mpirun forwards to all hosts. After SIGTERM or SIGINT it would kill them within a second.
@@ -358,12 +419,11 @@ def _stop_when_lost(mpirun, lifeline):
 if __name__ == '__main__':
     sys.exit(_main(*sys.argv[1:]))
 END
-  sed -i "s/os.execve('\/bin\/sh', .*mpirun_command\], env)$/from horovod.runner.mpirun_process import run; sys.exit(run(mpirun_command, env))/" "$runner/mpi_run.py"
-  grep -q '^        from horovod.runner.mpirun_process import run; ' "$runner/mpi_run.py"
 }
 
 # Horovod's CMake files set C++14 and drop any -std from CXXFLAGS. The last -std on the line wins, so a compiler
-# wrapper that adds its own needs no change to these files. -g0: 1 MB instead of 77 MB.
+# wrapper that adds its own needs no change to these files; newer sources may have a standard that is new enough.
+# -g0: 1 MB instead of 77 MB.
 # nvcc calls the same compiler with its own standard, so its calls are not changed.
 make_compiler_wrapper() {
   local link=''
@@ -374,7 +434,7 @@ make_compiler_wrapper() {
 case "\$*" in
   *-D__CUDA* | *-D__NVCC* | *-DFATBINFILE*) exec $cxx "\$@" ;;
 esac
-exec $cxx "\$@" -std=c++$cxx_std -g0$link
+exec $cxx "\$@"$std_flag -g0$link
 END
   chmod +x "$work/c++"
 }
@@ -409,9 +469,8 @@ build_wheel() {
   if [ "$mpi" = yes ]; then export HOROVOD_WITH_MPI=1; else export HOROVOD_WITHOUT_MPI=1; fi
   [ -z "$build_arch_flags" ] || export HOROVOD_BUILD_ARCH_FLAGS=$build_arch_flags
   provide_cmake
-  unpack_source
   export HOROVOD_LOCAL_VERSION=$local_version # only now: pip refuses an archive with another version
-  "$python" -m pip wheel -v --no-deps --no-build-isolation --no-cache-dir -w "$work/wheel" "$source_dir"
+  "$python" -m pip wheel -v --no-deps --no-build-isolation --no-cache-dir -w "$work/wheel" "$work/source"
 }
 
 # Moves the wheel into the cache by one rename, so that another run never finds half of it.
@@ -457,8 +516,8 @@ build_and_publish() {
     say "the wheel is in the cache: $cache/$key"
     return 0
   fi
-  work=$(mktemp -d "$cache/.build.XXXXXX")
-  trap 'rm -rf "$work"' EXIT
+  logged unpack_source
+  patch_source "$work/source"
   say "building for $features, C++$cxx_std; about 5 minutes on 2 cores; log: $log"
   local start=$SECONDS
   logged install_tools
@@ -505,13 +564,16 @@ main() {
   choose_compiler
   choose_mpi
   choose_nccl
+  [ "$dry_run" = yes ] || { mkdir -p "$cache" && cache=$(cd "$cache" && pwd); }
+  work=$(if [ "$dry_run" = yes ]; then mktemp -d; else mktemp -d "$cache/.build.XXXXXX"; fi)
+  trap 'rm -rf "$work"' EXIT
+  open_source
   compute_key
   if [ "$dry_run" = yes ]; then
     printf '%s\nkey %s\n' "$key_text" "$key"
+    [ -z "$source" ] || patch_source "$source_dir"
     exit 0
   fi
-  mkdir -p "$cache"
-  cache=$(cd "$cache" && pwd)
   log=$cache/$key.log
   if [ "$rebuild" = no ] && [ "$(installed_version)" = "$horovod_version+$local_version" ]; then
     check_build

@@ -25,6 +25,8 @@ As root on Debian it prints which system packages are missing, and why it needs 
   --torch-index URL package index for torch only, such as the CPU index on pytorch.org
   --with-mpi | --without-mpi      require MPI, or build without (default: MPI if mpicxx is found or apt can install it)
   --with-nccl | --without-nccl    require NCCL, or build without (default: NCCL if torch has CUDA and nvcc is found)
+  --horovod SOURCE  another Horovod: a tree or tar archive for env/build_horovod.sh --source; 'release' (default), or
+                    'none', for strategies other than horovod
   --locked | --not-locked         install exactly the files whose hashes env/locked/ has (exceptions:
                     docs/start/install.md). Default: requirements.txt, with the newest of what that needs in turn
   --auto            forget the --with-... and --without-... options
@@ -47,16 +49,17 @@ say() { printf '%s\n' "$*"; }
 
 parse_arguments() {
   python='' venv=$root/.venv extras=() auto=no
-  given_torch='' given_torch_index='' given_mpi='' given_nccl='' given_locked=''
+  given_torch='' given_torch_index='' given_mpi='' given_nccl='' given_locked='' given_horovod=''
   while [ $# -gt 0 ]; do
     case $1 in
-      --python | --venv | --torch | --torch-index)
+      --python | --venv | --torch | --torch-index | --horovod)
         [ $# -ge 2 ] && [ -n "$2" ] || die "$1 needs a value (see --help)"
         case $1 in
           --python) python=$2 ;;
           --venv) venv=$2 ;;
           --torch) given_torch=$2 ;;
           --torch-index) given_torch_index=$2 ;;
+          --horovod) given_horovod=$2 ;;
         esac
         shift
         ;;
@@ -85,15 +88,22 @@ parse_arguments() {
     [0-9]*) given_torch="torch==$given_torch" ;;
     *) die "--torch $given_torch: must be a version (2.8.0), a requirement ('torch>=2.8,<2.9') or a wheel file" ;;
   esac
+  case $given_horovod in
+    '' | release | none) ;;
+    *)
+      [ -e "$given_horovod" ] || die "--horovod $given_horovod: no such file or folder. It can also be 'release' or 'none'"
+      given_horovod=$(realpath "$given_horovod")
+      ;;
+  esac
 }
 
 # The environment keeps the options, because scripts/demo.sh and scripts/test.sh run this file without them.
 load_settings() {
-  torch="torch==$default_torch" torch_index='' mpi=auto nccl=auto locked=no mpi_seen=none nvcc_seen=none torch_installed='' horovod_version=''
+  torch="torch==$default_torch" torch_index='' mpi=auto nccl=auto locked=no horovod=release mpi_seen=none nvcc_seen=none torch_installed='' horovod_version=''
   if [ -f "$venv/hvd_bert.settings" ]; then
     local name value
     while IFS='=' read -r name value; do
-      case $name in torch | torch_index | torch_installed | mpi | nccl | locked | mpi_seen | nvcc_seen | horovod_version) printf -v "$name" '%s' "$value" ;; esac
+      case $name in torch | torch_index | torch_installed | mpi | nccl | locked | horovod | mpi_seen | nvcc_seen | horovod_version) printf -v "$name" '%s' "$value" ;; esac
     done <"$venv/hvd_bert.settings"
   fi
   [ "$auto" = no ] || mpi=auto nccl=auto
@@ -102,11 +112,12 @@ load_settings() {
   mpi=${given_mpi:-$mpi}
   nccl=${given_nccl:-$nccl}
   locked=${given_locked:-$locked}
+  horovod=${given_horovod:-$horovod}
 }
 
 save_settings() {
   local name
-  for name in torch torch_index torch_installed mpi nccl locked mpi_seen nvcc_seen horovod_version; do
+  for name in torch torch_index torch_installed mpi nccl locked horovod mpi_seen nvcc_seen horovod_version; do
     printf '%s=%s\n' "$name" "${!name}"
   done >"$venv/hvd_bert.settings.new"
   mv "$venv/hvd_bert.settings.new" "$venv/hvd_bert.settings"
@@ -143,16 +154,16 @@ kinds() { printf '%s\n' base ${extras[@]+"${extras[@]}"}; } # an empty array is 
 fingerprint() {
   local there=''
   [ "$torch" != in-place ] || there=$(version_of torch || true) # it may be replaced without this script
-  printf '%s\n' "${inputs[$1]}" "$root" "$(venv_python_identity)" "$torch$there" "$torch_index" "$mpi" "$nccl" "$locked" "$mpi_seen" "$nvcc_seen" |
+  printf '%s\n' "${inputs[$1]}" "$root" "$(venv_python_identity)" "$torch$there" "$torch_index" "$mpi" "$nccl" "$locked" "$horovod" "$mpi_seen" "$nvcc_seen" |
     sha256sum | cut -c 1-32
 }
 
 # Whether everything that the stamp records is still installed. Fast, because it reads package metadata only.
 still_there() {
-  [ -x "$venv/bin/horovodrun" ] && [ -x "$venv/bin/hvd-bert" ] && "$venv/bin/python" - "$horovod_version" "$root/requirements.txt" <<'END' >/dev/null 2>&1
+  [ -x "$venv/bin/hvd-bert" ] && "$venv/bin/python" - "$horovod_version" "$root/requirements.txt" <<'END' >/dev/null 2>&1
 import importlib.metadata as metadata, importlib.util, re, sys
-assert metadata.version("horovod") == sys.argv[1]
-assert all(importlib.util.find_spec(name) for name in ("pip", "torch", "horovod", "transformers", "hvd_bert"))
+assert not sys.argv[1] or metadata.version("horovod") == sys.argv[1] and importlib.util.find_spec("horovod")
+assert all(importlib.util.find_spec(name) for name in ("pip", "torch", "transformers", "hvd_bert"))
 for line in open(sys.argv[2]):
     pin = re.match(r"([\w-]+)==([\w.]+)\s*(?:#.*)?$", line)
     if pin and pin[1] not in ("torch", "mpi4py"):
@@ -202,6 +213,10 @@ try_apt() {
 
 provide_system_packages() {
   local packages=()
+  if kinds | grep -qx dev && ! command -v chromedriver >/dev/null; then
+    try_apt chromium chromium-driver # without them the tests of HTML pages are skipped
+  fi
+  if [ "$horovod" = none ]; then return 0; fi
   command -v "${CXX:-g++}" >/dev/null || packages+=(g++)
   command -v make >/dev/null || packages+=(make)
   [ -f "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ||
@@ -210,9 +225,6 @@ provide_system_packages() {
     packages+=(openmpi-bin libopenmpi-dev openssh-client)
   fi
   [ ${#packages[@]} -eq 0 ] || try_apt "${packages[@]}"
-  if kinds | grep -qx dev && ! command -v chromedriver >/dev/null; then
-    try_apt chromium chromium-driver # without them the tests of HTML pages are skipped
-  fi
   look_for_mpi_and_cuda
 
   { command -v "${CXX:-g++}" && command -v make; } >/dev/null || die "building Horovod needs a C++ compiler and make" \
@@ -295,9 +307,16 @@ torch_works() { "$venv/bin/python" -c 'import torch; torch.ones(2).sum().item()'
 
 build_horovod() {
   local options=()
+  horovod_version=''
+  if [ "$horovod" = none ]; then
+    warn "without Horovod: train with --strategy ddp, fsdp or deepspeed under torchrun or srun (docs/start/install.md)."
+    pip uninstall -q -y horovod
+    return 0
+  fi
+  [ "$horovod" = release ] || options+=(--source "$horovod")
   [ "$mpi" = auto ] || options+=("$(choice "$mpi" mpi)")
   [ "$nccl" = auto ] || options+=("$(choice "$nccl" nccl)")
-  bash "$root/env/build_horovod.sh" --python "$venv/bin/python" "${options[@]}" </dev/null | sed -u 's/^build_horovod: /      /' || exit 1
+  bash "$root/env/build_horovod.sh" --python "$venv/bin/python" ${options[@]+"${options[@]}"} </dev/null | sed -u 's/^build_horovod: /      /' || exit 1
   horovod_version=$(version_of horovod)
 }
 choice() { if [ "$1" = yes ]; then echo "--with-$2"; else echo "--without-$2"; fi; }
@@ -376,7 +395,7 @@ set_up() {
   torch_is_new_enough || die "torch $(version_of torch) is too old: transformers needs 2.6 or later" "Select another: --torch 2.8.0"
   torch_installed=$torch@$torch_index
   save_settings
-  say "[4/5] Horovod for torch $(version_of torch)"
+  say "[4/5] Horovod for torch $(version_of torch)$([ "$horovod" = release ] || echo ": $horovod")"
   build_horovod
   say "[5/5] requirements.txt$(kinds | sed -n '2,$s/.*/, env\/requirements-&.txt/p' | tr -d '\n') and this package"
   logged install_requirements
@@ -403,7 +422,8 @@ main() {
   read_inputs
   load_settings
   look_for_mpi_and_cuda
-  if same_base && up_to_date; then
+  # A given source of Horovod may have changed.
+  if [[ $given_horovod != /* ]] && same_base && up_to_date; then
     say "Set-up is up to date: $venv"
     return 0
   fi

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from tables import each
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -149,6 +150,130 @@ def test_nccl_cannot_be_required_with_a_cpu_torch(machine: Machine) -> None:
     assert "not a CUDA build" in machine.refusal("--with-nccl")
 
 
+# Another source than the release: a tree that has only what the patches change
+
+PATCHES = {
+    "horovod/torch/CMakeLists.txt": ("    set(CMAKE_CXX_STANDARD 14)", "    set(CMAKE_CXX_STANDARD 20)"),
+    "cmake/Modules/FindPytorch.cmake": (
+        'string(TOUPPER "${Pytorch_CUDA}" Pytorch_CUDA)', "set(Pytorch_CUDA FALSE)",
+    ),
+    "CMakeLists.txt": ("    enable_language(CUDA)", '    message(STATUS "CUDA is left out")'),
+    "horovod/runner/mpi_run.py": (
+        "        os.execve('/bin/sh', ['/bin/sh', '-c', mpirun_command], env)",
+        "        from horovod.runner.mpirun_process import run; sys.exit(run(mpirun_command, env))",
+    ),
+}  # fmt: skip
+# Stands in for a Python whose pip copies the source and the compiler in place of building, and for the result.
+PYTHON = """\
+case "$*" in
+  "-m pip wheel "*)
+    while [ "$1" != -w ]; do shift; done
+    mkdir "$2" && touch "$2/horovod-0.wheel.whl" && cp -r "$3" HERE/built && cp "$CXX" HERE/built/compiler ;;
+  "-m pip "*) ;;
+  *) PYTHON "$@" | sed "s|^py_scripts=.*|py_scripts=HERE/bin|" ;;
+esac
+"""
+
+
+@dataclass
+class Source:
+    """A source of Horovod whose files have the lines `old`, `new` or neither: 0, 1 or 2."""
+
+    machine: Machine
+    lines: int = 0
+
+    def __post_init__(self) -> None:
+        here = self.machine.folder
+        self.tree = here / "tree"
+        files = {name: f"before\n{(*lines, 'other')[self.lines]}\nafter\n" for name, lines in PATCHES.items()}
+        files |= {"horovod/__init__.py": "__version__ = '0.29.0'\n", "third_party/gloo/CMakeLists.txt": ""}
+        for name, text in files.items():
+            (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.tree / name).write_text(text)
+        self.machine.program("python", PYTHON.replace("HERE", str(here)).replace("PYTHON", sys.executable))
+        self.machine.program("horovodrun", "echo '[X] PyTorch [X] Gloo'\n")
+        (here / "horovod").mkdir()
+        (here / "horovod/__init__.py").touch()
+        (here / "horovod/torch.py").write_text("mpi_built = nccl_built = bool\ndef gloo_built(): return True\n")
+
+    def build(self, path: Path, *arguments: str) -> str:
+        """What the build of `path` prints; its files are then in the folder `built`."""
+        python = str(self.machine.folder / "bin/python")
+        done = self.machine.run(
+            "build_horovod.sh", "--python", python, "--without-mpi", "--source", str(path), *arguments
+        )
+        assert done.returncode == 0, done
+        return done.stdout
+
+    def built(self, name: str) -> list[str]:
+        return (self.machine.folder / "built" / name).read_text().splitlines()
+
+
+@each("archive", [False, True])
+def test_another_source_is_patched_in_a_copy(tmp_path: Path, archive: bool) -> None:
+    machine = Machine(tmp_path)
+    machine.torch("2.13.0+cpu")
+    source = Source(machine)
+    path = source.tree
+    if archive:
+        path = Path(shutil.make_archive(str(tmp_path / "horovod"), "gztar", tmp_path, "tree"))
+    said = source.build(path)
+    assert "Horovod 0.29.0 for" in said and "no patch" not in said
+    for name, (old, new) in list(PATCHES.items())[1:]:
+        assert source.built(name) == ["before", new, "after"]
+        assert (source.tree / name).read_text() == f"before\n{old}\nafter\n"
+    assert "-std=c++20" in source.built("compiler")[-1]
+    assert source.built("horovod/runner/mpirun_process.py")
+
+
+@each(("lines", "reason", "flag"), [(1, "already there", False), (2, "has no line", True)])
+def test_patches_that_a_source_does_not_need_are_named(tmp_path: Path, lines: int, reason: str, flag: bool) -> None:
+    machine = Machine(tmp_path)
+    machine.torch("2.13.0+cpu")
+    source = Source(machine, lines)
+    said = source.build(source.tree)
+    assert said.count(reason) == (4 if lines == 1 else 3), said
+    for name, texts in PATCHES.items():
+        assert source.built(name) == ["before", (*texts, "other")[lines], "after"]
+    assert ("-std=" in source.built("compiler")[-1]) == flag
+    assert not (tmp_path / "built/horovod/runner/mpirun_process.py").exists()
+
+
+@each(
+    ("missing", "words"),
+    [
+        ("tree", "no such file"),
+        ("tree/horovod", "no Horovod source"),
+        ("tree/third_party/gloo", "git clone --recursive"),
+    ],
+)
+def test_what_is_no_source_is_refused(tmp_path: Path, missing: str, words: str) -> None:
+    machine = Machine(tmp_path)
+    machine.torch("2.13.0+cpu")
+    source = Source(machine)
+    shutil.rmtree(tmp_path / missing)
+    refusal = machine.refusal("--source", str(source.tree))
+    assert f"--source {source.tree}: " in refusal and words in refusal
+
+
+@each(
+    ("horovod", "words"),
+    [
+        ("release", "build_horovod.sh --python /venv/bin/python --with-mpi\n"),
+        ("/my/tree", "build_horovod.sh --python /venv/bin/python --source /my/tree --with-mpi\n"),
+        ("none", "pip uninstall -q -y horovod\n"),
+    ],
+)
+def test_setup_passes_the_source_on(horovod: str, words: str) -> None:
+    text = (ROOT / "env/setup.sh").read_text(encoding="utf-8")
+    function = text[text.index("build_horovod() {") : text.index("has_mpi() {")]
+    stubs = 'bash() { echo "$@"; }; pip() { echo pip "$@"; }; warn() { :; }; version_of() { :; }\n'
+    given = f"root=/root venv=/venv mpi=yes nccl=auto horovod={horovod}\n"
+    done = subprocess.run(["bash", "-ec", f"{stubs}{function}\n{given}build_horovod"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith(words), done
+    assert done.stdout.count("\n") == 1
+
+
 def test_setup_does_not_touch_a_folder_that_is_no_environment(machine: Machine) -> None:
     precious = machine.folder / "papers"
     precious.mkdir()
@@ -158,7 +283,9 @@ def test_setup_does_not_touch_a_folder_that_is_no_environment(machine: Machine) 
     assert [path.name for path in precious.iterdir()] == ["thesis.tex"]
 
 
-@pytest.mark.parametrize("arguments", [["--torch", "newest"], ["--tarch"], ["--python"]])
+@pytest.mark.parametrize(
+    "arguments", [["--torch", "newest"], ["--tarch"], ["--python"], ["--horovod", "nowhere"]], ids=" ".join
+)
 def test_setup_refuses_unknown_arguments(machine: Machine, arguments: list[str]) -> None:
     result = machine.run("setup.sh", "--venv", str(machine.folder / "venv"), *arguments)
     assert result.returncode == 1 and result.stderr.startswith("env/setup.sh: error: ")
