@@ -14,6 +14,7 @@ import torch
 from hvd_bert.distributed import rendezvous, watchdog
 from hvd_bert.distributed.interfaces import address_of, apply_setting, avoid_inner_networks
 from hvd_bert.distributed.launch import (
+    WITHOUT_HOROVOD,
     Launcher,
     check_horovod,
     check_nesting,
@@ -78,7 +79,7 @@ class HorovodWorld(World):
         except (ImportError, OSError, RuntimeError) as error:
             raise UserError(
                 f"Horovod or MPI cannot be loaded ({error}). Load the modules that were loaded at set-up, or rerun"
-                " `bash env/setup.sh` with the current ones."
+                f" `bash env/setup.sh` with the current ones. {WITHOUT_HOROVOD}"
             ) from None
         elastic = is_elastic(os.environ)
         if elastic:

@@ -82,6 +82,9 @@ _HOROVOD_NUMBERS = {
 MAX_CYCLE_MS = 10_000
 PTY = "SLURM_PTY_PORT"  # of `srun --pty bash`: only its first task has a terminal
 WITH_PMIX = "Start with `srun --mpi=pmix` (`srun --mpi=list` shows what this Slurm has), or with mpirun or horovodrun."
+WITHOUT_HOROVOD = (
+    "Without Horovod: --strategy ddp under torchrun or srun, or --strategy none in one process (docs/start/install.md)."
+)
 IN_SWEEP = "HVD_BERT_IN_SWEEP"
 GLOO_TIMEOUT_S = 30  # Horovod's default
 GLOO_S_PER_RANK = 4

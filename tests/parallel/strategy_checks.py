@@ -5,6 +5,7 @@ Gradients are read from AdamW's first moments after one step, which every strate
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from ranks import Ranks, check_every_strategy
@@ -83,6 +84,24 @@ def gradients_in_bf16_are_near_those_of_one_process(ranks: Ranks) -> None:
     if found:
         with pytest.raises(AssertionError, match="off by"):  # fp32 would be nearer
             assert_close(found, expected, 1e-4)
+
+
+@check_every_strategy
+def deterministic_steps_are_recorded(ranks: Ranks) -> None:
+    """test_worlds.py compares them with those of another strategy."""
+    training = Training(ranks.world, "--deterministic", "--learning_rate", 1e-3, accumulation=2)
+    strategy = training.wrap()
+    losses = []
+    for step in range(4):
+        for loss in training.shares(step):
+            losses.append(loss.item())
+            strategy.backward(loss)
+        strategy.synchronize()
+        strategy.clip()
+        strategy.step()
+    weights = {name: weight.detach().numpy() for name, weight in strategy.whole_model().named_parameters()}
+    if ranks.world.rank == 0:
+        np.savez(ranks.folder / "deterministic.npz", losses=losses, **weights)
 
 
 @check_every_strategy

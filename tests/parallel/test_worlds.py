@@ -184,6 +184,20 @@ def test_first_gradients_are_those_of_one_rank(launch: Launch, alone: Launch) ->
     training_checks.assert_close(*tensors, tolerance=1e-5)
 
 
+def test_deterministic_steps_of_ddp_are_horovods_to_the_bit(worlds: Any) -> None:
+    """On two ranks: a sum of more depends on the order in which an allreduce adds them."""
+    recorded = []
+    for by, strategy in (("mpi", "horovod"), ("mpirun", "ddp")):
+        launcher(2, by)  # skips here what this machine cannot start
+        launch = worlds(2, by, strategy)
+        launch.expect("deterministic_steps_are_recorded")
+        recorded.append(np.load(launch.folder / "deterministic.npz"))
+    horovods, ddps = recorded
+    losses = horovods["losses"]
+    assert len(losses) == 8 and losses[-1] != losses[0] and set(horovods) == set(ddps)
+    assert [name for name in horovods if not np.array_equal(horovods[name], ddps[name])] == []
+
+
 def test_whole_run_is_evaluated_as_by_one_rank(launch: Launch, alone: Launch) -> None:
     evaluated, expected = ([line for line in one.metrics() if "eval_loss" in line] for one in (launch, alone))
     assert [line["step"] for line in evaluated] == [10, 20]

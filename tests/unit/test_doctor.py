@@ -64,7 +64,6 @@ SLURM = Slurm("slurm-wlm 22.05.8", ("pmi2", "pmix", "pmix_v4"))
         (checks.horovod_lines(BUILD)[0], OK, "MPI, Gloo"),
         (checks.horovod_lines(replace(BUILD, gloo=False))[0], WARNING, "without Gloo"),
         (checks.horovod_lines(replace(BUILD, gloo=False, mpi=False))[0], FAILURE, "neither MPI nor Gloo"),
-        (checks.horovod_lines(BROKEN)[0], FAILURE, "signal 11"),
         (checks.nccl_line(BUILD, 0, "2.28.9"), OK, "not needed"),
         (checks.nccl_line(BUILD, 2, "2.28.9"), FAILURE, "without NCCL"),
         (checks.nccl_line(replace(BUILD, nccl=True), 2, "2.28.9"), OK, "2.28.9"),
@@ -90,6 +89,13 @@ def test_gpus_that_are_hidden_and_an_nccl_that_is_unknown_need_no_hint() -> None
     hidden = checks.cuda_line("12.8", 0, TWO_GPUS, True)
     assert (hidden.status, "CUDA_VISIBLE_DEVICES" in hidden.found) == (WARNING, True)
     assert checks.nccl_line(BROKEN, 2, "2.28.9").status == WARNING  # Horovod's own line is the failure
+
+
+@each("installed, found", [("0.28.1", "signal 11"), (None, "not installed")])
+def test_other_strategies_are_named_without_horovod(monkeypatch, installed, found):
+    monkeypatch.setattr(checks, "version_of", lambda name: installed)
+    (line,) = checks.horovod_lines(BROKEN)
+    assert line.status == FAILURE and found in line.found and "--strategy ddp under torchrun" in line.hint
 
 
 @each(

@@ -6,6 +6,7 @@ import mmap
 import os
 import resource
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +15,11 @@ import psutil
 import pytest
 import torch
 from horovod.common.exceptions import HorovodInternalError
-from tables import each
+from tables import each, refused
 from test_world import make_world
 
 from hvd_bert.distributed import runner as module
+from hvd_bert.distributed.horovod_world import HorovodWorld
 from hvd_bert.distributed.launch import VariableError, WorldsOfOne
 from hvd_bert.distributed.runner import run_as_rank
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, World
@@ -31,6 +33,15 @@ def leave(monkeypatch: pytest.MonkeyPatch, world: World, entry) -> int | str | N
     with pytest.raises(SystemExit) as left:
         run_as_rank(entry)
     return left.value.code
+
+
+def test_without_horovod_other_strategies_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("horovod", "horovod.torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"):
+        monkeypatch.setenv(name, "gloo")
+    with refused("horovod", "--strategy ddp", "torchrun"):
+        HorovodWorld.join()
 
 
 def in_a_thread_of_8_gib() -> None:

@@ -15,6 +15,7 @@ import torch
 
 from hvd_bert.config.settings import DEFAULT_DATASET, DEFAULT_MODEL, PACKAGE
 from hvd_bert.data.cache import default_cache_dir
+from hvd_bert.distributed.launch import WITHOUT_HOROVOD
 from hvd_bert.machine import free_memory, version_of
 from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.storage.reading import GIB
@@ -117,7 +118,9 @@ def cuda_line(torch_cuda: str | None, visible: int, gpus: Gpus | NvmlError, hidd
 
 def horovod_lines(build: HorovodBuild | ProbeError) -> list[Line]:
     if isinstance(build, ProbeError):
-        return [Line("Horovod", FAILURE, f"cannot be imported: {build}", REBUILD)]
+        if version_of("horovod") is None:
+            return [Line("Horovod", FAILURE, "not installed", f"Run env/setup.sh. {WITHOUT_HOROVOD}")]
+        return [Line("Horovod", FAILURE, f"cannot be imported: {build}", f"{REBUILD} {WITHOUT_HOROVOD}")]
     parts = [name for name, there in (("MPI", build.mpi), ("Gloo", build.gloo), ("NCCL", build.nccl)) if there]
     found = f"{build.version}, built with {', '.join(parts) or 'neither MPI nor Gloo'}"
     if build.gloo:
