@@ -63,10 +63,9 @@ class Version:
 
 @dataclass(frozen=True)
 class Manifest:
-    """manifest.json. `state_before`: another valid state.json, which `update_state` replaces."""
+    """manifest.json."""
 
     files: dict[FileName, File]
-    state_before: File | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,8 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
         for name, content in contents.files.items():
             (partial / name).write_bytes(content)
         files = {file.name: _fingerprint(file) for file in sorted(partial.iterdir())}
-        (partial / "manifest.json").write_text(_as_manifest(step, files), encoding="utf-8")
+        manifest = {"format": FORMAT, "step": step, "files": {name: asdict(file) for name, file in files.items()}}
+        (partial / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for file in partial.iterdir():
             shutil.copymode(partial / "manifest.json", file)  # safetensors gives nobody else access
             flush(file)
@@ -131,30 +131,6 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
         written.delete(replaced)
     point_to(folder)
     return folder
-
-
-def update_state(output_dir: Path, step: int, changes: dict[str, Any]) -> None:
-    """Change values in the state.json of this program's checkpoint of `step`, if there is one with all of them.
-
-    Raises OSError, and ValueError if the checkpoint is damaged. A kill at any point leaves a valid checkpoint.
-    """
-    folder = output_dir / name_of(step)
-    if folder not in _own(output_dir):
-        return
-    files, state = _manifest(folder), read_json(folder / "state.json")
-    if not isinstance(state, dict) or not changes.keys() <= state.keys():
-        return
-    with replacing(folder / "state.json", durable=True) as partial:
-        partial.write_text(json.dumps(state | changes, indent=1), encoding="utf-8")
-        new = files | {"state.json": _fingerprint(partial)}
-        with replacing(folder / "manifest.json", durable=True) as manifest:  # valid for both states
-            manifest.write_text(_as_manifest(step, new, files["state.json"]), encoding="utf-8")
-
-
-def _as_manifest(step: int, files: Mapping[str, File], state_before: File | None = None) -> str:
-    before = {"state_before": asdict(state_before)} if state_before else {}
-    listed = {name: asdict(file) for name, file in files.items()}
-    return json.dumps({"format": FORMAT, "step": step, "files": listed} | before, indent=1)
 
 
 def restore_replaced(output_dir: Path) -> None:
@@ -220,16 +196,13 @@ def _manifest(folder: Path) -> dict[str, File]:
         version = convert(found, Version).format
         if version > FORMAT:
             raise CorruptCheckpoint(f"{path}: format {version} needs a newer hvd_bert; this one reads up to {FORMAT}")
-        manifest = convert(found, Manifest)
-        if manifest.state_before and _fingerprint(folder / "state.json") == manifest.state_before:
-            return manifest.files | {"state.json": manifest.state_before}  # a kill in `update_state`
+        return convert(found, Manifest).files
     except CorruptCheckpoint:
         raise
     except OSError as error:
         raise CorruptCheckpoint(f"{path}: {error.strerror or error}") from None
     except ValueError as error:
         raise CorruptCheckpoint(f"{path} is not a list of files with sizes ({error})") from None
-    return manifest.files
 
 
 def read(folder: Path) -> Contents:

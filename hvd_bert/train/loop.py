@@ -24,7 +24,6 @@ from hvd_bert.output import card, output_dir, run_folder
 from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.output.reporters import base as reporters
 from hvd_bert.tasks.base import EvaluationResult, Task
-from hvd_bert.train import saving
 from hvd_bert.train.breakdown import Breakdown, describe_steps
 from hvd_bert.train.health import Health, check_copies
 from hvd_bert.train.optim import effective_settings, large_batch_note
@@ -184,7 +183,7 @@ class Training:
         return state.meter.results() | sums | checkpoints.totals | effective
 
     def evaluate_final(self) -> EvaluationResult | None:
-        """Evaluate the model that `run` left, if it was not, also for the last checkpoint. Frees the optimizer."""
+        """Evaluate the model that `run` left, if it was not. Frees the optimizer."""
         state, evaluations = self.state, self.evaluations
         del state.strategy, state.schedule, state.copies
         if evaluations is None:
@@ -194,9 +193,6 @@ class Training:
             evaluations.record(self.evaluation, self.metrics_logger, self.model_step)
         if state.eval_pending:
             state.best.update(self.model_step, self.evaluation.metrics)
-        with run_folder.writing(self.config.train.folder, self.world) as writes:
-            if writes:
-                saving.record_best(self.config.train.folder, state.step, state.best)
         return self.evaluation
 
     def _step(self) -> tuple[float, Tensor]:

@@ -22,7 +22,7 @@ from hvd_bert.distributed.world import CollectiveError, HostsChanged, log
 from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED, UserError, reason_of
 from hvd_bert.output import output_dir
 from hvd_bert.tasks.base import Task
-from hvd_bert.train.state import Best, TrainState
+from hvd_bert.train.state import TrainState
 
 # Rank 0's seconds: training waits; the part of these for copies; the writes take; the part of these without waiting.
 SECONDS = ("checkpoint_pause_s", "checkpoint_copy_s", "checkpoint_write_s", "checkpoint_overlap_s")
@@ -231,14 +231,6 @@ class Checkpoints:
         world.broadcast_tensors(model.state_dict())
         log.info("The model is the best one, of step %d (%s %.4g).", best.step, best.metric, best.value)
         return best.step
-
-
-def record_best(folder: Path, step: int, best: Best) -> None:
-    """Put the evaluation of the final model into the last checkpoint, that of `step`, which was written before it."""
-    try:
-        checkpoint_files.update_state(folder, step, {"best": best.state(), "eval_pending": False})
-    except (OSError, ValueError) as error:
-        log.warning("The final scores could not be added to the checkpoint of step %d: %s.", step, error)
 
 
 def model_files(task: Task) -> dict[str, bytes]:

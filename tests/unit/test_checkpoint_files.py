@@ -117,27 +117,6 @@ def test_a_kill_at_any_point_of_a_rewrite_leaves_a_checkpoint(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [written.RECORD, "checkpoint-7", "latest"]
 
 
-def test_a_kill_at_any_point_of_a_change_of_the_state_leaves_a_checkpoint(tmp_path):
-    folder = files.write(tmp_path, 7, contents(7))
-    before, after = {"step": 7, "learning_rate": 0.1}, {"step": 7, "learning_rate": 0.2}
-    found = []
-    for _ in killed_at_each_change(tmp_path, lambda: files.update_state(tmp_path, 7, {"learning_rate": 0.2})):
-        assert torch.equal(files.read(folder).tensors["model"]["weight"], torch.full((3, 2), 7.0))
-        found.append(state_of(folder))
-    assert found[0] == before and found[-1] == after and all(state in (before, after) for state in found)
-    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
-
-
-def test_only_an_own_checkpoint_with_all_values_is_changed(tmp_path):
-    folder = files.write(tmp_path, 7, contents(7))
-    files.update_state(tmp_path, 7, {"learning_rate": 0.2, "other": 1})
-    files.update_state(tmp_path, 8, {"learning_rate": 0.2})
-    assert state_of(folder)["learning_rate"] == 0.1
-    (folder / "manifest.json").write_text("{}")
-    with pytest.raises(CorruptCheckpoint):
-        files.update_state(tmp_path, 7, {"learning_rate": 0.2})
-
-
 def test_latest_is_durable(tmp_path, monkeypatch):
     flushed = []
     monkeypatch.setattr(writing, "flush", lambda path: flushed.append(path.name))
