@@ -90,20 +90,10 @@ for file in (INDEX, "model.safetensors"):
         CASES[f"{file}: {name}"] = in_place(file, name), file
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
-    *(({size: 0}, size) for size in loading.MIN_SIZES),
-    ({"hidden_size": -7}, "hidden_size -7"),
     ({"hidden_size": "7"}, "hidden_size"),
     ({"hidden_size": None}, "hidden_size"),
-    ({"type_vocab_size": 1}, "type_vocab_size 1"),
-    ({"num_attention_heads": 3}, "hidden_size 16 .* 3 heads"),
-    ({"num_hidden_layers": 10**6}, "num_hidden_layers 1000000 is more than 1000"),
-    ({"hidden_size": 2 * 10**9}, "GiB of memory"),
-    ({"intermediate_size": 10**30}, "GiB of memory"),
-    ({"max_position_embeddings": 10**400}, "[0-9,]+\\.\\.\\."),
-    ({"hidden_dropout_prob": 1.0}, "hidden_dropout_prob 1.0"),
-    ({"hidden_dropout_prob": float("nan")}, "hidden_dropout_prob nan"),
-    ({"layer_norm_eps": float("inf")}, "layer_norm_eps inf"),
-    ({"initializer_range": -0.5}, "initializer_range -0.5"),
+    ({"num_attention_heads": 3}, "heads"),
+    ({"hidden_size": 2 * 10**5}, "GiB of memory"),
     ({"return_dict": False}, "return_dict"),
     ({"chunk_size_feed_forward": 7}, "chunk_size_feed_forward .* 7"),
     ({"is_decoder": True}, "is_decoder"),
@@ -347,8 +337,6 @@ def test_remedy_fits_the_reason(tmp_path, monkeypatch, name, remedy):
 
 # --- other families than BERT -------------------------------------------------------------------------
 
-HUGE = 10**9
-
 
 def load_small(name, settings, tokenizer, folder):
     config = small(name)
@@ -357,28 +345,6 @@ def load_small(name, settings, tokenizer, folder):
         setattr(config, key, value)
     config.save_pretrained(folder)
     return load_model(ModelArguments(config_name=str(folder)), tokenizer, 32, seed=1)
-
-
-@each(
-    ("name", "setting", "values", "reason"),
-    [
-        *((name, "type_vocab_size", [0], "") for name in ("albert", "roberta", "electra", "ernie", "megatron-bert")),
-        ("albert", "num_hidden_groups", [0, -1], ""),
-        ("albert", "num_hidden_groups", [HUGE], "is more than 1000"),
-        ("albert", "inner_group_num", [HUGE], "is more than 1000"),
-        ("mobilebert", "intra_bottleneck_size", [0], ""),
-        ("mobilebert", "num_feedforward_networks", [0, -1], ""),
-        ("mobilebert", "num_feedforward_networks", [HUGE], "is more than 1000"),
-        ("mobilebert", "pad_token_id", [None], ""),
-        ("mpnet", "relative_attention_num_buckets", [0], ""),
-        ("longformer", "attention_window", [0], ""),
-        ("longformer", "attention_window", [HUGE, [4, 4, HUGE]], "is more than 4096"),
-    ],
-)
-def test_damage_of_a_family_is_one_message_without_a_long_wait(name, setting, values, reason, tokenizer, tmp_path):
-    for value in values:
-        with refused(f"'{tmp_path}' cannot be loaded (", f"{setting} {value} {reason}" if reason else ""):
-            load_small(name, {setting: value}, tokenizer, tmp_path)
 
 
 def test_rotary_positions_of_the_hubs_jina_models(tokenizer, tmp_path):
