@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from transformers import PreTrainedModel
+
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
-from hvd_bert.checkpoint.fit import check_state, configuration_changes, shape_of
 from hvd_bert.config.settings import FLAGS, TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World, log
-from hvd_bert.errors import UserError
+from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.storage import written
+from hvd_bert.storage.reading import read_json
 from hvd_bert.tasks.base import Task
 
 LATEST = "latest"
+# Entries of a configuration that change no step: how it was saved, names, defaults of outputs that are given
+# explicitly, and what new weights, which a checkpoint replaces, are drawn from.
+_WITHOUT_EFFECT = {
+    *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "id2label", "label2id"),
+    *("problem_type", "output_attentions", "output_hidden_states", "return_dict", "use_cache", "initializer_range"),
+}
 
 
 @dataclass(frozen=True)
@@ -107,10 +118,6 @@ def _newest_valid(output_dir: Path) -> tuple[ResumePoint | None, list[str]]:
 
 def _resumable(folder: Path) -> Contents:
     contents = files.read(folder)
-    try:
-        check_state(contents.state)
-    except ValueError as error:
-        raise CorruptCheckpoint(f"{folder / 'state.json'} does not hold a training's state ({error})") from None
     if contents.state.get("model_only"):
         raise CorruptCheckpoint(f"{folder} holds only the model (--save_only_model) and cannot be resumed")
     return contents
@@ -125,6 +132,37 @@ def identity(settings: Mapping[str, Any], task: Task) -> dict[str, Any]:
         **task.identity(),
         "the number of training windows": task.plan.num_windows,
     }
+
+
+def shape_of(model: nn.Module) -> str:
+    """The number of a model's weights, and a digest of their names and shapes."""
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return f"{len(shapes)} tensors, {size:,} parameters, {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
+
+
+def configuration_changes(folder: Path, model: nn.Module) -> list[str]:
+    """Each entry of a model's configuration that changes what a step computes and differs from a checkpoint's.
+
+    Entries that the model does not know, such as another version's, and models that are not transformers' have none.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return []
+    kind, path = type(model.config), folder / "config.json"
+    with as_user_error(lambda reason: f"{path} cannot be compared with the model ({reason}). Use another checkpoint."):
+        saved, now = _entries(kind.from_dict(read_json(path))), _entries(model.config)
+        known = kind().to_dict().keys() - _WITHOUT_EFFECT
+    return [
+        f"{name} in the model's config.json was {saved.get(name)} and is {now.get(name)}"
+        for name in sorted(known)
+        if saved.get(name) != now.get(name)
+    ]
+
+
+def _entries(config: Any) -> dict[str, Any]:
+    """A configuration's entries, with the defaults, as JSON has them."""
+    entries: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return entries
 
 
 def rank_batch(args: TrainArguments) -> int:

@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIERS
 
-from hvd_bert.checkpoint.fit import configuration_changes
+from hvd_bert.checkpoint.resume import configuration_changes
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import DataArguments, ModelArguments
 from hvd_bert.data.collate import Collator

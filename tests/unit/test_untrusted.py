@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import json
 import os
 import shutil
@@ -28,7 +27,7 @@ from test_tokenization import texts as passages
 from test_world import make_world
 
 import hvd_bert
-from hvd_bert.checkpoint import files, resume
+from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import CorruptCheckpoint
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data import window_table
@@ -180,27 +179,19 @@ def test_any_data_are_read_or_refused(tmp_path: Path, content: Any) -> None:
 
 @ANY_FOLDER
 @given(data=st.data(), value=JSON)
-def test_any_manifest_or_state_is_read_or_refused(tmp_path: Path, data: st.DataObject, value: Any) -> None:
+def test_any_manifest_is_read_or_refused(tmp_path: Path, data: st.DataObject, value: Any) -> None:
     folder = tmp_path / "checkpoint-20"
     if not folder.exists():
         checkpoints.write(tmp_path, 20)
         (tmp_path / "manifest").write_bytes((folder / "manifest.json").read_bytes())
     manifest = json.loads((tmp_path / "manifest").read_text())
-    state: Any = copy.deepcopy(checkpoints.STATE)
-    place = data.draw(st.sampled_from([manifest, manifest["files"], manifest["files"]["state.json"], state, *[
-        part for part in state.values() if isinstance(part, dict)
-    ]]))  # fmt: skip
+    place = data.draw(st.sampled_from([manifest, manifest["files"], manifest["files"]["state.json"]]))
     place[data.draw(st.sampled_from(sorted(place)) | st.text(max_size=5))] = value
     (folder / "manifest.json").write_text(json.dumps(manifest))
     try:
-        files.verify(folder)
-        checkpoints.rewritten(folder, "state.json", json.dumps(state).encode())
-        found = resume._resumable(folder)
+        assert files.read(folder).state == checkpoints.STATE
     except CorruptCheckpoint as error:
         assert "checkpoint-20" in str(error)
-        return
-    point = resume.ResumePoint(folder, found)
-    assert point.step >= 0 and point.state["global_batch"] >= 1
 
 
 @ANY_FOLDER
