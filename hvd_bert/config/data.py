@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from hvd_bert.config.flag import MAX_THREADS, check_ranges, flag, properties_of, require
+from hvd_bert.config.flag import check_ranges, flag, properties_of, require
 from hvd_bert.errors import UserError
 
 DEFAULT_MODEL = "bert-base-uncased"
@@ -271,18 +271,6 @@ class DataArguments:
         default_text="all",
         may_change_on_resume=True,
         minimum=1,
-    )
-    preprocessing_num_workers: int | None = flag(
-        "data",
-        None,
-        "Number of threads for tokenization.",
-        default_text="the number of cores of the rank",
-        may_change_on_resume=True,
-        minimum=1,
-        maximum=MAX_THREADS,
-    )
-    overwrite_cache: bool = flag(
-        "data", False, "Tokenize again even if the windows are cached.", may_change_on_resume=True
     )
 
     def __post_init__(self) -> None:

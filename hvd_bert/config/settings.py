@@ -19,6 +19,7 @@ __all__ = [
     "DEFAULT_DATASET",
     "DEFAULT_MODEL",
     "FLAGS",
+    "FORMER_FLAGS",
     "PACKAGE",
     "SCHEDULES",
     "SECTIONS",
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 PACKAGE = Path(__file__).resolve().parents[1]
+# Those of earlier versions, which the settings of their runs still name; they changed no result.
+FORMER_FLAGS = {"preprocessing_num_workers", "overwrite_cache"}
 # Implementations: hvd_bert.strategies.base. none: a single process.
 STRATEGIES = ["horovod", "ddp", "fsdp", "deepspeed", "dp", "none"]
 

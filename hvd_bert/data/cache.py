@@ -46,30 +46,28 @@ def entry(
     key: str,
     build: Callable[[Path], None],
     opened: Callable[[Path], Entry | None],
-    *,
-    overwrite: bool = False,
 ) -> Entry:
     """What `opened` gives for the folder of `key`: None if it is missing or damaged.
 
-    Then, or with `overwrite`, `build(empty_folder)` fills it. Raises `UserError` if `cache_dir` cannot be written.
+    Then `build(empty_folder)` fills it. Raises `UserError` if `cache_dir` cannot be written.
     Other errors of `build` propagate, and its partial output is removed.
     """
     folder = cache_dir / key
-    found = None if overwrite else opened(folder)
+    found = opened(folder)
     if found is not None:  # needs no lock, so that a filled read-only cache works
         return found
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with locks.take(cache_dir / f"{key}.lock", wait=True):
-            found = None if overwrite else opened(folder)
+            found = opened(folder)
             if found is None:
-                if folder.exists() and not overwrite:
+                if folder.exists():
                     logger.warning("%s is damaged: tokenizing again.", folder)
                 _remove_leftovers(cache_dir, key)
                 _build(folder, build, opened)
                 found = opened(folder)
     except OSError as error:
-        why = f" to replace {key}, which is damaged" if folder.exists() and not overwrite else ""
+        why = f" to replace {key}, which is damaged" if folder.exists() else ""
         raise UserError(
             f"{cache_dir}: the cache of tokenized questions cannot be written{why}: {error.strerror or error}. "
             "Set HVD_BERT_CACHE to a writable folder with free space."

@@ -16,12 +16,11 @@ another family's layout (window_cutting.py makes them). Its columns:
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,18 +153,14 @@ def prepare(
     options: WindowOptions,
     *,
     cache_dir: str | os.PathLike[str] | None = None,
-    overwrite_cache: bool = False,
     leader: bool = True,
-    num_workers: int | None = None,
     show_progress: bool = False,
 ) -> WindowTable:
     """The windows of `source`, from the cache in `cache_dir` (default: `default_cache_dir()`) or built now.
 
     Call it on every rank. There is no collective: the first process builds and the others wait for its file lock.
-    `overwrite_cache` rebuilds on the `leader` only, so that a node rebuilds once, not once per rank; other ranks may
-    use the old copy, since the same key means the same content. The leader also logs truncated questions and lost
-    answers. Only the building process shows a progress bar, so `show_progress` may be true on all ranks of a node.
-    `num_workers` is the number of threads; default: one per core of this process.
+    The `leader` logs truncated questions and lost answers. Only the building process shows a progress bar, so
+    `show_progress` may be true on all ranks of a node.
 
     Raises `UserError` for unusable options, tokenizers or questions, and for a cache that cannot be written.
     """
@@ -173,15 +168,13 @@ def prepare(
     window_tokenizer = WindowTokenizer(tokenizer, options)
 
     def build(folder: Path) -> None:
-        with _threads(num_workers or len(os.sched_getaffinity(0))):
-            _write(folder, source, window_tokenizer, show_progress)
+        _write(folder, source, window_tokenizer, show_progress)
 
     table = cache.entry(
         Path(cache_dir) if cache_dir is not None else default_cache_dir(),
         _key(source, window_tokenizer),
         build,
         _opened,
-        overwrite=overwrite_cache and leader,
     )
     if leader:
         _log_losses(source.name, table.counts)
@@ -189,10 +182,7 @@ def prepare(
 
 
 def in_memory(questions: Sequence[Question], window_tokenizer: WindowTokenizer) -> WindowTable:
-    """The windows of a few questions, without the cache. Call `check_lengths` before.
-
-    Leaves the environment alone, which other threads of a program may use at the same time.
-    """
+    """The windows of a few questions, without the cache. Call `check_lengths` before."""
     batch = QuestionBatch(window_tokenizer, questions, 0)
     return WindowTable(list(batch.record_batches()), batch.counts)
 
@@ -263,23 +253,3 @@ def _opened(entry: Path) -> WindowTable | None:
             return WindowTable(list(stream), meta.counts, entry / _DATA) if stream.schema == SCHEMA else None
     except (OSError, ValueError, LookupError):  # pyarrow's errors are among them
         return None
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Tokenize with `count` threads of the tokenizer's own pool (Rust's rayon).
-
-    Forked workers, as of `Dataset.map(num_proc=...)`, are unsafe after MPI_Init. The pool is created on first use
-    and keeps its size in this process; a count of 1 always works.
-    """
-    variables = {"RAYON_NUM_THREADS": str(count), "TOKENIZERS_PARALLELISM": "true" if count > 1 else "false"}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -13,7 +13,7 @@ from hvd_bert.config.settings import DEFAULT_MODEL, FLAGS
 
 # Where this machine keeps files, and what only matters there.
 _PRIVATE_GROUPS = ("output", "profiling")
-_PRIVATE = ("cache_dir", "resume_from_checkpoint", "preprocessing_num_workers", "num_threads")
+_PRIVATE = ("cache_dir", "resume_from_checkpoint", "num_threads")
 # Never paths, also with a slash, as in refs/pr/1. Of every other flag, what looks like a path loses its folders.
 NO_PATHS = (
     "model_revision", "dataset_config_name", "train_split_name", "validation_split_name", "text_column_names",

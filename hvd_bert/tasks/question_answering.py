@@ -250,8 +250,6 @@ def _question_set(data: DataArguments, split: str, cache_dir: str | None, tokeni
         source,
         tokenizer,
         WindowOptions(data.max_seq_length, data.doc_stride, limit),
-        overwrite_cache=data.overwrite_cache,
-        num_workers=data.preprocessing_num_workers,
         show_progress=world.cross_rank == 0,
         leader=world.local_rank == 0,
     )

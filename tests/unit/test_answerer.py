@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from transformers import BertConfig, BertForQuestionAnswering
 import hvd_bert
 from hvd_bert import QuestionAnswerer
 from hvd_bert.config.command_line import parse
-from hvd_bert.data import window_table
-from hvd_bert.data.window_cutting import QuestionBatch
 from hvd_bert.errors import UserError
 from hvd_bert.model.cpu import linear
 from hvd_bert.predict import answerer
@@ -159,16 +156,6 @@ def test_truncated_questions_are_reported_once(model, caplog):
         qa("What is red? " * 30, "The box is red.")
     (message,) = caplog.messages
     assert message.startswith("A question was truncated to leave room for the context (raise --max_seq_length")
-
-
-def test_tokenization_leaves_the_environment_to_other_threads(qa, monkeypatch):
-    seen = []
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    monkeypatch.setattr(
-        window_table, "QuestionBatch", lambda *args: seen.append(dict(os.environ)) or QuestionBatch(*args)
-    )
-    qa("What is red?", "The box is red.")
-    assert seen == [dict(os.environ)]
 
 
 def test_half_precision(model, qa):

@@ -39,9 +39,9 @@ def build_with_log(folder: Path) -> None:
     build(folder)
 
 
-def request_at_once(cache_dir: Path, barrier, overwrite: bool) -> None:
+def request_at_once(cache_dir: Path, barrier) -> None:
     barrier.wait()
-    assert cache.entry(cache_dir, "key", build_with_log, opened, overwrite=overwrite)
+    assert cache.entry(cache_dir, "key", build_with_log, opened)
 
 
 def build_half_and_wait(cache_dir: Path, started) -> None:
@@ -58,7 +58,7 @@ def test_four_processes_at_once_build_once(tmp_path, flock):
     # If the cache's file system has no flock, the children lock a file in the host's /tmp.
     target = request_at_once if flock else request_at_once_without_flock
     barrier = SPAWN.Barrier(4)
-    children = [SPAWN.Process(target=target, args=(tmp_path, barrier, False)) for _ in range(4)]
+    children = [SPAWN.Process(target=target, args=(tmp_path, barrier)) for _ in range(4)]
     for child in children:
         child.start()
     for child in children:
@@ -68,7 +68,7 @@ def test_four_processes_at_once_build_once(tmp_path, flock):
     assert not list(tmp_path.glob("tmp-*"))
 
 
-def request_at_once_without_flock(cache_dir: Path, barrier, overwrite: bool) -> None:
+def request_at_once_without_flock(cache_dir: Path, barrier) -> None:
     flock = fcntl.flock
 
     def refuse(descriptor: int, operation: int) -> None:
@@ -77,16 +77,16 @@ def request_at_once_without_flock(cache_dir: Path, barrier, overwrite: bool) -> 
         flock(descriptor, operation)
 
     fcntl.flock = refuse
-    request_at_once(cache_dir, barrier, overwrite)
+    request_at_once(cache_dir, barrier)
 
 
-def test_overwriting_keeps_the_old_copy_readable_for_processes_that_use_it(tmp_path):
+def test_rebuilding_keeps_the_old_copy_readable_for_processes_that_use_it(tmp_path):
     entry = cache.entry(tmp_path, "key", build, opened)
+    (entry / "data").write_text("damaged")
     with open(entry / "data") as old:
-        before = os.fstat(old.fileno()).st_ino
-        cache.entry(tmp_path, "key", build, opened, overwrite=True)
-        assert (entry / "data").stat().st_ino != before
-        assert old.read() == "whole"
+        cache.entry(tmp_path, "key", build, opened)
+        assert (entry / "data").read_text() == "whole"
+        assert old.read() == "damaged"
         assert os.fstat(old.fileno()).st_nlink == 1  # renamed: over NFS, a removed file could not be read
 
 

@@ -128,6 +128,7 @@ def refusal(name: str) -> str:
         ("output_dir: null", "output_dir", None),
         ("lr_scaling: none", "lr_scaling", "none"),
         ("seed: 010", "seed", 10),
+        ("seed: 5\noverwrite_cache: false\npreprocessing_num_workers: null", "seed", 5),  # of an earlier version
         ("bf16: on", "bf16", True),
         ("do_eval: Off", "do_eval", False),
         ("null_score_diff_threshold: .inf", "null_score_diff_threshold", float("inf")),

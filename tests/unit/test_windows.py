@@ -123,19 +123,6 @@ def test_progress_bar_only_when_asked_and_only_while_building(source, tokenizer,
     assert capfd.readouterr().err == ""
 
 
-def test_threads_restore_the_environment(source, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
-    seen = []
-    slow = squad.Source("s", "d", lambda: seen.append(dict(os.environ)) or source.questions())
-    prepare(slow, tokenizer, SMALL, cache_dir=tmp_path, num_workers=3)
-    assert (seen[0]["RAYON_NUM_THREADS"], seen[0]["TOKENIZERS_PARALLELISM"]) == ("3", "true")
-    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
-    assert "RAYON_NUM_THREADS" not in os.environ
-    prepare(slow, tokenizer, SMALL, cache_dir=tmp_path, num_workers=1, overwrite_cache=True)
-    assert seen[1]["TOKENIZERS_PARALLELISM"] == "false"
-
-
 # --- the cache -------------------------------------------------------------------------------------
 
 
@@ -209,13 +196,6 @@ def test_damaged_table_is_named_and_rebuilt(source, tokenizer, tmp_path, caplog,
     assert [record.getMessage() for record in caplog.records] == [damaged]
     prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
     assert len(caplog.records) == 1
-
-
-def test_only_the_leader_overwrites(source, tokenizer, tmp_path):
-    old = inode(prepare(source, tokenizer, SMALL, cache_dir=tmp_path))
-    other = prepare(source, tokenizer, SMALL, cache_dir=tmp_path, overwrite_cache=True, leader=False)
-    assert inode(other) == old
-    assert inode(prepare(source, tokenizer, SMALL, cache_dir=tmp_path, overwrite_cache=True)) != old
 
 
 # --- wrong values ----------------------------------------------------------------------------------
