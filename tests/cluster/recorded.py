@@ -33,13 +33,11 @@ def six_layers(hosts: str, steps: int, windows: int = 16, more: str = "") -> str
 
 
 def recorded(
-    cluster: Cluster, folder: Path, hosts: str, controller: str, flags: str, slowed: Environment | None = None,
-    one_host: Path | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    cluster: Cluster, folder: Path, hosts: str, controller: str, flags: str, slowed: Environment | None = None
+) -> dict[str, Any]:
     """Train in `folder`. Returns the object that `hvd-bert timeline --json` prints.
 
-    `slowed`: environment for altered.py; the trainer's own flags then record all steps except the first. `one_host`:
-    folder of the same training on one host, to subtract the sums inside a host.
+    `slowed`: environment for altered.py; the trainer's own flags then record all steps except the first.
     """
     folder.mkdir(parents=True, exist_ok=True)
     timeline = folder / "timeline.json"
@@ -50,7 +48,6 @@ def recorded(
     cluster.on("a100-01", f"{horovodrun(hosts, controller, program)} {flags}", folder, env).expect(0)
     count = str(hosts.count(",") + 1)
     command = [sys.executable, "-m", "hvd_bert.tools.timeline", str(timeline), "--hosts", count, "--json"]
-    command += ["--one_host", str(one_host / "timeline.json")] if one_host else []
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True)
     record: dict[str, Any] = json.loads(done.stdout)
     return record

@@ -320,38 +320,6 @@ def test_bytes_that_a_host_sends(tmp_path, library, factor):
     assert math.isnan(command.read(path, hosts=1).link_bytes_per_s)
 
 
-def test_sums_inside_a_host_are_subtracted_from_the_link(tmp_path, capsys):
-    """A message takes 50 ms on two hosts and 10 ms on one host, so the link takes 40 ms."""
-
-    def made(name: str, ranks: int, took_us: int, library: str = "MPI_ALLREDUCE", numbers: int = 1 << 20) -> str:
-        timeline = Timeline()
-        for number in range(4):
-            start = 200_000 * number
-            timeline.negotiate("a", dict.fromkeys(range(ranks), start))
-            timeline.send(["a"], start, start + took_us, shape=(numbers,), library=library)
-        return str(timeline.write(tmp_path / name))
-
-    two, one = made("two.json", 4, 50_000), made("one.json", 2, 10_000)
-    assert command.main([two, "--hosts", "2", "--one_host", one, "--json"]) == EXIT_OK
-    seen = json.loads(capsys.readouterr().out)
-    assert seen["link_bytes_per_s"] == pytest.approx(4 * 2**20 / 0.04, rel=0.03)
-    assert seen["inside_bytes_per_s"] == pytest.approx(4 * 2**20 / 0.01, rel=0.011)
-    assert command.main([two, "--hosts", "2", "--one_host", one]) == EXIT_OK
-    assert "their time is subtracted" in " ".join(capsys.readouterr().out.split())
-    ring = made("ring.json", 4, 50_000, library="GLOO_ALLREDUCE")
-    ring_inside = made("one_ring.json", 2, 10_000, library="GLOO_ALLREDUCE")
-    for words, message in (
-        ([two, "--one_host", one], "--one_host needs --hosts"),
-        ([ring, "--hosts", "2", "--one_host", one], "is for MPI, which sums inside the hosts first"),
-        ([two, "--hosts", "2", "--one_host", two], "must be of 2 ranks over MPI"),
-        ([two, "--hosts", "2", "--one_host", ring_inside], "must be of 2 ranks over MPI"),
-        ([two, "--hosts", "2", "--one_host", made("slow.json", 2, 60_000)], "no faster"),
-        ([two, "--hosts", "2", "--one_host", made("small.json", 2, 10, numbers=1000)], "no message above 1 MiB"),
-    ):
-        assert command.main(words) == EXIT_BAD_INPUT
-        assert message in capsys.readouterr().err
-
-
 def test_units():
     shown = [seconds(value) for value in (15, 3600, 0.01234, 0.9999, 0, math.nan)]
     assert shown == ["15 s", "3,600 s", "12.3 ms", "1,000 ms", "0 us", "-"]

@@ -35,9 +35,6 @@ def main(argv: list[str] | None = None) -> int:
             with writing_to("--html", flags.html):
                 flags.html = check_file(flags.html, GENERATOR, f"<title>{content.TITLE}</title>")
         findings = read(flags.file, flags.ranks, flags.hosts)
-        if flags.one_host:
-            each = analysis.ranks_of_a_host(findings)
-            analysis.subtract_inside(findings, read(flags.one_host, each))
         if flags.html:
             _write_page(findings, flags.html)
     except UserError as error:
@@ -72,11 +69,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--hosts", type=int, metavar="N", limits=Limits(minimum=1),
         help="Number of hosts; adds what each host sends. (default: none)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--one_host", metavar="FILE", type=Path,
-        help="Timeline of the same training on one host, with as many ranks as on each of the --hosts, to subtract the"
-        " sums inside a host; MPI only. (default: none)",
     )  # fmt: skip
     return parser
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,7 +43,7 @@ class Findings:
 
     Bandwidths: `bytes_per_s` of large messages; `wire_bytes_per_s` that each rank then sends in a ring;
     `fast_bytes_per_s` of the fastest 5 % of messages above 1 MiB; `link_bytes_per_s` that each host then sends to the
-    others, without the time of sums inside a host if their bandwidth, `inside_bytes_per_s`, is known.
+    others.
     """
 
     path: str
@@ -68,7 +68,6 @@ class Findings:
     tensors: list[SlowTensor]
     step: StepFigures | None
     rank_rows: list[RankRow]
-    inside_bytes_per_s: float = math.nan
     advice: list[str] = field(default_factory=list)
     curves: StepTable | None = None
 
@@ -119,40 +118,7 @@ def _of_a_link(ranks: int | None, hosts: int | None, names: Sequence[str]) -> fl
     """
     if ranks is None or hosts is None or hosts == 1:
         return math.nan
-    return _of_a_ring(hosts if _over_mpi(names) else ranks)
-
-
-def ranks_of_a_host(findings: Findings) -> int:
-    """Ranks per host, which MPI sums inside the host first. Raises UserError if this is unknown or not MPI."""
-    if findings.hosts is None or findings.hosts == 1 or findings.ranks is None:
-        raise UserError("--one_host needs --hosts with 2 hosts or more.")
-    if not _over_mpi(phase.name for phase in findings.phases):
-        raise UserError(
-            "--one_host is for MPI, which sums inside the hosts first. This file was not recorded over MPI."
-        )
-    return findings.ranks // findings.hosts
-
-
-def subtract_inside(findings: Findings, inside: Findings) -> None:
-    """Subtract the time of sums inside a host from MPI's messages, which leaves the time of the link.
-
-    `inside`: the same training on one host, with as many ranks as on each host of `findings`. Raises UserError.
-    """
-    each = ranks_of_a_host(findings)
-    if inside.ranks != each or not _over_mpi(phase.name for phase in inside.phases):
-        raise UserError(
-            f"--one_host {inside.path}: must be of {each} ranks over MPI, as on each host of {findings.path}."
-        )
-    if math.isnan(findings.fast_bytes_per_s + inside.fast_bytes_per_s):
-        raise UserError("--one_host: one of the files has no message above 1 MiB, so its bandwidth is unknown.")
-    if inside.fast_bytes_per_s <= findings.fast_bytes_per_s:
-        raise UserError(f"--one_host {inside.path}: its messages are no faster than those of {findings.path}.")
-    findings.inside_bytes_per_s = inside.fast_bytes_per_s
-    findings.link_bytes_per_s /= 1 - findings.fast_bytes_per_s / inside.fast_bytes_per_s
-
-
-def _over_mpi(names: Iterable[str]) -> bool:
-    return "MPI_ALLREDUCE" in names
+    return _of_a_ring(hosts if "MPI_ALLREDUCE" in names else ranks)
 
 
 def _check(reader: Reader, path: Path) -> None:

@@ -113,8 +113,6 @@ def bandwidth(findings: Findings) -> list[str]:
         fast = f"The fastest 5 % of messages above {byte_size(BIG)} reach {speed(findings.fast_bytes_per_s)}"
         if not math.isnan(findings.link_bytes_per_s):
             fast += f", {speed(findings.link_bytes_per_s)} on the link of each of the {findings.hosts} hosts"
-        if not math.isnan(findings.inside_bytes_per_s):
-            fast += f" (sums inside a host run at {speed(findings.inside_bytes_per_s)}; their time is subtracted)"
         lines.append(f"{fast}: the bandwidth of the network, unless computation delayed these messages, too.")
     return lines
 
