@@ -28,7 +28,6 @@ NEGOTIATE = "NEGOTIATE_"
 OPERATIONS = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "ADASUM")
 WAITS = ("WAIT_FOR_DATA", "WAIT_FOR_OTHER_TENSOR_DATA")  # one per tensor
 COLLECTIVES = ("ALLREDUCE", "ALLGATHER", "BCAST", "ALLTOALL", "REDUCESCATTER", "REDUCE")
-MAX_CARRIED = 1 << 19  # events; limits what an operation that never ends keeps back
 ACTIVITY, NEGOTIATION, OPERATION, COLLECTIVE, OTHER = range(5)
 
 
@@ -123,14 +122,9 @@ class _Work:
         rows = self.pairs.of(OPERATION)
         change[self.order[self.pairs.begin[rows]]] = 1
         change[self.order[self.pairs.end[rows]]] = -1
-        stuck = change.copy()
-        stuck[self.order[self.open_operations]] = 1
-        quiet = np.flatnonzero(np.cumsum(stuck) == 0)
-        place = int(quiet[-1]) + 1 if len(quiet) else 0
-        if count - place > MAX_CARRIED:  # an operation does not end: continue without it
-            quiet = np.flatnonzero(np.cumsum(change) == 0)
-            place = int(quiet[-1]) + 1 if len(quiet) else count
-        return place
+        change[self.order[self.open_operations]] = 1
+        quiet = np.flatnonzero(np.cumsum(change) == 0)
+        return int(quiet[-1]) + 1 if len(quiet) else 0
 
     def keep(self, cut: int, last: bool) -> Events | None:
         """Take out and return the events that continue beyond the cut, in the file's order, for the next batch."""

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_timelines import START, Timeline, training
 from tables import each
 
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.monitoring import timeline_events as reader
 from hvd_bert.monitoring.timeline_events import BEGIN, TICK, Reader
 from hvd_bert.rendering.text import byte_size, percent, seconds
@@ -130,10 +130,10 @@ def test_sizes_follow_from_dtype_and_shape(tmp_path):
         ('{"version": "1.1", "data": []}', "is not a Horovod timeline"),
         ("loss 0.3\nloss 0.2\n", "is not a Horovod timeline"),
         ('[{"ph":"B","name":"x","ts":1,"pid":2}]', "is not a Horovod timeline"),
-        ('{"schemaVersion": 1, "traceEvents": [{"ph": "X"}]}', "torch's profiler"),
+        ('{"schemaVersion": 1, "traceEvents": [{"ph": "X"}]}', "is not a Horovod timeline"),
         ('[{"ph": "B", "name": "forward", "ts": 1, "pid": 2}, {"ph": "E", "ts": 3, "pid": 2}]', "events are forward"),
         (START + '{"ph": "i", "name": "CYCLE_START", "ts": 177, "s": "g"}]', "no tensor was sent"),
-        ("\x1f\x8b\x08compressed", "gunzip"),
+        ("\x1f\x8b\x08compressed", "is not a Horovod timeline"),
     ],
 )
 def test_other_files_are_refused_with_the_reason(tmp_path, capsys, content, message):
@@ -169,6 +169,48 @@ def test_byte_order_mark_and_operation_without_end_are_left_out(tmp_path):
     seen = command.read(path)
     assert (seen.cut_short, seen.unfinished) == (True, 1)
     assert (seen.step, seen.sizes) == (expected.step, expected.sizes)
+
+
+USUAL = training(steps=4).text.removesuffix(",")
+SPAN = '{"ph": "B", "name": "%s", "ts": %d, "pid": %s},{"ph": "E", "ts": %d, "pid": %s}'
+TICK_OF = '{"ph": "X", "name": "%s", "ts": 9000000, "pid": 1, "dur": 0}'
+
+
+@each(
+    "more",
+    [
+        *(TICK_OF % name for name in ("\u00b2", "", "a" * 10_000, "9" * 11)),
+        '{"name": "process_name", "ph": "M", "pid": 3, "args": {"name": "' * 20_000,  # in linear time
+        SPAN % ("ALLREDUCE", 9000000, "9" * 5000, 9000001, "9" * 5000),
+        SPAN % ("ALLREDUCE", 9000000, "-1", 9000001, "-1"),
+        SPAN % ("ALLREDUCE", 999999999999999, 1, 5, 1),  # an end before its begin
+        ",".join(SPAN % (f"KIND_{number}", 9000000 + number, 1, 9000000 + number, 1) for number in range(300)),
+    ],
+)
+def test_events_that_horovod_does_not_write_are_left_out(tmp_path, more):
+    path = tmp_path / "t.json"
+    path.write_text(f"{USUAL},{more}]", encoding="utf-8")
+    assert command.read(path).ranks == 2
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.tuples(st.integers(0, len(USUAL)), st.integers(0, 300), st.binary(max_size=12) | st.just(b"9" * 30)),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_any_damage_is_read_or_refused(tmp_path, cuts):
+    content = USUAL.encode()
+    for start, length, instead in cuts:
+        content = content[:start] + instead + content[start + length :]
+    (tmp_path / "t.json").write_bytes(content + b"]")
+    try:
+        findings = command.read(tmp_path / "t.json")
+    except UserError:
+        return
+    assert command.content.terminal(findings)
 
 
 # --- figures ------------------------------------------------------------------------------------
@@ -360,3 +402,16 @@ def test_the_page_needs_neither_torch_nor_horovod_nor_other_files(tmp_path):
     for words in ("MPI_ALLREDUCE", "rank 0", "rank 3", "Advice", "Rank 2 is a straggler"):
         assert words in page
     assert page.count('<img src="data:image/png;base64,') == 2
+
+
+def test_names_are_neither_commands_to_the_terminal_nor_markup(tmp_path, capsys):
+    path = tmp_path / "t.json"
+    path.write_text(USUAL.replace("allreduce.a", "\x1b]0;title\x07\x9b31m<script>") + "]", encoding="utf-8")
+    assert command.main([str(path), "--html", str(tmp_path / "page.html")]) == EXIT_OK
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    for shown in (capsys.readouterr().out, page):
+        assert "title" in shown and not {"\x1b", "\x07", "\x9b"} & set(shown)
+    assert "&lt;script&gt;" in page and "<script" not in page
+    path.write_text("[" + SPAN % ("\x1b[31m", 5, 1, 6, 1) + "]", encoding="utf-8")
+    assert command.main([str(path)]) == EXIT_BAD_INPUT
+    assert "\x1b" not in capsys.readouterr().err

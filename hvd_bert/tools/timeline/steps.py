@@ -19,7 +19,6 @@ REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
 ASYNCHRONOUS = "NCCL_"  # collectives that another thread waits for
 AT_ONCE_US = 5000  # a negotiation this soon after a message may have waited for the thread that sent it
 SMALL = 0.01  # of a step's bytes: a smaller message after the gradients is a loss or a metric
-MAX_STEPS = 1 << 19  # to keep; later ones are left out
 FULL = 0.5  # of the usual number of tensors: a step with fewer is not a training step
 
 
@@ -64,7 +63,6 @@ class Steps:
 
     names: Sequence[str]
     tables: list[StepTable] = field(default_factory=list)
-    count: int = 0
     _step: int = 0  # the current one
     _began: int = 0  # its first operation
     _operations: int = 0  # seen so far
@@ -126,11 +124,8 @@ class Steps:
             return
         for _ in range(3):
             sent = _without_trailing(sent)
-        lags = _by_step(sent)
-        if self.count < MAX_STEPS:
-            waiting = np.array([not name.startswith(ASYNCHRONOUS) for name in self.names])
-            self.tables.append(_table(sent, waiting[sent.collective] & (sent.collective != NONE), lags))
-        self.count += len(lags[0])
+        waiting = np.array([not name.startswith(ASYNCHRONOUS) for name in self.names])
+        self.tables.append(_table(sent, waiting[sent.collective] & (sent.collective != NONE), _by_step(sent)))
 
 
 def _lags(batch: Batch, rows: Array, message: Array) -> tuple[Array, Array, Array]:
