@@ -31,8 +31,8 @@ RUN_QA_FLAGS_NOT_HERE = {
     "do_predict": ": use `hvd-bert predict`.",
     "test_file": ": use --validation_file.",
     "save_strategy": ": use --save_steps N, or --save_steps 0 for none.",
-    "preprocessing_num_workers": ": tokenization takes all cores of the rank.",
-    "overwrite_cache": ": windows are tokenized again if anything that they depend on changes.",
+    "preprocessing_num_workers": ": tokenization takes all cores of the rank. Leave it out.",
+    "overwrite_cache": ": windows are tokenized again if what they depend on changes. Leave it out.",
     "greater_is_better": ": --metric_for_best_model determines it.",
     "optim": ": the optimizer is always AdamW.",
 }
