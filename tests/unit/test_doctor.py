@@ -482,7 +482,6 @@ NO_MODEL = "'NAME' cannot be loaded (no such folder)"
         (None, [], NO_MODEL, "Not ready: Model."),
         (None, ["--size", "1"], NO_MODEL, "Not ready: Model."),
         ({"model_type": "gpt2"}, [], "NAME is a gpt2 model", "Not ready: Model."),
-        ({"model_type": "bert", "num_hidden_layers": 10**6}, [], "num_hidden_layers 1000000", "Not ready: Model."),
         ({"model_type": "bert"}, [], "NAME, 435.6 MB of gradients", "Ready: a training would start here."),
     ],
 )
