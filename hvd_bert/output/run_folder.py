@@ -61,8 +61,13 @@ OF_EVALUATION = {*fnmatch.filter(RUN_FILES, "eval*.json"), "evaluation.html"}
 
 @contextmanager
 def writing(folder: Path, world: World, status: int = EXIT_FAILURE) -> Iterator[bool]:
-    """Around rank 0's writes (yields True there). An OSError, such as a full disk, ends the run on all ranks."""
+    """Around rank 0's writes (yields True there). An OSError, such as a full disk, ends the run on all ranks.
+
+    A folder that was moved is made again.
+    """
     with world.raise_on_all_ranks(status), writing_to("--output_dir", folder):
+        if world.rank == 0:
+            folder.mkdir(exist_ok=True)
         yield world.rank == 0
 
 
