@@ -135,8 +135,9 @@ class Strategy:
     def step(self) -> bool:
         """Apply and clear the clipped gradients. Returns False if they overflowed and the host knows already that the
         step was skipped."""
+        with self._waiting():  # with fp16 the host needs to know whether the gradients overflowed
+            applied = self._apply()
         self._has_stepped = True
-        applied = self._apply()
         self.optimizer.zero_grad()
         return applied
 

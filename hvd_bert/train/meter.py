@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -80,8 +80,8 @@ class LastStep:
 
     def put(self, *numbers: torch.Tensor) -> None:
         """Start to copy the numbers, 0-dim tensors. Earlier ones must have been taken."""
-        for place, number in zip(self._host, numbers, strict=True):
-            place.copy_(number.detach(), non_blocking=True)
+        # Converted on the device: a copy to another dtype may wait.
+        self._host.copy_(torch.stack([number.detach().double() for number in numbers]), non_blocking=True)
         if self._copied:
             self._copied.record()
         self._filled = True
@@ -139,6 +139,7 @@ class Meter:
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._step_loss = torch.zeros_like(self._loss)
         self._pending = LastStep(2, world.device)
+        self._has_settled = False  # a step
         self._losses: deque[float] = deque(maxlen=MAX_STEPS)
         self._windows = self._tokens = self._positions = 0
         self._start(0)
@@ -191,7 +192,12 @@ class Meter:
 
     def settle(self) -> None:
         """Report the last step to `on_step`, if it is not yet. All ranks call this after the same step."""
-        for loss, grad_norm in filter(None, [self._pending.take()]):
+        # On a GPU the host waits here for the last step's collectives. The first step may compile, for minutes.
+        watch = self.world.waiting(lambda: ["the last step's gradients"]) if self._has_settled else nullcontext()
+        with watch:
+            taken = self._pending.take()
+        for loss, grad_norm in filter(None, [taken]):
+            self._has_settled = True
             self._losses.append(loss)
             self.skipped_steps += not math.isfinite(grad_norm)
             if self.on_step:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from machine import Machine, capability, on_gpu
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig
 
 from hvd_bert.data.collate import Batch, Collator
@@ -21,10 +23,26 @@ from hvd_bert.model.precision import AUTOCAST, autocast
 from hvd_bert.strategies.base import Strategy, StrategyOptions
 from hvd_bert.strategies.dp import DPStrategy
 from hvd_bert.tasks.dataset import to_device
+from hvd_bert.train.meter import LastStep
 
 GPU, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 LENGTHS = [5, 9, 3]
 KINDS = [("fp32", False), ("bf16", False), ("fp16", False), ("bf16", True)]  # precision, padded
+
+
+class TensorDtypes(TorchDispatchMode):
+    """Notes the dtypes of copies between devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.copy_.default and args[0].device != args[1].device:
+            self.copies.append((args[0].dtype, args[1].dtype))
+        return function(*args, **(kwargs or {}))
+
+
 CHECKS: dict[str, Callable[[], None]] = {}
 
 
@@ -119,6 +137,13 @@ def the_chosen_kernel_depends_on_the_gpu() -> None:
         with capability(*version):
             assert choose("cuda", torch.float16, 0.0, 64, has_flash(GPU)) is kernel
             attend(kernel, torch.float16, 0.0, 64, None)
+
+
+@check
+def a_steps_numbers_are_converted_before_they_are_copied() -> None:
+    with TensorDtypes() as seen:
+        LastStep(2, GPU).put(torch.ones((), device=GPU), torch.ones((), device=GPU, dtype=torch.float64))
+    assert seen.copies == [(torch.float64, torch.float64)]
 
 
 # --- models and steps ----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -35,7 +36,12 @@ def clock(monkeypatch) -> Clock:
 def world_of(size: int) -> SimpleNamespace:
     """Ranks that are all equal to this one."""
     same = lambda table: table[:1].expand_as(table)  # noqa: E731
-    return SimpleNamespace(size=size, rank=0, device=torch.device("cpu"), sum=same)
+    waits: list[list[str]] = []
+
+    def waiting(names):
+        return nullcontext(waits.append(names()))
+
+    return SimpleNamespace(size=size, rank=0, device=torch.device("cpu"), sum=same, waiting=waiting, waits=waits)
 
 
 def batch(num_windows: int, num_tokens: int) -> SimpleNamespace:
@@ -82,6 +88,17 @@ def test_meter(clock, size, passes):
             "skipped_steps": 0,
         }
     )
+
+
+def test_waits_for_the_device_are_watched_but_for_the_first_step():
+    world = world_of(2)
+    meter = Meter(world)
+    for step in range(3):
+        meter.add(torch.ones(()), batch(1, 1))
+        meter.end_step(FINITE)
+        assert len(world.waits) == max(0, step - 1)
+    meter.read(3)
+    assert world.waits == 2 * [["the last step's gradients"]]
 
 
 def test_phases_of_two_ranks(clock):
