@@ -179,6 +179,13 @@ class World:
         )
 
     @property
+    def gpus(self) -> list[torch.device]:
+        """The GPUs of this rank: with --strategy dp all of its process, the first one first; none on CPUs."""
+        if self.device.type != "cuda":
+            return []
+        return [self.device, *(torch.device("cuda", number) for number in range(1, self.devices))]
+
+    @property
     def hosts(self) -> list[str]:
         """The hosts in rank order, each once."""
         return list(dict.fromkeys(info.host for info in self.rank_infos))

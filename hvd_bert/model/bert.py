@@ -75,7 +75,7 @@ def load_model(
             return _tried(new_model(config, args.dropout, seed, padded, token_types))
     config.num_labels = 2  # start and end, whatever head the checkpoint has
     configure(config, args.dropout, padded)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
     model, new = load_encoder(families.model_class(config), args, config)
     if needs_head and new:
         raise UserError(
@@ -101,7 +101,7 @@ def new_model(
     """
     config.num_labels = 2  # start and end
     configure(config, dropout, padded)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
     model = families.model_class(config)(config)
     return _prepared(model, getattr(config, "type_vocab_size", 0) >= 2 if token_types is None else token_types)
 

@@ -53,7 +53,7 @@ def load_classifier(
         with reported(source):
             return new_classifier(config, args.dropout, seed, padded, token_types)
     configure(config, args.dropout, padded)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
     model, new = load_encoder(CLASSES[type(config)], args, config, other_head=True)
     if labels is None and new:
         raise UserError(
@@ -68,7 +68,7 @@ def new_classifier(config: Any, dropout: float | None, seed: int, padded: bool, 
     """A model with new weights, a function of `seed`, for the classes in `config`, which is modified."""
     kind: Any = CLASSES[type(config)]
     configure(config, dropout, padded)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
     return _prepared(kind(config), token_types)
 
 

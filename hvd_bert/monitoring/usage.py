@@ -141,8 +141,7 @@ class GpuUsage:
         if self.enabled and world.rank == 0:
             written.add(folder, FILE)
             self._file = JsonLines(folder / FILE)
-        own = world.rank_infos[world.rank].device_id if self.enabled else None
-        self._sampler = Sampler(own) if own is not None else None
+        self._samplers = {str(gpu): Sampler(str(torch.cuda.get_device_properties(gpu).uuid)) for gpu in world.gpus}
 
     def read(self, step: int) -> dict[str, float]:
         """Usage since the last call: gpu_util_percent, gpu_memory_gib and gpu_power_w of rank 0's GPU. A collective.
@@ -151,24 +150,23 @@ class GpuUsage:
         """
         if not self.enabled:
             return {}
-        seen: dict[str, Any] = {}
-        if self._sampler:
-            problem, self._sampler.problem = self._sampler.problem, ""  # reported once
-            seen = summarise(self._sampler.take()) | ({"problem": problem} if problem else {})
-        rows = self.world.allgather(seen)
-        problems = [row.pop("problem", "") for row in rows]
+        mine = [{"device": gpu} | summarise(sampler.take()) for gpu, sampler in self._samplers.items()]
+        problem = next((sampler.problem for sampler in self._samplers.values() if sampler.problem), "")
+        for sampler in self._samplers.values():
+            sampler.problem = ""  # reported once
+        seen = self.world.allgather((mine, problem))
         if self.world.rank == 0:
-            logs.warn(["The GPU usage is not recorded: " + problem if problem else "" for problem in problems])
+            logs.warn(["The GPU usage is not recorded: " + problem if problem else "" for _, problem in seen])
         if self._file is not None:
             now = {"step": step, "seconds": round(time.monotonic() - self._start, 1)}
-            ranks = [{"rank": i.rank, "host": i.host, "device": i.device} for i in self.world.rank_infos]
-            self._file.write(*(now | rank | row for rank, row in zip(ranks, rows, strict=True)))
-        return dict(rows[0])
+            ranks = [{"rank": info.rank, "host": info.host} for info in self.world.rank_infos]
+            self._file.write(*(now | rank | row for rank, (rows, _) in zip(ranks, seen, strict=True) for row in rows))
+        return {name: value for name, value in seen[0][0][0].items() if name != "device"}
 
     def close(self) -> None:
         """Stop the thread and close the file."""
-        if self._sampler is not None:
-            self._sampler.close()
+        for sampler in self._samplers.values():
+            sampler.close()
         if self._file is not None:
             self._file.close()
 

@@ -17,7 +17,7 @@ class DPStrategy(Strategy):
     """Splits each batch over the GPUs of this process, and sums their gradients on the first one."""
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
-        return WindowParallel(model, device_ids=list(range(world.devices)))
+        return WindowParallel(model, device_ids=world.gpus)
 
 
 class WindowParallel(nn.DataParallel[nn.Module]):
@@ -32,7 +32,7 @@ class WindowParallel(nn.DataParallel[nn.Module]):
         parts = split_windows(kwargs, len(device_ids))
         return [() for _ in parts], [
             {
-                name: value.to(f"cuda:{device}", non_blocking=True) if isinstance(value, Tensor) else value
+                name: value.to(torch.device("cuda", device), non_blocking=True) if isinstance(value, Tensor) else value
                 for name, value in part.items()
             }
             for part, device in zip(parts, device_ids, strict=False)  # a short batch leaves GPUs without a part

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +51,7 @@ class Copies:
         self._reserving.start()
 
     def _reserve(self) -> None:
-        free = torch.empty(self._expected, dtype=torch.uint8, pin_memory=self._pinned)
+        free = _host_memory((self._expected,), torch.uint8, self._pinned)
         free.numpy().fill(0)  # so that the system provides the memory; torch would use all threads
         self._free = free
 
@@ -76,9 +77,17 @@ class Copies:
     def _take(self, tensor: Tensor) -> Tensor:
         aligned = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         if aligned > len(self._free):
-            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            return _host_memory(tensor.shape, tensor.dtype, tensor.is_cuda)
         taken, self._free = self._free[: tensor.nbytes], self._free[aligned:]
         return taken.view(tensor.dtype).view(tensor.shape)
+
+
+def _host_memory(shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> Tensor:
+    """Uninitialized. `pinned`: if the system allows that; copies from a GPU into other memory are slower."""
+    if pinned:
+        with suppress(RuntimeError):
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+    return torch.empty(shape, dtype=dtype)
 
 
 @dataclass
@@ -152,7 +161,7 @@ class TrainState:
 
         A collective. The next snapshot overwrites the copies.
         """
-        parts = self.world.gather((_random_numbers(self.world.device), self.meter.since_last_log()))
+        parts = self.world.gather((_random_numbers(self.world.gpus), self.meter.since_last_log()))
         weights, optimizer, rest = self.strategy.state()
         if self.world.rank != 0:
             return {}, {}
@@ -202,7 +211,7 @@ class TrainState:
             mine = f"rank{world.rank}."
             own = {name.removeprefix(mine): v for name, v in tensors["rng"].items() if name.startswith(mine)}
             with world.raise_on_all_ranks():
-                _set_random_numbers(own, world.device)
+                _set_random_numbers(own, world.gpus)
             since = rest["since_last_look"][world.rank]
         else:
             # Sums over the old ranks. `Meter.read` divides the loss by the new world size.
@@ -239,12 +248,12 @@ def seed_ranks(seed: int, step: int, world: World) -> None:
     random.seed(number)
     np.random.seed(sequence.generate_state(4))
     torch.manual_seed(number)  # of all GPUs
-    for gpu, other in enumerate(others, start=1):  # this rank's further GPUs (--strategy dp)
+    for gpu, other in zip(world.gpus[1:], others, strict=True):
         with torch.cuda.device(gpu):
             torch.cuda.manual_seed(other)
 
 
-def _random_numbers(device: torch.device) -> dict[str, Tensor]:
+def _random_numbers(gpus: Sequence[torch.device]) -> dict[str, Tensor]:
     """The states of this process's generators: torch, CUDA, numpy, Python."""
     _, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, next_gauss = random.getstate()
@@ -254,12 +263,15 @@ def _random_numbers(device: torch.device) -> dict[str, Tensor]:
         "python": torch.tensor([version, *words], dtype=torch.int64),
         "gauss": torch.tensor([gauss, float("nan") if next_gauss is None else next_gauss], dtype=torch.float64),
     }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+    return state | {name: torch.cuda.get_rng_state(gpu) for name, gpu in _names_of(gpus)}
 
 
-def _set_random_numbers(state: dict[str, Tensor], device: torch.device) -> None:
+def _names_of(gpus: Sequence[torch.device]) -> Iterator[tuple[str, torch.device]]:
+    """The names of their states in a checkpoint: cuda, cuda1, ..."""
+    return ((f"cuda{number or ''}", gpu) for number, gpu in enumerate(gpus))
+
+
+def _set_random_numbers(state: dict[str, Tensor], gpus: Sequence[torch.device]) -> None:
     """Raises UserError if these are no states of generators."""
     *key, position, has_gauss = state["numpy"].tolist()
     gauss, next_gauss = state["gauss"].tolist()
@@ -268,7 +280,8 @@ def _set_random_numbers(state: dict[str, Tensor], device: torch.device) -> None:
         torch.set_rng_state(state["torch"])
         np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, has_gauss, gauss))
         random.setstate((version, tuple(words), next_gauss if next_gauss == next_gauss else None))
-        if device.type == "cuda" and "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"], device)
+        for name, gpu in _names_of(gpus):
+            if name in state:
+                torch.cuda.set_rng_state(state[name], gpu)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"The checkpoint's random numbers cannot be restored: {error}.") from error

@@ -72,7 +72,7 @@ def test_other_commands(tmp_path: Path, trained: Path) -> None:
     evaluated = ["hvd_bert.tools.evaluate", trained, "--bf16", "--json", "scores.json"]
     assert "by_varlen bfloat16" in on_gpu_kernels(evaluated, tmp_path)
 
-    predict = ["hvd_bert.predict", trained, "--input", SAMPLE / "dev-v1.1.json", "--output"]
+    predict = ["hvd_bert.predict", trained, "--input", SAMPLE / "dev-v1.1.json.gz", "--output"]
     run([sys.executable, "-m", *predict, "cpu.jsonl"], tmp_path).expect(0)
     assert on_gpu_kernels([*predict, "gpu.jsonl"], tmp_path) == FP32
     cpu, gpu = (read_lines(tmp_path / f"{name}.jsonl") for name in ("cpu", "gpu"))

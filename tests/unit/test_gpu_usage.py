@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from documented import undocumented
 from tables import each
 
@@ -70,20 +72,23 @@ class FakeNvml(ModuleType):
 def driver(monkeypatch) -> FakeNvml:
     fake = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=device))
     return fake
 
 
-def world_of(*device_ids: str | None, rank: int = 0) -> SimpleNamespace:
-    """A world whose other ranks report a GPU that is 90 % busy."""
+def world_of(*device_ids: str | None, rank: int = 0, further: Sequence[str] = ()) -> SimpleNamespace:
+    """A world whose other ranks report a GPU that is 90 % busy. A GPU's UUID is also its name. `further`: of `rank`."""
     rank_infos = tuple(
-        RankInfo(number, "a", number, f"cuda:{number}" if device_id else "cpu", device_id, frozenset({0}))
+        RankInfo(number, "a", number, device_id or "cpu", device_id, frozenset({0}))
         for number, device_id in enumerate(device_ids)
     )
 
     def allgather(mine):
-        return [mine if info.rank == rank else {"gpu_util_percent": 90.0} for info in rank_infos]
+        other = {"gpu_util_percent": 90.0}
+        return [mine if i.rank == rank else ([{"device": i.device} | other], "") for i in rank_infos]
 
-    return SimpleNamespace(rank=rank, size=len(rank_infos), rank_infos=rank_infos, allgather=allgather)
+    gpus = [device_id for device_id in (device_ids[rank], *further) if device_id]
+    return SimpleNamespace(rank=rank, size=len(rank_infos), rank_infos=rank_infos, allgather=allgather, gpus=gpus)
 
 
 def sample(util: float, memory: float, power: float) -> dict[str, float]:
@@ -130,18 +135,25 @@ def test_sampler(monkeypatch, driver):
     assert sampler.take() == taken[-1:]  # logged again before the next sample
 
 
+def close_samplers(usage: GpuUsage) -> None:
+    """After their first sample."""
+    for sampler in usage._samplers.values():
+        sampler.close()
+
+
 def test_usage_of_all_ranks(tmp_path, driver):
-    usage = GpuUsage(world_of("0-a", "0-x"), tmp_path)  # type: ignore[arg-type]
-    usage._sampler.close()  # after its first sample
+    usage = GpuUsage(world_of("0-a", "0-x", further=["0-b"]), tmp_path)  # type: ignore[arg-type]
+    close_samplers(usage)
     own = sample(40.0, 3.0, 250.5)
     assert usage.read(7) == own
     lines = [json.loads(line) for line in (tmp_path / "gpu_usage.jsonl").read_text().splitlines()]  # already on disk
     usage.close()
     assert undocumented(lines, "gpu_usage.jsonl") == undocumented(own, "metrics.jsonl") == []
-    assert [line.pop("seconds") >= 0 for line in lines] == [True, True]
+    assert [line.pop("seconds") >= 0 for line in lines] == [True, True, True]
     assert lines == [
-        {"step": 7, "rank": 0, "host": "a", "device": "cuda:0", **own},
-        {"step": 7, "rank": 1, "host": "a", "device": "cuda:1", "gpu_util_percent": 90.0},
+        {"step": 7, "rank": 0, "host": "a", "device": "0-a", **own},
+        {"step": 7, "rank": 0, "host": "a", "device": "0-b", "gpu_memory_gib": 3.0},  # --strategy dp
+        {"step": 7, "rank": 1, "host": "a", "device": "0-x", "gpu_util_percent": 90.0},
     ]
 
 
@@ -156,8 +168,7 @@ def test_usage_of_all_ranks(tmp_path, driver):
 def test_rank_without_samples_of_its_own(tmp_path, driver, caplog, world, read, started, said):
     driver.started = 0
     usage = GpuUsage(world, tmp_path)
-    if usage._sampler:
-        usage._sampler.close()
+    close_samplers(usage)
     assert usage.read(1) == read
     usage.close()
     assert driver.started == started and said in caplog.text

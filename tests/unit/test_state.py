@@ -28,10 +28,10 @@ def test_random_numbers_continue(drawn_before):
     seed_ranks(5, 0, make_world())
     for _ in range(drawn_before):
         draw()
-    kept = load(save(state._random_numbers(torch.device("cpu"))))  # as in a checkpoint
+    kept = load(save(state._random_numbers([])))  # as in a checkpoint
     expected = [draw() for _ in range(3)]
     seed_ranks(6, 0, make_world())
-    state._set_random_numbers(kept, torch.device("cpu"))
+    state._set_random_numbers(kept, [])
     assert [draw() for _ in range(3)] == expected
 
 
@@ -56,12 +56,26 @@ def test_seeding_is_the_same_in_all_versions():
 
 def test_gpus_of_one_rank_draw_differently(monkeypatch):
     seeds, world = {}, make_world()
-    world.devices = 3
+    world.device, world.devices = torch.device("cuda", 0), 3
     monkeypatch.setattr(torch.cuda, "device", lambda gpu: nullcontext(seeds.setdefault("gpu", []).append(gpu)))
     monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: seeds.setdefault("seed", []).append(seed))
     seed_ranks(5, 0, world)
-    assert seeds["gpu"] == [1, 2]
+    assert seeds["gpu"] == [torch.device("cuda", 1), torch.device("cuda", 2)]
     assert len({torch.initial_seed(), *seeds["seed"]}) == 3
+
+
+def test_random_numbers_of_all_gpus_of_a_rank_are_restored(monkeypatch):
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    states = {first: torch.tensor([1]), second: torch.tensor([2])}
+    restored: dict[torch.device, torch.Tensor] = {}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", states.get)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda kept, gpu: restored.update({gpu: kept}))
+    kept = state._random_numbers(list(states))
+    state._set_random_numbers(kept, list(states))
+    assert restored == states
+    del kept["cuda1"], restored[second]  # an older checkpoint
+    state._set_random_numbers(kept, list(states))
+    assert restored.keys() == {first}
 
 
 @each(
@@ -92,9 +106,9 @@ def places(copies: dict[str, torch.Tensor]) -> dict[str, int]:
     return {name: copy.data_ptr() for name, copy in copies.items() if copy.numel()}
 
 
-@each("expected", [0, 130, 1000])
-def test_copies_are_equal_and_stay_where_they_are(expected):
-    copies = Copies(expected)
+@each("expected, pinned", [(0, False), (130, False), (1000, True)])  # this machine can't pin memory: other is taken
+def test_copies_are_equal_and_stay_where_they_are(expected, pinned):
+    copies = Copies(expected, pinned)
     copies.reserve()
     before = None
     for value in (1.0, 2.0):
