@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from hvd_bert.config.parser import HELP
-from hvd_bert.distributed.launch import LaunchError, find_launcher, speaks_first
+from hvd_bert.distributed.launch import find_launcher, speaks_first
 from hvd_bert.distributed.signals import watch_launcher
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.storage.places import check_working_directory
@@ -28,7 +28,7 @@ def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Confi
     argv = sys.argv[1:]
     print_on_one_rank(argv)
     _check_working_directory()
-    with suppress(LaunchError):  # reported when joining
+    with suppress(UserError):  # reported when joining
         watch_launcher(find_launcher(os.environ).name)
     if HELP & set(argv):
         end_when_lost()

@@ -16,7 +16,6 @@ from hvd_bert.distributed.interfaces import address_of, apply_setting, avoid_inn
 from hvd_bert.distributed.launch import (
     WITHOUT_HOROVOD,
     Launcher,
-    check_horovod,
     check_nesting,
     check_pmi,
     check_size,
@@ -61,7 +60,6 @@ class HorovodWorld(World):
         """
         launcher = find_launcher(os.environ)
         check_nesting(launcher, os.environ)
-        check_horovod(launcher, os.environ)
         extend_gloo_timeout(launcher, os.environ)
         apply_setting(os.environ)
         if launcher.size in (None, 1):

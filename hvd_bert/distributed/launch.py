@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import psutil
 
@@ -18,68 +18,31 @@ class LaunchError(UserError):
     """A mistake in how the job was started, which all of its processes find. Rank 0 reports it."""
 
 
-class VariableError(LaunchError):
-    """A variable is wrong, perhaps on some hosts only: the first rank of each host reports it."""
-
-
 class WorldsOfOne(LaunchError):
     """The launcher's processes cannot find each other: each would be a world of one."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """The program that started this process, by its variables. `size` and `rank` are None without one.
-
-    `local_rank`: the rank among those of this host; None if the launcher does not tell.
-    """
+    """The program that started this process, by its variables. `size` and `rank` are None without one."""
 
     name: str
     size: int | None
     rank: int | None
-    local_rank: int | None = field(default=None, compare=False)
-
-    @property
-    def speaks_first(self) -> bool:
-        """Whether this process prints for all until they have joined: rank 0, or a process without a launcher."""
-        return self.rank in (None, 0)
-
-    def reports(self, error: LaunchError) -> bool:
-        """Whether this process reports a mistake although another one speaks first: that one may not have it."""
-        return isinstance(error, VariableError) and self.local_rank == 0
 
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # only torchrun sets it
-# Each launcher's variables: size and rank in the world, rank on this host, then size and rank in parts of the world.
-# Most specific first: mpirun inside srun inherits Slurm's variables, never the other way round.
-_LAUNCHERS: tuple[tuple[str, str, str, str, list[tuple[str, str]]], ...] = (
-    (
-        *("torchrun", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
-        [("LOCAL_WORLD_SIZE", "LOCAL_RANK"), ("GROUP_WORLD_SIZE", "GROUP_RANK")],
-    ),
-    (
-        *("horovodrun", "HOROVOD_SIZE", "HOROVOD_RANK", "HOROVOD_LOCAL_RANK"),
-        [("HOROVOD_LOCAL_SIZE", "HOROVOD_LOCAL_RANK"), ("HOROVOD_CROSS_SIZE", "HOROVOD_CROSS_RANK")],
-    ),
-    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", []),
-    ("mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", []),
-    ("mpirun", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", []),
-    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", []),
+# Each launcher's variables of size and rank. Most specific first: mpirun inside srun inherits Slurm's variables, never
+# the other way round.
+_LAUNCHERS = (
+    ("torchrun", "WORLD_SIZE", "RANK"),
+    ("horovodrun", "HOROVOD_SIZE", "HOROVOD_RANK"),
+    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    ("mpirun", "PMI_SIZE", "PMI_RANK"),
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 )
-_HOROVOD_VALUES = {"HOROVOD_CONTROLLER": ("mpi", "gloo"), "HOROVOD_CPU_OPERATIONS": ("mpi", "gloo", "ccl")}
 GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
-# Horovod reads a text as 0, and -1 as a huge number, with which it aborts or never sends anything.
-_HOROVOD_NUMBERS = {
-    GLOO_TIMEOUT: (1, 2**32 - 1),
-    "HOROVOD_CACHE_CAPACITY": (0, 2**31 - 1),
-    "HOROVOD_FUSION_THRESHOLD": (0, 2**32 - 1),
-    "HOROVOD_STALL_CHECK_TIME_SECONDS": (0, 2**31 - 1),
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": (0, 2**31 - 1),
-    "HOROVOD_STALL_CHECK_DISABLE": (0, 1),
-    "HOROVOD_HIERARCHICAL_ALLREDUCE": (0, 1),
-    "HOROVOD_HIERARCHICAL_ALLGATHER": (0, 1),
-    "HOROVOD_AUTOTUNE": (0, 1),
-}
-MAX_CYCLE_MS = 10_000
 PTY = "SLURM_PTY_PORT"  # of `srun --pty bash`: only its first task has a terminal
 WITH_PMIX = "Start with `srun --mpi=pmix` (`srun --mpi=list` shows what this Slurm has), or with mpirun or horovodrun."
 WITHOUT_HOROVOD = (
@@ -90,39 +53,36 @@ GLOO_TIMEOUT_S = 30  # Horovod's default
 GLOO_S_PER_RANK = 4
 
 
-def number(environ: Mapping[str, str], name: str, minimum: int = 0, maximum: int = 2**32 - 1) -> int | None:
-    """A variable that holds a whole number; None if it is not set. Raises LaunchError if it holds anything else."""
+def number(environ: Mapping[str, str], name: str, minimum: int = 0) -> int | None:
+    """A variable that holds a whole number; None if it is not set. Raises UserError if it holds anything else."""
     text = environ.get(name)
     if text is None:
         return None
-    if re.fullmatch(r"[0-9]{1,10}", text) is None or not minimum <= int(text) <= maximum:
-        raise VariableError(
-            f"{name}={text[:40]!r}: must be a whole number from {minimum} to {maximum}. Unset it, or start with the"
-            " launcher that sets it."
+    if re.fullmatch(r"[0-9]{1,10}", text) is None or int(text) < minimum:
+        raise UserError(
+            f"{name}={text[:40]!r}: must be a whole number from {minimum}. Unset it, or start with the launcher that"
+            " sets it."
         )
     return int(text)
 
 
 def find_launcher(environ: Mapping[str, str]) -> Launcher:
-    """The launcher of this process, from its environment. Raises LaunchError if its variables cannot be true."""
-    for name, size, rank, local_rank, parts in _LAUNCHERS:
-        if name == "torchrun":
-            if TORCHRUN not in environ:
-                continue  # job scripts may set these variables for other launchers
-            _check_torchrun(environ, size, rank, *(variable for part in parts for variable in part))
+    """The launcher of this process, from its environment. Raises UserError if its variables are no numbers."""
+    for name, size, rank in _LAUNCHERS:
+        if name == "torchrun" and TORCHRUN not in environ:
+            continue  # job scripts may set these variables for other launchers
         if size in environ and rank in environ:
-            for part in parts:
-                _size_and_rank(environ, name, *part)
-            return Launcher(name, *_size_and_rank(environ, name, size, rank), number(environ, local_rank))
+            return Launcher(name, number(environ, size, 1), number(environ, rank))
     return Launcher("none", None, None)
 
 
 def speaks_first(environ: Mapping[str, str]) -> bool:
-    """Whether this process reports what all processes find before they have joined."""
+    """Whether this process reports what all find before they have joined: rank 0, or one without a launcher."""
     try:
         launcher = find_launcher(environ)
-        return launcher.speaks_first and (environ.get("SLURM_PROCID") == "0" or not is_nested(launcher, environ))
-    except LaunchError:
+        is_first = environ.get("SLURM_PROCID") == "0" or not is_nested(launcher, environ)
+        return launcher.rank in (None, 0) and is_first
+    except UserError:
         return True  # its rank is unknown
 
 
@@ -156,48 +116,9 @@ def check_nesting(launcher: Launcher, environ: Mapping[str, str]) -> None:
         )
 
 
-def _size_and_rank(environ: Mapping[str, str], launcher: str, *names: str) -> tuple[int | None, int | None]:
-    size, rank = (number(environ, name, minimum) for name, minimum in zip(names, (1, 0), strict=True))
-    if size is not None and rank is not None and rank >= size:
-        raise VariableError(
-            f"{names[1]}={rank}, but {names[0]}={size}: ranks are counted from 0. {launcher} sets both: unset them, or"
-            f" start with {launcher}."
-        )
-    return size, rank
-
-
-def _check_torchrun(environ: Mapping[str, str], *numbers: str) -> None:
-    for name in (*numbers, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
-        if name not in environ:
-            raise VariableError(
-                f"{TORCHRUN} is set, but {name} is not. torchrun sets both: start with torchrun, or unset {TORCHRUN}."
-            )
-    number(environ, "MASTER_PORT", 1, 65535)
-
-
-def check_horovod(launcher: Launcher, environ: Mapping[str, str]) -> None:
-    """Raise LaunchError for variables with which Horovod would abort, hang or do something else, without a message."""
-    for name, limits in _HOROVOD_NUMBERS.items():
-        number(environ, name, *limits)
-    cycle = environ.get("HOROVOD_CYCLE_TIME", "1")
-    if re.fullmatch(r"[0-9]+\.?[0-9]*", cycle) is None or float(cycle) > MAX_CYCLE_MS:
-        raise VariableError(
-            f"HOROVOD_CYCLE_TIME={cycle[:40]!r}: must be a number of ms up to {MAX_CYCLE_MS}. Or unset it."
-        )
-    for name, values in _HOROVOD_VALUES.items():
-        if environ.get(name, "gloo").lower() not in values:
-            raise VariableError(f"{name}={environ[name][:40]!r}: must be {' or '.join(values)}. Or unset it.")
-    by_gloo = environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"
-    if launcher.name == "horovodrun" and by_gloo and launcher.size != 1 and horovodrun_address(environ) is None:
-        raise VariableError(
-            f"HOROVOD_SIZE={launcher.size}, but HOROVOD_GLOO_RENDEZVOUS_ADDR or _PORT is not set. horovodrun sets all:"
-            " unset HOROVOD_SIZE and HOROVOD_RANK, or start with horovodrun."
-        )
-
-
 def horovodrun_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
     """Where horovodrun serves the addresses of its ranks over Gloo; None if it does not."""
-    host, port = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), number(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT", 1, 65535)
+    host, port = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), number(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT", 1)
     return (host, port) if host and port else None
 
 

@@ -114,12 +114,7 @@ def _join(strategy: str, generation: int, log_format: str | None) -> World:
     except CollectiveError as error:
         sys.exit(_report(error, shown=True) if error.mine else EXIT_OK)
     except LaunchError as error:
-        if speaks_first(os.environ):
-            sys.exit(_report(error, shown=True))
-        launcher = find_launcher(os.environ)
-        if not launcher.reports(error):
-            sys.exit(EXIT_OK)
-        sys.exit(_report(UserError(f"rank {launcher.rank} on {socket.gethostname()}: {error}"), shown=True))
+        sys.exit(_report(error, shown=True) if speaks_first(os.environ) else EXIT_OK)
     except UserError as error:
         sys.exit(_report(error, shown=True))
     except Exception as error:

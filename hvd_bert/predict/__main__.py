@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -23,7 +22,7 @@ from typing import NoReturn
 from hvd_bert.config.parser import Parser
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.config.values import passage
-from hvd_bert.distributed.launch import Launcher, LaunchError, find_launcher, speaks_first
+from hvd_bert.distributed.launch import Launcher, find_launcher, speaks_first
 from hvd_bert.distributed.signals import watch_launcher
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.startup import collector_paused, print_on_one_rank
@@ -44,10 +43,8 @@ OUTPUTS = (".json", ".jsonl", ".csv")
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
     print_on_one_rank(sys.argv[1:] if argv is None else argv)
-    launcher = Launcher("none", None, None)
     try:
-        with suppress(LaunchError):  # reported when joining
-            launcher = find_launcher(os.environ)
+        launcher = find_launcher(os.environ)
         flags = parse_flags(argv, launcher)
     except UserError as error:
         first = speaks_first(os.environ)

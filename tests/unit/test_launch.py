@@ -7,7 +7,6 @@ from tables import each, refused
 from hvd_bert.distributed.launch import (
     Launcher,
     LaunchError,
-    check_horovod,
     check_nesting,
     check_pmi,
     check_size,
@@ -59,14 +58,6 @@ INSIDE_SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS":
 )
 def test_find_launcher(environ, expected):
     assert find_launcher({"PATH": "/bin", **environ}) == Launcher(*expected)
-
-
-def test_local_rank():
-    for environ in (
-        *(HOROVODRUN, MPIRUN, TORCHRUN, SRUN | {"SLURM_LOCALID": "1"}),
-        *(MVAPICH | {"MV2_COMM_WORLD_LOCAL_RANK": "1"}, HYDRA | {"MPI_LOCALRANKID": "1"}),
-    ):
-        assert find_launcher(environ).local_rank == 1
 
 
 @each(
@@ -186,7 +177,7 @@ def test_each_step_has_a_port():
     step = {"SLURM_JOB_ID": "1234567", "SLURM_STEP_ID": "0"}
     assert 10_000 <= slurm_port(step) < 30_000
     assert slurm_port(step | {"SLURM_STEP_ID": "1"}) != slurm_port(step), "another step of the job, another port"
-    with refused("SLURM_JOB_ID='x'", error=LaunchError):
+    with refused("SLURM_JOB_ID='x'"):
         slurm_port(step | {"SLURM_JOB_ID": "x"})
 
 
@@ -196,82 +187,31 @@ def test_slurm_tasks_without_nodes_have_nowhere_to_meet():
         slurm_nodes({})
 
 
-# Launchers' variables that are no numbers, that cannot be true, or that show a job started wrongly
+# Launchers' variables that are no numbers, or that show a job started wrongly
 
 NUMBERS = {
-    "horovodrun": "HOROVOD_SIZE HOROVOD_RANK HOROVOD_LOCAL_RANK",
+    "horovodrun": "HOROVOD_SIZE HOROVOD_RANK",
     "mpirun": "OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_RANK",
-    "MVAPICH's": "MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_RANK",
-    "MPICH's": "PMI_SIZE PMI_RANK",
-    "torchrun": "WORLD_SIZE RANK LOCAL_WORLD_SIZE LOCAL_RANK GROUP_WORLD_SIZE GROUP_RANK MASTER_PORT",
+    "torchrun": "WORLD_SIZE RANK",
     "srun": "SLURM_STEP_NUM_TASKS SLURM_PROCID SLURM_NTASKS SLURM_NTASKS_PER_NODE SLURM_NNODES",
 }
-WITHOUT_ADDRESS = {name: value for name, value in TORCHRUN.items() if name != "MASTER_ADDR"}
-SET_BY = dict(zip(NUMBERS, (HOROVODRUN, MPIRUN, MVAPICH, HYDRA, TORCHRUN, SRUN), strict=True))
+SET_BY = dict(zip(NUMBERS, (HOROVODRUN, MPIRUN, TORCHRUN, SRUN), strict=True))
 
 
 @each("value", ["abc", "", "-1", "1.5", "٣", "9" * 5000])
 @each(("launcher", "name"), [(by, name) for by, names in NUMBERS.items() for name in names.split()])
 def test_variable_that_is_no_number(launcher, name, value):
     environ = SET_BY[launcher] | {name: value}
-    with refused(name, value[:40], error=LaunchError):
+    with refused(name, value[:40]):
         find_launcher(environ)
         requested_tasks(environ)
         find_allocation(environ | {"SLURM_JOB_ID": "17"})
 
 
-@each(
-    ("environ", "named"),
-    [
-        ({"HOROVOD_RANK": "7", "HOROVOD_SIZE": "1"}, ["HOROVOD_RANK=7", "HOROVOD_SIZE=1"]),
-        (HOROVODRUN | {"HOROVOD_LOCAL_SIZE": "1"}, ["HOROVOD_LOCAL_RANK=1", "HOROVOD_LOCAL_SIZE=1"]),
-        (SRUN | {"SLURM_PROCID": "4"}, ["SLURM_PROCID=4", "SLURM_STEP_NUM_TASKS=4"]),
-        (TORCHRUN | {"GROUP_RANK": "2"}, ["GROUP_RANK=2", "GROUP_WORLD_SIZE=2"]),
-        (TORCHRUN | {"MASTER_PORT": "65536"}, ["MASTER_PORT='65536'", "from 1 to 65535"]),
-        ({"TORCHELASTIC_RUN_ID": "none"}, ["TORCHELASTIC_RUN_ID", "WORLD_SIZE"]),
-        (WITHOUT_ADDRESS, ["TORCHELASTIC_RUN_ID", "MASTER_ADDR"]),
-    ],
-)
-def test_variables_that_cannot_be_true(environ, named):
-    with refused(*named, error=LaunchError):
-        find_launcher(environ)
-    assert speaks_first(environ), "its rank is unknown, so that this process reports it"
-
-
-@each(
-    ("environ", "named"),
-    [
-        ({"HOROVOD_CONTROLLER": "nonsense"}, ["HOROVOD_CONTROLLER='nonsense'", "mpi or gloo"]),
-        ({"HOROVOD_CONTROLLER": ""}, ["HOROVOD_CONTROLLER=''", "mpi or gloo"]),
-        ({"HOROVOD_CPU_OPERATIONS": "nccl"}, ["HOROVOD_CPU_OPERATIONS='nccl'", "mpi or gloo or ccl"]),
-        ({"HOROVOD_GLOO_TIMEOUT_SECONDS": "0"}, ["HOROVOD_GLOO_TIMEOUT_SECONDS='0'", "from 1"]),
-        (HOROVODRUN, ["HOROVOD_SIZE=4", "HOROVOD_GLOO_RENDEZVOUS_ADDR"]),
-        (HOROVODRUN | {"HOROVOD_GLOO_RENDEZVOUS_PORT": "x"}, ["HOROVOD_GLOO_RENDEZVOUS_PORT='x'"]),
-        # Horovod would misread these.
-        *(
-            ({name: value}, [f"{name}={value!r}"])
-            for name, values in {
-                "HOROVOD_CACHE_CAPACITY": ["-1", "1e3", "4294967295"],
-                "HOROVOD_FUSION_THRESHOLD": ["-1", "64MB"],
-                "HOROVOD_CYCLE_TIME": ["-1", "nan", "inf", "1e5", "100000", "fast", "٣", ""],
-                "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ["-1", "10m"],
-                "HOROVOD_AUTOTUNE": ["true"],
-            }.items()
-            for value in values
-        ),
-    ],
-)
-def test_horovods_variables_that_would_abort_it_or_that_it_would_misread(environ, named):
-    with refused(*named, error=LaunchError):
-        check_horovod(find_launcher(environ), environ)
-
-
-def test_horovods_variables_that_it_accepts():
-    served = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "1234"}
-    numbers = {"HOROVOD_CACHE_CAPACITY": "0", "HOROVOD_FUSION_THRESHOLD": "134217728", "HOROVOD_CYCLE_TIME": "3.5"}
-    for environ in ({}, {"HOROVOD_CONTROLLER": "MPI", "HOROVOD_CPU_OPERATIONS": "ccl"}, HOROVODRUN | served, numbers):
-        check_horovod(find_launcher(environ), environ)
+def test_gloo_timeout():
     assert gloo_timeout_s({}) == 30 and gloo_timeout_s({"HOROVOD_GLOO_TIMEOUT_SECONDS": "300"}) == 300
+    with refused("HOROVOD_GLOO_TIMEOUT_SECONDS='0'", "from 1"):
+        gloo_timeout_s({"HOROVOD_GLOO_TIMEOUT_SECONDS": "0"})
 
 
 @each(

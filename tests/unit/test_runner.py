@@ -20,7 +20,7 @@ from test_world import make_world
 
 from hvd_bert.distributed import runner as module
 from hvd_bert.distributed.horovod_world import HorovodWorld
-from hvd_bert.distributed.launch import VariableError, WorldsOfOne
+from hvd_bert.distributed.launch import WorldsOfOne
 from hvd_bert.distributed.runner import run_as_rank
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, World
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError
@@ -149,21 +149,7 @@ def test_missing_world_is_reported_by_one_rank(monkeypatch, capsys, error, rank,
     assert capsys.readouterr().err == ("hvd_bert: no world\n" if status else "")
 
 
-@each(
-    ("rank", "local_rank", "status", "said"),
-    [(0, 0, EXIT_BAD_INPUT, ""), (1, 1, EXIT_OK, ""), (2, 0, EXIT_BAD_INPUT, "rank 2 on HOST: "), (3, 1, EXIT_OK, "")],
-)
-def test_wrong_variable_is_reported_once_per_host(monkeypatch, capsys, rank, local_rank, status, said):
-    """It may be wrong on one host only."""
-    error = VariableError("SLURM_NTASKS='x'")
-    assert ending_before_the_world(monkeypatch, error, rank, local_rank) == status
-    said = said.replace("HOST", socket.gethostname())
-    assert capsys.readouterr().err == (f"hvd_bert: {said}SLURM_NTASKS='x'\n" if status else "")
-
-
-def ending_before_the_world(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, rank: int | None, local_rank: int = 0
-) -> int | str | None:
+def ending_before_the_world(monkeypatch: pytest.MonkeyPatch, error: Exception, rank: int | None) -> int | str | None:
     """The exit status of a rank of mpirun that raises `error` when it joins."""
 
     def start(strategy, generation):
@@ -175,7 +161,6 @@ def ending_before_the_world(
     if rank is not None:
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
         monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", str(local_rank))
     monkeypatch.setattr(module, "join", start)
     with pytest.raises(SystemExit) as left:
         run_as_rank(lambda world: None)
