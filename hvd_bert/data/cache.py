@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import shutil
-import socket
 import time
 import uuid
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from typing import TypeVar
 
 from hvd_bert.errors import UserError
 from hvd_bert.storage import locks
-from hvd_bert.storage.places import cache_root, path_problem
+from hvd_bert.storage.places import cache_root
 from hvd_bert.storage.writing import flush
 
 logger = logging.getLogger(__name__)
@@ -33,12 +31,8 @@ _LEFTOVER_AGE_S = 24 * 3600.0
 
 
 def default_cache_dir() -> Path:
-    """The window cache in this user's cache folder. Raises UserError if libraries cannot open its path."""
-    path = cache_root() / "windows"
-    problem = path_problem(str(path))
-    if problem:
-        raise UserError(f"The cache folder {str(path)!a} {problem}, or set HVD_BERT_CACHE to another folder.")
-    return path
+    """The window cache in this user's cache folder."""
+    return cache_root() / "windows"
 
 
 def entry(
@@ -63,7 +57,7 @@ def entry(
             if found is None:
                 if folder.exists():
                     logger.warning("%s is damaged: tokenizing again.", folder)
-                _remove_leftovers(cache_dir, key)
+                _remove_leftovers(cache_dir)
                 _build(folder, build, opened)
                 found = opened(folder)
     except OSError as error:
@@ -78,18 +72,15 @@ def entry(
 
 
 def _build(entry: Path, build: Callable[[Path], None], opened: Callable[[Path], object]) -> None:
-    building = entry.parent / f"{_temporary(entry.name)}{uuid.uuid4().hex}"
+    building = entry.parent / f"tmp-{uuid.uuid4().hex}"
     building.mkdir()
     try:
         build(building)
         for file in building.iterdir():
             flush(file)
         flush(building)
-        if entry.exists():
-            # Rename instead of removing: another node may have it mapped, and over NFS its pages would be lost.
-            aside = entry.parent / f"old-{uuid.uuid4().hex}"
-            entry.rename(aside)
-            os.utime(aside)  # its age counts from now
+        if entry.exists():  # and is damaged
+            shutil.rmtree(entry, ignore_errors=True)
         try:
             building.rename(entry)
         except OSError:
@@ -100,15 +91,9 @@ def _build(entry: Path, build: Callable[[Path], None], opened: Callable[[Path], 
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _temporary(key: str) -> str:
-    return f"tmp-{key}-{socket.gethostname()}-"
-
-
-def _remove_leftovers(cache_dir: Path, key: str) -> None:
-    """Remove the folders of dead builders. The caller must hold the key's lock."""
-    for leftover in (*cache_dir.glob("tmp-*"), *cache_dir.glob("old-*")):
-        # This host's folders for this key are dead: a live builder would hold the lock.
-        dead = leftover.name.startswith(_temporary(key))
+def _remove_leftovers(cache_dir: Path) -> None:
+    """Remove the folders of builders that died."""
+    for leftover in cache_dir.glob("tmp-*"):
         with contextlib.suppress(FileNotFoundError):  # another process may remove it, too
-            if dead or time.time() - leftover.stat().st_mtime > _LEFTOVER_AGE_S:
+            if time.time() - leftover.stat().st_mtime > _LEFTOVER_AGE_S:
                 shutil.rmtree(leftover, ignore_errors=True)
