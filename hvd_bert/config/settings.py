@@ -256,12 +256,6 @@ class Config:
         ordered = self.train.deterministic and self.parallel.num_groups > 1
         require(not ordered, "--num_groups: --deterministic sends all gradients as one group. Leave one of them out.")
 
-    def evaluates_after_step(self, step: int, steps_per_epoch: int, total_steps: int) -> bool:
-        """Whether to evaluate after optimizer step `step`, including the last one if the best model is kept: else the
-        final model is evaluated once it is saved."""
-        last = self.checkpoint.load_best_model_at_end and step == total_steps
-        return last or self.train.evaluates_after(step, steps_per_epoch, total_steps)
-
     def as_flat(self) -> dict[str, Any]:
         """All settings under their flag names."""
         return {name: value for part in asdict(self).values() for name, value in part.items()}

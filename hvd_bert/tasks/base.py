@@ -26,6 +26,7 @@ from hvd_bert.data.sources.questions import BadExample
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
 from hvd_bert.model.families import fit_flags
+from hvd_bert.model.flops import ForwardFlops
 from hvd_bert.model.loading import load_config
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import replacing
@@ -69,6 +70,7 @@ class Task(ABC):
         evaluates: Whether there is data to evaluate on.
         late_weights: How many weights have gradients that are ready only at the end of the backward pass, for the
             report's projection; None: unknown.
+        forward_flops: The FLOP of the model; None: unknown.
     """
 
     unit: ClassVar[str] = "windows"
@@ -78,6 +80,7 @@ class Task(ABC):
     plan: BatchPlan | None = None
     evaluates: bool = False
     late_weights: int | None = None
+    forward_flops: ForwardFlops | None = None
 
     @abstractmethod
     def __init__(self, config: Config, world: World) -> None: ...
@@ -112,7 +115,7 @@ class Task(ABC):
 
     def flops(self, lengths: Lengths, passes: int) -> float | None:
         """Useful FLOP of training on windows of these lengths in `passes` passes, without padding; None: unknown."""
-        return None
+        return self.forward_flops.training(lengths, passes) if self.forward_flops else None
 
     def bad_examples(self) -> Mapping[str, Sequence[BadExample]]:
         """The mistakes in the training and the validation data that --bad_examples skip leaves out. On rank 0."""

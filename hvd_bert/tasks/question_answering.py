@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from hvd_bert.config.settings import Config, DataArguments
-from hvd_bert.data.batch_plan import Ids, Lengths, balanced_partition, window_costs
+from hvd_bert.data.batch_plan import Ids, balanced_partition, window_costs
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.questions import BadExample
@@ -53,12 +53,13 @@ class QuestionAnswering(Task):
         self.inputs = inputs or load_inputs(config, world)
         self._data, self._args, self._world = config.data, config.train, world
         self.model, self.tokenizer = self.inputs.model, self.inputs.tokenizer
-        self._forward = forward_flops(self.inputs.model)
+        self.forward_flops = forward_flops(self.inputs.model)
+        self._crossover = self.forward_flops.crossover
         self.late_weights = late_weights(self.inputs.model)
         self.evaluates = self.inputs.dev is not None
         if self.inputs.train:
             train = self.inputs.train.windows
-            self.plan = make_plan(train.lengths, config.train, self._forward.crossover, world)
+            self.plan = make_plan(train.lengths, config.train, self._crossover, world)
             self._collate = Collator(train, world.device, config.data.pad_to)
 
     def batch(self, ids: Ids) -> Batch:
@@ -82,7 +83,7 @@ class QuestionAnswering(Task):
         windows = self.inputs.dev.windows
         question, lengths = windows.column("question"), windows.lengths
         costs = np.zeros(len(self.inputs.dev.questions), dtype=np.int64)  # per question, over its windows
-        np.add.at(costs, question, window_costs(lengths, self._forward.crossover))
+        np.add.at(costs, question, window_costs(lengths, self._crossover))
         questions = balanced_partition(costs, self._world.size)[self._world.rank]
         ids = np.flatnonzero(np.isin(question, questions))
         # Windows of similar length share a batch, the longest first: if memory runs out, it does so at once.
@@ -153,12 +154,9 @@ class QuestionAnswering(Task):
     def identity(self) -> dict[str, object]:
         assert self.inputs.train is not None
         return {
-            "the tokenizer": self.inputs.tokenizer_digest,
+            "the tokenizer": tokenizer_digest(self.tokenizer),
             "the training data": self.inputs.train.source.digest[:12],
         }
-
-    def flops(self, lengths: Lengths, passes: int) -> float:
-        return self._forward.training(lengths, passes)
 
     def bad_examples(self) -> dict[str, list[BadExample]]:
         return self.inputs.bad_examples() if self._data.bad_examples == "skip" else {}
@@ -201,11 +199,6 @@ class Inputs:
     train: QuestionSet | None
     dev: QuestionSet | None
 
-    @property
-    def tokenizer_digest(self) -> str:
-        """Hash of the tokenizer's vocabulary and rules."""
-        return tokenizer_digest(self.tokenizer)
-
     def bad_examples(self) -> dict[str, list[BadExample]]:
         """Examples with mistakes in the training and the validation data, with `--bad_examples skip`.
 
@@ -216,7 +209,7 @@ class Inputs:
 
     def fingerprint(self) -> dict[str, object]:
         """Properties that must be equal on all ranks: content of the data, windows, vocabulary."""
-        same: dict[str, object] = {"the tokenizer": self.tokenizer_digest}
+        same: dict[str, object] = {"the tokenizer": tokenizer_digest(self.tokenizer)}
         for name, part in (("training", self.train), ("validation", self.dev)):
             if part is not None:
                 size = f"{len(part.windows)} windows of {part.windows.lengths.sum()} tokens"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, ClassVar, Literal
@@ -17,11 +16,11 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from hvd_bert.config.data import GLUE, GLUE_DATASET
 from hvd_bert.config.settings import Config, DataArguments
-from hvd_bert.data.batch_plan import Ids, Lengths
+from hvd_bert.data.batch_plan import Ids
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.sources import hub, texts
 from hvd_bert.data.sources.questions import BadExample, Reading
-from hvd_bert.data.sources.texts import Columns, Texts, Value
+from hvd_bert.data.sources.texts import Columns, Texts, is_finite
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import log
 from hvd_bert.errors import UserError
@@ -82,9 +81,9 @@ class TextClassification(DatasetTask):
                 f"--do_regression: {config.model.configuration} gives classes, not a number. Remove the flag."
             )
         self.metrics = metrics_of(self.regression, data.task_name)
-        self._forward = forward_flops(self.model)
+        self.forward_flops = forward_flops(self.model)
         self.late_weights = late_weights(self.model)
-        self.crossover = self._forward.crossover
+        self.crossover = self.forward_flops.crossover
         self.train = self._examples(train.head(data.max_train_samples), data) if train else None
         parts = {ending: source.head(data.max_eval_samples) for ending, source in dev.items()}
         self.dev_sizes = {ending: len(source) for ending, source in parts.items()}
@@ -98,7 +97,7 @@ class TextClassification(DatasetTask):
         """The number to predict, or the class, of each text. Raises UserError for an unknown label."""
         if self.regression:
             for place, label in zip(source.places, source.labels, strict=True):
-                if not _is_number(label):
+                if not is_finite(label):
                     raise UserError(f"{source.name}: {place}: the label {label!r} is not a number. Fix the file.")
             return np.array([float(label) for label in source.labels], dtype=np.float32)
         numbers = {name.lower(): number for number, name in enumerate(self.names)}
@@ -172,18 +171,8 @@ class TextClassification(DatasetTask):
     def identity(self) -> dict[str, object]:
         return {"the tokenizer": tokenizer_digest(self.tokenizer), **super().identity()}
 
-    def flops(self, lengths: Lengths, passes: int) -> float:
-        return self._forward.training(lengths, passes)
-
     def compile(self, model: nn.Module) -> None:
         compile_layers(model)
-
-
-def _is_number(label: Value) -> bool:
-    try:
-        return math.isfinite(float(label))
-    except (ValueError, OverflowError):
-        return False
 
 
 def _class_names(train: Texts) -> list[str]:

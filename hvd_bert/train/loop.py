@@ -230,7 +230,7 @@ class Training:
         """Log, stop, evaluate, save: whatever is due after this step."""
         state, checkpoints, total_steps = self.state, self.checkpoints, self.total_steps
         per_epoch = self.plan.steps_per_epoch
-        evaluates = self._is_final or self.config.evaluates_after_step(state.step, per_epoch, total_steps)
+        evaluates = state.step == total_steps or self.config.train.evaluates_after(state.step, per_epoch, total_steps)
         state.eval_pending = self.evaluations is not None and evaluates
         if state.eval_pending or self.config.train.logs_after_step(state.step, total_steps):
             means = self.breakdown.read(state.step)

@@ -216,16 +216,16 @@ def _as_numbers(labels: list[Value], must_be: bool) -> list[Value | Mistake]:
     """
     as_text = 2 * sum(isinstance(label, str) for label in labels) >= len(labels)
     alike = [label for label in labels if isinstance(label, str) == as_text]
-    numbers = [label for label in alike if _is_finite(label)]
+    numbers = [label for label in alike if is_finite(label)]
     fractions = any(isinstance(label, float) or {*".eE"} & {*str(label)} for label in numbers)
     whole = all(isinstance(label, int) or _WHOLE_NUMBER.fullmatch(str(label)) for label in numbers)
-    are_numbers = must_be or (numbers and all(_is_finite(label) or _is_no_number(label) for label in alike))
+    are_numbers = must_be or (numbers and all(is_finite(label) or _is_no_number(label) for label in alike))
     if not are_numbers and not (fractions and 2 * len(numbers) > len(alike)):
         return [label if isinstance(label, str) == as_text else _wrong(label, "text, as most are") for label in labels]
     convert: Callable[[Value], Value] = int if whole else float if fractions or must_be else lambda label: label
     needed = "a finite number, " + ("which a regression needs" if must_be else "as most are")
     return [
-        convert(label) if _is_finite(label) and isinstance(label, str) == as_text else _wrong(label, needed)
+        convert(label) if is_finite(label) and isinstance(label, str) == as_text else _wrong(label, needed)
         for label in labels
     ]
 
@@ -234,7 +234,8 @@ def _wrong(label: Value, needed: str) -> Mistake:
     return Mistake("wrong label", f"the label {label!r:.40} is not {needed}")
 
 
-def _is_finite(label: Value) -> bool:
+def is_finite(label: Value) -> bool:
+    """Whether it is a finite number, or text of one."""
     try:
         return math.isfinite(float(label)) and (not isinstance(label, str) or bool(_NUMBER.fullmatch(label)))
     except (ValueError, OverflowError):
