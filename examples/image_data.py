@@ -1,13 +1,9 @@
-"""Labelled grey images for mnist_rnn.py: MNIST's files, a data set of the hub, or the digits of scikit-learn."""
+"""Labelled grey images for mnist_rnn.py: a data set of the hub, such as MNIST, or the digits of scikit-learn."""
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import math
-import zlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +15,6 @@ from hvd_bert.data.sources import hub
 from hvd_bert.errors import UserError
 
 _DIGITS_TO_TEST_ON = 360  # a fifth
-_UINT8 = 8  # IDX's number of the type
 
 
 @dataclass(frozen=True)
@@ -45,14 +40,9 @@ class Images:
         return sha256.hexdigest()
 
 
-def load_images(folder: Path | None, dataset_name: str | None) -> tuple[Images, Images]:
-    """To train on, and to test on. Raises UserError where they cannot be had or are damaged."""
-    if folder:
-        parts = [_read_pair(folder, "train"), _read_pair(folder, "t10k")]
-    elif dataset_name:
-        parts = [_from_hub(dataset_name, "train"), _from_hub(dataset_name, "test")]
-    else:
-        parts = _digits()
+def load_images(dataset_name: str | None) -> tuple[Images, Images]:
+    """To train on, and to test on. Raises UserError where they cannot be had."""
+    parts = [_from_hub(dataset_name, split) for split in ("train", "test")] if dataset_name else _digits()
     shapes = [pixels.shape[1:] for pixels, _ in parts]
     if shapes[0] != shapes[1]:
         raise UserError(f"The images to train on are {shapes[0]}, those to test on {shapes[1]}: take parts of one set.")
@@ -64,50 +54,8 @@ def load_images(folder: Path | None, dataset_name: str | None) -> tuple[Images, 
     return train, test
 
 
-def _read_pair(folder: Path, part: str) -> tuple[Any, Any]:
-    """Pixels [images, rows, columns] and labels [images] of one part of MNIST, uint8."""
-    images, labels = _find(folder, f"{part}-images", 3), _find(folder, f"{part}-labels", 1)
-    pixels, classes = read_idx(images, 3), read_idx(labels, 1)
-    if len(pixels) != len(classes):
-        raise UserError(f"{images} has {len(pixels)} images, but {labels} {len(classes)} labels: download both again.")
-    return pixels, classes
-
-
-def _find(folder: Path, name: str, dimensions: int) -> Path:
-    # Some mirrors have a dot where MNIST's own names have a hyphen.
-    names = [f"{name}{sign}idx{dimensions}-ubyte{end}" for sign in "-." for end in ("", ".gz")]
-    found = [folder / candidate for candidate in names if (folder / candidate).is_file()]
-    if not found:
-        raise UserError(f"--train_file {folder}: no file {names[0]} or {names[1]}: MNIST's four files belong there.")
-    return found[0]
-
-
-def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
-    """An IDX file of uint8 (the format of MNIST's files), gzipped or not. Raises UserError where it is damaged.
-
-    Two zeros, the type, the number of dimensions, the size of each as a big-endian int32, then the values.
-    """
-    try:
-        content = path.read_bytes()
-        if content[:2] == b"\x1f\x8b":
-            content = gzip.decompress(content)
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{path} cannot be read ({error}): download it again.") from None
-    start = 4 + 4 * dimensions
-    if content[:4] != bytes([0, 0, _UINT8, dimensions]) or len(content) < start:
-        raise UserError(f"{path} is no IDX file of {dimensions} dimension(s) of bytes: download it again.")
-    shape = [int(size) for size in np.frombuffer(content, ">i4", dimensions, offset=4)]
-    if min(shape) < 1 or math.prod(shape) != len(content) - start:
-        raise UserError(
-            f"{path} says that it holds {' x '.join(map(str, shape))} bytes, but has {len(content) - start}:"
-            " download it again."
-        )
-    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
-
-
 def _from_hub(name: str, split: str) -> tuple[Any, Any]:
-    ways_out = "Two ways out: MNIST's four files with --train_file FOLDER, or neither flag, for scikit-learn's digits."
-    rows = hub.load(name, split, ways_out=ways_out)
+    rows = hub.load(name, split, ways_out="Leave the flag out for scikit-learn's digits.")
     try:
         pixels = np.stack([np.asarray(image) for image in rows["image"]])
         labels = np.asarray(rows["label"])
@@ -127,8 +75,7 @@ def _digits() -> list[tuple[Any, Any]]:
         from sklearn.datasets import load_digits
     except ImportError:
         raise UserError(
-            "The handwritten digits are scikit-learn's: `pip install scikit-learn`, or take MNIST with --train_file"
-            " FOLDER."
+            "The handwritten digits are scikit-learn's: `pip install scikit-learn`, or add --dataset_name mnist."
         ) from None
     pixels, labels = load_digits().images * (255 / 16), load_digits().target
     order = np.random.default_rng(0).permutation(len(labels))

@@ -5,14 +5,13 @@
     horovodrun -np 4 -H localhost:4 python -m hvd_bert.train --config examples/mnist_rnn.yaml
     torchrun --nproc-per-node 2 -m hvd_bert.train --config examples/mnist_rnn.yaml --strategy ddp
 
-MNIST itself: --train_file FOLDER with its four files, or --dataset_name mnist. All other flags, output files, sweeps
-and reports are the trainer's. However many ranks there are, a step takes the same images.
+MNIST itself: --dataset_name mnist. All other flags, output files, sweeps and reports are the trainer's. However many
+ranks there are, a step takes the same images.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from image_data import load_images
@@ -47,8 +46,7 @@ class MnistRnn(DatasetTask):
     metrics: Mapping[str, Literal["max", "min"]] = {"accuracy": "max", "eval_loss": "min"}
 
     def load(self, config: Config) -> None:
-        data = config.data
-        train, test = load_images(Path(data.train_file) if data.train_file else None, data.dataset_name)
+        train, test = load_images(config.data.dataset_name)
         self.labels = test.labels
         self.model = RowReader(train.pixels.shape[2], HIDDEN_SIZE, train.classes)
         self.train = Examples.of_tensors(train.pixels, train.labels)

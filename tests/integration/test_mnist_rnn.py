@@ -31,8 +31,8 @@ def test_one_process_learns_the_digits(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_said_once(tmp_path: Path) -> None:
-    wrong = [*TRAIN, *CONFIG, "--strategy", "ddp", "--train_file", tmp_path, "--output_dir", tmp_path / "out"]
+    wrong = [*TRAIN, *CONFIG, "--strategy", "ddp", "--dataset_name", "no such set", "--output_dir", tmp_path / "out"]
     ended = run([*launcher(2, "torchrun"), *wrong], EXAMPLES)
     assert not ended.hung and ended.status != 0
-    assert ended.output.count("no file train-images-idx3-ubyte") == 1
+    assert ended.output.count("--dataset_name no such set: ") == 1
     assert "step 1/" not in ended.output
