@@ -18,11 +18,15 @@ AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def set_precision(args: TrainArguments) -> None:
-    """Set the precision of matrix products and, with --deterministic, make all kernels deterministic."""
+    """For training: set the precision of matrix products, make all kernels deterministic with --deterministic, and
+    turn off kernels whose gradients are wrong."""
     torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
         torch.use_deterministic_algorithms(True)
+    # With a mask (padded batches, local attention) cuDNN's has gradients of NaN (pytorch#196678).
+    if "2.11" <= torch.__version__ < "2.14":
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

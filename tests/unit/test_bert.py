@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tables import each, refused
+from torch.torch_version import TorchVersion
 from transformers import (
     AutoModelForQuestionAnswering,
     BertConfig,
@@ -18,7 +19,7 @@ from transformers import (
     GPT2Config,
 )
 
-from hvd_bert.config.settings import ModelArguments
+from hvd_bert.config.settings import ModelArguments, TrainArguments
 from hvd_bert.data.collate import Collator
 from hvd_bert.data.sources import squad
 from hvd_bert.data.window_table import WindowOptions, WindowTable, prepare
@@ -26,7 +27,7 @@ from hvd_bert.model import attention
 from hvd_bert.model.bert import compile_layers, load_model, load_tokenizer, span_logits, span_losses, window_losses
 from hvd_bert.model.cpu.dropout import Dropout
 from hvd_bert.model.cpu.linear import Linear
-from hvd_bert.model.precision import autocast
+from hvd_bert.model.precision import autocast, set_precision
 
 LENGTH = 32  # max_seq_length of these tests
 CPU = torch.device("cpu")
@@ -290,3 +291,18 @@ def test_autocast_leaves_weights_gradients_and_logits_in_fp32(model, windows):
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
     with autocast(CPU, "fp32"):
         assert torch.equal(window_losses(model, batch), full)
+
+
+@each(
+    ("version", "used"),
+    [("2.10.0", True), ("2.11.0", False), ("2.13.1+cu130", False), ("2.14.0", True)],
+)
+def test_cudnns_attention_is_off_where_its_gradients_are_wrong(monkeypatch, version, used):
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+        set_precision(TrainArguments())
+        assert torch.backends.cuda.cudnn_sdp_enabled() == used
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
