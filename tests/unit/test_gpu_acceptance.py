@@ -231,6 +231,17 @@ class NoCompiler(Commands):
         super().__call__(words, env, log, timeout_s)
 
 
+class FasterPeer(Commands):
+    """The HF Trainer is faster if it compiles, and has every other flag that this trainer has."""
+
+    def __call__(self, words, env, log, timeout_s):
+        super().__call__(words, env, log, timeout_s)
+        if "hf_trainer.py" in words[1] and "--torch_compile" in words:
+            assert {"--bf16", "--tf32", "--dataloader_num_workers"} <= set(words)
+            row = {"step_s": 0.04, "loss": 1.0, "tokens": 100}
+            Path(words[words.index("--times_file") + 1]).write_text(json.dumps([row] * 100))
+
+
 class OtherWeights(Commands):
     def __call__(self, words, env, log, timeout_s):
         super().__call__(words, env, log, timeout_s)
@@ -258,9 +269,10 @@ DIFFER = ["losses of 20 steps, bf16", "ddp, world of 1"]
         ),
         (lambda: Commands(has_peer=False), A100, [], [*OF_TWO, PEER]),
         (NoCompiler, A100, COMPILED, OF_TWO),
+        (FasterPeer, A100, [PEER], OF_TWO),
         (OtherWeights, A100, ["resume, --deterministic, fp32"], OF_TWO),
     ],
-    ids=["slow", "losses that differ", "without accelerate", "without a compiler", "other weights"],
+    ids=["slow", "losses that differ", "without accelerate", "without a compiler", "faster peer", "other weights"],
 )
 def test_one_gpu(tmp_path, monkeypatch, commands, gpu, failed, not_here):
     lines = lines_of(place(tmp_path, "cuda", 1, gpu=gpu), monkeypatch, made := commands())
