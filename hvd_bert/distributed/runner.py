@@ -9,7 +9,6 @@ notified of new hosts, joins the new world and calls `entry` again, which resume
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import sys
@@ -35,22 +34,6 @@ from hvd_bert.streams import INTERRUPTED, interruptible, keep_running
 
 # From Horovod's and Gloo's messages after another rank has died. Other errors are reported with a traceback.
 _PEER_IS_GONE = ("Horovod has been shut down", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
-_OUT_OF_MEMORY = (
-    "out of memory",
-    "Raise the limit (`ulimit -v`, Slurm's --mem) or halve --per_device_train_batch_size and double"
-    " --gradient_accumulation_steps.",
-)
-# Words of errors at a limit of the process -> what is wrong, and what to do: the message in place of a traceback.
-_LIMITS = {
-    "can't allocate memory": _OUT_OF_MEMORY,  # torch
-    os.strerror(errno.ENOMEM): _OUT_OF_MEMORY,
-    "failed to map segment": _OUT_OF_MEMORY,  # a library that is loaded
-    os.strerror(errno.EMFILE): ("too many open files", "Raise the limit (`ulimit -n`)."),
-    "can't start new thread": (
-        "a thread cannot be started",
-        "Raise the limit of processes (`ulimit -u`, or the container's) or of memory (`ulimit -v`).",
-    ),
-}
 
 
 def run_as_rank(
@@ -143,13 +126,8 @@ def _may_be_lost_rank(error: Exception) -> bool:
 
 
 def _failure(error: Exception, where: str) -> str:
-    """The report of a rank that failed: without a traceback if another rank is gone or a limit is reached."""
+    """The report of a rank that failed: without a traceback if another rank is gone."""
     text = str(error)
-    limit = next((said for words, said in _LIMITS.items() if words in text), None)
-    if limit or isinstance(error, MemoryError):
-        what, to_do = limit or _OUT_OF_MEMORY
-        reason = text.partition("\n")[0].rstrip(".")
-        return f"hvd_bert: {where}: {what}{f' ({reason})' if reason else ''}. {to_do}"
     if isinstance(error, RuntimeError) and any(words in text for words in _PEER_IS_GONE):
         return f"{where} lost another rank: {text.splitlines()[0]}"
     return f"{where} failed:\n{traceback.format_exc()}"

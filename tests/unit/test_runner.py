@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import resource
-import socket
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-import psutil
 import pytest
-import torch
 from horovod.common.exceptions import HorovodInternalError
 from tables import each, refused
 from test_world import make_world
@@ -44,14 +36,6 @@ def test_without_horovod_other_strategies_are_named(monkeypatch: pytest.MonkeyPa
         HorovodWorld.join()
 
 
-def in_a_thread_of_8_gib() -> None:
-    before = threading.stack_size(2**33)
-    try:
-        threading.Thread(target=print).start()
-    finally:
-        threading.stack_size(before)
-
-
 def raising(error: BaseException):
     def entry(world: World) -> None:
         raise error
@@ -80,57 +64,12 @@ def test_ranks_that_agree_exit_with_the_status(monkeypatch, capsys, entry, statu
         (UserError("only here"), EXIT_BAD_INPUT, "hvd_bert: rank 0 on {host}: only here\n"),
         (KeyError("defect"), EXIT_FAILURE, "rank 0 on {host} failed:\nTraceback"),
         (KeyboardInterrupt(), EXIT_INTERRUPTED, "hvd_bert: interrupted\n"),
-        (MemoryError(), EXIT_FAILURE, "hvd_bert: rank 0 on {host}: out of memory. Raise the limit"),
     ],
 )
 def test_rank_that_fails_alone_ends_all(monkeypatch, capsys, error, status, said):
     world = make_world()
     assert leave(monkeypatch, world, raising(error)) == f"aborted {status}"
     assert capsys.readouterr().err.startswith(said.format(host=world.host))
-
-
-MEMORY = "out of memory", "Raise the limit (`ulimit -v`"
-THREADS = "a thread cannot be started", "Raise the limit of processes (`ulimit -u`"
-FILES = "too many open files", "Raise the limit (`ulimit -n`)"
-
-
-@contextmanager
-def limited(kind: int, value: int) -> Iterator[None]:
-    before = resource.getrlimit(kind)
-    resource.setrlimit(kind, (value, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(kind, before)
-
-
-@each(
-    ("limit", "act", "said"),
-    [
-        # 1 TiB: an earlier test of this process may have left a large heap.
-        ("RLIMIT_AS", lambda: bytearray(2**40), MEMORY),
-        ("RLIMIT_AS", lambda: torch.empty(2**38), MEMORY),
-        ("RLIMIT_AS", lambda: mmap.mmap(-1, 2**33), MEMORY),
-        # A user's limit of processes, which root does not have, gives the same error.
-        ("RLIMIT_AS", in_a_thread_of_8_gib, THREADS),
-        ("RLIMIT_NOFILE", lambda: os.open(os.devnull, os.O_RDONLY), FILES),
-        ("RLIMIT_NOFILE", lambda: socket.create_server(("", 0)), FILES),
-    ],
-    ids=["Python", "torch", "system", "thread", "file", "socket"],
-)
-def test_limits_of_the_process_are_one_message(monkeypatch, capsys, limit, act, said):
-    value = psutil.Process().memory_info().vms + 2**28 if limit == "RLIMIT_AS" else 3
-
-    def entry(world: World) -> None:
-        with limited(getattr(resource, limit), value):
-            act()
-
-    world = make_world()
-    assert leave(monkeypatch, world, entry) == f"aborted {EXIT_FAILURE}"
-    shown = capsys.readouterr().err
-    what, to_do = said
-    assert shown.startswith(f"hvd_bert: rank 0 on {world.host}: {what}")
-    assert to_do in shown and shown.count("\n") == 1
 
 
 @each(
