@@ -111,26 +111,6 @@ def faked_clock(run: Disturbed, host: str) -> None:
 
 
 @contextmanager
-def renamed(run: Disturbed) -> Iterator[None]:
-    """Somebody renames the output folder."""
-    moved = run.out.with_name("moved")
-    run.out.rename(moved)
-    try:
-        yield
-    finally:
-        if run.out.exists():
-            run.out.rename(run.out.with_name("made"))
-        moved.rename(run.out)
-
-
-@contextmanager
-def removed(run: Disturbed) -> Iterator[None]:
-    """Somebody removes the output folder."""
-    shutil.rmtree(run.out)
-    yield
-
-
-@contextmanager
 def no_sshd(run: Disturbed) -> Iterator[None]:
     """The second host's sshd is gone; its open sessions are not."""
     log = run.cluster.state / "log" / f"sshd-{SECOND}.log"

@@ -96,8 +96,6 @@ CASES = {
     ),
     "clock an hour ahead": clock("a100-01", "+3600"),
     "clock an hour back": clock("a100-02", "-3600"),
-    "folder renamed": Case(faults.renamed, first=NOT_WRITTEN.format(2)),
-    "folder removed": Case(faults.removed, first=NOT_WRITTEN.format(2)),
     "sshd gone": Case(faults.no_sshd, launchers="mpi gloo"),
     "node drained": Case(faults.drained, launchers="srun"),
     "munge down for 5 s": Case(faults.munge_down, 5.0, launchers="srun"),
