@@ -32,30 +32,20 @@ from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data import window_table
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.sources import squad
-from hvd_bert.model import attention
 from hvd_bert.model.bert import load_model, load_tokenizer, window_losses
-from hvd_bert.model.cpu import dropout, linear
+from hvd_bert.model.cpu import dropout, kernels, linear
+from hvd_bert.model.cpu.kernels import ONEDNN, OPENBLAS, OWN, Kernels
 from hvd_bert.model.cpu.malloc import keep_memory
 from hvd_bert.model.precision import autocast
 
 CPU = torch.device("cpu")
-CHOOSE = attention.choose
-AVAILABLE = linear.available()
-VARIANTS = {  # which layers are replaced: products, dropout, attention
-    "none": (False, False, False),
-    "products": (True, False, False),
-    "dropout": (False, True, False),
-    "attention with dropout": (False, False, True),
-    "all": (True, True, True),
+VARIANTS = {  # which layers are replaced
+    "none": Kernels(),
+    "products": Kernels(linear=ONEDNN),
+    "dropout": Kernels(dropout=OWN),
+    "attention with dropout": Kernels(attention=OWN, attention_products=OPENBLAS),
+    "all": Kernels(ONEDNN, OPENBLAS, OWN, OWN),
 }
-
-
-def use(name: str) -> None:
-    """Replace the layers of a variant, and no others."""
-    products, drop, attend = VARIANTS[name]
-    linear.available = lambda: products and AVAILABLE
-    dropout.supports = lambda tensor: drop
-    attention.choose = CHOOSE if attend else lambda *_: attention.by_window
 
 
 def in_turns(variants: Mapping[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
@@ -80,7 +70,8 @@ def products(shapes: Sequence[tuple[int, int]], rows: int, turns: int) -> None:
             "gradient of the weight": (lambda: dy.t() @ x, lambda: linear.product(dy.t(), x.t())),  # noqa: B023
         }
         for name, (of_torch, of_onednn) in cases.items():
-            times = in_turns({"torch": of_torch, "oneDNN": of_onednn}, turns)
+            with kernels.using(Kernels(linear=ONEDNN)):
+                times = in_turns({"torch": of_torch, "oneDNN": of_onednn}, turns)
             speeds = [2e-9 * rows * size_in * size_out / statistics.median(t) for t in times.values()]
             print(f"| {size_in} x {size_out} | {name} | {speeds[0]:.0f} | {speeds[1]:.0f} |")
 
@@ -118,7 +109,9 @@ def dropouts(count: int, turns: int) -> None:
         return lambda: layer(values).backward(upstream)
 
     variants = {"torch": both_passes(nn.Dropout(0.1)), "hvd_bert": both_passes(dropout.Dropout(0.1))}
-    for name, seconds in in_turns(variants, turns).items():
+    with kernels.using(Kernels(dropout=OWN)):
+        found = in_turns(variants, turns)
+    for name, seconds in found.items():
         print(
             f"\ndropout of {count:,} elements, forward and backward, {name}: {statistics.median(seconds) * 1e3:.2f} ms"
         )
@@ -129,10 +122,10 @@ def steps(model: nn.Module, batches: list[Batch], turns: int) -> None:
 
     def step(variant: str, precision: str, batch: Batch) -> Callable[[], None]:
         def work() -> None:
-            use(variant)
-            with autocast(CPU, precision):
-                loss = window_losses(model, batch).mean()
-            loss.backward()
+            with kernels.using(VARIANTS[variant]):
+                with autocast(CPU, precision):
+                    loss = window_losses(model, batch).mean()
+                loss.backward()
             model.zero_grad()
 
         return work

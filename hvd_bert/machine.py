@@ -8,17 +8,23 @@ from pathlib import Path
 
 import psutil
 
+CPUINFO = Path("/proc/cpuinfo")
 # Packages that affect a run's speed or its results.
 PACKAGES = ("torch", "horovod", "transformers", "tokenizers", "datasets", "mpi4py", "deepspeed")
 
 
 def cpu_name() -> str:
     """The processor's model name, or its architecture if the model is unknown."""
+    return cpuinfo().get("model name", platform.machine())
+
+
+def cpuinfo() -> dict[str, str]:
+    """The first processor's entries of CPUINFO; none on other systems than Linux."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        lines = CPUINFO.read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
     except OSError:
         lines = []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def version_of(package: str) -> str | None:

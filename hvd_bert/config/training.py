@@ -195,6 +195,13 @@ class TrainArguments:
         "training", False, "Make runs reproducible bit for bit, also on GPUs and on 3 or more ranks; slower."
     )
     torch_compile: bool = flag("training", False, "Compile the model's layers with torch.compile; slower on CPUs.")
+    cpu_kernels: str = flag(
+        "training",
+        "auto",
+        "On CPUs, use the fastest kernels for the kind of CPU (auto), or only torch's own (torch).",
+        choices=("auto", "torch"),
+        may_change_on_resume=True,
+    )
     tf32: bool = flag(
         "training", False, "Use TF32 for fp32 matrix products on A100 and later GPUs: faster, less exact."
     )

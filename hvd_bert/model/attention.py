@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from hvd_bert.model.cpu import kernels
 from hvd_bert.model.cpu.dropout import keep_mask, kept_scale, masked
 from hvd_bert.model.cpu.linear import batched_product
 
@@ -94,7 +95,7 @@ def choose(device: str, dtype: torch.dtype, dropout: float, head_size: int, flas
         if flash and fits and not dropout:
             return by_varlen
         return by_window if local else by_jagged
-    if device == "cpu" and dtype in (torch.float32, torch.bfloat16) and dropout:
+    if device == "cpu" and dropout and kernels.of(dtype).attention == kernels.OWN:
         return by_probabilities
     return by_window
 

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from hvd_bert.config.settings import TrainArguments
 from hvd_bert.distributed.world import World
-from hvd_bert.model.cpu import linear
+from hvd_bert.model.cpu import kernels
 from hvd_bert.model.families import family_of, max_tokens
 
 BACKWARD = 2  # times the forward pass: gradients of both factors, each as expensive as the product
@@ -110,7 +110,7 @@ def _run(encoder: Any, length: int) -> None:
 
 def _count(encoder: Any, length: int) -> int:
     formulas: dict[Any, Any] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}
-    with linear.replaced_by_torchs(), FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+    with kernels.using(kernels.TORCHS), FlopCounterMode(display=False, custom_mapping=formulas) as counter:
         _run(encoder, length)
     return int(counter.get_total_flops())
 

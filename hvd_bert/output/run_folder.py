@@ -18,6 +18,7 @@ from hvd_bert import __version__
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import EXIT_FAILURE
 from hvd_bert.machine import PACKAGES, cpu_name, version_of
+from hvd_bert.model.cpu import kernels
 from hvd_bert.output import card
 from hvd_bert.output.public import from_hub
 from hvd_bert.storage import written
@@ -146,6 +147,7 @@ def facts(settings: Mapping[str, Any], precision: str, world: World) -> dict[str
             for info in world.rank_infos
         ],
         "device_name": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu_name(),
+        "cpu_kernels": kernels.record(precision, world.device),
         "threads_per_rank": torch.get_num_threads(),
         "precision": precision,
         "seed": settings["seed"],

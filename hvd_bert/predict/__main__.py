@@ -133,6 +133,10 @@ def make_parser() -> argparse.ArgumentParser:
         f"--{SWITCH}", action="store_true", default=None, help="Allow 'no answer'. (default: as trained)"
     )
     parser.add_argument("--bf16", action="store_true", help="Compute in bf16 instead of fp32. (default: False)")
+    kernels = FLAGS["cpu_kernels"]
+    parser.add_argument(
+        "--cpu_kernels", choices=kernels.choices, default="auto", help=f"{kernels.help} (default: %(default)s)"
+    )
     parser.add_argument(
         "--per_device_eval_batch_size",
         metavar="N",

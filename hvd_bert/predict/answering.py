@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from hvd_bert.data.sources import squad
@@ -27,7 +28,7 @@ from hvd_bert.data.sources.squad import Question, Source
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.model.bert import tokenizer_digest
-from hvd_bert.model.cpu.malloc import keep_memory
+from hvd_bert.model.cpu import kernels
 from hvd_bert.predict.answerer import FoundAnswer, QuestionAnswerer, blocks
 from hvd_bert.rendering.text import visible
 from hvd_bert.storage import written
@@ -60,6 +61,8 @@ def load_model(flags: argparse.Namespace, **options: Any) -> QuestionAnswerer:
     """The model with the settings of the command line."""
     options |= {name: getattr(flags, name) for name in flags.settings}
     precision = "bf16" if flags.bf16 else "fp32"
+    options.setdefault("device", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    kernels.start(flags.cpu_kernels, precision, options["device"])
     return QuestionAnswerer(flags.model, precision=precision, batch_size=flags.per_device_eval_batch_size, **options)
 
 
@@ -126,8 +129,6 @@ def _line(answer: FoundAnswer) -> str:
 
 def answer_file(flags: argparse.Namespace, world: World) -> None:
     """Answer --input and write --output, which appears once it is complete. A collective."""
-    if world.device.type == "cpu":
-        keep_memory()
     with world.raise_on_all_ranks():
         qa = load_model(flags, device=world.device)
         source = open_input(flags, qa)

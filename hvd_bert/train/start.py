@@ -12,7 +12,7 @@ from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.config.settings import FLAGS, Config
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
-from hvd_bert.model.cpu.malloc import keep_memory
+from hvd_bert.model.cpu import kernels
 from hvd_bert.model.precision import set_precision
 from hvd_bert.output import output_dir
 from hvd_bert.output.reporters import base as reporters
@@ -43,6 +43,7 @@ def load(config: Config, world: World) -> tuple[Task, ResumePoint | None]:
             resume_point = resume.find(config.checkpoint.resume_from_checkpoint, args)
         if resume_point:
             resume.check(resume_point, resume.identity(config.as_flat(), task), args, task)
+            resume.check_cpu(resume_point, kernels.record(args.precision, world.device))
     task.model.to(device=world.device)
     return task, resume_point
 
@@ -87,8 +88,9 @@ def set_up(config: Config, world: World) -> None:
     """Threads, precision, memory and logs of this process, before large allocations."""
     world.set_threads(config.parallel.num_threads)
     set_precision(config.train)
+    with world.raise_on_all_ranks():  # for its warning
+        kernels.start(config.train.cpu_kernels, config.train.precision, world.device)
     if world.device.type == "cpu":
-        keep_memory()
         # transformers imports DeepSpeed if it is installed, which would log its choice of the CPU on every rank.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     transformers_logging.disable_default_handler()  # its warnings go through our handler instead

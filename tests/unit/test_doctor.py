@@ -19,9 +19,10 @@ from hvd_bert import machine
 from hvd_bert.distributed.launch import Launcher, WorldsOfOne
 from hvd_bert.distributed.world import CollectiveError, RankInfo, World
 from hvd_bert.errors import UserError
+from hvd_bert.model.cpu import kernels
 from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.tools.doctor import __main__ as command
-from hvd_bert.tools.doctor import checks, collective, diagnosis, probes
+from hvd_bert.tools.doctor import checks, collective, cpu_kernels, diagnosis, probes
 from hvd_bert.tools.doctor.collective import Timing
 from hvd_bert.tools.doctor.diagnosis import Rank, ranges, rank_lines, ranks_table
 from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, MpiLibrary, ProbeError, Slurm
@@ -287,6 +288,43 @@ def test_differing_versions():
 def test_ranges():
     assert ranges([3, 0, 1, 2, 8, 10, 11]) == "0-3,8,10-11"
     assert ranges(frozenset({5})) == "5"
+
+
+# --- kernels of the CPU ----------------------------------------------------------------------------
+
+
+@each(
+    ("seconds", "chosen", "status", "words"),
+    [
+        ({"torch": 1.0, "onednn": 0.9, "openblas": 1.1}, "onednn", OK, "onednn 900.0 ms"),
+        ({"torch": 1.0, "onednn": 1.04}, "onednn", OK, ""),
+        ({"torch": 1.0, "onednn": 1.06}, "onednn", WARNING, "--cpu_kernels torch"),
+        ({"torch": 1.0, "onednn": 1.06, "openblas": 0.5}, "onednn", WARNING, "--cpu_kernels torch"),
+        ({"torch": 1.0, "onednn": 0.9}, "torch", OK, ""),
+        ({"torch": 1.0, "onednn": 0.8}, "torch", WARNING, "onednn is faster, but not used"),
+        ({"torch": 1.0, "onednn": 0.6, "openblas": 0.9}, "openblas", WARNING, "onednn is faster"),
+        ({"torch": 1.0}, "torch", OK, "AMD, AVX2"),
+    ],
+)
+def test_kernels_next_to_torchs_own(seconds, chosen, status, words):
+    line = cpu_kernels.kernel_line("Linear", "AMD, AVX2", seconds, chosen)
+    assert line.status == status and words in f"{line.found} {line.hint}"
+
+
+def test_kernels_are_measured_in_turns(monkeypatch):
+    monkeypatch.setattr(cpu_kernels, "BUDGET_S", 0.0)
+    used = []
+    seconds = cpu_kernels.in_turns(lambda: used.append(kernels.of("bf16")), cpu_kernels.ATTENTION)
+    assert used[: len(seconds)] == used[len(seconds) : 2 * len(seconds)] and len(set(used)) == len(seconds)
+    assert {"torch", "own"} <= seconds.keys() and min(seconds.values()) >= 0
+    for line in cpu_kernels.lines():
+        assert line.status in (OK, WARNING)
+
+
+def test_emulated_bf16():
+    assert cpu_kernels.bf16_line(False).status == OK
+    line = cpu_kernels.bf16_line(True)
+    assert line.status == WARNING and "--bf16" in line.hint
 
 
 # --- allreduce -------------------------------------------------------------------------------------

@@ -9,9 +9,16 @@ import torch
 from tables import each
 from torch import nn
 
+from hvd_bert.model.cpu import kernels
 from hvd_bert.model.cpu.dropout import LEVELS, Dropout, keep_mask
 
 MANY = 400_000
+
+
+@pytest.fixture(autouse=True)
+def own_dropout():
+    with kernels.using(kernels.Kernels(dropout=kernels.OWN)):
+        yield
 
 
 @each("p", [0.1, 0.5, 0.9, 0.003])

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from hvd_bert.model.cpu import linear
+from hvd_bert.model.cpu import kernels, linear
+from hvd_bert.model.cpu.kernels import ONEDNN, OPENBLAS, Kernels
 from hvd_bert.model.cpu.linear import Linear
 
-needs_it = pytest.mark.skipif(not linear.has_onednn(), reason="no oneDNN with AVX-512 here: it is not used")
+needs_openblas = pytest.mark.skipif(not kernels.has_openblas(), reason="numpy has no OpenBLAS with one thread")
+needs_it = pytest.mark.skipif(kernels.usable(Kernels(ONEDNN)) != Kernels(ONEDNN), reason="this torch has no oneDNN")
 
 
 def in_double_precision(layer: nn.Linear, values: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
@@ -25,12 +27,12 @@ def in_double_precision(layer: nn.Linear, values: torch.Tensor, upstream: torch.
     return [result, *torch.autograd.grad(result, [rows, *exact.parameters()], upstream.double())]
 
 
-@pytest.fixture(params=[pytest.param("oneDNN", marks=needs_it), "numpy"])
+@pytest.fixture(params=[pytest.param(ONEDNN, marks=needs_it), pytest.param(OPENBLAS, marks=needs_openblas)])
 def library(request, monkeypatch):
     """The library of the products."""
-    if request.param == "numpy":  # as on a CPU without AVX-512
-        monkeypatch.setattr(linear, "has_onednn", lambda: False)
-        monkeypatch.setattr(linear, "available", lambda: True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    with kernels.using(Kernels(linear=request.param)):
+        yield
 
 
 @pytest.mark.usefixtures("library")
@@ -73,7 +75,7 @@ def test_views_that_are_not_contiguous():
 KEEPS_FEW_KERNELS = """
 import torch
 from pathlib import Path
-from hvd_bert.model.cpu import linear
+from hvd_bert.model.cpu import kernels, linear
 
 def resident():  # MB
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
@@ -82,6 +84,8 @@ linear.keep_few_kernels()
 torch.set_num_threads(1)
 rows, weight = torch.randn(1200, 384), torch.randn(384, 384)
 before = None
+using = kernels.using(kernels.Kernels(linear=kernels.ONEDNN))
+using.__enter__()
 for count in range(300, 900):
     some = rows[:count]
     linear.product(some, weight), linear.product(some, weight.t()), linear.product(some.t(), some.t())
@@ -115,9 +119,10 @@ def test_the_storage_of_a_weight_can_still_be_resized_as_fsdp_does():
     assert layer.weight.untyped_storage().nbytes() == 0
 
 
+@pytest.mark.usefixtures("library")
 def test_unsupported_input_uses_torchs_own_layer(monkeypatch):
     def refuse(*_):
-        raise AssertionError("oneDNN was called")
+        raise AssertionError("another library was called")
 
     monkeypatch.setattr(linear, "product", refuse)
     layer, values = Linear(8, 3), torch.randn(4, 8)
@@ -126,10 +131,7 @@ def test_unsupported_input_uses_torchs_own_layer(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(values).dtype == torch.bfloat16
     assert layer(values[:0]).shape == (0, 3)
-    with linear.replaced_by_torchs():
+    with kernels.using(kernels.TORCHS):
         assert torch.equal(layer(values), nn.functional.linear(values, layer.weight, layer.bias))
     with pytest.raises(AssertionError, match="was called"):
-        monkeypatch.setattr(linear, "available", lambda: True)
         layer(values)
-    monkeypatch.setattr(linear, "available", lambda: False)
-    assert torch.equal(layer(values), nn.functional.linear(values, layer.weight, layer.bias))

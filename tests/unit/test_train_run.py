@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import platform
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from tables import refused
 from test_world import make_world
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer, BertConfig, DebertaV2Config
 
-from hvd_bert import QuestionAnswerer
+from hvd_bert import QuestionAnswerer, machine
 from hvd_bert.checkpoint import files
 from hvd_bert.config.command_line import overriding, parse
 from hvd_bert.config.settings import ModelArguments
@@ -28,6 +29,7 @@ from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.evaluation.squad_metric import score
 from hvd_bert.model.bert import load_model, load_tokenizer
+from hvd_bert.model.cpu import kernels
 from hvd_bert.output import output_dir, run_folder
 from hvd_bert.storage import written
 from hvd_bert.tasks import question_answering
@@ -119,6 +121,45 @@ def test_signals_after_the_last_step_do_not_lose_the_model(base, tmp_path, monke
     monkeypatch.setattr(loop.Evaluations, "__call__", signalled(evaluate))  # a launcher repeats the signal
     train(base, "--output_dir", str(out), "--eval_strategy", "no")
     assert {"model.safetensors", "train_results.json", "eval_results.json"} <= {path.name for path in out.iterdir()}
+
+
+def cpu(vendor: str, folder: Path) -> Path:
+    file = folder / f"cpuinfo-{vendor}"
+    file.write_text(f"processor : 0\nvendor_id : {vendor}\nflags : fpu avx avx2 fma\n")
+    return file
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="all other CPUs are of one kind")
+def test_a_run_resumed_on_another_kind_of_cpu_or_with_other_kernels_says_so(base, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(start, "set_up", lambda config, world: kernels.use(config.train.cpu_kernels))
+    monkeypatch.setattr(machine, "CPUINFO", cpu("GenuineIntel", tmp_path))
+    train(base, "--output_dir", str(tmp_path / "first"), "--save_steps", "2")
+    there = kernels.record("fp32", torch.device("cpu"))
+    resumed = ["--resume_from_checkpoint", str(tmp_path / "first" / "checkpoint-2")]
+    for vendor, chosen, says in (("GenuineIntel", "torch", False), ("AuthenticAMD", "auto", True)):
+        monkeypatch.setattr(machine, "CPUINFO", cpu(vendor, tmp_path))
+        caplog.clear()
+        train(base, *resumed, "--output_dir", str(tmp_path / vendor), "--cpu_kernels", chosen)
+        now = json.loads((tmp_path / vendor / "train_results.json").read_text())["cpu_kernels"]
+        said = [line for line in caplog.messages if "--cpu_kernels" in line]
+        assert len(said) == says == (now != there)
+        if says:
+            assert f"cpu was {there['cpu']} and is {now['cpu']}" in said[0]
+    kernels.use("auto")
+
+
+def test_torchs_kernels_give_the_same_losses(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(start, "set_up", lambda config, world: kernels.use(config.train.cpu_kernels))
+    losses = {}
+    for chosen in ("auto", "torch"):
+        folder = tmp_path / chosen
+        train(base, "--output_dir", str(folder), "--cpu_kernels", chosen, "--dropout", "0", "--logging_steps", "1")
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        losses[chosen] = [row["loss"] for row in rows if "loss" in row]
+    used = json.loads((tmp_path / "torch" / "train_results.json").read_text())["cpu_kernels"]
+    assert {value for name, value in used.items() if name != "cpu"} == {"torch"}
+    assert losses["torch"] == pytest.approx(losses["auto"], rel=1e-5) and len(losses["torch"]) == 3
+    kernels.use("auto")
 
 
 def no_memory(plan, step, rank):

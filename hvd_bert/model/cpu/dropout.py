@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from hvd_bert.model.cpu import kernels
+
 LEVELS = 2**16  # p is rounded to a multiple of 1 / LEVELS
 WORD_BITS = 64
 BITS_OF = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
@@ -51,11 +53,6 @@ def _dropped(p: float) -> int:
     return min(round(p * LEVELS), LEVELS - 1)
 
 
-def supports(tensor: torch.Tensor) -> bool:
-    """Whether to use these functions; torch handles all other tensors."""
-    return tensor.device.type == "cpu" and tensor.dtype in BITS_OF
-
-
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, p: float) -> torch.Tensor:
@@ -76,7 +73,8 @@ class Dropout(nn.Dropout):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """In training, zero a share p of the elements and scale up the others; otherwise return `input`."""
-        if not (self.training and self.p and supports(input)):
+        own = input.device.type == "cpu" and kernels.of(input.dtype).dropout == kernels.OWN
+        if not (self.training and self.p and own):
             return super().forward(input)
         result: torch.Tensor = _Dropout.apply(input, self.p)  # type: ignore[no-untyped-call]
         return result

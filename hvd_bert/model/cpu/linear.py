@@ -1,19 +1,13 @@
-"""Matrix products and linear layers on the CPU that are faster than torch's, in fp32.
+"""Matrix products and linear layers on the CPU by oneDNN or by numpy's OpenBLAS, in fp32.
 
-torch uses MKL for fp32, which reaches only half the speed on AMD cores: on one thread of a Zen 5, 77 to 106 GFLOP/s,
-where oneDNN reached 179 to 218 (`benchmarks/cpu_kernels.py`). With AVX2 only, oneDNN is no faster than MKL, and numpy's
-OpenBLAS by a tenth. OpenBLAS is also faster for many small matrices. It processes one matrix after the other, so
-threads do not help; only ranks with one thread use it. The precision is the same; only the order of the sums differs.
-
-In bf16, torch uses oneDNN itself, and autocast casts each weight once per micro-batch (0.4 % of a step).
+torch uses MKL for fp32, which reaches only half the speed on AMD cores (`kernels.py`). The precision is the same; only
+the order of the sums differs. In bf16, torch uses oneDNN itself, and autocast casts each weight once per micro-batch
+(0.4 % of a step).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,32 +15,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-_replaced = True
-
-
-@contextmanager
-def replaced_by_torchs() -> Iterator[None]:
-    """Inside, all layers use torch's own product, which torch's tools can follow."""
-    global _replaced
-    _replaced = False
-    try:
-        yield
-    finally:
-        _replaced = True
-
-
-def available() -> bool:
-    """Whether there is a faster product than torch's."""
-    return has_onednn() or (torch.get_num_threads() == 1 and numpy_is_faster())
-
-
-def has_onednn() -> bool:
-    """Whether torch and the CPU support oneDNN's product with AVX-512."""
-    return (
-        torch.backends.mkldnn.is_available()
-        and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # not public; torch.compile's CPU back end uses it
-    )
+from hvd_bert.model.cpu import kernels
+from hvd_bert.model.cpu.kernels import ONEDNN, OPENBLAS, TORCH
 
 
 def keep_few_kernels() -> None:
@@ -62,7 +32,7 @@ def keep_few_kernels() -> None:
 
 def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """rows [N, in] times weight [out, in] transposed, plus bias [out]: [N, out]. Either may be a transposed view."""
-    if has_onednn():
+    if kernels.of(torch.float32).linear == ONEDNN:
         result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
         return result
     result = by_numpy(rows, weight.t(), rows.new_empty(len(rows), len(weight)))
@@ -71,7 +41,8 @@ def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 def _gradient_of_weight(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """gradient [N, out] transposed times rows [N, in]: [out, in]."""
-    if has_onednn() and gradient.shape[1] > rows.shape[1]:  # it copies the first operand: pass the narrower one
+    # oneDNN copies the first operand: pass the narrower one.
+    if kernels.of(torch.float32).linear == ONEDNN and gradient.shape[1] > rows.shape[1]:
         return product(rows.t(), gradient.t()).t().contiguous()
     return product(gradient.t(), rows.t())
 
@@ -100,7 +71,8 @@ class Linear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input [..., in] -> [..., out]."""
         supported = input.device.type == "cpu" and input.dtype == self.weight.dtype == torch.float32
-        if not (supported and _replaced) or torch.is_autocast_enabled("cpu") or not input.numel() or not available():
+        own = supported and kernels.of(torch.float32).linear != TORCH
+        if not own or torch.is_autocast_enabled("cpu") or not input.numel():
             return super().forward(input)
         rows = input.reshape(-1, self.in_features)
         result: torch.Tensor = _Linear.apply(rows, self.weight, self.bias)  # type: ignore[no-untyped-call]
@@ -109,9 +81,9 @@ class Linear(nn.Linear):
 
 def batched_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Write left [B, m, k] times right [B, k, n] to `out` [B, m, n] and return it. All may be strided. No autograd."""
-    if left.dtype != torch.float32 or torch.get_num_threads() > 1 or not numpy_is_faster():
-        return torch.bmm(left, right, out=out)
-    return by_numpy(left, right, out)
+    if left.dtype == torch.float32 and kernels.of(torch.float32).attention_products == OPENBLAS:
+        return by_numpy(left, right, out)
+    return torch.bmm(left, right, out=out)
 
 
 def by_numpy(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -119,21 +91,3 @@ def by_numpy(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torc
     # Tensor.numpy() would make a weight's storage fixed in size, but FSDP frees it between two uses.
     np.matmul(np.from_dlpack(left.detach()), np.from_dlpack(right.detach()), out=out.numpy())
     return out
-
-
-@cache
-def numpy_is_faster() -> bool:
-    """Whether numpy's BLAS is OpenBLAS with one thread, and the CPU has AVX2 or AVX-512, for which it was measured."""
-    built = np.show_config(mode="dicts")
-    library = built["Build Dependencies"]["blas"]["name"] if isinstance(built, dict) else ""
-    cpu = torch.backends.cpu.get_cpu_capability()
-    return "openblas" in library and cpu.startswith(("AVX2", "AVX512")) and openblas_threads() == 1
-
-
-def openblas_threads() -> int:
-    """The number of threads that OpenBLAS reads from the environment when numpy is imported."""
-    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
-        value = os.environ.get(name, "").split(",")[0]
-        if value.isdecimal() and int(value) > 0:
-            return int(value)
-    return len(os.sched_getaffinity(0))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hvd_bert.data.batch_plan import Lengths
 from hvd_bert.distributed.world import World
-from hvd_bert.model.cpu import linear
+from hvd_bert.model.cpu import kernels, linear
 from hvd_bert.model.precision import AUTOCAST, autocast
 from hvd_bert.monitoring import PHASES
 from hvd_bert.monitoring.usage import seconds_since_start
@@ -106,8 +106,8 @@ def kept_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
 def matmul_peak(model: nn.Module, tokens: int, device: torch.device, precision: str) -> float:
     """FLOP/s of this rank for `tokens` rows: the median over rounds of the model's largest linear layer, and back.
 
-    On CPUs the faster of torch's and oneDNN's product. Ranks measure at the same time, so they share the machine as in
-    training.
+    On CPUs the faster of torch's product and the one that `auto` chooses. Ranks measure at the same time, so they
+    share the machine as in training.
     """
     layers = [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)]
     hidden, inner = sorted(max(layers, key=Tensor.numel).shape)
@@ -116,7 +116,8 @@ def matmul_peak(model: nn.Module, tokens: int, device: torch.device, precision: 
     up = torch.randn(inner, hidden, device=device, dtype=dtype)
     down = torch.randn(hidden, inner, device=device, dtype=dtype)
     products: list[Any] = [torch.nn.functional.linear]
-    if device.type == "cpu" and precision == "fp32" and linear.available():
+    own = kernels.of_machine().fp32
+    if device.type == "cpu" and precision == "fp32" and own.linear != kernels.TORCH:
         products.append(linear.product)
 
     def seconds(product: Any, pairs: int) -> float:
@@ -128,7 +129,7 @@ def matmul_peak(model: nn.Module, tokens: int, device: torch.device, precision: 
         return time.perf_counter() - start
 
     rates: list[float] = []
-    with torch.no_grad():
+    with torch.no_grad(), kernels.using(own):
         for product in products:
             seconds(product, 2)
             pairs = max(1, round(ROUND_S / (seconds(product, 4) / 4)))

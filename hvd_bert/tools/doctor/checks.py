@@ -19,7 +19,7 @@ from hvd_bert.distributed.launch import WITHOUT_HOROVOD
 from hvd_bert.machine import free_memory, version_of
 from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.storage.reading import GIB
-from hvd_bert.tools.doctor import probes
+from hvd_bert.tools.doctor import cpu_kernels, probes
 from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, MpiLibrary, ProbeError, Slurm, mpi_version
 from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, Line, isolated
 
@@ -50,6 +50,7 @@ def host_lines(launcher: str, ranks_here: int, output_dir: Path | None) -> list[
         ("Slurm", lambda: slurm_lines(probes.slurm(), probes.horovod())),
         ("Caches", _caches),
         ("Inputs", lambda: [inputs_line(missing_inputs())]),
+        ("Kernels", lambda: [] if gpus() else cpu_kernels.lines()),
         ("Memory", lambda: [memory_line(free_memory(), ranks_here)]),
     ]
     if output_dir is not None:

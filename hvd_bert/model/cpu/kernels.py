@@ -1,0 +1,170 @@
+"""Which kernels compute on the CPU: a function of the kind of CPU, so that a resumed run uses the same ones.
+
+`TABLE` has the choice for each kind, with the measurement behind it. Without a measurement, it is torch's own kernels.
+`hvd-bert doctor` measures whether the table is right for its machine.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hvd_bert import machine
+from hvd_bert.distributed.logs import log
+from hvd_bert.model.cpu.malloc import keep_memory
+
+TORCH, OWN, ONEDNN, OPENBLAS = "torch", "own", "onednn", "openblas"
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What computes each operation: torch's own kernel, this package's, or a library's."""
+
+    linear: str = TORCH  # fp32: or "onednn" or "openblas"
+    attention_products: str = TORCH  # inside this package's attention, fp32: or "openblas"
+    attention: str = TORCH  # with dropout: or "own"
+    dropout: str = TORCH  # or "own"
+    allocator: str = TORCH  # settings of malloc: or "own"
+
+
+class Choice(NamedTuple):
+    """The kernels for a kind of CPU. All other precisions use torch's."""
+
+    kind: str
+    fp32: Kernels = Kernels()
+    bf16: Kernels = Kernels()
+
+
+TORCHS, OTHER = Kernels(), "other"
+_PRODUCTS_BY_TORCH = Kernels(attention=OWN, dropout=OWN, allocator=OWN)
+# MiniLM on 1 thread per rank. docs/evidence/benchmarks.md has the ranges.
+_ROWS = (
+    # Zen 5, fp32: steps are 1.47 times as fast with linear layers by oneDNN, 1.01 with dropout, 1.10 with attention,
+    # 1.74 with all. Attention's products reach 109 to 218 GFLOP/s with OpenBLAS, 62 to 83 with MKL. Huge pages save
+    # 5 to 7 % of the CPU time. bf16: 1.06 with dropout, 1.18 with attention.
+    Choice("AMD, AVX-512", Kernels(ONEDNN, OPENBLAS, OWN, OWN, OWN), _PRODUCTS_BY_TORCH),
+    # Zen 5 restricted to AVX2, fp32: 1.06 times with all products by OpenBLAS, 1.02 with those of attention only.
+    # Zen 3, fp32: with all kernels 1.24 times the windows/s of the HF Trainer, which has the same allocator.
+    Choice("AMD, AVX2", Kernels(OPENBLAS, OPENBLAS, OWN, OWN, OWN), _PRODUCTS_BY_TORCH),
+    # Sapphire Rapids, fp32: 13.8 windows/s with oneDNN and OpenBLAS, 16.7 with linear layers by MKL, 17.5 with
+    # attention's products, too; 15.0 by the HF Trainer, with torch's dropout and attention and the same allocator.
+    # bf16: 1.65 times the HF Trainer.
+    Choice("Intel, AMX", _PRODUCTS_BY_TORCH, _PRODUCTS_BY_TORCH),
+    *map(Choice, ("Intel, AVX-512", "Intel, AVX2", "aarch64", OTHER)),  # not measured
+)
+TABLE = {row.kind: row for row in _ROWS}
+
+_VENDORS = {"AuthenticAMD": "AMD", "GenuineIntel": "Intel"}
+_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # x86, x86, aarch64
+_choice: Choice | None = None  # of this process; None: not chosen yet
+
+
+def kind_of(cpuinfo: Mapping[str, str], architecture: str, capability: str) -> str:
+    """The kind of CPU, a key of TABLE, from its entries of /proc/cpuinfo, from `platform.machine()`, and from the
+    instruction set that torch uses, which ATEN_CPU_CAPABILITY may lower."""
+    vendor, level = _VENDORS.get(cpuinfo.get("vendor_id", "")), capability.replace("AVX512", "AVX-512")
+    if vendor == "Intel" and level == "AVX-512" and "amx_tile" in _flags(cpuinfo):
+        level = "AMX"
+    kind = "aarch64" if architecture in ("aarch64", "arm64") else f"{vendor}, {level}"
+    return kind if kind in TABLE else OTHER
+
+
+def _flags(cpuinfo: Mapping[str, str]) -> set[str]:
+    return set(cpuinfo.get("flags", cpuinfo.get("Features", "")).split())
+
+
+def emulates_bf16() -> bool:
+    """Whether this machine's CPU has no instructions for products in bf16; False if its flags are unknown."""
+    flags = _flags(machine.cpuinfo())
+    return bool(flags) and flags.isdisjoint(_BF16)
+
+
+def start(cpu_kernels: str, precision: str, device: torch.device) -> None:
+    """Choose for this process, before large allocations: kernels and the allocator's settings.
+
+    `cpu_kernels`: "auto", by the kind of CPU, or "torch". Warns if the CPU emulates the precision.
+    """
+    use(cpu_kernels)
+    if device.type != "cpu":
+        return
+    if of(precision).allocator == OWN:
+        keep_memory()
+    if precision == "bf16" and emulates_bf16():
+        name = machine.cpu_name()
+        log.warning("--bf16: this CPU (%s) emulates it, many times slower than fp32. Leave out --bf16.", name)
+
+
+def use(cpu_kernels: str) -> Choice:
+    """Choose only the kernels."""
+    global _choice
+    _choice = of_machine() if cpu_kernels == "auto" else Choice(of_machine().kind)
+    return _choice
+
+
+def of_machine() -> Choice:
+    """The choice of "auto" for this machine."""
+    kind = kind_of(machine.cpuinfo(), platform.machine(), torch.backends.cpu.get_cpu_capability())
+    return Choice(kind, *map(usable, TABLE[kind][1:]))
+
+
+@contextmanager
+def using(kernels: Kernels) -> Iterator[None]:
+    """Inside, use these kernels as far as they are usable, for example TORCHS, which torch's tools can follow."""
+    global _choice
+    before, _choice = _choice, Choice("", usable(kernels), usable(kernels))
+    try:
+        yield
+    finally:
+        _choice = before
+
+
+def of(precision: str | torch.dtype) -> Kernels:
+    """The kernels for tensors of a precision, with the current number of threads."""
+    choice = _choice or use("auto")
+    if precision in ("fp32", torch.float32):
+        # OpenBLAS computes one small matrix after the other, so threads do not help.
+        return choice.fp32 if torch.get_num_threads() == 1 else _without(OPENBLAS, choice.fp32)
+    return choice.bf16 if precision in ("bf16", torch.bfloat16) else TORCHS
+
+
+def record(precision: str, device: torch.device) -> dict[str, str] | None:
+    """The kind of CPU and its kernels, for the run's record and its checkpoints; None for a run on GPUs."""
+    return {"cpu": of_machine().kind, **asdict(of(precision))} if device.type == "cpu" else None
+
+
+def usable(kernels: Kernels) -> Kernels:
+    """The same without libraries that this installation lacks."""
+    # Not public; torch.compile's CPU back end uses it.
+    has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    kernels = kernels if has_onednn else _without(ONEDNN, kernels)
+    return kernels if has_openblas() else _without(OPENBLAS, kernels)
+
+
+@cache
+def _without(library: str, kernels: Kernels) -> Kernels:
+    return replace(kernels, **{name: TORCH for name, value in asdict(kernels).items() if value == library})
+
+
+@cache
+def has_openblas() -> bool:
+    """Whether numpy's BLAS is OpenBLAS with one thread."""
+    built = np.show_config(mode="dicts")
+    library = built["Build Dependencies"]["blas"]["name"] if isinstance(built, dict) else ""
+    return "openblas" in library and openblas_threads() == 1
+
+
+def openblas_threads() -> int:
+    """The number of threads that OpenBLAS reads from the environment when numpy is imported."""
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        value = os.environ.get(name, "").split(",")[0]
+        if value.isdecimal() and int(value) > 0:
+            return int(value)
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,176 @@
+"""Which kernels the CPU uses, by its kind; products of many small matrices by numpy's BLAS and by torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from tables import each
+from torch import nn
+
+from hvd_bert import machine
+from hvd_bert.model.attention import by_probabilities, by_window, choose
+from hvd_bert.model.cpu import kernels, linear
+from hvd_bert.model.cpu.dropout import Dropout
+from hvd_bert.model.cpu.kernels import ONEDNN, OPENBLAS, OWN, TABLE, TORCHS, Kernels
+
+CPU = torch.device("cpu")
+ZEN5 = "AuthenticAMD", "fpu sse2 avx avx2 fma avx512f avx512bw avx512_bf16 avx512_vnni"
+ZEN3 = "AuthenticAMD", "fpu sse2 avx avx2 fma vaes"
+SAPPHIRE_RAPIDS = "GenuineIntel", "fpu avx avx2 fma avx512f avx512bw avx512_bf16 amx_bf16 amx_tile amx_int8"
+ICE_LAKE = "GenuineIntel", "fpu avx avx2 fma avx512f avx512bw avx512_vnni"
+BROADWELL = "GenuineIntel", "fpu avx avx2 fma"
+HYGON = "HygonGenuine", "fpu avx avx2 fma"
+PENTIUM = "GenuineIntel", "fpu sse2"
+
+
+def cpuinfo(vendor: str, flags: str) -> str:
+    processor = f"vendor_id\t: {vendor}\nmodel name\t: A CPU @ 2.0 GHz\nflags\t\t: {flags}\nbugs\t\t:\n"
+    return f"processor\t: 0\n{processor}\nprocessor\t: 1\n{processor}\n"
+
+
+NEOVERSE = "processor\t: 0\nBogoMIPS\t: 2000.00\nFeatures\t: fp asimd sve bf16 i8mm\nCPU implementer\t: 0x41\n\n"
+GRAVITON2 = NEOVERSE.replace(" sve bf16 i8mm", "")
+
+
+@each(
+    ("text", "architecture", "capability", "kind", "emulates"),
+    [
+        (cpuinfo(*ZEN5), "x86_64", "AVX512", "AMD, AVX-512", False),
+        (cpuinfo(*ZEN5), "x86_64", "AVX2", "AMD, AVX2", False),  # ATEN_CPU_CAPABILITY
+        (cpuinfo(*ZEN5), "x86_64", "DEFAULT", "other", False),
+        (cpuinfo(*ZEN3), "x86_64", "AVX2", "AMD, AVX2", True),
+        (cpuinfo(*SAPPHIRE_RAPIDS), "x86_64", "AVX512", "Intel, AMX", False),
+        (cpuinfo(*SAPPHIRE_RAPIDS), "x86_64", "AVX2", "Intel, AVX2", False),
+        (cpuinfo(*ICE_LAKE), "x86_64", "AVX512", "Intel, AVX-512", True),
+        (cpuinfo(*BROADWELL), "x86_64", "AVX2", "Intel, AVX2", True),
+        (cpuinfo(*HYGON), "x86_64", "AVX2", "other", True),
+        (cpuinfo(*PENTIUM), "x86_64", "NO AVX", "other", True),
+        (NEOVERSE, "aarch64", "SVE256", "aarch64", False),
+        (GRAVITON2, "aarch64", "DEFAULT", "aarch64", True),
+        ("", "arm64", "DEFAULT", "aarch64", False),
+        (None, "x86_64", "AVX2", "other", False),  # no /proc: it is not known
+    ],
+)
+def test_kind_of_cpu(text, architecture, capability, kind, emulates, monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    if text is not None:
+        machine.CPUINFO.write_text(text)
+    assert kernels.kind_of(machine.cpuinfo(), architecture, capability) == kind
+    assert kernels.emulates_bf16() is emulates
+
+
+def test_own_kernels_only_where_they_were_measured():
+    assert {kind for kind, choice in TABLE.items() if choice != kernels.Choice(kind)} == {
+        *("AMD, AVX-512", "AMD, AVX2", "Intel, AMX"),
+    }
+    assert TABLE["AMD, AVX-512"].fp32.linear == ONEDNN and TABLE["AMD, AVX2"].fp32.linear == OPENBLAS
+    assert TABLE["Intel, AMX"].fp32 == Kernels(attention=OWN, dropout=OWN, allocator=OWN)
+    for choice in TABLE.values():  # there are no other products in bf16
+        assert {choice.bf16.linear, choice.bf16.attention_products} == {kernels.TORCH}
+
+
+def test_choice_of_this_process(monkeypatch):
+    before = kernels.use("auto")
+    try:
+        assert before == kernels.of_machine()
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+        assert kernels.of("fp32") == kernels.of(torch.float32) == before.fp32
+        assert kernels.of(torch.float16) == kernels.of(torch.float64) == TORCHS
+        assert kernels.record("fp32", CPU) == {"cpu": before.kind, **asdict(before.fp32)}
+        assert kernels.record("fp32", torch.device("cuda", 0)) is None
+        kernels.use("torch")
+        assert kernels.of("fp32") == kernels.of("bf16") == TORCHS
+        assert kernels.record("bf16", CPU) == {"cpu": before.kind, **asdict(TORCHS)}
+    finally:
+        kernels.use("auto")
+
+
+def test_openblas_is_for_one_thread(monkeypatch):
+    with kernels.using(Kernels(OPENBLAS, OPENBLAS, OWN, OWN)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+        assert kernels.of("fp32") == Kernels(attention=OWN, dropout=OWN)
+
+
+def test_torchs_kernels_turn_off_all_others():
+    layer, drop, values = linear.Linear(8, 8), Dropout(0.5), torch.randn(6, 8)
+    with kernels.using(TORCHS):
+        assert torch.equal(layer(values), nn.functional.linear(values, layer.weight, layer.bias))
+        assert choose("cpu", torch.float32, 0.1, 64, flash=False) is by_window
+        torch.manual_seed(0)
+        found = drop(values)
+        torch.manual_seed(0)
+        assert torch.equal(found, nn.functional.dropout(values, 0.5))
+    with kernels.using(Kernels(attention=OWN)):
+        assert choose("cpu", torch.bfloat16, 0.1, 64, flash=False) is by_probabilities
+
+
+@each(
+    ("precision", "text", "warns"),
+    [
+        ("bf16", cpuinfo(*ZEN3), True),
+        ("fp32", cpuinfo(*ZEN3), False),
+        ("bf16", cpuinfo(*ZEN5), False),
+    ],
+)
+def test_emulated_bf16_is_a_warning_that_names_the_flag(precision, text, warns, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    machine.CPUINFO.write_text(text)
+    kernels.start("torch", precision, CPU)
+    kernels.start("auto", precision, torch.device("cuda", 0))
+    assert [("--bf16" in line and "A CPU @ 2.0 GHz" in line) for line in caplog.messages] == [True] * warns
+
+
+needs_openblas = pytest.mark.skipif(not kernels.has_openblas(), reason="numpy has no OpenBLAS with one thread")
+
+
+@pytest.fixture(params=[pytest.param(True, marks=needs_openblas), False], ids=["numpy", "torch"])
+def calls(request, monkeypatch):
+    """Each library in turn; records numpy's products."""
+    products = []
+    matmul = np.matmul
+    monkeypatch.setattr(np, "matmul", lambda *given, **named: products.append(1) or matmul(*given, **named))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    with kernels.using(Kernels(attention_products=OPENBLAS if request.param else kernels.TORCH)):
+        yield products
+    assert bool(products) is request.param
+
+
+def test_strided_matrices_of_each_kind(calls):
+    torch.manual_seed(0)
+    rows, columns, square = torch.randn(7, 3, 4), torch.randn(9, 3, 4), torch.randn(3, 7, 9)  # tokens, heads, head size
+    q, k = rows.transpose(0, 1), columns.transpose(0, 1)
+    for left, right in ((q, k.transpose(1, 2)), (square, k), (square.transpose(1, 2), q)):
+        exact = left.double() @ right.double()
+        for out in (torch.empty(exact.shape), torch.empty(exact.transpose(0, 1).shape).transpose(0, 1)):
+            assert linear.batched_product(left, right, out) is out
+            torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@each(
+    ("environ", "expected"),
+    [
+        ({"OMP_NUM_THREADS": "1"}, "1"),
+        ({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "2"}, "2"),
+        ({"OMP_NUM_THREADS": "3,2"}, "3"),
+        ({"OMP_NUM_THREADS": "none"}, "cores"),
+        ({}, "cores"),
+    ],
+)
+def test_threads_as_openblas_reads_them(environ, expected, monkeypatch):
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
+    assert str(kernels.openblas_threads()) == expected.replace("cores", "5")
+
+
+def test_installed_numpy_reports_its_blas():
+    program = "from hvd_bert.model.cpu import kernels; kernels.has_openblas(); print(kernels.openblas_threads())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert int(done.stdout) > 0
