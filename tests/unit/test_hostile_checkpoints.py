@@ -39,7 +39,7 @@ STATE: dict[str, Any] = {
 def tensors() -> dict[str, dict[str, torch.Tensor]]:
     weights = {name: value.detach().clone() for name, value in MODEL.state_dict().items()}
     moments = {f"{name}/exp_avg": torch.zeros_like(value) for name, value in weights.items()}
-    rng = {f"rank0.{name}": value for name, value in training_state._random_numbers(torch.device("cpu")).items()}
+    rng = {f"rank0.{name}": value for name, value in training_state._random_numbers([]).items()}
     return {"model": weights, "optimizer": moments | {"weight/step": torch.tensor(20.0)}, "rng": rng}
 
 
