@@ -57,7 +57,6 @@ class ModelArguments:
         metavar="NAME",
         may_change_on_resume=True,
         replaces=("config_name", "tokenizer_name"),
-        source="model",
     )
     config_name: str | None = flag(
         "model",
@@ -66,7 +65,6 @@ class ModelArguments:
         default_text="the model's own",
         metavar="NAME",
         may_change_on_resume=True,
-        source="model",
     )
     tokenizer_name: str | None = flag(
         "model",
@@ -75,7 +73,6 @@ class ModelArguments:
         default_text="the model's own",
         metavar="NAME",
         may_change_on_resume=True,
-        source="model",
     )
     cache_dir: str | None = flag(
         "model",
@@ -120,7 +117,6 @@ class DataArguments:
         QUESTION_ANSWERING,
         f"What to train for: {', '.join(TASKS)}, or a class of your own.",
         metavar="NAME|MODULE:CLASS",
-        source="training data",
     )
     dataset_name: str | None = flag(
         "data",
@@ -130,7 +126,6 @@ class DataArguments:
         metavar="NAME",
         may_change_on_resume=True,
         replaces=("train_file", "validation_file", "task_name"),
-        source="training data",
     )
     dataset_config_name: str | None = flag(
         "data",
@@ -148,7 +143,6 @@ class DataArguments:
         metavar="FILE",
         may_change_on_resume=True,
         replaces=("dataset_name", "validation_file", "task_name"),
-        source="training data",
     )
     validation_file: str | None = flag(
         "data",
@@ -166,7 +160,6 @@ class DataArguments:
         default_text="none",
         choices=tuple(GLUE),
         replaces=("dataset_name", "train_file", "validation_file"),
-        source="training data",
     )
     train_split_name: str = flag(
         "text-classification",

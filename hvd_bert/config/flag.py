@@ -47,7 +47,6 @@ class Flag(Limits):
         chooses_start: Whether it only decides where a run starts. Only rank 0 reads it; under Horovod elastic, the
             ranks of a new world may differ in it.
         replaces: Flags in a preset or file that this flag replaces if it is on the command line.
-        source: The kind of source that the flag names, if any.
     """
 
     group: Group
@@ -62,7 +61,6 @@ class Flag(Limits):
     may_change_on_resume: bool = False
     chooses_start: bool = False
     replaces: tuple[str, ...] = ()
-    source: Literal["", "training data", "model"] = ""
 
     @property
     def shown_default(self) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from hvd_bert.config import command_line
 from hvd_bert.config.parser import HELP, Parser
-from hvd_bert.config.settings import FLAGS, Config
+from hvd_bert.config.settings import Config
 from hvd_bert.config.values import MAX_RUNS, Limits
 from hvd_bert.errors import EXIT_OK, UserError
 from hvd_bert.startup import collector_paused, start_rank
@@ -38,7 +38,7 @@ def main(world: World) -> None:
 
 
 # Flags that name weights or a tokenizer. Random windows need neither.
-MODEL_FLAGS = {name for name, flag in FLAGS.items() if flag.source == "model"}
+MODEL_FLAGS = {"model_name_or_path", "config_name", "tokenizer_name"}
 MAX_WINDOWS = 10**6  # random ones, in memory
 
 
