@@ -269,8 +269,11 @@ unpack_source() {
 
 # Applies the patches to the tree $1 that it still needs, and prints which it does not need. Only prints in a dry run.
 patch_source() {
-  local own_std
-  own_std=$(sed -n 's/^ *set(CMAKE_CXX_STANDARD \([0-9]*\)).*/\1/p' "$1/horovod/torch/CMakeLists.txt" | sort -n | tail -n 1)
+  # Gloo has the standard of the first file. With another one than the rest, it does not link.
+  local own_std file
+  own_std=$(for file in "$1/CMakeLists.txt" "$1/horovod/torch/CMakeLists.txt"; do
+    sed -n 's/^ *set(CMAKE_CXX_STANDARD \([0-9]*\)).*/\1/p' "$file" | sort -n | tail -n 1
+  done | sort -n | head -n 1)
   std_flag=''
   if [ "${own_std:-0}" -ge "$cxx_std" ]; then
     not_patched "C++$cxx_std" "already there"

@@ -310,7 +310,7 @@ build_horovod() {
   horovod_version=''
   if [ "$horovod" = none ]; then
     warn "without Horovod: train with --strategy ddp, fsdp or deepspeed under torchrun or srun (docs/start/install.md)."
-    pip uninstall -q -y horovod
+    pip uninstall -q -y horovod >>"$log" 2>&1
     return 0
   fi
   [ "$horovod" = release ] || options+=(--source "$horovod")

@@ -20,7 +20,9 @@ if [ "$(id -u)" -eq 0 ]; then # Open MPI refuses to run as root otherwise
 fi
 
 case " $* " in *" --config "* | *" --config="*) preset=() ;; *) preset=(--config sample) ;; esac
-command=(horovodrun -np 2 -H localhost:2 python -m hvd_bert.train
+launcher=(horovodrun -np 2 -H localhost:2)
+[ -x .venv/bin/horovodrun ] || launcher=(torchrun --nproc-per-node 2 --no-python) flags=(--strategy ddp ${flags[@]+"${flags[@]}"})
+command=("${launcher[@]}" python -m hvd_bert.train
   ${preset[@]+"${preset[@]}"} --output_dir runs/demo --overwrite_output_dir --log_format plain ${flags[@]+"${flags[@]}"})
 printf '\n$ %s\n' "${command[*]}"
 # Remove horovodrun's tags of ranks: only rank 0 prints here.

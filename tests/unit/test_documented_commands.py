@@ -38,7 +38,7 @@ PROGRAMS = {
     "sinfo",
     "srun",
 }
-PROGRAMS |= {"apptainer", "coverage", "docker", "mutmut", "pip", "tensorboard", "torchrun"}
+PROGRAMS |= {"apptainer", "coverage", "docker", "git", "mutmut", "pip", "tensorboard", "torchrun"}
 # Writes a line per call: the program and its arguments, between marks that no documented command has.
 RECORDER = """#!/bin/sh
 { printf '%s\\037' "$0" "$@"; printf '\\036'; } >> "$RECORD"

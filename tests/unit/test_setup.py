@@ -152,8 +152,8 @@ def test_nccl_cannot_be_required_with_a_cpu_torch(machine: Machine) -> None:
 
 # Another source than the release: a tree that has only what the patches change
 
+# Line of the release -> of a source that needs no patch
 PATCHES = {
-    "horovod/torch/CMakeLists.txt": ("    set(CMAKE_CXX_STANDARD 14)", "    set(CMAKE_CXX_STANDARD 20)"),
     "cmake/Modules/FindPytorch.cmake": (
         'string(TOUPPER "${Pytorch_CUDA}" Pytorch_CUDA)', "set(Pytorch_CUDA FALSE)",
     ),
@@ -163,12 +163,12 @@ PATCHES = {
         "        from horovod.runner.mpirun_process import run; sys.exit(run(mpirun_command, env))",
     ),
 }  # fmt: skip
-# Stands in for a Python whose pip copies the source and the compiler in place of building, and for the result.
+# Stands in for a Python whose pip copies the source and the compiler in place of building.
 PYTHON = """\
 case "$*" in
   "-m pip wheel "*)
     while [ "$1" != -w ]; do shift; done
-    mkdir "$2" && touch "$2/horovod-0.wheel.whl" && cp -r "$3" HERE/built && cp "$CXX" HERE/built/compiler ;;
+    mkdir "$2" && touch "$2/horovod-0.whl" && cp -r "$3" HERE/built && cp "$CXX" HERE/built/compiler ;;
   "-m pip "*) ;;
   *) PYTHON "$@" | sed "s|^py_scripts=.*|py_scripts=HERE/bin|" ;;
 esac
@@ -177,65 +177,75 @@ esac
 
 @dataclass
 class Source:
-    """A source of Horovod whose files have the lines `old`, `new` or neither: 0, 1 or 2."""
+    """A source in the folder `tree` whose lines are the release's (0), patched (1) or others (2), and its build.
 
-    machine: Machine
+    `standards`: the C++ standard of the whole and of the torch part.
+    """
+
+    here: Path
     lines: int = 0
+    standards: tuple[int, int] = (14, 14)
 
     def __post_init__(self) -> None:
-        here = self.machine.folder
-        self.tree = here / "tree"
-        files = {name: f"before\n{(*lines, 'other')[self.lines]}\nafter\n" for name, lines in PATCHES.items()}
-        files |= {"horovod/__init__.py": "__version__ = '0.29.0'\n", "third_party/gloo/CMakeLists.txt": ""}
+        self.tree, self.machine = self.here / "tree", Machine(self.here)
+        whole, of_torch = (f"set(CMAKE_CXX_STANDARD {number})\n" for number in self.standards)
+        files = {f"tree/{name}": self.text((*lines, "other")[self.lines]) for name, lines in PATCHES.items()}
+        files["tree/CMakeLists.txt"] = whole + files["tree/CMakeLists.txt"]
+        files["tree/horovod/torch/CMakeLists.txt"] = f"if(TORCH)\n    {of_torch}"
+        files |= {"tree/horovod/__init__.py": "__version__ = '0.29.0'\n", "tree/third_party/gloo/CMakeLists.txt": ""}
+        # What is installed after the build
+        files |= {"horovod/__init__.py": "", "horovod/torch.py": "mpi_built = nccl_built = bool\ngloo_built = object\n"}
         for name, text in files.items():
-            (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
-            (self.tree / name).write_text(text)
-        self.machine.program("python", PYTHON.replace("HERE", str(here)).replace("PYTHON", sys.executable))
+            (self.here / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.here / name).write_text(text)
+        self.machine.torch("2.13.0+cpu")
+        self.machine.program("python", PYTHON.replace("HERE", str(self.here)).replace("PYTHON", sys.executable))
         self.machine.program("horovodrun", "echo '[X] PyTorch [X] Gloo'\n")
-        (here / "horovod").mkdir()
-        (here / "horovod/__init__.py").touch()
-        (here / "horovod/torch.py").write_text("mpi_built = nccl_built = bool\ndef gloo_built(): return True\n")
 
-    def build(self, path: Path, *arguments: str) -> str:
+    def text(self, line: str) -> str:
+        return f"before\n{line}\nafter\n"
+
+    def build(self, path: Path) -> str:
         """What the build of `path` prints; its files are then in the folder `built`."""
-        python = str(self.machine.folder / "bin/python")
-        done = self.machine.run(
-            "build_horovod.sh", "--python", python, "--without-mpi", "--source", str(path), *arguments
-        )
-        assert done.returncode == 0, done
+        python = str(self.here / "bin/python")
+        done = self.machine.run("build_horovod.sh", "--python", python, "--without-mpi", "--source", str(path))
+        assert done.returncode == 0 and "Horovod 0.29.0 for" in done.stdout, done
         return done.stdout
 
-    def built(self, name: str) -> list[str]:
-        return (self.machine.folder / "built" / name).read_text().splitlines()
+    def has(self, name: str, line: str) -> bool:
+        return (self.here / name).read_text().endswith(self.text(line))
 
 
 @each("archive", [False, True])
 def test_another_source_is_patched_in_a_copy(tmp_path: Path, archive: bool) -> None:
-    machine = Machine(tmp_path)
-    machine.torch("2.13.0+cpu")
-    source = Source(machine)
+    source = Source(tmp_path)
     path = source.tree
     if archive:
         path = Path(shutil.make_archive(str(tmp_path / "horovod"), "gztar", tmp_path, "tree"))
     said = source.build(path)
-    assert "Horovod 0.29.0 for" in said and "no patch" not in said
-    for name, (old, new) in list(PATCHES.items())[1:]:
-        assert source.built(name) == ["before", new, "after"]
-        assert (source.tree / name).read_text() == f"before\n{old}\nafter\n"
-    assert "-std=c++20" in source.built("compiler")[-1]
-    assert source.built("horovod/runner/mpirun_process.py")
+    assert said.count(": patch: ") == 4 and "no patch" not in said
+    for name, (old, new) in PATCHES.items():
+        assert source.has(f"built/{name}", new) and source.has(f"tree/{name}", old)
+    assert "-std=c++20" in (tmp_path / "built/compiler").read_text()
+    assert (tmp_path / "built/horovod/runner/mpirun_process.py").exists()
 
 
-@each(("lines", "reason", "flag"), [(1, "already there", False), (2, "has no line", True)])
-def test_patches_that_a_source_does_not_need_are_named(tmp_path: Path, lines: int, reason: str, flag: bool) -> None:
-    machine = Machine(tmp_path)
-    machine.torch("2.13.0+cpu")
-    source = Source(machine, lines)
+@each(
+    ("lines", "standards", "reasons", "flag"),
+    [
+        (1, (20, 20), ["already there"] * 4, False),
+        (1, (14, 20), ["already there"] * 3, True),  # Gloo would not link
+        (2, (23, 20), ["already there", *["has no line"] * 3], False),
+    ],
+)
+def test_patches_that_a_source_does_not_need_are_named(
+    tmp_path: Path, lines: int, standards: tuple[int, int], reasons: list[str], flag: bool
+) -> None:
+    source = Source(tmp_path, lines, standards)
     said = source.build(source.tree)
-    assert said.count(reason) == (4 if lines == 1 else 3), said
-    for name, texts in PATCHES.items():
-        assert source.built(name) == ["before", (*texts, "other")[lines], "after"]
-    assert ("-std=" in source.built("compiler")[-1]) == flag
+    assert re.findall("no patch: .*(already there|has no line)", said) == reasons
+    assert all(source.has(f"built/{name}", (*texts, "other")[lines]) for name, texts in PATCHES.items())
+    assert ("-std=c++20" in (tmp_path / "built/compiler").read_text()) == flag
     assert not (tmp_path / "built/horovod/runner/mpirun_process.py").exists()
 
 
@@ -243,16 +253,15 @@ def test_patches_that_a_source_does_not_need_are_named(tmp_path: Path, lines: in
     ("missing", "words"),
     [
         ("tree", "no such file"),
-        ("tree/horovod", "no Horovod source"),
+        ("tree/horovod/__init__.py", "no Horovod source"),
         ("tree/third_party/gloo", "git clone --recursive"),
     ],
 )
 def test_what_is_no_source_is_refused(tmp_path: Path, missing: str, words: str) -> None:
-    machine = Machine(tmp_path)
-    machine.torch("2.13.0+cpu")
-    source = Source(machine)
-    shutil.rmtree(tmp_path / missing)
-    refusal = machine.refusal("--source", str(source.tree))
+    source = Source(tmp_path)
+    path = tmp_path / missing
+    path.unlink() if path.is_file() else shutil.rmtree(path)
+    refusal = source.machine.refusal("--source", str(source.tree))
     assert f"--source {source.tree}: " in refusal and words in refusal
 
 
@@ -268,7 +277,7 @@ def test_setup_passes_the_source_on(horovod: str, words: str) -> None:
     text = (ROOT / "env/setup.sh").read_text(encoding="utf-8")
     function = text[text.index("build_horovod() {") : text.index("has_mpi() {")]
     stubs = 'bash() { echo "$@"; }; pip() { echo pip "$@"; }; warn() { :; }; version_of() { :; }\n'
-    given = f"root=/root venv=/venv mpi=yes nccl=auto horovod={horovod}\n"
+    given = f"log=/dev/stdout root=/root venv=/venv mpi=yes nccl=auto horovod={horovod}\n"
     done = subprocess.run(["bash", "-ec", f"{stubs}{function}\n{given}build_horovod"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith(words), done
     assert done.stdout.count("\n") == 1
