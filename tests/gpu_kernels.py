@@ -8,6 +8,7 @@ dropout of a pass follows from the seed that the forward pass returns, as on a G
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 import sys
@@ -22,7 +23,18 @@ from torch.nn.attention import SDPBackend
 from hvd_bert.model import attention
 
 HALF = (torch.float16, torch.bfloat16)
+LIMITS = True  # whether flash refuses fp32 and odd head sizes
 OVERRIDES = torch.library.Library("aten", "IMPL")
+
+
+def check(limits: bool, cu: Tensor, cu_k: Tensor, longest: tuple[int, int], *tensors: Tensor) -> None:
+    """Refuse what the kernels refuse. `limits`: also by dtype and head size, as flash does."""
+    assert len({tensor.shape for tensor in tensors}) == 1 and {tensor.stride(-1) for tensor in tensors} == {1}
+    assert cu.dtype == cu_k.dtype == torch.int32 and cu.equal(cu_k)
+    lengths = cu.diff().tolist()
+    assert int(cu[0]) == 0 and int(cu[-1]) == len(tensors[0]) and longest == (max(lengths), max(lengths))
+    if limits and LIMITS:
+        assert tensors[0].dtype in HALF and tensors[0].shape[-1] % 8 == 0
 
 
 def parts(cu: Tensor, dropout: float, seed: Tensor, reach: Any, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
@@ -68,7 +80,8 @@ def backward(
 
 
 def flash_forward(q, k, v, cu, cu_k, max_q, max_k, p, causal, debug, *, scale=None, window_size_left=None, **_):
-    assert q.dtype in HALF and q.shape[-1] % 8 == 0 and not causal
+    assert not causal and not debug
+    check(True, cu, cu_k, (max_q, max_k), q, k, v)
     output, sums, seed = forward(q, k, v, cu, p, scale, window_size_left)
     return output, sums, seed, torch.empty(0), torch.empty(0)
 
@@ -80,6 +93,8 @@ def flash_backward(
 
 
 def efficient_forward(q, k, v, bias, cu, cu_k, max_q, max_k, p, mask_type, sums=False, *, scale=None, **_):
+    assert bias is None and mask_type == 0
+    check(False, cu, cu_k, (max_q, max_k), q[0], k[0], v[0])
     output, found, seed = forward(q[0], k[0], v[0], cu, p, scale)
     return output[None], found[None], seed, torch.zeros((), dtype=torch.int64), max_q, max_k
 
@@ -90,11 +105,17 @@ def efficient_backward(
     return *(t[None] for t in backward(g[0], q[0], k[0], v[0], cu, p, scale, seed)), torch.empty(0)
 
 
-def install(file: str) -> None:
-    """Choose as on an A100."""
+@functools.cache
+def register() -> None:
+    """Give torch the operations."""
     for function in (flash_forward, flash_backward, efficient_forward, efficient_backward):
         kind, direction = function.__name__.split("_")
         OVERRIDES.impl(f"_{kind}_attention_{direction}", function, "CPU")
+
+
+def install(file: str) -> None:
+    """Choose as on an A100."""
+    register()
     sdpa._select_sdp_backend = lambda query, *_: (  # of jagged tensors
         SDPBackend.FLASH_ATTENTION if query.dtype in HALF else SDPBackend.EFFICIENT_ATTENTION
     )
@@ -109,7 +130,7 @@ def install(file: str) -> None:
         return kernel
 
     attention.choose = choose
-    attention.has_flash = lambda *_, **__: True  # type: ignore[assignment]
+    attention.fused = lambda _: frozenset({attention.by_flash, attention.by_efficient})  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +20,17 @@ from hvd_bert.model.cpu import kernels
 from hvd_bert.model.cpu.dropout import keep_mask, kept_scale, masked
 from hvd_bert.model.cpu.linear import batched_product
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # an older torch
-    varlen_attn = None  # type: ignore[assignment]
-
 NAME = "packed_windows"
+# The first arguments of torch's operations as by_flash and by_efficient pass them. torch's public functions above these
+# operations have no dropout (varlen_attn), or are not developed any more (jagged tensors, pytorch#155065).
+FLASH: tuple[str, ...] = (
+    *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"),
+    *("return_debug_mask", "scale", "window_size_left", "window_size_right"),
+)
+EFFICIENT: tuple[str, ...] = (
+    *("query", "key", "value", "bias", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "dropout_p"),
+    *("custom_mask_type", "compute_log_sumexp", "scale"),
+)
 
 
 class Windows(NamedTuple):
@@ -80,53 +84,78 @@ def attend_within_windows(
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [0] would copy the gradients
     size = query.shape[-1]
     local = reach is not None
-    attend = choose(query.device.type, query.dtype, drop, size, has_flash(query.device, local), local)
+    attend = choose(query.device.type, query.dtype, drop, size, fused(query.device), local)
     return attend(q, k, v, windows, drop, size**-0.5 if scaling is None else scaling)[None], None
 
 
-def choose(device: str, dtype: torch.dtype, dropout: float, head_size: int, flash: bool, local: bool = False) -> Kernel:
-    """The kernel for a device type, a dtype and a dropout probability. `flash`: see `has_flash`.
-
-    varlen_attn supports only half precision without dropout; BERT trains with dropout 0.1. Jagged tensors do not
-    support local attention.
-    """
+def choose(
+    device: str, dtype: torch.dtype, dropout: float, head_size: int, fused: frozenset[Kernel], local: bool = False
+) -> Kernel:
+    """The kernel for a device type, a dtype and a dropout probability. `fused`: those that the GPU has."""
     if device == "cuda":
-        fits = dtype in (torch.float16, torch.bfloat16) and head_size % 8 == 0 and head_size <= 256
-        if flash and fits and not dropout:
-            return by_varlen
-        return by_window if local else by_jagged
+        aligned, half = head_size % 8 == 0, dtype in (torch.float16, torch.bfloat16)
+        if by_flash in fused and half and aligned and head_size <= 192:  # some GPUs have no larger ones
+            return by_flash
+        if local:
+            return by_window
+        fits = aligned and dtype in (torch.float16, torch.float32)
+        return by_efficient if by_efficient in fused and fits else by_jagged
     if device == "cpu" and dropout and kernels.of(dtype).attention == kernels.OWN:
         return by_probabilities
     return by_window
 
 
 @cache
-def has_flash(device: torch.device, local: bool = False) -> bool:
-    """Whether torch has `varlen_attn` with the arguments used here and the GPU supports it (Ampere, 8.0, or later)."""
-    if device.type != "cuda" or varlen_attn is None:
-        return False
-    needed = {"scale", "window_size"} if local else {"scale"}
-    if not needed <= signature(varlen_attn).parameters.keys():
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+def fused(device: torch.device) -> frozenset[Kernel]:
+    """Those of by_flash and by_efficient that torch and the GPU have. Flash needs an Ampere (8.0) or later."""
+    if device.type != "cuda":
+        return frozenset()
+    flash = torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
+    needed = {by_efficient: ("_efficient_attention_forward", EFFICIENT)}
+    needed |= {by_flash: ("_flash_attention_forward", FLASH)} if flash else {}
+    return frozenset(kernel for kernel, (name, arguments) in needed.items() if _takes(name, arguments))
 
 
-def by_varlen(
+def _takes(name: str, arguments: tuple[str, ...]) -> bool:
+    """Whether torch has an operation of this name whose first arguments are these."""
+    operation = getattr(torch.ops.aten, name, None)
+    found = operation.default._schema.arguments if operation else ()
+    return tuple(argument.name for argument in found[: len(arguments)]) == arguments
+
+
+def by_flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
 ) -> torch.Tensor:
-    """torch's flash attention over all windows at once: GPU, half precision, no dropout."""
-    assert dropout == 0.0
+    """torch's flash attention over all windows at once: GPU, half precision."""
     cu_seqlens, longest = windows.cu_seqlens, max(windows.lengths)  # from the host: no wait for the device
-    local: dict[str, Any] = {} if windows.reach is None else {"window_size": (windows.reach, windows.reach)}
-    output = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scaling, **local)
-    assert isinstance(output, torch.Tensor)  # the log-sum-exp is not requested
+    output: torch.Tensor = torch.ops.aten._flash_attention_forward(
+        *(query, key, value, cu_seqlens, cu_seqlens, longest, longest, dropout, False, False),
+        scale=scaling,
+        window_size_left=windows.reach,
+        window_size_right=windows.reach,
+    )[0]
     return output
+
+
+def by_efficient(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
+) -> torch.Tensor:
+    """torch's memory-efficient attention over all windows at once: GPU, fp32 and fp16."""
+    assert windows.reach is None
+    cu_seqlens, longest = windows.cu_seqlens, max(windows.lengths)
+    needs_sums = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    output: torch.Tensor = torch.ops.aten._efficient_attention_forward(
+        *(query[None], key[None], value[None], None, cu_seqlens, cu_seqlens, longest, longest, dropout, 0, needs_sums),
+        scale=scaling,
+    )[0]
+    return output.squeeze(0)
 
 
 def by_jagged(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
 ) -> torch.Tensor:
-    """torch's attention over a jagged tensor: flash in half precision, memory-efficient in fp32; both with dropout."""
+    """torch's attention over a jagged tensor: GPU, any precision and head size, also where torch has changed the
+    operations above."""
     assert windows.reach is None
     shortest, longest = min(windows.lengths), max(windows.lengths)
     q, k, v = (

@@ -17,7 +17,7 @@ from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import World
 from hvd_bert.model import attention
-from hvd_bert.model.attention import Windows, by_jagged, by_varlen, by_window, choose, cu_seqlens_of, has_flash
+from hvd_bert.model.attention import Windows, by_efficient, by_flash, by_jagged, by_window, choose, cu_seqlens_of, fused
 from hvd_bert.model.bert import new_model, span_logits, window_losses
 from hvd_bert.model.precision import AUTOCAST, autocast
 from hvd_bert.strategies.base import Strategy, StrategyOptions
@@ -126,17 +126,18 @@ def every_kernel_in_every_dtype() -> None:
         attend(by_jagged, dtype, 0.1, 64, None)
         attend(by_window, dtype, 0.1, 64, None)
         attend(by_window, dtype, 0.1, 64, 2)
+        attend(by_efficient, dtype, 0.1, 64, None)
         if dtype != torch.float32:
-            attend(by_varlen, dtype, 0.0, 64, None)
-            attend(by_varlen, dtype, 0.0, 64, 2)
+            attend(by_flash, dtype, 0.1, 64, None)
+            attend(by_flash, dtype, 0.1, 64, 2)
 
 
 @check
 def the_chosen_kernel_depends_on_the_gpu() -> None:
-    for version, kernel in (((7, 0), by_jagged), ((8, 0), by_varlen), ((9, 0), by_varlen)):
+    for version, kernel in (((7, 0), by_efficient), ((8, 0), by_flash), ((9, 0), by_flash)):
         with capability(*version):
-            assert choose("cuda", torch.float16, 0.0, 64, has_flash(GPU)) is kernel
-            attend(kernel, torch.float16, 0.0, 64, None)
+            assert choose("cuda", torch.float16, 0.1, 64, fused(GPU)) is kernel
+            attend(kernel, torch.float16, 0.1, 64, None)
 
 
 @check

@@ -93,6 +93,7 @@ def install() -> None:
     """Put the machine in the place of torch.cuda, and what needs a CUDA build of torch besides."""
     for name, function in Machine.functions.items():
         setattr(torch.cuda, name, function)
+    torch.backends.cuda.is_flash_attention_available = lambda: True
     Tensor.pin_memory = _pin  # type: ignore[method-assign]
     sdpa._select_sdp_backend = _backend
     OVERRIDES.impl("_efficient_attention_backward", _efficient_backward, "Meta", allow_override=True)
@@ -150,13 +151,13 @@ class _Copies:
 @contextmanager
 def capability(major: int, minor: int) -> Any:
     """Another GPU: (7, 0) is a V100."""
-    from hvd_bert.model.attention import has_flash
+    from hvd_bert.model.attention import fused
 
     before, Machine.capability = Machine.capability, (major, minor)
-    has_flash.cache_clear()
+    fused.cache_clear()
     yield
     Machine.capability = before
-    has_flash.cache_clear()
+    fused.cache_clear()
 
 
 def fake() -> AbstractContextManager[Any]:

@@ -19,7 +19,7 @@ from tables import each
 
 pytestmark = pytest.mark.integration
 PROGRAM = [sys.executable, REPOSITORY / "tests" / "gpu_kernels.py"]
-FP32, BF16 = {"by_jagged float32"}, {"by_jagged float32", "by_jagged bfloat16", "by_varlen bfloat16"}
+FP32, BF16 = {"by_efficient float32"}, {"by_efficient float32", "by_flash bfloat16"}  # fp32: the first, trial pass
 
 
 def on_gpu_kernels(words: Sequence[str | Path], folder: Path, starts: Sequence[str] = ()) -> set[str]:
@@ -46,7 +46,7 @@ def trained(tmp_path_factory) -> Path:
     [
         (["none", "--torch_compile"], FP32, 1e-4),
         (["ddp", "--bf16", "--dropout", "0.1", "--gradient_checkpointing"], BF16, 0.5),  # other random numbers
-        (["fsdp", "--bf16"], BF16 - {"by_jagged bfloat16"}, 2e-2),
+        (["fsdp", "--bf16"], BF16, 2e-2),
         (["deepspeed"], FP32, 1e-4),
     ],
 )
@@ -65,12 +65,12 @@ def test_other_commands(tmp_path: Path, trained: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "vocab_size": 1100, **sizes}))
     bench = ["hvd_bert.tools.bench", "--model", "config.json", "--steps", "2", "--repeats", "1", "--bf16"]
     used = on_gpu_kernels([*bench, "--strategy", "none", "--json", "bench.json"], tmp_path)
-    assert used == BF16 - {"by_varlen bfloat16"}
+    assert used == BF16
     record = json.loads((tmp_path / "bench.json").read_text())
     assert record["memory_over_needed"] > 0 and record["figures"]["matmul_utilization"]["median"] > 0
 
     evaluated = ["hvd_bert.tools.evaluate", trained, "--bf16", "--json", "scores.json"]
-    assert "by_varlen bfloat16" in on_gpu_kernels(evaluated, tmp_path)
+    assert "by_flash bfloat16" in on_gpu_kernels(evaluated, tmp_path)
 
     predict = ["hvd_bert.predict", trained, "--input", SAMPLE / "dev-v1.1.json.gz", "--output"]
     run([sys.executable, "-m", *predict, "cpu.jsonl"], tmp_path).expect(0)
@@ -86,4 +86,4 @@ def test_the_acceptance_compares_the_stand_ins_with_padded_attention(tmp_path: P
         found = json.loads((tmp_path / "found.json").read_text())
         assert found["passed"], found
         half = precision != "fp32"
-        assert ("by_varlen, local" in found["figures"]["share_of_tolerance"]) == half
+        assert ("by_flash, local" in found["figures"]["share_of_tolerance"]) == half

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-import itertools
 import math
-import subprocess
-import sys
 
+import gpu_kernels
 import pytest
 import torch
 from tables import each
@@ -16,13 +13,14 @@ from hvd_bert.model import attention
 from hvd_bert.model.attention import (
     Windows,
     attend_within_windows,
+    by_efficient,
+    by_flash,
     by_jagged,
     by_probabilities,
-    by_varlen,
     by_window,
     choose,
     cu_seqlens_of,
-    has_flash,
+    fused,
 )
 from hvd_bert.model.cpu import kernels
 from hvd_bert.model.cpu.dropout import keep_mask, kept_scale
@@ -41,25 +39,13 @@ def reference(query, key, value, lengths, scaling, reach=99):
     return torch.cat(outputs, 1).transpose(0, 1)[None]
 
 
-def varlen_on_cpu(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-    """Computes the result of varlen_attn; refuses arguments that its kernels refuse."""
-    assert query.shape == key.shape == value.shape
-    assert {tensor.stride(-1) for tensor in (query, key, value)} == {1}
-    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    offsets = cu_seq_q.tolist()
-    assert offsets == cu_seq_k.tolist()
-    assert (offsets[0], offsets[-1]) == (0, len(query))
-    lengths = [end - start for start, end in itertools.pairwise(offsets)]
-    assert max_q == max_k == max(lengths)
-    rows = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
-    assert window_size[0] == window_size[1]
-    return reference(*rows, lengths, scale, window_size[0] if window_size[0] >= 0 else 99)[0]
-
-
-@pytest.fixture(params=[by_varlen, by_jagged, by_window, by_probabilities], ids=lambda kernel: kernel.__name__)
+@pytest.fixture(
+    params=[by_flash, by_efficient, by_jagged, by_window, by_probabilities], ids=lambda kernel: kernel.__name__
+)
 def kernel(request, monkeypatch):
-    """Each kernel in turn, instead of the one for this machine. A mock replaces varlen_attn, which needs a GPU."""
-    monkeypatch.setattr(attention, "varlen_attn", varlen_on_cpu)
+    """Each kernel in turn, instead of the one for this machine; tests/gpu_kernels.py computes those of a GPU."""
+    gpu_kernels.register()
+    monkeypatch.setattr(gpu_kernels, "LIMITS", False)
     monkeypatch.setattr(attention, "choose", lambda *_: request.param)
     return request.param
 
@@ -86,7 +72,7 @@ def test_each_token_attends_to_its_own_window(kernel, lengths, scaling, given):
     same_with_gradients(found, expected, query, key, value)
 
 
-@pytest.mark.parametrize("kernel", [by_varlen, by_window, by_probabilities], indirect=True)
+@pytest.mark.parametrize("kernel", [by_flash, by_window, by_probabilities], indirect=True)
 @pytest.mark.parametrize("sliding_window", [1, 3, 4, 9])
 def test_local_attention_reaches_less_than_the_sliding_window(kernel, sliding_window):
     torch.manual_seed(0)
@@ -118,9 +104,7 @@ def test_lengths_that_do_not_add_up(dropout):
         attend_within_windows(torch.nn.Identity(), query, key, value, None, dropout, window_lengths=[2, 2])
 
 
-@pytest.mark.parametrize("kernel", [by_jagged, by_window, by_probabilities], indirect=False)
-def test_dropout_in_training_only(kernel, monkeypatch):
-    monkeypatch.setattr(attention, "choose", lambda *_: kernel)
+def test_dropout_in_training_only(kernel):
     module = torch.nn.Identity()
     query, key, value = (torch.randn(1, 2, 9, 4) for _ in range(3))
     for mode in (True, False):
@@ -129,6 +113,15 @@ def test_dropout_in_training_only(kernel, monkeypatch):
             attend_within_windows(module, query, key, value, None, 0.5, window_lengths=[4, 5])[0] for _ in range(2)
         )
         assert torch.equal(one, other) is not mode
+
+
+def test_both_passes_drop_the_same(kernel):
+    """The output is linear in the values: <output, upstream> = <values, their gradient>."""
+    query, key, value = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
+    found, _ = attend_within_windows(torch.nn.Identity(), query, key, value, None, 0.5, window_lengths=[4, 5])
+    upstream = torch.randn(found.shape)
+    (gradient,) = torch.autograd.grad(found, [value], upstream)
+    torch.testing.assert_close((found * upstream).sum(), (value * gradient).sum(), rtol=1e-4, atol=1e-5)
 
 
 def test_dropout_zeroes_probabilities_and_their_gradient():
@@ -163,62 +156,51 @@ def test_bf16_is_near_fp32_with_the_same_dropout():
         assert (found.float() - expected).norm() < bound
 
 
+NONE, EFFICIENT, BOTH = frozenset(), frozenset({by_efficient}), frozenset({by_efficient, by_flash})
+
+
 @each(
-    ("device", "dtype", "dropout", "head_size", "flash", "expected"),
+    ("device", "dtype", "dropout", "head_size", "fused", "expected"),
     [
-        ("cuda", torch.bfloat16, 0.0, 64, True, by_varlen),
-        ("cuda", torch.float16, 0.0, 32, True, by_varlen),
-        ("cuda", torch.bfloat16, 0.1, 64, True, by_jagged),
-        ("cuda", torch.bfloat16, 0.0, 64, False, by_jagged),  # torch 2.8, or a V100
-        ("cuda", torch.bfloat16, 0.0, 20, True, by_jagged),
-        ("cuda", torch.bfloat16, 0.0, 264, True, by_jagged),
-        ("cuda", torch.float32, 0.0, 64, True, by_jagged),
-        ("cuda", torch.float32, 0.1, 64, True, by_jagged),
-        ("cpu", torch.float32, 0.1, 64, False, by_probabilities),
-        ("cpu", torch.float32, 0.0, 64, False, by_window),
-        ("cpu", torch.bfloat16, 0.1, 64, False, by_probabilities),
-        ("cpu", torch.bfloat16, 0.0, 64, False, by_window),
-        ("cpu", torch.float16, 0.1, 64, False, by_window),
-        ("cpu", torch.float64, 0.1, 64, False, by_window),
-        ("mps", torch.float32, 0.1, 64, False, by_window),
+        ("cuda", torch.bfloat16, 0.0, 64, BOTH, by_flash),
+        ("cuda", torch.float16, 0.1, 32, BOTH, by_flash),
+        ("cuda", torch.float16, 0.1, 64, EFFICIENT, by_efficient),  # a V100
+        ("cuda", torch.bfloat16, 0.1, 64, EFFICIENT, by_jagged),
+        ("cuda", torch.bfloat16, 0.0, 20, BOTH, by_jagged),
+        ("cuda", torch.float16, 0.0, 256, BOTH, by_efficient),
+        ("cuda", torch.float32, 0.0, 64, BOTH, by_efficient),
+        ("cuda", torch.float32, 0.1, 64, NONE, by_jagged),  # a torch with other operations
+        ("cpu", torch.float32, 0.1, 64, NONE, by_probabilities),
+        ("cpu", torch.float32, 0.0, 64, NONE, by_window),
+        ("cpu", torch.bfloat16, 0.1, 64, NONE, by_probabilities),
+        ("cpu", torch.bfloat16, 0.0, 64, NONE, by_window),
+        ("cpu", torch.float16, 0.1, 64, NONE, by_window),
+        ("cpu", torch.float64, 0.1, 64, NONE, by_window),
+        ("mps", torch.float32, 0.1, 64, NONE, by_window),
     ],
 )
-def test_chosen_kernel(device, dtype, dropout, head_size, flash, expected):
-    local = by_window if expected is by_jagged else expected
+def test_chosen_kernel(device, dtype, dropout, head_size, fused, expected):
+    local = by_window if expected in (by_jagged, by_efficient) else expected
     with kernels.using(kernels.Kernels(attention=kernels.OWN)):
-        assert choose(device, dtype, dropout, head_size, flash) is expected
-        assert choose(device, dtype, dropout, head_size, flash, local=True) is local
+        assert choose(device, dtype, dropout, head_size, fused) is expected
+        assert choose(device, dtype, dropout, head_size, fused, local=True) is local
 
 
-@pytest.mark.parametrize(("capability", "expected"), [((7, 0), False), ((8, 0), True), ((9, 0), True)])
-def test_flash_needs_varlen_attn_and_an_ampere(capability, expected, monkeypatch):
-    has_flash.cache_clear()
+@each(
+    ("capability", "arguments", "expected"),
+    [
+        ((7, 0), {}, EFFICIENT),
+        ((8, 0), {}, BOTH),
+        ((9, 0), {"FLASH": ("query", "other")}, EFFICIENT),  # a torch with other operations
+        ((9, 0), {"EFFICIENT": ("query", "other"), "FLASH": ("other",)}, NONE),
+    ],
+)
+def test_kernels_of_a_gpu(capability, arguments, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(attention, "varlen_attn", varlen_on_cpu)
-    assert has_flash(torch.device("cuda", 0)) is expected
-    assert not has_flash(CPU)
-    has_flash.cache_clear()
-    for other in (
-        None,
-        lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k: None,
-    ):  # no scale: the first version
-        monkeypatch.setattr(attention, "varlen_attn", other)
-        assert not has_flash(torch.device("cuda", 0))
-        has_flash.cache_clear()
-
-
-def test_varlen_attn_accepts_our_arguments():
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
-    tensor = torch.empty(9, 2, 8)
-    offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
-    bind = inspect.signature(varlen.varlen_attn).bind
-    bind(tensor, tensor, tensor, offsets, offsets, 5, 5, scale=0.5, window_size=(-1, -1))
-
-
-def test_module_can_be_imported_without_varlen_attn():
-    program = (
-        "import sys; sys.modules['torch.nn.attention.varlen'] = None\n"
-        "from hvd_bert.model import attention; print(attention.varlen_attn)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout == "None\n"
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    for name, value in arguments.items():
+        monkeypatch.setattr(attention, name, value)
+    fused.cache_clear()
+    assert fused(torch.device("cuda", 0)) == expected
+    fused.cache_clear()
+    assert fused(CPU) == NONE

@@ -192,7 +192,7 @@ def model(folders, tokenizer) -> BertForQuestionAnswering:
     return model.eval()
 
 
-# Every kernel that works without a GPU; tests/unit/test_attention.py tests varlen_attn.
+# Every kernel that works without a GPU; tests/unit/test_attention.py tests the others.
 KERNELS = [attention.by_window, attention.by_probabilities, attention.by_jagged]
 
 

@@ -149,7 +149,7 @@ KERNELS = [attention.by_window, attention.by_probabilities, attention.by_jagged]
 @each("kernel", KERNELS)
 @each("name", PACKED)
 def test_packed_windows_give_the_logits_and_gradients_of_transformers(name, kernel, windows, monkeypatch):
-    def chosen(device, dtype, dropout, head_size, flash, local):
+    def chosen(device, dtype, dropout, head_size, fused, local):
         return attention.by_window if local and kernel is attention.by_jagged else kernel
 
     monkeypatch.setattr(attention, "choose", chosen)

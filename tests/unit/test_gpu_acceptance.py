@@ -132,6 +132,9 @@ WRONG = {
         q, k, v, w._replace(lengths=[sum(w.lengths)]), dropout, scaling
     ),
     "without dropout": lambda q, k, v, w, dropout, scaling: by_window(q, k, v, w, 0.0, scaling),
+    "drops others in the backward pass": lambda *given: (
+        (kept := by_window(*given)) - kept.detach() + by_window(*given).detach()
+    ),
     "of more dropout": lambda q, k, v, w, dropout, scaling: by_window(q, k, v, w, dropout, scaling) * 0.9,
 }
 
