@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from hvd_bert.config.parser import HELP
 from hvd_bert.distributed.launch import find_launcher, speaks_first
 from hvd_bert.distributed.signals import watch_launcher
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.storage.places import check_working_directory
+from hvd_bert.errors import EXIT_OK, UserError
 from hvd_bert.streams import end_when_lost
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Confi
 
     argv = sys.argv[1:]
     print_on_one_rank(argv)
-    _check_working_directory()
     with suppress(UserError):  # reported when joining
         watch_launcher(find_launcher(os.environ).name)
     if HELP & set(argv):
@@ -36,17 +34,6 @@ def start_rank(main: Callable[[World], None], parse: Callable[[list[str]], Confi
     with collector_paused():
         from hvd_bert.distributed.runner import run_as_rank
     run_as_rank(main, **command_line.before_joining(argv, parse))
-
-
-def _check_working_directory() -> None:
-    """Exit with a message if it was removed: transformers cannot be imported without one."""
-    try:
-        check_working_directory()
-    except UserError as error:
-        first = speaks_first(os.environ)
-        if first:
-            print(f"hvd_bert: {error}", file=sys.stderr)
-        sys.exit(EXIT_BAD_INPUT if first else EXIT_OK)
 
 
 def print_on_one_rank(argv: Sequence[str]) -> None:

@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 from hvd_bert.config.values import Checked, name_or_path, path, shortened, whole_number
 from hvd_bert.errors import UserError
-from hvd_bert.storage.places import check_working_directory
 
 HELP = {"-h", "--help"}
 
@@ -25,11 +24,6 @@ class Parser(argparse.ArgumentParser):
             self.register("action", action, Checked)
         for kind, check in ((int, whole_number), (str, name_or_path), (Path, path)):
             self.register("type", kind, check)
-
-    def parse_known_args(self, *args: Any, **options: Any) -> Any:
-        """As argparse's. Raises UserError for a wrong command line, and in a folder that was removed."""
-        check_working_directory()
-        return super().parse_known_args(*args, **options)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{shortened(message, 1000)}. `{self.prog} --help` lists the flags.")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
-
-from hvd_bert.errors import UserError
 
 
 def cache_root() -> Path:
@@ -15,38 +12,12 @@ def cache_root() -> Path:
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_bert"
 
 
-def check_working_directory() -> None:
-    """Raise UserError if the working directory was removed: no path could be looked up from it."""
-    try:
-        os.getcwd()
-    except OSError as error:
-        raise UserError(f"The working directory cannot be used ({error.strerror}). Change to another (cd).") from None
-
-
-NAME_MAX, PATH_MAX = 255, 4096  # bytes, of Linux
-
-
 def path_problem(path: str) -> str:
-    """Why no file can have this path, with a remedy; "" if it can.
-
-    Python encodes paths by the locale, but libraries such as pyarrow and tokenizers always as UTF-8. If the two differ,
-    they would not mean the same file.
-    """
+    """Why no file can have this path, with a remedy; "" if it can. Libraries always encode paths as UTF-8."""
     if not path:
         return "is empty: give a value, or leave the flag out for its default"
-    if "\0" in path:
-        return "contains a NUL character: remove it"
-    encoding = sys.getfilesystemencoding()
-    try:
-        same = os.fsencode(path) == path.encode()
-    except UnicodeEncodeError:
-        same = False
-    if not same and encoding == "utf-8":
+    if path.encode(errors="replace").decode() != path:
         return "is not valid UTF-8: rename the file or folder"
-    if not same:
-        return f"is not ASCII, and Python's encoding of paths is {encoding} here: set PYTHONUTF8=1"
-    if len(path.encode()) >= PATH_MAX or any(len(name) > NAME_MAX for name in path.encode().split(b"/")):
-        return f"is too long for a file: a name has at most {NAME_MAX} bytes, a path {PATH_MAX - 1}"
     return ""
 
 

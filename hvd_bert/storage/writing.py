@@ -6,7 +6,6 @@ import errno
 import json
 import logging
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,17 +19,10 @@ OWN_PARTIAL = f".hvd_bert{PARTIAL}"  # no other program makes such files
 
 
 def open_to_append(path: Path) -> TextIO:
-    """Open a text file with a fixed name. A symbolic link in its place is an error, and its target does not change.
-
-    So are a pipe, which could block, and a device.
-    """
+    """Open a text file with a fixed name. A symbolic link in its place is an error, and its target does not change."""
 
     def opener(name: str, flags: int) -> int:
-        descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, f"{path} is a pipe or a device")
-        return descriptor
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
 
     return open(path, "a", encoding="utf-8", errors="surrogateescape", opener=opener)
 

@@ -83,7 +83,7 @@ def with_settings(file: str, settings: dict[str, Any]) -> Damage:
 for name in hostile.ALL:
     CASES[f"config.json: {name}"] = in_place("config.json", name), "config.json"
 for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
-    for name in ("a list", "lists 100,000 deep", "fifo"):
+    for name in ("a list", "5,000 digits", "fifo"):
         CASES[f"{file}: {name}"] = in_place(file, name), file
 for file in (INDEX, "model.safetensors"):
     for name in hostile.NO_FILES:

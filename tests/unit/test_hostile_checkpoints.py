@@ -13,7 +13,6 @@ import hostile
 import pytest
 import torch
 from tables import each
-from test_state import state as training_state
 
 from hvd_bert.checkpoint import files, resume
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
@@ -39,7 +38,7 @@ STATE: dict[str, Any] = {
 def tensors() -> dict[str, dict[str, torch.Tensor]]:
     weights = {name: value.detach().clone() for name, value in MODEL.state_dict().items()}
     moments = {f"{name}/exp_avg": torch.zeros_like(value) for name, value in weights.items()}
-    rng = {f"rank0.{name}": value for name, value in training_state._random_numbers([]).items()}
+    rng = {"rank0.torch": torch.get_rng_state()}
     return {"model": weights, "optimizer": moments | {"weight/step": torch.tensor(20.0)}, "rng": rng}
 
 

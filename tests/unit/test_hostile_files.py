@@ -207,7 +207,7 @@ def test_own_files(tmp_path: Path, name: str, what: str) -> None:
     try:
         KEPT[name](tmp_path)
     except OSError as error:  # which callers report with the path
-        assert what in (*hostile.NO_FILES, *(("NUL bytes", "UTF-16") if name == written.RECORD else ()))
+        assert what in hostile.NO_FILES
         hostile.check_message(error.strerror or str(error))
 
 
@@ -222,7 +222,6 @@ def test_records_are_read_whatever_their_lines_hold(tmp_path: Path) -> None:
     lines = [
         b'{"step": 1}',
         b'{"step": 2, "a": "\xff"}',
-        b"[" * 100_000,
         b"9" * 5000,
         b'{"step": 1e999}',
         b'{"step": 9}',

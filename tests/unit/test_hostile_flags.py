@@ -1,19 +1,16 @@
-"""Numbers that no flag can take, a removed working directory, and names of runs that are markup or commands."""
+"""Numbers that no flag can take, and names of runs that are markup or commands."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import hostile
 import pytest
-from launch import REPOSITORY
 from made_runs import make_run, make_samples
 from tables import each, refused
 
@@ -21,7 +18,7 @@ from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.distributed.launch import Launcher
 from hvd_bert.distributed.world import choose_threads
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+from hvd_bert.errors import EXIT_OK, UserError
 from hvd_bert.predict import __main__ as predict
 from hvd_bert.predict import answering
 from hvd_bert.tools.bench import __main__ as bench
@@ -30,7 +27,6 @@ from hvd_bert.tools.doctor import __main__ as doctor
 from hvd_bert.tools.evaluate import __main__ as evaluate
 from hvd_bert.tools.report import flags as report_flags
 from hvd_bert.tools.report.__main__ import main as report
-from hvd_bert.tools.timeline import __main__ as timeline
 from hvd_bert.tools.tune import __main__ as tune
 
 pytestmark = pytest.mark.timeout(300)
@@ -136,30 +132,6 @@ def test_variables_of_threads_that_cannot_be_are_ignored(value: str) -> None:
     assert choose_threads({"OMP_NUM_THREADS": value}, 2) == 2
     assert choose_threads({"SLURM_CPUS_PER_TASK": value, "OMP_NUM_THREADS": "3,2"}, 2) == 3
     assert choose_threads({"SLURM_CPUS_PER_TASK": value}, 2) == 2
-
-
-@each("command", [*COMMANDS, "timeline"])
-def test_a_removed_working_directory(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    parser = COMMANDS | {"timeline": lambda flags: timeline.make_parser().parse_args(["file", *flags])}
-    with refused("No such file", "cd"):
-        parser[command]([])
-    monkeypatch.chdir(tmp_path)
-
-
-def test_a_process_without_a_working_directory(tmp_path: Path) -> None:
-    environ = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(REPOSITORY),
-    }
-    script = "mkdir gone; cd gone; rmdir ../gone; exec python -m hvd_bert.predict model --input questions.json"
-    ended = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environ, text=True, capture_output=True, timeout=60
-    )
-    assert (ended.returncode, ended.stdout) == (EXIT_BAD_INPUT, ""), ended
-    assert ended.stderr.startswith("hvd_bert: The working directory") and ended.stderr.count("\n") == 1, ended
 
 
 NAMES = ["$\\frac{1}$", "$^$", "\x1b]0;title\x07", "a\ud800b", "<script>alert(1)</script>", "a\n# b", "|x|y|"]

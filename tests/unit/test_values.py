@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
@@ -41,24 +38,15 @@ def refusal(*flags: str) -> str:
     ("value", "words"),
     [
         ("", "'' is empty: give a value, or leave the flag out"),
-        ("a\0b", r"'a\x00b' contains a NUL character"),
         ("a\ud800b", r"'a\ud800b' is not valid UTF-8"),
         ("a\udcffb", r"'a\udcffb' is not valid UTF-8"),  # the byte 0xff
-        ("a" * 256, "is too long for a file: a name has at most 255 bytes"),
-        ("é" * 128, "is too long for a file"),
-        ("a/" * 2048, "is too long for a file"),
     ],
-    ids=["empty", "NUL", "surrogate", "byte", "long name", "many bytes", "long path"],
+    ids=["empty", "surrogate", "byte"],
 )
 def test_names_that_no_file_has(name: str, value: str, words: str) -> None:
     message = refusal(f"--{name}={value}")
     assert words in message and f"--{name}" in message and len(message) < 600
     message.encode()
-
-
-def test_longest_names() -> None:
-    names = ["a" * 255, "é" * 127, "a/" * 2047 + "a"]
-    assert [parse([f"--output_dir={name}"]).train.output_dir for name in names] == names
 
 
 @each("name", NUMBERS)
@@ -119,13 +107,10 @@ def test_without_removes_all_spellings() -> None:
 @pytest.mark.parametrize(
     ("parser", "words"),
     [
-        (report_parser, ["runs\0", "--out", "a"]),
         (report_parser, ["runs", "--out", "a\ud800"]),
         (report_parser, ["runs", "--out", ""]),
-        (timeline_parser, ["a" * 300]),
         (timeline_parser, ["a", "--ranks", "9" * 5000]),
         (predict_parser, [""]),
-        (predict_parser, ["model", "--input", "a\0"]),
     ],
 )
 def test_other_commands_refuse_them_too(parser: Any, words: list[str]) -> None:
@@ -151,35 +136,6 @@ def test_passage() -> None:
 def test_shortened() -> None:
     assert shortened("a" * 200) == "a" * 200
     assert shortened("a" * 5000) == "a" * 200 + "... (5000 characters)"
-
-
-IN_ANOTHER_LOCALE = """
-import json, sys
-from hvd_bert.storage.places import path_problem
-from hvd_bert.streams import end_when_lost
-end_when_lost()
-print(json.dumps([path_problem(word) for word in (sys.argv[1], sys.argv[1].encode("ascii", "replace").decode())]))
-print("\\ud800")
-"""
-
-
-@pytest.mark.parametrize(
-    ("env", "problems"),
-    [
-        (
-            {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-            ["is not ASCII, and Python's encoding of paths is ascii here: set PYTHONUTF8=1", ""],
-        ),
-        ({"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}, ["", ""]),
-    ],
-    ids=["C", "ascii output"],
-)
-def test_text_in_another_locale(env: dict[str, str], problems: list[str]) -> None:
-    command = [sys.executable, "-c", IN_ANOTHER_LOCALE, "Zürich €".encode()]
-    done = subprocess.run(command, env=env, capture_output=True, check=True, timeout=60)
-    first, second = done.stdout.decode("ascii").splitlines()
-    assert json.loads(first) == problems
-    assert second == r"\ud800"
 
 
 def test_more_micro_batches_than_windows() -> None:
