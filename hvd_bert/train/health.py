@@ -57,7 +57,6 @@ class Health:
         # The last ones of the steps done that were skipped, and that had a loss of NaN or infinity.
         self._skipped = self._without_loss = 0
         self._cause = "No gradient was finite"
-        self._skips: set[int] = set()  # skipped steps since the last check
         self._before: deque[float] = deque(maxlen=STEPS_BEFORE)
         self._events: Counter[str] = Counter()
         meter.on_step = self._ended
@@ -73,7 +72,6 @@ class Health:
         if math.isfinite(grad_norm):
             self._skipped = self._without_loss = 0
             return
-        self._skips.add(self._step)
         losses = np.array(self.world.allgather(loss))
         bad = np.flatnonzero(~np.isfinite(losses))
         self._skipped += 1
@@ -109,30 +107,18 @@ class Health:
             )
 
     def check(self, step: int) -> None:
-        """After `Meter.read` at `step`: find jumps of the loss. Raises CollectiveError if the loss was not finite in a
-        step whose gradient was."""
+        """After `Meter.read` at `step`: find jumps of the loss. Raises CollectiveError if it is not finite although the
+        gradients were."""
         losses = self.meter.interval.losses.numpy()  # of the last steps
-        bad: dict[int, Losses] = {}
         for number, of_ranks in zip(range(step - losses.shape[1] + 1, step + 1), losses.T, strict=True):
             if np.isfinite(of_ranks).all():
                 self._compare(number, of_ranks)
-            elif number not in self._skips:
-                bad[number] = of_ranks
-        self._skips.clear()
         if not math.isfinite(self.meter.loss_sum):
-            raise CollectiveError(f"{self._not_finite(step, bad)} {ADVICE}", status=EXIT_FAILURE)
-
-    def _not_finite(self, step: int, bad: dict[int, Losses]) -> str:
-        """`bad`: losses of steps that were not skipped. The first of them explains the others."""
-        if not bad:
-            loss = self.meter.loss_sum
-            return f"The loss is {loss} at step {step}, or since the last log line: training has diverged."
-        number, losses = next(iter(bad.items()))
-        ranks = np.flatnonzero(~np.isfinite(losses))
-        batch = self._batch("infinite_loss", number, ranks, losses)
-        self._record("infinite_loss", step=number, batch=batch)
-        what = f"The loss of {describe_ranks(ranks.tolist())} is {losses[ranks[0]]} at step {number}"
-        return f"{what}, although the gradient is finite: training has diverged.{_shown(batch)}"
+            raise CollectiveError(
+                f"The loss is {self.meter.loss_sum} at step {step}, or since the last log line: training has diverged."
+                f" {ADVICE}",
+                status=EXIT_FAILURE,
+            )
 
     def _compare(self, step: int, losses: Losses) -> None:
         """Compare a step's losses with the steps before."""

@@ -191,9 +191,7 @@ def test_skipped_steps_and_jumps_are_shown_with_their_windows(tmp_path):
     skipped = {"event": "skipped_step", "step": 7, "grad_norm": "nan", "batch": batch}
     jump = {"event": "loss_jump", "step": 9, "loss": 7.25, "mean": 2.5, "deviation": 0.1, "batch": batch[1:]}
     damaged = {"event": "loss_jump", "step": None, "loss": "x", "batch": [3, {"windows": 5}]}
-    infinite = {"event": "infinite_loss", "step": 11, "batch": batch[1:]}
-    text = page(unfinished(tmp_path / "run", skipped, jump, damaged, infinite))
-    assert "| 11 | no finite loss, but a finite gradient | - | - | 1 | other |" in text
+    text = page(unfinished(tmp_path / "run", skipped, jump, damaged))
     assert "## Skipped steps and jumps of the loss" in text
     assert f"| 7 | skipped: no finite gradient | - | - | 3 | {', '.join(names[:8])} and 2 more |" in text
     assert "| 9 | jump of the loss | 7.25 | 2.5 | 1 | other |" in text

@@ -238,7 +238,6 @@ def summary(record: Record) -> Sequence[str]:
 WORDS = {
     "skipped_step": "skipped: no finite gradient",
     "loss_jump": "jump of the loss",
-    "infinite_loss": "no finite loss, but a finite gradient",
 }
 MAX_ROWS, MAX_NAMES = 50, 8
 

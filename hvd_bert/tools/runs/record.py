@@ -24,7 +24,7 @@ from hvd_bert.tools.runs.reading import EVALUATED_ONLY, METRICS, RESULTS, SCORES
 from hvd_bert.tools.runs.run import LARGEST
 
 EVENTS, SAMPLES, GPUS = "events.jsonl", "eval_samples.json", "gpu_usage.jsonl"
-NUMERIC = ("skipped_step", "loss_jump", "infinite_loss")  # events
+NUMERIC = ("skipped_step", "loss_jump")  # events
 RECENT = 20  # lines from which the speed of a run that is still going is computed
 MAX_LINE = 2**20  # bytes; no line of a run is nearly as long
 MAX_PROBLEMS = 5  # lines of a file that are named
