@@ -32,6 +32,7 @@ from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data import window_table
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.sources import squad
+from hvd_bert.data.window_cutting import WindowOptions
 from hvd_bert.model.bert import load_model, load_tokenizer, window_losses
 from hvd_bert.model.cpu import dropout, kernels, linear
 from hvd_bert.model.cpu.kernels import ONEDNN, OPENBLAS, OWN, Kernels
@@ -166,7 +167,7 @@ def main() -> None:
     tokenizer = load_tokenizer(args)
     source = squad.open_file(flags.train_file, False)
     with tempfile.TemporaryDirectory() as cache:
-        options = window_table.WindowOptions(max_samples=2000)
+        options = WindowOptions(max_samples=2000)
         collate = Collator(window_table.prepare(source, tokenizer, options, cache_dir=cache), CPU)
         order = np.random.default_rng(0).permutation(len(collate.windows))
         batches = [collate(order[i * flags.batch :][: flags.batch]) for i in range(flags.batches)]

@@ -41,17 +41,6 @@ from hvd_bert.storage.reading import convert, read_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "WindowCounts",
-    "WindowOptions",
-    "WindowTable",
-    "check_lengths",
-    "default_cache_dir",
-    "in_memory",
-    "min_length",
-    "prepare",
-]
-
 logger = logging.getLogger(__name__)
 
 _FORMAT = 4  # part of the cache key; raise it with every change of the format or of the windows

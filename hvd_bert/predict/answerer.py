@@ -22,8 +22,8 @@ from hvd_bert.config.settings import DataArguments, ModelArguments
 from hvd_bert.config.values import shortened
 from hvd_bert.data.sources.checks import text_mistake
 from hvd_bert.data.sources.squad import Question
-from hvd_bert.data.window_cutting import WindowTokenizer
-from hvd_bert.data.window_table import WindowOptions, check_lengths, in_memory, min_length
+from hvd_bert.data.window_cutting import WindowOptions, WindowTokenizer
+from hvd_bert.data.window_table import check_lengths, in_memory, min_length
 from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.evaluation.evaluator import span_options, window_logits
 from hvd_bert.evaluation.postprocess import Answer, answers_of

@@ -18,7 +18,8 @@ from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.questions import BadExample
 from hvd_bert.data.sources.squad import Question, Source
-from hvd_bert.data.window_table import WindowOptions, WindowTable, prepare
+from hvd_bert.data.window_cutting import WindowOptions
+from hvd_bert.data.window_table import WindowTable, prepare
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
 from hvd_bert.evaluation.evaluator import evaluated, span_options, window_logits

@@ -22,7 +22,8 @@ from transformers import (
 from hvd_bert.config.settings import ModelArguments, TrainArguments
 from hvd_bert.data.collate import Collator
 from hvd_bert.data.sources import squad
-from hvd_bert.data.window_table import WindowOptions, WindowTable, prepare
+from hvd_bert.data.window_cutting import WindowOptions
+from hvd_bert.data.window_table import WindowTable, prepare
 from hvd_bert.model import attention
 from hvd_bert.model.bert import compile_layers, load_model, load_tokenizer, span_logits, span_losses, window_losses
 from hvd_bert.model.cpu.dropout import Dropout

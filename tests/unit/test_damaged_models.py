@@ -21,6 +21,7 @@ from hvd_bert import QuestionAnswerer
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data import window_table
 from hvd_bert.data.sources import hub, squad
+from hvd_bert.data.window_cutting import WindowOptions
 from hvd_bert.errors import UserError
 from hvd_bert.model import loading
 from hvd_bert.model.bert import load_model, load_tokenizer
@@ -50,7 +51,7 @@ def load_all(folder: Path, make_questions: Callable[..., list[squad.Question]]) 
     args = ModelArguments(model_name_or_path=str(folder))
     tokenizer = load_tokenizer(args)
     load_model(args, tokenizer, LENGTH, seed=1)
-    window_table.prepare(squad.from_questions("q", make_questions(1)), tokenizer, window_table.WindowOptions(LENGTH, 8))
+    window_table.prepare(squad.from_questions("q", make_questions(1)), tokenizer, WindowOptions(LENGTH, 8))
 
 
 # --- damage: a function of the folder, and a pattern of the reason ------------------------------------
@@ -239,7 +240,7 @@ def test_text_that_the_tokenizer_fails_with(good, tmp_path, tokenizer):
     damaged = load_tokenizer(ModelArguments(model_name_or_path=str(folder)))
     question = squad.Question("q", "", "The box is \u2603.", "What is the box?", (), ())
     with refused("--tokenizer_name"):
-        window_table.prepare(squad.from_questions("q", [question]), damaged, window_table.WindowOptions(LENGTH, 8))
+        window_table.prepare(squad.from_questions("q", [question]), damaged, WindowOptions(LENGTH, 8))
 
 
 def test_memory_for_all_copies(good, monkeypatch):

@@ -30,7 +30,8 @@ from transformers import (
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import TASKS, ModelArguments
 from hvd_bert.data.sources import squad
-from hvd_bert.data.window_table import WindowOptions, check_lengths, prepare
+from hvd_bert.data.window_cutting import WindowOptions
+from hvd_bert.data.window_table import check_lengths, prepare
 from hvd_bert.evaluation.postprocess import SpanOptions, WindowLogits, answers_of
 from hvd_bert.model.bert import load_model
 from hvd_bert.tasks.base import load_task

@@ -33,6 +33,7 @@ from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data import window_table
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.questions import Question
+from hvd_bert.data.window_cutting import WindowOptions
 from hvd_bert.errors import UserError
 from hvd_bert.model.bert import load_model, load_tokenizer
 from hvd_bert.output.reporters import tensorboard
@@ -112,7 +113,7 @@ def test_a_damaged_cache_is_built_again(
     tmp_path: Path, tokenizer: Any, make_questions: Any, own_cache: Path, name: str, what: str
 ) -> None:
     source = squad.from_questions("small", make_questions(2))
-    options = window_table.WindowOptions(32, 8)
+    options = WindowOptions(32, 8)
     table = window_table.prepare(source, tokenizer, options)
     entry = table.path.parent
     assert {path.name for path in entry.iterdir()} == {"windows.json", "windows.arrow"}

@@ -17,7 +17,8 @@ from tables import each, refused
 
 from hvd_bert.data import window_cutting, window_table
 from hvd_bert.data.sources import squad
-from hvd_bert.data.window_table import WindowCounts, WindowOptions, check_lengths, prepare
+from hvd_bert.data.window_cutting import WindowCounts, WindowOptions
+from hvd_bert.data.window_table import check_lengths, prepare
 
 SMALL = WindowOptions(max_seq_length=32, doc_stride=8)
 
