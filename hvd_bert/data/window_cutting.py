@@ -247,12 +247,6 @@ class _Tokens:
         self.ids = np.concatenate([none[:, 0], *(np.array(e.ids, dtype=np.int32) for e in encodings)])
         spans = [np.array(e.offsets, dtype=np.int32) for e in encodings if len(e)]
         self.char_starts, self.char_ends = np.ascontiguousarray(np.concatenate([none, *spans]).T)
-        for offsets in (self.char_starts, self.char_ends):
-            falls = np.flatnonzero(np.diff(offsets) < 0) + 1
-            if not np.isin(falls, self.begins).all():
-                raise UserError(
-                    "This tokenizer's tokens are not in the order of the text. Name another with --tokenizer_name."
-                )
 
     def characters(self, row: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         part = slice(self.begins[row], self.begins[row] + self.lengths[row])
