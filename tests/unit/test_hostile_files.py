@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +25,6 @@ from hvd_bert.output.reporters.tensorboard import TensorBoard
 from hvd_bert.storage import locks, written
 from hvd_bert.tools.bench.points import Point
 from hvd_bert.tools.bench.record import SweepRecord, read_previous
-from hvd_bert.tools.doctor import collective
 from hvd_bert.tools.report import run_page
 from hvd_bert.tools.report.__main__ import _networks
 from hvd_bert.tools.report.flags import make_parser
@@ -229,12 +227,3 @@ def test_records_are_read_whatever_their_lines_hold(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines, b'{"step": 9}']))
     output_dir.forget_after(tmp_path, 5)
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"\n".join(lines[:2]) + b"\n"
-
-
-@each("what", hostile.ALL)
-def test_model_that_doctor_checks(tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL)
-    hostile.ALL[what](tmp_path / "config.json")
-    with pytest.raises(UserError) as raised:
-        collective.gradient_bytes(str(tmp_path))
-    hostile.check_message(str(raised.value), str(tmp_path))

@@ -40,7 +40,6 @@ from hvd_bert.output.reporters import tensorboard
 from hvd_bert.storage import written
 from hvd_bert.tools.bench import speed
 from hvd_bert.tools.bench.__main__ import parse
-from hvd_bert.tools.doctor import collective
 from hvd_bert.tools.runs import reading, record
 from hvd_bert.train import saving
 
@@ -271,12 +270,8 @@ def bench(model: str) -> None:
     speed.random_task(model, 1, parse([])[1], make_world())
 
 
-def doctor(model: str) -> None:
-    collective.gradient_bytes(model)
-
-
 @pytest.mark.parametrize("answer", ["", "y\n"], ids=["silent", "yes"])
-@pytest.mark.parametrize("load", [train, train_from_scratch, bench, doctor])
+@pytest.mark.parametrize("load", [train, train_from_scratch, bench])
 def test_code_is_refused_without_a_question(
     folder: Path, tmp_path: Path, load: Callable[[str], Any], answer: str, monkeypatch, capfd
 ) -> None:

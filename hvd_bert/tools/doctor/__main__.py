@@ -23,6 +23,7 @@ from hvd_bert.streams import end_when_lost, keep_running
 from hvd_bert.tools.doctor.report import FAILURE, Line, Report
 
 MAX_REPEATS = 1000
+BERT_BASE_MB = 435.6
 
 
 def make_parser() -> Parser:
@@ -33,12 +34,8 @@ def make_parser() -> Parser:
         "--json", action="store_true", help="Print one JSON object instead of text. (default: False)"
     )  # fmt: skip
     parser.add_argument(
-        "--model", metavar="FOLDER", type=str,
-        help="Check this BERT's configuration, and measure the allreduce of its gradients. (default: BERT-base)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--size", type=float, metavar="MB", limits=Limits(above=0, maximum=100_000),
-        help="Measure an allreduce of this many megabytes instead. (default: none)",
+        "--size", type=float, default=BERT_BASE_MB, metavar="MB", limits=Limits(above=0, maximum=100_000),
+        help="Megabytes of the measured allreduce. (default: BERT-base's gradients in fp32, %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--repeats", metavar="N", type=int, default=5, limits=Limits(minimum=1, maximum=MAX_REPEATS),

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_bert.config.settings import ModelArguments
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.rendering.page import Grid
@@ -19,8 +18,6 @@ from hvd_bert.rendering.text import seconds
 from hvd_bert.tools.doctor.probes import mpi_version
 from hvd_bert.tools.doctor.report import OK, WARNING, Line
 
-# BertForQuestionAnswering of bert-base-uncased, which has no pooler, in fp32.
-BERT_BASE_BYTES = 4 * 108_893_186
 SMALL_CALLS = 20  # per repeat of the small message, which takes less time than ranks differ at the start
 SLOW = 2.0  # times plain MPI's time
 SLOW_FROM_BYTES = 10_000_000  # below that, Horovod's cycle of 1 ms matters more than the network
@@ -47,13 +44,6 @@ class Timing:
     def as_dict(self) -> dict[str, Any]:
         """For --json."""
         return {**asdict(self), "median_s": self.median_s, "gb_per_s": self.gb_per_s}
-
-
-def gradient_bytes(model: str) -> int:
-    """Bytes of the fp32 gradients of a BERT, from its configuration (a folder or a hub name). Raises UserError."""
-    from hvd_bert.model.loading import load_config, num_weights  # slow: imports transformers
-
-    return 4 * num_weights(load_config(model, ModelArguments(model_name_or_path=model)))
 
 
 def mpi_library(world: World) -> str:

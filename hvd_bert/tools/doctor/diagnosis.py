@@ -86,15 +86,14 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
             "the ranks do not respond",
             "Rerun the check. If it fails again, check the network between the hosts.",
         )
-        num_bytes = _gradient_bytes(flags, world, report) if _examine_ranks(world, report) else None
-        if num_bytes is not None and world.size > 1:
+        if _examine_ranks(world, report) and world.size > 1:
             step_timeout.step(
                 "Allreduce",
                 "the ranks do not finish their allreduce",
                 "Name the network interface or the subnet with HVD_BERT_INTERFACE (docs/guides/cluster.md)."
                 " If the network is only slow, use --size 10 or a longer --timeout.",
             )
-            _measure(num_bytes, flags.repeats, world, report)
+            _measure(int(flags.size * 1e6), flags.repeats, world, report)
     except Exception as error:  # on this rank only: the others must not wait for it
         step_timeout.done()
         failure = f"rank {world.rank} on {world.host}: {type(error).__name__}: {error}"
@@ -148,20 +147,6 @@ def _examine_ranks(world: World, report: Report) -> bool:
         report.print_text(f"\n{ranks_table(ranks)}\n")
     report.add(isolated("World", lambda: rank_lines(ranks, world.controller)))
     return True
-
-
-def _gradient_bytes(flags: argparse.Namespace, world: World, report: Report) -> int | None:
-    """Bytes of the arrays to reduce. None if the model of --model cannot be trained, which is added to the report."""
-    num_bytes = collective.BERT_BASE_BYTES
-    if flags.model is not None:
-        try:
-            with world.raise_on_all_ranks():
-                num_bytes = collective.gradient_bytes(flags.model)
-        except CollectiveError as error:
-            report.add([Line("Model", FAILURE, str(error))])
-            return None
-        report.add([Line("Model", OK, f"{flags.model}, {num_bytes / 1e6:.1f} MB of gradients")])
-    return num_bytes if flags.size is None else int(flags.size * 1e6)
 
 
 def _measure(num_bytes: int, repeats: int, world: World, report: Report) -> None:
