@@ -54,8 +54,6 @@ SLURM = Slurm("slurm-wlm 22.05.8", ("pmi2", "pmix", "pmix_v4"))
         (checks.torch_line("2.13.0+cpu"), OK, ""),
         (checks.memory_line(8 * checks.GIB, 2), OK, ""),
         (checks.memory_line(8 * checks.GIB, 4), WARNING, "4 rank(s)"),
-        (checks.inputs_line([]), OK, ""),
-        (checks.inputs_line(["squad"]), WARNING, "squad"),
         (checks.driver_line(TWO_GPUS), OK, "570.86, supports CUDA up to 12.8"),
         (checks.driver_line(NO_DRIVER), OK, "Library Not Found"),
         (checks.cuda_line(None, 0, NO_DRIVER, False), OK, "no GPU on this host"),
@@ -180,22 +178,17 @@ def test_slurm(slurm, build, statuses, words):
 
 
 @each(
-    ("free", "required", "status"),
-    [
-        (checks.DISK_RECOMMENDED, True, OK),
-        (checks.DISK_RECOMMENDED - 1, True, WARNING),
-        (checks.DISK_REQUIRED - 1, True, FAILURE),
-        (checks.DISK_REQUIRED - 1, False, WARNING),
-    ],
+    ("free", "status"),
+    [(checks.DISK_RECOMMENDED, OK), (checks.DISK_RECOMMENDED - 1, WARNING), (checks.DISK_REQUIRED - 1, FAILURE)],
 )
-def test_folders(tmp_path, monkeypatch, free, required, status):
+def test_folders(tmp_path, monkeypatch, free, status):
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    line = checks.folder_line("Windows", tmp_path / "not" / "yet", "name another", required=required)
+    line = checks.folder_line("Windows", tmp_path / "not" / "yet", "name another")
     assert line.status == status and ("name another" in line.hint) == (status != OK) and "GiB free" in line.found
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    bad = checks.folder_line("Windows", tmp_path / "file" / "folder", "name another", required=required)
-    assert (bad.status, bad.hint) == (FAILURE if required else WARNING, "name another")
+    bad = checks.folder_line("Windows", tmp_path / "file" / "folder", "name another")
+    assert (bad.status, bad.hint) == (FAILURE, "name another")
     assert "Not a directory" in bad.found
 
 
@@ -382,7 +375,7 @@ def test_every_check_is_isolated(monkeypatch, tmp_path):
         monkeypatch.setattr(checks, name, raising(RuntimeError("broken")))
     found = checks.host_lines("none", 1, tmp_path)
     failed = [line.name for line in found if line.status == FAILURE]
-    assert failed == ["Driver", "CUDA", "Horovod", "NCCL", "MPI", "Slurm", "Caches", "Memory"]
+    assert failed == ["Driver", "CUDA", "Horovod", "NCCL", "MPI", "Slurm", "Windows", "Memory"]
     assert [line.name for line in found if line.status == OK][:3] == ["Python", "torch", "Packages"]
     assert (found[-1].name, found[-1].status) == ("Output", OK)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from hvd_bert.config.settings import DEFAULT_DATASET, DEFAULT_MODEL, PACKAGE
+from hvd_bert.config.settings import PACKAGE
 from hvd_bert.data.cache import default_cache_dir
 from hvd_bert.distributed.launch import WITHOUT_HOROVOD
 from hvd_bert.machine import free_memory, version_of
@@ -48,14 +48,12 @@ def host_lines(launcher: str, ranks_here: int, output_dir: Path | None) -> list[
         ("NCCL", lambda: [nccl_line(probes.horovod(), gpus(), torch_nccl())]),
         ("MPI", lambda: [mpi_line(probes.horovod(), probes.mpi4py(), probes.mpirun(), launcher == "srun")]),
         ("Slurm", lambda: slurm_lines(probes.slurm(), probes.horovod())),
-        ("Caches", _caches),
-        ("Inputs", lambda: [inputs_line(missing_inputs())]),
+        ("Windows", lambda: [folder_line("Windows", default_cache_dir(), "Set HVD_BERT_CACHE to another folder.")]),
         ("Kernels", lambda: [] if gpus() else cpu_kernels.lines()),
         ("Memory", lambda: [memory_line(free_memory(), ranks_here)]),
     ]
     if output_dir is not None:
-        hint = "Use an --output_dir that is writable and has free space."
-        checks.append(("Output", lambda: [folder_line("Output", output_dir, hint, required=True)]))
+        checks.append(("Output", lambda: [folder_line("Output", output_dir, "Use another --output_dir.")]))
     return [line for name, check in checks for line in isolated(name, check)]
 
 
@@ -220,31 +218,17 @@ def slurm_lines(slurm: Slurm | ProbeError | None, build: HorovodBuild | ProbeErr
     return lines
 
 
-def _caches() -> list[Line]:
-    from datasets import config
-    from huggingface_hub import constants
-
-    windows = "Set HVD_BERT_CACHE to a writable folder with free space."
-    hub = "Nothing can be downloaded: set {} to a writable folder with free space, or use local files and folders."
-    return [
-        folder_line("Windows", default_cache_dir(), windows, required=True),
-        folder_line("Hub data", Path(config.HF_DATASETS_CACHE), hub.format("HF_DATASETS_CACHE"), required=False),
-        folder_line("Hub models", Path(constants.HF_HUB_CACHE), hub.format("HF_HUB_CACHE"), required=False),
-    ]
-
-
-def folder_line(name: str, folder: Path, hint: str, required: bool) -> Line:
+def folder_line(name: str, folder: Path, hint: str) -> Line:
     """Whether files can be written in `folder`, which need not exist yet, and its free space."""
-    bad = FAILURE if required else WARNING
     try:
         existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryFile(dir=existing):
             free = shutil.disk_usage(existing).free
     except OSError as error:
-        return Line(name, bad, f"{folder} cannot be written: {error.strerror or error}", hint)
+        return Line(name, FAILURE, f"{folder} cannot be written: {error.strerror or error}", hint)
     found = f"{folder}, {free / GIB:.1f} GiB free"
     if free < DISK_REQUIRED:
-        return Line(name, bad, found, hint)
+        return Line(name, FAILURE, found, hint)
     if free < DISK_RECOMMENDED:
         return Line(name, WARNING, found, f"{DISK_RECOMMENDED // GIB} GiB or more are recommended. {hint}")
     return Line(name, OK, found)
@@ -256,28 +240,3 @@ def memory_line(free: int, ranks_here: int) -> Line:
         return Line("Memory", OK, found)
     hint = "BERT-base needs about 3 GiB per rank, more with large batches: request more (Slurm: --mem) or fewer ranks."
     return Line("Memory", WARNING, found, hint)
-
-
-def missing_inputs() -> list[str]:
-    """What a run without flags would have to download from the hub."""
-    from datasets import config
-    from huggingface_hub import try_to_load_from_cache
-
-    model, data = DEFAULT_MODEL, DEFAULT_DATASET
-    model_cached = any(
-        isinstance(try_to_load_from_cache(name, "config.json"), str) for name in (model, f"google-bert/{model}")
-    )
-    data_cached = any((Path(config.HF_DATASETS_CACHE) / name).is_dir() for name in (data, f"rajpurkar___{data}"))
-    return [name for name, there in ((model, model_cached), (data, data_cached)) if not there]
-
-
-def inputs_line(missing: list[str]) -> Line:
-    if not missing:
-        return Line("Inputs", OK, f"{DEFAULT_MODEL} and {DEFAULT_DATASET} are in the hub's cache")
-    return Line(
-        "Inputs",
-        WARNING,
-        f"not in the hub's cache: {' and '.join(missing)}. A run without flags downloads from the hub",
-        "If compute nodes cannot reach it, download once on the login node, use local files and folders, or use"
-        " `--config sample`, which needs no download.",
-    )
