@@ -27,16 +27,14 @@ from hvd_bert.tools.doctor import __main__ as command
 from hvd_bert.tools.doctor import checks, collective, cpu_kernels, diagnosis, probes
 from hvd_bert.tools.doctor.collective import Timing
 from hvd_bert.tools.doctor.diagnosis import Rank, ranges, rank_lines, ranks_table
-from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, MpiLibrary, ProbeError, Slurm
+from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, ProbeError, Slurm
 from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, Line, Report, isolated, merged
 
 NO_DRIVER = NvmlError("NVML Shared Library Not Found")
 TWO_GPUS = Gpus("570.86", "12.8", ("A100", "A100"))
-BUILD = HorovodBuild("0.28.1", mpi=True, gloo=True, nccl=False, libraries=("/mpi/lib/libmpi.so.40",))
-TWO_NCCLS = replace(BUILD, nccl=True, libraries=("/a/libnccl.so.2", "/b/libnccl.so.2"))
+BUILD = HorovodBuild("0.28.1", mpi=True, gloo=True, nccl=False)
 BROKEN = ProbeError("`python -c ...` was killed by signal 11")
-LIBRARY = MpiLibrary("Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4", ("/mpi/lib/libmpi.so.40",))
-OTHER_LIBRARY = replace(LIBRARY, libraries=("/other/libmpi.so.12",))
+LIBRARY = "Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4"
 OPEN_MPI = ("/usr/bin/mpirun", "mpirun (Open MPI) 4.1.4\n\nReport bugs to ...")
 MPICH = ("/opt/bin/mpirun", "HYDRA build details:\n    Version:    4.0.2\n    Release Date: ...")
 SLURM = Slurm("slurm-wlm 22.05.8", ("pmi2", "pmix", "pmix_v4"))
@@ -68,7 +66,6 @@ SLURM = Slurm("slurm-wlm 22.05.8", ("pmi2", "pmix", "pmix_v4"))
         (checks.nccl_line(BUILD, 0, "2.28.9"), OK, "not needed"),
         (checks.nccl_line(BUILD, 2, "2.28.9"), FAILURE, "without NCCL"),
         (checks.nccl_line(replace(BUILD, nccl=True), 2, "2.28.9"), OK, "2.28.9"),
-        (checks.nccl_line(TWO_NCCLS, 2, "2.28.9"), WARNING, "two NCCLs"),
         (checks.mpi_line(BUILD, LIBRARY, OPEN_MPI, False), OK, "Open MPI 4.1.4, the same in"),
         (checks.mpi_line(BUILD, LIBRARY, MPICH, False), FAILURE, "/opt/bin/mpirun is MPICH 4.0.2"),
         (checks.mpi_line(BUILD, LIBRARY, MPICH, True), WARNING, "/opt/bin/mpirun is MPICH 4.0.2"),
@@ -76,7 +73,6 @@ SLURM = Slurm("slurm-wlm 22.05.8", ("pmi2", "pmix", "pmix_v4"))
         (checks.mpi_line(BUILD, LIBRARY, None, False), WARNING, "mpirun is not on PATH"),
         (checks.mpi_line(BUILD, LIBRARY, None, True), OK, "mpirun is not on PATH"),
         (checks.mpi_line(BUILD, LIBRARY, ("/bin/mpirun", "unknown"), False), OK, "the same in"),
-        (checks.mpi_line(BUILD, OTHER_LIBRARY, OPEN_MPI, False), FAILURE, "two MPIs in one process"),
         (checks.mpi_line(BUILD, BROKEN, OPEN_MPI, False), FAILURE, "mpi4py cannot be used"),
         (checks.mpi_line(BROKEN, LIBRARY, OPEN_MPI, False), OK, "Open MPI 4.1.4"),
         (checks.mpi_line(replace(BUILD, mpi=False), BROKEN, None, False), OK, "--gloo"),
@@ -103,7 +99,6 @@ def test_other_strategies_are_named_without_horovod(monkeypatch, installed, foun
     ("requirements", "status", "found"),
     [
         ("torch==2.13  # any\nnumpy==1; python_version < '3.11'\nno_such-one==1\n# other\n", FAILURE, ": no_such-one"),
-        ("torch==2.13.0\nnvidia-ml-py==13\n", WARNING, "nvidia-ml-py"),
         ("torch==2.13.0\nmpi4py==4\nhorovod[pytorch]==0.28.1\n", OK, ""),
         (None, WARNING, "not checked"),
     ],
@@ -130,7 +125,7 @@ def test_without_a_package_that_the_doctor_needs(module):
     ("text", "version"),
     [
         (OPEN_MPI[1], ("Open MPI", "4.1.4")),
-        (LIBRARY.version, ("Open MPI", "4.1.4")),
+        (LIBRARY, ("Open MPI", "4.1.4")),
         ("mpirun (Open MPI) 5.0.5rc1", ("Open MPI", "5.0.5rc1")),
         (MPICH[1], ("MPICH", "4.0.2")),
         ("MPICH Version: 4.0.2 MPICH Release date: Thu Apr 7", ("MPICH", "4.0.2")),
@@ -162,18 +157,16 @@ def test_mpi_kinds(listed, kinds):
 
 
 @each(
-    ("slurm", "build", "statuses", "words"),
+    ("slurm", "statuses", "words"),
     [
-        (None, BUILD, [OK, OK], "not needed"),
-        (SLURM, BUILD, [OK, OK], "`srun --mpi=pmix`"),
-        (replace(SLURM, mpi_kinds=("pmi2",)), BUILD, [OK, WARNING], "not supported"),
-        (replace(SLURM, mpi_kinds=()), BUILD, [OK, WARNING], "neither"),
-        (SLURM, replace(BUILD, mpi=False), [OK, OK], "horovodrun --gloo"),
-        (ProbeError("`srun --mpi=list` did not finish"), BUILD, [WARNING, WARNING], "unknown"),
+        (None, [OK, OK], "not needed"),
+        (SLURM, [OK, OK], "`srun --mpi=pmix`"),
+        (replace(SLURM, mpi_kinds=("pmi2",)), [OK, WARNING], "not supported"),
+        (ProbeError("`srun --mpi=list` did not finish"), [WARNING, WARNING], "unknown"),
     ],
 )
-def test_slurm(slurm, build, statuses, words):
-    lines = checks.slurm_lines(slurm, build)
+def test_slurm(slurm, statuses, words):
+    lines = checks.slurm_lines(slurm)
     assert [line.status for line in lines] == statuses and words in lines[-1].found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shutil
@@ -20,11 +19,10 @@ from hvd_bert.machine import free_memory, version_of
 from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.doctor import cpu_kernels, probes
-from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, MpiLibrary, ProbeError, Slurm, mpi_version
+from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, ProbeError, Slurm, mpi_version
 from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, Line, isolated
 
 REQUIREMENTS = PACKAGE.parent / "requirements.txt"
-NOT_FOR_TRAINING = {"matplotlib", "nvidia-ml-py", "plotly"}
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 6)
 # BERT-base's weights, gradients and AdamW moments in fp32 take 1.6 GiB; a batch and the libraries take the rest.
 MEMORY_PER_RANK = 3 * GIB
@@ -47,7 +45,7 @@ def host_lines(launcher: str, ranks_here: int, output_dir: Path | None) -> list[
         ("Horovod", lambda: horovod_lines(probes.horovod())),
         ("NCCL", lambda: [nccl_line(probes.horovod(), gpus(), torch_nccl())]),
         ("MPI", lambda: [mpi_line(probes.horovod(), probes.mpi4py(), probes.mpirun(), launcher == "srun")]),
-        ("Slurm", lambda: slurm_lines(probes.slurm(), probes.horovod())),
+        ("Slurm", lambda: slurm_lines(probes.slurm())),
         ("Windows", lambda: [folder_line("Windows", default_cache_dir(), "Set HVD_BERT_CACHE to another folder.")]),
         ("Kernels", lambda: [] if gpus() else cpu_kernels.lines()),
         ("Memory", lambda: [memory_line(free_memory(), ranks_here)]),
@@ -80,8 +78,7 @@ def packages_line(requirements: Path) -> Line:
     missing = [name for name in names if version_of(name) is None and name not in ("horovod", "mpi4py")]
     if not missing:
         return Line("Packages", OK, f"all of {requirements.name} are installed")
-    status = WARNING if NOT_FOR_TRAINING.issuperset(missing) else FAILURE
-    return Line("Packages", status, f"not installed: {', '.join(missing)}", "Run env/setup.sh.")
+    return Line("Packages", FAILURE, f"not installed: {', '.join(missing)}", "Run env/setup.sh.")
 
 
 def driver_line(gpus: Gpus | NvmlError) -> Line:
@@ -136,12 +133,8 @@ def torch_nccl() -> str:
 def nccl_line(build: HorovodBuild | ProbeError, gpus: int, of_torch: str) -> Line:
     if isinstance(build, ProbeError):
         return Line("NCCL", WARNING, "unknown, because Horovod cannot be imported")
-    files = [path for path in build.libraries if "/libnccl" in path]
-    if build.nccl and len(files) > 1:
-        hint = "Build Horovod with torch's NCCL: " + REBUILD
-        return Line("NCCL", WARNING, f"two NCCLs in one process: {', '.join(files)}", hint)
     if build.nccl:
-        return Line("NCCL", OK, ", ".join(filter(None, [of_torch, *files])) or "linked into Horovod")
+        return Line("NCCL", OK, of_torch or "linked into Horovod")
     if gpus == 0:
         return Line("NCCL", OK, "not built into Horovod, and not needed without GPUs")
     return Line(
@@ -153,25 +146,17 @@ def nccl_line(build: HorovodBuild | ProbeError, gpus: int, of_torch: str) -> Lin
 
 
 def mpi_line(
-    build: HorovodBuild | ProbeError, library: MpiLibrary | ProbeError, mpirun: tuple[str, str] | None, by_srun: bool
+    build: HorovodBuild | ProbeError, library: str | ProbeError, mpirun: tuple[str, str] | None, by_srun: bool
 ) -> Line:
-    """Whether Horovod, mpi4py and mpirun use the same MPI. `mpirun`: its path and version text."""
+    """Whether mpi4py and mpirun use the same MPI. `library`: mpi4py's version text. `mpirun`: its path and text."""
     if isinstance(build, HorovodBuild) and not build.mpi:
         hint = "" if mpirun is None else "To use MPI, run env/setup.sh --with-mpi."
         return Line("MPI", OK, "Horovod was built without MPI: start it with `horovodrun --gloo`", hint)
     if isinstance(library, ProbeError):
         hint = "Load the MPI module that was loaded at set-up. If this does not help, env/setup.sh reinstalls mpi4py."
         return Line("MPI", FAILURE, f"mpi4py cannot be used: {library}", hint)
-    of_horovod, of_mpi4py = (_mpi_files(found) for found in (build, library))
-    if of_horovod and of_mpi4py and of_horovod != of_mpi4py:
-        return Line(
-            "MPI",
-            FAILURE,
-            f"two MPIs in one process: Horovod loads {', '.join(of_horovod)}, mpi4py {', '.join(of_mpi4py)}",
-            "Load one MPI module only, then run env/setup.sh.",
-        )
-    known = mpi_version(library.version)
-    name = " ".join(known) if known else library.version[:60]
+    known = mpi_version(library)
+    name = " ".join(known) if known else library[:60]
     if mpirun is None:
         hint = "" if by_srun else "Load the MPI module, or start with `horovodrun --gloo` or `srun --mpi=pmix`."
         return Line("MPI", OK if by_srun else WARNING, f"{name}; mpirun is not on PATH", hint)
@@ -184,15 +169,10 @@ def mpi_line(
             f"Horovod and mpi4py use {name}, but {path} is {' '.join(other)}: its processes would not find each other",
             "Load the MPI module that Horovod was built with, or run env/setup.sh to build it with this one.",
         )
-    return Line("MPI", OK, f"{name}, the same in Horovod, mpi4py and {path}")
+    return Line("MPI", OK, f"{name}, the same in mpi4py and {path}")
 
 
-def _mpi_files(found: HorovodBuild | MpiLibrary | ProbeError) -> list[str]:
-    paths = () if isinstance(found, ProbeError) else found.libraries
-    return sorted({os.path.realpath(path) for path in paths if "/libmpi" in path})
-
-
-def slurm_lines(slurm: Slurm | ProbeError | None, build: HorovodBuild | ProbeError) -> list[Line]:
+def slurm_lines(slurm: Slurm | ProbeError | None) -> list[Line]:
     if slurm is None:
         return [
             Line("Slurm", OK, "not found (no srun on PATH): start with horovodrun or mpirun"),
@@ -203,18 +183,11 @@ def slurm_lines(slurm: Slurm | ProbeError | None, build: HorovodBuild | ProbeErr
         return [Line("Slurm", WARNING, str(slurm), hint), Line("PMIx", WARNING, "unknown, because srun fails")]
     lines = [Line("Slurm", OK, f"{slurm.version}; srun --mpi= supports {', '.join(slurm.mpi_kinds) or 'no MPI'}")]
     pmix = [kind for kind in slurm.mpi_kinds if kind.startswith("pmix")]
-    if isinstance(build, HorovodBuild) and not build.mpi:
-        lines.append(
-            Line("PMIx", OK, "not used by a Horovod without MPI: start it with `horovodrun --gloo` in the job")
-        )
-    elif pmix:
+    if pmix:
         lines.append(Line("PMIx", OK, f"start with `srun --mpi={pmix[0]}`"))
-    elif "pmi2" in slurm.mpi_kinds:
-        hint = "Use `srun --mpi=pmi2` if the MPI was built with it, else mpirun or horovodrun inside the job."
-        lines.append(Line("PMIx", WARNING, "not supported by this Slurm", hint))
     else:
         hint = "Start with mpirun or horovodrun inside the job. With srun, every task would be a world of size 1."
-        lines.append(Line("PMIx", WARNING, "this Slurm has neither PMIx nor PMI2", hint))
+        lines.append(Line("PMIx", WARNING, "not supported by this Slurm", hint))
     return lines
 
 

@@ -18,25 +18,17 @@ from hvd_bert.storage.reading import Kind, convert, parse_json
 COMMAND_TIMEOUT_S = 20.0
 IMPORT_TIMEOUT_S = 90.0  # for torch and Horovod on a cold network file system
 
-_LIBRARIES = """
-import json, re
-def libraries():
-    with open("/proc/self/maps", encoding="utf-8") as maps:
-        paths = {line.split(maxsplit=5)[5].strip() for line in maps if line.count("/")}
-    return sorted(path for path in paths if re.search(r"/lib(mpi|mpich|mpi_cray|nccl)\\.so", path))
-"""
-_HOROVOD = f"""{_LIBRARIES}
-import horovod, horovod.torch as hvd
-built = {{name: bool(getattr(hvd, name + "_built")()) for name in ("mpi", "gloo", "nccl")}}
-print(json.dumps({{"version": horovod.__version__, **built, "libraries": libraries()}}))
+_HOROVOD = """
+import json, horovod, horovod.torch as hvd
+built = {name: bool(getattr(hvd, name + "_built")()) for name in ("mpi", "gloo", "nccl")}
+print(json.dumps({"version": horovod.__version__, **built}))
 """
 # Without initialization: MPI refuses to start on the login nodes of some clusters.
-_MPI4PY = f"""{_LIBRARIES}
-import mpi4py
+_MPI4PY = """
+import json, mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
-version = " ".join(MPI.Get_library_version().split("\\0")[0].split())
-print(json.dumps({{"version": version, "libraries": libraries()}}))
+print(json.dumps(" ".join(MPI.Get_library_version().split("\\0")[0].split())))
 """
 
 
@@ -46,21 +38,12 @@ class ProbeError(UserError):
 
 @dataclass(frozen=True)
 class HorovodBuild:
-    """Version and features of Horovod, and the MPI and NCCL libraries that it loads."""
+    """Version and features of Horovod."""
 
     version: str
     mpi: bool
     gloo: bool
     nccl: bool
-    libraries: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class MpiLibrary:
-    """Version text and file of the MPI that mpi4py loads."""
-
-    version: str
-    libraries: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -110,9 +93,9 @@ def horovod() -> HorovodBuild | ProbeError:
 
 
 @cache
-def mpi4py() -> MpiLibrary | ProbeError:
-    """mpi4py's MPI."""
-    return _imported(_MPI4PY, MpiLibrary)
+def mpi4py() -> str | ProbeError:
+    """The version text of mpi4py's MPI."""
+    return _imported(_MPI4PY, str)
 
 
 @cache
