@@ -135,11 +135,15 @@ def warn(by_rank: Sequence[str]) -> None:
 
 def describe_ranks(ranks: Sequence[int]) -> str:
     """[1] -> "rank 1"; [0, 1, 4, 5, 6] -> "ranks 0, 1, 4-6"."""
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Numbers in increasing order: [0, 1, 4, 5, 6] -> "0, 1, 4-6"."""
     runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            runs.append([rank])
-    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)

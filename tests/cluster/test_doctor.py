@@ -1,4 +1,4 @@
-"""The doctor on two hosts: one table of all ranks, their allreduce and plain MPI's, one verdict."""
+"""The doctor on two hosts: one table of all ranks, their allreduce, one verdict."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ def test_under_srun(cluster: Cluster, tmp_path: Path) -> None:
         ("start with `srun --mpi=pmix", 1),
         ("the same on all ranks", 1),
         ("Horovod, MPI", 2),  # for the gradients' size and for 4 bytes
-        ("plain MPI, host memory", 2),
         ("Ready: a training would start here", 1),
     ):
         assert outcome.output.count(words) == times, (words, outcome)
@@ -33,10 +32,8 @@ def test_under_horovodrun(cluster: Cluster, tmp_path: Path) -> None:
     report = report_of(outcome)
     assert report["ready"], outcome
     assert [(r["rank"], r["host"], r["local_rank"], r["device"]) for r in report["ranks"]] == RANK_INFOS, outcome
-    methods = ["Horovod, MPI", "plain MPI, host memory"]
-    sizes = [1_000_000, 4]
     timings = report["allreduce"]
-    assert [(t["method"], t["num_bytes"]) for t in timings] == [(m, size) for size in sizes for m in methods], outcome
+    assert [(t["method"], t["num_bytes"]) for t in timings] == [("Horovod, MPI", size) for size in (1_000_000, 4)]
     assert all(t["gb_per_s"] > 0 and t["median_s"] > 0 for t in timings), outcome
 
 

@@ -18,10 +18,12 @@ import torch
 from hvd_bert import __version__
 from hvd_bert.distributed.horovod_world import HorovodWorld
 from hvd_bert.distributed.launch import Launcher, LaunchError
+from hvd_bert.distributed.logs import describe_ranks, ranges
 from hvd_bert.distributed.world import CollectiveError, RankInfo, World
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.machine import PACKAGES, version_of
 from hvd_bert.rendering.page import Grid
+from hvd_bert.rendering.text import seconds
 from hvd_bert.tools.doctor import checks, collective, probes
 from hvd_bert.tools.doctor.probes import ProbeError
 from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, WIDTH, Line, Report, isolated, merged
@@ -158,7 +160,8 @@ def _measure(num_bytes: int, repeats: int, world: World, report: Report) -> None
         return
     report.data["allreduce"] = [timing.as_dict() for timing in timings]
     report.print_text(f"\n{collective.allreduce_table(timings)}\n")
-    report.add([collective.allreduce_line(timings)])
+    found = f"correct sums; {num_bytes / 1e6:.1f} MB in {seconds(timings[0].median_s)}"
+    report.add([Line("Allreduce", OK, found)])
 
 
 @dataclass(frozen=True)
@@ -187,24 +190,13 @@ def versions(mpi_library: str) -> dict[str, str]:
     return found
 
 
-def ranges(numbers: Sequence[int] | frozenset[int]) -> str:
-    """Numbers as ranges: "0-3,8"."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
-
-
 def ranks_table(ranks: Sequence[Rank]) -> str:
     """One row per rank. Versions that all ranks share are listed once, below."""
     common = set.intersection(*(set(rank.versions.items()) for rank in ranks))
     rows = []
     for rank in ranks:
         own = ", ".join(f"{name} {value}" for name, value in rank.versions.items() if (name, value) not in common)
-        info, cores = rank.info, ranges(rank.info.cores)
+        info, cores = rank.info, ranges(sorted(rank.info.cores))
         rows.append([info.host, str(info.rank), str(info.local_rank), info.device, cores, own or "as all"])
     grid = Grid(["host", "rank", "local rank", "device", "cores", "versions"], rows, words=6)
     same = ", ".join(f"{name} {value}" for name, value in ranks[0].versions.items() if (name, value) in common)
@@ -229,7 +221,7 @@ def _versions_line(ranks: Sequence[Rank]) -> Line:
         for rank in ranks:
             ranks_of.setdefault(rank.versions.get(name, "missing"), []).append(rank.info.rank)
         if len(ranks_of) > 1:
-            parts = (f"{value} on rank(s) {ranges(which)}" for value, which in ranks_of.items())
+            parts = (f"{value} on {describe_ranks(which)}" for value, which in ranks_of.items())
             differing.append(f"{name} is {' and '.join(parts)}")
     if not differing:
         return Line("Versions", OK, "the same on all ranks")
@@ -251,7 +243,7 @@ def _cores_lines(ranks: Sequence[Rank]) -> list[Line]:
             Line(
                 "Cores",
                 WARNING,
-                f"rank(s) {ranges([rank.info.rank for rank in bound])} may use only one of"
+                f"{describe_ranks([rank.info.rank for rank in bound])} may use only one of"
                 f" {bound[0].host_cores} cores on {bound[0].info.host}; Horovod's own thread needs a second",
                 "mpirun binds up to 2 ranks to a core each: add `--bind-to none`. Slurm: --cpus-per-task=N.",
             )
