@@ -51,8 +51,8 @@ _ROWS = (
     # 1.74 with all. Attention's products reach 109 to 218 GFLOP/s with OpenBLAS, 62 to 83 with MKL. Huge pages save
     # 5 to 7 % of the CPU time. bf16: 1.06 with dropout, 1.18 with attention.
     Choice("AMD, AVX-512", Kernels(ONEDNN, OPENBLAS, OWN, OWN, OWN), _PRODUCTS_BY_TORCH),
-    # Zen 5 restricted to AVX2, fp32: 1.06 times with all products by OpenBLAS, 1.02 with those of attention only.
-    # Zen 3, fp32: with all kernels 1.24 times the windows/s of the HF Trainer, which has the same allocator.
+    # Zen 4 without AVX-512, fp32: 1.08 times with linear layers by OpenBLAS, 1.04 with dropout, 1.18 with attention,
+    # 1.30 with all. Zen 3, fp32: with all 1.24 times the windows/s of the HF Trainer, which has the same allocator.
     Choice("AMD, AVX2", Kernels(OPENBLAS, OPENBLAS, OWN, OWN, OWN), _PRODUCTS_BY_TORCH),
     # Sapphire Rapids, fp32: 13.8 windows/s with oneDNN and OpenBLAS, 16.7 with linear layers by MKL, 17.5 with
     # attention's products, too; 15.0 by the HF Trainer, with torch's dropout and attention and the same allocator.
