@@ -123,17 +123,12 @@ def check_lengths(options: WindowOptions, tokenizer: PreTrainedTokenizerBase) ->
         raise UserError(
             f"--max_seq_length {length}: this model's tokenizer allows at most {tokenizer.model_max_length}."
         )
-    needed = min_length(stride, tokenizer)
+    needed = stride + int(tokenizer.num_special_tokens_to_add(pair=True)) + 2  # a token of each text
     if length < needed:
         raise UserError(
             f"--max_seq_length {length} leaves no room for a question with --doc_stride {stride}: "
             f"use at least {needed} (--doc_stride is the overlap of neighboring windows)."
         )
-
-
-def min_length(doc_stride: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The length of a window with one token of the question and one new token of the context."""
-    return doc_stride + int(tokenizer.num_special_tokens_to_add(pair=True)) + 2
 
 
 def prepare(

@@ -23,7 +23,7 @@ from hvd_bert.config.values import shortened
 from hvd_bert.data.sources.checks import text_mistake
 from hvd_bert.data.sources.squad import Question
 from hvd_bert.data.window_cutting import WindowOptions, WindowTokenizer
-from hvd_bert.data.window_table import check_lengths, in_memory, min_length
+from hvd_bert.data.window_table import check_lengths, in_memory
 from hvd_bert.errors import UserError, as_user_error
 from hvd_bert.evaluation.evaluator import span_options, window_logits
 from hvd_bert.evaluation.postprocess import Answer, answers_of
@@ -94,7 +94,7 @@ class QuestionAnswerer:
         answer.text, answer.start, answer.end, answer.score
 
     The settings are those of the training (train_config.yaml) unless they are given. Without that file, windows have at
-    most 384 tokens. If the training's `doc_stride` does not fit into a shorter `max_seq_length`, it is lowered.
+    most 384 tokens.
     `device`: the first GPU, or else the CPU. `precision`: fp32, bf16 or fp16. `batch_size`: windows that the model
     takes at once.
 
@@ -137,8 +137,7 @@ class QuestionAnswerer:
         require(not reason, f"{precision} does not work with {self.model.config.model_type} models: {reason}.")
         longest = int(min(384, max_tokens(self.model.config), tokenizer.model_max_length))
         length = settings.setdefault("max_seq_length", longest)
-        if doc_stride is None:
-            settings["doc_stride"] = _fitting_stride(settings.get("doc_stride"), length, tokenizer)
+        settings.setdefault("doc_stride", min(128, length // 3))
         data = DataArguments(**settings)
         self.window_options = WindowOptions(data.max_seq_length, data.doc_stride)
         self.span_options = span_options(data)
@@ -163,7 +162,7 @@ class QuestionAnswerer:
         Lists have a question and a context each, or one of the two is a single text for all.
         """
         single = isinstance(question, str) and isinstance(context, str)
-        asked = list(_questions(_texts("question", question), _texts("context", context)))
+        asked = list(_questions(question, context))
         answers = [FoundAnswer.of(answer) for answer in self.answers(asked)]
         return answers[0] if single else answers
 
@@ -216,33 +215,9 @@ def _settings(model: str, given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in chosen.items() if value is not None}
 
 
-def _fitting_stride(trained: int | None, length: int, tokenizer: Any) -> int:
-    """The training's overlap of windows, or a third of a window if that is unknown or does not fit."""
-    third = length // 3
-    if trained is None:
-        return min(128, third)
-    if min_length(trained, tokenizer) <= length or trained <= third:
-        return trained
-    logger.warning(
-        "The training's --doc_stride %d does not fit into --max_seq_length %d: %d is used.", trained, length, third
-    )
-    return third
-
-
-def _texts(name: str, value: Any) -> list[str] | str:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, (list, tuple)):
-        raise TypeError(f"{name} must be a text or a list of texts, not {type(value).__name__}")
-    for number, text in enumerate(value):
-        if not isinstance(text, str):
-            raise TypeError(f"{name}[{number}] must be a text, not {type(text).__name__}")
-    return list(value)
-
-
-def _questions(questions: list[str] | str, contexts: list[str] | str) -> Iterator[Question]:
+def _questions(questions: str | Texts, contexts: str | Texts) -> Iterator[Question]:
     """Raises UserError for lists of different lengths and for a text that cannot be used."""
-    counts = {len(texts) for texts in (questions, contexts) if isinstance(texts, list)} or {1}
+    counts = {len(texts) for texts in (questions, contexts) if not isinstance(texts, str)} or {1}
     if len(counts) > 1:
         raise UserError(
             f"{len(questions)} questions, but {len(contexts)} contexts: give one context for each question, or one for"
