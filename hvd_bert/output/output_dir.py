@@ -19,7 +19,6 @@ from hvd_bert.checkpoint.resume import ResumePoint
 from hvd_bert.config.settings import TrainArguments, save
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import UserError
-from hvd_bert.monitoring.recording import TIMELINE
 from hvd_bert.output import card
 from hvd_bert.output.run_folder import OF_EVALUATION, RUN_FILES
 from hvd_bert.storage import locks, written
@@ -57,7 +56,7 @@ def check(settings: Settings) -> None:
 
 
 def _check_inputs(settings: Settings, folder: Path) -> None:
-    """Raise UserError if the run would replace files that it reads, or record a timeline over its own files."""
+    """Raise UserError if the run would replace files that it reads."""
     folder, trains = folder.resolve(), settings["do_train"]
     for name in INPUTS:
         path = Path(os.path.realpath(settings[name] or ""))
@@ -67,10 +66,6 @@ def _check_inputs(settings: Settings, folder: Path) -> None:
             raise UserError(f"--output_dir {folder}: training reads it (--{name}). Use another folder.")
         if path != folder and _replaces(trains, path.relative_to(folder).parts[0]):
             raise UserError(f"--{name} {settings[name]}: the run would replace this input. Use another --output_dir.")
-    timeline = Path(settings["timeline"] or TIMELINE)
-    replaced = _replaces(trains, timeline.name) or timeline.name in (LOCK, written.RECORD)
-    if timeline.resolve().parent == folder and timeline.name != TIMELINE and replaced:
-        raise UserError(f"--timeline_file {timeline}: the run writes another file of this name. Choose another name.")
 
 
 def _replaces(trains: bool, name: str) -> bool:

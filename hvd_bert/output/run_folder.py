@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +102,10 @@ def write_results(
 
 
 def save_model(folder: Path, task: Task) -> None:
-    """Write the task's trained model. Where a user's file is in its place, the model stays in the temporary folder."""
+    """Write the task's trained model."""
     written.add(folder, "model.safetensors")  # the next run removes what a killed one leaves of it
     partial = partial_of(folder / "model.safetensors")
     written.delete(partial)
-    keep = False
     try:
         partial.mkdir()
         task.save(partial)
@@ -116,16 +115,9 @@ def save_model(folder: Path, task: Task) -> None:
         # config.json makes the folder a model and comes last: a crash leaves no partial model.
         for file in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
             os.replace(file, folder / file.name)
+        partial.rmdir()
     except SafetensorError as error:  # a full disk, for example
         raise OSError(str(error)) from None
-    except FileExistsError as error:
-        keep = True
-        kept = f"The trained model is in {partial}: move that folder away too, since the next run removes it"
-        raise FileExistsError(error.errno, f"{error.strerror}. {kept}") from None
-    finally:
-        if not keep:
-            with suppress(OSError):
-                written.delete(partial)
 
 
 def of_task(task: Task) -> dict[str, Any]:

@@ -19,23 +19,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from hvd_bert.distributed.world import World
-from hvd_bert.errors import UserError
 from hvd_bert.strategies.base import MakeOptimizer, Strategy, StrategyOptions
 
 # Imported only when a strategy is made: the import takes seconds and probes for accelerators.
 if find_spec("deepspeed") is None:
     raise ImportError("No module named 'deepspeed'")
-
-
-def load_deepspeed() -> Any:
-    """Import the package. Raises UserError if it cannot be imported, for example after torch was replaced."""
-    try:
-        return import_module("deepspeed")
-    except Exception as error:  # its probes for compilers and accelerators raise anything
-        raise UserError(
-            f"--strategy deepspeed: DeepSpeed cannot be imported ({type(error).__name__}: {error}). Reinstall it with"
-            " `bash env/setup.sh --deepspeed`, or choose another strategy."
-        ) from None
 
 
 def _bucket_size(model: nn.Module) -> int:
@@ -57,8 +45,7 @@ class DeepSpeedStrategy(Strategy):
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         # Our users cannot act on torch's warnings about DeepSpeed's calls.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-        with world.raise_on_all_ranks():
-            deepspeed = load_deepspeed()
+        deepspeed = import_module("deepspeed")
         self._utils: Any = deepspeed.utils
         self._gathered: Any = deepspeed.zero.GatheredParameters
         self._partitioned = options.zero_stage == 3

@@ -106,17 +106,14 @@ def test_folder_that_cannot_be_searched_is_refused(tmp_path, monkeypatch):
         ("--model_name_or_path", ""),  # training starts from it
         ("--train_file", "eval_predictions.json"),
         ("--tokenizer_name", "checkpoint-5"),
-        ("--timeline_file", "metrics.jsonl"),
-        ("--timeline_file", "train_config.yaml"),
     ],
 )
-def test_inputs_and_a_timeline_among_the_runs_files_are_refused(tmp_path, flag, name):
+def test_inputs_among_the_runs_files_are_refused(tmp_path, flag, name):
     if name:
         make_run(tmp_path, name)
     with refused(flag, tmp_path / name):
         check(config(tmp_path, OVERWRITE, flag, str(tmp_path / name)))
     check(config(tmp_path, "--no_do_train", "--model_name_or_path", str(tmp_path)))
-    check(config(tmp_path, OVERWRITE, "--timeline_file", str(tmp_path / "timeline.json")))
 
 
 def make_run(folder: Path, *names: str) -> None:

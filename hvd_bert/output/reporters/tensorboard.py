@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +26,6 @@ class TensorBoard(Reporter):
         """Raises OSError."""
         written.add(folder, FOLDER)
         self._writer: Any = EventFileWriter(str(folder / FOLDER))
-        _silence_traceback(self._writer._async_writer._worker)
 
     def resumed(self, step: int) -> None:
         self._add(step + 1, session_log=SessionLog(status=SessionLog.START))  # discards the values of later steps
@@ -49,17 +47,6 @@ class TensorBoard(Reporter):
 
     def _add(self, step: int, **content: Any) -> None:
         self._writer.add_event(Event(wall_time=time.time(), step=step, **content))
-
-
-def _silence_traceback(thread: threading.Thread) -> None:
-    """Of an error in this thread: the writer also raises it in the next call, which makes it a warning."""
-    show = threading.excepthook
-
-    def show_others(error: threading.ExceptHookArgs) -> None:
-        if error.thread is not thread:
-            show(error)
-
-    threading.excepthook = show_others
 
 
 def _as_code(sample: Mapping[str, Any]) -> str:
