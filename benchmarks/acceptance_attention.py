@@ -9,7 +9,9 @@ times FACTOR, plus a few roundings. Each precision runs in its own process:
 from __future__ import annotations
 
 import json
+import statistics
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -36,6 +38,7 @@ FACTOR, ROUNDINGS = 3.0, 8.0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LENGTHS = [384, 17, 128, 1, 250, 96, 63, 300]
 HEADS, HEAD_SIZE, REACH, DROPOUT = 12, 64, 16, 0.1
+TIMED = 20
 SIGMAS = 6.0  # of a mean over random numbers
 
 
@@ -122,6 +125,23 @@ def dropout_gradient_error(kernel: Kernel, lengths: list[int], device: torch.dev
     return float((one.sum() - other.sum()).abs() / (ROUNDINGS * torch.finfo(dtype).eps * one.norm()))
 
 
+def milliseconds(
+    kernel: Kernel, reach: int | None, lengths: list[int], device: torch.device, dtype: torch.dtype
+) -> float:
+    """Of a forward and a backward pass with dropout, the median."""
+    tensors = [torch.randn(sum(lengths), HEADS, HEAD_SIZE, device=device, dtype=dtype) for _ in range(4)]
+    query, key, value = (tensor.requires_grad_() for tensor in tensors[:3])
+    windows, seconds = Windows(lengths, cu_seqlens_of(lengths, device), reach), []
+    for _ in range(TIMED):
+        start = time.perf_counter()
+        output = kernel(query, key, value, windows, DROPOUT, HEAD_SIZE**-0.5)
+        torch.autograd.grad(output, [query, key, value], tensors[3])
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return 1000 * statistics.median(seconds)
+
+
 def check(device_type: str, precision: str) -> Outcome:
     """All kernels of a dtype."""
     device, dtype = torch.device(device_type), DTYPES[precision]
@@ -134,7 +154,10 @@ def check(device_type: str, precision: str) -> Outcome:
             found[f"{name}, dropout's gradient"] = dropout_gradient_error(kernel, lengths, device, dtype)
     wrong = [name for name, share in found.items() if not share <= 1]
     text = f"wrong: {', '.join(wrong)}" if wrong else f"{', '.join(found)}: at most {max(found.values()):.2f} of it"
-    return Outcome(text, not wrong, {"share_of_tolerance": found})
+    times = {
+        name: milliseconds(kernel, reach, lengths, device, dtype) for name, kernel, reach in kernels(device, dtype)
+    }
+    return Outcome(text, not wrong, {"share_of_tolerance": found, "milliseconds": times})
 
 
 def check_apart(place: Place, precision: str) -> Outcome:
