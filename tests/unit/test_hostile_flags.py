@@ -67,7 +67,7 @@ NUMBERS = [
     *(("tune", name, value) for name in ("ranks", "steps", "pairs") for value in NO_COUNT),
     *(("tune", "minutes", value) for value in (*NO_TIME,)),
     *(("bench", name, value) for name in ("steps", "repeats", "windows") for value in NO_COUNT),
-    *(("report", name, value) for name in ("gbps", "loss_tolerance") for value in (*NO_TIME, "0")),
+    *(("report", "gbps", value) for value in (*NO_TIME, "0")),
     *(
         ("projection", name, value)
         for name in ("latency_us", "cycle_ms", "fusion_mb", "ns_per_weight")

@@ -19,7 +19,7 @@ from tables import each, refused
 from hvd_bert.storage import written
 from hvd_bert.tools.report import comparison, content, plots, projection
 from hvd_bert.tools.report.__main__ import main
-from hvd_bert.tools.report.comparability import STRONG, WEAK, Tolerance
+from hvd_bert.tools.report.comparability import STRONG, WEAK
 from hvd_bert.tools.report.projection import (
     Fusion,
     Link,
@@ -223,7 +223,7 @@ def test_measured_points_are_shown_with_the_projection_of_their_kind(tmp_path):
         make_run(tmp_path / f"strong-{ranks}", "horovod", ranks, 16, 10 * ranks)
     make_run(tmp_path / "weak-2", "horovod", 2, 32, 19)
     groups = comparison.grouped(reading.read_all(reading.find([tmp_path]))[0])
-    tables = comparison.tables(groups, None, Tolerance())
+    tables = comparison.tables(groups, None)
     assert [(table.kind, table.size) for table in tables] == [(STRONG, 16), (WEAK, 16)]
     assert projection.baselines(tables, groups, None) == [tables[0].baseline]  # one baseline for both
     strong, weak = both(tables[0].baseline)

@@ -27,7 +27,7 @@ from hvd_bert.storage.reading import parse_json, read_text
 from hvd_bert.storage.writing import check_folder, make_folder, replacing, writing_to
 from hvd_bert.streams import end_when_lost
 from hvd_bert.tools.report import comparison, content, plots, projection, run_page, runs_page
-from hvd_bert.tools.report.comparability import Group, Tolerance
+from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.comparison import ScalingTable
 from hvd_bert.tools.report.flags import check, make_parser
 from hvd_bert.tools.report.projection import Fusion, Network, Projection
@@ -79,8 +79,7 @@ def _write_comparison(
     kept, other_hardware = comparison.same_hardware(runs) if runs else ([], [])
     left_out += other_hardware
     groups = comparison.grouped(kept)
-    tolerance = Tolerance(flags.loss_tolerance, flags.final_loss_tolerance)
-    tables = comparison.tables(groups, baseline, tolerance)
+    tables = comparison.tables(groups, baseline)
     projections = _projections(projection.baselines(tables, groups, baseline), networks, flags)
     left_out += _without_table(groups, tables, projections, flags.baseline)
     compared = [line for table in tables for line in table.lines if line.speedup and line.group is not table.baseline]
@@ -93,7 +92,7 @@ def _write_comparison(
     for projected in projections:
         _add_projection(page, projected, projected.measured(tables), networks, flags)
     if compared or projections:
-        page.add(Text("Definitions", 2), Listing(content.definitions(tolerance)))
+        page.add(Text("Definitions", 2), Listing(content.definitions()))
     rows = (content.table_rows(tables), content.run_rows(kept, left_out), content.projection_rows(projections))
     _write_files(flags.out, page, dict(zip(CSV_FILES, rows, strict=True)))
     if not compared:

@@ -12,16 +12,10 @@ from hvd_bert.tools.runs.run import Run
 
 STRONG, WEAK = "strong", "weak"
 EARLY_STEPS = 20
+# Maximum difference of losses, relative to the reference: in the first steps, and in the last quarter.
+EARLY_TOLERANCE, LAST_TOLERANCE = 1e-3, 0.1
 # Losses that differ by less always agree: 0.01 is the loss of an answer with a probability of 0.99.
 NATS = 0.01
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """Maximum difference of losses, relative to the reference: in the first steps, and in the last quarter."""
-
-    first: float = 1e-3
-    last: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -96,7 +90,7 @@ def differences(base: Group, other: Group, kind: str) -> list[str]:
     return found
 
 
-def losses_differ(reference: Group, group: Group, tolerance: Tolerance) -> str:
+def losses_differ(reference: Group, group: Group) -> str:
     """How the losses of a run of `group` differ from the reference's; "" if they agree.
 
     Compares the means of the last quarter; without dropout and with the same seed also the losses of the first steps.
@@ -105,11 +99,11 @@ def losses_differ(reference: Group, group: Group, tolerance: Tolerance) -> str:
         others = [other for other in reference.runs if other is not run]
         twins = [other for other in others if other.seed == run.seed and run.without_dropout and other.without_dropout]
         for twin in twins:
-            difference = _first_losses_differ(twin, run, tolerance.first)
+            difference = _first_losses_differ(twin, run)
             if difference:
                 return difference
         usual = statistics.median(other.last_loss for other in reference.runs)
-        if abs(run.last_loss - usual) > max(tolerance.last * usual, NATS):
+        if abs(run.last_loss - usual) > max(LAST_TOLERANCE * usual, NATS):
             return (
                 f"the losses do not agree: the mean of the last quarter is {run.last_loss:.4g} in {run.name},"
                 f" {usual:.4g} with {reference.name}"
@@ -117,7 +111,7 @@ def losses_differ(reference: Group, group: Group, tolerance: Tolerance) -> str:
     return ""
 
 
-def _first_losses_differ(one: Run, two: Run, tolerance: float) -> str:
+def _first_losses_differ(one: Run, two: Run) -> str:
     """Compare losses up to EARLY_STEPS: means between the steps that both runs logged."""
     sums: list[dict[int, float]] = []
     for run in (one, two):
@@ -129,6 +123,6 @@ def _first_losses_differ(one: Run, two: Run, tolerance: float) -> str:
     common = sorted(step for step in sums[0].keys() & sums[1].keys() if step <= EARLY_STEPS)
     for before, step in itertools.pairwise(common):
         expected, found = ((total[step] - total[before]) / (step - before) for total in sums)
-        if abs(found - expected) > tolerance * abs(expected):
+        if abs(found - expected) > EARLY_TOLERANCE * abs(expected):
             return f"the losses do not agree: at step {step} {found:.6g} in {two.name}, {expected:.6g} in {one.name}"
     return ""

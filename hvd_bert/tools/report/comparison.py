@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hvd_bert.config.settings import STRATEGIES
 from hvd_bert.config.values import shortened
 from hvd_bert.errors import UserError
-from hvd_bert.tools.report.comparability import STRONG, WEAK, Group, Tolerance, differences, losses_differ
+from hvd_bert.tools.report.comparability import STRONG, WEAK, Group, differences, losses_differ
 from hvd_bert.tools.runs.run import LeftOut, Run
 
 RESAMPLES = 10_000
@@ -132,14 +132,14 @@ def _label(run: Run, runs: Sequence[Run]) -> str:
     return f"{run.strategy} ({', '.join(settings)})" if settings else run.strategy
 
 
-def tables(groups: Sequence[Group], baseline: tuple[str, int] | None, tolerance: Tolerance) -> list[ScalingTable]:
+def tables(groups: Sequence[Group], baseline: tuple[str, int] | None) -> list[ScalingTable]:
     """All tables of the groups: strong scaling, then weak scaling. Other groups are compared side by side."""
     made = []
     for kind in (STRONG, WEAK):
         sizes = [group.one.global_batch if kind == STRONG else group.windows_per_device for group in groups]
         for size in sorted(set(sizes)):
             members = [group for group, own in zip(groups, sizes, strict=True) if own == size]
-            made += _tables_of(kind, size, members, baseline, tolerance)
+            made += _tables_of(kind, size, members, baseline)
     shown = {id(line.group) for table in made for line in table.lines if table.scales}
     return [
         table
@@ -148,9 +148,7 @@ def tables(groups: Sequence[Group], baseline: tuple[str, int] | None, tolerance:
     ]
 
 
-def _tables_of(
-    kind: str, size: float, members: list[Group], chosen: tuple[str, int] | None, tolerance: Tolerance
-) -> list[ScalingTable]:
+def _tables_of(kind: str, size: float, members: list[Group], chosen: tuple[str, int] | None) -> list[ScalingTable]:
     """One table per work that several of `members` did. The others join the first table, without a speed-up.
 
     If no two did the same work, there is one table of all.
@@ -169,9 +167,7 @@ def _tables_of(
         rows = sorted([*same, *alone], key=_order) if several and number == 0 else same
         base = baseline_of(same, chosen) or baseline_of(rows, chosen)
         if base is not None and len(rows) > 1:
-            found.append(
-                ScalingTable(kind, size, base, tuple(_line(base, group, rows, kind, tolerance) for group in rows))
-            )
+            found.append(ScalingTable(kind, size, base, tuple(_line(base, group, rows, kind) for group in rows)))
     return found
 
 
@@ -189,16 +185,16 @@ def baseline_of(groups: Sequence[Group], chosen: tuple[str, int] | None) -> Grou
     return groups[0] if groups else None
 
 
-def _line(base: Group, group: Group, table: Sequence[Group], kind: str, tolerance: Tolerance) -> Compared:
+def _line(base: Group, group: Group, table: Sequence[Group], kind: str) -> Compared:
     apart = differences(base, group, kind)
     checked = reason = ""
     if apart:
         reason = "the work differs: " + "; ".join(apart)
-    elif group is not base and losses_differ(base, base, tolerance):
+    elif group is not base and losses_differ(base, base):
         reason = "the baseline's own repeats do not agree"
     else:
         reference, checked = _reference(base, group, table, kind)
-        reason = losses_differ(reference, group, tolerance)
+        reason = losses_differ(reference, group)
     if reason:
         return Compared(group, None, None, None, None, reason, checked)
     speedup = group.windows_per_s / base.windows_per_s

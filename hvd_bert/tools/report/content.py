@@ -8,7 +8,7 @@ from typing import Any
 
 from hvd_bert.rendering.page import DASH, Grid
 from hvd_bert.storage.reading import GIB
-from hvd_bert.tools.report.comparability import EARLY_STEPS, NATS, STRONG, Group, Tolerance
+from hvd_bert.tools.report.comparability import EARLY_STEPS, EARLY_TOLERANCE, LAST_TOLERANCE, NATS, STRONG, Group
 from hvd_bert.tools.report.comparison import RANGE, RESAMPLES, UNCHECKED, ScalingTable, counted
 from hvd_bert.tools.report.projection import Projection, Step
 from hvd_bert.tools.runs.run import PROCESS_TIMES, LeftOut, Run
@@ -131,7 +131,7 @@ def caveats(tables: Iterable[ScalingTable], runs: Sequence[Run]) -> list[str]:
     return found
 
 
-def definitions(tolerance: Tolerance) -> list[str]:
+def definitions() -> list[str]:
     """Definitions of the figures."""
     return [
         "A row contains the runs of one strategy on one number of nodes, ranks and devices that did the same work."
@@ -150,8 +150,8 @@ def definitions(tolerance: Tolerance) -> list[str]:
         "Strong scaling: the same global batch, steps and windows on more devices. Weak scaling: the same batch per"
         " device, so the global batch grows; the same number of steps or of windows.",
         "Losses must agree. Without dropout and with the same seed, the logged losses of the first"
-        f" {EARLY_STEPS} steps must agree to {tolerance.first:g} (relative). In any case, the means of the last quarter"
-        f" of the logged losses must agree to {tolerance.last:.0%} or {NATS} nats. On weak scaling the batch grows, so"
+        f" {EARLY_STEPS} steps must agree to {EARLY_TOLERANCE:g} (relative). In any case, the means of the last quarter"
+        f" of the logged losses must agree to {LAST_TOLERANCE:.0%} or {NATS} nats. On weak scaling the batch grows, so"
         " losses are compared with another strategy on as many devices. A dash: there is no such strategy.",
     ]
 

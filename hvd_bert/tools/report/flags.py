@@ -32,14 +32,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="Runs that speed-ups are relative to."
         " (default: none:1, else the smallest world of horovod, else the smallest)",
     )  # fmt: skip
-    parser.add_argument(
-        "--loss_tolerance", metavar="X", type=float, default=1e-3, limits=POSITIVE,
-        help="Maximum relative difference of the first losses, without dropout. (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--final_loss_tolerance", metavar="X", type=float, default=0.1, limits=POSITIVE,
-        help="Maximum relative difference of the mean loss of the last quarter. (default: %(default)s)",
-    )  # fmt: skip
     _add_projection(parser)
     return parser
 
