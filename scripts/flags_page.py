@@ -24,7 +24,7 @@ from hvd_bert.tools.doctor import __main__ as doctor
 from hvd_bert.tools.evaluate import __main__ as evaluate
 from hvd_bert.tools.export import __main__ as export
 from hvd_bert.tools.publish import __main__ as publish
-from hvd_bert.tools.report import flags as report
+from hvd_bert.tools.report import __main__ as report
 from hvd_bert.tools.timeline import __main__ as timeline
 from hvd_bert.tools.tune import __main__ as tune
 

@@ -26,8 +26,6 @@ from hvd_bert.storage import locks, written
 from hvd_bert.tools.bench.points import Point
 from hvd_bert.tools.bench.record import SweepRecord, read_previous
 from hvd_bert.tools.report import run_page
-from hvd_bert.tools.report.__main__ import _networks
-from hvd_bert.tools.report.flags import make_parser
 from hvd_bert.tools.runs import reading, record
 from hvd_bert.tools.timeline import __main__ as timeline
 from hvd_bert.tools.tune.runs import Runs
@@ -51,11 +49,6 @@ def one_question(path: Path) -> object:
     return squad.open_file(path, False, squad.Reading(purpose="prediction")).questions()
 
 
-def doctors_report(path: Path) -> object:
-    return _networks(make_parser().parse_args(["runs", "--doctor", str(path)]))
-
-
-ALLREDUCE = [{"method": "Horovod", "num_bytes": size, "world_size": 2, "seconds": [0.1]} for size in (4, 10**8)]
 NEEDED = {
     "data": Needed("data.json", '[{"id": "q", "question": "a?", "context": "b"}]', one_question),
     "data, row by row": Needed("data.jsonl", '{"id": "q", "question": "a?", "context": "b"}\n', one_question),
@@ -70,7 +63,6 @@ NEEDED = {
         "train_config.yaml", "seed: 1\n", lambda path: trained_settings(str(path.parent)), tuple(hostile.NO_FILES)
     ),
     "timeline": Needed("timeline.json", training(steps=4).text.removesuffix(",") + "]", timeline.read),
-    "doctor's report": Needed("doctor.json", json.dumps({"allreduce": ALLREDUCE}), doctors_report),
     "record of a sweep": Needed(
         "sweep.json",
         '{"same": {}}',

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,8 +25,8 @@ from hvd_bert.tools.bench import __main__ as bench
 from hvd_bert.tools.bench import sweep
 from hvd_bert.tools.doctor import __main__ as doctor
 from hvd_bert.tools.evaluate import __main__ as evaluate
-from hvd_bert.tools.report import flags as report_flags
 from hvd_bert.tools.report.__main__ import main as report
+from hvd_bert.tools.report.__main__ import make_parser as report_parser
 from hvd_bert.tools.tune import __main__ as tune
 
 pytestmark = pytest.mark.timeout(300)
@@ -39,20 +39,13 @@ NO_TIME = (*NOT_A_NUMBER, *HUGE, *NEGATIVE, "")
 NO_COUNT = ("99999999999", "-1", "0", "nan", "1e300", "9" * 5000, "1.5", "\u00b2", "")
 
 
-def checked_report(argv: Sequence[str]) -> argparse.Namespace:
-    flags = report_flags.make_parser().parse_args(argv)
-    report_flags.check(flags)
-    return flags
-
-
 COMMANDS: dict[str, Callable[[list[str]], object]] = {
     "train": parse,
     "doctor": lambda flags: doctor.make_parser().parse_args(flags),
     "sweep": lambda flags: sweep.make_parser().parse_known_args(flags),
     "tune": lambda flags: tune.make_parser().parse_known_args(flags),
     "bench": bench.parse,
-    "report": lambda flags: checked_report(["runs", *flags]),
-    "projection": lambda flags: checked_report(["runs", "--gbps", "25", *flags]),
+    "report": lambda flags: report_parser().parse_args(["runs", *flags]),
     "predict": lambda flags: predict.parse_flags(["model", "--input", "file", *flags], NONE),
     "evaluate": lambda flags: evaluate.parse(["model", *flags]),
 }
@@ -68,13 +61,8 @@ NUMBERS = [
     *(("tune", "minutes", value) for value in (*NO_TIME,)),
     *(("bench", name, value) for name in ("steps", "repeats", "windows") for value in NO_COUNT),
     *(("report", "gbps", value) for value in (*NO_TIME, "0")),
-    *(
-        ("projection", name, value)
-        for name in ("latency_us", "cycle_ms", "fusion_mb", "ns_per_weight")
-        for value in NO_TIME
-    ),
-    *(("projection", name, value) for name in ("most_devices", "parameters") for value in NO_COUNT),
-    *(("projection", "backward_share", value) for value in (*NO_TIME, "2")),
+    *(("report", "latency_us", value) for value in NO_TIME),
+    *(("report", "most_devices", value) for value in NO_COUNT),
     *(("evaluate", "mistakes", value) for value in NO_COUNT if value != "0"),
     *(("train", "max_seq_length", value) for value in NO_COUNT),
     *(("train", "learning_rate", value) for value in (*NO_TIME, "0")),

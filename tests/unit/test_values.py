@@ -20,7 +20,7 @@ from hvd_bert.predict.__main__ import make_parser as predict_parser
 from hvd_bert.tasks.base import make_plan
 from hvd_bert.tools.bench import __main__ as bench
 from hvd_bert.tools.bench.points import Plan
-from hvd_bert.tools.report.flags import make_parser as report_parser
+from hvd_bert.tools.report.__main__ import make_parser as report_parser
 from hvd_bert.tools.timeline.__main__ import make_parser as timeline_parser
 
 NAMES = [name for name, flag in FLAGS.items() if flag.metavar in ("FILE", "FOLDER", "NAME", "REVISION")]

@@ -13,23 +13,23 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hvd_bert.config.parser import Parser
+from hvd_bert.config.values import Limits
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.rendering.page import Listing, Page, Picture, Text
 from hvd_bert.rendering.text import visible
 from hvd_bert.storage import written
-from hvd_bert.storage.reading import parse_json, read_text
+from hvd_bert.storage.reading import MIB
 from hvd_bert.storage.writing import check_folder, make_folder, replacing, writing_to
 from hvd_bert.streams import end_when_lost
 from hvd_bert.tools.report import comparison, content, plots, projection, run_page, runs_page
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.comparison import ScalingTable
-from hvd_bert.tools.report.flags import check, make_parser
 from hvd_bert.tools.report.projection import Fusion, Network, Projection
 from hvd_bert.tools.runs import reading, record
 from hvd_bert.tools.runs.record import Record
@@ -37,8 +37,8 @@ from hvd_bert.tools.runs.run import LeftOut
 
 PAGE = "report.html"
 CSV_FILES = ("report.csv", "runs.csv", "projection.csv")
-# horovodrun puts a mark before each piece of output that it reads, even in the middle of a long line.
-LAUNCHERS_MARK = re.compile(r"\[\d+(,\d+)?\]<std(out|err)>:")
+INNER_LATENCY_US = 5.0  # between GPUs of a node
+POSITIVE = Limits(above=0, maximum=1e9)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,9 +51,48 @@ def main(argv: list[str] | None = None) -> int:
     return EXIT_OK
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the report's flags."""
+    parser = Parser(prog="hvd-bert report")
+    parser.description = (
+        "Show one run, also one that is still going, or compare several: curves, scores, settings and speed-ups, as an"
+        " HTML page and tables."
+    )
+    parser.add_argument(
+        "runs", metavar="RUNS", nargs="+", type=Path, help="Output folders of trainings, or folders above them."
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, default=Path("report"),
+        help="Folder to write the report to. (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--baseline", metavar="STRATEGY:RANKS",
+        help="Runs that speed-ups are relative to."
+        " (default: none:1, else the smallest world of horovod, else the smallest)",
+    )  # fmt: skip
+    group = parser.add_argument_group("projection", "Project to more devices (docs/evidence/scaling.md). Needs --gbps.")
+    add = group.add_argument
+    add("--gbps", type=float, nargs="+", metavar="N", limits=POSITIVE,
+        help="Network bandwidths, in gigabits/s. (default: none)")  # fmt: skip
+    add("--latency_us", type=float, default=20.0, limits=Limits(minimum=0, maximum=1e9), metavar="N",
+        help="Network latency per message, in microseconds. (default: %(default)g)")  # fmt: skip
+    add("--gpus_per_node", type=int, default=1, limits=Limits(minimum=1), metavar="N",
+        help="GPUs that share a node's network. (default: %(default)s)")  # fmt: skip
+    add("--inner_gbps", type=float, limits=POSITIVE, metavar="N",
+        help="Bandwidth between a node's GPUs, in gigabits/s; --gpus_per_node needs it. (default: none)")  # fmt: skip
+    add("--most_devices", type=int, default=projection.MAX_DEVICES, limits=Limits(minimum=1), metavar="N",
+        help="Largest number of devices to project to. (default: %(default)s)")  # fmt: skip
+    return parser
+
+
 def write(flags: argparse.Namespace) -> None:
     """Read the runs, and write and print the report. Raises UserError."""
-    check(flags)
+    if (flags.gpus_per_node > 1) != (flags.inner_gbps is not None):
+        raise UserError(
+            "--gpus_per_node and --inner_gbps need each other: GPUs per node, and the bandwidth between them."
+        )
+    if flags.inner_gbps and not flags.gbps:
+        raise UserError("--inner_gbps is for the projection, which also needs the network's bandwidth: add --gbps N.")
     with writing_to("--out", flags.out):
         check_folder(flags.out)
     baseline = comparison.parse_baseline(flags.baseline) if flags.baseline else None
@@ -80,7 +119,8 @@ def _write_comparison(
     left_out += other_hardware
     groups = comparison.grouped(kept)
     tables = comparison.tables(groups, baseline)
-    projections = _projections(projection.baselines(tables, groups, baseline), networks, flags)
+    baselines = projection.baselines(tables, groups, baseline)
+    projections = _projections(baselines, networks, flags.most_devices)
     left_out += _without_table(groups, tables, projections, flags.baseline)
     compared = [line for table in tables for line in table.lines if line.speedup and line.group is not table.baseline]
     reasons = content.reasons(tables, left_out)
@@ -90,7 +130,7 @@ def _write_comparison(
     shown = [table for table in tables if any(line in compared for line in table.lines)]
     page = run_page.page_of(records[0]) if alone else runs_page.page_of(records, kept, groups, shown, reasons)
     for projected in projections:
-        _add_projection(page, projected, projected.measured(tables), networks, flags)
+        _add_projection(page, projected, projected.measured(tables), flags)
     if compared or projections:
         page.add(Text("Definitions", 2), Listing(content.definitions()))
     rows = (content.table_rows(tables), content.run_rows(kept, left_out), content.projection_rows(projections))
@@ -104,33 +144,18 @@ def _no_result(reasons: Sequence[str], projections: Sequence[Projection], flags:
     """The error if there is neither a speed-up nor a projection: why, and what would help."""
     lines = ["No two of these runs can be compared, so there is no speed-up to report:", *reasons]
     lines += [_projection_line(projected) for projected in projections]
-    if (flags.gbps or flags.doctor) and not projections:
+    if flags.gbps and not projections:
         lines.append(f"Projection not possible: none of these runs is {flags.baseline or 'usable'}.")
-    if not (flags.gbps or flags.doctor):
-        lines.append("One run is enough for a projection to more devices: add --gbps N or --doctor FILE.")
+    if not flags.gbps:
+        lines.append("One run is enough for a projection to more devices: add --gbps N.")
     return "\n  ".join(lines)
 
 
-def _projections(
-    baselines: Sequence[Group], networks: Sequence[tuple[str, Network]], flags: argparse.Namespace
-) -> list[Projection]:
+def _projections(baselines: Sequence[Group], networks: Sequence[tuple[str, Network]], maximum: int) -> list[Projection]:
     """Strong and weak scaling from each of `baselines`; empty if no projection was requested."""
     if not networks:
         return []
-    fusion = Fusion(flags.fusion_mb * 2**20, flags.cycle_ms / 1000)
-    return [
-        projected
-        for baseline in baselines
-        for projected in projection.both_kinds(
-            baseline,
-            networks,
-            fusion,
-            flags.most_devices,
-            flags.parameters,
-            flags.backward_share,
-            flags.ns_per_weight,
-        )
-    ]
+    return [found for baseline in baselines for found in projection.both_kinds(baseline, networks, maximum)]
 
 
 def _without_table(
@@ -145,44 +170,31 @@ def _without_table(
 
 
 def _networks(flags: argparse.Namespace) -> list[tuple[str, Network]]:
-    """The networks to project for, by name. Raises UserError."""
-    inner = projection.link_of(flags.inner_gbps, flags.inner_latency_us) if flags.inner_gbps else None
-    links = [(f"{gbps:g} Gb/s", projection.link_of(gbps, flags.latency_us)) for gbps in flags.gbps or []]
-    if flags.doctor:
-        try:
-            text = LAUNCHERS_MARK.sub("", read_text(flags.doctor))
-            report = parse_json(text[max(0, text.find("{")) :])
-            link = projection.doctors_link(report, flags.cycle_ms / 1000)
-        except OSError as error:
-            raise UserError(f"--doctor {flags.doctor}: cannot be read: {error.strerror or error}.") from None
-        except UserError as error:
-            raise UserError(f"--doctor {flags.doctor} {error}") from None
-        except ValueError:
-            raise UserError(f"--doctor {flags.doctor}: is not the output of `hvd-bert doctor --json`.") from None
-        links.append((f"{link.bytes_per_s * 8e-9:.3g} Gb/s (doctor)", link))
-    return [(name, Network(link, inner, flags.gpus_per_node)) for name, link in links]
+    """The networks to project for, by name."""
+    inner = projection.link_of(flags.inner_gbps, INNER_LATENCY_US) if flags.inner_gbps else None
+    return [
+        (f"{gbps:g} Gb/s", Network(projection.link_of(gbps, flags.latency_us), inner, flags.gpus_per_node))
+        for gbps in flags.gbps or []
+    ]
 
 
-def _add_projection(
-    page: Page,
-    projected: Projection,
-    table: ScalingTable | None,
-    networks: Sequence[tuple[str, Network]],
-    flags: argparse.Namespace,
-) -> None:
+def _add_projection(page: Page, projected: Projection, table: ScalingTable | None, flags: argparse.Namespace) -> None:
     """Add a projection with the measured points of `table`, or the reason why there is none."""
     page.add(Text(f"Projection. {projected.title}", 2))
     if projected.step is None:
         page.add(Text(f"{projected.ends[0].upper()}{projected.ends[1:]}."))
         return
-    latencies = ", ".join(f"{name}: {network.outer.latency_s * 1e6:.3g} us per message" for name, network in networks)
-    notes = [f"{latencies}; fusion of up to {flags.fusion_mb:g} MiB, cycle time {flags.cycle_ms:g} ms."]
+    fusion = Fusion()
+    notes = [
+        f"{flags.latency_us:g} us per message; fusion of up to {fusion.threshold_bytes / MIB:g} MiB, cycle time"
+        f" {fusion.cycle_s * 1e3:g} ms."
+    ]
     if flags.inner_gbps:
-        inside = f"{flags.inner_gbps:g} Gb/s and {flags.inner_latency_us:g} us inside"
+        inside = f"{flags.inner_gbps:g} Gb/s and {INNER_LATENCY_US:g} us inside"
         notes.append(f"Nodes of {flags.gpus_per_node} GPUs, {inside}; the bandwidths above are per node.")
     notes.append(
-        f"On 2 devices or more {projected.step.overhead_s * 1e3:.3g} ms per step are added ({flags.ns_per_weight:g} ns"
-        " per weight, --ns_per_weight), which published runs need beyond the network."
+        f"On 2 devices or more {projected.step.overhead_s * 1e3:.3g} ms per step are added"
+        f" ({projection.NS_PER_WEIGHT:g} ns per weight), which published runs need beyond the network."
     )
     notes.append("Not modelled: stragglers that become slower with the number of devices, and ranks that share cores.")
     name = runs_page.free_name(page, f"{projected.kind}_{projected.size:g}_projected")

@@ -10,7 +10,7 @@ from hvd_bert.rendering.page import DASH, Grid
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.report.comparability import EARLY_STEPS, EARLY_TOLERANCE, LAST_TOLERANCE, NATS, STRONG, Group
 from hvd_bert.tools.report.comparison import RANGE, RESAMPLES, UNCHECKED, ScalingTable, counted
-from hvd_bert.tools.report.projection import Projection, Step
+from hvd_bert.tools.report.projection import BACKWARD_SHARE, Projection, Step
 from hvd_bert.tools.runs.run import PROCESS_TIMES, LeftOut, Run
 
 SHORT = {"exact_match": "EM", "f1": "F1"}  # names of scores in tables
@@ -180,7 +180,7 @@ def projection_assumptions(
         f" {step.rest_s:.4g} s for any batch (measured: {projection.baseline.name})."
         f" The {'global batch' if projection.kind == STRONG else 'batch per device'} is fixed.",
         f"{mb:.1f} MB of gradients in fp32, of which {step.late_bytes / 1e6:.1f} MB (embeddings) are ready only at the"
-        f" end. The backward pass takes {step.backward_share:.0%} of the time and can hide the others.",
+        f" end. The backward pass takes {BACKWARD_SHARE:.0%} of the time and can hide the others.",
     ]
     if devices > 1 and projection.kind == STRONG:
         lines.append(f"The computation takes {devices} times as long as on the baseline's {devices} devices.")

@@ -6,17 +6,14 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from hvd_bert.errors import UserError
 from hvd_bert.tools.report.comparability import STRONG, WEAK, Group
 from hvd_bert.tools.report.comparison import ScalingTable, baseline_of, counted, title_of
 
 MAX_DEVICES = 1024
-BACKWARD = 2  # times the forward pass, as in model/flops.py, which a report must not import: it needs torch
+BACKWARD_SHARE = 2 / 3  # of the computation, as in model/flops.py, which a report must not import: it needs torch
 NS_PER_WEIGHT = 0.1  # cost of averaging that no network explains, fitted to published runs
 
 
@@ -55,8 +52,8 @@ class Step:
 
     `compute_s`: forward and backward time of all windows. `rest_s`: time that does not depend on the windows
     (optimizer, waiting for data, everything else). `gradient_bytes`: as sent; `late_bytes` of them (embeddings) are
-    ready only after the backward pass. `passes`: micro-batches per step. Communication can be hidden during
-    `backward_share` of the last one. `overhead_s`: added on 2 devices or more, whatever the network.
+    ready only after the backward pass. `passes`: micro-batches per step; the last one's backward pass can hide
+    communication. `overhead_s`: added on 2 devices or more, whatever the network.
     """
 
     compute_s: float
@@ -64,7 +61,6 @@ class Step:
     gradient_bytes: float
     late_bytes: float = 0.0
     passes: int = 1
-    backward_share: float = BACKWARD / (1 + BACKWARD)
     overhead_s: float = 0.0
 
 
@@ -144,13 +140,13 @@ def exposed_s(step: Step, backward_s: float, devices: int, network: Network, fus
         now = cycle_start = max(now, cycle_start + fusion.cycle_s)
 
 
-def project(step: Step, devices: int, kind: str, network: Network, fusion: Fusion | None = None) -> Projected:
+def project(step: Step, devices: int, kind: str, network: Network, fusion: Fusion = Fusion()) -> Projected:
     """A step on `devices` with the same global batch (`kind` strong) or the same batch per device (weak)."""
     share = devices if kind == STRONG else 1
     compute_s = step.compute_s / share
     passes = math.ceil(step.passes / share)
-    hidden_behind = step.backward_share * compute_s / passes
-    exposed = exposed_s(step, hidden_behind, devices, network, fusion or Fusion())
+    hidden_behind = BACKWARD_SHARE * compute_s / passes
+    exposed = exposed_s(step, hidden_behind, devices, network, fusion)
     step_s = compute_s + step.rest_s + exposed + (step.overhead_s if devices > 1 else 0.0)
     alone_s = step.compute_s + step.rest_s
     return Projected(devices, step_s, exposed, (devices / share) * alone_s / step_s)
@@ -178,65 +174,33 @@ def end_of(kind: str, size: float, maximum: int, unit: str = "windows") -> tuple
     return last, f"{ends}--most_devices {maximum}"
 
 
-def measured_step(
-    group: Group,
-    kind: str,
-    parameters: int | None,
-    backward_share: float | None,
-    ns_per_weight: float = NS_PER_WEIGHT,
-) -> Step:
+def measured_step(group: Group, kind: str) -> Step:
     """The step of one device from the phases of a group: with its global batch (strong) or its batch per device (weak).
 
-    `parameters`: number of weights; None: as recorded. Raises NoStep if the phases or the weights are unknown.
+    Raises NoStep if the phases or the number of weights are unknown.
     """
     run = group.one
     step_s, compute = group.median(lambda run: run.step_s), group.median(lambda run: run.phase_s("compute"))
     exposed = group.median(lambda run: run.phase_s("exposed_comm"))
-    size = parameters or run.parameters
     if step_s is None or compute is None or exposed is None:
         raise NoStep(
             f"{group.name} lacks phases: its metrics.jsonl does not separate exposed communication (exposed_comm_s)"
             " from computation (compute_s), as with fsdp and deepspeed. Use a run of another strategy, with --baseline"
             " if there are several"
         )
-    if size is None:
-        raise NoStep(f"{group.name} does not record the number of weights of its model: use --parameters")
-    late = 0 if parameters else run.late_parameters or 0
+    if run.parameters is None:
+        raise NoStep(f"{group.name} has no saved model and does not record the number of its weights")
+    size, late = run.parameters, run.late_parameters or 0
     # Weak scaling starts from the measured step of a device. Strong scaling puts the work of all the baseline's devices
     # on one device.
     scale = run.devices if kind == STRONG else 1
-    rest, overhead = max(0.0, step_s - compute - exposed), ns_per_weight * 1e-9 * size
-    step = Step(compute * scale, rest, 4.0 * size, 4.0 * late, run.passes * scale, overhead_s=overhead)
-    return step if backward_share is None else replace(step, backward_share=backward_share)
+    rest, overhead = max(0.0, step_s - compute - exposed), NS_PER_WEIGHT * 1e-9 * size
+    return Step(compute * scale, rest, 4.0 * size, 4.0 * late, run.passes * scale, overhead)
 
 
 def link_of(gbps: float, latency_us: float) -> Link:
     """A link from gigabits per second and microseconds."""
     return Link(gbps * 1e9 / 8, latency_us * 1e-6)
-
-
-def doctors_link(report: Mapping[str, Any], cycle_s: float) -> Link:
-    """The link that `hvd-bert doctor --json` measured. Raises UserError.
-
-    Latency: from the allreduce of 4 bytes: MPI's takes ceil(log2 N) rounds; Horovod's takes one cycle and a ring.
-    Bandwidth: from Horovod's large allreduce, minus the latency of a ring.
-    """
-    try:
-        timings = [
-            (str(row["method"]), int(row["num_bytes"]), int(row["world_size"]), statistics.median(row["seconds"]))
-            for row in report["allreduce"]
-        ]
-        large = max(num_bytes for _, num_bytes, _, _ in timings)
-        _, _, ranks, seconds = next(row for row in timings if row[1] == large and row[0].startswith("Horovod"))
-        small = {name.startswith("Horovod"): median for name, size, _, median in timings if size == 4}
-        if False in small:
-            latency = small[False] / math.ceil(math.log2(ranks))
-        else:
-            latency = max(0.0, small[True] - cycle_s) / (2 * (ranks - 1))
-        sending = max(seconds - 2 * (ranks - 1) * latency, 1e-3 * seconds)
-    except (KeyError, TypeError, ValueError, StopIteration, ZeroDivisionError):
-        raise UserError("has no allreduce of 2 ranks or more: run `horovodrun -np 2 hvd-bert doctor --json`.") from None
-    return Link(2 * (ranks - 1) / ranks * large / sending, latency)
 
 
 def baselines(tables: Sequence[ScalingTable], groups: Sequence[Group], chosen: tuple[str, int] | None) -> list[Group]:
@@ -247,13 +211,7 @@ def baselines(tables: Sequence[ScalingTable], groups: Sequence[Group], chosen: t
 
 
 def both_kinds(
-    baseline: Group,
-    networks: Sequence[tuple[str, Network]],
-    fusion: Fusion,
-    maximum: int = MAX_DEVICES,
-    parameters: int | None = None,
-    backward_share: float | None = None,
-    ns_per_weight: float = NS_PER_WEIGHT,
+    baseline: Group, networks: Sequence[tuple[str, Network]], maximum: int = MAX_DEVICES
 ) -> list[Projection]:
     """Project a baseline's step to up to `maximum` devices, with strong and with weak scaling.
 
@@ -262,7 +220,7 @@ def both_kinds(
     made = []
     for kind, size in ((STRONG, float(baseline.one.global_batch)), (WEAK, baseline.windows_per_device)):
         try:
-            step = measured_step(baseline, kind, parameters, backward_share, ns_per_weight)
+            step = measured_step(baseline, kind)
         except NoStep as error:
             made.append(Projection(kind, size, baseline, f"not possible: {error}"))
             continue
@@ -272,8 +230,7 @@ def both_kinds(
             continue
         steps = {
             (name, fp16): [
-                project(in_fp16(step) if fp16 else step, devices, kind, network, fusion)
-                for devices in device_counts(last)
+                project(in_fp16(step) if fp16 else step, devices, kind, network) for devices in device_counts(last)
             ]
             for name, network in networks
             for fp16 in (False, True)
