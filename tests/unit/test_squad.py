@@ -169,8 +169,8 @@ def test_answers_that_do_not_go_with_their_question(tmp_path, make_questions, to
     ("answers", "words"),
     [
         ({"text": ["a"], "answer_start": []}, "[0].answers"),
-        ({"text": [1], "answer_start": [0]}, "[0].answers.text[0]"),
-        ({"text": ["a"], "answer_start": [0.5]}, "[0].answers.answer_start[0]"),
+        ({"text": [1], "answer_start": [0]}, "[0].answers[0].text"),
+        ({"text": ["a"], "answer_start": [0.5]}, "[0].answers[0].answer_start"),
         ([], "'q0' ([0])"),
     ],
 )

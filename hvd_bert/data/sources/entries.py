@@ -6,6 +6,7 @@ import json
 import re
 import reprlib
 from collections.abc import Callable, Iterable
+from itertools import zip_longest
 from typing import Any
 
 from hvd_bert.data.sources.questions import Found, Mistake, Question, Reading
@@ -88,23 +89,12 @@ def _row_answers(where: str, row: dict[str, Any], reading: Reading) -> list[_Ans
         return [(attempt(_expect, at_answers, answers, str), attempt(_start, where, row))]
     if isinstance(answers, str):
         answers = _parsed(at_answers, column, answers)
-        row = {**row, column: answers}
-    if isinstance(answers, list):
-        return _answer_objects(at_answers, answers)
-    if isinstance(answers, dict) and isinstance(answers.get("text"), str):
-        return [(answers["text"], attempt(_start, at_answers, answers))]
-    answers = get(where, row, column, dict)
-    texts, starts = get(at_answers, answers, "text", list), get(at_answers, answers, "answer_start", list)
-    if len(texts) != len(starts):
-        uneven = Mistake("missing key", f"{at_answers} has {len(texts)} texts, but {len(starts)} answer_starts")
-        starts = [uneven] * len(texts)
-    return [
-        (
-            attempt(_expect, f"{at_answers}.text[{number}]", text, str),
-            start if isinstance(start, Mistake) else attempt(_whole, f"{at_answers}.answer_start[{number}]", start),
-        )
-        for number, (text, start) in enumerate(zip(texts, starts, strict=True))
-    ]
+    if isinstance(answers, dict) and isinstance(answers.get("text"), list):
+        pairs = zip_longest(answers["text"], get(at_answers, answers, "answer_start", list))
+        answers = [{"text": text, "answer_start": start} for text, start in pairs]
+    elif isinstance(answers, dict):
+        answers = [answers]
+    return _answer_objects(at_answers, get(where, {**row, column: answers}, column, list))
 
 
 def _parsed(where: str, column: str, text: str) -> Any:
