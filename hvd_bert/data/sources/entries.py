@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
@@ -15,10 +15,6 @@ SHORT = reprlib.Repr()
 SHORT.maxstring = 80  # of data in messages
 _TYPES = {str: "text", int: "a whole number", list: "a list", dict: "an object"}
 _WHOLE_NUMBER = re.compile(r"\s*-?[0-9]{1,18}\s*")
-
-
-# Text and start of an answer, or the mistakes in them; None: the place is not known.
-_Answer = tuple[str | Mistake, int | Mistake | None]
 
 
 def found(make: Callable[..., Found], where: str, *arguments: Any) -> Found:
@@ -35,27 +31,13 @@ def found(make: Callable[..., Found], where: str, *arguments: Any) -> Found:
 def squad_question(where: str, title: str, context: str, entry: Any, reading: Reading) -> Found:
     """An entry of "qas" in SQuAD's JSON."""
     id_ = _id(where, entry)
-    texts, starts, mistake = _answers(_readable(reading, _squad_answers, where, entry, reading))
+    texts, starts, mistake = _answers(f"{where}.answers", reading, lambda: get(where, entry, "answers", list))
     if texts and entry.get("is_impossible"):
         mistake = mistake or Mistake(
             "contradiction", f'{where} has "is_impossible": true, but also answers. Remove one of the two'
         )
     question = get(where, entry, "question", str)
     return Found(where, Question(id_, title, context, question, texts, starts), mistake)
-
-
-def _squad_answers(where: str, entry: dict[str, Any], reading: Reading) -> list[_Answer]:
-    if not _has(entry, "answers", reading):
-        return []
-    return _answer_objects(f"{where}.answers", get(where, entry, "answers", list))
-
-
-def _answer_objects(where: str, answers: list[Any]) -> list[_Answer]:
-    places = [f"{where}[{number}]" for number in range(len(answers))]
-    return [
-        (attempt(get, place, answer, "text", str), attempt(_start, place, answer))
-        for place, answer in zip(places, answers, strict=True)
-    ]
 
 
 def row_question(where: str, row: Any, reading: Reading, contexts: dict[str, str]) -> Found:
@@ -65,8 +47,8 @@ def row_question(where: str, row: Any, reading: Reading, contexts: dict[str, str
 
     `contexts`: those of earlier rows. About five rows share a context, of which one copy is kept.
     """
-    context = get(where, row, reading.context_column, str)
-    texts, starts, mistake = _answers(_readable(reading, _row_answers, where, row, reading))
+    context, column = get(where, row, reading.context_column, str), reading.answer_column
+    texts, starts, mistake = _answers(f"{where}.{column}", reading, lambda: _row_answers(where, row, column))
     question = Question(
         id=_id(where, row),
         title=get(where, row, "title", str, ""),
@@ -78,23 +60,22 @@ def row_question(where: str, row: Any, reading: Reading, contexts: dict[str, str
     return Found(where, question, mistake)
 
 
-def _row_answers(where: str, row: dict[str, Any], reading: Reading) -> list[_Answer]:
-    column = reading.answer_column
-    if not _has(row, column, reading):
-        return []
+def _row_answers(where: str, row: dict[str, Any], column: str) -> list[Any]:
+    """The answers of a row as objects."""
     answers, at_answers = row.get(column), f"{where}.{column}"
     if "answer_start" in row and not isinstance(answers, dict | list):
         if answers in (None, "") and row["answer_start"] in (None, ""):
             return []
-        return [(attempt(_expect, at_answers, answers, str), attempt(_start, where, row))]
+        return [{"text": answers, "answer_start": row["answer_start"]}]
     if isinstance(answers, str):
         answers = _parsed(at_answers, column, answers)
     if isinstance(answers, dict) and isinstance(answers.get("text"), list):
         pairs = zip_longest(answers["text"], get(at_answers, answers, "answer_start", list))
-        answers = [{"text": text, "answer_start": start} for text, start in pairs]
-    elif isinstance(answers, dict):
-        answers = [answers]
-    return _answer_objects(at_answers, get(where, {**row, column: answers}, column, list))
+        return [{"text": text, "answer_start": start} for text, start in pairs]
+    if isinstance(answers, dict):
+        return [answers]
+    found: list[Any] = get(where, row if answers is None else {column: answers}, column, list)
+    return found
 
 
 def _parsed(where: str, column: str, text: str) -> Any:
@@ -109,24 +90,25 @@ def _parsed(where: str, column: str, text: str) -> Any:
         ) from None
 
 
-def _readable(reading: Reading, read: Callable[..., list[_Answer]], *arguments: Any) -> list[_Answer]:
-    """The answers that `read` returns. Prediction does not need them, so for it a mistake means no answers."""
-    try:
-        return read(*arguments)
-    except Mistake:
-        if reading.purpose != "prediction":
-            raise
-        return []
-
-
 def _answers(
-    pairs: Iterable[_Answer],
+    where: str, reading: Reading, read: Callable[[], list[Any]]
 ) -> tuple[tuple[str, ...], tuple[int | None, ...], Mistake | None]:
-    """Texts, starts and the first mistake. An answer without a text is dropped, a start that is wrong is unknown."""
+    """Texts, starts and the first mistake. An answer without a text is dropped, a start that is wrong is unknown.
+
+    Prediction does not need answers: there are none if `read` raises Mistake.
+    """
     texts: list[str] = []
     starts: list[int | None] = []
     first: Mistake | None = None
-    for text, start in pairs:
+    try:
+        answers = read()
+    except Mistake:
+        if reading.purpose != "prediction":
+            raise
+        answers = []
+    for number, answer in enumerate(answers):
+        place = f"{where}[{number}]"
+        text, start = attempt(get, place, answer, "text", str), attempt(_start, place, answer)
         if isinstance(text, Mistake):
             first = first or text
             continue
@@ -158,11 +140,6 @@ def get(where: str, parent: Any, key: str, kind: type, default: Any = None) -> A
         if key not in parent:
             raise Mistake("missing key", f'{where} has no "{key}" ({shown(parent)})')
     return _expect(f"{where}.{key}", parent[key], kind)
-
-
-def _has(entry: dict[str, Any], key: str, reading: Reading) -> bool:
-    """Whether there are answers to read: only prediction does not need the key."""
-    return reading.purpose != "prediction" or entry.get(key) is not None
 
 
 def _id(where: str, entry: Any) -> str:
