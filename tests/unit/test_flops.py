@@ -6,7 +6,7 @@ import pytest
 import torch
 from made_runs import make_run
 from tables import each
-from test_families import FIRST_TOKEN, PACKED, SEP, TRAINED, small
+from test_families import FIRST_TOKEN, SEP, TRAINED, small
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForQuestionAnswering, BertConfig
@@ -79,7 +79,7 @@ def test_model_is_counted_once_without_gradients(monkeypatch):
 
 
 @each("name", TRAINED)
-def test_weights_that_come_last_in_a_backward_pass(name, tmp_path):
+def test_weights_that_come_last_in_a_backward_pass(name):
     """They come after those of the last layer. ALBERT's first layer uses the weights of all layers."""
     config = small(name)
     config.num_labels, config.num_hidden_groups = 2, 1
@@ -96,9 +96,6 @@ def test_weights_that_come_last_in_a_backward_pass(name, tmp_path):
     first_late = places[0] if name == "albert" else places[-1] + 1
     sizes = [weight.numel() for weight in ready]
     assert late_weights(model) == sum(sizes[first_late:])
-    if name in PACKED:  # an older version's run, by the names of the saved model's weights
-        model.save_pretrained(tmp_path)
-        assert reading._parameters(tmp_path, {}) == (sum(sizes), sum(sizes[first_late:]))
 
 
 def test_recorded_number_is_read(tmp_path):

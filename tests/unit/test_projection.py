@@ -317,7 +317,7 @@ def test_a_baseline_without_phases_is_not_projected(tmp_path, drawn, capsys):
         (
             {"work": {"the model": "?"}},
             [],
-            "not possible: none, 1 rank has no saved model",
+            "not possible: none, 1 rank does not record the number of weights",
         ),
         ({}, ["--baseline", "horovod:2"], "Projection not possible: none of these runs is horovod:2"),
         ({}, ["--most_devices", "1"], "not possible: it ends at 1 device: --most_devices 1"),

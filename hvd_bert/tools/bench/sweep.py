@@ -246,7 +246,7 @@ class Sweep:
         result.state, result.windows_per_s = DONE, trained.run.windows_per_s
         self.unit = trained.run.unit
         self.failures[point.setting] = 0
-        if point.repeat != self.points[0].repeat:  # the report needs one saved model per point; weights are large
+        if point.repeat != self.points[0].repeat:  # one saved model per point is enough; weights are large
             with writing_to("--out", self.out):
                 written.remove(folder, ["model.safetensors"])
 

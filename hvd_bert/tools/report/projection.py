@@ -189,7 +189,7 @@ def measured_step(group: Group, kind: str) -> Step:
             " if there are several"
         )
     if run.parameters is None:
-        raise NoStep(f"{group.name} has no saved model and does not record the number of its weights")
+        raise NoStep(f"{group.name} does not record the number of weights of its model")
     size, late = run.parameters, run.late_parameters or 0
     # Weak scaling starts from the measured step of a device. Strong scaling puts the work of all the baseline's devices
     # on one device.

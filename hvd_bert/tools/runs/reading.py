@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from msgspec.structs import asdict
-from safetensors import SafetensorError, safe_open
 
 from hvd_bert.errors import UserError
 from hvd_bert.rendering.text import visible
@@ -27,9 +26,6 @@ IN_STEPS = ("--num_train_epochs", "--max_steps")
 OF_THE_STRATEGY = ("--fp16_allreduce", "--gradient_predivide_factor")
 MAX_DIGITS = 16  # of a number of weights
 MAX_METRICS = 2**32  # bytes: millions of lines
-# For runs of older versions, which did not record the number of weights whose gradients come last: parts of the names
-# of embeddings, and of ALBERT's layers, which share their weights.
-LATE = ("embed", "emb_ln", "albert_layer_groups")
 
 
 class Unusable(Exception):
@@ -115,9 +111,6 @@ def read(folder: Path) -> Run:
     variant = {name: work[name] for name in OF_THE_STRATEGY if name in work}
     variant |= {"--num_groups": str(settings.get("num_groups") or 0)} if results.strategy == "horovod" else {}
     variant |= {"--zero_stage": str(settings.get("zero_stage"))} if results.strategy == "deepspeed" else {}
-    parameters, late = _parameters(folder, work)
-    if results.late_parameters is None:
-        results.late_parameters = late
     results.work = {name: work[name] for name in work if name not in (*REPEATED, *IN_STEPS, *OF_THE_STRATEGY)}
     results.versions = _texts(results.versions)
     return Run(
@@ -128,7 +121,7 @@ def read(folder: Path) -> Run:
         rows=_rows(folder / METRICS),
         scores=_scores(folder / SCORES, results.score_names),
         passes=_passes(settings, results.global_batch / (results.ranks * results.devices_per_rank)),
-        parameters=parameters,
+        parameters=_parameters(work),
     )
 
 
@@ -200,17 +193,8 @@ def _passes(settings: Mapping[str, Any], windows: float) -> int:
     return math.ceil(windows / batch) if isinstance(batch, int) and batch > 0 else 1
 
 
-def _parameters(folder: Path, work: Mapping[str, str]) -> tuple[int | None, int]:
-    """The number of weights, and of those whose gradients come last (`LATE`).
-
-    From the saved model; without one, from the record `work`.
-    """
-    try:
-        with safe_open(folder / "model.safetensors", framework="numpy") as file:
-            sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        return sum(sizes.values()), sum(size for name, size in sizes.items() if any(part in name for part in LATE))
-    except (OSError, SafetensorError):
-        pass
+def _parameters(work: Mapping[str, str]) -> int | None:
+    """The number of weights in the record `work`."""
     words = work.get("the model", "").split()
     count = words[words.index("parameters,") - 1].replace(",", "") if "parameters," in words else ""
-    return (int(count), 0) if count.isdecimal() and len(count) < MAX_DIGITS else (None, 0)
+    return int(count) if count.isdecimal() and len(count) < MAX_DIGITS else None
