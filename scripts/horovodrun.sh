@@ -13,8 +13,8 @@ usage: scripts/horovodrun.sh (-H HOST:SLOTS,... | --hostfile FILE) [option...] [
   -H, --hosts LIST       hosts, each with the number of its GPUs: a100-01:2,a100-02:2
   --hostfile FILE        the same with one host per line: 'a100-01 slots=2' (or 'a100-01:2'; # starts a comment)
   -np N                  number of ranks (default: all slots)
-  --interface NAME       network interface for the ranks (ip -br addr): one name for all hosts, HOST=NAME,... or a
-                         subnet (10.1.0.0/16)
+  --interface NAME       network interface for the ranks (ip -br addr): its name on all hosts, or a subnet
+                         (10.1.0.0/16)
   -p, --ssh-port PORT    port of ssh on the hosts
   -i, --ssh-identity-file FILE    private key for ssh
   --mpi, --gloo          how the ranks communicate (default: MPI if Horovod was built with it)

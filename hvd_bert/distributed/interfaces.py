@@ -36,16 +36,15 @@ def apply_setting(environ: MutableMapping[str, str]) -> None:
     setting = environ.get(SETTING)
     if not setting:
         return
-    host = socket.gethostname()
     try:
-        name = resolve(setting, host, _addresses())
+        name = resolve(setting, _addresses())
     except UserError as error:
-        raise UserError(f"{SETTING}={setting} on {host}: {error}") from None
+        raise UserError(f"{SETTING}={setting} on {socket.gethostname()}: {error}") from None
     environ.update(dict.fromkeys(VARIABLES, name))
 
 
-def resolve(setting: str, host: str, addresses: Mapping[str, Sequence[str]]) -> str:
-    """The interface of a host by a setting: one name for all hosts, HOST=NAME,... or a subnet such as 10.1.0.0/16.
+def resolve(setting: str, addresses: Mapping[str, Sequence[str]]) -> str:
+    """The interface of a host by a setting: its name, or a subnet such as 10.1.0.0/16.
 
     `addresses`: those of each of the host's interfaces. Raises UserError if the host has none that fits.
     """
@@ -61,15 +60,9 @@ def resolve(setting: str, host: str, addresses: Mapping[str, Sequence[str]]) -> 
             listed = ", ".join(f"{name} {' '.join(own)}" for name, own in addresses.items())
             raise UserError(f"no interface in this subnet; available: {listed}")
         return fitting[0]
-    name = setting
-    if "=" in setting:
-        names = dict(entry.strip().partition("=")[::2] for entry in setting.split(","))
-        name = names.get(host) or names.get(host.split(".")[0], "")
-        if not name:
-            raise UserError(f"no entry {host}=NAME; available: {', '.join(addresses)}")
-    if name not in addresses:
+    if setting not in addresses:
         raise UserError(f"no such interface; available: {', '.join(addresses)}")
-    return name
+    return setting
 
 
 def choose_interface(environ: MutableMapping[str, str], variable: str, hosts: Sequence[str]) -> None:
@@ -140,8 +133,8 @@ def _addresses() -> dict[str, list[str]]:
 def main(argv: Sequence[str]) -> int:
     try:
         if len(argv) != 1:
-            raise UserError("usage: python -m hvd_bert.distributed.interfaces NAME|HOST=NAME,...|SUBNET")
-        print(resolve(argv[0], socket.gethostname(), _addresses()))
+            raise UserError("usage: python -m hvd_bert.distributed.interfaces NAME|SUBNET")
+        print(resolve(argv[0], _addresses()))
     except UserError as error:
         print(error, file=sys.stderr)
         return EXIT_BAD_INPUT
