@@ -151,13 +151,8 @@ def expand_hosts(listed: str) -> list[str]:
 def torchrun_store() -> Any:
     """The key-value store of torchrun's agent, with other keys after each restart. Raises UserError if it is gone."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
-        hint = "Start with torchrun. If its variables are left over from another job, unset TORCHELASTIC_RUN_ID."
-        store = reach_store(host, port, 0, hint)  # the agent serves before it starts ranks
-    elif os.environ["RANK"] == "0":  # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-        store = serve_store(host, port)
-    else:
-        store = reach_store(host, port, _start_s())
+    hint = "Start with torchrun. If its variables are left over from another job, unset TORCHELASTIC_RUN_ID."
+    store = reach_store(host, port, 0, hint)  # the agent serves before it starts ranks
     return PrefixStore(f"hvd_bert/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 

@@ -9,7 +9,6 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -96,7 +95,7 @@ def test_timeout_for_many_hosts_is_horovods(environ):
 def test_launcher_that_is_gone_is_reported_at_once(environ):
     rendezvous.check_horovodrun()  # over MPI it serves nothing
     port = free_port()
-    environ.update(TORCHRUN, TORCHELASTIC_USE_AGENT_STORE="True", MASTER_PORT=str(port))
+    environ.update(TORCHRUN, MASTER_PORT=str(port))
     with refused(f"127.0.0.1:{port}", "TORCHELASTIC_RUN_ID"):
         rendezvous.torchrun_store()
     environ.update(HOROVOD_GLOO_RENDEZVOUS_ADDR="127.0.0.1", HOROVOD_GLOO_RENDEZVOUS_PORT=str(port))
@@ -106,14 +105,12 @@ def test_launcher_that_is_gone_is_reported_at_once(environ):
         rendezvous.check_horovodrun()
 
 
-@pytest.mark.parametrize("agent", ["True", "False"])
-def test_under_torchrun_nothing_listens_on_all_interfaces(environ, agent):
-    served: Any = rendezvous.serve_store("127.0.0.1") if agent == "True" else None
-    port = served.port if served else free_port()
-    environ.update(TORCHRUN, TORCHELASTIC_USE_AGENT_STORE=agent, MASTER_PORT=str(port))
+def test_under_torchrun_nothing_listens_on_all_interfaces(environ):
+    served = rendezvous.serve_store("127.0.0.1")  # by the agent
+    environ.update(TORCHRUN, MASTER_PORT=str(served.port))
     rendezvous.serve_horovod()
     assert environ["HOROVOD_GLOO_IFACE"] == "lo" and environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "127.0.0.1"
-    assert listening(port) == listening(int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])) == {"127.0.0.1"}
+    assert listening(served.port) == listening(int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])) == {"127.0.0.1"}
     rendezvous.check_horovodrun()
 
 
