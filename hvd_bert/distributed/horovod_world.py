@@ -47,7 +47,6 @@ class HorovodWorld(World):
         self.local_rank = hvd.local_rank()
         self.local_size = hvd.local_size()
         self.cross_rank = hvd.cross_rank()
-        self.cross_size = hvd.cross_size()
         self.node: Any = None
         self._stalled_after_s = stalled_after_s
         super().__init__()

@@ -18,10 +18,6 @@ class LaunchError(UserError):
     """A mistake in how the job was started, which all of its processes find. Rank 0 reports it."""
 
 
-class WorldsOfOne(LaunchError):
-    """The launcher's processes cannot find each other: each would be a world of one."""
-
-
 @dataclass(frozen=True)
 class Launcher:
     """The program that started this process, by its variables. `size` and `rank` are None without one."""
@@ -144,26 +140,26 @@ def is_elastic(environ: Mapping[str, str]) -> bool:
 
 
 def check_size(launcher: Launcher, horovod_size: int) -> None:
-    """Raise WorldsOfOne if Horovod's world size is not the launcher's: N worlds of one would train N times."""
+    """Raise LaunchError if Horovod's world size is not the launcher's: N worlds of one would train N times."""
     if launcher.size is None or launcher.size == horovod_size:
         return
     rebuild = "Use the launcher of the MPI that Horovod was built with, or rebuild it with this one (env/setup.sh)."
     hint = WITH_PMIX if launcher.name == "srun" else rebuild
-    raise WorldsOfOne(
+    raise LaunchError(
         f"{launcher.name} started {launcher.size} processes, but Horovod sees a world of {horovod_size}: they cannot"
         f" find each other, and each would train alone. {hint}"
     )
 
 
 def check_pmi(launcher: Launcher, environ: Mapping[str, str], mpi: str) -> None:
-    """Raise WorldsOfOne if srun started the tasks without PMI: Open MPI would abort each in MPI_Init.
+    """Raise LaunchError if srun started the tasks without PMI: Open MPI would abort each in MPI_Init.
 
     Other MPIs are left to `check_size`: those based on MPICH may use Slurm's oldest PMI, which sets no variable.
     """
     if launcher.name != "srun" or launcher.size == 1 or not mpi.startswith("Open MPI"):
         return
     if not any(name.startswith(("PMIX_", "PMI_", "PMI2_")) for name in environ):
-        raise WorldsOfOne(
+        raise LaunchError(
             f"srun started {launcher.size} processes without PMIx: they cannot find each other, and each would be a"
             f" world of one. {WITH_PMIX}"
         )
@@ -192,27 +188,7 @@ def find_job(environ: Mapping[str, str]) -> dict[str, str] | None:
     return job if "id" in job else None
 
 
-@dataclass(frozen=True)
-class Allocation:
-    """A Slurm job's nodes, tasks per node and cores per task."""
-
-    nodes: int
-    tasks_per_node: int
-    cpus_per_task: int | None
-
-
-def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """The allocation of the Slurm job around this process, outside of its steps; None without a job."""
-    if "SLURM_JOB_ID" not in environ:
-        return None
-    nodes, tasks = _requested(environ)
-    # TASKS_PER_NODE may be "2(x3)" or "2,1": take the first node's number.
-    first = {"SLURM_TASKS_PER_NODE": re.split(r"[(,]", environ.get("SLURM_TASKS_PER_NODE", "1"))[0]}
-    tasks = tasks or number(first, "SLURM_TASKS_PER_NODE", 1) or 1
-    return Allocation(nodes, tasks, number(environ, "SLURM_CPUS_PER_TASK", 1))
-
-
-def _requested(environ: Mapping[str, str]) -> tuple[int, int | None]:
+def requested(environ: Mapping[str, str]) -> tuple[int, int | None]:
     """The job's nodes, and the tasks per node that it requested; None without such a request."""
     nodes = number(environ, "SLURM_JOB_NUM_NODES", 1) or number(environ, "SLURM_NNODES", 1) or 1
     return nodes, number(environ, "SLURM_NTASKS_PER_NODE", 1)
@@ -225,5 +201,5 @@ def requested_tasks(environ: Mapping[str, str]) -> int:
     """
     if IN_SWEEP in environ:
         return 1
-    nodes, per_node = _requested(environ)
+    nodes, per_node = requested(environ)
     return max(number(environ, "SLURM_NTASKS") or 1, nodes * (per_node or 0))

@@ -22,7 +22,6 @@ from hvd_bert.distributed import logs
 from hvd_bert.distributed.horovod_world import HorovodWorld, ready_for_timeline
 from hvd_bert.distributed.launch import (
     LaunchError,
-    WorldsOfOne,
     find_launcher,
     is_elastic,
     requested_tasks,
@@ -168,7 +167,7 @@ def join(strategy: str = "horovod", generation: int = 0) -> World:
 def _alone(strategy: str) -> World:
     launcher = find_launcher(os.environ)
     if (launcher.size or 1) > 1:
-        raise WorldsOfOne(
+        raise LaunchError(
             f"--strategy {strategy} runs in one process, but {launcher.name} started {launcher.size}. Start it without"
             " a launcher, or choose another strategy."
         )

@@ -35,9 +35,8 @@ class DistributedWorld(World):
         self.rank, self.size, self._comm, self._store = rank, size, comm, store
         super().__init__()
         hosts = self.allgather(self.host)
-        names = list(dict.fromkeys(hosts))
         self.local_rank, self.local_size = hosts[:rank].count(self.host), Counter(hosts)[self.host]
-        self.cross_rank, self.cross_size = names.index(self.host), len(names)
+        self.cross_rank = list(dict.fromkeys(hosts)).index(self.host)
 
     @staticmethod
     def join() -> DistributedWorld:

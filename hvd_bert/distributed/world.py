@@ -121,7 +121,7 @@ class World:
     Attributes:
         rank, size: This rank, and the number of ranks.
         local_rank, local_size: The same among the ranks of this host.
-        cross_rank, cross_size: The number of this host, and the number of hosts.
+        cross_rank: The number of this host.
         controller: What the ranks communicate through: "mpi", "gloo", "torch.distributed" or "none".
         device, devices: The device of this rank, and the number of GPUs that it uses.
         elastic: Whether ranks may be lost or added.
@@ -132,7 +132,7 @@ class World:
 
     controller = "none"
     rank = local_rank = cross_rank = 0
-    size = local_size = cross_size = 1
+    size = local_size = 1
     devices = 1
     elastic = False
     generation = 0

@@ -222,10 +222,3 @@ def strategy_class(strategy: str) -> type[Strategy]:
         hint = "install it with `bash env/setup.sh --deepspeed`" if strategy == "deepspeed" else "install a newer torch"
         raise UserError(f"--strategy {strategy} cannot be loaded ({error}): {hint}, or choose another one.") from None
     return found
-
-
-def make_strategy(
-    strategy: str, model: nn.Module, make_optimizer: MakeOptimizer, options: StrategyOptions, world: World
-) -> Strategy:
-    """The strategy of that name; see `Strategy`. A collective."""
-    return strategy_class(strategy)(model, make_optimizer, options, world)

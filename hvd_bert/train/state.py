@@ -22,7 +22,7 @@ from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.model.precision import recompute_layers
-from hvd_bert.strategies.base import Strategy, StrategyOptions, make_strategy
+from hvd_bert.strategies.base import Strategy, StrategyOptions, strategy_class
 from hvd_bert.train.meter import Meter
 from hvd_bert.train.optim import make_optimizer, make_schedule
 
@@ -143,8 +143,7 @@ class TrainState:
         if args.gradient_checkpointing:
             with world.raise_on_all_ranks():
                 recompute_layers(model)
-        strategy = make_strategy(
-            parallel.strategy,
+        strategy = strategy_class(parallel.strategy)(
             model,
             lambda module: make_optimizer(module, args, world.size * world.devices),
             strategy_options(args, parallel, plan.accumulation),

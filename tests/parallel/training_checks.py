@@ -22,7 +22,7 @@ from hvd_bert.data.collate import Collator
 from hvd_bert.distributed.world import World
 from hvd_bert.model.bert import window_losses
 from hvd_bert.model.precision import autocast
-from hvd_bert.strategies.base import Strategy, make_strategy
+from hvd_bert.strategies.base import Strategy, strategy_class
 from hvd_bert.strategies.horovod import word_embedding
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.train.optim import make_optimizer
@@ -66,8 +66,7 @@ class Training:
         self.model.train()
 
     def wrap(self) -> Strategy:
-        self.strategy = make_strategy(
-            self.config.parallel.strategy,
+        self.strategy = strategy_class(self.config.parallel.strategy)(
             self.model,
             lambda module: make_optimizer(module, self.config.train, self.world.size),
             strategy_options(self.config.train, self.config.parallel, self.plan.accumulation),

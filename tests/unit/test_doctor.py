@@ -17,7 +17,7 @@ from tables import each
 from transformers import BertConfig
 
 from hvd_bert import machine
-from hvd_bert.distributed.launch import Launcher, WorldsOfOne
+from hvd_bert.distributed.launch import Launcher, LaunchError
 from hvd_bert.distributed.world import CollectiveError, RankInfo
 from hvd_bert.errors import UserError
 from hvd_bert.model.cpu import kernels
@@ -418,8 +418,8 @@ def diagnosed(monkeypatch, capsys):
 @each(
     ("launcher", "error", "status", "out", "err"),
     [
-        (Launcher("srun", 4, 0), WorldsOfOne("4 worlds of size 1"), 2, "World      4 worlds of size 1", ""),
-        (Launcher("srun", 4, 3), WorldsOfOne("4 worlds of size 1"), 0, "", ""),
+        (Launcher("srun", 4, 0), LaunchError("4 worlds of size 1"), 2, "World      4 worlds of size 1", ""),
+        (Launcher("srun", 4, 3), LaunchError("4 worlds of size 1"), 0, "", ""),
         (Launcher("mpirun", 4, 3), UserError("no such interface"), 2, "", "hvd_bert: rank 3 on "),  # on this host
         (Launcher("mpirun", 4, 3), UserError("Horovod cannot be loaded"), 0, "", "hvd_bert: rank 3 on "),
         (Launcher("none", None, None), OSError("no socket"), 2, "OSError: no socket", ""),

@@ -21,7 +21,7 @@ from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed import events
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import EXIT_FAILURE, UserError
-from hvd_bert.strategies.base import StrategyOptions, make_strategy
+from hvd_bert.strategies.base import StrategyOptions, strategy_class
 from hvd_bert.tasks.question_answering import QuestionAnswering
 from hvd_bert.train.health import LIMIT, LIMIT_LATER, LIMIT_SCALED, MAX_EVENTS, Health, check_copies, checksum
 from hvd_bert.train.meter import Meter
@@ -224,7 +224,7 @@ def test_weights_stay_as_they_were_without_a_finite_gradient():
     model = nn.Linear(2, 2)
     options = StrategyOptions(max_grad_norm=1.0)
     make: Callable[[nn.Module], torch.optim.Optimizer] = lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, fused=True)  # noqa: E731
-    strategy = make_strategy("none", model, make, options, make_world())
+    strategy = strategy_class("none")(model, make, options, make_world())
     moved = []
     for factor in (1.0, math.nan, math.inf, 1.0):
         before = model.weight.detach().clone()

@@ -12,7 +12,7 @@ from test_world import make_world
 
 from hvd_bert.distributed import runner as module
 from hvd_bert.distributed.horovod_world import HorovodWorld
-from hvd_bert.distributed.launch import WorldsOfOne
+from hvd_bert.distributed.launch import LaunchError
 from hvd_bert.distributed.runner import run_as_rank
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, World
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError
@@ -75,9 +75,9 @@ def test_rank_that_fails_alone_ends_all(monkeypatch, capsys, error, status, said
 @each(
     ("error", "rank", "status"),
     [
-        (WorldsOfOne("no world"), None, EXIT_BAD_INPUT),
-        (WorldsOfOne("no world"), 0, EXIT_BAD_INPUT),
-        (WorldsOfOne("no world"), 3, EXIT_OK),
+        (LaunchError("no world"), None, EXIT_BAD_INPUT),
+        (LaunchError("no world"), 0, EXIT_BAD_INPUT),
+        (LaunchError("no world"), 3, EXIT_OK),
         # A world's rank may differ from the launcher's.
         (CollectiveError("no world", rank=2, mine=True), 3, EXIT_BAD_INPUT),
         (CollectiveError("no world", rank=2), 0, EXIT_OK),

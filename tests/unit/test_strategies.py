@@ -12,10 +12,10 @@ from torch import nn
 from hvd_bert.config.command_line import before_joining, parse
 from hvd_bert.config.settings import STRATEGIES
 from hvd_bert.distributed import runner
-from hvd_bert.distributed.launch import WorldsOfOne
+from hvd_bert.distributed.launch import LaunchError
 from hvd_bert.errors import UserError
 from hvd_bert.model.attention import cu_seqlens_of
-from hvd_bert.strategies.base import STRATEGY_CLASSES, Strategy, StrategyOptions, make_strategy, strategy_class
+from hvd_bert.strategies.base import STRATEGY_CLASSES, Strategy, StrategyOptions, strategy_class
 from hvd_bert.strategies.dp import WindowParallel, join_windows, split_windows
 
 
@@ -89,7 +89,7 @@ def test_strategy_of_a_file_is_known_too(tmp_path):
 def test_one_process_is_refused_under_a_launcher_of_several(monkeypatch, strategy):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    with pytest.raises(WorldsOfOne, match=f"--strategy {strategy} runs in one process, but mpirun started 2"):
+    with pytest.raises(LaunchError, match=f"--strategy {strategy} runs in one process, but mpirun started 2"):
         runner.join(strategy)
 
 
@@ -138,7 +138,7 @@ def test_strategy_of_one_process_steps_with_the_clipped_gradient():
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     options = StrategyOptions(accumulation=2, max_grad_norm=3.0)
-    strategy = make_strategy("none", model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), options, make_world())
+    strategy = strategy_class("none")(model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), options, make_world())
     for value in (2.0, 4.0):  # the passes are summed
         strategy.backward(strategy.module(torch.full((1, 1), value)).sum())
     strategy.synchronize()

@@ -10,7 +10,7 @@ import torch
 from torch import distributed, nn
 
 from hvd_bert.distributed.world import World
-from hvd_bert.strategies.base import StrategyOptions, make_strategy
+from hvd_bert.strategies.base import StrategyOptions, strategy_class
 
 
 class Waits(World):
@@ -55,7 +55,7 @@ class HeadFirst(nn.Module):
 def test_communication_is_exposed_only_once_all_gradients_are_computed() -> None:
     options, world = StrategyOptions(deterministic=True), Waits()  # which lets a model use only some weights
     model, events = HeadFirst(), []
-    strategy = make_strategy("ddp", model, lambda m: torch.optim.SGD(m.parameters(), 0.1), options, world)
+    strategy = strategy_class("ddp")(model, lambda m: torch.optim.SGD(m.parameters(), 0.1), options, world)
     strategy.mark_gradients(lambda: events.append("exposed"))
     for name in ("head", "body", "first"):
         for kind, weight in getattr(model, name).named_parameters():
@@ -72,8 +72,8 @@ def test_communication_is_exposed_only_once_all_gradients_are_computed() -> None
 @pytest.mark.parametrize(("name", "forward"), [("ddp", []), ("fsdp", ["the step's weights"])])
 def test_watchdog_counts_while_a_step_waits_for_other_ranks(name: str, forward: list[str]) -> None:
     world = Waits()
-    strategy = make_strategy(
-        name, nn.Linear(3, 1), lambda module: torch.optim.SGD(module.parameters(), 0.1), StrategyOptions(), world
+    strategy = strategy_class(name)(
+        nn.Linear(3, 1), lambda module: torch.optim.SGD(module.parameters(), 0.1), StrategyOptions(), world
     )
     strategy.backward(strategy.module(torch.ones(2, 3)).sum())
     strategy.step()

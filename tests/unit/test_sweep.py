@@ -15,11 +15,10 @@ from made_runs import PretendedRuns, make_run
 from tables import each, refused
 
 from hvd_bert.config.command_line import parse
-from hvd_bert.distributed.launch import Allocation, find_allocation
 from hvd_bert.errors import UserError
 from hvd_bert.storage import writing
 from hvd_bert.tools.bench import launching, one_run, sweep
-from hvd_bert.tools.bench.launching import Launching, Machine
+from hvd_bert.tools.bench.launching import Allocation, Launching, Machine, find_allocation
 from hvd_bert.tools.bench.one_run import Stopped
 from hvd_bert.tools.bench.points import OWNERS, Plan, Point, check_flags
 

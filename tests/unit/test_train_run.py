@@ -32,6 +32,7 @@ from hvd_bert.model.bert import load_model, load_tokenizer
 from hvd_bert.model.cpu import kernels
 from hvd_bert.output import output_dir, run_folder
 from hvd_bert.storage import written
+from hvd_bert.strategies.base import Strategy
 from hvd_bert.tasks import question_answering
 from hvd_bert.tools.report import run_page
 from hvd_bert.tools.runs import record
@@ -92,7 +93,7 @@ def test_refused_training_keeps_the_earlier_run(base, tmp_path, monkeypatch):
     output_dir.unlock()
     assert content(out) == before
     monkeypatch.setattr(start, "strategy_class", lambda name: None)
-    monkeypatch.setattr("hvd_bert.train.state.make_strategy", without_horovod)
+    monkeypatch.setattr("hvd_bert.train.state.strategy_class", lambda name: Strategy)
     for words, flags in refusals.items():
         with pytest.raises(CollectiveError, match=words):
             train(base, "--output_dir", str(out), "--overwrite_output_dir", *flags)
@@ -164,12 +165,6 @@ def test_torchs_kernels_give_the_same_losses(base, tmp_path, monkeypatch):
 
 def no_memory(plan, step, rank):
     raise MemoryError
-
-
-def without_horovod(name, *arguments):
-    from hvd_bert.strategies.base import make_strategy
-
-    return make_strategy("none", *arguments)
 
 
 def test_sample_answers_of_a_run_that_is_not_finished(base, tmp_path, monkeypatch):

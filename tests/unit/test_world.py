@@ -18,7 +18,7 @@ from hvd_bert.tasks.question_answering import Inputs
 
 def make_world(rank: int = 0, size: int = 1) -> World:
     """A world without collectives. For `size` > 1 see `heard`."""
-    numbers = {"rank": rank, "size": size, "local_rank": rank, "local_size": size, "cross_rank": 0, "cross_size": 1}
+    numbers = {"rank": rank, "size": size, "local_rank": rank, "local_size": size, "cross_rank": 0}
     world = World()
     for name, value in numbers.items():
         setattr(world, name, value)

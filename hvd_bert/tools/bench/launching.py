@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from hvd_bert import __version__
 from hvd_bert.config.values import MAX_SECONDS, Limits, shortened
-from hvd_bert.distributed.launch import Allocation, find_allocation
+from hvd_bert.distributed.launch import number, requested
 from hvd_bert.errors import UserError
 from hvd_bert.machine import PACKAGES, cpu_name, version_of
 from hvd_bert.tools.bench.points import ONE_PROCESS, Point
@@ -34,6 +35,26 @@ PROGRAMS = {
     "mpirun": "run `module load openmpi` or `apt-get install openmpi-bin libopenmpi-dev`, then `bash env/setup.sh`",
     "srun": "add the folder of Slurm's commands to PATH",
 }
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A Slurm job's nodes, tasks per node and cores per task."""
+
+    nodes: int
+    tasks_per_node: int
+    cpus_per_task: int | None
+
+
+def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """The allocation of the Slurm job around this process, outside of its steps; None without a job."""
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    nodes, tasks = requested(environ)
+    # TASKS_PER_NODE may be "2(x3)" or "2,1": take the first node's number.
+    first = {"SLURM_TASKS_PER_NODE": re.split(r"[(,]", environ.get("SLURM_TASKS_PER_NODE", "1"))[0]}
+    tasks = tasks or number(first, "SLURM_TASKS_PER_NODE", 1) or 1
+    return Allocation(nodes, tasks, number(environ, "SLURM_CPUS_PER_TASK", 1))
 
 
 @dataclass(frozen=True)
