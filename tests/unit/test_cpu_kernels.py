@@ -100,13 +100,13 @@ def test_torchs_kernels_turn_off_all_others():
     layer, drop, values = linear.Linear(8, 8), Dropout(0.5), torch.randn(6, 8)
     with kernels.using(TORCHS):
         assert torch.equal(layer(values), nn.functional.linear(values, layer.weight, layer.bias))
-        assert choose("cpu", torch.float32, 0.1, 64, flash=False) is by_window
+        assert choose("cpu", torch.float32, 0.1, 64, frozenset()) is by_window
         torch.manual_seed(0)
         found = drop(values)
         torch.manual_seed(0)
         assert torch.equal(found, nn.functional.dropout(values, 0.5))
     with kernels.using(Kernels(attention=OWN)):
-        assert choose("cpu", torch.bfloat16, 0.1, 64, flash=False) is by_probabilities
+        assert choose("cpu", torch.bfloat16, 0.1, 64, frozenset()) is by_probabilities
 
 
 @each(
