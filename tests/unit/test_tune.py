@@ -24,10 +24,10 @@ from hvd_bert.tools.runs import reading
 from hvd_bert.tools.runs.run import Run
 from hvd_bert.tools.tune import __main__ as tune
 from hvd_bert.tools.tune import search as knobs
-from hvd_bert.tools.tune.search import FASTER, NO_TIME, NOT_FASTER, SLOWER, Context, Pair, Search, Setting, Trial
+from hvd_bert.tools.tune.search import FASTER, NO_TIME, NOT_FASTER, SLOWER, Pair, Search, Setting, Trial
 
-CYCLE, GROUPS, CACHE = "HOROVOD_CYCLE_TIME=", "--num_groups=", "HOROVOD_CACHE_CAPACITY="
-CANDIDATES = [[f"{CYCLE}0.3", f"{CYCLE}3", f"{CYCLE}10"], [f"{GROUPS}2", f"{GROUPS}8"], [f"{CACHE}0"]]
+CYCLE, GROUPS, FUSION = "HOROVOD_CYCLE_TIME=", "--num_groups=", "HOROVOD_FUSION_THRESHOLD="
+CANDIDATES = [[f"{CYCLE}0.3", f"{CYCLE}3", f"{CYCLE}10"], [f"{GROUPS}2", f"{GROUPS}8"], [f"{FUSION}8388608"]]
 
 
 # The search
@@ -131,48 +131,34 @@ def run(tmp_path: Path) -> Run:
     return reading.read(make_run(tmp_path / "run", "horovod", 4))
 
 
-def candidates_of(run: Run, environ: Mapping[str, str], *flags: str) -> tuple[list[str], dict[str, str]]:
-    context, candidates, left_out = Context(parse([*flags]), run), [], {}
-    for knob in knobs.KNOBS:
-        words, left = context.candidates(knob, knob.value(environ, context.config))
-        candidates, left_out = [*candidates, *words], left_out | left
-    return candidates, left_out
+def candidates_of(run: Run, environ: Mapping[str, str], *flags: str) -> list[str]:
+    config = parse([*flags])
+    return [word for knob in knobs.KNOBS for word in knobs.candidates(knob, knob.value(environ, config), run)]
 
 
-def test_values_without_effect_are_left_out(run: Run) -> None:
-    two_hosts = replace(run, hosts=["a", "b"])
-    candidates, left_out = candidates_of(replace(two_hosts, places=[], parameters=100_000_000), {})
-    assert not left_out
-    assert candidates[0] == "HOROVOD_HIERARCHICAL_ALLREDUCE=1" and "HOROVOD_FUSION_THRESHOLD=268435456" in candidates
-    candidates, left_out = candidates_of(two_hosts, {}, "--deterministic")
-    for word, reason in (
-        ("HOROVOD_HIERARCHICAL_ALLREDUCE=1", "the ranks are on CPUs"),
-        ("HOROVOD_FUSION_THRESHOLD=33554432", "all gradients together are 4 MB"),
-        (f"{GROUPS}8", "--deterministic sends all gradients as one group"),
+def test_candidates_follow_from_the_hosts_and_the_users_values(run: Run) -> None:
+    hierarchical = "HOROVOD_HIERARCHICAL_ALLREDUCE=1"
+    on_gpus = {"places": [{"device": "cuda:0"}]}
+    for found, tested in (
+        (replace(run, hosts=["a", "b"], **on_gpus), True),
+        (replace(run, hosts=["a", "b"]), False),  # on CPUs
+        (replace(run, hosts=["a", "b", "c", "d"], **on_gpus), False),
+        (replace(run, **on_gpus), False),
     ):
-        assert reason in left_out[word]
-    assert candidates == [f"{CYCLE}0.3", f"{CYCLE}3", f"{CYCLE}10", f"{CACHE}0", "--fp16_allreduce=True"]
-    _, left_out = candidates_of(run, {})
-    assert left_out["HOROVOD_HIERARCHICAL_ALLREDUCE=1"] == "all ranks are on one host"
-    # The user's own values are the defaults.
-    users = {"HOROVOD_CYCLE_TIME": "3.0", "HOROVOD_CACHE_CAPACITY": "0"}
-    candidates, _ = candidates_of(run, users, "--num_groups", "8")
-    own = [f"{CYCLE}1", f"{CYCLE}0.3", f"{CYCLE}10", f"{GROUPS}0", f"{GROUPS}2", f"{CACHE}1024"]
-    assert candidates == [*own, "--fp16_allreduce=True"]
+        assert (hierarchical in candidates_of(found, {})) == tested
+    users = {"HOROVOD_CYCLE_TIME": "3.0", "HOROVOD_FUSION_THRESHOLD": str(32 * 2**20)}
+    fusion = [f"HOROVOD_FUSION_THRESHOLD={size * 2**20}" for size in (128, 8, 256)]
+    own = [f"{CYCLE}1", f"{CYCLE}0.3", f"{CYCLE}10", *fusion, f"{GROUPS}0", f"{GROUPS}2"]
+    assert candidates_of(run, users, "--num_groups", "8") == [*own, "--fp16_allreduce=True"]
     with refused("HOROVOD_CYCLE_TIME=fast"):
         candidates_of(run, {"HOROVOD_CYCLE_TIME": "fast"})
 
 
 def test_settings_that_apply_to_every_run_are_refused() -> None:
-    for environ, words, named in (
-        ({"HOROVOD_AUTOTUNE": "1"}, [], "HOROVOD_AUTOTUNE=1"),
-        ({"HOROVOD_TIMELINE": "/tmp/t.json"}, [], "HOROVOD_TIMELINE=/tmp/t.json"),
-        ({}, ["--cycle-time-ms=3"], "--launcher_flag=--cycle-time-ms=3"),
-        ({}, ["-x", "HOROVOD_CYCLE_TIME=3"], "--launcher_flag=HOROVOD_CYCLE_TIME=3"),
-    ):
-        with refused(named):
-            knobs.check_environment(environ, words)
-    knobs.check_environment({"HOROVOD_AUTOTUNE": "0", "HOROVOD_LOG_LEVEL": "info"}, ["--gloo"])
+    for name, value in (("HOROVOD_AUTOTUNE", "1"), ("HOROVOD_TIMELINE", "/tmp/t.json")):
+        with refused(f"{name}={value}"):
+            knobs.check_environment({name: value})
+    knobs.check_environment({"HOROVOD_AUTOTUNE": "0", "HOROVOD_LOG_LEVEL": "info"})
 
 
 def test_variables_reach_the_ranks_on_other_hosts() -> None:
@@ -195,7 +181,7 @@ SPEEDS: dict[str, float] = {}
 def label_of(folder: Path, command: Sequence[str], environ: Mapping[str, str]) -> str:
     """The run's setting, without fp16."""
     words = [word for word in command if word.startswith(GROUPS)]
-    return " ".join([*words, *(f"{name}={environ[name]}" for name in (CYCLE[:-1], CACHE[:-1]) if name in environ)])
+    return " ".join([*words, *(f"{name}={environ[name]}" for name in (CYCLE[:-1], FUSION[:-1]) if name in environ)])
 
 
 def made(folder: Path, given: Mapping[str, str], label: str) -> Path:
@@ -218,7 +204,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> PretendedRuns:
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., int]:
     def begin(*flags: str) -> int:
-        defaults = {"--out": str(tmp_path / "out"), "--knobs": "cycle,groups,cache"}
+        defaults = {"--out": str(tmp_path / "out"), "--knobs": "cycle,groups,fusion"}
         return tune.main([*(f"{name}={value}" for name, value in defaults.items() if name not in flags), *flags])
 
     return begin
@@ -229,14 +215,14 @@ def record(folder: Path) -> dict[str, object]:
 
 
 def test_the_settings_to_use_are_printed(pretended, start, tmp_path, capsys) -> None:
-    SPEEDS.update({f"{CYCLE}3": 1.1, f"{GROUPS}2": 1.05, f"{CACHE}0": 0.5})
+    SPEEDS.update({f"{CYCLE}3": 1.1, f"{GROUPS}2": 1.05, f"{FUSION}8388608": 0.5})
     assert start("--launcher", "mpirun") == 0
     output, warnings = capsys.readouterr()
     assert "    export HOROVOD_CYCLE_TIME=3\n    python -m hvd_bert.train ... --num_groups=2\n" in output
     assert "it gains +15.5 % (+15.5 % to +15.5 %, 6 pairs) over the defaults" in output and "once in 64 times" in output
     assert "    mpirun -x HOROVOD_CYCLE_TIME ...\n" in output and "Not tested: --fp16_allreduce" in output
     assert "tune with your own" in warnings
-    assert pretended.started.count(f"{GROUPS}2 {CYCLE}3 {CACHE}0") == 1  # dropped after the first pair
+    assert pretended.started.count(f"{CYCLE}3 {FUSION}8388608") == 1  # dropped after the first pair
     assert undocumented(record(tmp_path), "tune.json", "sweep.json", without=("same",)) == []
     result = record(tmp_path)["result"]
     assert result["set"] == [f"{CYCLE}3", f"{GROUPS}2"] and len(result["compared"]["ratios"]) == 6

@@ -103,7 +103,7 @@ def _tune(argv: Sequence[str]) -> int:
     flags, rest = make_parser().parse_known_args(argv)
     keep_running()
     wanted = search.chosen(flags.knobs)
-    search.check_environment(os.environ, flags.launcher_flag)
+    search.check_environment(os.environ)
     launching = launches.chosen(flags, Machine.here(os.environ))
     point = Point("horovod", flags.ranks or _ranks(launching), WEAK, 1, 0)
     obstacle = launching.obstacle(point)
@@ -125,7 +125,7 @@ def _tune(argv: Sequence[str]) -> int:
     )  # fmt: skip
     with opened(flags.out, FILE, runs.begin):
         announce(runs, config, wanted, values, planning.names_data(rest))
-        return _search(runs, config, wanted, values, flags.pairs)
+        return _search(runs, wanted, values, flags.pairs)
 
 
 def _ranks(launching: Launching) -> int:
@@ -144,15 +144,15 @@ def _ranks(launching: Launching) -> int:
     return room
 
 
-def _search(runs: Runs, config: Config, wanted: Sequence[search.Knob], values: dict[str, str], max_pairs: int) -> int:
+def _search(runs: Runs, wanted: Sequence[search.Knob], values: dict[str, str], max_pairs: int) -> int:
     pairs = Search(runs.measure, max_pairs, print_row)
-    context = search.Context(config, runs.warm_up())
-    split = [context.candidates(knob, values[knob.name]) for knob in wanted]
-    print_plan(runs, [candidates for candidates, _ in split], [left for _, left in split], max_pairs)
+    warm_up = runs.warm_up()
+    candidates = [search.candidates(knob, values[knob.name], warm_up) for knob in wanted]
+    print_plan(runs, candidates, max_pairs)
     noise = pairs.measure_noise()
     print(f"Noise: {percent(noise)} (the defaults compared with themselves)")
     print(f"{'candidate':{WIDTH}}  {'gain over the best so far, per pair':36}  verdict", flush=True)
-    best = pairs.run([candidates for candidates, _ in split])
+    best = pairs.run(candidates)
     compared = pairs.compare(best) if best else None
     result: dict[str, object] = {"noise": noise, "set": [], "compared": vars(compared) if compared else None}
     if compared and compared.verdict == FASTER:
@@ -186,16 +186,8 @@ def announce(runs: Runs, config: Config, wanted: Sequence[Knob], values: Mapping
         print(f"Set by you: {' '.join(yours)} (gains are relative to this)")
 
 
-def print_plan(
-    runs: Runs, candidates: Sequence[Sequence[str]], left_out: Sequence[Mapping[str, str]], max_pairs: int
-) -> None:
-    """Print the settings that are left out, and how long the others may take."""
-    words_by_reason: dict[str, list[str]] = {}
-    for words in left_out:
-        for word, reason in words.items():
-            words_by_reason.setdefault(reason, []).append(word)
-    for reason, names in words_by_reason.items():
-        print(f"Left out: {' '.join(names)}: {reason}")
+def print_plan(runs: Runs, candidates: Sequence[Sequence[str]], max_pairs: int) -> None:
+    """Print how long the search may take."""
     points, each = sum(map(len, candidates)), min(SEARCH_PAIRS, max_pairs)
     lower, upper = (min(NOISE_PAIRS, max_pairs) + points + extra for extra in (0, points * (each - 1) + max_pairs))
     per_pair = 2 * runs.run_s / 60

@@ -159,14 +159,13 @@ class Knob:
         return text
 
 
-# The defaults are Horovod 0.28.1's (horovod/common/operations.cc, global_state.h). A larger cache has no effect: a BERT
-# has fewer than 1024 tensors.
+# The defaults are Horovod 0.28.1's (horovod/common/operations.cc, global_state.h). Its response cache is not tuned: a
+# BERT has fewer than its 1024 tensors.
 KNOBS = (
     Knob("hierarchical", "HOROVOD_HIERARCHICAL_ALLREDUCE=", "0", ("1",)),
     Knob("cycle", "HOROVOD_CYCLE_TIME=", "1", ("0.3", "3", "10")),
     Knob("fusion", "HOROVOD_FUSION_THRESHOLD=", str(128 * MIB), (str(8 * MIB), str(32 * MIB), str(256 * MIB))),
     Knob("groups", "--num_groups=", "0", ("2", "8")),
-    Knob("cache", "HOROVOD_CACHE_CAPACITY=", "1024", ("0",)),
     Knob("fp16", "--fp16_allreduce=", "False", ("True",)),
 )
 NAMES = tuple(knob.name for knob in KNOBS)
@@ -176,11 +175,6 @@ REFUSED = {
     "HOROVOD_AUTOTUNE=": "it changes the same settings while a run is measured (docs/guides/tuning.md)",
     "HOROVOD_TIMELINE=": "every run would write a timeline, which slows it down",
 }
-# Flags of horovodrun that override the environment.
-HOROVODRUN_FLAGS = (
-    *("--fusion-threshold-mb", "--cycle-time-ms", "--cache-capacity", "--hierarchical-allreduce"),
-    *("--no-hierarchical-allreduce", "--autotune", "--timeline-filename", "--config-file"),
-)
 
 
 def _number(text: str) -> float | None:
@@ -198,18 +192,11 @@ def chosen(names: Sequence[str]) -> list[Knob]:
     return [knob for knob in KNOBS if knob.name in names]
 
 
-def check_environment(environ: Mapping[str, str], launcher_words: Sequence[str]) -> None:
+def check_environment(environ: Mapping[str, str]) -> None:
     """Raise UserError for settings that would apply to every run, with any candidate."""
     for word, why in REFUSED.items():
         if environ.get(word.removesuffix("="), "0") != "0":
             raise UserError(f"{word}{environ[word.removesuffix('=')]} is set in the environment: {why}. Unset it.")
-    for word in launcher_words:
-        ours = [knob.key for knob in KNOBS if not knob.is_flag and knob.key in word]
-        if ours or word.split("=")[0] in HOROVODRUN_FLAGS:
-            raise UserError(
-                f"--launcher_flag={word} would apply to every run. Set HOROVOD_... in the environment of this command"
-                " instead. Gains are then relative to it."
-            )
 
 
 def environment(setting: Setting, environ: Mapping[str, str]) -> dict[str, str]:
@@ -228,41 +215,12 @@ def exported(environ: Mapping[str, str]) -> list[str]:
     return [name for name in (*(knob.key for knob in KNOBS if not knob.is_flag), SETTING) if name in environ]
 
 
-@dataclass(frozen=True)
-class Context:
-    """The settings and a run with the defaults. They decide whether a knob has an effect."""
+def candidates(knob: Knob, now: str, run: Run) -> list[str]:
+    """The candidates, given the value `now` and a run with the defaults. The default is one if `now` is not.
 
-    config: Config
-    run: Run
-
-    def candidates(self, knob: Knob, now: str) -> tuple[list[str], dict[str, str]]:
-        """The candidates, given the value `now`; and the ones left out -> why. The default is one if `now` is not."""
-        candidates, left_out = [], {}
-        for value in dict.fromkeys((knob.default, *knob.values)):
-            if value == now or (not knob.is_flag and _number(value) == _number(now)):
-                continue
-            reason = self._idle(knob, value, now)
-            if reason:
-                left_out[knob.word + value] = reason
-            else:
-                candidates.append(knob.word + value)
-        return candidates, left_out
-
-    def _idle(self, knob: Knob, value: str, now: str) -> str:
-        """Why this value has no effect or cannot be set; "" if it can matter."""
-        run, config = self.run, self.config
-        if knob.name == "hierarchical":
-            # Horovod ignores it on one host, and without NCCL (operations.cc).
-            if run.nodes == 1:
-                return "all ranks are on one host"
-            if run.on_cpu:
-                return "the ranks are on CPUs, and Horovod supports it with NCCL only"
-            if run.nodes == run.ranks:
-                return "each host has only one rank"
-        if knob.name == "fusion" and run.parameters:
-            sent = run.parameters * (2 if config.parallel.fp16_allreduce else 4)
-            if min(float(value), float(now)) >= sent:
-                return f"all gradients together are {sent / 1e6:.0f} MB"
-        if knob.name == "groups" and config.train.deterministic:
-            return "--deterministic sends all gradients as one group"
-        return ""
+    Horovod ignores `hierarchical` on one host and without NCCL (operations.cc).
+    """
+    if knob.name == "hierarchical" and (run.on_cpu or not 1 < run.nodes < run.ranks):
+        return []
+    values = dict.fromkeys((knob.default, *knob.values))
+    return [knob.word + value for value in values if value != now and (knob.is_flag or _number(value) != _number(now))]
