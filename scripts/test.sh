@@ -2,7 +2,7 @@
 # Sets up and runs the checks: ruff, import-linter, mypy, mkdocs, shellcheck, and the tests in the tiers unit,
 # integration, parallel and cluster. Ends with the slowest tests and the total time.
 #   bash scripts/test.sh                       everything except the campaigns
-#   bash scripts/test.sh --quick               before a commit: static checks, unit tests, a run stopped and resumed
+#   bash scripts/test.sh --quick               before a commit: static checks, most unit tests, a run stopped and resumed
 #   bash scripts/test.sh --full                everything and the campaigns, which wait for timers (CONTRIBUTING.md)
 #   bash scripts/test.sh tests/unit -k plan    only pytest, with these arguments
 # The tier cluster (docs/guides/cluster.md) needs root and Debian's Slurm packages, which this script installs, except
@@ -65,8 +65,8 @@ if [ "$extent" = full ]; then campaign='campaign or not campaign'; fi
 # itself, wait more than they compute. The tests of a file stay in one process, because they share runs; the file that
 # takes longest comes first.
 if [ "$extent" = quick ]; then
-  tests -n 2 --dist loadfile -m "$campaign" tests/unit
-  tests tests/integration/test_resume.py -k "test_signal_to_one_rank_stops_all and mpi"
+  stopped="tests/integration/test_resume.py::test_signal_to_one_rank_stops_all[mpi-SIGTERM]"
+  tests -n 2 --dist loadfile -m "not slow and not campaign" "$stopped" tests/unit
 else
   tiers=(tests/parallel tests/cluster tests/integration tests/unit)
   tests -n 3 --dist loadfile --no-loadscope-reorder -m "not alone and ($campaign)" "${tiers[@]}"

@@ -210,6 +210,7 @@ def test_loading_leaves_random_numbers_alone(model, monkeypatch):
     assert torch.rand(1) == expected
 
 
+@pytest.mark.slow
 def test_a_long_document_takes_little_memory(model):
     sentence = "the colour of the green box is red in the box of the red box. "
     document = sentence * (10**6 // len(sentence)) + "the 7 is green."

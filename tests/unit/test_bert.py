@@ -247,6 +247,7 @@ def test_layers_are_our_own_with_the_same_names_of_weights(folders, tokenizer):
     assert model.state_dict().keys() == plain.state_dict().keys()
 
 
+@pytest.mark.slow
 def test_compiled_layers_compute_the_same(folders, tokenizer, model, windows):
     compiled = load(tokenizer, model_name_or_path=folders / "model")
     compile_layers(compiled)

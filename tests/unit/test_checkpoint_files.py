@@ -106,6 +106,7 @@ def killed_at_each_change(output_dir: Path, action: Callable[[], object]) -> Ite
         assert status == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_point_of_a_rewrite_leaves_a_checkpoint(tmp_path):
     files.write(tmp_path, 7, contents(1))
     found = []

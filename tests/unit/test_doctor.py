@@ -111,6 +111,7 @@ def test_packages(tmp_path, monkeypatch, requirements, status, found):
     assert line.status == status and found in line.found
 
 
+@pytest.mark.slow
 @each("module", ["torch", "yaml"])
 def test_without_a_package_that_the_doctor_needs(module):
     program = f"import sys; sys.modules['{module}'] = None; from hvd_bert.tools.doctor.__main__ import main; "
@@ -185,6 +186,7 @@ def test_folders(tmp_path, monkeypatch, free, status):
     assert "Not a directory" in bad.found
 
 
+@pytest.mark.slow
 def test_the_windows_cache_is_checked(own_cache: Path):
     (line,) = (line for line in checks.host_lines("none", 1, None) if line.name == "Windows")
     assert str(own_cache) in line.found

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import onnxruntime
+import pytest
 import torch
 import transformers
 from tables import each
@@ -20,7 +21,7 @@ from hvd_bert.tools.export import conversion
 from hvd_bert.tools.export.__main__ import main
 
 SIZES = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24,
     "max_position_embeddings": 96, "initializer_range": 0.3,
 }  # fmt: skip
 ATTENTION = {"relative_attention": True, "pos_att_type": "c2p|p2c", "position_buckets": 8, "type_vocab_size": 0}
@@ -42,6 +43,7 @@ def make_model(family: str, tokenizer: Any, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @each("family", [name for name in FAMILIES if name != "longformer"])
 def test_logits_are_those_of_transformers(family, tokenizer, tmp_path, capsys, monkeypatch):
     folder = make_model(family, tokenizer, tmp_path / "model")

@@ -37,6 +37,7 @@ def results() -> dict[str, str | None]:
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build of torch has GPUs of its own")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, as the set-up of Horovod")
 @each("name", CHECKS)

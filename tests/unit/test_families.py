@@ -32,6 +32,7 @@ from hvd_bert.model.precision import autocast
 from hvd_bert.strategies.fsdp import sharded_copy
 from hvd_bert.strategies.horovod import WordRows, word_embedding
 
+pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 PAD, CLS, SEP, QUESTION, FIRST_TOKEN, VOCABULARY = 1, 2, 3, 4, 5, 60
 LENGTHS = [12, 17, 11, 20, 12]

@@ -36,6 +36,8 @@ from hvd_bert.evaluation.postprocess import SpanOptions, WindowLogits, answers_o
 from hvd_bert.model.bert import load_model
 from hvd_bert.tasks.base import load_task
 
+pytestmark = pytest.mark.slow
+
 SPACES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
 

@@ -20,7 +20,7 @@ from hvd_bert.checkpoint.resume import shape_of
 from hvd_bert.config.command_line import parse
 from hvd_bert.storage import written
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 MODEL = torch.nn.Linear(3, 2)
 STATE: dict[str, Any] = {

@@ -79,6 +79,7 @@ def test_good_files_are_read(tmp_path: Path) -> None:
         needed.read(path)
 
 
+@pytest.mark.slow
 @each("what", hostile.ALL)
 @each("name", NEEDED)
 def test_refused(tmp_path: Path, name: str, what: str) -> None:
@@ -162,6 +163,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @each("what", hostile.ALL)
 @each("name", OF_A_RUN)
 def test_a_run_is_shown_and_left_out(run: Path, name: str, what: str) -> None:

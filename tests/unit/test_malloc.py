@@ -12,6 +12,8 @@ import pytest
 from hvd_bert.model.cpu import malloc
 from hvd_bert.model.cpu.malloc import keep_memory
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "LD_PRELOAD"])
 def test_settings_of_the_user_are_respected(name):
@@ -33,19 +35,18 @@ print(kept, min(faults() for _ in range(5)))
 """
 
 
-def new_pages(how: str) -> tuple[str, int]:
-    """Whether memory is kept, and the page faults of 96 MiB of tensors after as much has been freed."""
+def printed_by(program: str, *words: str) -> list[str]:
+    """What a new process prints, which no variable of glibc keeps from its defaults."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = subprocess.run([sys.executable, "-c", COUNT, how], env=environ, capture_output=True, text=True, check=True)
-    kept, faults = done.stdout.split()
-    return kept, int(faults)
+    words = (sys.executable, "-c", program, *words)
+    return subprocess.run(words, env=environ, capture_output=True, text=True, check=True).stdout.split()
 
 
 def test_freed_memory_is_reused():
-    kept, faults = new_pages("kept")
+    kept, faults = printed_by(COUNT, "kept")
     if kept != "True":
         pytest.skip("this C library has no mallopt")
-    assert faults == 0 < new_pages("plain")[1]
+    assert int(faults) == 0 < int(printed_by(COUNT, "plain")[1])
 
 
 HUGE = """
@@ -66,15 +67,11 @@ for line in open("/proc/self/smaps"):
 def test_the_heap_asks_for_huge_pages():
     if not Path("/sys/kernel/mm/transparent_hugepage").exists() or malloc._reserving_counts_as_use():
         pytest.skip("this machine has no huge pages, or limits memory")
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = subprocess.run([sys.executable, "-c", HUGE], env=environ, capture_output=True, text=True, check=True)
-    assert done.stdout == "True\n"
+    assert printed_by(HUGE) == ["True"]
 
 
 LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_DATA, (2**34, 2**34))\n" + HUGE
 
 
 def test_no_memory_is_reserved_where_unused_memory_counts():
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = subprocess.run([sys.executable, "-c", LIMITED], env=environ, capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    assert printed_by(LIMITED) == ["False"]

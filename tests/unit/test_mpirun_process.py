@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import processes
 import pytest
 
+pytestmark = pytest.mark.slow
 pytest.importorskip("horovod.runner.mpirun_process", reason="env/build_horovod.sh has not built this Horovod")
 
 HOROVODRUN = """

@@ -22,9 +22,9 @@ from hvd_bert.tools.runs.record import LineArrays
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium (env/setup.sh --dev)")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None, reason="needs Debian's packages chromium and chromium-driver"
-)
+without_one = CHROMIUM is None or DRIVER is None
+reason = "needs Debian's packages chromium and chromium-driver"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(without_one, reason=reason)]
 HOSTILE = "a</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">\x1b[31m"
 OPENS_S = 3.0
 

@@ -126,6 +126,7 @@ def test_equals_the_reference(case: tuple[list[Question], list[WindowLogits], Sp
         assert_same(answer, reference(q, [w for w in windows if w.question == index], options))
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # a loaded machine is not a failure
 @given(cases(), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_sharding_and_order_change_nothing(

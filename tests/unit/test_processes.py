@@ -40,6 +40,7 @@ def test_hang_up_ends_a_process():
     assert process.returncode == -signal.SIGHUP
 
 
+@pytest.mark.slow
 def test_tests_run_under_nohup():
     words = ["nohup", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::"]
     words[-1] += test_hang_up_ends_a_process.__name__

@@ -227,6 +227,7 @@ def test_measured_points_are_shown_with_the_projection_of_their_kind(tmp_path):
     assert (strong.measured(tables[1:]), weak.measured(tables[:1])) == (None, None)
 
 
+@pytest.mark.slow
 def test_projection_on_the_page(tmp_path):
     for ranks in (1, 2):
         make_run(tmp_path / f"runs/{ranks}", "horovod", ranks, 16, 10 * ranks)

@@ -18,30 +18,16 @@ from hvd_bert.tools.bench.__main__ import parse
 from hvd_bert.tools.bench.speed import random_task
 from hvd_bert.train.loop import Training
 
-TINY = {
-    "model_type": "bert",
-    "vocab_size": 1100,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-}
+TINY = {"model_type": "bert", "vocab_size": 1100, "hidden_size": 32, "num_hidden_layers": 3}
+TINY |= {"num_attention_heads": 2, "intermediate_size": 64}
+pytestmark = pytest.mark.slow
 
 
 def trained(tmp_path, *flags):
     """The losses, weights and AdamW's state of a short training, and the bytes that the layers keep in a pass."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
-    batch = [
-        "--per_device_train_batch_size",
-        "3",
-        "--gradient_accumulation_steps",
-        "2",
-        "--steps",
-        "2",
-        "--repeats",
-        "1",
-    ]
-    config = parse([*batch, "--strategy", "none", *flags])[1]
+    batch = ["--per_device_train_batch_size", "3", "--gradient_accumulation_steps", "2"]
+    config = parse([*batch, "--steps", "2", "--repeats", "1", "--strategy", "none", *flags])[1]
     config.train.output_dir = str(tmp_path)
     world, recorder = make_world(), measure.Recorder()
     task = random_task(str(tmp_path), 24, config, world)
@@ -53,7 +39,7 @@ def trained(tmp_path, *flags):
     return [row["loss"] for row in recorder.rows], weights | moments, kept
 
 
-@each("flags", [["--dropout", "0"], ["--dropout", "0.1"], ["--dropout", "0.1", "--padding", "longest"], ["--bf16"]])
+@each("flags", [["--dropout", "0.1"], ["--dropout", "0.1", "--padding", "longest"], ["--bf16"]])
 def test_training_is_the_same_to_the_bit_with_less_memory(tmp_path, flags):
     losses, state, kept = trained(tmp_path, *flags)
     other_losses, other_state, other_kept = trained(tmp_path, *flags, "--gradient_checkpointing")

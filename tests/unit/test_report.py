@@ -426,6 +426,7 @@ def test_any_bad_value_makes_a_run_unusable(tmp_path, data, value):
     assert run.devices >= 1 and run.windows_per_s > 0
 
 
+@pytest.mark.slow
 @each("count", ["9" * 5000, "9" * 400, "\u00b2", "1e999", ""])
 def test_odd_numbers_in_results_are_no_traceback(tmp_path, capsys, count):
     folder = make_run(tmp_path / "runs/none", work={"the model": f"197 tensors, {count} parameters, 0123"})
@@ -511,6 +512,7 @@ def test_html_is_one_file_without_external_resources(tmp_path):
     assert "<script>" not in text and "<img" not in text
 
 
+@pytest.mark.slow
 def test_plots_are_next_to_the_markdown(tmp_path, plots_drawn):
     for ranks in (1, 2, 4, 32):
         make_run(tmp_path / f"runs/{ranks}", "horovod", ranks, 32, 9 * ranks)

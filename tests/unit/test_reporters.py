@@ -107,6 +107,7 @@ def wandb_records(file: Path) -> Iterator[Any]:
             whole = b""
 
 
+@pytest.mark.slow
 def test_wandb(base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     wandb = pytest.importorskip("wandb")
     for name, value in (("MODE", "offline"), ("SILENT", "true"), ("DISABLE_GIT", "true"), ("X_DISABLE_STATS", "true")):
@@ -136,6 +137,7 @@ def test_wandb(base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert losses == [(step, pytest.approx(logged(out)[step, "loss"])) for step in (1, 2, 3, 3)]
 
 
+@pytest.mark.slow
 def test_mlflow(base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'mlruns'}")
@@ -183,6 +185,7 @@ def test_missing_package(base: list[str], tmp_path: Path, monkeypatch: pytest.Mo
     assert failed.value.status == 2 and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_library_that_refuses_the_run(base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://server")
@@ -208,6 +211,7 @@ def test_wandb_without_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     wandb.teardown()
 
 
+@pytest.mark.slow
 def test_wandb_whose_service_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -58,6 +58,7 @@ def test_offsets_count_characters_of_the_unstripped_context(tmp_path, to_squad):
     assert squad.open_file(write(tmp_path, to_squad([question])), False).questions() == [question]
 
 
+@pytest.mark.slow
 def test_source_does_not_keep_its_questions_in_memory(tmp_path, make_questions, to_squad):
     (question,) = make_questions(1)
     path = write(tmp_path, to_squad([dataclasses.replace(question, id="kept in memory")]))

@@ -15,19 +15,9 @@ from tables import each
 import hvd_bert
 from hvd_bert import __main__ as console
 
-HEAVY = {
-    "torch",
-    "horovod",
-    "mpi4py",
-    "datasets",
-    "pandas",
-    "scipy",
-    "tensorboard",
-    "deepspeed",
-    "matplotlib",
-    "pyarrow",
-}
-HEAVY |= {"transformers", "numpy"}
+HEAVY = {"torch", "horovod", "mpi4py", "datasets", "pandas", "scipy", "tensorboard", "deepspeed", "matplotlib"}
+HEAVY |= {"pyarrow", "transformers", "numpy"}
+pytestmark = pytest.mark.slow
 PROGRAM = """
 import runpy, sys
 
@@ -62,35 +52,19 @@ def imported_by(
     return "\n".join(printed), set(last.split()[1:])
 
 
-@each(
-    ("words", "allowed"),
-    [
-        ("train", set()),
-        ("tools.bench", set()),
-        ("tools.bench sweep", set()),
-        ("tools.tune", set()),
-        ("tools.report", {"numpy", "matplotlib"}),
-        ("tools.timeline", {"numpy"}),
-        ("predict", set()),
-        ("tools.evaluate", set()),
-        ("tools.doctor", set()),
-        ("tools.publish", set()),
-        ("tools.export", set()),
-    ],
-)
-def test_help(words: str, allowed: set[str]) -> None:
-    printed, imported = imported_by(*f"hvd_bert.{words}".split(), "--help")
-    assert printed.startswith("usage: ")
-    assert imported <= allowed
+OF_RANKS = ["train", "tools.bench", "tools.doctor"]
+OF_ONE_PROCESS = ["tools.bench sweep", "tools.tune", "predict", "tools.evaluate", "tools.publish", "tools.export"]
+ALLOWED = {"tools.report": {"numpy", "matplotlib"}, "tools.timeline": {"numpy"}}
+HELPS: list[tuple[str, str | None]] = [(words, None) for words in [*OF_ONE_PROCESS, *ALLOWED]]
+HELPS += [(words, rank) for words in OF_RANKS for rank in "01"]
 
 
-@each("command", ["hvd_bert.train", "hvd_bert.tools.bench", "hvd_bert.tools.doctor"])
-@each("rank", [0, 1])
-def test_only_rank_0_prints_help(command: str, rank: int) -> None:
-    launcher = {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": "2"}
-    printed, imported = imported_by(command, "--help", launcher=launcher)
-    assert printed.startswith("usage: ") if rank == 0 else printed == ""
-    assert imported == set()
+@each(("words", "rank"), HELPS)
+def test_help(words: str, rank: str | None) -> None:
+    launcher = {"HOROVOD_RANK": rank, "HOROVOD_SIZE": "2"} if rank else {}
+    printed, imported = imported_by(*f"hvd_bert.{words}".split(), "--help", launcher=launcher)
+    assert printed == "" if rank == "1" else printed.startswith("usage: ")
+    assert imported <= ALLOWED.get(words, set())
 
 
 def test_first_line_of_the_doctor() -> None:

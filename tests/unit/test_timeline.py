@@ -389,6 +389,7 @@ def test_json_and_text(tmp_path, capsys):
     assert " events of 1 rank in " in text and not any(words in text for words in ("unknown", "name ranks", "MB/s"))
 
 
+@pytest.mark.slow
 def test_the_page_needs_neither_torch_nor_horovod_nor_other_files(tmp_path):
     path = training(steps=20, ranks=4, straggler=2, by=200_000).write(tmp_path / "t.json")
     program = (

@@ -36,7 +36,6 @@ from hvd_bert.data.sources.questions import Question
 from hvd_bert.data.window_cutting import WindowOptions
 from hvd_bert.errors import UserError
 from hvd_bert.model.bert import load_model, load_tokenizer
-from hvd_bert.output.reporters import tensorboard
 from hvd_bert.storage import written
 from hvd_bert.tools.bench import speed
 from hvd_bert.tools.bench.__main__ import parse
@@ -126,7 +125,7 @@ def test_a_damaged_cache_is_built_again(
     assert not canary.ran
 
 
-# --- folders, temporary folders, markup -----------------------------------------------------------------
+# --- folders, temporary folders -----------------------------------------------------------------
 
 
 @each("name", ["../mine", "a/../../mine", "/etc/mine", "..", ".", "", "a/b"])
@@ -155,12 +154,6 @@ def test_temporary_folders_are_private(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         os.umask(before)
     assert modes == [0o700, 0o700]
-
-
-def test_samples_in_tensorboard_are_code() -> None:
-    sample = {"question": "<script>alert(1)</script>\n# a [link](javascript:x)", "answers": ["**b**\n\n<img src=x>"]}
-    lines = tensorboard._as_code(sample).split("\n")
-    assert len(lines) == 2 and all(line.startswith("    ") for line in lines)  # Markdown shows such lines as they are
 
 
 # --- any content ------------------------------------------------------------------------------------------
