@@ -182,7 +182,7 @@ def test_columns_of_the_training_file_are_read_from_another(write):
         ('{"text": "a", "label": 1}\n{"text"', "t.jsonl", "not JSON: .* at line 2"),
         ("[1]\n", "t.jsonl", "line 1: it is not a JSON object"),
         ('{"text": "a"}\n', "t.jsonl", "needs a column `label`"),
-        ('{"text": 3, "label": 1}\n', "t.jsonl", "line 1: `text` must be text, not 3"),
+        ('{"text": 3, "label": 1}\n', "t.jsonl", "line 1.text should be text"),
         ('{"text": "a", "label": NaN}\n', "t.jsonl", "line 1: the label must be text or a number, not nan"),
         ('{"text": "a", "label": null}\n', "t.jsonl", "must be text or a number, not None"),
         (

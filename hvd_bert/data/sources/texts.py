@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_bert.data.sources import files, hub
 from hvd_bert.data.sources.checks import refuse_mistakes
-from hvd_bert.data.sources.entries import attempt
+from hvd_bert.data.sources.entries import attempt, get
 from hvd_bert.data.sources.files import Row
 from hvd_bert.data.sources.questions import BadExample, Mistake, Reading
 from hvd_bert.errors import UserError
@@ -147,7 +147,7 @@ def _texts(
     for place, row in checked:
         texts, label = ([], row) if isinstance(row, Mistake) else (row[0], next(labels))
         if isinstance(label, Mistake):
-            bad.append(BadExample(place, None, label.kind, f"{place}: {label.reason}", True))
+            bad.append(BadExample(place, None, label.kind, label.reason, True))
         else:
             kept.append((place, label, *texts))
     refuse_mistakes(name, bad, len(kept), reading, "texts")
@@ -177,14 +177,8 @@ def _checked(
     name: str, place: str, row: dict[str, Any], columns: Columns, classes: list[str] | None
 ) -> tuple[list[str], Value]:
     """The texts and the label of a row. Raises Mistake."""
-    return [_text(row, column) for column in columns.texts], _label(name, place, row, columns.label, classes)
-
-
-def _text(row: dict[str, Any], name: str) -> str:
-    value = row.get(name)
-    if not isinstance(value, str):
-        raise Mistake("wrong type", f"`{name}` must be text, not {str(value)[:40]}")
-    return _encodable(name, value)
+    texts = [_encodable(column, get(place, row, column, str)) for column in columns.texts]
+    return texts, _label(name, place, row, columns.label, classes)
 
 
 def _encodable(name: str, value: str) -> str:
