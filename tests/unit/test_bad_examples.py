@@ -13,6 +13,7 @@ from tables import refused
 
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.checks import kinds, summary
+from hvd_bert.data.sources.questions import BadExample
 from hvd_bert.data.sources.squad import Question, Reading, Source
 from hvd_bert.errors import UserError
 
@@ -141,9 +142,9 @@ def test_clean_data_are_the_same(tmp_path, make_questions, to_squad):
 def test_bad_examples_are_read_once(make_questions):
     loads: list[Question] = []
 
-    def load() -> list[Question]:
+    def load() -> tuple[list[Question], list[BadExample]]:
         loads.extend(make_questions(1))
-        return make_questions(1)
+        return make_questions(1), []
 
     source = Source("counted", "digest", load)
     source.questions()

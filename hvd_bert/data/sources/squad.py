@@ -47,9 +47,8 @@ class Source:
 
     name: str
     digest: str
-    _load: Callable[[], list[Question]] = field(repr=False, compare=False)
-    _bad: list[BadExample] = field(default_factory=list, repr=False, compare=False)  # filled by `_load`
-    _loaded: bool = field(default=False, repr=False, compare=False)
+    _load: Callable[[], tuple[list[Question], list[BadExample]]] = field(repr=False, compare=False)
+    _bad: list[BadExample] | None = field(default=None, repr=False, compare=False)
 
     def questions(self) -> list[Question]:
         """All questions in the order of the file, parsed and checked.
@@ -57,15 +56,14 @@ class Source:
         Each call parses again and keeps nothing: tokenization needs the questions once, training runs for hours.
         Raises `UserError` if the content is wrong.
         """
-        questions = self._load()
-        self._loaded = True
+        questions, self._bad = self._load()
         return questions
 
     def bad_examples(self) -> list[BadExample]:
         """What has a mistake, with `--bad_examples skip`. Parses the source if nothing has done so yet."""
-        if not self._loaded:
+        if self._bad is None:
             self.questions()
-        return self._bad
+        return self._bad or []
 
 
 def open_file(path: str | os.PathLike[str], version_2_with_negative: bool, reading: Reading = _DEFAULT) -> Source:
@@ -73,17 +71,14 @@ def open_file(path: str | os.PathLike[str], version_2_with_negative: bool, readi
     name = os.fspath(path)
     digest = _digest(name)
 
-    bad: list[BadExample] = []
-
-    def load() -> list[Question]:
+    def load() -> tuple[list[Question], list[BadExample]]:
         with files.opened(name) as file:
             content = file.read()
         if hashlib.sha256(content).hexdigest() != digest:
             raise UserError(f"{name}: the file changed while it was being read. Run the command again.")
-        questions, bad[:] = checked(name, _read(name, content, reading), version_2_with_negative, reading)
-        return questions
+        return checked(name, _read(name, content, reading), version_2_with_negative, reading)
 
-    return Source(name, reading.digest(digest, version_2_with_negative), load, bad)
+    return Source(name, reading.digest(digest, version_2_with_negative), load)
 
 
 def open_hub(
@@ -102,21 +97,18 @@ def open_hub(
     rows = hub.load(dataset_name, split, dataset_config_name, cache_dir)
     rows = rows.select_columns(_check_columns(name, rows.column_names, reading))
 
-    bad: list[BadExample] = []
-
-    def load() -> list[Question]:
+    def load() -> tuple[list[Question], list[BadExample]]:
         located = ((f"row {number}", row) for number, row in enumerate(rows))
-        questions, bad[:] = checked(name, _from_rows(located, reading), version_2_with_negative, reading)
-        return questions
+        return checked(name, _from_rows(located, reading), version_2_with_negative, reading)
 
-    return Source(name, reading.digest(hub.digest(rows), version_2_with_negative), load, bad)
+    return Source(name, reading.digest(hub.digest(rows), version_2_with_negative), load)
 
 
 def from_questions(name: str, questions: Iterable[Question]) -> Source:
     """Questions in memory (from a test, or typed by a user), used without checks."""
     kept = list(questions)
     content = json.dumps([astuple(question) for question in kept]).encode()
-    return Source(name, hashlib.sha256(content).hexdigest(), lambda: kept)
+    return Source(name, hashlib.sha256(content).hexdigest(), lambda: (kept, []))
 
 
 def _digest(name: str) -> str:
