@@ -324,7 +324,6 @@ def test_a_loss_that_names_ranks_does_not_count_for_the_gradients(tmp_path):
     seen = found(made, tmp_path)
     assert (seen.rank_rows[1].last, seen.rank_rows[1].of_steps) == (20, 0)
     assert not any(line.startswith("Rank ") for line in seen.advice)
-    assert {row.name: row.count for row in seen.tensors}["(without a name)"] == 20
 
 
 def test_advice_follows_from_figures(tmp_path):
@@ -382,7 +381,7 @@ def test_json_and_text(tmp_path, capsys):
     assert record["cycle_s"] is None
     assert command.main([path]) == EXIT_OK
     text = texts(capsys)
-    for words in ("NEGOTIATE_ALLREDUCE", "rank 1", "Bandwidth: ", "allreduce.c", "Rank 1 is a straggler"):
+    for words in ("NEGOTIATE_ALLREDUCE", "rank 1", "Bandwidth: ", "Rank 1 is a straggler"):
         assert words in text
     assert command.main([str(training(steps=12, ranks=1).write(tmp_path / "one.json"))]) == EXIT_OK
     text = texts(capsys)
@@ -406,8 +405,7 @@ def test_the_page_needs_neither_torch_nor_horovod_nor_other_files(tmp_path):
 
 
 def test_names_are_neither_commands_to_the_terminal_nor_markup(tmp_path, capsys):
-    path = tmp_path / "t.json"
-    path.write_text(USUAL.replace("allreduce.a", "\x1b]0;title\x07\x9b31m<script>") + "]", encoding="utf-8")
+    path = training(steps=4).write(tmp_path / "\x1b]0;title\x07\x9b31m<script>.json")
     assert command.main([str(path), "--html", str(tmp_path / "page.html")]) == EXIT_OK
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     for shown in (capsys.readouterr().out, page):

@@ -1,4 +1,4 @@
-"""Compute a timeline's figures: phases, messages, tensors, steps, ranks. Memory is bounded."""
+"""Compute a timeline's figures: phases, messages, steps, ranks. Memory is bounded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.monitoring.timeline_events import CYCLE, Reader
 from hvd_bert.monitoring.timeline_spans import NEGOTIATION, Spans, kind_of
 from hvd_bert.tools.timeline.steps import FULL, Steps, StepTable
-from hvd_bert.tools.timeline.sums import Phase, Phases, RankRow, Ranks, SizeClass, Sizes, SlowTensor, Tensors
+from hvd_bert.tools.timeline.sums import Phase, Phases, RankRow, Ranks, SizeClass, Sizes
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,6 @@ class Findings:
     wire_bytes_per_s: float
     fast_bytes_per_s: float
     link_bytes_per_s: float
-    tensors: list[SlowTensor]
     step: StepFigures | None
     rank_rows: list[RankRow]
     advice: list[str] = field(default_factory=list)
@@ -81,9 +80,9 @@ def analyse(
     """Analyze a file. `ranks`: number of ranks, if the file does not name them. Raises UserError."""
     reader = Reader(path)
     spans, steps = Spans(reader.names.spans), Steps(reader.names.spans)
-    phases, tensors, sizes, by_rank = Phases(), Tensors(reader.names), Sizes(), Ranks()
+    phases, sizes, by_rank = Phases(), Sizes(), Ranks()
     for batch in spans.batches(reader.blocks(progress)):
-        for sums in (phases, tensors, by_rank, steps):
+        for sums in (phases, by_rank, steps):
             sums.add(batch)
         if "ALLREDUCE" in reader.names.spans:
             sizes.add(batch.messages, reader.names.spans.index("ALLREDUCE"))
@@ -102,7 +101,7 @@ def analyse(
         phases=phases.rows(reader.names.spans, covered_us), sizes=sizes.rows(),
         message_median=sizes.spread.quantile(0.5), bytes_per_s=speed,
         wire_bytes_per_s=speed * _of_a_ring(ranks) if ranks else math.nan, fast_bytes_per_s=fast,
-        link_bytes_per_s=fast * _of_a_link(ranks, hosts, reader.names.spans), tensors=tensors.slowest(),
+        link_bytes_per_s=fast * _of_a_link(ranks, hosts, reader.names.spans),
         step=_step_figures(full), rank_rows=by_rank.rows(reader.names.ranks, full), curves=full,
     )  # fmt: skip
 

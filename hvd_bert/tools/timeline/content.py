@@ -13,7 +13,6 @@ from hvd_bert.tools.timeline.analysis import Findings, StepFigures
 from hvd_bert.tools.timeline.sums import BIG
 
 TITLE = "Horovod timeline"
-FEW = 5  # tensors shown on a terminal
 KINDS = {
     "negotiation": "negotiation: until all ranks are ready",
     "wait": "waiting for the device's data",
@@ -128,16 +127,6 @@ def ranks(findings: Findings) -> Grid:
     return Grid(head, rows)
 
 
-def tensors(findings: Findings, maximum: int) -> Grid:
-    """The table of the slowest tensors."""
-    rows = [
-        [row.name, f"{row.count:,}", DASH if row.size is None else byte_size(row.size), seconds(row.negotiation_s),
-         seconds(row.operation_s), seconds(row.longest_s)]
-        for row in findings.tensors[:maximum]
-    ]  # fmt: skip
-    return Grid(["tensor", "times", "bytes", "negotiation (mean)", "operation (mean)", "longest"], rows)
-
-
 def ranks_line(findings: Findings) -> str:
     """How many steps the table of ranks covers, or why there is no table."""
     if findings.ranks == 1:
@@ -151,19 +140,17 @@ def ranks_line(findings: Findings) -> str:
 def page(findings: Findings, phases_plot: Sequence[Picture] = (), steps_plot: Sequence[Picture] = ()) -> Page:
     """The page, with its plots."""
     found = _page(findings, phases_plot, steps_plot)
-    found.add(tensors(findings, len(findings.tensors)), Text("Definitions", 2), Listing(DEFINITIONS))
+    found.add(Text("Definitions", 2), Listing(DEFINITIONS))
     return found
 
 
 def terminal(findings: Findings) -> str:
     """The text for a terminal."""
-    found = _page(findings)
-    found.add(tensors(findings, FEW))
-    return found.as_text()
+    return _page(findings).as_text()
 
 
 def _page(findings: Findings, phases_plot: Sequence[Picture] = (), steps_plot: Sequence[Picture] = ()) -> Page:
-    """All but the slowest tensors, whose number differs."""
+    """All but the definitions."""
     found = Page(TITLE)
     found.add(Listing(facts(findings)), Text("Advice", 2), Listing(findings.advice))
     found.add(Text("Steps", 2), Listing(step_lines(findings)), *steps_plot)
@@ -174,7 +161,6 @@ def _page(findings: Findings, phases_plot: Sequence[Picture] = (), steps_plot: S
     found.add(Text("Messages", 2), Listing(bandwidth(findings)))
     if findings.sizes:
         found.add(sizes(findings))
-    found.add(Text("Slowest tensors", 2))
     return found
 
 
@@ -187,7 +173,6 @@ DEFINITIONS = (
     "Exposed: the time of messages after the last tensor of the step was ready on all ranks. Over MPI and Gloo the "
     "thread that sends also negotiates, so it may notice late that a tensor is ready: this gives a range.",
     "A rank is late if it came more than 2 ms after the first. Horovod may see a smaller difference as none.",
-    "Slowest tensors: tensors sent less than half as often as the most frequent ones are left out.",
 )
 
 

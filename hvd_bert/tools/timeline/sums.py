@@ -1,4 +1,4 @@
-"""Sums over a timeline's batches: time per phase, per tensor and per message size, and how late each rank is."""
+"""Sums over a timeline's batches: time per phase and per message size, and how late each rank is."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_bert.monitoring.timeline_events import Names
-from hvd_bert.monitoring.timeline_rows import NONE, Array, Batch, Messages, grown
+from hvd_bert.monitoring.timeline_rows import NONE, Array, Batch, Messages
 from hvd_bert.monitoring.timeline_spans import COLLECTIVE, NEGOTIATION, kind_of
 from hvd_bert.tools.timeline.steps import StepTable
 
 LATE_US = 2000  # twice Horovod's cycle: below that, ranks may have been seen in the same cycle
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)  # bytes: upper limits of the classes of messages
-SLOWEST = 10
-UNNAMED = "(without a name)"
 BIG = 1 << 20  # bytes: smaller messages are mostly latency and do not count for the bandwidth
 FAST = 0.05  # share of the big messages that were delayed neither by computation nor by a late rank
 
@@ -66,18 +63,6 @@ class Phase:
     share: float
     median_s: float
     p99_s: float
-
-
-@dataclass(frozen=True)
-class SlowTensor:
-    """Mean times of a tensor's operations: negotiation until all ranks are ready, then copies and collective."""
-
-    name: str
-    count: int
-    size: int | None
-    negotiation_s: float
-    operation_s: float
-    longest_s: float
 
 
 @dataclass(frozen=True)
@@ -153,62 +138,6 @@ def _kind(name: str) -> str:
     if known or name == "QUEUE":
         return known or "queue"
     return "wait" if name.startswith("WAIT") else "copy" if name.startswith(("MEMCPY", "COPY")) else "set-up"
-
-
-class Tensors:
-    """Sums per tensor. All tensors without a name count as one."""
-
-    def __init__(self, names: Names) -> None:
-        self.names = names
-        self.slots: dict[str, int] = {UNNAMED: 0}
-        self.slot_of = np.full(1024, NONE)
-        self.sums = np.zeros((4, 1024))  # count, negotiation, operation, size
-        self.longest = np.zeros(1024, np.int64)
-
-    def add(self, batch: Batch) -> None:
-        rows = batch.operations
-        if not len(rows.pid):
-            return
-        slots = self._slots(rows.pid)
-        known = rows.negotiation != NONE
-        waited = np.zeros(len(slots), np.int64)
-        waited[known] = (batch.negotiations.end - batch.negotiations.start)[rows.negotiation[known]]
-        took = rows.end - rows.start
-        width = self.sums.shape[1]
-        self.sums[0] += np.bincount(slots, minlength=width)
-        self.sums[1] += np.bincount(slots, waited, minlength=width)
-        self.sums[2] += np.bincount(slots, took, minlength=width)
-        self.sums[3][slots] = rows.size
-        np.maximum.at(self.longest, slots, waited + took)
-
-    def _slots(self, pid: Array) -> Array:
-        self.slot_of = grown(self.slot_of, int(pid.max()) + 1, NONE)
-        for one in np.unique(pid[self.slot_of[pid] == NONE]).tolist():
-            name = self.names.tensors.get(one, f"(tensor {one})")
-            name = UNNAMED if ".noname" in name else name
-            if name == UNNAMED:
-                self.names.tensors.pop(one, None)
-            self.slot_of[one] = self.slots.setdefault(name, len(self.slots))
-        if len(self.slots) > len(self.longest):
-            self.longest = grown(self.longest, len(self.slots))
-            self.sums = np.array([grown(row, len(self.slots)) for row in self.sums])
-        return self.slot_of[pid]
-
-    def slowest(self) -> list[SlowTensor]:
-        """The slowest tensors by mean, except those sent less than half as often as others, such as at the start."""
-        count = np.maximum(self.sums[0], 1)
-        per = (self.sums[1] + self.sums[2]) / count
-        names = {slot: name for name, slot in self.slots.items()}
-        often = 2 * self.sums[0] >= self.sums[0][1:].max(initial=1)
-        order = [slot for slot in np.argsort(-per).tolist() if often[slot]][:SLOWEST]
-        return [
-            SlowTensor(
-                names[slot], int(self.sums[0][slot]), size if (size := int(self.sums[3][slot])) >= 0 and slot else None,
-                float(self.sums[1][slot] / count[slot]) * 1e-6, float(self.sums[2][slot] / count[slot]) * 1e-6,
-                int(self.longest[slot]) * 1e-6,
-            )
-            for slot in order
-        ]  # fmt: skip
 
 
 class Sizes:
