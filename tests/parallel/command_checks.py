@@ -67,15 +67,18 @@ def steps_overlap_with_a_write_and_the_next_save_waits_for_it(ranks: Ranks) -> N
 
 CLIP = 0.5
 LEARNING_RATE = 1e-4
-TWENTY_STEPS = ("--max_steps", 20, "--logging_steps", 1, "--learning_rate", LEARNING_RATE)
+STEPS = {"run": 20, "padded_run": 10}
+LOGGED = ("--logging_steps", 1, "--learning_rate", LEARNING_RATE)
 
 
 @check_every_strategy
 def whole_run_ends_well(ranks: Ranks) -> None:
-    run_command(ranks, "run", *TWENTY_STEPS, "--max_eval_samples", 7, "--eval_strategy", "steps", "--eval_steps", 10)
+    steps = ("--max_steps", STEPS["run"], *LOGGED)
+    run_command(ranks, "run", *steps, "--max_eval_samples", 7, "--eval_strategy", "steps", "--eval_steps", 10)
 
 
 @check_every_strategy
 def padded_and_clipped_run_in_passes_ends_well(ranks: Ranks) -> None:
     padded = ("--padding", "max_length", "--max_seq_length", 64, "--no_do_eval")
-    run_command(ranks, "padded_run", *TWENTY_STEPS, *padded, "--max_grad_norm", CLIP, passes=4)
+    steps = ("--max_steps", STEPS["padded_run"], *LOGGED)
+    run_command(ranks, "padded_run", *steps, *padded, "--max_grad_norm", CLIP, passes=4)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tables import each, refused
 from test_world import make_world
 from transformers import BertConfig, BertForQuestionAnswering
 
@@ -163,42 +164,39 @@ def test_half_precision(model, qa):
     assert exact.score != rough.score == pytest.approx(exact.score, abs=0.1)
 
 
-@pytest.mark.parametrize(
-    ("question", "context", "error", "message"),
+@each(
+    ("question", "context", "named"),
     [
-        ("Who?", " \n", UserError, r"^the question cannot be answered: its context is empty\.$"),
-        (["Who?", ""], "Ada.", UserError, r"^question 1 cannot be answered: its question is empty\.$"),
-        ("Who?", ["Ada.", "A\ud800"], UserError, "^question 1 cannot be answered: its context contains an unpaired"),
-        (["Who?", "Where?"], ["a", "b", "c"], UserError, "^2 questions, but 3 contexts: give one context for each"),
+        ("Who?", " \n", ["context"]),
+        (["Who?", ""], "Ada.", ["question 1", "its question"]),
+        ("Who?", ["Ada.", "A\ud800"], ["question 1", "its context"]),
+        (["Who?", "Where?"], ["a", "b", "c"], [2, 3]),
     ],
 )
-def test_what_cannot_be_answered(qa, question, context, error, message):
-    with pytest.raises(error, match=message):
+def test_what_cannot_be_answered(qa, question, context, named):
+    with pytest.raises(UserError) as error:
         qa(question=question, context=context)
+    assert [value for value in map(str, named) if value not in str(error.value)] == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
+@each(
+    ("settings", "named"),
     [
-        ({"precision": "int8"}, "precision 'int8': choose from fp32, bf16, fp16"),
-        ({"batch_size": 0}, "batch_size 0: must be at least 1"),
-        ({"device": ""}, "device '' cannot be used"),
-        ({"device": "foo"}, "device 'foo' cannot be used .*Name another"),
-        ({"device": "cuda:99"}, "device 'cuda:99' cannot be used .*Name another"),
-        ({"max_seq_length": 0}, "max_seq_length 0: must be at least 1"),
-        ({"max_seq_length": 9999}, "max_seq_length 9999: .* has only 512 positions"),
-        ({"n_best_size": 0}, "n_best_size 0: must be at least 1"),
-        ({"doc_stride": 60}, "max_seq_length 40 leaves no room for a question with --doc_stride 60"),
+        ({"precision": "int8"}, ["precision 'int8'", "fp32, bf16, fp16"]),
+        ({"batch_size": 0}, ["batch_size 0"]),
+        ({"device": ""}, ["device ''"]),
+        ({"device": "foo"}, ["device 'foo'"]),
+        ({"device": "cuda:99"}, ["device 'cuda:99'"]),
+        ({"max_seq_length": 0}, ["max_seq_length 0"]),
+        ({"max_seq_length": 9999}, ["max_seq_length 9999", 512]),
+        ({"n_best_size": 0}, ["n_best_size 0"]),
+        ({"doc_stride": 60}, ["max_seq_length 40", "doc_stride 60"]),
+        ({"model": ""}, ["model ''"]),
     ],
 )
-def test_wrong_settings(model, settings, message):
-    with pytest.raises(UserError, match=message):
-        QuestionAnswerer(model, **settings)
-
-
-def test_a_model_needs_a_name():
-    with pytest.raises(UserError, match=r"^model ''"):
-        QuestionAnswerer("")
+def test_wrong_settings(model, settings, named):
+    with refused(*named):
+        QuestionAnswerer(**{"model": model} | settings)
 
 
 def test_loading_leaves_random_numbers_alone(model, monkeypatch):
