@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from hvd_bert.data.sources import squad
-from hvd_bert.data.sources.squad import Question, Source
+from hvd_bert.data.sources.squad import Source
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.model.bert import tokenizer_digest
@@ -145,7 +145,8 @@ def answer_file(flags: argparse.Namespace, world: World) -> None:
             mine = parts[first : first + world.size][world.rank :][:1]  # in the last round, some ranks may have none
             rows: list[Row] = []
             with world.raise_on_all_ranks(EXIT_FAILURE):
-                rows = [row for part in mine for row in _rows_of(part, qa)]
+                answers = (answer for part in mine for answer in qa.answers_of_block(part))
+                rows = [_row(answer.id, FoundAnswer.of(answer)) for answer in answers]
             gathered = list(chain.from_iterable(world.gather(rows)))  # on rank 0
             with _writing(flags, world):
                 if file:
@@ -191,12 +192,6 @@ def _inputs_of(qa: QuestionAnswerer, source: Source) -> dict[str, object]:
         "the settings": asdict(qa.window_options) | asdict(qa.span_options),
         "the input": source.digest[:16],
     }
-
-
-def _rows_of(questions: list[Question], qa: QuestionAnswerer) -> list[Row]:
-    """The answers to a block as rows of the output."""
-    answers = (FoundAnswer.of(answer) for answer in qa.answers_of_block(questions))
-    return [_row(question.id, answer) for question, answer in zip(questions, answers, strict=True)]
 
 
 def _row(question_id: str, answer: FoundAnswer) -> Row:

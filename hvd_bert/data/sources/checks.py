@@ -69,8 +69,6 @@ def _judged(
         return None, mistake
     if reading.purpose == "prediction":
         return _with_answers_that_fit(question), None
-    if question.id == item.where:  # a made id, which another question may have by chance
-        question = _with_new_id(question, places)
     mistake = item.mistake or _answer_mistake(question)
     if mistake is None and question.id in places:
         mistake = Mistake("duplicate id", f"{places[question.id]} has the same id")
