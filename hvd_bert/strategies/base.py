@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -214,11 +215,12 @@ STRATEGY_CLASSES = {
 
 
 def strategy_class(strategy: str) -> type[Strategy]:
-    """The class of a strategy. Raises UserError, with the install command, if DeepSpeed or FSDP is missing."""
+    """The class of a strategy. Raises UserError, with the install command, if DeepSpeed is missing."""
+    if strategy == "deepspeed" and find_spec("deepspeed") is None:
+        raise UserError(
+            "--strategy deepspeed: DeepSpeed is not installed. Run `bash env/setup.sh --deepspeed`, or choose another"
+            " strategy."
+        )
     module, name = STRATEGY_CLASSES[strategy].split(":")
-    try:
-        found: type[Strategy] = getattr(import_module(module), name)
-    except ImportError as error:
-        hint = "install it with `bash env/setup.sh --deepspeed`" if strategy == "deepspeed" else "install a newer torch"
-        raise UserError(f"--strategy {strategy} cannot be loaded ({error}): {hint}, or choose another one.") from None
+    found: type[Strategy] = getattr(import_module(module), name)
     return found

@@ -11,7 +11,6 @@ import os
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,10 +19,6 @@ from torch.nn.functional import pad
 
 from hvd_bert.distributed.world import World
 from hvd_bert.strategies.base import MakeOptimizer, Strategy, StrategyOptions
-
-# Imported only when a strategy is made: the import takes seconds and probes for accelerators.
-if find_spec("deepspeed") is None:
-    raise ImportError("No module named 'deepspeed'")
 
 
 def _bucket_size(model: nn.Module) -> int:
@@ -45,7 +40,7 @@ class DeepSpeedStrategy(Strategy):
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         # Our users cannot act on torch's warnings about DeepSpeed's calls.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-        deepspeed = import_module("deepspeed")
+        deepspeed = import_module("deepspeed")  # here: it takes seconds and probes for accelerators
         self._utils: Any = deepspeed.utils
         self._gathered: Any = deepspeed.zero.GatheredParameters
         self._partitioned = options.zero_stage == 3

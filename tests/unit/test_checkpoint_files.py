@@ -174,16 +174,6 @@ def test_manifests_that_are_refused(tmp_path):
         assert str(path) in str(refused.value)
 
 
-def test_tensors_that_the_manifest_does_not_list_are_refused(tmp_path):
-    folder = files.write(tmp_path, 7, contents(7))
-    (folder / "notes.txt").write_text("seed 3")
-    files.read(folder)
-    added = folder / "optimizer.safetensors"
-    added.write_bytes((folder / "model.safetensors").read_bytes())
-    with pytest.raises(CorruptCheckpoint, match=rf"{added} .*remove it"):
-        files.read(folder)
-
-
 @each("fails", ["save_file", "mkdir", "rename", "fsync"])
 @each("step", [8, 7])
 def test_failed_write_leaves_what_was_there(tmp_path, monkeypatch, fails, step):

@@ -303,13 +303,3 @@ def test_reporter_that_does_not_respond(caplog: pytest.LogCaptureFixture, monkey
     ]
     server.answers.set()
     waiting.answers.set()
-
-
-def test_a_later_reporter_that_refuses_closes_the_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://server")
-    closed = []
-    monkeypatch.setattr(TensorBoard, "close", lambda reporter, finished: closed.append(finished))
-    with refused("--report_to mlflow"):
-        base_module.start(["tensorboard", "mlflow"], tmp_path)
-    assert closed == [False]

@@ -29,8 +29,7 @@ def test_strategy_classes_are_found(strategy):
 
 
 def test_strategy_that_is_not_installed_names_the_line_that_installs_it(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.delitem(sys.modules, "hvd_bert.strategies.deepspeed", raising=False)
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(UserError, match=r"`bash env/setup\.sh --deepspeed`"):
         strategy_class("deepspeed")
 

@@ -134,14 +134,7 @@ def check(names: Sequence[str]) -> None:
 
 def start(names: Sequence[str], folder: Path) -> list[Background]:
     """Start the reporters of a run. Raises OSError if a file cannot be written, and UserError if a library refuses."""
-    started: list[Background] = []
-    try:
-        for name in names:
-            started.append(Background(_class(name)(folder)))
-    except BaseException:
-        close(started, finished=False)
-        raise
-    return started
+    return [Background(_class(name)(folder)) for name in names]
 
 
 def _class(name: str) -> Any:
