@@ -200,7 +200,7 @@ def _divide(flags: Sequence[str]) -> Divided:
     defaults = {name: FLAGS[name].default for name in OWNERS}
     # A finished run's train_config.yaml names all flags. Only those that differ from the default count.
     in_file = {name: from_file[name] for name in OWNERS if from_file.get(name, defaults[name]) != defaults[name]}
-    parser = Parser(add_help=False, allow_abbrev=False)  # warns if one is given several times
+    parser = Parser(add_help=False, allow_abbrev=False)
     for name in OWNERS:
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", default=argparse.SUPPRESS)
     given, common = parser.parse_known_args(flags)
