@@ -16,7 +16,6 @@ from transformers import BertConfig, BertForQuestionAnswering, BertForSequenceCl
 from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.errors import UserError
-from hvd_bert.evaluation.squad_metric import score
 from hvd_bert.output import output_dir
 from hvd_bert.storage import written
 from hvd_bert.tools.evaluate import __main__ as flags
@@ -182,16 +181,6 @@ def test_best_threshold_gives_the_best_scores(make_model):
     assert metrics["best_f1"] > metrics["f1"]
     threshold = f"--null_score_diff_threshold={metrics['best_f1_thresh']!r}"
     assert evaluated(folder, threshold)["metrics"]["f1"] == metrics["best_f1"]
-
-
-def test_no_threshold_is_shown_as_the_best_where_it_is_not(make_questions):
-    questions = make_questions(4, unanswered_every=2)
-    wrong, right = {q.id: "wrong" for q in questions}, {q.id: (*q.answer_texts, "wrong")[0] for q in questions}
-    odds = {q.id: -3.0 if q.answer_texts else -1.0 for q in questions}
-    for predictions, threshold in ((wrong, "below all odds: never answer"), (right, "-3.0")):
-        metrics = score(questions, predictions, odds, version_2_with_negative=True)
-        found = running._thresholds({"metrics": metrics, "compared_metrics": None, "compared_with": None})
-        assert {row[-1] for row in found.rows} == {threshold}
 
 
 def test_mistakes_are_the_worst_first(make_model):

@@ -264,17 +264,11 @@ def _thresholds(results: dict[str, Any]) -> Grid:
         for best, now, short in (("best_exact", "exact_match", "EM"), ("best_f1", "f1", "F1")):
             if metrics:
                 model = [name] if results["compared_with"] else []
-                rows.append([*model, short, f"{metrics[now]:.2f}", f"{metrics[best]:.2f}", _threshold(metrics, best)])
+                rows.append(
+                    [*model, short, f"{metrics[now]:.2f}", f"{metrics[best]:.2f}", repr(metrics[f"{best}_thresh"])]
+                )
     head = [*(["Model"] if results["compared_with"] else []), "Score", "now", "best", "threshold of the best"]
     return Grid(head, rows, words=len(head) - 3)
-
-
-def _threshold(metrics: dict[str, float], best: str) -> str:
-    """The best threshold. The official script's is 0.0 if answering nothing is best, also where odds are below 0."""
-    answering_nothing = 100.0 * metrics.get("NoAns_total", 0) / metrics["total"]
-    if metrics[best] == answering_nothing:
-        return "below all odds: never answer"
-    return repr(metrics[f"{best}_thresh"])
 
 
 def _mistakes(mistakes: Sequence[dict[str, Any]]) -> Iterator[Text | Listing]:
