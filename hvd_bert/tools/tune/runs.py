@@ -125,8 +125,11 @@ class Runs:
     def measure(
         self, kind: str, candidate: Setting, baseline: Setting, repeat: int, then: int | None = None
     ) -> Pair | None:
-        """As `search.Measure`. Pairs of an earlier start are not run again. The candidate runs first in every second
-        pair."""
+        """Run a pair, or return its result of an earlier start. The candidate runs first in every second pair.
+
+        `repeat`: the pair's number among its point's pairs (1, 2, ...). `then`: number of pairs that must still fit
+        into the budget afterwards; else the pair is not run and the result is None. Without `then` it always runs.
+        """
         key = (kind, list(candidate), list(baseline), repeat)
         row = next((row for row in self.pairs if (row.kind, row.candidate, row.baseline, row.repeat) == key), None)
         if row is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed.interfaces import SETTING
@@ -28,18 +27,6 @@ class Pair:
 
     ratio: float | None
     reason: str = ""
-
-
-class Measure(Protocol):
-    """Runs a pair, or returns its earlier result. `repeat`: the pair's number among its point's pairs (1, 2, ...).
-
-    `then`: number of pairs that must still fit into the budget afterwards; else the pair is not run and the result is
-    None. Without `then` it always runs.
-    """
-
-    def __call__(
-        self, kind: str, candidate: Setting, baseline: Setting, repeat: int, then: int | None = None
-    ) -> Pair | None: ...
 
 
 @dataclass
@@ -62,10 +49,11 @@ class Trial:
 class Search:
     """Tests one knob after the other, starting from the best setting so far.
 
-    `max_pairs`: of the final comparison. `on_verdict`: called with each point after its verdict.
+    `measure`: as `Runs.measure`. `max_pairs`: of the final comparison. `on_verdict`: called with each point after its
+    verdict.
     """
 
-    measure: Measure
+    measure: Callable[..., Pair | None]
     max_pairs: int
     on_verdict: Callable[[Trial], None]
     noise: float = MIN_NOISE
