@@ -144,7 +144,6 @@ OF_A_RUN = {
     "events.jsonl": False,
     "eval_samples.json": False,
     "gpu_usage.jsonl": False,
-    "checkpoint-20/manifest.json": False,
     "checkpoint-20/state.json": False,
     ".lock": False,
 }
@@ -158,7 +157,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "events.jsonl").write_text('{"event": "start", "train_steps": 5, "ranks": [{"rank": 0}]}\n')
     (folder / "gpu_usage.jsonl").write_text('{"step": 1, "gpu": 0}\n')
     (folder / "checkpoint-20").mkdir()
-    (folder / "checkpoint-20" / "manifest.json").write_text('{"files": {"a": {"bytes": 1}}}')
     (folder / "checkpoint-20" / "state.json").write_text('{"best": {"metric": "f1", "value": 2.0, "step": 20}}')
     return folder
 

@@ -174,11 +174,8 @@ def _joined(values: Any) -> str:
 
 
 def _checkpoints(record: Record) -> list[Block]:
-    rows = []
-    for checkpoint in record.checkpoints:
-        size = DASH if checkpoint.size_bytes is None else f"{checkpoint.size_bytes / 2**20:,.1f}"
-        rows.append([checkpoint.name, str(checkpoint.step), size])
-    blocks: list[Block] = [Grid(["checkpoint", "step", "MiB"], rows)] if rows else []
+    rows = [[checkpoint.name, str(checkpoint.step)] for checkpoint in record.checkpoints]
+    blocks: list[Block] = [Grid(["checkpoint", "step"], rows)] if rows else []
     best = number_of(record.best.get("value"))
     if best is not None:
         blocks.append(Text(f"Best {record.best.get('metric')}: {best:.4g}, at step {record.best.get('step')}."))

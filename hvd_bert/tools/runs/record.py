@@ -19,15 +19,13 @@ from numpy.typing import NDArray
 
 from hvd_bert.storage import locks
 from hvd_bert.storage.locks import LOCK
-from hvd_bert.storage.reading import Kind, convert, open_regular, parse_json, read_json
-from hvd_bert.tools.runs.reading import EVALUATED_ONLY, METRICS, RESULTS, SCORES, SETTINGS, settings_of
+from hvd_bert.storage.reading import Kind, convert, parse_json, read_json, read_text
+from hvd_bert.tools.runs.reading import EVALUATED_ONLY, MAX_METRICS, METRICS, RESULTS, SCORES, SETTINGS, settings_of
 from hvd_bert.tools.runs.run import LARGEST
 
 EVENTS, SAMPLES, GPUS = "events.jsonl", "eval_samples.json", "gpu_usage.jsonl"
 NUMERIC = ("skipped_step", "loss_jump")  # events
 RECENT = 20  # lines from which the speed of a run that is still going is computed
-MAX_LINE = 2**20  # bytes; no line of a run is nearly as long
-MAX_PROBLEMS = 5  # lines of a file that are named
 MAX_STEP = 2**53  # floats hold all whole numbers up to it
 SILENT_S = 300.0  # where a lock cannot be seen: a run that has written nothing for longer is not running any more
 State = Literal["finished", "running", "ended"]
@@ -56,11 +54,10 @@ class LineArrays:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's folder name, step and size; the size is None if its manifest cannot be read."""
+    """A checkpoint's folder name and step."""
 
     name: str
     step: int
-    size_bytes: float | None
 
 
 @dataclass(frozen=True)
@@ -170,7 +167,7 @@ def read(folder: Path) -> Record:
     rows, evaluations = _metrics(folder / METRICS, problems)
     trained = (folder / SETTINGS).exists() or len(rows) > 0
     finished = bool(results) if trained else (folder / SCORES).exists()
-    checkpoints = _checkpoints(folder, problems)
+    checkpoints = _checkpoints(folder)
     state = _object(folder / checkpoints[-1].name / "state.json", problems) if checkpoints else {}
     facts = (start or (since[0] if since else {})) | results
     if isinstance(facts.get("ranks"), list):
@@ -226,24 +223,22 @@ def _object(path: Path, problems: list[str]) -> dict[str, Any]:
 
 def _lines(path: Path, problems: list[str]) -> Iterator[Any]:
     """The values of a JSON Lines file. A last line without its end is being written."""
-    damaged: list[int] = []
     try:
-        with open_regular(path) as file:
-            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), start=1):
-                try:
-                    if len(line) == MAX_LINE:
-                        raise ValueError
-                    yield parse_json(line.decode("utf-8", "replace"))
-                except ValueError:
-                    if line.endswith(b"\n") or len(line) == MAX_LINE:
-                        damaged.append(number)
+        lines = read_text(path, MAX_METRICS, "replace").split("\n")
     except FileNotFoundError:
         return
-    except OSError as error:
-        problems.append(f"{path.name} cannot be read: {error.strerror or error}")
-    problems += [f"{path.name}, line {number}, is damaged" for number in damaged[:MAX_PROBLEMS]]
-    if len(damaged) > MAX_PROBLEMS:
-        problems.append(f"{path.name}: {len(damaged) - MAX_PROBLEMS:,} more lines are damaged")
+    except (OSError, ValueError) as error:
+        problems.append(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}")
+        return
+    damaged = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield parse_json(line)
+        except ValueError:
+            if number < len(lines):
+                damaged.append(number)
+    if damaged:
+        problems.append(f"{path.name}: {len(damaged):,} damaged line(s), the first is line {damaged[0]}")
 
 
 def _metrics(path: Path, problems: list[str]) -> tuple[LineArrays, LineArrays]:
@@ -270,16 +265,8 @@ def _columns(lines: Sequence[Mapping[str, Any]]) -> LineArrays:
     return LineArrays({key: np.array([number_of(line.get(key)) for line in lines], np.float64) for key in keys})
 
 
-def _checkpoints(folder: Path, problems: list[str]) -> list[Checkpoint]:
+def _checkpoints(folder: Path) -> list[Checkpoint]:
     """The checkpoints by step; without those that were set aside."""
-    found = []
-    for path in folder.glob("checkpoint-*"):
-        step = path.name.removeprefix("checkpoint-")
-        if step.isdecimal():
-            files: Any = _object(path / "manifest.json", problems).get("files")
-            try:
-                size = number_of(sum(file["bytes"] for file in files.values()))
-            except (AttributeError, KeyError, TypeError):  # not a manifest
-                size = None
-            found.append(Checkpoint(path.name, int(step), size))
+    steps = ((path.name, path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-*"))
+    found = [Checkpoint(name, int(step)) for name, step in steps if step.isdecimal()]
     return sorted(found, key=lambda checkpoint: checkpoint.step)
