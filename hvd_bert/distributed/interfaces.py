@@ -37,7 +37,7 @@ def apply_setting(environ: MutableMapping[str, str]) -> None:
     if not setting:
         return
     try:
-        name = resolve(setting, _addresses())
+        name = resolve(setting, host_addresses())
     except UserError as error:
         raise UserError(f"{SETTING}={setting} on {socket.gethostname()}: {error}") from None
     environ.update(dict.fromkeys(VARIABLES, name))
@@ -81,7 +81,7 @@ def avoid_inner_networks(environ: MutableMapping[str, str]) -> None:
 
     Docker's bridge has the same address on all hosts: Open MPI would connect a rank to its own host, and wait forever.
     """
-    addresses = _addresses()
+    addresses = host_addresses()
     inner = [name for name in addresses if _INNER.fullmatch(name)]
     others = [name for name in addresses if name not in (*inner, "lo")]
     is_set = any(name in environ for name in TCP_INTERFACES)
@@ -118,10 +118,10 @@ def address_towards(host: str) -> str | None:
 def interface_to(host: str) -> str | None:
     """The network interface through which this host reaches `host`; None if unknown."""
     mine = address_towards(host)
-    return next((name for name, own in _addresses().items() if mine in own), None)
+    return next((name for name, own in host_addresses().items() if mine in own), None)
 
 
-def _addresses() -> dict[str, list[str]]:
+def host_addresses() -> dict[str, list[str]]:
     """This host's interfaces, with their IP addresses."""
     families = (socket.AF_INET, socket.AF_INET6)
     return {
@@ -134,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if len(argv) != 1:
             raise UserError("usage: python -m hvd_bert.distributed.interfaces NAME|SUBNET")
-        print(resolve(argv[0], _addresses()))
+        print(resolve(argv[0], host_addresses()))
     except UserError as error:
         print(error, file=sys.stderr)
         return EXIT_BAD_INPUT

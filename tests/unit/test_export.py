@@ -79,7 +79,7 @@ def test_logits_are_those_of_transformers(family, tokenizer, tmp_path, capsys, m
             shutil.copy(target / "model.onnx", path)
             return ["start_logits", "end_logits"]
 
-        monkeypatch.setattr(conversion, "_export", wrong)
+        monkeypatch.setattr(conversion, "export", wrong)
         (empty := tmp_path / "empty").mkdir()
         for bias in (0.5, math.nan):
             plain.load_state_dict(plain.state_dict() | {"qa_outputs.bias": torch.tensor([bias, 0.0])})

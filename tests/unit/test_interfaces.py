@@ -41,7 +41,7 @@ def test_host_without_the_interface(setting, named):
 
 
 def test_setting_goes_to_all_libraries(monkeypatch):
-    monkeypatch.setattr(interfaces, "_addresses", lambda: ADDRESSES)
+    monkeypatch.setattr(interfaces, "host_addresses", lambda: ADDRESSES)
     environ = {"HVD_BERT_INTERFACE": "10.77.0.0/16", "HOROVOD_GLOO_IFACE": "the launcher's", "PATH": "/bin"}
     interfaces.apply_setting(environ)
     names = ["GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include"]
@@ -103,7 +103,7 @@ BRIDGES = ["docker0", "br-0123456789ab", "virbr0", "cni-podman0"]
     ],
 )
 def test_open_mpi_avoids_networks_of_containers(inner, environ, shown, excluded, tmp_path, monkeypatch):
-    monkeypatch.setattr(interfaces, "_addresses", lambda: {**ADDRESSES, **{name: ["172.17.0.1"] for name in inner}})
+    monkeypatch.setattr(interfaces, "host_addresses", lambda: {**ADDRESSES, **{name: ["172.17.0.1"] for name in inner}})
     program = tmp_path / "ompi_info"
     program.write_text(f"#!/bin/sh\necho '{shown}'\n")
     program.chmod(0o755)
@@ -116,7 +116,7 @@ def test_open_mpi_avoids_networks_of_containers(inner, environ, shown, excluded,
 
 
 def test_only_network_of_a_host_is_used(monkeypatch):
-    monkeypatch.setattr(interfaces, "_addresses", lambda: {"docker0": ["172.17.0.1"], "lo": ["127.0.0.1"]})
+    monkeypatch.setattr(interfaces, "host_addresses", lambda: {"docker0": ["172.17.0.1"], "lo": ["127.0.0.1"]})
     environ: dict[str, str] = {}
     interfaces.avoid_inner_networks(environ)
     assert not environ

@@ -61,7 +61,7 @@ def convert(folder: Path, output: Path, with_tokenizer: bool) -> Iterator[str]:
     batches = _batches(tokenizer, model.config, ["input_ids", "attention_mask", *types])
     with writing_to("--output", output), replacing(output) as partial:
         with _converting(model.config.model_type):
-            names = _export(model, batches[1], partial)
+            names = export(model, batches[1], partial)
             apart = [_difference(model, partial, batch) for batch in batches]
         difference = float(torch.stack(apart).max())  # NaN if one of them is: Python's max would drop it
         if not difference <= TOLERANCE:
@@ -121,7 +121,7 @@ def _batches(tokenizer: Any, config: Any, names: Sequence[str]) -> list[Inputs]:
     return batches
 
 
-def _export(model: Any, example: Inputs, path: Path) -> list[str]:
+def export(model: Any, example: Inputs, path: Path) -> list[str]:
     """Write the ONNX file. Returns the names of its outputs."""
     with torch.no_grad():
         output = model(**example)
