@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from hvd_bert.config.data import GLUE_ENDINGS, QUESTION_ANSWERING, TASKS
-from hvd_bert.output.public import Data, changed, command, from_hub, public_settings
+from hvd_bert.output.public import Data, changed, command, public_settings
 from hvd_bert.storage import written
-from hvd_bert.storage.reading import read_json, read_text, read_yaml
+from hvd_bert.storage.reading import read_json, read_text
 from hvd_bert.storage.writing import replacing
 
 log = logging.getLogger("hvd_bert")
@@ -44,11 +44,11 @@ SHOWN = {
 }  # fmt: skip
 
 
-def write(folder: Path, settings: Record, results: Record, scores: Record, evaluated: Record | None = None) -> None:
+def write(folder: Path, settings: Record, results: Record, scores: Record) -> None:
     """Write the card, unless the folder has a README.md that this program did not write or that was edited since.
 
     `settings`: of the training. `results`: what train_results.json holds. `scores`: the evaluation's metrics; empty
-    without one. `evaluated`: settings of the run that evaluated, if it is not the training. Raises OSError.
+    without one. Raises OSError.
     """
     path = folder / NAME
     if os.path.lexists(path) and not is_ours(path):
@@ -59,22 +59,7 @@ def write(folder: Path, settings: Record, results: Record, scores: Record, evalu
         return
     written.add(folder, NAME)
     with replacing(path) as partial:
-        partial.write_text(_signed(text(folder, settings, results, scores, evaluated or settings)), encoding="utf-8")
-
-
-def update(folder: Path, scores: Record, evaluated: Record) -> None:
-    """Put an evaluation's scores into the card of the folder's model, if it has a card of ours. Raises OSError.
-
-    `evaluated`: settings of the run that evaluated; its model may be another one.
-    """
-    model = evaluated["model_name_or_path"]
-    if model is None or Path(model).resolve() != folder.resolve() or not is_ours(folder / NAME):
-        return
-    try:
-        settings, results = read_yaml(folder / "train_config.yaml"), read_json(folder / "train_results.json")
-        write(folder, settings, results, scores, evaluated)
-    except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        log.warning("%s is not updated, since the training's records cannot be read: %s.", folder / NAME, error)
+        partial.write_text(_signed(text(folder, settings, results, scores)), encoding="utf-8")
 
 
 def _signed(content: str) -> str:
@@ -101,17 +86,17 @@ def with_name(path: Path, name: str) -> str:
     return _signed(model.sub(lambda match: match[1] + json.dumps(name), content))
 
 
-def text(folder: Path, settings: Record, results: Record, scores: Record, evaluated: Record) -> str:
+def text(folder: Path, settings: Record, results: Record, scores: Record) -> str:
     """The card's content. See `write`."""
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     hub = results["from_hub"]
-    settings, evaluated = public_settings(settings, hub), public_settings(evaluated, from_hub(evaluated))
+    settings = public_settings(settings, hub)
     model = _model_config(folder)
     tag, auto_class = _head(model)
     title = folder.resolve().name
     numbers = {name: float(scores[name]) for name in results["scores"] if _is_number(scores.get(name))}
-    train, dev = Data.of_training(settings), Data.of_evaluation(evaluated)
+    train, dev = Data.of_training(settings), Data.of_evaluation(settings)
     card_data = ModelCardData(
         library_name="transformers" if auto_class else None,
         base_model=hub.get("model_name_or_path"),
@@ -135,7 +120,7 @@ def text(folder: Path, settings: Record, results: Record, scores: Record, evalua
         title=title,
         name=json.dumps(title),
         summary=_summary(model, tag, settings, hub),
-        scores=_scores(scores, evaluated, dev),
+        scores=_scores(scores, settings, dev),
         auto_class=auto_class,
         max_length=settings["max_seq_length"],
         # A BERT always gets them; other families, only if their tokenizer returns them by itself.
@@ -207,7 +192,7 @@ def _named(data: Data) -> str:
     return f"{code(data.name)}{config}{', split ' if splits else ''}{splits}"
 
 
-def _scores(scores: Record, evaluated: Record, data: Data) -> str:
+def _scores(scores: Record, settings: Record, data: Data) -> str:
     totals = [f"total{ending}" for ending in GLUE_ENDINGS]
     shown = [
         (code(name), f"{value:.4g}")
@@ -218,8 +203,8 @@ def _scores(scores: Record, evaluated: Record, data: Data) -> str:
         return "The model was not evaluated."
     total = sum(scores[name] for name in totals if _is_number(scores.get(name)))
     count = f": {total:,.0f} examples" if total else ""
-    limit = ", the first of the data" if evaluated["max_eval_samples"] else ""
-    percent = " Exact match and F1 are in percent." if evaluated["task"] == QUESTION_ANSWERING else ""
+    limit = ", the first of the data" if settings["max_eval_samples"] else ""
+    percent = " Exact match and F1 are in percent." if settings["task"] == QUESTION_ANSWERING else ""
     return f"{_table([('Metric', 'Value'), *shown])}\n\nEvaluated on {_named(data)}{count}{limit}.{percent}"
 
 

@@ -20,7 +20,7 @@ from hvd_bert.model.flops import peak_flops
 from hvd_bert.model.precision import autocast
 from hvd_bert.monitoring.recording import Recording
 from hvd_bert.monitoring.usage import GpuUsage, process_usage
-from hvd_bert.output import card, output_dir, run_folder
+from hvd_bert.output import output_dir, run_folder
 from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.output.reporters import base as reporters
 from hvd_bert.tasks.base import EvaluationResult, Task
@@ -70,8 +70,6 @@ def run(config: Config, world: World) -> None:
             if writes and training:
                 results |= data | {"work": resume.identity(settings, task)}
                 run_folder.write_results(folder, results, settings, evaluation)
-            elif writes and evaluation:
-                card.update(folder, evaluation.metrics, settings)
         metrics_logger.finished = True
     if results.get("breakdown"):
         log.info("%s", "\n".join(describe_steps(results)))

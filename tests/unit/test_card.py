@@ -91,35 +91,6 @@ def test_a_users_card_stays(base, tmp_path, caplog):  # noqa: F811
     assert "(3 steps)" in (out / "README.md").read_text()
 
 
-def test_a_later_evaluation_updates_the_card_of_its_model(base, tmp_path, make_questions, write_squad, caplog):  # noqa: F811
-    out, other = tmp_path / "out", tmp_path / "other"
-    train(base, "--output_dir", str(out), "--no_do_eval")
-    train(base, "--output_dir", str(other))
-    before = (out / "README.md").read_text()
-    assert "The model was not evaluated." in before and ModelCard(before).data.eval_results is None
-    data = ["--validation_file", str(write_squad(make_questions(4), "later.json"))]
-    train(base, "--no_do_train", "--model_name_or_path", str(other), "--output_dir", str(out), *data)
-    assert (out / "README.md").read_text() == before, "the scores are another model's"
-    evaluation = ["--no_do_train", "--model_name_or_path", str(out), "--output_dir", str(out), *data]
-    train(base, *evaluation)
-    after = (out / "README.md").read_text()
-    assert {result.dataset_name for result in ModelCard(after).data.eval_results} == {"later.json"}
-    assert "Evaluated on `later.json`: 4 examples." in after and "Trained on `squad.json`: 6 windows." in after
-    (out / "train_results.json").write_text("{}")
-    train(base, *evaluation)
-    assert (out / "README.md").read_text() == after and "records cannot be read: 'from_hub'" in caplog.text
-
-
-@pytest.mark.parametrize(("name", "value"), [("train_runtime", "1e999"), ("steps_per_epoch", "0")])
-def test_odd_numbers_in_the_records_of_a_card(base, tmp_path, caplog, name, value):  # noqa: F811
-    out = tmp_path / "out"
-    train(base, "--output_dir", str(out))
-    before, path = (out / "README.md").read_bytes(), out / "train_results.json"
-    path.write_text(re.sub(rf'("{name}"): [^,]+', rf"\1: {value}", path.read_text()))
-    card.update(out, {"f1": 1.0}, parse(["--model_name_or_path", str(out)]).as_flat())
-    assert "README.md is not updated" in caplog.text and (out / "README.md").read_bytes() == before
-
-
 def test_card_of_a_classification(make_task, tmp_path, monkeypatch, caplog):  # noqa: F811
     task, out = make_task("--output_dir", str(tmp_path / "out")), tmp_path / "out"
     out.mkdir()
@@ -145,7 +116,7 @@ def test_card_of_an_own_task_and_a_model_that_is_not_transformers(tmp_path):
     flags = ["--max_steps", "200", "--output_dir", "/secret/runs", "--dataset_name", f"{tmp_path}/numbers"]
     settings = parse(["--task", "digits:Digits", *flags]).as_flat()
     results = results_of(from_hub=public.from_hub(settings))
-    content = card.text(tmp_path, settings, results, {"accuracy": 0.97}, settings)
+    content = card.text(tmp_path, settings, results, {"accuracy": 0.97})
     found = ModelCard(content).data
     assert (found.library_name, found.pipeline_tag, found.metrics) == (None, None, ["accuracy"])
     assert "```python" not in content and "load_state_dict" in content and "secret" not in content
@@ -171,7 +142,7 @@ def test_data_sets_and_splits_of_the_hub(tmp_path):
     settings = parse(["--task", "text-classification", "--task_name", "mnli"]).as_flat()
     scores = {"accuracy": 0.5, "total": 4.0, "eval_loss": 1.0, "accuracy_mm": 0.6, "total_mm": 3.0}
     results = results_of(scores=["accuracy", "accuracy_mm"], from_hub=public.from_hub(settings), unit="texts")
-    content = card.text(tmp_path, settings, results, scores, settings)
+    content = card.text(tmp_path, settings, results, scores)
     found = ModelCard(content).data
     assert (found.datasets, found.metrics) == ("nyu-mll/glue", ["accuracy"])
     of_split = [(r.dataset_type, r.dataset_config, r.dataset_split, r.metric_value) for r in found.eval_results]
@@ -182,10 +153,10 @@ def test_data_sets_and_splits_of_the_hub(tmp_path):
     assert f"Evaluated on {glue} `validation_matched` and `validation_mismatched`: 7 examples." in content
     assert f"Trained on {glue} `train`: " in content and "| `total" not in content
 
-    # The evaluation has data of its own; a delimiter is no path.
+    # A delimiter is no path.
     flags = ["--dataset_name", "me/more", "--validation_split_name", "test", "--text_column_names", "a,b/c"]
     later = parse(["--task", "text-classification", *flags, "--text_column_delimiter", " / "]).as_flat()
-    content = card.text(tmp_path, settings, results, {"accuracy": 0.5}, later)
+    content = card.text(tmp_path, later, results | {"from_hub": public.from_hub(later)}, {"accuracy": 0.5})
     assert "Evaluated on `me/more`, split `test`." in content
     assert {r.dataset_type for r in ModelCard(content).data.eval_results} == {"me/more"}
     shown = public.command(public.public_settings(later, public.from_hub(later)))
@@ -205,13 +176,13 @@ def test_names_on_the_hub_and_paths(tmp_path, monkeypatch):
     assert "/secret" not in str(shown) and shown["train_file"] == "a.json" and shown["model_revision"] == "refs/pr/1"
     paths = {name: "/secret/x" for name in FLAGS.keys() - public.NO_PATHS}  # also of flags that are added later
     assert "/secret" not in str(public.public_settings(paths, hub))
-    found = ModelCard(card.text(tmp_path, settings, results_of(from_hub=hub), {"accuracy": 1}, settings)).data
+    found = ModelCard(card.text(tmp_path, settings, results_of(from_hub=hub), {"accuracy": 1})).data
     assert (found.base_model, found.datasets) == ("google-bert/bert-base-uncased", "rajpurkar/squad_v2")
     assert {(result.dataset_type, result.dataset_split) for result in found.eval_results} == {
         ("rajpurkar/squad_v2", "validation")
     }
     (tmp_path / "config.json").write_text('{"architectures": ["BertForQuestionAnswering"]}')
-    assert "hvd_bert returns an empty text." in card.text(tmp_path, settings, results_of(from_hub=hub), {}, settings)
+    assert "hvd_bert returns an empty text." in card.text(tmp_path, settings, results_of(from_hub=hub), {})
     (tmp_path / "me" / "mine").mkdir(parents=True)  # a folder with the name of one on the hub is what is loaded
     hub = public.from_hub(settings)
     assert "tokenizer_name" not in hub

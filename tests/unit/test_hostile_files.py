@@ -184,7 +184,6 @@ KEPT: dict[str, Callable[[Path], object]] = {
     "tracking.json": lambda folder: read_run_id(folder, "wandb"),
     "README.md": lambda folder: (written.add(folder, "README.md"), card.is_ours(folder / "README.md")),
     ".written_by_hvd_bert": written.names,
-    "train_results.json": lambda folder: card.update(folder, {}, {"model_name_or_path": str(folder)}),
     ".lock": lambda folder: locks.names_another_host(folder / ".lock"),
     "latest": files.lost,
 }
