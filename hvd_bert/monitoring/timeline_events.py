@@ -161,11 +161,9 @@ class Reader:
         self.path = path
         self.names = Names()
         self.events = 0
-        self.cycles = 0
         self.first_ts: int | None = None
         self.last_ts = 0
         self.cut_short = False  # no "]" at the end
-        self.cycle_gaps: list[Array] = []
         self._spans = SpanNames(self.names)
         self._named = np.zeros(1024, bool)  # by pid
 
@@ -213,7 +211,7 @@ class Reader:
         after = raw[pid_ends]
         has_pid = (words(data, ends, 1)[:, 0] == _PID) & (pid_ends > ends + 9) & (pid <= MAX_PID)
         has_pid &= (after == ord("}")) | (after == ord(","))
-        self._count(ts[timed], phase[timed] == MARK)
+        self._cover(ts[timed])
         whole = np.flatnonzero(has_pid & timed & (phase != 0) & (phase != MARK))
         events = Events(
             phase[whole].astype(np.uint8), code[whole], ts[whole], pid[whole].astype(np.int32),
@@ -233,16 +231,13 @@ class Reader:
         phase[named], code[named] = self._spans.look_up(words(data, ends[named] - 16, 2), data, ends[named])
         return phase, code
 
-    def _count(self, times: Array, is_cycle: Array) -> None:
-        """Count cycles, and update the time that the file covers."""
+    def _cover(self, times: Array) -> None:
+        """Update the time that the file covers."""
         if not len(times):
             return
         first = int(times.min())
         self.first_ts = first if self.first_ts is None else min(self.first_ts, first)
         self.last_ts = max(self.last_ts, int(times.max()))
-        self.cycles += int(is_cycle.sum())
-        if is_cycle.any() and len(self.cycle_gaps) < 64:
-            self.cycle_gaps.append(np.diff(times[is_cycle]))
 
     def _name_tensors(self, data: bytes, pid: Array) -> None:
         if not len(pid):
@@ -254,12 +249,6 @@ class Reader:
             if match := _METADATA.match(start[:LONGEST_METADATA]):
                 self.names.tensors[int(match[1])] = match[2].decode("utf-8", "replace")
         self._named[pid] = True
-
-    @property
-    def cycle_s(self) -> float:
-        """Median time between cycles in seconds; NaN if they are not marked."""
-        gaps = np.concatenate(self.cycle_gaps) if self.cycle_gaps else np.zeros(0)
-        return float(np.median(gaps)) * 1e-6 if len(gaps) else math.nan
 
 
 def _last_event(data: bytes) -> int:

@@ -54,8 +54,6 @@ class Findings:
     covered_s: float
     ranks: int | None
     hosts: int | None
-    cycles: int
-    cycle_s: float
     negotiations: int
     naming_ranks: int
     phases: list[Phase]
@@ -97,7 +95,7 @@ def analyse(
     return Findings(
         path=str(path), size=path.stat().st_size, events=reader.events, cut_short=reader.cut_short,
         unfinished=spans.unfinished, covered_s=covered_us * 1e-6, ranks=ranks, hosts=hosts,
-        cycles=reader.cycles, cycle_s=reader.cycle_s, negotiations=by_rank.negotiations, naming_ranks=by_rank.named,
+        negotiations=by_rank.negotiations, naming_ranks=by_rank.named,
         phases=phases.rows(reader.names.spans, covered_us), sizes=sizes.rows(),
         message_median=sizes.spread.quantile(0.5), bytes_per_s=speed,
         wire_bytes_per_s=speed * _of_a_ring(ranks) if ranks else math.nan, fast_bytes_per_s=fast,

@@ -45,8 +45,6 @@ def facts(findings: Findings) -> list[str]:
         lines.append("The file is incomplete: the run was killed or is still running. Its complete events are counted.")
     if findings.unfinished:
         lines.append(f"Spans without an end, left out: {findings.unfinished}.")
-    if findings.cycles:
-        lines.append(f"{findings.cycles:,} cycles are marked, {seconds(findings.cycle_s)} apart (median).")
     if findings.naming_ranks < findings.negotiations:
         share = findings.naming_ranks / findings.negotiations
         lines.append(
