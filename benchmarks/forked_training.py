@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from unittest.mock import patch
 
 import hvd_bert.train.loop  # noqa: F401  # which the command imports late, and here the child would
 from hvd_bert.data.collate import Batch, Prefetcher
+from hvd_bert.distributed.rendezvous import serve_store
 from hvd_bert.distributed.runner import run_as_rank
 from hvd_bert.train.__main__ import main as train
 
 NUMBER_BYTES = 8
+served: list[Any] = []  # stores of `start_ranks`, in place of those of torchrun's agent, until this process ends
 
 
 def start(flags: Sequence[str], before_step: Callable[[int], None] | None = None) -> tuple[int, int]:
@@ -49,11 +51,9 @@ def start_ranks(
     flags: Sequence[str], size: int, before_step: Callable[[int], None] | None = None
 ) -> list[tuple[int, int]]:
     """Train on `size` ranks over Gloo, with torchrun's variables. Returns what `start` returns, for each rank."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    job |= {"TORCHELASTIC_RUN_ID": "forked", "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    job |= {"GROUP_WORLD_SIZE": 1, "GROUP_RANK": 0}
+    served.append(serve_store("127.0.0.1"))
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": served[-1].port, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    job |= {"TORCHELASTIC_RUN_ID": "forked", "GROUP_WORLD_SIZE": 1, "GROUP_RANK": 0}
     started = []
     for rank in range(size):
         environ = {name: str(value) for name, value in (job | {"RANK": rank, "LOCAL_RANK": rank}).items()}
