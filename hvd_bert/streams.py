@@ -1,9 +1,7 @@
 """Standard output and error that may get lost: a reader that ended (`| head`), a full disk, a closed stream (`>&-`).
 
-By default Python raises an error in whatever prints next, and in the interpreter's exit. It also does so for characters
-that the locale cannot encode. They are printed as \\u20ac.
-
-And Ctrl-C in a command: one line and status 130, without a traceback.
+Python would raise an error in whatever prints next, and for characters that the locale cannot encode, which are printed
+as \\u20ac. And Ctrl-C in a command: one line and status 130, without a traceback.
 """
 
 from __future__ import annotations

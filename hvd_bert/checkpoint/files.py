@@ -5,9 +5,8 @@
                                  manifest.json: format version; size and SHA-256 of each file above
     OUTPUT_DIR/latest            the name of the newest one, for people and scripts
 
-A checkpoint is written into a temporary folder, flushed to disk, renamed, and only then named in `latest`, so a killed
-writer leaves the earlier checkpoints intact. One of the same step is renamed meanwhile and removed at the end;
-`restore_replaced` undoes that after a kill. No file is unpickled: tensors are safetensors, the rest JSON.
+A checkpoint is written into a temporary folder, flushed to disk, renamed, and only then named in `latest`. One of the
+same step is renamed meanwhile; `restore_replaced` undoes that after a kill. No file is unpickled.
 """
 
 from __future__ import annotations

@@ -70,17 +70,14 @@ def find(named: str | None, args: TrainArguments) -> ResumePoint | None:
         return _named(Path(named), folder if resumes else None)
     if not named and not resumes:
         return None
-    try:
-        resume_point, damage = _newest_valid(folder)
-    except OSError as error:
-        raise UserError(f"--output_dir {folder} cannot be read: {error.strerror or error}.") from None
+    resume_point, damage = _newest_valid(folder)
     if resume_point is None and damage:
         raise UserError(
             f"None of the checkpoints in {folder} can be used: {'; '.join(damage)}. Nothing was changed. To replace"
             " them and train from the start, add --overwrite_output_dir."
         )
     if resume_point is None and named:
-        raise UserError(f"--resume_from_checkpoint latest: there is no checkpoint in {folder}.")
+        raise UserError(f"--resume_from_checkpoint latest: {folder} has no checkpoint. Leave the flag out to start.")
     for problem in damage:
         log.warning("Skipping a damaged checkpoint: %s.", problem)
     return resume_point

@@ -1,10 +1,9 @@
 """Stop requests: signals set a flag, and all ranks vote on stopping in each step.
 
-A rank whose launcher was killed would continue, and keep its GPU and the lock of its output folder.
-env/build_horovod.sh builds a horovodrun that passes signals on to its ranks over MPI. Another one becomes the shell
-`/bin/sh -c "mpirun ..."`, and a signal ends that shell only: mpirun and the ranks on all its hosts continue. So the
-ranks of mpirun's host watch that shell. All ranks watch the process that started them, for torchrun's would outlive it,
-too. Slurm ends its tasks itself, and so do horovodrun's processes under Gloo.
+All ranks watch the process that started them. Otherwise they would outlive a killed launcher, and keep their GPU and
+the lock of the output folder. A horovodrun that env/build_horovod.sh did not build becomes the shell
+`/bin/sh -c "mpirun ..."` over MPI, and a signal ends that shell only, so the ranks of mpirun's host watch it, too.
+Slurm ends its tasks itself.
 """
 
 from __future__ import annotations

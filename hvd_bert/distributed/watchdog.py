@@ -1,10 +1,9 @@
 """Ends the job if a rank stalls, and names that rank.
 
-Horovod's stall inspector (0.28.1) warns if some ranks have started a collective and others have not, and shuts Horovod
-down after HOROVOD_STALL_SHUTDOWN_TIME_SECONDS (default: never). Under Gloo it reports nothing: its list of ranks is
-empty (`reserve` instead of `resize` in gloo_controller.cc). Under MPI it misses a rank whose process is frozen, since
-its own thread waits for that rank, and a collective that all ranks have started but that hangs. So the inspector is on,
-and each rank also has a `Watchdog` with the same limit, which asks which ranks wait and names the missing ones.
+Horovod's stall inspector (0.28.1) reports nothing under Gloo: its list of ranks is empty (`reserve` instead of `resize`
+in gloo_controller.cc). Under MPI it misses a frozen process, since its own thread waits for that rank, and a collective
+that all ranks have started but that hangs. So each rank also has a `Watchdog` with the inspector's limit, which asks
+which ranks wait and names the missing ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """File locks with the library filelock: the kernel frees a lock when its holder ends, for whatever reason.
 
-The library opens lock files with O_NOFOLLOW and never truncates them, so a symbolic link in place of a lock file is an
-error and its target does not change. Lock files are never removed: otherwise two processes could hold the lock.
+A symbolic link in place of a lock file is an error. Lock files are never removed: two processes could hold the lock.
 """
 
 from __future__ import annotations
@@ -64,8 +63,6 @@ def take(path: Path, *, wait: bool) -> Lock:
     try:
         return Lock(_acquired(path, wait))
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(error.errno, f"{path} is a symbolic link; remove it") from None
         if error.errno not in _NO_LOCKS:
             raise
         return Lock(_acquired(_on_this_host(path), wait, mode=0o600), error.strerror or str(error))

@@ -152,20 +152,14 @@ def _totals(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
         work = (
             f"; padding {found['padding_share']:.1%}; maximum tokens per rank {found['imbalance']:.3f} times the mean"
         )
+    useful = f", {found['tflops_per_s']:.3g} TFLOP/s useful" if "tflops_per_s" in found else ""
     mfu = f", MFU {found['mfu']:.1%}" if "mfu" in found else ""
-    lines.append(f"{found['windows_per_s']:.1f} {results.get('unit', 'windows')}/s{tokens}{_useful(found)}{mfu}{work}.")
+    lines.append(f"{found['windows_per_s']:.1f} {results.get('unit', 'windows')}/s{tokens}{useful}{mfu}{work}.")
     if "tflops_per_s" in found and not mfu and results["ranks"][0]["device"] != "cpu":
         lines.append(
             f"No MFU: the peak of {results['device_name']} in {results['precision']} is unknown. Give --peak_tflops."
         )
     return lines
-
-
-def _useful(found: Mapping[str, Any]) -> str:
-    if "tflops_per_s" not in found:
-        return ""
-    tflops = found["tflops_per_s"]
-    return f", {tflops:.1f} TFLOP/s useful" if tflops >= 1 else f", {1000 * tflops:.1f} GFLOP/s useful"
 
 
 def _largest(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:

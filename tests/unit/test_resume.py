@@ -128,13 +128,10 @@ def test_a_lost_checkpoint_is_no_start_from_the_first_step(tmp_path, caplog):
 
 
 def test_latest_needs_a_folder_with_a_checkpoint(tmp_path):
-    (tmp_path / "file").touch()
     with refused("--resume_from_checkpoint latest", "--output_dir"):
         found(*LATEST)
-    for folder, reason in ((tmp_path, "there is no checkpoint"), (tmp_path / "file", "Not a directory")):
-        with pytest.raises(UserError, match=reason) as refusal:
-            found(*LATEST, "--output_dir", folder)
-        assert str(folder) in str(refusal.value)
+    with refused("--resume_from_checkpoint latest", tmp_path):
+        found(*LATEST, "--output_dir", tmp_path)
 
 
 # --- settings --------------------------------------------------------------------------------------

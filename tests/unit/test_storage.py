@@ -95,7 +95,7 @@ def test_end_of_a_forked_child_does_not_free_the_lock(tmp_path):
 def test_target_of_a_symbolic_link_does_not_change(tmp_path):
     (tmp_path / "precious").write_text("text")
     (tmp_path / ".lock").symlink_to("precious")
-    with pytest.raises(OSError, match=r"\.lock is a symbolic link; remove it"):
+    with pytest.raises(OSError, match="symbolic link"):
         locks.take(tmp_path / ".lock", wait=False)
     assert (tmp_path / "precious").read_text() == "text"
 
