@@ -50,7 +50,7 @@ def test_steps_3_to_5_are_recorded(tmp_path: Path) -> None:
     assert said(outcome).count(f"Horovod's timeline of steps 3 to 5: {path}") == 1
     assert len([row for row in read_lines(out / "metrics.jsonl") if "loss" in row]) == 6
     assert rounds(timeline(path))[3] >= PARAMETERS  # gradients and the agreement on stopping
-    assert read(path).cycles > 0
+    assert "CYCLE_START" in path.read_text()
     assert {event["name"] for event in timeline(path) if event["ph"] == "X"} == {"0", "1"}
 
     events = trace(out)

@@ -139,44 +139,26 @@ def start_and_wait(command: Sequence[str], environ: Mapping[str, str], log: Text
 
     Returns None after a timeout, and EXIT_NOT_STARTED if it cannot be started, with the reason in the log.
     """
-    with ExitStack() as signal_delay, _guard() as guard_fd, _adopting() as adopted:
-        signal_delay.enter_context(_deferred())
+    with _guard() as guard_fd, _adopting() as adopted:
         if _received:
             raise Stopped(_received[-1])
+        process = None  # after a signal during the start, too
         try:
             process = subprocess.Popen(
                 command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 start_new_session=True,  # only this process gets a Ctrl-C; it terminates the ranks
                 preexec_fn=lambda: os.write(guard_fd, b"%d\n" % os.getpid()),  # before the command starts
             )  # fmt: skip
+            return process.wait(timeout)
         except OSError as error:
             reason = error.strerror or error
             print(f"hvd_bert: {command[0]} cannot be started: {reason}", file=log, flush=True)
             return EXIT_NOT_STARTED
-        try:
-            signal_delay.close()
-            return process.wait(timeout)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            if process.poll() is None or adopted():
+            if adopted():
                 _end(process, adopted)
-
-
-@contextmanager
-def _deferred() -> Iterator[None]:
-    """Delay the handling of signals to the end of the block.
-
-    By handlers, not by a mask: another thread may receive a signal that this one blocks, and Python then still calls
-    the handler in the main thread.
-    """
-    received: list[int] = []
-    try:
-        with _handler(lambda number, frame: received.append(number)):
-            yield
-    finally:
-        if received:
-            signal.raise_signal(received[0])
 
 
 @contextmanager
@@ -209,23 +191,25 @@ def _adopting() -> Iterator[Callable[[], list[psutil.Process]]]:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
-def _end(launcher: subprocess.Popen[bytes], started: Callable[[], list[psutil.Process]]) -> None:
+def _end(launcher: subprocess.Popen[bytes] | None, started: Callable[[], list[psutil.Process]]) -> None:
     """Terminate a launcher, which ends its ranks, on other hosts too; if it has ended, what it left.
 
     SIGTERM first, then SIGKILL. A launcher's process group gets the signal: horovodrun may be a shell with mpirun as
     its child that does not forward it. `started`: lists the processes that still run.
     """
     with _handler(signal.SIG_IGN):
-        if launcher.poll() is None:
+        if launcher and launcher.poll() is None:
             os.killpg(launcher.pid, signal.SIGTERM)
         else:
             _send(signal.SIGTERM, started())
         deadline = time.monotonic() + TO_END_S
-        with suppress(subprocess.TimeoutExpired):
-            launcher.wait(TO_END_S)
+        if launcher:
+            with suppress(subprocess.TimeoutExpired):
+                launcher.wait(TO_END_S)
         psutil.wait_procs(started(), max(0.0, deadline - time.monotonic()))
         _send(signal.SIGKILL, started())
-        launcher.wait()
+        if launcher:
+            launcher.wait()
         psutil.wait_procs(started(), TO_END_S)
 
 

@@ -103,7 +103,7 @@ def _in(table: ScalingTable) -> str:
     return table.title[0].lower() + table.title[1:]
 
 
-def caveats(tables: Iterable[ScalingTable], runs: Sequence[Run]) -> list[str]:
+def caveats(tables: Iterable[ScalingTable]) -> list[str]:
     """What makes the figures less reliable."""
     found = []
     for table in tables:
@@ -124,10 +124,6 @@ def caveats(tables: Iterable[ScalingTable], runs: Sequence[Run]) -> list[str]:
             )
         if min((len(line.group.runs) for line in table.lines if not line.reason), default=3) < 3:
             found.append(f"{table.title}: some rows have fewer than 3 runs, too few to judge the spread.")
-    for package in sorted({name for run in runs for name in run.versions}):
-        versions = {run.versions.get(package, "missing") for run in runs if package in run.versions}
-        if len(versions) > 1:
-            found.append(f"The runs used several versions of {package}: {', '.join(sorted(versions))}.")
     return found
 
 

@@ -32,7 +32,7 @@ def page_of(
         page.add(Listing(summary))
     else:
         page.add(Text("No two of these runs can be compared for speed, so there are no measured speed-ups."))
-    caveats = content.caveats(tables, runs) if tables else []
+    caveats = content.caveats(tables)
     if caveats:
         page.add(Text("Caveats", 2), Listing(caveats))
     page.add(Text("Runs", 2), overview(records))
