@@ -1,4 +1,7 @@
-"""A flag of the trainer: a field of a settings dataclass whose metadata holds all of the flag's properties."""
+"""A flag of the trainer: a field of a settings dataclass whose metadata holds all of the flag's properties.
+
+To add one, add a field to a class of `SECTIONS` (settings.py, training.py, data.py).
+"""
 
 from __future__ import annotations
 

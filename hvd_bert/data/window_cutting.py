@@ -134,8 +134,8 @@ class WindowTokenizer:
         self.cls_id, self.sep_id = tokenizer.cls_token_id, tokenizer.sep_token_id
 
 
-class QuestionBatch:
-    """A batch of questions, their tokens and the borders of their windows."""
+class CutQuestions:
+    """Some questions, cut: their tokens and the token ranges of their windows."""
 
     def __init__(self, window_tokenizer: WindowTokenizer, questions: Sequence[Question], first_index: int) -> None:
         self.window_tokenizer = window_tokenizer

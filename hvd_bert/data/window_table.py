@@ -34,7 +34,7 @@ from tqdm.auto import tqdm
 from hvd_bert.data import cache
 from hvd_bert.data.cache import default_cache_dir
 from hvd_bert.data.sources.squad import Question, Source
-from hvd_bert.data.window_cutting import SCHEMA, QuestionBatch, WindowCounts, WindowOptions, WindowTokenizer
+from hvd_bert.data.window_cutting import SCHEMA, CutQuestions, WindowCounts, WindowOptions, WindowTokenizer
 from hvd_bert.errors import UserError
 from hvd_bert.storage.reading import convert, read_json
 
@@ -167,7 +167,7 @@ def prepare(
 
 def in_memory(questions: Sequence[Question], window_tokenizer: WindowTokenizer) -> WindowTable:
     """The windows of a few questions, without the cache. Call `check_lengths` before."""
-    batch = QuestionBatch(window_tokenizer, questions, 0)
+    batch = CutQuestions(window_tokenizer, questions, 0)
     return WindowTable(list(batch.record_batches()), batch.counts)
 
 
@@ -219,7 +219,7 @@ def _write(folder: Path, source: Source, window_tokenizer: WindowTokenizer, show
     ):
         for first in range(0, len(questions), _QUESTIONS_AT_ONCE):
             some = questions[first : first + _QUESTIONS_AT_ONCE]
-            batch = QuestionBatch(window_tokenizer, some, first)
+            batch = CutQuestions(window_tokenizer, some, first)
             for table_batch in batch.record_batches():
                 writer.write_batch(table_batch)
             total += batch.counts

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvd_bert.data.sources.questions import Question
-from hvd_bert.evaluation.normalization import ANSWER_RULES
+from hvd_bert.evaluation.answer_rules import ANSWER_RULES
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.evaluation.squad_metric import question_scores
 

@@ -1,6 +1,6 @@
 """Answers to metrics: exact match and F1 as the official SQuAD scripts compute them, for v1.1 and v2.0.
 
-Both scripts compare normalized texts (`normalization.py`) and take the best value over a question's gold answers. They
+Both scripts compare normalized texts (`answer_rules.py`, also for F1 itself) and take the best value over a question's gold answers. They
 differ for texts that have no words after the normalization:
 - v1.1: two texts without words have F1 0 but exact match 1, so F1 can be below exact match.
 - v2.0: F1 is 1 if both texts have no words, 0 if one of them has none. Gold answers without words are ignored.
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from hvd_bert.data.sources.squad import Question
 from hvd_bert.errors import UserError
-from hvd_bert.evaluation.normalization import ANSWER_RULES, AnswerRules
+from hvd_bert.evaluation.answer_rules import ANSWER_RULES, AnswerRules
 
 
 def score(

@@ -10,7 +10,7 @@ import pytest
 from tables import each
 
 from hvd_bert.data.sources.squad import Question
-from hvd_bert.evaluation.normalization import ANSWER_RULES
+from hvd_bert.evaluation.answer_rules import ANSWER_RULES
 from hvd_bert.evaluation.squad_metric import score
 
 GOLDEN = json.loads((Path(__file__).parent / "answer_normalization_golden.json").read_text(encoding="utf-8"))

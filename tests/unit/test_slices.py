@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tables import each
 
 from hvd_bert.data.sources.questions import Question
-from hvd_bert.evaluation.normalization import ANSWER_RULES
+from hvd_bert.evaluation.answer_rules import ANSWER_RULES
 from hvd_bert.tools.evaluate import slices
 from hvd_bert.tools.evaluate.slices import Groups
 

@@ -17,7 +17,7 @@ from tables import each
 
 from hvd_bert.data.sources.squad import Question
 from hvd_bert.errors import UserError
-from hvd_bert.evaluation.normalization import ANSWER_RULES
+from hvd_bert.evaluation.answer_rules import ANSWER_RULES
 from hvd_bert.evaluation.squad_metric import question_scores, score
 
 GOLDEN = json.loads((Path(__file__).parent / "squad_metric_golden.json").read_text(encoding="utf-8"))

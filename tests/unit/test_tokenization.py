@@ -10,12 +10,12 @@ from tokenizers import models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from hvd_bert.data.sources.squad import Question
-from hvd_bert.data.window_cutting import QuestionBatch, WindowCounts, WindowOptions, WindowTokenizer
+from hvd_bert.data.window_cutting import CutQuestions, WindowCounts, WindowOptions, WindowTokenizer
 
 
 def to_windows(tokenizer, questions, length=384, stride=128):
     """(rows of the table, counts)"""
-    batch = QuestionBatch(WindowTokenizer(tokenizer, WindowOptions(length, stride)), questions, 0)
+    batch = CutQuestions(WindowTokenizer(tokenizer, WindowOptions(length, stride)), questions, 0)
     return [row for part in batch.record_batches() for row in part.to_pylist()], batch.counts
 
 
@@ -175,7 +175,7 @@ def test_bytes_of_one_character_and_two_special_tokens_in_a_row():
 
 
 def test_question_index_continues_from_batch_to_batch(tokenizer):
-    batch = QuestionBatch(WindowTokenizer(tokenizer, WindowOptions()), [ask("the box"), ask("red")], first_index=1000)
+    batch = CutQuestions(WindowTokenizer(tokenizer, WindowOptions()), [ask("the box"), ask("red")], first_index=1000)
     (part,) = batch.record_batches()
     assert part.column("question").to_pylist() == [1000, 1001]
 
@@ -231,4 +231,4 @@ def test_failures_of_a_tokenizer_are_refused(tokenizer):
     window_tokenizer = WindowTokenizer(tokenizer, WindowOptions())
     window_tokenizer.backend = Backend()
     with refused("unknown token", "--tokenizer_name"):
-        QuestionBatch(window_tokenizer, [ask("the red box")], 0)
+        CutQuestions(window_tokenizer, [ask("the red box")], 0)

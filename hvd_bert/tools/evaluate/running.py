@@ -17,7 +17,7 @@ from hvd_bert.config.settings import Config
 from hvd_bert.data.sources.questions import Question
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import EXIT_FAILURE, UserError
-from hvd_bert.evaluation.normalization import ANSWER_RULES
+from hvd_bert.evaluation.answer_rules import ANSWER_RULES
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.evaluation.samples import sample
 from hvd_bert.evaluation.squad_metric import question_scores

@@ -1,4 +1,4 @@
-"""How answer texts are compared: by the rules of the official scripts of SQuAD, CMRC 2018 and KorQuAD 1.0.
+"""Normalization and F1 of answer texts, by the rules of the official scripts of SQuAD, CMRC 2018 and KorQuAD 1.0.
 
 | | squad | cmrc | korquad |
 | --- | --- | --- | --- |
