@@ -1,7 +1,7 @@
 """Answers to metrics: exact match and F1 as the official SQuAD scripts compute them, for v1.1 and v2.0.
 
-Both scripts compare normalized texts (`answer_rules.py`, also for F1 itself) and take the best value over a question's gold answers. They
-differ for texts that have no words after the normalization:
+Both scripts compare normalized texts (`answer_rules.py`, which also has F1 itself) and take the best value over a
+question's gold answers. They differ for texts that have no words after the normalization:
 - v1.1: two texts without words have F1 0 but exact match 1, so F1 can be below exact match.
 - v2.0: F1 is 1 if both texts have no words, 0 if one of them has none. Gold answers without words are ignored.
   If none is left, as for a question without an answer, only a prediction without words is right.
