@@ -69,23 +69,15 @@ def rewritten(folder: Path, name: str, content: bytes) -> None:
 GOOD = {"bytes": 2, "sha256": "0" * 64}
 MANIFESTS: dict[str, Any] = {
     "a list": [],
-    "null": None,
     "no files": {"format": 1, "step": 20},
-    "files a list": {"format": 1, "files": []},
     "no format": {"files": {"state.json": GOOD}},
-    **{f"format {value!r:.12}": {"format": value, "files": {}} for value in ("1", None, -1, 10**30, 1e999, True, 2)},
+    "format 2": {"format": 2, "files": {}},
+    "no state": {"format": 1, "files": {"model.safetensors": GOOD}},
+    "no checksum": {"format": 1, "files": {"state.json": {"bytes": 1}}},
+    "bytes -1": {"format": 1, "files": {"state.json": GOOD | {"bytes": -1}}},
     **{
-        f"file {value!r:.20}": {"format": 1, "files": {"state.json": value}}
-        for value in (None, [], 7, {}, {"bytes": 1})
-    },
-    **{
-        f"bytes {value!r:.12}": {"format": 1, "files": {"state.json": GOOD | {"bytes": value}}}
-        for value in ("2", -1, None, 10**30, 1.5, float("inf"))
-    },
-    "checksum a number": {"format": 1, "files": {"state.json": GOOD | {"sha256": 5}}},
-    **{
-        f"name {name!r:.20}": {"format": 1, "files": {"state.json": GOOD, name: GOOD}}
-        for name in ("", ".", "..", "../x", "/etc/passwd", "a/b", "a\0b", "\ud800", "\x1b[31m", "a" * 5000)
+        f"name {name!r}": {"format": 1, "files": {"state.json": GOOD, name: GOOD}}
+        for name in ("", "..", "../x", "/etc/passwd", "a\0b", "\ud800", "\x1b[31m")
     },
 }
 
