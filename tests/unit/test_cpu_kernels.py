@@ -170,6 +170,7 @@ def test_threads_as_openblas_reads_them(environ, expected, monkeypatch):
     assert str(kernels.openblas_threads()) == expected.replace("cores", "5")
 
 
+@pytest.mark.slow
 def test_installed_numpy_reports_its_blas():
     program = "from hvd_bert.model.cpu import kernels; kernels.has_openblas(); print(kernels.openblas_threads())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)

@@ -109,6 +109,7 @@ def test_the_scripts_relative_paths_start_in_the_callers_folder(tmp_path):
 # --- attention -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @each("precision", acceptance_attention.DTYPES)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_the_kernels_are_right_on_this_cpu(precision):

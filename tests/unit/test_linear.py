@@ -96,6 +96,7 @@ linear.product(rows, weight), linear.product(rows, weight)
 """
 
 
+@pytest.mark.slow
 @needs_it
 @pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="memory is read from Linux's /proc")
 def test_products_of_many_shapes_leave_little_memory_behind_and_the_last_one_is_kept():
