@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -63,19 +62,3 @@ def test_interrupted_resumed_and_reported(tmp_path: Path) -> None:
     assert [settings["fp16_allreduce"] for settings in given.values()] == [False, True, False]
     # Rows without the same work and losses would have no speed-up.
     assert all(float(row["speedup"]) > 0 for row in rows.values()), outcome
-
-
-def test_a_missing_launcher_is_a_row(tmp_path: Path) -> None:
-    """This Python from a folder without launchers, and with none on PATH."""
-    bare = tmp_path / "bin" / "python"
-    bare.parent.mkdir()
-    bare.symlink_to(os.path.realpath(sys.executable))
-    words = [
-        *(str(bare), "-m", "hvd_bert.tools.bench", "sweep", "--strategies", "none,ddp"),
-        *("-H", "nohost:2", "--repeats", "1"),
-    ]
-    env = {"PATH": str(bare.parent), "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
-    outcome = run(words, tmp_path, env=env).expect(0)
-    assert set(states(tmp_path / "runs" / "sweep").values()) == {"skipped"}, outcome
-    assert "none-1-strong-1 and 2 more: horovodrun is not on PATH: run `bash env/setup.sh`" in outcome.output
-    assert "0 done, 3 skipped, 0 failed." in outcome.output

@@ -99,14 +99,6 @@ def test_variants_take_turns(tmp_path, monkeypatch, work, capsys):
     assert (tmp_path / "out" / "peers.json").is_file()
 
 
-def test_padded_variants_need_fewer_steps():
-    args = compare_peers.parse(["--model_name_or_path", "M", "--train_file", "T", "--out", "O", "--warmup", "50"])
-    assert compare_peers.steps_of("hf_best", args) == (50, 25)
-    assert compare_peers.steps_of("hf_run_qa", args) == (10, 10)
-    args.warmup = 0
-    assert compare_peers.steps_of("hf_run_qa", args) == (0, 10)
-
-
 def test_no_ratio_where_the_losses_differ(tmp_path, monkeypatch, work, capsys):
     with pytest.raises(UserError, match="not compared"):
         start(tmp_path, monkeypatch, work, {"ours": 6.0, "hf_run_qa": 6.01})
@@ -177,15 +169,6 @@ def test_ours_is_started_by_the_trainers_own_flags(work: Work):
     assert {flag.removeprefix("--").removeprefix("no_") for flag in flags} <= set(FLAGS)
 
 
-def test_only_those_that_ask_for_it_have_the_allocator_settings(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("MALLOC_TOP_PAD_", "1")  # of the shell from which it is started
-    for name, variant in compare_peers.VARIANTS.items():
-        env = compare_peers.environment(variant, threads=1)
-        wanted = compare_peers.ALLOCATOR if name in ("hf_best", "hf_rebalance") else {}
-        assert {key: value for key, value in env.items() if key in compare_peers.ALLOCATOR} == wanted
-        assert env["OMP_NUM_THREADS"] == "1"
-
-
 def test_a_run_that_fails_is_told_with_its_last_words(tmp_path: Path):
     words = [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]
     with pytest.raises(UserError, match=r"no such model\nended with status 3"):
@@ -204,12 +187,6 @@ def test_a_run_that_takes_too_long_is_ended_with_all_its_processes(tmp_path: Pat
     assert os.read(reading, 100) == b"started\n"
     assert os.read(reading, 100) == b""  # the end of the file: none that could write is left, the sleep included
     os.close(reading)
-
-
-@each("flags", [["--repeats", "0"], ["--steps", "0"], ["--warmup", "-1"], ["--variants", "other"]])
-def test_flags_that_will_not_do(flags: list[str]):
-    with pytest.raises(SystemExit):
-        compare_peers.parse(["--model_name_or_path", "M", "--train_file", "T", "--out", "O", *flags])
 
 
 def test_bf16_is_for_all_variants_but_one(tmp_path: Path, work: Work):

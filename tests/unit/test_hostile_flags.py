@@ -57,6 +57,7 @@ NUMBERS = [
     *(("sweep", name, value) for name in ("repeats", "steps", "global_batch") for value in NO_COUNT),
     *(("sweep", "ranks", value) for value in (*NO_COUNT, "1,", "1,99999999999", "1;2")),
     *(("sweep", "epochs", value) for value in ("nan", "inf", "-1", "0", "")),
+    ("sweep", "seeds", "1,-2"),
     *(("tune", name, value) for name in ("ranks", "steps", "pairs") for value in NO_COUNT),
     *(("tune", "minutes", value) for value in (*NO_TIME,)),
     *(("bench", name, value) for name in ("steps", "repeats", "windows") for value in NO_COUNT),

@@ -19,7 +19,6 @@ from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  #
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
 from hvd_bert.config.command_line import load_yaml
-from hvd_bert.storage.places import TOKENIZER_FILES
 from hvd_bert.tools.publish import __main__ as upload
 from hvd_bert.tools.publish.__main__ import main
 
@@ -178,7 +177,3 @@ def test_a_file_that_is_cut_off_is_refused(folder, name, capsys):
 def test_wrong_flags(folder, flags, words, capsys):
     assert main([str(folder), *flags, "--dry_run"]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_all_tokenizer_files_are_published():
-    assert set(TOKENIZER_FILES) <= set(upload.FILES)

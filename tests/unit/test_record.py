@@ -62,14 +62,6 @@ def test_a_run_whose_lock_is_not_visible_here(tmp_path, monkeypatch, other_host)
     assert record.read(folder).state == "ended"
 
 
-def test_reading_does_not_take_the_lock(tmp_path):
-    path = tmp_path / ".lock"
-    path.touch()
-    assert not locks.is_held(path)
-    with take(path, wait=False):
-        assert locks.is_held(path)
-
-
 def test_a_failed_run_has_its_reason(tmp_path):
     end = {"event": "end", "message": "hvd_bert: The loss is nan at step 20."}
     folder = unfinished(tmp_path / "run", {"event": "warning", "ranks": [1, 2], "message": "odd"}, end, end)
@@ -174,16 +166,6 @@ def test_any_content_gives_a_page(tmp_path, data, value):
     assert made.as_markdown() and run_page.summary(record.read(folder))
 
 
-@each("name", ["metrics.jsonl", "eval_samples.json", "events.jsonl", "eval_results.json"])
-def test_damaged_files_are_named(tmp_path, name):
-    folder = make_run(tmp_path / "run", scores=(1.0, 2.0))
-    with (folder / name).open("ab") as file:
-        file.write(b"{\xff\n{}\n")
-    assert [problem for problem in record.read(folder).problems if name in problem], name
-    assert record.read(folder).state == "finished"
-    assert name.replace("_", "\\_") in page(folder)
-
-
 def test_skipped_steps_and_jumps_are_shown_with_their_windows(tmp_path):
     names = [f"question-{number}" for number in range(10)]
     batch = [{"rank": 3, "loss": "nan", "windows": names}, {"rank": 1, "loss": "nan", "windows": ["other"]}]
@@ -210,12 +192,6 @@ def made(folder: Path, text: str, **results: object) -> record.Record:
     make_run(folder, **results)  # type: ignore[arg-type]
     (folder / "train_config.yaml").write_text(text)
     return record.read(folder)
-
-
-def test_what_differs_from_the_defaults_comes_first(tmp_path):
-    found = made(tmp_path / "a", "learning_rate: 0.001\nseed: 42\noutput_dir: null\nbf16: true\n").settings
-    assert parts.changed(found).rows == [["--learning_rate", "0.001", "5e-05"], ["--bf16", "yes", "no"]]
-    assert parts.unchanged(found).rows == [["--seed", "42"], ["--output_dir", "-"]]
 
 
 def test_few_differences_are_a_row_per_run(tmp_path):

@@ -328,21 +328,6 @@ def test_every_seed_is_a_run_of_each_point(pretended, start, tmp_path, capsys) -
     assert [name[-2:] for name in pretended.started] == ["60", "60"]
 
 
-@each(
-    "flags",
-    [
-        ["--seeds", "1,2", "--repeats", "4"],
-        ["--epochs", "1", "--steps", "4"],
-        ["--seeds", "1,-2"],
-        ["--epochs", "0"],
-        ["--epochs", "nan"],
-    ],
-)
-def test_seeds_and_epochs_that_will_not_do(pretended, tmp_path, capsys, flags: list[str]) -> None:
-    assert sweep.main(["--out", str(tmp_path / "out"), *flags]) == 2
-    assert all(word in capsys.readouterr().err for word in flags[:1]) and pretended.started == []
-
-
 def test_an_interrupted_sweep_resumes(pretended, start, tmp_path, capsys) -> None:
     pretended.ends = {"horovod-2-strong-1": Stopped("SIGINT")}
     assert start() == 75
