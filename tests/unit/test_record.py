@@ -62,6 +62,14 @@ def test_a_run_whose_lock_is_not_visible_here(tmp_path, monkeypatch, other_host)
     assert record.read(folder).state == "ended"
 
 
+def test_reading_does_not_take_the_lock(tmp_path):
+    path = tmp_path / ".lock"
+    path.touch()
+    assert not locks.is_held(path)
+    with take(path, wait=False):
+        assert locks.is_held(path)
+
+
 def test_a_failed_run_has_its_reason(tmp_path):
     end = {"event": "end", "message": "hvd_bert: The loss is nan at step 20."}
     folder = unfinished(tmp_path / "run", {"event": "warning", "ranks": [1, 2], "message": "odd"}, end, end)
