@@ -174,19 +174,6 @@ def test_the_gpus_of_one_process_share_its_passes(tmp_path):
     assert any("copies between the GPUs of dp" in note for note in notes)
 
 
-def test_weak_scaling_keeps_the_computation_of_one_device(tmp_path):
-    group = group_of(tmp_path / "run", windows_per_s=10)
-    strong, weak = both(group)
-    for projected, computation in ((strong, 1.44 / 16), (weak, 1.44)):
-        point = projected.series["net", False][4]
-        assert point.devices == 16
-        assert point.step_s == pytest.approx(computation + 0.16 + point.exposed_s + 1e-4)
-    # The same messages, and a longer backward pass to hide them.
-    assert strong.step.gradient_bytes == weak.step.gradient_bytes == 4e6
-    assert weak.series["net", False][4].exposed_s <= strong.series["net", False][4].exposed_s
-    assert weak.series["net", False][4].speedup == pytest.approx(16 * 1.6 / weak.series["net", False][4].step_s)
-
-
 def test_a_fixed_global_batch_ends_at_one_window_each_and_weak_scaling_does_not(tmp_path):
     strong, weak = both(group_of(tmp_path / "run", batch=16))
     assert devices_of(strong) == [1, 2, 4, 8, 16]
@@ -205,9 +192,6 @@ def test_a_fixed_global_batch_ends_at_one_window_each_and_weak_scaling_does_not(
         (STRONG, 24, 1024, 16, "a global batch of 24 windows has less than one for each of 32 devices"),
         (STRONG, 100, 20, 16, "--most_devices 20"),
         (STRONG, 32, 20, 16, "--most_devices 20"),
-        (STRONG, 4096, 1024, 1024, "--most_devices 1024"),
-        (STRONG, 1, 1024, 1, "a global batch of 1 window has less than one for each of 2 devices"),
-        (WEAK, 1, 1024, 1024, "--most_devices 1024"),
     ],
 )
 def test_end_of_a_series(kind, size, maximum, last, reason):

@@ -429,12 +429,6 @@ def test_odd_numbers_in_results_are_no_traceback(tmp_path, capsys, count):
     assert main([str(folder), *out]) == 0 and main([str(folder), *out, "--gbps", "25"]) == 2
     assert main([str(folder), *out, "--baseline", f"none:{count}"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("hvd_bert: --baseline none:")
-    record = (folder / "train_results.json").read_text()
-    for odd in ("1e999", "-1e999", "9" * 5000, "9" * 400, "NaN"):
-        (folder / "train_results.json").write_text(re.sub(r'("train_runtime"): [^,]+', rf"\1: {odd}", record))
-        with pytest.raises(reading.Unusable, match=r"train_results\.json"):
-            reading.read(folder)
-        assert main([str(folder), *out]) == 0
 
 
 def test_runs_are_found_below_the_named_folders(tmp_path, capsys):
