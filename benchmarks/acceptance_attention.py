@@ -30,8 +30,8 @@ from hvd_bert.model.attention import (
     by_jagged,
     by_probabilities,
     by_window,
-    cu_seqlens_of,
     fused,
+    windows_of,
 )
 
 FACTOR, ROUNDINGS = 3.0, 8.0
@@ -83,7 +83,7 @@ def excess(kernel: Kernel, reach: int | None, lengths: list[int], device: torch.
     generator = torch.Generator().manual_seed(0)
     shape = (sum(lengths), HEADS, HEAD_SIZE)
     *tensors, upstream = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4))
-    windows = Windows(lengths, cu_seqlens_of(lengths, device), reach)
+    windows = windows_of(lengths, device, reach)
     exact = results(partial(padded, windows=windows), [tensor.double() for tensor in tensors], upstream.double())
     torchs = results(partial(padded, windows=windows), tensors, upstream)
     scaling = HEAD_SIZE**-0.5
@@ -103,7 +103,7 @@ def dropout_error(kernel: Kernel, lengths: list[int], device: torch.device, dtyp
     """
     shape = (sum(lengths), HEADS, HEAD_SIZE)
     equal = torch.zeros(shape, device=device, dtype=dtype)  # a token attends to all of its window alike
-    windows = Windows(lengths, cu_seqlens_of(lengths, device))
+    windows = windows_of(lengths, device)
     output = kernel(equal, equal, torch.ones_like(equal), windows, DROPOUT, 1.0).double()[..., 0]
     per_token = torch.tensor(lengths).repeat_interleave(torch.tensor(lengths)).double()
     variance = float((DROPOUT / (1 - DROPOUT) / per_token).sum()) * HEADS
@@ -119,7 +119,7 @@ def dropout_gradient_error(kernel: Kernel, lengths: list[int], device: torch.dev
     """
     shape = (sum(lengths), HEADS, HEAD_SIZE)
     tensors = [torch.randn(shape, device=device, dtype=dtype) for _ in range(4)]
-    windows = Windows(lengths, cu_seqlens_of(lengths, device))
+    windows = windows_of(lengths, device)
     found = results(lambda q, k, v: kernel(q, k, v, windows, DROPOUT, HEAD_SIZE**-0.5), tensors[:3], tensors[3])
     one, other = found[0] * tensors[3].double(), found[3] * tensors[2].double()
     return float((one.sum() - other.sum()).abs() / (ROUNDINGS * torch.finfo(dtype).eps * one.norm()))
@@ -131,7 +131,7 @@ def milliseconds(
     """Of a forward and a backward pass with dropout, the median."""
     tensors = [torch.randn(sum(lengths), HEADS, HEAD_SIZE, device=device, dtype=dtype) for _ in range(4)]
     query, key, value = (tensor.requires_grad_() for tensor in tensors[:3])
-    windows, seconds = Windows(lengths, cu_seqlens_of(lengths, device), reach), []
+    windows, seconds = windows_of(lengths, device, reach), []
     for _ in range(TIMED):
         start = time.perf_counter()
         output = kernel(query, key, value, windows, DROPOUT, HEAD_SIZE**-0.5)

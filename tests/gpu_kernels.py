@@ -83,13 +83,14 @@ def flash_forward(q, k, v, cu, cu_k, max_q, max_k, p, causal, debug, *, scale=No
     assert not causal and not debug
     check(True, cu, cu_k, (max_q, max_k), q, k, v)
     output, sums, seed = forward(q, k, v, cu, p, scale, window_size_left)
-    return output, sums, seed, torch.empty(0), torch.empty(0)
+    state = torch.stack([seed, torch.zeros_like(seed)]).to(torch.uint64)  # its shape and dtype are a GPU's
+    return output, sums, state, torch.empty((), dtype=torch.uint64), q.new_empty(0)
 
 
 def flash_backward(
     g, q, k, v, out, sums, cu, cu_k, max_q, max_k, p, causal, seed, unused, *, scale=None, window_size_left=None, **_
 ):
-    return backward(g, q, k, v, cu, p, scale, seed if p else torch.zeros(()), window_size_left)
+    return backward(g, q, k, v, cu, p, scale, seed[0] if p else torch.zeros(()), window_size_left)
 
 
 def efficient_forward(q, k, v, bias, cu, cu_k, max_q, max_k, p, mask_type, sums=False, *, scale=None, **_):

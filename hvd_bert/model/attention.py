@@ -1,15 +1,16 @@
 """Attention over packed windows: each token attends to its own window only, and there is no padding.
 
 If windows were padded to 384 tokens, more than half of SQuAD's positions would be padding. Here a batch of windows is
-one row of N tokens; `window_lengths` and `cu_seqlens`, passed through the model's forward, give the borders of the
-windows. `choose` selects the kernel.
+one row of N tokens; `windows`, passed through the model's forward, gives the borders of the windows. `choose` selects
+the kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -33,20 +34,24 @@ EFFICIENT: tuple[str, ...] = (
 )
 
 
-class Windows(NamedTuple):
-    """Borders of the windows in a row: tokens per window, and int32 [B + 1] on the device: 0 and each window's end.
+@dataclass  # not frozen, nor a tuple: --torch_compile would compile anew for each number of windows
+class Windows:
+    """Borders of the windows in a row: tokens per window, int32 [B + 1] on the device (0 and each window's end), and
+    tokens of the longest window.
 
     `reach`: local attention, as in ModernBERT: tokens that are farther apart do not attend to each other. None: all do.
     """
 
     lengths: list[int]
     cu_seqlens: torch.Tensor
+    longest: int
     reach: int | None = None
 
 
-def cu_seqlens_of(lengths: list[int], device: torch.device) -> torch.Tensor:
-    """The `cu_seqlens` of windows of these lengths."""
-    return torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+def windows_of(lengths: list[int], device: torch.device, reach: int | None = None) -> Windows:
+    """Windows of these lengths."""
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+    return Windows(lengths, cu_seqlens, max(lengths), reach)
 
 
 # (query, key, value, windows, dropout, scaling) -> output; tensors are [N, heads, head size].
@@ -61,31 +66,47 @@ def attend_within_windows(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    window_lengths: list[int] | None = None,
-    cu_seqlens: torch.Tensor | None = None,
+    windows: Windows | None = None,
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention inside each window, for transformers' AttentionInterface.
 
-    `query`, `key`, `value`: [1, heads, N, head size]. `window_lengths`, `cu_seqlens`: as in `Windows`; without
-    lengths, the row is one window; without cu_seqlens, they are computed from the lengths. `sliding_window`: the
+    `query`, `key`, `value`: [1, heads, N, head size]. Without `windows`, the row is one window. `sliding_window`: the
     distance from which on tokens do not attend to each other. Groups of heads may share a key and a value. Returns
     [1, N, heads, head size] and no attention weights.
     """
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions are in fp32 whatever the precision
-    lengths = window_lengths or [query.shape[2]]
-    reach = sliding_window - 1 if sliding_window and max(lengths) > sliding_window else None
-    windows = Windows(lengths, cu_seqlens_of(lengths, query.device) if cu_seqlens is None else cu_seqlens, reach)
+    if windows is None:
+        windows = windows_of([query.shape[2]], query.device)
+    if sliding_window and windows.longest > sliding_window:
+        windows = replace(windows, reach=sliding_window - 1)
     drop = dropout if module.training else 0.0
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [0] would copy the gradients
     size = query.shape[-1]
-    local = reach is not None
-    attend = choose(query.device.type, query.dtype, drop, size, fused(query.device), local)
-    return attend(q, k, v, windows, drop, size**-0.5 if scaling is None else scaling)[None], None
+    kind = (query.device, query.dtype, drop, size, windows.reach is not None)
+    inputs = (q, k, v, windows, drop, size**-0.5 if scaling is None else scaling)
+    output = by_flash(*inputs) if _is_flash(*kind) else _by_another(kind, *inputs)
+    return output[None], None
+
+
+# --torch_compile takes flash into a layer's graph, and calls the others between two graphs: they read the lengths, or
+# torch cannot trace their backward pass (by_efficient, 2.13).
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_flash(*kind: Any) -> bool:
+    return _chosen(*kind) is by_flash
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _by_another(kind: tuple[Any, ...], *inputs: Any) -> torch.Tensor:
+    return _chosen(*kind)(*inputs)
+
+
+def _chosen(device: torch.device, dtype: torch.dtype, dropout: float, head_size: int, local: bool) -> Kernel:
+    return choose(device.type, dtype, dropout, head_size, fused(device), local)
 
 
 def choose(
@@ -127,7 +148,7 @@ def by_flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: Windows, dropout: float, scaling: float
 ) -> torch.Tensor:
     """torch's flash attention over all windows at once: GPU, half precision."""
-    cu_seqlens, longest = windows.cu_seqlens, max(windows.lengths)  # from the host: no wait for the device
+    cu_seqlens, longest = windows.cu_seqlens, windows.longest  # from the host: no wait for the device
     output: torch.Tensor = torch.ops.aten._flash_attention_forward(
         *(query, key, value, cu_seqlens, cu_seqlens, longest, longest, dropout, False, False),
         scale=scaling,
@@ -142,7 +163,7 @@ def by_efficient(
 ) -> torch.Tensor:
     """torch's memory-efficient attention over all windows at once: GPU, fp32 and fp16."""
     assert windows.reach is None
-    cu_seqlens, longest = windows.cu_seqlens, max(windows.lengths)
+    cu_seqlens, longest = windows.cu_seqlens, windows.longest
     needs_sums = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     output: torch.Tensor = torch.ops.aten._efficient_attention_forward(
         *(query[None], key[None], value[None], None, cu_seqlens, cu_seqlens, longest, longest, dropout, 0, needs_sums),
@@ -157,10 +178,10 @@ def by_jagged(
     """torch's attention over a jagged tensor: GPU, any precision and head size, also where torch has changed the
     operations above."""
     assert windows.reach is None
-    shortest, longest = min(windows.lengths), max(windows.lengths)
+    shortest = min(windows.lengths)
     q, k, v = (
         torch.nested.nested_tensor_from_jagged(
-            tensor.contiguous(), windows.cu_seqlens, min_seqlen=shortest, max_seqlen=longest
+            tensor.contiguous(), windows.cu_seqlens, min_seqlen=shortest, max_seqlen=windows.longest
         ).transpose(1, 2)
         for tensor in (query, key, value)
     )

@@ -162,7 +162,7 @@ def with_own_layers(model: Any) -> Any:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile each layer except its attention, for any number of tokens; names in state_dict do not change.
+    """Compile each layer, for any number of tokens; names in state_dict do not change.
 
     Raises UserError if the layers are not built as BERT's.
     """
@@ -176,11 +176,9 @@ def compile_layers(model: nn.Module) -> None:
         ) from None
     for module in model.modules():  # back to torch's own layers, which the compiler supports
         module.__class__ = {Dropout: nn.Dropout, Linear: nn.Linear}.get(type(module), type(module))
-    # All parts share one code object, whose cache has an entry per kind of part, for training and for evaluation.
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    torch._dynamo.config.specialize_float = True  # dropout's probability, by which the attention is chosen
     for layer in layers:
-        for part in (layer.attention.output, layer.intermediate, layer.output):
-            part.compile(dynamic=True)
+        layer.compile(dynamic=True)
 
 
 def window_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -220,9 +218,9 @@ def model_inputs(batch: Batch) -> dict[str, Any]:
         "token_type_ids": batch.token_type_ids,
         "position_ids": batch.position_ids,
     }
-    if batch.attention_mask is not None:
+    if batch.cu_seqlens is None:
         return inputs | {"attention_mask": batch.attention_mask}
-    return inputs | {"window_lengths": batch.lengths, "cu_seqlens": batch.cu_seqlens}
+    return inputs | {"windows": attention.Windows(batch.lengths, batch.cu_seqlens, max(batch.lengths))}
 
 
 def check_fit(config: Any, model_name: str, tokenizer: Any, tokenizer_name: str, max_seq_length: int) -> None:

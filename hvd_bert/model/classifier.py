@@ -87,9 +87,9 @@ def _prepared(model: Any, token_types: bool) -> Any:
 
 def _one_token_per_text(_: nn.Module, __: Any, inputs: dict[str, Any], output: Any, mean: bool) -> Any:
     """Turn packed texts into rows of one token, which is all that a head takes: the first one, or the mean."""
-    lengths = inputs.get("window_lengths")
-    if lengths:
-        texts = output.last_hidden_state[0].split(lengths)
+    windows = inputs.get("windows")
+    if windows:
+        texts = output.last_hidden_state[0].split(windows.lengths)
         output.last_hidden_state = torch.stack([text.mean(0) if mean else text[0] for text in texts])[:, None]
     return output
 

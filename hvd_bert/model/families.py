@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import (
 from hvd_bert.config.settings import DataArguments
 from hvd_bert.distributed.logs import log
 from hvd_bert.errors import UserError
+from hvd_bert.model.attention import Windows
 
 
 @dataclass(frozen=True)
@@ -174,8 +175,7 @@ class _Adapted:
         token_type_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        window_lengths: list[int] | None = None,
-        cu_seqlens: torch.Tensor | None = None,
+        windows: Windows | None = None,
         **others: Any,
     ) -> Any:
         forward: Any = super().forward  # type: ignore[misc]
@@ -185,25 +185,24 @@ class _Adapted:
             # transformers takes what is before the first separator, and fails if a text contains another separator.
             question = (token_type_ids == 0) & (input_ids != self.config.sep_token_id)
             others["global_attention_mask"] = question.long()
-        if window_lengths and self.family.packed:
+        if windows and self.family.packed:
             assert position_ids is not None
             if self.family.positions_after_padding:
                 position_ids = _positions_after_padding(input_ids, position_ids, self.config.pad_token_id)
-            borders = {"window_lengths": window_lengths, "cu_seqlens": cu_seqlens}
-            return forward(input_ids=input_ids, position_ids=position_ids, **borders, **others)
-        if window_lengths:
-            others = {name: _padded(row, window_lengths, 0) for name, row in others.items()}
-            input_ids = _padded(input_ids, window_lengths, 0)
-            lengths = torch.tensor(window_lengths, device=input_ids.device)
+            return forward(input_ids=input_ids, position_ids=position_ids, windows=windows, **others)
+        if windows:
+            others = {name: _padded(row, windows.lengths, 0) for name, row in others.items()}
+            input_ids = _padded(input_ids, windows.lengths, 0)
+            lengths = torch.tensor(windows.lengths, device=input_ids.device)
             attention_mask = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths[:, None]
         if attention_mask is not None:
             input_ids = input_ids.masked_fill(~attention_mask, self.config.pad_token_id or 0)
             attention_mask = attention_mask.long()  # as tokenizers give it
         # Without position_ids, the family counts its positions itself.
         output = forward(input_ids=input_ids, attention_mask=attention_mask, **others)
-        if window_lengths:
+        if windows:
             for name in ("start_logits", "end_logits"):
-                rows = zip(output[name], window_lengths, strict=True)
+                rows = zip(output[name], windows.lengths, strict=True)
                 output[name] = torch.cat([row[:length] for row, length in rows])[None]
         return output
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_bert.distributed.world import World
-from hvd_bert.model.attention import cu_seqlens_of
+from hvd_bert.model.attention import Windows, windows_of
 from hvd_bert.strategies.base import Strategy
 
 
@@ -26,15 +27,12 @@ class WindowParallel(nn.DataParallel[nn.Module]):
     _packed = False
 
     def scatter(self, inputs: Any, kwargs: dict[str, Any] | None, device_ids: Any) -> Any:
-        self._packed = bool(kwargs and kwargs.get("window_lengths"))
+        self._packed = bool(kwargs and kwargs.get("windows"))
         if not kwargs or not self._packed:
             return super().scatter(inputs, kwargs, device_ids)
         parts = split_windows(kwargs, len(device_ids))
         return [() for _ in parts], [
-            {
-                name: value.to(torch.device("cuda", device), non_blocking=True) if isinstance(value, Tensor) else value
-                for name, value in part.items()
-            }
+            {name: _on(value, torch.device("cuda", device)) for name, value in part.items()}
             for part, device in zip(parts, device_ids, strict=False)  # a short batch leaves GPUs without a part
         ]
 
@@ -48,21 +46,27 @@ class WindowParallel(nn.DataParallel[nn.Module]):
         return join_windows(outputs, output_device) if self._packed else super().gather(outputs, output_device)
 
 
+def _on(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Windows):
+        return replace(value, cu_seqlens=_on(value.cu_seqlens, device))
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+
 def split_windows(tokens: dict[str, Any], parts: int) -> list[dict[str, Any]]:
     """Split packed windows, as `bert.span_logits` passes them, into `parts` batches in order.
 
     Their numbers of windows differ by at most one. With fewer windows than `parts` there are fewer batches.
     """
-    lengths: list[int] = tokens["window_lengths"]
+    windows: Windows = tokens["windows"]
+    lengths = windows.lengths
     shares = [share.tolist() for share in np.array_split(lengths, min(parts, len(lengths)))]
     rows = {
         name: value.split([sum(share) for share in shares], dim=1)
         for name, value in tokens.items()
-        if name not in ("window_lengths", "cu_seqlens")
+        if name != "windows"
     }
     return [
-        {name: row[i] for name, row in rows.items()}
-        | {"window_lengths": share, "cu_seqlens": cu_seqlens_of(share, tokens["cu_seqlens"].device)}
+        {name: row[i] for name, row in rows.items()} | {"windows": windows_of(share, windows.cu_seqlens.device)}
         for i, share in enumerate(shares)
     ]
 

@@ -17,7 +17,7 @@ from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import World
 from hvd_bert.model import attention
-from hvd_bert.model.attention import Windows, by_efficient, by_flash, by_jagged, by_window, choose, cu_seqlens_of, fused
+from hvd_bert.model.attention import by_efficient, by_flash, by_jagged, by_window, choose, fused, windows_of
 from hvd_bert.model.bert import new_model, span_logits, window_losses
 from hvd_bert.model.precision import AUTOCAST, autocast
 from hvd_bert.strategies.base import Strategy, StrategyOptions
@@ -112,7 +112,7 @@ def attend(kernel: attention.Kernel, dtype: torch.dtype, dropout: float, size: i
     """Forward and backward pass of a kernel on views as BERT makes them."""
     made = [torch.randn(1, sum(LENGTHS), 4, size, device=GPU, dtype=dtype, requires_grad=True) for _ in range(3)]
     query, key, value = (tensor.transpose(1, 2).squeeze(0).transpose(0, 1) for tensor in made)
-    output = kernel(query, key, value, Windows(LENGTHS, cu_seqlens_of(LENGTHS, GPU), reach), dropout, 0.5)
+    output = kernel(query, key, value, windows_of(LENGTHS, GPU, reach), dropout, 0.5)
     expect(output, (sum(LENGTHS), 4, size), dtype)
     output.float().sum().backward()
     for tensor in made:

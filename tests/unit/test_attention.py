@@ -11,7 +11,6 @@ from tables import each
 
 from hvd_bert.model import attention
 from hvd_bert.model.attention import (
-    Windows,
     attend_within_windows,
     by_efficient,
     by_flash,
@@ -19,8 +18,8 @@ from hvd_bert.model.attention import (
     by_probabilities,
     by_window,
     choose,
-    cu_seqlens_of,
     fused,
+    windows_of,
 )
 from hvd_bert.model.cpu import kernels
 from hvd_bert.model.cpu.dropout import keep_mask, kept_scale
@@ -59,13 +58,12 @@ def same_with_gradients(found: torch.Tensor, expected: torch.Tensor, *inputs: to
 
 @each("lengths", LENGTHS)
 @each("scaling", [None, 0.3])
-@each("given", [False, True])
-def test_each_token_attends_to_its_own_window(kernel, lengths, scaling, given):
+def test_each_token_attends_to_its_own_window(kernel, lengths, scaling):
     torch.manual_seed(0)
     # As in transformers: views of [1, N, heads x head size].
     query, key, value = (torch.randn(1, 9, 2, 4).transpose(1, 2).requires_grad_() for _ in range(3))
-    borders = {"window_lengths": lengths} | ({"cu_seqlens": cu_seqlens_of(lengths, CPU)} if given else {})
-    found, weights = attend_within_windows(torch.nn.Identity(), query, key, value, None, scaling=scaling, **borders)
+    windows = windows_of(lengths, CPU)
+    found, weights = attend_within_windows(torch.nn.Identity(), query, key, value, None, 0.0, scaling, windows)
     assert weights is None
     assert found.shape == (1, 9, 2, 4)
     expected = reference(query, key, value, lengths, scaling or 1 / math.sqrt(4))
@@ -78,7 +76,7 @@ def test_local_attention_reaches_less_than_the_sliding_window(kernel, sliding_wi
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 9, 4, requires_grad=True) for _ in range(3))
     found, _ = attend_within_windows(
-        torch.nn.Identity(), query, key, value, None, window_lengths=[3, 6], sliding_window=sliding_window
+        torch.nn.Identity(), query, key, value, None, windows=windows_of([3, 6], CPU), sliding_window=sliding_window
     )
     expected = reference(query, key, value, [3, 6], 0.5, reach=sliding_window - 1)
     same_with_gradients(found, expected, query, key, value)
@@ -86,7 +84,7 @@ def test_local_attention_reaches_less_than_the_sliding_window(kernel, sliding_wi
 
 def test_groups_of_heads_share_their_key_and_value(kernel):
     query, key, value = (torch.randn(1, heads, 9, 4) for heads in (4, 2, 2))
-    found, _ = attend_within_windows(torch.nn.Identity(), query, key, value, None, window_lengths=[4, 5])
+    found, _ = attend_within_windows(torch.nn.Identity(), query, key, value, None, windows=windows_of([4, 5], CPU))
     shared = (tensor[:, [0, 0, 1, 1]] for tensor in (key, value))
     torch.testing.assert_close(found, reference(query, *shared, [4, 5], 0.5))
 
@@ -101,7 +99,7 @@ def test_without_lengths_there_is_one_window(kernel):
 def test_lengths_that_do_not_add_up(dropout):
     query, key, value = (torch.randn(1, 2, 5, 4) for _ in range(3))
     with pytest.raises(RuntimeError):
-        attend_within_windows(torch.nn.Identity(), query, key, value, None, dropout, window_lengths=[2, 2])
+        attend_within_windows(torch.nn.Identity(), query, key, value, None, dropout, windows=windows_of([2, 2], CPU))
 
 
 def test_dropout_in_training_only(kernel):
@@ -110,7 +108,8 @@ def test_dropout_in_training_only(kernel):
     for mode in (True, False):
         module.train(mode)
         one, other = (
-            attend_within_windows(module, query, key, value, None, 0.5, window_lengths=[4, 5])[0] for _ in range(2)
+            attend_within_windows(module, query, key, value, None, 0.5, windows=windows_of([4, 5], CPU))[0]
+            for _ in range(2)
         )
         assert torch.equal(one, other) is not mode
 
@@ -118,7 +117,7 @@ def test_dropout_in_training_only(kernel):
 def test_both_passes_drop_the_same(kernel):
     """The output is linear in the values: <output, upstream> = <values, their gradient>."""
     query, key, value = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
-    found, _ = attend_within_windows(torch.nn.Identity(), query, key, value, None, 0.5, window_lengths=[4, 5])
+    found, _ = attend_within_windows(torch.nn.Identity(), query, key, value, None, 0.5, windows=windows_of([4, 5], CPU))
     upstream = torch.randn(found.shape)
     (gradient,) = torch.autograd.grad(found, [value], upstream)
     torch.testing.assert_close((found * upstream).sum(), (value * gradient).sum(), rtol=1e-4, atol=1e-5)
@@ -128,7 +127,7 @@ def test_dropout_zeroes_probabilities_and_their_gradient():
     torch.manual_seed(0)
     query, key, value = (torch.randn(7, 2, 4, requires_grad=True) for _ in range(3))
     torch.manual_seed(1)
-    found = by_probabilities(query, key, value, Windows([7], cu_seqlens_of([7], CPU)), 0.4, 0.5)
+    found = by_probabilities(query, key, value, windows_of([7], CPU), 0.4, 0.5)
     torch.manual_seed(1)
     factors = -keep_mask(torch.Size([2, 7, 7]), 0.4) * kept_scale(0.4)
     assert 0 < (factors == 0).sum() < factors.numel()
@@ -146,7 +145,7 @@ def test_bf16_is_near_fp32_with_the_same_dropout():
 
     def both_passes(tensors):
         torch.manual_seed(1)
-        output = by_probabilities(*tensors, Windows(lengths, cu_seqlens_of(lengths, CPU)), 0.1, 8**-0.5)
+        output = by_probabilities(*tensors, windows_of(lengths, CPU), 0.1, 8**-0.5)
         return [output, *torch.autograd.grad(output, tensors, upstream.to(output.dtype))]
 
     for found, expected in zip(both_passes(rounded), both_passes(exact), strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import gpu_kernels
 import numpy as np
 import pytest
 import torch
@@ -248,7 +249,12 @@ def test_layers_are_our_own_with_the_same_names_of_weights(folders, tokenizer):
 
 
 @pytest.mark.slow
-def test_compiled_layers_compute_the_same(folders, tokenizer, model, windows):
+def test_compiled_layers_compute_the_same_in_one_graph(folders, tokenizer, model, windows, monkeypatch):
+    """With a GPU's flash attention, which is computed here by tests/gpu_kernels.py."""
+    gpu_kernels.register()
+    monkeypatch.setattr(gpu_kernels, "LIMITS", False)  # fp32
+    monkeypatch.setattr(attention, "choose", lambda *_: attention.by_flash)
+    torch._dynamo.reset()
     compiled = load(tokenizer, model_name_or_path=folders / "model")
     compile_layers(compiled)
     compiled.load_state_dict(model.state_dict())  # the names are the same
@@ -270,7 +276,14 @@ def test_compiled_layers_compute_the_same(folders, tokenizer, model, windows):
             torch.testing.assert_close(
                 one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
             )
-    assert not torch._dynamo.utils.counters["unimplemented"]  # everything was compiled
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 3  # in training, in evaluation, and with gradients in evaluation
+    assert not counters["graph_break"] and not counters["unimplemented"]
+    draw = np.random.default_rng(0)
+    for _ in range(50):  # other numbers of windows and of tokens
+        batch = Collator(windows, CPU)(draw.permutation(len(windows))[draw.integers(len(windows)) :])
+        window_losses(compiled.train(), batch)
+    assert counters["stats"]["unique_graphs"] == 3
 
 
 def test_share_of_no_windows_has_zero_gradients(model, windows):

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ def test_kernels_are_checked_by_a_command(tmp_path, monkeypatch):
 
 WRONG = {
     "sees no borders of windows": lambda q, k, v, w, dropout, scaling: by_window(
-        q, k, v, w._replace(lengths=[sum(w.lengths)]), dropout, scaling
+        q, k, v, replace(w, lengths=[sum(w.lengths)]), dropout, scaling
     ),
     "without dropout": lambda q, k, v, w, dropout, scaling: by_window(q, k, v, w, 0.0, scaling),
     "drops others in the backward pass": lambda *given: (
@@ -150,7 +151,7 @@ def test_wrong_kernels_are_found(monkeypatch, kernel, precision):
 
 def test_local_attention_is_compared_with_its_own_reference(monkeypatch):
     monkeypatch.setattr(acceptance_attention, "kernels", lambda *_: [("it", lambda q, k, v, w, *rest: by_jagged(
-        q, k, v, w._replace(reach=None), *rest), acceptance_attention.REACH)])  # fmt: skip
+        q, k, v, replace(w, reach=None), *rest), acceptance_attention.REACH)])  # fmt: skip
     assert acceptance_attention.check("cpu", "fp32").passed is False
 
 

@@ -14,7 +14,7 @@ from hvd_bert.config.settings import STRATEGIES
 from hvd_bert.distributed import runner
 from hvd_bert.distributed.launch import LaunchError
 from hvd_bert.errors import UserError
-from hvd_bert.model.attention import cu_seqlens_of
+from hvd_bert.model.attention import windows_of
 from hvd_bert.strategies.base import STRATEGY_CLASSES, Strategy, StrategyOptions, strategy_class
 from hvd_bert.strategies.dp import WindowParallel, join_windows, split_windows
 
@@ -111,18 +111,18 @@ def packed_windows(lengths: list[int]) -> dict[str, object]:
     return {
         "input_ids": tokens,
         "position_ids": tokens + 1,
-        "window_lengths": lengths,
-        "cu_seqlens": cu_seqlens_of(lengths, torch.device("cpu")),
+        "windows": windows_of(lengths, torch.device("cpu")),
     }
 
 
 @pytest.mark.parametrize(("parts", "expected"), [(2, [[5, 3], [4]]), (3, [[5], [3], [4]]), (8, [[5], [3], [4]])])
 def test_dp_splits_between_windows(parts, expected):
     split = split_windows(packed_windows([5, 3, 4]), parts)
-    assert [part["window_lengths"] for part in split] == expected
+    assert [part["windows"].lengths for part in split] == expected
     assert torch.equal(torch.cat([part["input_ids"] for part in split], 1), torch.arange(12)[None])
     for part in split:
-        assert part["cu_seqlens"].tolist() == cu_seqlens_of(part["window_lengths"], torch.device("cpu")).tolist()
+        lengths = part["windows"].lengths
+        assert part["windows"].cu_seqlens.tolist() == windows_of(lengths, torch.device("cpu")).cu_seqlens.tolist()
         assert torch.equal(part["position_ids"], part["input_ids"] + 1)
 
 

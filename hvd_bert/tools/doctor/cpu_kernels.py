@@ -70,14 +70,15 @@ def _linear() -> Callable[[], object]:
 
 
 def _attention() -> Callable[[], object]:
-    from hvd_bert.model.attention import attend_within_windows  # slow: imports transformers
+    from hvd_bert.model.attention import attend_within_windows, windows_of  # slow: imports transformers
 
     shape = (1, HEADS, sum(WINDOWS), HIDDEN // HEADS)
     q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
     upstream, module = torch.randn(shape).transpose(1, 2), nn.Module()
+    windows = windows_of(WINDOWS, q.device)
 
     def both_passes() -> object:
-        output, _ = attend_within_windows(module, q, k, v, None, dropout=DROPOUT, window_lengths=WINDOWS)
+        output, _ = attend_within_windows(module, q, k, v, None, dropout=DROPOUT, windows=windows)
         return torch.autograd.grad(output, [q, k, v], upstream)
 
     return both_passes
