@@ -49,7 +49,8 @@ class StrategyOptions:
 
 
 class Strategy:
-    """Trains `model` with the gradients averaged over all ranks. Gradients are fp32, also with autocast.
+    """Trains `model` with the gradients averaged over all ranks, which each subclass does in its own way. Gradients are
+    fp32, also with autocast.
 
     Attributes:
         module: The module that the loop calls for the forward pass.

@@ -37,8 +37,8 @@ def run(config: Config, world: World) -> None:
     task, resume_point = load(config, world)
     evaluations = Evaluations(task) if task.evaluates else None
     training = Training(task, resume_point, evaluations, config, world) if task.plan else None
-    # Without a training evaluate first: an earlier evaluation stays until there is a new one.
-    evaluation = evaluations(task.model) if evaluations and not training else None
+    # A run that only evaluates does so first: an earlier evaluation stays until there is a new one.
+    evaluation = evaluations.evaluate(task.model) if evaluations and not training else None
 
     output_dir.begin(config.train, config.as_flat(), resume_point, world)
     folder, settings = config.train.folder, config.as_flat()
@@ -86,7 +86,7 @@ class Evaluations:
         self._last_s = 0.0
         self._totals = {"evaluations": 0, "evaluation_s": 0.0}
 
-    def __call__(self, model: nn.Module) -> EvaluationResult:
+    def evaluate(self, model: nn.Module) -> EvaluationResult:
         """A collective."""
         start = time.perf_counter()
         evaluation = self.task.evaluate(model)
@@ -171,10 +171,10 @@ class Training:
                 self._after_step(learning_rate, grad_norm, stops)
             self.stop_requests.start_vote()  # for a signal since the last step, for example during an evaluation
             if self.stop_requests.any_rank_stops():
-                checkpoints.stop(self.stop_requests.reason())
+                checkpoints.save_and_stop(self.stop_requests.reason())
             self.health.check_end()
             state.strategy.whole_model()  # from here on task.model has the trained weights
-            self.model_step = checkpoints.end()
+            self.model_step = checkpoints.load_best()
             if self.model_step != state.step:
                 self.evaluation = None  # it is the last model's, and an earlier one is the best
         sums = {"breakdown": self.breakdown.results()}
@@ -187,7 +187,7 @@ class Training:
         if evaluations is None:
             return None
         if self.evaluation is None:
-            self.evaluation = evaluations(self.task.model)
+            self.evaluation = evaluations.evaluate(self.task.model)
             evaluations.record(self.evaluation, self.metrics_logger, self.model_step)
         if state.eval_pending:
             state.best.update(self.model_step, self.evaluation.metrics)
@@ -241,7 +241,7 @@ class Training:
         if state.step == total_steps:
             self.health.check_end()
         if stops:
-            checkpoints.stop(self.stop_requests.reason())
+            checkpoints.save_and_stop(self.stop_requests.reason())
         if state.eval_pending and not self._is_final:
             self._evaluate()
         if checkpoints.due(total_steps):
@@ -256,7 +256,7 @@ class Training:
     def _evaluate(self) -> None:
         assert self.evaluations is not None
         with self.state.meter.paused():
-            evaluation = self.evaluations(self.state.strategy.whole_model())
+            evaluation = self.evaluations.evaluate(self.state.strategy.whole_model())
         step = self.state.step
         self.evaluations.record(evaluation, self.metrics_logger, step)
         with run_folder.writing(self.config.train.folder, self.world) as writes:

@@ -156,7 +156,7 @@ class Checkpoints:
         new, self._new = self._new, {}
         return new
 
-    def finish(self) -> None:
+    def wait_for_write(self) -> None:
         """Wait for the last write. Raises CollectiveError on all ranks if it failed."""
         with self.state.world.raise_on_all_ranks(EXIT_FAILURE):
             with self._pause():
@@ -166,10 +166,10 @@ class Checkpoints:
             if error is not None:
                 raise UserError(f"The checkpoint of step {self._last_saved} could not be written: {error}.")
 
-    def stop(self, reason: str | None) -> None:
+    def save_and_stop(self, reason: str | None) -> None:
         """Save and stop: raises CollectiveError with EXIT_STOPPED, or HostsChanged if `reason` is None."""
         self.save(whole=True)
-        self.finish()
+        self.wait_for_write()
         if reason is None:
             raise HostsChanged
         without = " and without --overwrite_output_dir" if self._train.overwrite_output_dir else ""
@@ -191,7 +191,7 @@ class Checkpoints:
         patience = self.args.early_stopping_patience
         return patience is not None and self.state.best.since >= patience
 
-    def end(self) -> int:
+    def load_best(self) -> int:
         """After the training: wait for the last write. With --load_best_model_at_end load the best weights.
 
         Returns the step of the model that is left.
@@ -199,7 +199,7 @@ class Checkpoints:
         best, world = self.state.best, self.state.world
         if self.patience_is_over:
             log.info("Early stopping: no %s better than at step %d.", best.metric, best.step)
-        self.finish()
+        self.wait_for_write()
         if not self.args.load_best_model_at_end or best.step in (0, self.state.step):
             return self.state.step
         folder, model, usable = self.folder / checkpoint_files.name_of(best.step), self._task.model, True

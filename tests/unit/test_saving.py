@@ -106,7 +106,7 @@ def test_slow_write_holds_what_was_there(run, disk, tmp_path):
     checkpoints.evaluated({"f1": 50.0})
     state.step = 5
     disk.go.set()
-    checkpoints.finish()
+    checkpoints.wait_for_write()
     kept = files.read(tmp_path / "checkpoint-4")
     assert not kept.tensors["model"]["weight"].any() and not kept.tensors["optimizer"]["weight/exp_avg"].any()
     assert (kept.state["step"], kept.state["best"]["value"]) == (4, None)
@@ -164,7 +164,7 @@ def test_waiting_for_a_write_does_not_count_as_overlap(run, disk, monkeypatch):
     counted = {"checkpoint_pause_s": 3, "checkpoint_copy_s": 0, "checkpoint_write_s": 10, "checkpoint_overlap_s": 7}
     assert checkpoints.metrics() == counted and not checkpoints.metrics()
     for _ in range(2):
-        checkpoints.finish()
+        checkpoints.wait_for_write()
     counted |= {"checkpoint_pause_s": 6, "checkpoint_write_s": 13}
     assert checkpoints.totals == {"checkpoints": 2} | counted
 
@@ -179,7 +179,7 @@ def test_failed_write_is_a_warning_and_the_next_one_succeeds(run, disk, tmp_path
         save(checkpoints, 2)
         save(checkpoints, 3)  # or at the next save
     assert [("could not be written" in text, "No space left" in text) for text in caplog.messages] == 2 * [(True, True)]
-    checkpoints.finish()
+    checkpoints.wait_for_write()
     assert found(tmp_path) == ["checkpoint-3"]
 
 
@@ -200,7 +200,7 @@ def test_failed_last_write_is_no_stop(run, disk, error):
     disk.errors = [error]
     checkpoints.state.step = 1
     with pytest.raises(CollectiveError, match=r"checkpoint of step 1 .*no ") as failed:
-        checkpoints.stop("SIGTERM to rank 0")
+        checkpoints.save_and_stop("SIGTERM to rank 0")
     assert failed.value.status == EXIT_FAILURE
 
 
@@ -209,11 +209,11 @@ def test_stop_reports_how_to_resume(run, tmp_path):
     checkpoints.state.step = 7
     named = ("step 7", "SIGINT to rank 0", tmp_path / "checkpoint-7", "without --overwrite_output_dir")
     with refused(*named, error=CollectiveError) as stopped:
-        checkpoints.stop("SIGINT to rank 0")
+        checkpoints.save_and_stop("SIGINT to rank 0")
     assert stopped.value.status == EXIT_STOPPED
     assert "model_only" not in state_of(tmp_path / "checkpoint-7")
     with pytest.raises(HostsChanged):
-        checkpoints.stop(None)
+        checkpoints.save_and_stop(None)
 
 
 def test_checkpoints_are_saved_in_a_new_folder_if_it_was_removed(run, tmp_path):
@@ -221,15 +221,15 @@ def test_checkpoints_are_saved_in_a_new_folder_if_it_was_removed(run, tmp_path):
     checkpoints = run("--output_dir", str(folder))
     folder.mkdir(parents=True)
     save(checkpoints, 7)
-    checkpoints.finish()
+    checkpoints.wait_for_write()
     shutil.rmtree(folder)
     save(checkpoints, 8)
-    checkpoints.finish()
+    checkpoints.wait_for_write()
     assert state_of(folder / "checkpoint-8")["step"] == 8
     shutil.rmtree(folder.parent)  # such as a file system that is gone: nothing is written in its place
     save(checkpoints, 9)
     with pytest.raises(CollectiveError, match="No such file") as failed:
-        checkpoints.finish()
+        checkpoints.wait_for_write()
     assert failed.value.status == EXIT_FAILURE and not folder.parent.exists()
 
 
@@ -242,7 +242,7 @@ def test_diverged_state_replaces_no_good_one(run, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "hvd_bert"):
         save(checkpoints, 2)
     with pytest.raises(CollectiveError, match="NaN or infinite at step 2") as diverged:
-        checkpoints.stop("SIGTERM to rank 0")
+        checkpoints.save_and_stop("SIGTERM to rank 0")
     assert diverged.value.status == EXIT_FAILURE
     assert "No checkpoint is saved at step 2" in caplog.text and found(tmp_path) == ["checkpoint-1"]
 

@@ -109,7 +109,7 @@ def test_refused_training_keeps_the_earlier_run(base, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signals_after_the_last_step_do_not_lose_the_model(base, tmp_path, monkeypatch, number):
-    out, save, evaluate = tmp_path / "out", run_folder.save_model, loop.Evaluations.__call__
+    out, save, evaluate = tmp_path / "out", run_folder.save_model, loop.Evaluations.evaluate
 
     def signalled(do: Callable[..., Any]) -> Callable[..., Any]:
         def action(*arguments: Any) -> Any:
@@ -119,7 +119,7 @@ def test_signals_after_the_last_step_do_not_lose_the_model(base, tmp_path, monke
         return action
 
     monkeypatch.setattr(run_folder, "save_model", signalled(save))
-    monkeypatch.setattr(loop.Evaluations, "__call__", signalled(evaluate))  # a launcher repeats the signal
+    monkeypatch.setattr(loop.Evaluations, "evaluate", signalled(evaluate))  # a launcher repeats the signal
     train(base, "--output_dir", str(out), "--eval_strategy", "no")
     assert {"model.safetensors", "train_results.json", "eval_results.json"} <= {path.name for path in out.iterdir()}
 
@@ -199,7 +199,7 @@ def test_best_score_includes_the_final_evaluation(base, tmp_path, monkeypatch, f
     files.verify(checkpoint)
     assert json.loads((checkpoint / "state.json").read_text())["eval_pending"] is True
     assert sorted(os.listdir(whole)) == sorted({*written.names(whole), written.RECORD, ".lock"})
-    evaluate = loop.Evaluations.__call__
+    evaluate = loop.Evaluations.evaluate
 
     def fails_once_saved(*arguments: Any) -> Any:
         if (killed / "model.safetensors").exists():
@@ -207,7 +207,7 @@ def test_best_score_includes_the_final_evaluation(base, tmp_path, monkeypatch, f
         return evaluate(*arguments)
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(loop.Evaluations, "__call__", fails_once_saved)
+        patch.setattr(loop.Evaluations, "evaluate", fails_once_saved)
         train(base, *LEARNS, *flags, "--output_dir", str(killed))
     output_dir.unlock()
     train(base, *LEARNS, *flags, "--output_dir", str(killed))
