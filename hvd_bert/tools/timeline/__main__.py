@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         if flags.html:
             with writing_to("--html", flags.html):
                 flags.html = check_file(flags.html, GENERATOR, f"<title>{content.TITLE}</title>")
-        findings = read(flags.file, flags.ranks, flags.hosts)
+        findings = read(flags.file, flags.ranks)
         if flags.html:
             _write_page(findings, flags.html)
     except UserError as error:
@@ -66,21 +66,17 @@ def make_parser() -> argparse.ArgumentParser:
         "--ranks", type=int, metavar="N", limits=Limits(minimum=1),
         help="Number of ranks, if the file does not name them. (default: from FILE)",
     )  # fmt: skip
-    parser.add_argument(
-        "--hosts", type=int, metavar="N", limits=Limits(minimum=1),
-        help="Number of hosts; adds what each host sends. (default: none)",
-    )  # fmt: skip
     return parser
 
 
-def read(path: Path, ranks: int | None = None, hosts: int | None = None) -> Findings:
+def read(path: Path, ranks: int | None = None) -> Findings:
     """Analyze a file, with a progress bar on a terminal. Raises UserError."""
     if path.is_dir():
         raise UserError(f"{path} is a folder. Name the timeline's file.")
     malloc.keep_memory()  # the arrays of each block reuse the memory of the last
     size = path.stat().st_size if path.is_file() else None
     with tqdm(total=size, unit="B", unit_scale=True, disable=None, leave=False, desc=path.name) as bar:
-        findings = analysis.analyse(path, ranks, hosts, bar.update)
+        findings = analysis.analyse(path, ranks, bar.update)
     findings.advice = content.advise(findings)
     return findings
 

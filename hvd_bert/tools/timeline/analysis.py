@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,11 +39,10 @@ class StepFigures:
 
 @dataclass
 class Findings:
-    """All findings of a file. `ranks`: number of ranks, None if unknown. `hosts`: as given.
+    """All findings of a file. `ranks`: number of ranks, None if unknown.
 
     Bandwidths: `bytes_per_s` of large messages; `wire_bytes_per_s` that each rank then sends in a ring;
-    `fast_bytes_per_s` of the fastest 5 % of messages above 1 MiB; `link_bytes_per_s` that each host then sends to the
-    others.
+    `fast_bytes_per_s` of the fastest 5 % of messages above 1 MiB.
     """
 
     path: str
@@ -53,7 +52,6 @@ class Findings:
     unfinished: int
     covered_s: float
     ranks: int | None
-    hosts: int | None
     negotiations: int
     naming_ranks: int
     phases: list[Phase]
@@ -62,19 +60,13 @@ class Findings:
     bytes_per_s: float
     wire_bytes_per_s: float
     fast_bytes_per_s: float
-    link_bytes_per_s: float
     step: StepFigures | None
     rank_rows: list[RankRow]
     advice: list[str] = field(default_factory=list)
     curves: StepTable | None = None
 
 
-def analyse(
-    path: Path,
-    ranks: int | None,
-    hosts: int | None = None,
-    progress: Callable[[int], object] = lambda count: None,
-) -> Findings:
+def analyse(path: Path, ranks: int | None, progress: Callable[[int], object] = lambda count: None) -> Findings:
     """Analyze a file. `ranks`: number of ranks, if the file does not name them. Raises UserError."""
     reader = Reader(path)
     spans, steps = Spans(reader.names.spans), Steps(reader.names.spans)
@@ -89,33 +81,17 @@ def analyse(
     covered_us = reader.last_ts - (reader.first_ts or 0)
     if by_rank.named or len(reader.names.ranks) > 1:
         ranks = max(reader.names.ranks) + 1
-    if hosts and ranks and hosts > ranks:
-        raise UserError(f"--hosts {hosts}: the file has only {ranks} rank{'s' * (ranks > 1)}.")
-    speed, fast = sizes.bytes_per_s(), sizes.fast_bytes_per_s()
+    speed = sizes.bytes_per_s()
     return Findings(
         path=str(path), size=path.stat().st_size, events=reader.events, cut_short=reader.cut_short,
-        unfinished=spans.unfinished, covered_s=covered_us * 1e-6, ranks=ranks, hosts=hosts,
+        unfinished=spans.unfinished, covered_s=covered_us * 1e-6, ranks=ranks,
         negotiations=by_rank.negotiations, naming_ranks=by_rank.named,
         phases=phases.rows(reader.names.spans, covered_us), sizes=sizes.rows(),
         message_median=sizes.spread.quantile(0.5), bytes_per_s=speed,
-        wire_bytes_per_s=speed * _of_a_ring(ranks) if ranks else math.nan, fast_bytes_per_s=fast,
-        link_bytes_per_s=fast * _of_a_link(ranks, hosts, reader.names.spans),
+        wire_bytes_per_s=speed * 2 * (ranks - 1) / ranks if ranks else math.nan,
+        fast_bytes_per_s=sizes.fast_bytes_per_s(),
         step=_step_figures(full), rank_rows=by_rank.rows(reader.names.ranks, full), curves=full,
     )  # fmt: skip
-
-
-def _of_a_ring(ends: int) -> float:
-    return 2 * (ends - 1) / ends
-
-
-def _of_a_link(ranks: int | None, hosts: int | None, names: Sequence[str]) -> float:
-    """How often each byte of a message leaves a host: a ring spans all ranks, MPI sums inside the hosts first.
-
-    docs/guides/profiling.md has the conditions.
-    """
-    if ranks is None or hosts is None or hosts == 1:
-        return math.nan
-    return _of_a_ring(hosts if "MPI_ALLREDUCE" in names else ranks)
 
 
 def _check(reader: Reader, path: Path) -> None:

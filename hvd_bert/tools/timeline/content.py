@@ -107,10 +107,10 @@ def bandwidth(findings: Findings) -> list[str]:
             f"n = {findings.ranks}."
         )
     if not math.isnan(findings.fast_bytes_per_s):
-        fast = f"The fastest 5 % of messages above {byte_size(BIG)} reach {speed(findings.fast_bytes_per_s)}"
-        if not math.isnan(findings.link_bytes_per_s):
-            fast += f", {speed(findings.link_bytes_per_s)} on the link of each of the {findings.hosts} hosts"
-        lines.append(f"{fast}: the bandwidth of the network, unless computation delayed these messages, too.")
+        lines.append(
+            f"The fastest 5 % of messages above {byte_size(BIG)} reach {speed(findings.fast_bytes_per_s)}: the"
+            " bandwidth of the network, unless computation delayed these messages, too."
+        )
     return lines
 
 
