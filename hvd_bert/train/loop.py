@@ -40,8 +40,34 @@ def run(config: Config, world: World) -> None:
     # A run that only evaluates does so first: an earlier evaluation stays until there is a new one.
     evaluation = evaluations.evaluate(task.model) if evaluations and not training else None
 
-    output_dir.begin(config.train, config.as_flat(), resume_point, world)
-    folder, settings = config.train.folder, config.as_flat()
+    facts, data, metrics_logger = _begin_output(config, task, training, resume_point, world)
+    results: dict[str, Any] = {}
+    with closing(metrics_logger):
+        if training:
+            with training.stop_requests.watched():  # until the model is saved, or a signal would lose it
+                results = training.run(metrics_logger)
+                with run_folder.writing(config.train.folder, world) as writes:
+                    if writes:
+                        run_folder.save_model(config.train.folder, task)
+            evaluation = training.evaluate_final()
+        elif evaluations and evaluation:
+            evaluations.record(evaluation, metrics_logger, 0)
+        results |= facts | (evaluations.results() if evaluations else {})
+        _write_output(config, task, evaluation, results, data, world)
+        metrics_logger.finished = True
+    if results.get("breakdown"):
+        log.info("%s", "\n".join(describe_steps(results)))
+    log.info("%s", run_folder.describe(config.train.folder))
+    events.end()
+
+
+def _begin_output(
+    config: Config, task: Task, training: Training | None, resume_point: ResumePoint | None, world: World
+) -> tuple[dict[str, Any], dict[str, Any], MetricsLogger]:
+    """Take over the output folder. Returns facts about the run and, on rank 0, about the data, and the logger."""
+    settings = config.as_flat()
+    output_dir.begin(config.train, settings, resume_point, world)
+    folder, settings = config.train.folder, config.as_flat()  # which has the folder's name now
     facts = run_folder.of_task(task) | run_folder.facts(settings, config.train.precision, world)
     effective = training.effective if training else {}
     with run_folder.writing(folder, world, EXIT_BAD_INPUT) as writes:
@@ -49,32 +75,27 @@ def run(config: Config, world: World) -> None:
         events.begin(folder, writes, facts | effective)
         started = reporters.start(config.train.reporters, folder) if writes else []
         metrics_logger = MetricsLogger(folder, writes, started, task.unit)
-    with closing(metrics_logger):
-        metrics_logger.started(settings | effective, resume_point.step if resume_point else None)
-        results: dict[str, Any] = {}
-        if training:
-            with training.stop_requests.watched():  # until the model is saved, or a signal would lose it
-                results = training.run(metrics_logger)
-                with run_folder.writing(folder, world) as writes:
-                    if writes:
-                        run_folder.save_model(folder, task)
-            evaluation = training.evaluate_final()
-        elif evaluations and evaluation:
-            evaluations.record(evaluation, metrics_logger, 0)
+    metrics_logger.started(settings | effective, resume_point.step if resume_point else None)
+    return facts, data, metrics_logger
 
-        results |= facts | (evaluations.results() if evaluations else {})
-        results |= {"processes": world.gather({"rank": world.rank} | process_usage(world.device))}
-        with run_folder.writing(folder, world) as writes:
-            if writes and evaluation:
-                run_folder.write_evaluation(folder, evaluation, data)
-            if writes and training:
-                results |= data | {"work": resume.identity(settings, task)}
-                run_folder.write_results(folder, results, settings, evaluation)
-        metrics_logger.finished = True
-    if results.get("breakdown"):
-        log.info("%s", "\n".join(describe_steps(results)))
-    log.info("%s", run_folder.describe(folder))
-    events.end()
+
+def _write_output(
+    config: Config,
+    task: Task,
+    evaluation: EvaluationResult | None,
+    results: dict[str, Any],
+    data: dict[str, Any],
+    world: World,
+) -> None:
+    """Write the scores and, after a training, its results. A collective."""
+    folder, settings = config.train.folder, config.as_flat()
+    results |= {"processes": world.gather({"rank": world.rank} | process_usage(world.device))}
+    with run_folder.writing(folder, world) as writes:
+        if writes and evaluation:
+            run_folder.write_evaluation(folder, evaluation, data)
+        if writes and task.plan:
+            results |= data | {"work": resume.identity(settings, task)}
+            run_folder.write_results(folder, results, settings, evaluation)
 
 
 class Evaluations:
