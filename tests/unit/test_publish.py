@@ -166,6 +166,20 @@ def test_a_file_that_is_cut_off_is_refused(folder, name, capsys):
     (folder / name).write_bytes(whole)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "README.md", "train_config.yaml"])
+def test_a_link_out_of_the_folder_is_refused(folder, name, tmp_path, capsys):
+    inside = folder / "checkpoint-3" / name
+    (folder / name).rename(inside)
+    (folder / name).symlink_to(inside)
+    linked = tmp_path / "link"
+    linked.symlink_to(folder)
+    assert main([str(linked), "--repo_id", "me/mine", "--dry_run"]) == 0
+    inside.rename(tmp_path / name)
+    inside.symlink_to(tmp_path / name)
+    assert main([str(folder), "--repo_id", "me/mine", "--dry_run"]) == 2
+    assert f"{folder / name} is a link to {tmp_path / name}" in capsys.readouterr().err
+
+
 @each(
     ("flags", "words"),
     [

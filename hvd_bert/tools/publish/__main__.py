@@ -70,6 +70,7 @@ FILES = (card.NAME, "config.json", WEIGHTS, *TOKENIZER_FILES)
 # The hub's statuses for what the user can fix -> what to do.
 REMEDIES = {
     401: "Log in with `hf auth login`, or set HF_TOKEN to a valid token",
+    402: "The account's plan does not include this",
     403: "Use a token with write permission (https://huggingface.co/settings/tokens), or name a repository of your own",
     404: "Check the name of the user or organization in --repo_id",
 }
@@ -126,6 +127,12 @@ def files_to_upload(folder: Path, repo_id: str) -> dict[str, Path | bytes]:
                 " command with this --output_dir to finish it, or name another folder."
             )
     found: dict[str, Path | bytes] = {name: folder / name for name in FILES if (folder / name).is_file()}
+    for name in (RESULTS, SETTINGS, *found):
+        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+            raise UserError(
+                f"{folder / name} is a link to {(folder / name).resolve()}, which is not in the folder. Copy the file"
+                " to the link's place."
+            )
     for name in found:
         _check_content(folder / name)
     with as_user_error(lambda reason: f"The records in {folder} cannot be read ({reason}). Name another folder."):
