@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -16,10 +17,12 @@ from typing import Any
 
 import acceptance_attention
 import acceptance_speed
+import acceptance_steps
 import acceptance_training
 import compare_peers
 import gpu_acceptance
 import pytest
+import torch
 from acceptance_place import STEPS, NotHere, Outcome, Place
 from tables import each, refused
 
@@ -155,11 +158,35 @@ def test_local_attention_is_compared_with_its_own_reference(monkeypatch):
     assert acceptance_attention.check("cpu", "fp32").passed is False
 
 
+# --- steps ---------------------------------------------------------------------------------------
+
+
+def test_torchs_reports_of_waits_are_counted(monkeypatch):
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with acceptance_steps.counted_waits() as waits:
+        warnings.warn("called a synchronizing CUDA operation (warn_or_error_on_sync)", stacklevel=1)
+        warnings.warn("called a synchronizing CUDA operation (warn_or_error_on_sync)", stacklevel=1)
+        warnings.warn("another", stacklevel=1)
+    assert (len(waits), modes) == (2, ["warn", "default"])
+
+
+def test_steps_and_evaluation_are_measured(tmp_path):
+    out, model = tmp_path / "steps.json", str(acceptance_speed.SAMPLE / "six_layers.json")
+    words = [sys.executable, str(ROOT / "benchmarks/acceptance_steps.py"), "--out", str(out), "--steps", "2"]
+    words += ["--strategy", "none", "--max_seq_length", "32", "--per_device_train_batch_size", "2", "--model", model]
+    subprocess.run(words, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, check=True, timeout=120)
+    record = json.loads(out.read_text())
+    assert record["waits"] is None and record["evaluation_per_s"] > record["training_per_s"] > 0
+
+
 # --- commands ------------------------------------------------------------------------------------
 
 
 class Commands:
     """Stands for the runs: keeps their words, and writes what each would leave."""
+
+    waits: int | None = 0
 
     def __init__(self, speed: float = 1.0, losses: dict[str, float] | None = None, has_peer: bool = True) -> None:
         self.words: list[list[str]] = []
@@ -182,13 +209,18 @@ class Commands:
             folder.joinpath("model.safetensors").write_text("weights")
         elif "hvd_bert.tools.bench" in words:
             flags, _ = bench_flags.parse(words[words.index("hvd_bert.tools.bench") + 1 :])
-            figures = {"windows_per_s": 900 * self.speed, "useful_gflops": 2e5 * self.speed, "mfu": 0.6 * self.speed}
+            speed = self.speed * (2 if "horovodrun" in words[0] else 1)
+            figures = {"windows_per_s": 900 * speed, "useful_gflops": 2e5 * self.speed, "mfu": 0.6 * self.speed}
             figures |= {"matmul_utilization": 0.7, "tokens_per_s": 2500 * self.speed}
             record: dict[str, Any] = {"figures": {key: {"median": value} for key, value in figures.items()}}
             flags.json.write_text(json.dumps(record | {"memory_bytes": [2**34], "memory_over_needed": 1.2}))
         elif words[1].endswith("hf_trainer.py"):
             row = {"step_s": 0.08, "loss": 1.0, "tokens": 100}
             Path(words[words.index("--times_file") + 1]).write_text(json.dumps([row] * 100))
+        elif words[1].endswith("acceptance_steps.py"):
+            bench_flags.parse(words[words.index("--steps") :])
+            record = {"waits": self.waits, "steps": 9, "training_per_s": 900.0, "evaluation_per_s": 2000 * self.speed}
+            Path(words[words.index("--out") + 1]).write_text(json.dumps(record))
         elif words[1].endswith("top_kernels.py"):
             bench_flags.parse(words[words.index("--steps") :])
             kernel = {"name": "flash", "share": 0.3}
@@ -214,7 +246,7 @@ def test_two_a100(tmp_path, monkeypatch):
     ratios = lines["over the HF Trainer's best flags"].figures["ratios"]
     assert ratios == pytest.approx([2.0] * acceptance_speed.ROUNDS)
     on_two = [words for words, visible in zip(commands.words, commands.visible, strict=True) if visible == "0,1"]
-    assert [shlex.join(words[1:5]) for words in on_two if "horovodrun" in words[0]] == ["-np 2 -H localhost:2"] * 3
+    assert [shlex.join(words[1:5]) for words in on_two if "horovodrun" in words[0]] == ["-np 2 -H localhost:2"] * 4
     assert set(commands.visible) == {"", "0", "0,1"}  # "": the CPU's losses; the peer would take all that it sees
     assert sum("hvd_bert.train" in words for words in commands.words) == 14  # the runs that checks share are made once
 
@@ -224,8 +256,10 @@ def results(lines: dict[str, gpu_acceptance.Line], result: str) -> list[str]:
 
 
 def test_a_cpu_runs_all_but_what_needs_two_gpus(tmp_path, monkeypatch):
-    lines = lines_of(place(tmp_path), monkeypatch, Commands())
-    assert (results(lines, "FAIL"), results(lines, "not here")) == ([], ["dp, all GPUs"])
+    commands = Commands()
+    commands.waits = None
+    lines = lines_of(place(tmp_path), monkeypatch, commands)
+    assert (results(lines, "FAIL"), results(lines, "not here")) == ([], ["dp, all GPUs", "host waits per step"])
     assert all(line.result == "-" for name, line in lines.items() if name.startswith(("MFU", "windows/s", "over")))
 
 
@@ -247,6 +281,10 @@ class FasterPeer(Commands):
             Path(words[words.index("--times_file") + 1]).write_text(json.dumps([row] * 100))
 
 
+class Waiting(Commands):
+    waits = 9
+
+
 class OtherWeights(Commands):
     def __call__(self, words, env, log, timeout_s):
         super().__call__(words, env, log, timeout_s)
@@ -256,6 +294,8 @@ class OtherWeights(Commands):
 
 A100, H100, PEER = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "over the HF Trainer's best flags"
 OF_TWO = ["horovod, world of all GPUs", "ddp, world of all GPUs", "dp, all GPUs", "allreduce of all GPUs"]
+OF_TWO.append("scaling from 1 to 2 GPUs")
+WAITS, EVALUATION = "host waits per step", "evaluation over training"
 MISSED = [f"{what}, {name}" for name in acceptance_speed.OURS for what in ("MFU", "windows/s")]
 COMPILED = ["MFU, this trainer, --torch_compile", "windows/s, this trainer, --torch_compile"]
 OTHER_LOSSES = {"losses-bf16": 5.4, "losses-ddp-1": 5.01}
@@ -265,19 +305,21 @@ DIFFER = ["losses of 20 steps, bf16", "ddp, world of 1"]
 @each(
     ("commands", "gpu", "failed", "not_here"),
     [
-        (lambda: Commands(speed=0.5), "NVIDIA L4", [PEER], OF_TWO),  # another kind, without goals
+        (lambda: Commands(speed=0.5), "NVIDIA L4", [PEER, EVALUATION], OF_TWO),  # another kind, without goals
         (
             lambda: Commands(0.5, OTHER_LOSSES),
             H100,
-            ["losses of 20 steps, bf16", "ddp, world of 1", *MISSED, PEER],
+            ["losses of 20 steps, bf16", "ddp, world of 1", *MISSED, PEER, EVALUATION],
             OF_TWO,
         ),
         (lambda: Commands(has_peer=False), A100, [], [*OF_TWO, PEER]),
         (NoCompiler, A100, COMPILED, OF_TWO),
         (FasterPeer, A100, [PEER], OF_TWO),
+        (lambda: Commands(speed=0.8), H100, MISSED[1::2], OF_TWO),
+        (Waiting, A100, [WAITS], OF_TWO),
         (OtherWeights, A100, ["resume, --deterministic, fp32"], OF_TWO),
     ],
-    ids=["slow", "losses that differ", "without accelerate", "without a compiler", "faster peer", "other weights"],
+    ids=["slow", "losses differ", "no accelerate", "no compiler", "faster peer", "H100", "waits", "other weights"],
 )
 def test_one_gpu(tmp_path, monkeypatch, commands, gpu, failed, not_here):
     lines = lines_of(place(tmp_path, "cuda", 1, gpu=gpu), monkeypatch, made := commands())
@@ -287,7 +329,7 @@ def test_one_gpu(tmp_path, monkeypatch, commands, gpu, failed, not_here):
 
 @each("gpu", ["NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA GH200 480GB", "NVIDIA L4", ""])
 def test_only_whole_gpus_with_a_published_peak_have_goals(tmp_path, gpu):
-    assert not acceptance_speed.has_goals(place(tmp_path, "cuda", 1, gpu=gpu))
+    assert not acceptance_speed.goals(place(tmp_path, "cuda", 1, gpu=gpu))
 
 
 @each(
