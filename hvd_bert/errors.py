@@ -1,4 +1,4 @@
-"""`UserError` and the exit statuses of all commands."""
+"""`UserError`, the exit statuses of all commands, and texts of users shown as they are."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # by Ctrl-C, as in a shell
 EXIT_BROKEN_PIPE = 141  # of a command that only prints, once nobody reads it: as if SIGPIPE had ended it
 EXIT_STOPPED = 75  # stopped and saved: can be resumed (EX_TEMPFAIL of sysexits.h)
+
+
+def visible(text: str) -> str:
+    """The text without control characters, and without lone surrogates, which no file can hold."""
+    return text.translate(VISIBLE).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class UserError(ValueError):

@@ -26,11 +26,10 @@ from tqdm import tqdm
 from hvd_bert.data.sources import squad
 from hvd_bert.data.sources.squad import Source
 from hvd_bert.distributed.world import World, log
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError, visible
 from hvd_bert.model.bert import tokenizer_digest
 from hvd_bert.model.cpu import kernels
 from hvd_bert.predict.answerer import FoundAnswer, QuestionAnswerer, blocks
-from hvd_bert.rendering.text import visible
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import make_folder, replacing, writing_to
 

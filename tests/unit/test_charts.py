@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_bert.rendering.charts import MAX_POINTS, MAX_POINTS_OF_ALL, Chart, Series, downsample
+from hvd_bert.tools.rendering.charts import MAX_POINTS, MAX_POINTS_OF_ALL, Chart, Series, downsample
 
 Values = st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=300)
 

@@ -21,7 +21,7 @@ from tables import each
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.monitoring import timeline_events as reader
 from hvd_bert.monitoring.timeline_events import BEGIN, TICK, Reader
-from hvd_bert.rendering.text import byte_size, percent, seconds
+from hvd_bert.tools.rendering.text import byte_size, percent, seconds
 from hvd_bert.tools.timeline import __main__ as command
 from hvd_bert.tools.timeline.analysis import Findings
 from hvd_bert.tools.timeline.sums import Spread

@@ -26,7 +26,6 @@ from hvd_bert.config.parser import Parser
 from hvd_bert.config.values import LARGEST, MAX_RUNS, Limits, shortened
 from hvd_bert.distributed.interfaces import SETTING
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
-from hvd_bert.rendering.text import seconds
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import check_folder, writing_to
 from hvd_bert.streams import keep_running
@@ -36,6 +35,7 @@ from hvd_bert.tools.bench.launching import Launching, Machine
 from hvd_bert.tools.bench.one_run import LOG, Stopped, exit_status, train
 from hvd_bert.tools.bench.points import Plan, Point
 from hvd_bert.tools.bench.record import DONE, FAILED, SKIPPED, STATES, WAITING, Result, SweepRecord, opened
+from hvd_bert.tools.rendering.text import seconds
 from hvd_bert.tools.report.comparability import STRONG
 from hvd_bert.tools.runs import reading
 from hvd_bert.tools.runs.reading import SWEEP

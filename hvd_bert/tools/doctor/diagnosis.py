@@ -22,11 +22,11 @@ from hvd_bert.distributed.logs import describe_ranks, ranges
 from hvd_bert.distributed.world import CollectiveError, RankInfo, World
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.machine import PACKAGES, version_of
-from hvd_bert.rendering.page import Grid
-from hvd_bert.rendering.text import seconds
 from hvd_bert.tools.doctor import checks, collective, probes
 from hvd_bert.tools.doctor.probes import ProbeError
 from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, WIDTH, Line, Report, isolated, merged
+from hvd_bert.tools.rendering.page import Grid
+from hvd_bert.tools.rendering.text import seconds
 
 # Rank 0 times out first and reports: after another rank's exit, the launcher would kill it.
 OTHERS_LATER_S = 30.0

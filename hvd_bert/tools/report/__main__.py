@@ -20,13 +20,12 @@ from typing import Any
 
 from hvd_bert.config.parser import Parser
 from hvd_bert.config.values import Limits
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.rendering.page import Listing, Page, Picture, Text
-from hvd_bert.rendering.text import visible
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError, visible
 from hvd_bert.storage import written
 from hvd_bert.storage.reading import MIB
 from hvd_bert.storage.writing import check_folder, make_folder, replacing, writing_to
 from hvd_bert.streams import end_when_lost
+from hvd_bert.tools.rendering.page import Listing, Page, Picture, Text
 from hvd_bert.tools.report import comparison, content, plots, projection, run_page, runs_page
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.comparison import ScalingTable

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from operator import methodcaller
 from typing import Any
 
-from hvd_bert.rendering.page import DASH, Grid
 from hvd_bert.storage.reading import GIB
+from hvd_bert.tools.rendering.page import DASH, Grid
 from hvd_bert.tools.report.comparability import EARLY_STEPS, EARLY_TOLERANCE, LAST_TOLERANCE, NATS, STRONG, Group
 from hvd_bert.tools.report.comparison import RANGE, RESAMPLES, UNCHECKED, ScalingTable, counted
 from hvd_bert.tools.report.projection import BACKWARD_SHARE, Projection, Step

@@ -10,8 +10,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hvd_bert.rendering.style import COLOURS, STYLE, png
 from hvd_bert.storage.reading import GIB
+from hvd_bert.tools.rendering.style import COLOURS, STYLE, png
 from hvd_bert.tools.report.comparability import WEAK
 from hvd_bert.tools.report.comparison import Compared, ScalingTable
 from hvd_bert.tools.report.projection import Projection

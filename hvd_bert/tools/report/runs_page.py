@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from hvd_bert.rendering.page import DASH, Figures, Grid, Listing, Page, Picture, Text
+from hvd_bert.tools.rendering.page import DASH, Figures, Grid, Listing, Page, Picture, Text
 from hvd_bert.tools.report import content, parts, plots, run_page
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.comparison import ScalingTable

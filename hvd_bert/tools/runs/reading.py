@@ -10,8 +10,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from hvd_bert.errors import UserError
-from hvd_bert.rendering.text import visible
+from hvd_bert.errors import UserError, visible
 from hvd_bert.storage.reading import Kind, convert, parse_json, read_json, read_text, read_yaml
 from hvd_bert.tools.runs.run import LeftOut, Number, Results, Row, Run, SweepFile
 

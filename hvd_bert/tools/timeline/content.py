@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from hvd_bert.rendering.page import Grid, Listing, Page, Picture, Text
-from hvd_bert.rendering.text import DASH, byte_size, percent, seconds
+from hvd_bert.tools.rendering.page import Grid, Listing, Page, Picture, Text
+from hvd_bert.tools.rendering.text import DASH, byte_size, percent, seconds
 from hvd_bert.tools.timeline.analysis import Findings, StepFigures
 from hvd_bert.tools.timeline.sums import BIG
 

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hvd_bert.monitoring.timeline_rows import NONE, Array
-from hvd_bert.rendering.style import COLOURS, STYLE, png
+from hvd_bert.tools.rendering.style import COLOURS, STYLE, png
 from hvd_bert.tools.timeline.analysis import Findings
 from hvd_bert.tools.timeline.steps import StepTable
 

@@ -21,7 +21,6 @@ from hvd_bert.config.parser import Parser
 from hvd_bert.config.settings import Config
 from hvd_bert.config.values import MAX_RUNS, MAX_SECONDS, Limits
 from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
-from hvd_bert.rendering.text import percent
 from hvd_bert.streams import end_when_lost, keep_running
 from hvd_bert.tools.bench import launching as launches
 from hvd_bert.tools.bench import points as planning
@@ -29,6 +28,7 @@ from hvd_bert.tools.bench.launching import Launching, Machine
 from hvd_bert.tools.bench.one_run import exit_status
 from hvd_bert.tools.bench.points import PRESET, Point
 from hvd_bert.tools.bench.record import opened
+from hvd_bert.tools.rendering.text import percent
 from hvd_bert.tools.report.comparability import WEAK
 from hvd_bert.tools.tune import search
 from hvd_bert.tools.tune.runs import FILE, Failed, Runs

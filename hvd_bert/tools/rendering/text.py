@@ -1,17 +1,10 @@
-"""Texts of users, such as names of runs, shown as they are, and figures with their units."""
+"""Figures with their units."""
 
 from __future__ import annotations
 
 import math
 
-from hvd_bert.errors import VISIBLE
-
 DASH = "-"  # an unknown figure
-
-
-def visible(text: str) -> str:
-    """The text without control characters, and without lone surrogates, which no file can hold."""
-    return text.translate(VISIBLE).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def seconds(value: float) -> str:

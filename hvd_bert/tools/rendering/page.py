@@ -13,9 +13,9 @@ from typing import Any, Literal
 from jinja2 import Environment
 from markupsafe import Markup
 
-from hvd_bert.rendering.charts import Chart, scripts
-from hvd_bert.rendering.text import DASH as DASH
-from hvd_bert.rendering.text import visible
+from hvd_bert.errors import visible
+from hvd_bert.tools.rendering.charts import Chart, scripts
+from hvd_bert.tools.rendering.text import DASH as DASH
 
 WIDTH = 100  # of text for a terminal
 GENERATOR = '<meta name="generator" content="hvd_bert">'  # marks a page as this program's (storage/written.py)
@@ -149,7 +149,7 @@ class Page:
 
     def as_html(self) -> str:
         """The page as one self-contained HTML file."""
-        folder = resources.files("hvd_bert.rendering")
+        folder = resources.files("hvd_bert.tools.rendering")
         template, style = (folder.joinpath(f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css"))
         headings = [block for block in self.blocks if isinstance(block, Text) and block.level == 2]
         environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_finalize)

@@ -13,7 +13,7 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import ArrayLike, NDArray
 
-from hvd_bert.rendering.text import visible
+from hvd_bert.errors import visible
 
 MAX_POINTS = 1000  # of a curve
 MAX_POINTS_OF_ALL = 20_000  # of a chart, so that a page of 50 runs opens quickly
@@ -110,5 +110,5 @@ def downsample(
 def scripts() -> list[Markup]:
     """The JavaScript of a page with charts: plotly.js, and what draws the charts."""
     plotly = resources.files("plotly").joinpath("package_data/plotly.min.js").read_text(encoding="utf-8")
-    own = resources.files("hvd_bert.rendering").joinpath("charts.js").read_text(encoding="utf-8")
+    own = resources.files("hvd_bert.tools.rendering").joinpath("charts.js").read_text(encoding="utf-8")
     return [Markup(text) for text in (plotly, own)]
