@@ -43,6 +43,26 @@ class TensorDtypes(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class Waits(TorchDispatchMode):
+    """Notes the operations in which the host waits for the GPU, as torch.cuda.set_sync_debug_mode reports them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if name in ("copy_", "_to_copy"):
+            source = args[1] if name == "copy_" else args[0]
+            blocking = args[2:3] != (True,) and not (kwargs or {}).get("non_blocking")
+            if GPU in (source.device, result.device) and source.device != result.device and blocking:
+                self.found.append(name)
+        elif name in ("_local_scalar_dense", "nonzero", "equal") and args[0].device == GPU:
+            self.found.append(name)
+        return result
+
+
 CHECKS: dict[str, Callable[[], None]] = {}
 
 
@@ -187,6 +207,20 @@ def made_strategy(kind: type[Strategy], precision: str, padded: bool, devices: i
 def a_step_in_every_precision() -> None:
     for precision, padded in KINDS:
         one_step(made_strategy(Strategy, precision, padded), batch(padded), precision)
+
+
+@check
+def no_step_waits_for_the_gpu() -> None:
+    for precision in ("fp32", "bf16"):  # with fp16 the host reads the loss scale
+        strategy, made = made_strategy(Strategy, precision, padded=False), batch(padded=False)
+        with Waits() as waits:
+            one_step(strategy, made, precision)
+            LastStep(1, GPU).put(torch.ones((), device=GPU))
+        assert not waits.found
+    with Waits() as waits:
+        torch.ones(2, device=GPU).sum().item()
+        torch.ones(2, device=GPU).cpu()
+    assert waits.found == ["_local_scalar_dense", "_to_copy"]
 
 
 @check

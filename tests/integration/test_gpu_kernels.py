@@ -46,7 +46,7 @@ def trained(tmp_path_factory) -> Path:
     [
         (["none", "--torch_compile", "--bf16"], BF16, 2e-2),
         (["ddp", "--bf16", "--dropout", "0.1", "--gradient_checkpointing"], BF16, 0.5),  # other random numbers
-        (["fsdp", "--bf16"], BF16, 2e-2),
+        (["fsdp", "--bf16", "--torch_compile", "--gradient_checkpointing"], BF16, 2e-2),
         (["deepspeed"], FP32, 1e-4),
     ],
 )
