@@ -389,7 +389,7 @@ set_up() {
   say "[1/5] Python: $("$venv/bin/python" --version)"
   save_settings # now, so that an interrupted run keeps the options
   provide_system_packages
-  say "[2/5] system packages: $(${CXX:-g++} --version | head -n 1), $(mpirun --version 2>/dev/null | head -n 1 | grep . || echo 'no MPI')"
+  say "[2/5] system packages: $(${CXX:-g++} --version 2>/dev/null | head -n 1 | grep . || echo 'no compiler'), $(mpirun --version 2>/dev/null | head -n 1 | grep . || echo 'no MPI')"
   say "[3/5] torch: $torch$([ "$torch" = in-place ] || echo ' (the CUDA builds are several GB)')"
   logged install_torch
   torch_is_new_enough || die "torch $(version_of torch) is too old: transformers needs 2.6 or later" "Select another: --torch 2.8.0"

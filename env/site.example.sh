@@ -6,8 +6,8 @@
 module purge
 module load gcc/12 openmpi/4.1 cuda/12.8
 
-# The network interface for ranks on different hosts, if there are several (`ip -br addr`): a name, HOST=NAME,... or a
-# subnet such as 10.1.0.0/16. Checked on each node.
+# The network interface for ranks on different hosts, if there are several (`ip -br addr`): its name on
+# all of them, or a subnet such as 10.1.0.0/16. Checked on each node.
 # export HVD_BERT_INTERFACE=ib0
 
 # A local disk of the nodes for the tokenized windows. The default is ~/.cache, shared by all nodes.

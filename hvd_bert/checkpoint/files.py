@@ -94,11 +94,7 @@ def is_checkpoint(name: str) -> bool:
 
 
 def write(output_dir: Path, step: int, contents: Contents) -> Path:
-    """Write a checkpoint, replacing one of the same step, and update `latest`. After an OSError nothing has changed.
-
-    A folder that was moved is made again, but not those above it, in which a file system may be missing.
-    """
-    output_dir.mkdir(exist_ok=True)
+    """Write a checkpoint, replacing one of the same step, and update `latest`. After an OSError nothing has changed."""
     written.claim(output_dir, name_of(step), POINTER)
     folder = output_dir / name_of(step)
     partial, replaced = (folder.with_name(f"{prefix}{folder.name}") for prefix in (_PARTIAL, _REPLACED))

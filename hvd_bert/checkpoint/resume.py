@@ -115,8 +115,13 @@ def _newest_valid(output_dir: Path) -> tuple[ResumePoint | None, list[str]]:
 
 def _resumable(folder: Path) -> Contents:
     contents = files.read(folder)
+    if not isinstance(contents.state, dict):
+        raise CorruptCheckpoint(f"{folder / 'state.json'} is not the state of a training")
     if contents.state.get("model_only"):
         raise CorruptCheckpoint(f"{folder} holds only the model (--save_only_model) and cannot be resumed")
+    missing = {"step", "identity", "global_batch", "rank_batch"} - contents.state.keys()
+    if missing:
+        raise CorruptCheckpoint(f"{folder / 'state.json'} is not the state of a training: it has no {min(missing)}")
     return contents
 
 

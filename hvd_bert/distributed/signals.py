@@ -32,6 +32,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal
 ENDING = {signal.SIGTERM, signal.SIGINT}  # the second one ends the run; launchers repeat the others
 SAME_S = 1.0  # within which a repeated signal is the same request: `timeout` and some schedulers send it twice
 HOSTS = "hosts"  # Horovod elastic has hosts to add or remove
+FOLDER = "a move or removal of --output_dir"
 CHECK_S = 1.0
 _NOT_WATCHED = ("none", "srun")
 
@@ -114,6 +115,10 @@ class StopRequests:
                     names = ", ".join(signal.Signals(number).name for number in new)
                     log.info("%s: stopping after this step; again to quit", names)
 
+    def folder_is_lost(self) -> None:
+        """Ask to stop, on rank 0, because the run's results have no place any more."""
+        self._received = self._received or FOLDER
+
     def start_vote(self) -> None:
         """Start to ask all ranks whether any was asked to stop. The vote travels alongside the gradients."""
         self._vote = self._world.any_rank_async(self._received is not None or NOTICES.changed)
@@ -123,9 +128,10 @@ class StopRequests:
         return self._vote()
 
     def reason(self) -> str | None:
-        """The signals that stop the run, with their ranks; None if only hosts have changed. A collective."""
+        """Why the run stops: signals with their ranks, or its folder; None if only hosts have changed. A collective."""
         received = self._world.allgather(self._received or (HOSTS if NOTICES.changed else None))
-        named = [f"{name} to rank {rank}" for rank, name in enumerate(received) if name not in (None, HOSTS)]
+        asked = [(rank, name) for rank, name in enumerate(received) if name not in (None, HOSTS)]
+        named = [name if name == FOLDER else f"{name} to rank {rank}" for rank, name in asked]
         self._stopping = bool(named)
         return ", ".join(named) or None
 

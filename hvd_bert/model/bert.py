@@ -176,6 +176,7 @@ def compile_layers(model: nn.Module) -> None:
         ) from None
     for module in model.modules():  # back to torch's own layers, which the compiler supports
         module.__class__ = {Dropout: nn.Dropout, Linear: nn.Linear}.get(type(module), type(module))
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # all layers share their code
     torch._dynamo.config.specialize_float = True  # dropout's probability, by which the attention is chosen
     for layer in layers:
         layer.compile(dynamic=True)

@@ -11,6 +11,7 @@ import math
 import os
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,16 @@ def _save_settings(settings: Settings, folder: Path) -> None:
     written.add(folder, name)
     with replacing(folder / name) as partial:
         save(settings | {"output_dir": str(folder)}, partial)
+
+
+def make_again(folder: Path, settings: Settings) -> None:
+    """Create the folder of a running training, with its settings, after it was moved or removed.
+
+    Not the folders above it, in which a file system may be missing. Their absence fails the next write.
+    """
+    with suppress(OSError):
+        folder.mkdir()
+        _save_settings(settings, folder)
 
 
 def _new_dated_folder() -> Path:

@@ -62,13 +62,8 @@ OF_EVALUATION = {*fnmatch.filter(RUN_FILES, "eval*.json"), "evaluation.html"}
 
 @contextmanager
 def writing(folder: Path, world: World, status: int = EXIT_FAILURE) -> Iterator[bool]:
-    """Around rank 0's writes (yields True there). An OSError, such as a full disk, ends the run on all ranks.
-
-    A folder that was moved is made again.
-    """
+    """Around rank 0's writes (yields True there). An OSError, such as a full disk, ends the run on all ranks."""
     with world.raise_on_all_ranks(status), writing_to("--output_dir", folder):
-        if world.rank == 0:
-            folder.mkdir(exist_ok=True)
         yield world.rank == 0
 
 
@@ -102,7 +97,7 @@ def write_results(
 
 
 def save_model(folder: Path, task: Task) -> None:
-    """Write the task's trained model."""
+    """Write the task's trained model. Where a user's file is in its place, the model stays in the temporary folder."""
     written.add(folder, "model.safetensors")  # the next run removes what a killed one leaves of it
     partial = partial_of(folder / "model.safetensors")
     written.delete(partial)
@@ -117,7 +112,11 @@ def save_model(folder: Path, task: Task) -> None:
             os.replace(file, folder / file.name)
         partial.rmdir()
     except SafetensorError as error:  # a full disk, for example
+        written.delete(partial)
         raise OSError(str(error)) from None
+    except FileExistsError as error:
+        kept = f"The trained model is in {partial}: move that folder away too, since the next run removes it"
+        raise FileExistsError(error.errno, f"{error.strerror}. {kept}") from None
 
 
 def of_task(task: Task) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import stat
-import sys
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
 
@@ -20,7 +19,6 @@ MAX_BYTES = 256 * MIB  # of a file that is read as a whole; none that this progr
 MAX_YAML_BYTES = MIB
 
 # Types of fields for `convert`.
-Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # floats hold all whole numbers up to it
 Kind = TypeVar("Kind")
 
@@ -96,5 +94,5 @@ def read_yaml(path: str | Path) -> Any:
     text = read_text(path, MAX_YAML_BYTES)
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError, OverflowError) as error:
         raise ValueError(reason_of(error)) from None

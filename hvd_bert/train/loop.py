@@ -43,6 +43,8 @@ def run(config: Config, world: World) -> None:
     facts, data, metrics_logger = _begin_output(config, task, training, resume_point, world)
     results: dict[str, Any] = {}
     with closing(metrics_logger):
+        effective = training.effective if training else {}
+        metrics_logger.started(config.as_flat() | effective, resume_point.step if resume_point else None)
         if training:
             with training.stop_requests.watched():  # until the model is saved, or a signal would lose it
                 results = training.run(metrics_logger)
@@ -75,7 +77,6 @@ def _begin_output(
         events.begin(folder, writes, facts | effective)
         started = reporters.start(config.train.reporters, folder) if writes else []
         metrics_logger = MetricsLogger(folder, writes, started, task.unit)
-    metrics_logger.started(settings | effective, resume_point.step if resume_point else None)
     return facts, data, metrics_logger
 
 
@@ -190,7 +191,7 @@ class Training:
                 stops = self.stop_requests.any_rank_stops()  # the vote is the last message of a recorded step
                 self.recording.after(state.step)
                 self._after_step(learning_rate, grad_norm, stops)
-            self.stop_requests.start_vote()  # for a signal since the last step, for example during an evaluation
+            self._start_vote()  # for a signal since the last step, for example during an evaluation
             if self.stop_requests.any_rank_stops():
                 checkpoints.save_and_stop(self.stop_requests.reason())
             self.health.check_end()
@@ -242,8 +243,13 @@ class Training:
     def _overlap_with_allreduce(self) -> None:
         """Work that does not need the step's gradients, while the last of them are averaged."""
         self.checkpoints.check_write()
-        self.stop_requests.start_vote()
+        self._start_vote()
         self.breakdown.count(self.state.step)
+
+    def _start_vote(self) -> None:
+        if self.checkpoints.folder_is_lost:
+            self.stop_requests.folder_is_lost()
+        self.stop_requests.start_vote()
 
     def _after_step(self, learning_rate: float, grad_norm: Tensor, stops: bool) -> None:
         """Log, stop, evaluate, save: whatever is due after this step."""
@@ -256,6 +262,7 @@ class Training:
             self.health.check(state.step)
             now = {"epoch": state.step / per_epoch, "learning_rate": learning_rate, "grad_norm": float(grad_norm)}
             self.metrics_logger.logged(state.step, now | means | self.gpus.read(state.step) | checkpoints.metrics())
+            checkpoints.look_for_folder()  # not at each step: its file system may be slow
         every = self.config.parallel.check_weights_steps
         if every and state.step % every == 0:  # before a checkpoint holds wrong ones, as is the next check
             check_copies(state.strategy.model, self.world, state.step)
@@ -281,7 +288,7 @@ class Training:
         step = self.state.step
         self.evaluations.record(evaluation, self.metrics_logger, step)
         with run_folder.writing(self.config.train.folder, self.world) as writes:
-            if writes:
+            if writes and not self.checkpoints.look_for_folder():
                 run_folder.write_samples(self.config.train.folder, evaluation)
         self.state.eval_pending = False
         self.checkpoints.evaluated(evaluation.metrics)

@@ -21,6 +21,7 @@ from hvd_bert.config.settings import CheckpointArguments, TrainArguments
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, log
 from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED, UserError, reason_of
 from hvd_bert.model.cpu import kernels
+from hvd_bert.output import output_dir
 from hvd_bert.tasks.base import Task
 from hvd_bert.train.state import TrainState
 
@@ -43,6 +44,7 @@ class Checkpoints:
             state.copies.reserve()
         self._last_saved = -1  # not the resumed step, which may be in another run's folder
         self._diverged = False
+        self.folder_is_lost = False  # as rank 0 has seen
         self._new: dict[str, float] = {}
         self.totals = {"checkpoints": 0} | dict.fromkeys(SECONDS, 0.0)
 
@@ -143,9 +145,18 @@ class Checkpoints:
         waited, self._running = time.perf_counter() - start, None
         self._count("checkpoint_write_s", written)
         self._count("checkpoint_overlap_s", max(0.0, written - waited))
-        if error is not None and warns:
+        if error is not None and warns and not self.look_for_folder():
             log.warning("A checkpoint could not be written in %s: %s. Training continues.", self.folder, error)
         return error
+
+    def look_for_folder(self) -> bool:
+        """Whether the output folder was moved or removed, on rank 0. The caller must then stop the training."""
+        if self.state.world.rank == 0:
+            try:
+                self.folder.stat()
+            except OSError as error:  # others may be gone in a minute
+                self.folder_is_lost = isinstance(error, FileNotFoundError)
+        return self.folder_is_lost
 
     def close(self) -> None:
         """Finish a running write: if the training fails, before the launcher kills this rank because others ended."""
@@ -167,7 +178,14 @@ class Checkpoints:
                 raise UserError(f"The checkpoint of step {self._last_saved} could not be written: {error}.")
 
     def save_and_stop(self, reason: str | None) -> None:
-        """Save and stop: raises CollectiveError with EXIT_STOPPED, or HostsChanged if `reason` is None."""
+        """Save and stop: raises CollectiveError with EXIT_STOPPED, or HostsChanged if `reason` is None.
+
+        A folder that was moved or removed is created again.
+        """
+        if self.state.world.broadcast(self.look_for_folder()):
+            self._last_saved = -1
+            if self.state.world.rank == 0:
+                output_dir.make_again(self.folder, self._settings)
         self.save(whole=True)
         self.wait_for_write()
         if reason is None:

@@ -92,11 +92,21 @@ def test_nohup_keeps_a_run_alive(tmp_path: Path) -> None:
     run(["nohup", *words], tmp_path, cold=True).expect(0)
 
 
-def test_run_whose_output_folder_was_moved_completes(tmp_path: Path, whole: dict[int, Path]) -> None:
-    train(tmp_path / "run", 1, "none", stop="3 0 move start").expect(0)
+@pytest.mark.parametrize(("size", "by"), [(1, "none"), (2, "gloo")])
+def test_moved_output_folder_stops_the_run(tmp_path: Path, whole: dict[int, Path], size: int, by: str) -> None:
+    """All ranks save what they have in a new folder, from which the same command resumes."""
+    stopped = train(tmp_path / "run", size, by, stop="3 0 move start")
+    assert not stopped.hung and stopped.status in (EXIT_STOPPED, 1), stopped
+    assert said(stopped).count("--output_dir") == 2 and "warning" not in stopped.output.lower(), stopped
     assert (tmp_path / "run" / "moved" / "metrics.jsonl").exists()
-    for name in ("model.safetensors", "eval_predictions.json"):
-        assert (tmp_path / "run" / "out" / name).read_bytes() == (whole[1] / name).read_bytes()
+    (saved,) = (tmp_path / "run" / "out").glob("checkpoint-*")
+    assert saved.name in (
+        "checkpoint-3",
+        "checkpoint-4",
+    )  # or before, if a write fails
+    train(tmp_path / "run", size, by).expect(0)
+    differing = resuming.differences(whole[size], tmp_path / "run" / "out")
+    assert [name for name in differing if not name.startswith("metrics.jsonl")] == []
 
 
 @pytest.mark.parametrize("step", [1, 6])

@@ -18,7 +18,7 @@ import torch
 from tables import each, refused
 from test_world import make_world
 
-from hvd_bert.checkpoint import files
+from hvd_bert.checkpoint import files, resume
 from hvd_bert.config.command_line import parse
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, HostsChanged
@@ -216,20 +216,22 @@ def test_stop_reports_how_to_resume(run, tmp_path):
         checkpoints.save_and_stop(None)
 
 
-def test_checkpoints_are_saved_in_a_new_folder_if_it_was_removed(run, tmp_path):
+def test_stop_saves_in_a_new_folder_if_it_was_removed(run, tmp_path):
     folder = tmp_path / "a" / "out"
     checkpoints = run("--output_dir", str(folder))
     folder.mkdir(parents=True)
     save(checkpoints, 7)
     checkpoints.wait_for_write()
+    assert not checkpoints.look_for_folder()
     shutil.rmtree(folder)
-    save(checkpoints, 8)
-    checkpoints.wait_for_write()
-    assert state_of(folder / "checkpoint-8")["step"] == 8
+    assert checkpoints.look_for_folder() and checkpoints.folder_is_lost
+    with pytest.raises(CollectiveError) as stopped:
+        checkpoints.save_and_stop("a removal")
+    assert stopped.value.status == EXIT_STOPPED
+    assert state_of(folder / "checkpoint-7")["step"] == 7 and resume.unfinished(folder)
     shutil.rmtree(folder.parent)  # such as a file system that is gone: nothing is written in its place
-    save(checkpoints, 9)
     with pytest.raises(CollectiveError, match="No such file") as failed:
-        checkpoints.wait_for_write()
+        checkpoints.save_and_stop("a removal")
     assert failed.value.status == EXIT_FAILURE and not folder.parent.exists()
 
 

@@ -70,7 +70,8 @@ _choice: Choice | None = None  # of this process; None: not chosen yet
 def kind_of(cpuinfo: Mapping[str, str], architecture: str, capability: str) -> str:
     """The kind of CPU, a key of TABLE, from its entries of /proc/cpuinfo, from `platform.machine()`, and from the
     instruction set that torch uses, which ATEN_CPU_CAPABILITY may lower."""
-    vendor, level = _VENDORS.get(cpuinfo.get("vendor_id", "")), capability.replace("AVX512", "AVX-512")
+    vendor = _VENDORS.get(cpuinfo.get("vendor_id", ""))
+    level = "AVX-512" if capability.startswith("AVX512") else capability  # a torch may tell more: AVX512_VNNI
     if vendor == "Intel" and level == "AVX-512" and "amx_tile" in _flags(cpuinfo):
         level = "AMX"
     kind = "aarch64" if architecture in ("aarch64", "arm64") else f"{vendor}, {level}"

@@ -70,7 +70,7 @@ class Record:
         facts: train_results.json; of an unfinished run what it recorded at its start.
         ended: The recorded reason why a run that is not finished has ended; "" if there is none.
         warnings: With the ranks that gave them.
-        numeric_events: Skipped steps, jumps of the loss and an infinite loss.
+        numeric_events: Skipped steps and jumps of the loss.
         best: The best evaluation: `metric`, `value`, `step`. Of an unfinished run, by the newest checkpoint.
         problems: Files, or lines of files, that could not be read.
     """
