@@ -40,10 +40,10 @@ def run(config: Config, world: World) -> None:
     # A run that only evaluates does so first: an earlier evaluation stays until there is a new one.
     evaluation = evaluations.evaluate(task.model) if evaluations and not training else None
 
-    facts, data, metrics_logger = _begin_output(config, task, training, resume_point, world)
+    effective = training.effective if training else {}
+    facts, data, metrics_logger = _begin_output(config, task, effective, resume_point, world)
     results: dict[str, Any] = {}
     with closing(metrics_logger):
-        effective = training.effective if training else {}
         metrics_logger.started(config.as_flat() | effective, resume_point.step if resume_point else None)
         if training:
             with training.stop_requests.watched():  # until the model is saved, or a signal would lose it
@@ -64,14 +64,13 @@ def run(config: Config, world: World) -> None:
 
 
 def _begin_output(
-    config: Config, task: Task, training: Training | None, resume_point: ResumePoint | None, world: World
+    config: Config, task: Task, effective: dict[str, float], resume_point: ResumePoint | None, world: World
 ) -> tuple[dict[str, Any], dict[str, Any], MetricsLogger]:
     """Take over the output folder. Returns facts about the run and, on rank 0, about the data, and the logger."""
     settings = config.as_flat()
     output_dir.begin(config.train, settings, resume_point, world)
     folder, settings = config.train.folder, config.as_flat()  # which has the folder's name now
     facts = run_folder.of_task(task) | run_folder.facts(settings, config.train.precision, world)
-    effective = training.effective if training else {}
     with run_folder.writing(folder, world, EXIT_BAD_INPUT) as writes:
         data = task.describe_data(folder) if writes else {}
         events.begin(folder, writes, facts | effective)
