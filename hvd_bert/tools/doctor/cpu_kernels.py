@@ -32,18 +32,16 @@ def lines() -> list[Line]:
     try:
         chosen = kernels.of_machine()
         found = [
-            kernel_line("Linear", chosen.kind, in_turns(_linear(), LINEAR), name_of(LINEAR, chosen.fp32)),
-            kernel_line("Attention", chosen.kind, in_turns(_attention(), ATTENTION), name_of(ATTENTION, chosen.fp32)),
+            kernel_line("Linear", chosen.kind, in_turns(_linear(), LINEAR), chosen.fp32.linear),
+            kernel_line("Attention", chosen.kind, in_turns(_attention(), ATTENTION), attention_name(chosen.fp32)),
         ]
     finally:
         torch.set_num_threads(threads)
     return [*found, bf16_line(kernels.emulates_bf16())]
 
 
-def name_of(variants: Mapping[str, Kernels], chosen: Kernels) -> str:
-    """The variant of an operation that is the chosen one."""
-    if variants is LINEAR:
-        return chosen.linear
+def attention_name(chosen: Kernels) -> str:
+    """The chosen one's name among the variants of attention."""
     return f"{chosen.attention} with {OPENBLAS}" if chosen.attention_products == OPENBLAS else chosen.attention
 
 
