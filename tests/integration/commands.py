@@ -55,6 +55,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def losses(out: Path) -> list[float]:
+    """Training losses of a run folder, one per line that was logged."""
+    return [line["loss"] for line in read_lines(out / "metrics.jsonl") if "loss" in line]
+
+
 def questions_of(name: str, count: int) -> list[str]:
     """Ids of the first questions of a file of the sample."""
     articles = json.loads(gzip.decompress((SAMPLE / name).read_bytes()))["data"]

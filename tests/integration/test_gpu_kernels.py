@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from commands import read_lines, skip_without, small_run
+from commands import losses, read_lines, skip_without, small_run
 from launch import REPOSITORY, SAMPLE, launcher, run
 from tables import each
 
@@ -29,18 +29,6 @@ def on_gpu_kernels(words: Sequence[str | Path], folder: Path, starts: Sequence[s
     return set(file.read_text().splitlines())
 
 
-def losses(out: Path) -> list[float]:
-    return [line["loss"] for line in read_lines(out / "metrics.jsonl") if "loss" in line]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
-    """By the CPU's kernels."""
-    out = tmp_path_factory.mktemp("trained") / "out"
-    run(small_run(1, out, "--strategy", "none"), out.parent).expect(0)
-    return out
-
-
 @each(
     "flags, used, tolerance",
     [
@@ -50,17 +38,17 @@ def trained(tmp_path_factory) -> Path:
         (["deepspeed"], FP32, 1e-4),
     ],
 )
-def test_training(tmp_path: Path, trained: Path, flags: list[str], used: set[str], tolerance: float) -> None:
+def test_training(tmp_path: Path, baseline: Path, flags: list[str], used: set[str], tolerance: float) -> None:
     skip_without(flags[0])
     size = 1 if flags[0] == "none" else 2
     _, _, *words = small_run(size, tmp_path / "out", "--strategy", *flags)
     starts = launcher(size, "torchrun" if size > 1 else "none")
     assert on_gpu_kernels(words, tmp_path, starts) == used
-    found, expected = losses(tmp_path / "out"), losses(trained)
+    found, expected = losses(tmp_path / "out"), losses(baseline)
     assert found == pytest.approx(expected, abs=tolerance) and (found != expected or tolerance < 0.1)
 
 
-def test_other_commands(tmp_path: Path, trained: Path) -> None:
+def test_other_commands(tmp_path: Path, baseline: Path) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "vocab_size": 1100, **sizes}))
     bench = ["hvd_bert.tools.bench", "--model", "config.json", "--steps", "2", "--bf16", "--strategy", "none"]
@@ -73,10 +61,10 @@ def test_other_commands(tmp_path: Path, trained: Path) -> None:
     assert on_gpu_kernels([program, *bench[1:], "--out", "top.json"], tmp_path) == BF16
     assert json.loads((tmp_path / "top.json").read_text())["kernels"]
 
-    evaluated = ["hvd_bert.tools.evaluate", trained, "--bf16", "--json", "scores.json"]
+    evaluated = ["hvd_bert.tools.evaluate", baseline, "--bf16", "--json", "scores.json"]
     assert "by_flash bfloat16" in on_gpu_kernels(evaluated, tmp_path)
 
-    predict = ["hvd_bert.predict", trained, "--input", SAMPLE / "dev-v1.1.json.gz", "--output"]
+    predict = ["hvd_bert.predict", baseline, "--input", SAMPLE / "dev-v1.1.json.gz", "--output"]
     run([sys.executable, "-m", *predict, "cpu.jsonl"], tmp_path).expect(0)
     assert on_gpu_kernels([*predict, "gpu.jsonl"], tmp_path) == FP32
     cpu, gpu = (read_lines(tmp_path / f"{name}.jsonl") for name in ("cpu", "gpu"))

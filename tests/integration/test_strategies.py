@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import stopping_at
-from commands import GLOBAL_BATCH, questions_of, read_lines, said, skip_without, small_run
+from commands import GLOBAL_BATCH, losses, questions_of, read_lines, said, skip_without, small_run
 from launch import SAMPLE_DEV, TRAIN, launcher, run
 
 pytestmark = pytest.mark.integration
-
-
-def losses(out: Path) -> list[float]:
-    return [line["loss"] for line in read_lines(out / "metrics.jsonl") if "loss" in line]
-
-
-@pytest.fixture(scope="module")
-def baseline(tmp_path_factory) -> Path:
-    """A whole run of one process: --strategy none."""
-    out = tmp_path_factory.mktemp("baseline") / "out"
-    run(small_run(1, out, "--strategy", "none"), out.parent).expect(0)
-    return out
 
 
 @pytest.mark.parametrize(

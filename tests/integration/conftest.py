@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from commands import small_run
+from launch import run
+
+
+@pytest.fixture(scope="session")
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole run of one process, --strategy none, by the CPU's kernels. The tests only read it."""
+    out = tmp_path_factory.mktemp("baseline") / "out"
+    run(small_run(1, out, "--strategy", "none"), out.parent).expect(0)
+    return out
