@@ -33,7 +33,7 @@ LENGTH = 384
 GOALS = {"A100": (0.47, 690.0), "H100": (0.35, 1600.0), "H200": (0.35, 1600.0)}
 PEER_GOAL, EVALUATION_GOAL, SCALING_GOAL = 1.5, 1.5, 0.97
 ROUNDS, ROUND_S = 3, 200.0  # a round starts only if this many seconds are left
-WARMUP = 10  # steps of the peer, which compiles anew for other lengths
+WARMUP = 10  # steps of the peer, which compiles again for other lengths
 SIZES = {
     "cuda": {"batch": 32, "length": LENGTH, "steps": 10, "repeats": 5, "peer_steps": 50},
     "cpu": {"batch": 4, "length": 128, "steps": 2, "repeats": 1, "peer_steps": 4},

@@ -41,7 +41,7 @@ class Images:
 
 
 def load_images(dataset_name: str | None) -> tuple[Images, Images]:
-    """To train on, and to test on. Raises UserError where they cannot be had."""
+    """To train on, and to test on. Raises UserError if they are not available."""
     parts = [_from_hub(dataset_name, split) for split in ("train", "test")] if dataset_name else _digits()
     shapes = [pixels.shape[1:] for pixels, _ in parts]
     if shapes[0] != shapes[1]:

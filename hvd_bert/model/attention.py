@@ -34,7 +34,7 @@ EFFICIENT: tuple[str, ...] = (
 )
 
 
-@dataclass  # not frozen, nor a tuple: --torch_compile would compile anew for each number of windows
+@dataclass  # not frozen, nor a tuple: --torch_compile would compile again for each number of windows
 class Windows:
     """Borders of the windows in a row: tokens per window, int32 [B + 1] on the device (0 and each window's end), and
     tokens of the longest window.
