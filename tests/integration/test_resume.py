@@ -97,13 +97,12 @@ def test_moved_output_folder_stops_the_run(tmp_path: Path, whole: dict[int, Path
     """All ranks save what they have in a new folder, from which the same command resumes."""
     stopped = train(tmp_path / "run", size, by, stop="3 0 move start")
     assert not stopped.hung and stopped.status in (EXIT_STOPPED, 1), stopped
-    assert said(stopped).count("--output_dir") == 2 and "warning" not in stopped.output.lower(), stopped
+    assert said(stopped).count("--output_dir") == 2, stopped
+    warnings = [line for line in stopped.output.splitlines() if "warning" in line.lower()]
+    assert all("TensorBoard" in line for line in warnings), stopped  # whose thread may find its file gone first
     assert (tmp_path / "run" / "moved" / "metrics.jsonl").exists()
     (saved,) = (tmp_path / "run" / "out").glob("checkpoint-*")
-    assert saved.name in (
-        "checkpoint-3",
-        "checkpoint-4",
-    )  # or before, if a write fails
+    assert saved.name in ("checkpoint-3", "checkpoint-4")  # the earlier one if a write fails
     train(tmp_path / "run", size, by).expect(0)
     differing = resuming.differences(whole[size], tmp_path / "run" / "out")
     assert [name for name in differing if not name.startswith("metrics.jsonl")] == []
