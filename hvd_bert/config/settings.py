@@ -146,13 +146,6 @@ class ParallelArguments:
         may_change_on_resume=True,
         minimum=0,
     )
-    check_weights_steps: int = flag(
-        "distributed",
-        0,
-        "Horovod and DDP: every N steps, end the run if the weights differ between ranks; 0: do not compare.",
-        may_change_on_resume=True,
-        minimum=0,
-    )
     num_threads: int | None = flag(
         "distributed",
         None,
@@ -169,12 +162,6 @@ class ParallelArguments:
             owner = properties_of(f).owner
             others = owner not in ("", self.strategy) and getattr(self, f.name) != f.default
             require(not others, f"--{f.name} works only with --strategy {owner}, not with {self.strategy}.")
-        every = self.check_weights_steps
-        require(
-            every == 0 or self.strategy in ("horovod", "ddp"),
-            f"--check_weights_steps {every}: with --strategy {self.strategy} the ranks hold no copies of the weights to"
-            " compare. Leave it out.",
-        )
 
 
 @dataclass

@@ -25,7 +25,7 @@ from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.output.reporters import base as reporters
 from hvd_bert.tasks.base import EvaluationResult, Task
 from hvd_bert.train.breakdown import Breakdown, describe_steps
-from hvd_bert.train.health import Health, check_copies
+from hvd_bert.train.health import Health
 from hvd_bert.train.optim import effective_settings, large_batch_note
 from hvd_bert.train.saving import Checkpoints, restore
 from hvd_bert.train.start import load
@@ -262,10 +262,7 @@ class Training:
             now = {"epoch": state.step / per_epoch, "learning_rate": learning_rate, "grad_norm": float(grad_norm)}
             self.metrics_logger.logged(state.step, now | means | self.gpus.read(state.step) | checkpoints.metrics())
             checkpoints.look_for_folder()  # not at each step: its file system may be slow
-        every = self.config.parallel.check_weights_steps
-        if every and state.step % every == 0:  # before a checkpoint holds wrong ones, as is the next check
-            check_copies(state.strategy.model, self.world, state.step)
-        if state.step == total_steps:
+        if state.step == total_steps:  # before a checkpoint holds the untrained weights
             self.health.check_end()
         if stops:
             checkpoints.save_and_stop(self.stop_requests.reason())

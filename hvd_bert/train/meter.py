@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from hvd_bert.distributed.world import World
 from hvd_bert.monitoring import PHASES
 from hvd_bert.tasks.base import Work
 
-MAX_STEPS = 200  # between two reads whose losses are kept; older ones are forgotten
 Item = TypeVar("Item")
 
 
@@ -102,8 +100,7 @@ class Interval:
     """Sums over all ranks between two reads; `seconds` by this rank's clock.
 
     `phases`: seconds per rank and phase, [ranks, phases], in the last `watched` of these steps. Steps before a resume
-    are not among them. `losses`: of the last steps, [ranks, steps]; their sum over the ranks, divided by the world
-    size, is the step's loss.
+    are not among them.
     """
 
     seconds: float
@@ -112,7 +109,6 @@ class Interval:
     positions: int
     watched: int
     phases: torch.Tensor
-    losses: torch.Tensor
 
 
 class Meter:
@@ -140,7 +136,6 @@ class Meter:
         self._step_loss = torch.zeros_like(self._loss)
         self._pending = LastStep(2, world.device)
         self._has_settled = False  # a step
-        self._losses: deque[float] = deque(maxlen=MAX_STEPS)
         self._windows = self._tokens = self._positions = 0
         self._start(0)
 
@@ -198,7 +193,6 @@ class Meter:
             taken = self._pending.take()
         for loss, grad_norm in filter(None, [taken]):
             self._has_settled = True
-            self._losses.append(loss)
             self.skipped_steps += not math.isfinite(grad_norm)
             if self.on_step:
                 self.on_step(loss, grad_norm)
@@ -215,11 +209,10 @@ class Meter:
         laps = self._stopwatch.take()
         if "exposed_comm" not in self.phases:
             laps["compute"] += laps.pop("exposed_comm")
-        mine = [float(self._loss), self._windows, self._tokens, self._positions, *laps.values(), *self._losses]
+        mine = [float(self._loss), self._windows, self._tokens, self._positions, *laps.values()]
         now = self._stopwatch.now_s()
         seconds, self._since = now - self._since, now  # what follows counts for the next step
         self._loss.zero_()
-        self._losses.clear()
         self._windows = self._tokens = self._positions = 0
         table = torch.zeros(self.world.size, len(mine), dtype=torch.float64)
         table[self.world.rank] = torch.tensor(mine, dtype=torch.float64)
@@ -227,8 +220,7 @@ class Meter:
         loss, *counts = table[:, :4].sum(0).tolist()
         windows, tokens, positions = map(round, counts)
         loss /= self.world.size
-        phases, losses = table[:, 4:].split([len(laps), table.shape[1] - 4 - len(laps)], dim=1)
-        self.interval = Interval(seconds, windows, tokens, positions, step - self._watched_from, phases, losses)
+        self.interval = Interval(seconds, windows, tokens, positions, step - self._watched_from, table[:, 4:])
         steps = step - self.last_step
         counted = steps - (self.skipped_steps - self._skipped_before)
         self._skipped_before = self.skipped_steps

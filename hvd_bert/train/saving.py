@@ -40,8 +40,6 @@ class Checkpoints:
         self._train, self._settings, self._task = train, settings, task
         self._writer = ThreadPoolExecutor(1, "checkpoint writer")  # the process ends after its jobs
         self._running: Future[tuple[Exception | None, float]] | None = None  # its error and its seconds
-        if self.args.save_steps and state.world.rank == 0:
-            state.copies.reserve()
         self._last_saved = -1  # not the resumed step, which may be in another run's folder
         self._diverged = False
         self.folder_is_lost = False  # as rank 0 has seen

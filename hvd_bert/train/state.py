@@ -7,7 +7,6 @@ plan is a function of the seed, the step and the global batch, so resuming repla
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,39 +25,15 @@ from hvd_bert.strategies.base import Strategy, StrategyOptions, strategy_class
 from hvd_bert.train.meter import Meter
 from hvd_bert.train.optim import make_optimizer, make_schedule
 
-ALIGNMENT = 64  # bytes
-SLACK = 4 * ALIGNMENT  # bytes per parameter, at most: AdamW's step counter, and the alignment of the other three
-
 
 class Copies:
     """Copies tensors into memory that is kept for the next copies: to use new memory takes longer than to copy."""
 
-    def __init__(self, expected: int = 0, pinned: bool = False) -> None:
-        """`expected`: bytes that `reserve` allocates. `pinned`: for copies from a GPU."""
-        self._expected, self._pinned = expected, pinned
-        self._free = torch.empty(0, dtype=torch.uint8)
+    def __init__(self) -> None:
         self._kept: dict[tuple[str, str], Tensor] = {}
-        self._reserving: threading.Thread | None = None
-
-    @staticmethod
-    def of_training(model: nn.Module, device: torch.device) -> Copies:
-        """For the model's weights and AdamW's two moments."""
-        return Copies(sum(3 * weights.nbytes + SLACK for weights in model.parameters()), device.type == "cuda")
-
-    def reserve(self) -> None:
-        """Start to allocate the memory in the background, so that the first copies need not wait for it."""
-        self._reserving = threading.Thread(target=self._reserve, name="memory for checkpoints")
-        self._reserving.start()
-
-    def _reserve(self) -> None:
-        free = _host_memory((self._expected,), torch.uint8, self._pinned)
-        free.numpy().fill(0)  # so that the system provides the memory; torch would use all threads
-        self._free = free
 
     def copy(self, group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies by name. They replace the group's earlier copies."""
-        if self._reserving:
-            self._reserving.join()
         # Non-blocking copies into pinned memory, with one wait at the end, use the whole bandwidth of the bus.
         copies = {
             name: self._memory(group, name, tensor).copy_(tensor.detach(), non_blocking=True)
@@ -71,15 +46,8 @@ class Copies:
     def _memory(self, group: str, name: str, tensor: Tensor) -> Tensor:
         kept = self._kept.get((group, name))
         if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-            kept = self._kept[group, name] = self._take(tensor)
+            kept = self._kept[group, name] = _host_memory(tensor.shape, tensor.dtype, pinned=tensor.is_cuda)
         return kept
-
-    def _take(self, tensor: Tensor) -> Tensor:
-        aligned = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        if aligned > len(self._free):
-            return _host_memory(tensor.shape, tensor.dtype, tensor.is_cuda)
-        taken, self._free = self._free[: tensor.nbytes], self._free[aligned:]
-        return taken.view(tensor.dtype).view(tensor.shape)
 
 
 def _host_memory(shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> Tensor:
@@ -139,7 +107,6 @@ class TrainState:
         model: nn.Module, plan: BatchPlan, best: Best, args: TrainArguments, parallel: ParallelArguments, world: World
     ) -> TrainState:
         """The state before the first step, with rank 0's weights. A collective."""
-        copies = Copies.of_training(model, world.device)  # before a strategy shards the model
         if args.gradient_checkpointing:
             with world.raise_on_all_ranks():
                 recompute_layers(model)
@@ -153,7 +120,7 @@ class TrainState:
         seed_ranks(args.seed, 0, world)
         meter = Meter(world, strategy.tells_exposed_comm)
         strategy.mark_gradients(meter.gradients_computed)
-        return TrainState(strategy, schedule, meter, plan, world, best, copies)
+        return TrainState(strategy, schedule, meter, plan, world, best)
 
     def snapshot(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """Tensors by file and name, copied to the CPU, and the rest for JSON; empty on ranks other than 0.

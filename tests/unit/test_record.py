@@ -174,23 +174,15 @@ def test_any_content_gives_a_page(tmp_path, data, value):
     assert made.as_markdown() and run_page.summary(record.read(folder))
 
 
-def test_skipped_steps_and_jumps_are_shown_with_their_windows(tmp_path):
+def test_skipped_steps_are_shown_with_their_windows(tmp_path):
     names = [f"question-{number}" for number in range(10)]
     batch = [{"rank": 3, "loss": "nan", "windows": names}, {"rank": 1, "loss": "nan", "windows": ["other"]}]
-    skipped = {"event": "skipped_step", "step": 7, "grad_norm": "nan", "batch": batch}
-    jump = {"event": "loss_jump", "step": 9, "loss": 7.25, "mean": 2.5, "deviation": 0.1, "batch": batch[1:]}
-    damaged = {"event": "loss_jump", "step": None, "loss": "x", "batch": [3, {"windows": 5}]}
-    text = page(unfinished(tmp_path / "run", skipped, jump, damaged))
-    assert "## Skipped steps and jumps of the loss" in text
-    assert f"| 7 | skipped: no finite gradient | - | - | 3 | {', '.join(names[:8])} and 2 more |" in text
-    assert "| 9 | jump of the loss | 7.25 | 2.5 | 1 | other |" in text
-    assert "| None | jump of the loss | - | - | - | - |" in text
-
-
-def test_page_limits_the_skipped_steps(tmp_path):
-    events = [{"event": "skipped_step", "step": step, "batch": []} for step in range(60)]
-    text = page(unfinished(tmp_path / "run", *events))
-    assert "10 earlier events are not shown" in text and "| 10 | skipped" in text and "| 9 | skipped" not in text
+    events = [{"event": "skipped_step", "step": step, "batch": []} for step in range(58)]
+    skipped = {"event": "skipped_step", "step": 70, "grad_norm": "nan", "batch": batch}
+    damaged = {"event": "skipped_step", "step": None, "batch": [3, {"windows": 5}]}
+    text = page(unfinished(tmp_path / "run", *events, skipped, damaged))
+    assert f"| 70 | 3 | {', '.join(names[:8])} and 2 more |" in text and "| None | - | - |" in text
+    assert "10 earlier events are not shown" in text and "| 10 | -" in text and "| 9 | -" not in text
 
 
 # Settings on the report's pages: what differs from the defaults, and between runs

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load, save
 from tables import each
 from test_world import make_world
-from torch import nn
 
 from hvd_bert.train import state
 from hvd_bert.train.state import Best, Copies, seed_ranks
@@ -106,11 +105,8 @@ def places(copies: dict[str, torch.Tensor]) -> dict[str, int]:
     return {name: copy.data_ptr() for name, copy in copies.items() if copy.numel()}
 
 
-@each("expected, pinned", [(0, False), (130, False), (1000, True)])  # this machine can't pin memory: other is taken
-def test_copies_are_equal_and_stay_where_they_are(expected, pinned):
-    copies = Copies(expected, pinned)
-    copies.reserve()
-    before = None
+def test_copies_are_equal_and_stay_where_they_are():
+    copies, before = Copies(), None
     for value in (1.0, 2.0):
         tensors = tensors_of(value)
         made = copies.copy("model", tensors)
@@ -120,26 +116,4 @@ def test_copies_are_equal_and_stay_where_they_are(expected, pinned):
         before = places(made)
     other = copies.copy("optimizer", {"matrix": torch.zeros(3, 5)})
     assert made["matrix"].equal(tensors_of(2.0)["matrix"]) and not other["matrix"].any()
-
-
-def test_changed_shape_gets_other_memory():
-    copies = Copies(64)
-    copies.reserve()
-    copies.copy("model", {"a": torch.ones(3)})
-    assert copies.copy("model", {"a": torch.ones(2, 40)})["a"].equal(torch.ones(2, 40))
-
-
-def test_reserved_memory_is_enough_for_adamw():
-    model = nn.Sequential(nn.Linear(3, 50), nn.LayerNorm(50))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    copies = Copies.of_training(model, torch.device("cpu"))
-    copies.reserve()
-    moments = {
-        f"{number}/{slot}": value
-        for number, slots in enumerate(optimizer.state.values())
-        for slot, value in slots.items()
-    }
-    made = [copies.copy("model", dict(model.state_dict())), copies.copy("optimizer", moments)]
-    assert len({copy.untyped_storage().data_ptr() for group in made for copy in group.values()}) == 1
+    assert copies.copy("model", {"matrix": torch.ones(2, 40)})["matrix"].equal(torch.ones(2, 40))

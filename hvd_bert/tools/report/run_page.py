@@ -28,7 +28,7 @@ def page_of(record: Record) -> Page:
     page = Page(f"Run {record.name}", [status(record), Figures(figures(record))])
     sections: list[tuple[str, Sequence[Block]]] = [
         ("Training", parts.of_run(record)),
-        ("Skipped steps and jumps of the loss", health_of(record)),
+        ("Skipped steps", health_of(record)),
         ("Step time", _step_time(record)),
         ("GPU usage", parts.gpu_usage(record)),
         ("Sample answers", list(_samples(record))),
@@ -232,34 +232,27 @@ def summary(record: Record) -> Sequence[str]:
     return [f"{record.name}: {state.label} {state.text}", *(f"  {name}: {value}" for name, value in figures(record))]
 
 
-WORDS = {
-    "skipped_step": "skipped: no finite gradient",
-    "loss_jump": "jump of the loss",
-}
 MAX_ROWS, MAX_NAMES = 50, 8
 
 
 def health_of(record: Record) -> list[Block]:
     """A table of the last events; empty without any."""
-    rows = [_row(event) for event in record.numeric_events[-MAX_ROWS:]]
+    rows = [_row(event) for event in record.skipped_steps[-MAX_ROWS:]]
     if not rows:
         return []
-    left_out = len(record.numeric_events) - len(rows)
-    note = "The ranks are those whose loss is not finite, or the highest first. events.jsonl has all windows."
+    left_out = len(record.skipped_steps) - len(rows)
+    note = "They had no finite gradient. The ranks are those whose loss is not finite. events.jsonl has all windows."
     if left_out:
         note += f" {left_out} earlier events are not shown."
-    return [Grid(["step", "event", "loss", "mean before", "rank", "windows of that rank"], rows, words=6), Text(note)]
+    return [Grid(["step", "rank", "windows of that rank"], rows, words=3), Text(note)]
 
 
 def _row(event: Mapping[str, Any]) -> list[str]:
     first: Mapping[str, Any] = next(iter(objects_in(event.get("batch"))), {})
     windows = [str(name) for name in kept(first.get("windows"), list[Any], [])]
     more = f" and {len(windows) - MAX_NAMES} more" if len(windows) > MAX_NAMES else ""
-    jump = [_score(event.get(key)) for key in ("loss", "mean")]
     return [
         str(event.get("step", DASH)),
-        WORDS[str(event["event"])],
-        *jump,
         str(first.get("rank", DASH)),
         ", ".join(windows[:MAX_NAMES]) + more or DASH,
     ]

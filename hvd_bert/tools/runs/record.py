@@ -24,7 +24,6 @@ from hvd_bert.tools.runs.reading import EVALUATED_ONLY, MAX_METRICS, METRICS, RE
 from hvd_bert.tools.runs.run import LARGEST
 
 EVENTS, SAMPLES, GPUS = "events.jsonl", "eval_samples.json", "gpu_usage.jsonl"
-NUMERIC = ("skipped_step", "loss_jump")  # events
 RECENT = 20  # lines from which the speed of a run that is still going is computed
 MAX_STEP = 2**53  # floats hold all whole numbers up to it
 SILENT_S = 300.0  # where a lock cannot be seen: a run that has written nothing for longer is not running any more
@@ -70,7 +69,7 @@ class Record:
         facts: train_results.json; of an unfinished run what it recorded at its start.
         ended: The recorded reason why a run that is not finished has ended; "" if there is none.
         warnings: With the ranks that gave them.
-        numeric_events: Skipped steps and jumps of the loss.
+        skipped_steps: Events, with the windows.
         best: The best evaluation: `metric`, `value`, `step`. Of an unfinished run, by the newest checkpoint.
         problems: Files, or lines of files, that could not be read.
     """
@@ -89,7 +88,7 @@ class Record:
     best: Mapping[str, Any]
     ended: str = ""
     warnings: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    numeric_events: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    skipped_steps: Sequence[Mapping[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -187,7 +186,7 @@ def read(folder: Path) -> Record:
         best=kept(facts.get("best") or state.get("best"), dict[str, Any], {}),
         ended="" if finished else "\n".join(dict.fromkeys(ends)),
         warnings=[event for event in events if event.get("event") == "warning"],
-        numeric_events=[event for event in events if event.get("event") in NUMERIC],
+        skipped_steps=[event for event in events if event.get("event") == "skipped_step"],
         problems=problems,
     )
 
