@@ -6,8 +6,8 @@
                                  manifest.json: format version; size and SHA-256 of each file above
     OUTPUT_DIR/latest            the name of the newest one, for people and scripts
 
-A checkpoint is written into a temporary folder, flushed to disk, renamed, and only then named in `latest`. One of the
-same step is renamed meanwhile; `restore_replaced` undoes that after a kill. No file is unpickled.
+A checkpoint is written into a temporary folder, flushed to disk, renamed, and only then named in `latest`. No file is
+unpickled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from hvd_bert.storage import written
-from hvd_bert.storage.reading import Count, convert, open_regular, read_json, read_text
+from hvd_bert.storage.reading import Count, convert, open_regular, read_json
 from hvd_bert.storage.writing import flush, replacing
 
 FORMAT = 1
@@ -36,7 +36,6 @@ POINTER = "latest"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _ASIDE = ".aside"
 _PARTIAL = ".partial-"
-_REPLACED = ".replaced-"  # whole, unlike `discard`'s
 _BLOCK = 1 << 20
 # A name inside the folder, without control characters and halves of characters.
 FileName = Annotated[str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z")]
@@ -94,10 +93,10 @@ def is_checkpoint(name: str) -> bool:
 
 
 def write(output_dir: Path, step: int, contents: Contents) -> Path:
-    """Write a checkpoint, replacing one of the same step, and update `latest`. After an OSError nothing has changed."""
+    """Write a checkpoint, replacing one of the same step, and update `latest`. Raises OSError."""
     written.claim(output_dir, name_of(step), POINTER)
     folder = output_dir / name_of(step)
-    partial, replaced = (folder.with_name(f"{prefix}{folder.name}") for prefix in (_PARTIAL, _REPLACED))
+    partial = folder.with_name(f"{_PARTIAL}{folder.name}")
     written.delete(partial)
     try:
         partial.mkdir()
@@ -114,47 +113,22 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
             flush(file)
         flush(partial)
         if folder.exists():
-            written.delete(replaced)
-            folder.rename(replaced)
-        try:
-            partial.rename(folder)
-        except OSError:
-            restore_replaced(output_dir)
-            raise
+            discard(folder)
+        partial.rename(folder)
         flush(output_dir)
     except SafetensorError as error:  # a full disk, for example
         raise OSError(str(error)) from None
     finally:
         with contextlib.suppress(OSError):
             written.delete(partial)
-    with contextlib.suppress(OSError):  # the next write or resume removes it
-        written.delete(replaced)
     point_to(folder)
     return folder
-
-
-def restore_replaced(output_dir: Path) -> None:
-    """Give a checkpoint its name back if its writer was killed before the new one had it. The caller must hold the
-    run's lock, or be its writer."""
-    for name in filter(is_checkpoint, written.names(output_dir)):
-        replaced = output_dir / f"{_REPLACED}{name}"
-        if replaced.exists() and not (output_dir / name).exists():
-            replaced.rename(output_dir / name)
 
 
 def point_to(folder: Path) -> None:
     """Name `folder` in `latest`, for people and scripts. The trainer uses `candidates`."""
     with replacing(folder.parent / POINTER, durable=True) as partial:
         partial.write_text(f"{folder.name}\n", encoding="utf-8")
-
-
-def lost(output_dir: Path) -> str:
-    """The name of the checkpoint in `latest` if there is no such folder, else ""."""
-    try:
-        name = read_text(output_dir / POINTER, errors="replace").strip()
-    except (OSError, ValueError):
-        return ""
-    return name if _NAME.fullmatch(name) and not (output_dir / name).exists() else ""
 
 
 def candidates(output_dir: Path) -> list[Path]:
@@ -239,7 +213,6 @@ def remove_leftovers(output_dir: Path) -> None:
         if is_checkpoint(name):
             written.delete(output_dir / f"{_PARTIAL}{name}")
             written.delete(output_dir / f"{_PARTIAL}old-{name}")
-            written.delete(output_dir / f"{_REPLACED}{name}")
 
 
 def clear(output_dir: Path) -> None:

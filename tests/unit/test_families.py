@@ -18,7 +18,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIERS
 
-from hvd_bert.checkpoint.resume import configuration_changes
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import DataArguments, ModelArguments
 from hvd_bert.data.collate import Collator
@@ -299,7 +298,6 @@ def test_copies_keep_the_adapted_inputs_and_the_saved_class(name, windows, tmp_p
     assert torch.equal(span_logits(copy.deepcopy(ours), batch)[0], span_logits(ours, batch)[0])
     ours.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [model_class(ours.config).__name__]
-    assert configuration_changes(tmp_path, ours) == []  # a resumed run is not refused
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from made_runs import make_run, make_samples
 from made_timelines import training
 from tables import each, refused
 
-from hvd_bert.checkpoint import files
 from hvd_bert.config import settings_file
 from hvd_bert.config.command_line import trained_settings
 from hvd_bert.data.sources import squad, texts
@@ -185,7 +184,6 @@ KEPT: dict[str, Callable[[Path], object]] = {
     "README.md": lambda folder: (written.add(folder, "README.md"), card.is_ours(folder / "README.md")),
     ".written_by_hvd_bert": written.names,
     ".lock": lambda folder: locks.names_another_host(folder / ".lock"),
-    "latest": files.lost,
 }
 
 

@@ -195,19 +195,6 @@ def test_copied_run_resumes_with_the_file_that_the_refusal_names(tmp_path):
     assert resume.unfinished(copy)
 
 
-@each("killed", ["between the renames", "after them"])
-def test_a_rewrite_of_a_checkpoint_that_was_killed_is_undone(tmp_path, killed):
-    make_run(tmp_path, "train_config.yaml", "checkpoint-5", "latest")
-    (tmp_path / "checkpoint-5" / "inside").write_text("the old one")
-    (tmp_path / "checkpoint-5").rename(tmp_path / ".replaced-checkpoint-5")
-    if killed == "after them":
-        (tmp_path / "checkpoint-5").mkdir()
-    check(config(tmp_path))
-    assert (tmp_path / "checkpoint-5" / "inside").exists() == (killed == "between the renames")
-    output_dir.clear(tmp_path)
-    assert not names(tmp_path)
-
-
 def test_evaluation_replaces_only_an_evaluations_files(tmp_path):
     make_run(tmp_path, "eval_results.json", "metrics.jsonl")
     for name in ("config.json", "eval_mine.json"):

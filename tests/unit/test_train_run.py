@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import json
 import os
-import platform
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from tables import refused
 from test_world import make_world
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer, BertConfig, DebertaV2Config
 
-from hvd_bert import QuestionAnswerer, machine
+from hvd_bert import QuestionAnswerer
 from hvd_bert.checkpoint import files
 from hvd_bert.config.command_line import overriding, parse
 from hvd_bert.config.settings import ModelArguments
@@ -122,31 +121,6 @@ def test_signals_after_the_last_step_do_not_lose_the_model(base, tmp_path, monke
     monkeypatch.setattr(loop.Evaluations, "evaluate", signalled(evaluate))  # a launcher repeats the signal
     train(base, "--output_dir", str(out), "--eval_strategy", "no")
     assert {"model.safetensors", "train_results.json", "eval_results.json"} <= {path.name for path in out.iterdir()}
-
-
-def cpu(vendor: str, folder: Path) -> Path:
-    file = folder / f"cpuinfo-{vendor}"
-    file.write_text(f"processor : 0\nvendor_id : {vendor}\nflags : fpu avx avx2 fma\n")
-    return file
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="all other CPUs are of one kind")
-def test_a_run_resumed_on_another_kind_of_cpu_or_with_other_kernels_says_so(base, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(start, "set_up", lambda config, world: kernels.use(config.train.cpu_kernels))
-    monkeypatch.setattr(machine, "CPUINFO", cpu("GenuineIntel", tmp_path))
-    train(base, "--output_dir", str(tmp_path / "first"), "--save_steps", "2")
-    there = kernels.record("fp32", torch.device("cpu"))
-    resumed = ["--resume_from_checkpoint", str(tmp_path / "first" / "checkpoint-2")]
-    for vendor, chosen, says in (("GenuineIntel", "torch", False), ("AuthenticAMD", "auto", True)):
-        monkeypatch.setattr(machine, "CPUINFO", cpu(vendor, tmp_path))
-        caplog.clear()
-        train(base, *resumed, "--output_dir", str(tmp_path / vendor), "--cpu_kernels", chosen)
-        now = json.loads((tmp_path / vendor / "train_results.json").read_text())["cpu_kernels"]
-        said = [line for line in caplog.messages if "--cpu_kernels" in line]
-        assert len(said) == says == (now != there)
-        if says:
-            assert f"cpu was {there['cpu']} and is {now['cpu']}" in said[0]
-    kernels.use("auto")
 
 
 def test_torchs_kernels_give_the_same_losses(base, tmp_path, monkeypatch):
