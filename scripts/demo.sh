@@ -23,10 +23,10 @@ case " $* " in *" --config "* | *" --config="*) preset=() ;; *) preset=(--config
 launcher=(horovodrun -np 2 -H localhost:2)
 [ -x .venv/bin/horovodrun ] || launcher=(torchrun --nproc-per-node 2 --no-python) flags=(--strategy ddp ${flags[@]+"${flags[@]}"})
 command=("${launcher[@]}" python -m hvd_bert.train
-  ${preset[@]+"${preset[@]}"} --output_dir runs/demo --overwrite_output_dir --log_format plain ${flags[@]+"${flags[@]}"})
+  ${preset[@]+"${preset[@]}"} --output_dir runs/demo --overwrite_output_dir ${flags[@]+"${flags[@]}"})
 printf '\n$ %s\n' "${command[*]}"
-# Remove horovodrun's tags of ranks: only rank 0 prints here.
-"${command[@]}" </dev/null 2>&1 | sed -u 's/\[[0-9,]*\]<std[a-z]*>://g'
+# Remove horovodrun's tags of ranks, since only rank 0 prints here, and times.
+"${command[@]}" </dev/null 2>&1 | sed -Eu 's/\[[0-9,]*\]<std[a-z]*>://g; s/^[-0-9]{10} [:0-9]{8} INFO //'
 
 command=(hvd-bert predict runs/demo --input hvd_bert/sample/dev-v1.1.json.gz)
 printf '\n$ %s\n' "${command[*]}"

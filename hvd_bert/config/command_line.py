@@ -123,11 +123,9 @@ def before_joining(argv: list[str], parse: Callable[[list[str]], Config] = parse
     try:
         if not HELP & set(argv):
             config = parse(argv)
-            records = config.parallel.strategy == "horovod" and bool(config.profiling.steps_to_record)
             return {
                 "strategy": config.parallel.strategy,
-                "records_timeline": records,
-                "log_format": config.train.log_format,
+                "records_timeline": config.profiling.timeline is not None,
             }
     except UserError:
         pass

@@ -37,7 +37,7 @@ __all__ = [
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # Those of earlier versions, which the settings of their runs still name; they changed no result.
-FORMER_FLAGS = {"preprocessing_num_workers", "overwrite_cache"}
+FORMER_FLAGS = {"preprocessing_num_workers", "overwrite_cache", "log_format", "timeline_mark_cycles"}
 # Implementations: hvd_bert.strategies.base. none: a single process.
 STRATEGIES = ["horovod", "ddp", "fsdp", "deepspeed", "dp", "none"]
 
@@ -183,9 +183,6 @@ class ProfilingArguments:
         metavar="FIRST:LAST",
         may_change_on_resume=True,
     )
-    timeline_mark_cycles: bool = flag(
-        "profiling", False, "Mark the cycles of Horovod's background thread in the timeline.", may_change_on_resume=True
-    )
     profile: bool = flag(
         "profiling",
         False,
@@ -206,8 +203,6 @@ class ProfilingArguments:
         check_ranges(self)
         fits = re.fullmatch(r"[1-9][0-9]{0,8}:[1-9][0-9]{0,8}", self.timeline_steps) and self._steps()
         require(bool(fits), f"--timeline_steps {self.timeline_steps}: give the first and the last step, as in 11:30.")
-        unused = self.timeline_mark_cycles and not (self.timeline or self.profile)
-        require(not unused, "--timeline_mark_cycles needs a recording: give --timeline_file FILE.")
 
     def _steps(self) -> range:
         first, last = self.timeline_steps.split(":")

@@ -158,14 +158,6 @@ class TrainArguments:
         metavar="NAME,...",
         may_change_on_resume=True,
     )
-    log_format: str | None = flag(
-        "output",
-        None,
-        "Format of log lines: the message alone (plain), or with time and level (full).",
-        default_text="plain on a terminal without a launcher, else full",
-        choices=("plain", "full"),
-        may_change_on_resume=True,
-    )
     eval_strategy: str = flag(
         "evaluation",
         "epoch",

@@ -165,8 +165,8 @@ class HorovodWorld(World):
         """Around a wait for work that ranks do independently, such as tokenizing: it may take long."""
         return self.waiting(lambda: ["the next collective"], watchdog.LONGEST_S)
 
-    def start_timeline(self, path: Path, mark_cycles: bool) -> None:
-        self._hvd.start_timeline(str(path), mark_cycles=mark_cycles)
+    def start_timeline(self, path: Path) -> None:
+        self._hvd.start_timeline(str(path))
 
     def stop_timeline(self) -> None:
         self._hvd.stop_timeline()

@@ -17,15 +17,14 @@ from hvd_bert.errors import VISIBLE
 
 log = logging.getLogger("hvd_bert")
 
-FORMATS = {"plain": "%(prefix)s%(message)s", "full": "%(asctime)s %(levelname)s %(prefix)s%(message)s"}
 _MESSAGE = logging.Formatter()  # the message and, if there is one, the traceback
 
 
 class _Formatter(logging.Formatter):
     """Names the ranks, except where it is rank 0 alone."""
 
-    def __init__(self, log_format: str, rank: int) -> None:
-        super().__init__(FORMATS[log_format], "%Y-%m-%d %H:%M:%S")
+    def __init__(self, rank: int, timed: bool) -> None:
+        super().__init__("%(asctime)s %(levelname)s " * timed + "%(prefix)s%(message)s", "%Y-%m-%d %H:%M:%S")
         self._rank = rank
 
     def format(self, record: logging.LogRecord) -> str:
@@ -75,18 +74,17 @@ def report(text: str) -> None:
     events.failed(text)
 
 
-def start(rank: int, log_format: str | None = None) -> None:
+def start(rank: int) -> None:
     """Print what is logged, also Python's warnings. Ranks other than 0 print warnings and errors only.
 
-    `log_format`: a key of FORMATS; None: plain on a terminal without a launcher, else full. Open MPI gives its ranks a
-    terminal, wherever its own output goes.
+    Lines have a time and a level, except on a terminal without a launcher: Open MPI gives its ranks a terminal,
+    wherever its own output goes.
     """
     global _console
-    if log_format is None:
-        log_format = "plain" if find_launcher(os.environ).size is None and sys.stdout.isatty() else "full"
+    timed = find_launcher(os.environ).size is not None or not sys.stdout.isatty()
     _console = _Console()
     _console.rank = rank
-    _console.setFormatter(_Formatter(log_format, rank))
+    _console.setFormatter(_Formatter(rank, timed))
     logging.basicConfig(handlers=[_console], force=True)  # replaces an earlier world's, under Horovod elastic
     logging.captureWarnings(True)
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)

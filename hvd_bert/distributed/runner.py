@@ -39,21 +39,19 @@ def run_as_rank(
     entry: Callable[[World], None],
     strategy: str = "horovod",
     records_timeline: bool = False,
-    log_format: str | None = None,
 ) -> NoReturn:
     """Join the world, call `entry(world)` and exit with 0. After an error, report it once and end all ranks.
 
     It does not return, and may skip `finally` blocks around this call: `entry` must clean up itself.
 
     `records_timeline`: whether Horovod records a timeline of some steps. It prepares for that when it starts.
-    `log_format`: as `logs.start` takes it.
     """
     keep_running()
     if records_timeline:
         ready_for_timeline(os.environ)
     generation = 0
     while True:
-        world = _join(strategy, generation, log_format)
+        world = _join(strategy, generation)
         try:
             with interruptible():  # the other ranks must not wait for this one
                 world.set_up_device()
@@ -87,9 +85,9 @@ def run_as_rank(
         generation += 1
 
 
-def _join(strategy: str, generation: int, log_format: str | None) -> World:
+def _join(strategy: str, generation: int) -> World:
     try:
-        logs.start(find_launcher(os.environ).rank or 0, log_format)
+        logs.start(find_launcher(os.environ).rank or 0)
         world = join(strategy, generation)
     # All processes have the next two errors. Only those that report it fail: another's failure could make the launcher
     # kill them before they have.
@@ -102,7 +100,7 @@ def _join(strategy: str, generation: int, log_format: str | None) -> World:
     except Exception as error:
         logs.report(_failure(error, f"a rank on {socket.gethostname()}"))
         _abort_all()
-    logs.start(world.rank, log_format)  # which may differ from the launcher's rank
+    logs.start(world.rank)  # which may differ from the launcher's rank
     return world
 
 

@@ -232,7 +232,7 @@ class World:
         """
         return lambda: mine
 
-    def start_timeline(self, path: Path, mark_cycles: bool) -> None:
+    def start_timeline(self, path: Path) -> None:
         """On rank 0 only: have Horovod record its timeline in a new file from now on."""
         raise NotImplementedError("only Horovod has a timeline")
 

@@ -23,7 +23,6 @@ from hvd_bert.monitoring.trace import RankTrace, pack, write_trace
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import writing_to
 
-TIMELINE = "timeline.json"
 TRACE = "trace.json.gz"
 
 
@@ -42,7 +41,6 @@ class Recording:
         self,
         config: ProfilingArguments,
         args: TrainArguments,
-        strategy: str,
         total_steps: int,
         meter: Laps,
         world: World,
@@ -52,9 +50,8 @@ class Recording:
         self._train = args
         wanted = self.config.steps_to_record
         self.steps = range(wanted.start, min(wanted.stop, total_steps + 1))
-        # Without --timeline_file --profile records the timeline, too, in the output folder.
-        self._in_folder = self.config.profile and strategy == "horovod" and world.size > 1
-        self.running = self._unwritable = False
+        self.file = Path(config.timeline) if config.timeline else None  # Horovod's timeline
+        self.running = False
         self.profiler: torch.profiler.profile | None = None
         self.offset_ns = 0
         self.laps: list[tuple[str, int]] = []
@@ -62,21 +59,12 @@ class Recording:
             if wanted and not self.steps:
                 flag = f"--timeline_steps {self.config.timeline_steps}"
                 raise UserError(f"{flag}: this run has only {total_steps} steps. Choose some of them.")
-            if self.config.timeline and world.size == 1:
+            if self.file and world.size == 1:
                 raise UserError(
                     "--timeline_file: a single rank sends no gradients. Start more ranks, or use --profile instead."
                 )
-            if self.config.timeline and world.rank == 0:
-                _check_file(Path(self.config.timeline), self._train.output_dir)
-
-    @property
-    def file(self) -> Path | None:
-        """The file of Horovod's timeline; None without one."""
-        if self._unwritable:
-            return None
-        if self.config.timeline:
-            return Path(self.config.timeline)
-        return self._train.folder / TIMELINE if self._in_folder else None
+            if self.file and world.rank == 0:
+                _check_file(self.file, self._train.output_dir)
 
     def before(self, step: int) -> None:
         """Call before step `step` (1, 2, ...). A collective before the first step to record."""
@@ -108,9 +96,9 @@ class Recording:
         except OSError as error:
             reason = error.strerror or error
             log.warning("%s: the timeline cannot be recorded: %s. Training continues.", file, reason)
-            self._unwritable = True
+            self.file = None
         else:
-            self.world.start_timeline(file, self.config.timeline_mark_cycles)
+            self.world.start_timeline(file)
 
     def _stop(self) -> None:
         self.running = False
@@ -148,8 +136,8 @@ class Recording:
         path = self._train.folder / TRACE
         try:
             written.add(path.parent, TRACE)
-            write_trace(path, traces, self.file)
-        except (OSError, ValueError, UserError) as error:
+            write_trace(path, traces)
+        except (OSError, ValueError) as error:
             log.warning("The trace of %s could not be written: %s. Training continues.", steps, error)
         else:
             log.info("Trace of all ranks in %s: %s, for ui.perfetto.dev or chrome://tracing", steps, path)

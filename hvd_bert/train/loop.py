@@ -157,8 +157,7 @@ class Training:
         self.checkpoints = Checkpoints(self.state, config.checkpoint, args, config.as_flat(), task)
         fp16 = args.fp16 or config.parallel.fp16_allreduce
         self.health = Health(self.state.meter, self.plan, world, self.state.step, task.window_names, fp16)
-        strategy = config.parallel.strategy
-        self.recording = Recording(config.profiling, args, strategy, self.total_steps, self.state.meter, world)
+        self.recording = Recording(config.profiling, args, self.total_steps, self.state.meter, world)
         self.effective = effective_settings(args, self.plan, self.state.schedule.base_lrs[0], world)
         self.stop_requests = StopRequests(world)
         self.model_step = self.state.step

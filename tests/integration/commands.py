@@ -18,7 +18,7 @@ from hvd_bert.config.command_line import overriding
 _PREFIX = re.compile(r"\[\d+(,\d+)?\]<std(out|err)>:")
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
 GLOBAL_BATCH = 16
-TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (INFO|WARNING) ", re.MULTILINE)  # of --log_format full
+TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (INFO|WARNING) ", re.MULTILINE)  # before a log line
 
 
 def skip_without(strategy: str) -> None:

@@ -3,8 +3,8 @@
 ending FOLDER [STATUS]: leaves work to the end of its process. Each rank appends the stages of that end to its own file
   in FOLDER. With STATUS all ranks fail with it.
 failing FOLDER KIND: rank 1 fails while the others wait for it in a collective.
-warning FORMAT FAILURE: ranks warn, of the same and of different things, and rank 1 may then fail. FORMAT: plain or
-  default. FAILURE: none, UserError, RuntimeError (as in no user's mistake).
+warning FAILURE: ranks warn, of the same and of different things, and rank 1 may then fail. FAILURE: none, UserError,
+  RuntimeError (as in no user's mistake).
 unmet RANK store|group: RANK cannot reach the others, at rank 0's store or in the group made through it.
 """
 
@@ -71,7 +71,7 @@ def failing(world: World, folder: str, kind: str) -> None:
     world.sum(torch.ones(1))
 
 
-def warning(world: World, log_format: str, failure: str) -> None:
+def warning(world: World, failure: str) -> None:
     with world.raise_on_all_ranks():
         log.info("started")
         log.warning("the disk is slow")
@@ -112,5 +112,4 @@ if __name__ == "__main__":
     if name == "unmet":
         lose(int(words[0]), words[1])
     entry = {"ending": ending, "failing": failing, "warning": warning, "unmet": unmet}[name]
-    log_format = words[0] if name == "warning" and words[0] != "default" else None
-    run_as_rank(lambda world: entry(world, *words), strategy, log_format=log_format)
+    run_as_rank(lambda world: entry(world, *words), strategy)

@@ -33,8 +33,11 @@ class Clock:
 
 
 @pytest.fixture(autouse=True)
-def console() -> None:
-    logs.start(rank=0, log_format="plain")
+def console(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines without times."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stdout, "isatty", lambda: True)
+        logs.start(rank=0)
 
 
 @pytest.fixture

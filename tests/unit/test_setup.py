@@ -373,7 +373,7 @@ def test_every_package_has_a_reason() -> None:
 @pytest.mark.parametrize(
     ("script", "words", "without_apt", "others"),
     [
-        ("demo.sh", ["--seed", "2"], ["setup.sh --no-apt"], "--log_format plain --seed 2\n"),
+        ("demo.sh", ["--seed", "2"], ["setup.sh --no-apt"], "--overwrite_output_dir --seed 2\n"),
         (
             "test.sh",
             ["tests/cluster", "-x"],

@@ -187,7 +187,7 @@ def recording(file: Path, out: Path | None = None) -> Recording:
     world = make_world(size=2)
     world.allgather = lambda value: [value, value]  # type: ignore[method-assign]
     config = parse(flags)
-    return Recording(config.profiling, config.train, config.parallel.strategy, 3, Meter(make_world()), world)
+    return Recording(config.profiling, config.train, 3, Meter(make_world()), world)
 
 
 def test_timeline_replaces_only_a_runs_timeline(tmp_path):
@@ -207,7 +207,7 @@ def test_timeline_of_an_earlier_attempt_is_replaced(tmp_path, monkeypatch):
     out, file = tmp_path / "out", tmp_path / "t.json"
     out.mkdir()
     first = recording(file, out)
-    monkeypatch.setattr(first.world, "start_timeline", lambda path, mark: path.write_text("[events"), raising=False)
+    monkeypatch.setattr(first.world, "start_timeline", lambda path: path.write_text("[events"), raising=False)
     first.before(1)
     assert written.names(out) == {"../t.json"} and file.exists()
     recording(file, out)

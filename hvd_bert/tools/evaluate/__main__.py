@@ -39,7 +39,7 @@ def main(world: World) -> None:
 ACCEPTED = {name for name, flag in FLAGS.items() if flag.group in ("model", "data", "question-answering")}
 ACCEPTED -= {"model_name_or_path", "train_file", "max_train_samples"}
 ACCEPTED |= {"per_device_eval_batch_size", "bf16", "fp16", "tf32", "deterministic", "cpu_kernels"}
-ACCEPTED |= {"strategy", "num_threads", "output_dir", "log_format"}
+ACCEPTED |= {"strategy", "num_threads", "output_dir"}
 OF_OWN_TASKS = ("train_file",)  # a task of one's own may read its model's shape, or all its data, from it
 
 # Settings that are taken from the model's training by default. Both models of a comparison have equal `SHARED` ones.
