@@ -32,8 +32,6 @@ Record = Mapping[str, Any]
 HEADS = {
     "ForQuestionAnswering": ("question-answering", "AutoModelForQuestionAnswering"),
     "ForSequenceClassification": ("text-classification", "AutoModelForSequenceClassification"),
-    "ForTokenClassification": ("token-classification", "AutoModelForTokenClassification"),
-    "ForMaskedLM": ("fill-mask", "AutoModelForMaskedLM"),
 }
 # Settings that other rows of the table show, or the text.
 SHOWN = {
@@ -132,7 +130,8 @@ def text(folder: Path, settings: Record, results: Record, scores: Record) -> str
         command=command(settings),
         ranks=results["world_size"],
         hardware=_table([("Record", "Value"), *_hardware(results)]),
-        limits="\n".join(f"- {limit}" for limit in _limits(tag, settings, scores)),
+        evaluated=bool(scores),
+        without_answers=settings["version_2_with_negative"],
     )
     return str(card)
 
@@ -246,21 +245,3 @@ def _hardware(results: Record) -> list[tuple[str, object]]:
         ("Training time", f"{time}, without evaluations ({speed})"),
         ("Versions", versions),
     ]
-
-
-def _limits(tag: str | None, settings: Record, scores: Record) -> list[str]:
-    limits = ["The license, the languages and the biases of the model and of its data are not recorded here."]
-    if scores:
-        limits.append("It was evaluated on the data named above only. Its quality on other data is unknown.")
-    if tag == "question-answering":
-        limits.append("Every answer is a part of the passage. It does not check whether the passage is true.")
-        if settings["version_2_with_negative"]:
-            limits.append(
-                "For a question without an answer, hvd_bert returns an empty text. The code for transformers prints"
-                " the first token instead, such as `[CLS]`."
-            )
-        else:
-            limits.append("It was trained on questions that have an answer: it gives one even if the passage has none.")
-    if tag in ("question-answering", "text-classification"):
-        limits.append(f"It reads at most {settings['max_seq_length']} tokens at a time.")
-    return limits

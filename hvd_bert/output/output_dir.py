@@ -119,7 +119,6 @@ def _begin(args: TrainArguments, settings: Settings, resume_point: ResumePoint |
         if args.do_train and _entries(folder):
             raise UserError(f"--output_dir {folder}: another run has written there meanwhile. Rerun the same command.")
         _check_content(settings, folder)
-    written.remove_partials(folder)
     if resume_point and resume_point.folder.resolve().parent == folder.resolve():
         forget_after(folder, resume_point.step)
     elif args.do_train:

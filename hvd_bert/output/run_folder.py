@@ -113,9 +113,6 @@ def save_model(folder: Path, task: Task) -> None:
     except SafetensorError as error:  # a full disk, for example
         written.delete(partial)
         raise OSError(str(error)) from None
-    except FileExistsError as error:
-        kept = f"The trained model is in {partial}: move that folder away too, since the next run removes it"
-        raise FileExistsError(error.errno, f"{error.strerror}. {kept}") from None
 
 
 def of_task(task: Task) -> dict[str, Any]:

@@ -30,11 +30,8 @@ def open_to_append(path: Path) -> TextIO:
 class JsonLines:
     """A file with a fixed name, one JSON value per line. If a line cannot be written, the run continues.
 
-    It warns once. The next call tries again to write what is missing, in the same order. Once that is more than
-    `PENDING_LIMIT` bytes, further lines are lost.
+    It warns once. The next call tries again to write what is missing, in the same order.
     """
-
-    PENDING_LIMIT = 2**24  # tens of thousands of lines
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
@@ -45,8 +42,7 @@ class JsonLines:
 
     def write(self, *values: Any) -> None:
         """Write one line per value."""
-        if len(self._pending) < self.PENDING_LIMIT:
-            self._pending += "".join(json.dumps(value, allow_nan=False) + "\n" for value in values).encode()
+        self._pending += "".join(json.dumps(value, allow_nan=False) + "\n" for value in values).encode()
         try:
             while self._pending:
                 written = os.write(self._file.fileno(), self._pending)  # part of it, if the disk is nearly full

@@ -93,12 +93,6 @@ def remove(folder: Path, wanted: Collection[str], command: str = "") -> None:
             partial.write_text(text, encoding="utf-8", errors="surrogateescape")
 
 
-def remove_partials(folder: Path) -> None:
-    """Remove temporary files of recorded names: those of a killed program."""
-    for name in filter(_is_inside, names(folder)):
-        delete(partial_of(folder / name))
-
-
 def _is_inside(name: str) -> bool:
     return os.path.basename(name) == name not in ("", ".", "..")
 

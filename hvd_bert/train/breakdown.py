@@ -139,12 +139,9 @@ def _totals(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     if results.get("evaluations"):
         lines.append(f"{results['evaluations']} evaluation(s) in {results['evaluation_s']:.1f} s.")
     if results["checkpoints"]:
-        copies = results["checkpoint_copy_s"]
-        writes = results["checkpoint_pause_s"] - copies
+        waited, wrote = results["checkpoint_pause_s"], results["checkpoint_write_s"]
         lines.append(
-            f"{results['checkpoints']} checkpoint(s): training waited {copies:.2f} s for copies and {writes:.2f} s for"
-            f" writes. Writing took {results['checkpoint_write_s']:.2f} s, of which"
-            f" {results['checkpoint_overlap_s']:.2f} s overlapped with training."
+            f"{results['checkpoints']} checkpoint(s): training waited {waited:.2f} s, writing took {wrote:.2f} s."
         )
     tokens, work = "", ""
     if found["tokens_per_s"] != found["windows_per_s"]:  # otherwise examples have no tokens, and each counts as 1

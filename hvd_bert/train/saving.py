@@ -24,8 +24,7 @@ from hvd_bert.output import output_dir
 from hvd_bert.tasks.base import Task
 from hvd_bert.train.state import TrainState
 
-# Rank 0's seconds: training waits; the part of these for copies; the writes take; the part of these without waiting.
-SECONDS = ("checkpoint_pause_s", "checkpoint_copy_s", "checkpoint_write_s", "checkpoint_overlap_s")
+SECONDS = ("checkpoint_pause_s", "checkpoint_write_s")  # rank 0's: training waits; the writes take
 
 
 class Checkpoints:
@@ -68,8 +67,7 @@ class Checkpoints:
             self._end_of_write(warns=True)
             # The other ranks wait here: at the next gradients a slow file system would look like a stall.
             self.state.world.allgather(None)
-            with self._counted("checkpoint_copy_s"):
-                tensors, rest = self.state.snapshot()
+            tensors, rest = self.state.snapshot()
         self._last_saved = self.state.step
         self.totals["checkpoints"] += 1
         if self.state.world.rank == 0:
@@ -84,14 +82,10 @@ class Checkpoints:
     def _pause(self) -> Iterator[None]:
         """Around work that training waits for."""
         self.state.meter.lap("other")
-        with self.state.meter.phase("checkpoint"), self._counted("checkpoint_pause_s"):
+        with self.state.meter.phase("checkpoint"):
+            start = time.perf_counter()
             yield
-
-    @contextmanager
-    def _counted(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._count(name, time.perf_counter() - start)
+            self._count("checkpoint_pause_s", time.perf_counter() - start)
 
     def _count(self, name: str, seconds: float) -> None:
         self._new[name] = self._new.get(name, 0.0) + seconds
@@ -136,11 +130,9 @@ class Checkpoints:
         """Wait for the write, if there is one, and count its time. Returns its error."""
         if self._running is None:
             return None
-        start = time.perf_counter()
-        error, written = self._running.result()
-        waited, self._running = time.perf_counter() - start, None
-        self._count("checkpoint_write_s", written)
-        self._count("checkpoint_overlap_s", max(0.0, written - waited))
+        error, seconds = self._running.result()
+        self._running = None
+        self._count("checkpoint_write_s", seconds)
         if error is not None and warns and not self.look_for_folder():
             log.warning("A checkpoint could not be written in %s: %s. Training continues.", self.folder, error)
         return error

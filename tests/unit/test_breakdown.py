@@ -12,9 +12,8 @@ from tables import each
 from test_world import make_world
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hvd_bert.data.batch_plan import BatchPlan, _shares
-from hvd_bert.data.collate import AHEAD, Prefetcher
-from hvd_bert.model.flops import PEAKS, peak_flops, published_peak
+from hvd_bert.data.batch_plan import BatchPlan
+from hvd_bert.model.flops import peak_flops, published_peak
 from hvd_bert.monitoring import PHASES
 from hvd_bert.tools.bench.__main__ import parse
 from hvd_bert.tools.bench.measure import Recorder
@@ -42,8 +41,7 @@ class Meter:
     def read(self, step: int) -> dict[str, float]:
         steps, self.last_step = step - self.last_step, step
         phases = torch.tensor(next(self.looks), dtype=torch.float64)
-        seconds, losses = float(phases[0].sum()), torch.zeros(2, 0)
-        self.interval = Interval(seconds, 2 * steps, 80 * steps, 100 * steps, steps, phases, losses)
+        self.interval = Interval(float(phases[0].sum()), 2 * steps, 80 * steps, 100 * steps, steps, phases)
         return {"loss": 1.0}
 
 
@@ -86,13 +84,6 @@ def test_sums_leave_the_first_line_out():
     assert "mfu" not in trained().results()
 
 
-def test_only_line_is_what_there_is():
-    breakdown = Breakdown(Meter(looks=(TWO_STEPS,)), plan(), flops_of, None, 0)
-    assert breakdown.results() == {}
-    breakdown.read(2)
-    assert breakdown.results()["step"]["ms"] == pytest.approx(2000.0)
-
-
 def test_line_after_a_stop_is_that_of_a_run_never_stopped():
     whole = Breakdown(Meter(2, looks=(TWO_STEPS,)), plan(), flops_of, 1e12, 2)
     resumed = Breakdown(Meter(2, looks=(TWO_STEPS,)), plan(), flops_of, 1e12, 4)  # steps 2 and 3 before the stop
@@ -102,20 +93,8 @@ def test_line_after_a_stop_is_that_of_a_run_never_stopped():
     assert whole.read(5) == resumed.read(5)
 
 
-def test_counting_a_step_partitions_nothing_again():
-    of_two, steps = plan(), 8
-    before = _shares.cache_info().misses
-    batches = Prefetcher(of_two, lambda ids: ids, rank=0, first=0)
-    for step in range(steps):
-        list(batches.of_step(step))
-        of_two.imbalance(step)
-    batches.close()
-    assert _shares.cache_info().misses - before == steps + AHEAD
-
-
 def results(peak: float | None = None, device: str = "cpu") -> dict:
-    checkpoints = {"checkpoints": 2, "checkpoint_pause_s": 0.25, "checkpoint_copy_s": 0.05}
-    checkpoints |= {"checkpoint_write_s": 1.0, "checkpoint_overlap_s": 0.8}
+    checkpoints = {"checkpoints": 2, "checkpoint_pause_s": 0.25, "checkpoint_write_s": 1.0}
     place = {"world_size": 2, "ranks": [{"device": device}], "device_name": "GPU of tomorrow", "precision": "bf16"}
     evaluations = {"evaluations": 2, "evaluation_s": 4.0}
     return {"breakdown": trained(peak).results(), "strategy": "horovod"} | evaluations | checkpoints | place
@@ -129,24 +108,18 @@ def test_table_at_the_end():
     assert ["step", "2000.0", "2000.0", "2000.0", "100.0%"] in words
     assert ["evaluation", "(additional)", "1000.0", "50.0%"] in words
     assert "2 evaluation(s) in 4.0 s." in lines
-    wrote = "Writing took 1.00 s, of which 0.80 s overlapped with training."
-    waited = "training waited 0.05 s for copies and 0.20 s for writes."
-    assert f"2 checkpoint(s): {waited} {wrote}" in lines
+    assert "2 checkpoint(s): training waited 0.25 s, writing took 1.00 s." in lines
     assert any("MFU" in line and "padding 20.0%" in line for line in lines)
     assert lines[-1].startswith("Waiting for data takes 10% of the step: ")
 
 
-def test_examples_without_tokens_have_no_rate_of_tokens():
+def test_table_of_other_runs():
     found = results() | {"unit": "images"}
     found["breakdown"]["tokens_per_s"] = found["breakdown"]["windows_per_s"]
     text = "\n".join(describe_steps(found))
-    assert " images/s" in text and "token" not in text and "padding" not in text
-
-
-def test_unknown_peak_is_reported_for_gpus_only():
+    assert " images/s" in text and not [word for word in ("token", "padding", "MFU") if word in text]
     (line,) = [line for line in describe_steps(results(device="cuda:0")) if "MFU" in line]
     assert "GPU of tomorrow in bf16" in line and "--peak_tflops" in line
-    assert not [line for line in describe_steps(results()) if "MFU" in line]
 
 
 @each(
@@ -169,24 +142,15 @@ def test_advice_names_a_recording_that_the_run_has(strategy, size, share, advice
 @each(
     ("name", "precision", "tflops"),
     [
-        ("NVIDIA A100-PCIE-40GB", "bf16", 312.0),
         ("NVIDIA A100-SXM4-80GB", "tf32", 156.0),
-        ("Tesla V100-SXM2-32GB", "fp16", 125.0),
         ("Tesla V100-SXM2-32GB", "tf32", 15.7),  # it has no TF32 and uses fp32
         ("Tesla V100-SXM2-32GB", "bf16", None),
         ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
         ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "bf16", None),
-        ("NVIDIA GeForce 9400", "fp32", None),
     ],
 )
 def test_published_peaks(name, precision, tflops):
     assert published_peak(name, precision) == (None if tflops is None else pytest.approx(tflops * 1e12))
-
-
-def test_peaks_are_dense_ones():
-    """TF32 is half of bf16 where both are listed. A figure with sparsity would be twice as large."""
-    both = [figures for figures in PEAKS.values() if {"tf32", "bf16"} <= figures.keys()]
-    assert all(0.49 < figures["tf32"] / figures["bf16"] < 0.51 for figures in both)
 
 
 def test_peak_of_all_devices(monkeypatch):

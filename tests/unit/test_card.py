@@ -18,7 +18,7 @@ from test_train_run import base, process_stays_as_it_was, train  # noqa: F401  #
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import FLAGS
-from hvd_bert.output import card, public, run_folder
+from hvd_bert.output import card, output_dir, public, run_folder
 
 
 def code_of(content: str, language: str) -> str:
@@ -69,29 +69,26 @@ def test_card_of_a_training(base, tmp_path, monkeypatch):  # noqa: F811
     assert printed_by(code_of(content, "python"), tmp_path / "out", monkeypatch).endswith("\n")
 
 
-def test_a_users_card_stays(base, tmp_path, caplog):  # noqa: F811
-    caplog.set_level("INFO", "hvd_bert")
-    out = tmp_path / "out"
-    train(base, "--output_dir", str(out))
-    written_card = (out / "README.md").read_text()
-    (out / "README.md").write_text(edited := written_card.replace("# out", "# My model"))
-    train(base, "--no_do_train", "--model_name_or_path", str(out), "--output_dir", str(out))
-    assert (out / "README.md").read_text() == edited
-    (out / "README.md").unlink()
-    (tmp_path / "notes.md").write_text(written_card)
-    (out / "README.md").symlink_to(tmp_path / "notes.md")
-    train(base, "--output_dir", str(out), "--overwrite_output_dir", "--max_steps", "4")
-    assert (tmp_path / "notes.md").read_text() == written_card and (out / "README.md").is_symlink()
-    assert f"{out}/README.md is not this program's: it stays as it is." in caplog.messages
+def test_a_users_card_stays(tmp_path, caplog):
+    path, settings = tmp_path / "README.md", parse(["--task", "digits:Digits"]).as_flat()
 
-    (out / "README.md").unlink()
-    train(base, "--output_dir", str(out), "--overwrite_output_dir", "--max_steps", "4")
-    assert "(4 steps)" in (out / "README.md").read_text()
-    train(base, "--output_dir", str(out), "--overwrite_output_dir")
-    assert "(3 steps)" in (out / "README.md").read_text()
+    def rewritten(steps: int) -> str:
+        output_dir.clear(tmp_path)  # as a run that overwrites the folder
+        card.write(tmp_path, settings, results_of(train_steps=steps), {})
+        return path.read_text()
+
+    assert "(4 steps)" in rewritten(4)
+    assert "(3 steps)" in rewritten(3)
+    content = path.read_text()
+    path.write_text(edited := content.replace("# test", "# My test"))
+    assert rewritten(5) == edited and f"{path} was edited" in caplog.text
+    path.unlink()
+    (tmp_path / "notes.md").write_text(content)
+    path.symlink_to(tmp_path / "notes.md")
+    assert rewritten(5) == content and path.is_symlink()
 
 
-def test_card_of_a_classification(make_task, tmp_path, monkeypatch, caplog):  # noqa: F811
+def test_card_of_a_classification(make_task, tmp_path, monkeypatch):  # noqa: F811
     task, out = make_task("--output_dir", str(tmp_path / "out")), tmp_path / "out"
     out.mkdir()
     run_folder.save_model(out, task)
@@ -105,10 +102,6 @@ def test_card_of_a_classification(make_task, tmp_path, monkeypatch, caplog):  # 
     assert r"Trained on `a\|b'.jsonl`: 1,500 texts." in content and "are in percent" not in content
     label, probability = printed_by(code_of(content, "python"), out, monkeypatch).split()
     assert label in ("maybe", "no", "yes") and 1 / 3 <= float(probability) <= 1
-    (out / "README.md").write_text(edited := content.replace("# out", "# My model"))
-    card.write(out, settings, results_of(unit="texts"), {})
-    assert (out / "README.md").read_text() == edited
-    assert "README.md was edited and is kept: it describes the earlier model." in caplog.text
 
 
 def test_card_of_an_own_task_and_a_model_that_is_not_transformers(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ from tables import each, refused
 from test_world import make_world
 
 from hvd_bert.checkpoint import resume
-from hvd_bert.checkpoint.files import Contents
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed.world import CollectiveError
@@ -44,13 +42,10 @@ def begin(settings: Config, resume_point: resume.ResumePoint | None = None) -> N
     output_dir.begin(settings.train, settings.as_flat(), resume_point, make_world())
 
 
-def test_check_changes_nothing(tmp_path):
-    check(config(tmp_path / "a" / "b"))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_folder_is_made_with_the_settings(tmp_path):
     wanted = config(tmp_path / "a" / "b")
+    check(wanted)
+    assert list(tmp_path.iterdir()) == []
     begin(wanted)
     assert parse(["--config", str(tmp_path / "a" / "b" / "train_config.yaml")]) == wanted
 
@@ -82,13 +77,6 @@ def test_something_else_in_the_way(tmp_path, inside, place):
     (tmp_path / "link to nowhere").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError, match=f"--output_dir .*{place}"):
         check(config(tmp_path / place / inside, OVERWRITE))
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_folder_without_permission(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(UserError, match="Permission denied"):
-        check(config(tmp_path))
 
 
 def test_folder_that_cannot_be_searched_is_refused(tmp_path, monkeypatch):
@@ -149,10 +137,8 @@ def test_only_files_that_a_run_wrote_are_removed(tmp_path):
 
 
 @each("name", EVERY)
-@each("alongside", ["a run's files", "nothing else"])
-def test_folder_with_a_users_file_of_a_runs_name_is_refused(tmp_path, name, alongside):
-    if alongside == "a run's files":
-        make_run(tmp_path, *(other for other in EVERY if other != name))
+def test_folder_with_a_users_file_of_a_runs_name_is_refused(tmp_path, name):
+    make_run(tmp_path, *(other for other in EVERY if other != name))
     (tmp_path / name).write_text("mine")
     before = names(tmp_path)
     for flags in ([OVERWRITE], ["--resume_from_checkpoint", "latest"]):
@@ -232,27 +218,6 @@ def test_next_elastic_world_resumes_only_what_an_earlier_one_began(tmp_path, beg
     start.check_elastic(wanted, world)
     assert wanted.train.overwrite_output_dir is not began
     assert wanted.checkpoint.resume_from_checkpoint == ("latest" if began else None)
-
-
-def test_empty_name_is_refused():
-    with refused("--output_dir"):
-        parse(["--output_dir", ""])
-
-
-@each("resumes", [False, True])
-def test_temporary_files_of_a_killed_run_are_removed(tmp_path, resumes):
-    make_run(tmp_path, "train_config.yaml", "model.safetensors", "checkpoint-5")
-    left = [".model.safetensors.hvd_bert.partial", ".train_config.yaml.hvd_bert.partial"]
-    mine = [".notes.hvd_bert.partial", "..", "sub/file"]
-    written.add(tmp_path, "..", "sub/file")
-    for name in (*left, mine[0]):
-        (tmp_path / name).mkdir()
-    wanted = config(tmp_path, *([] if resumes else [OVERWRITE]))
-    contents = Contents({}, {"step": 5})
-    point = resume.ResumePoint(tmp_path / "checkpoint-5", contents) if resumes else None
-    check(wanted)
-    begin(wanted, point)
-    assert names(tmp_path) >= {mine[0]} and names(tmp_path).isdisjoint(left)
 
 
 def test_killed_run_that_wrote_nothing_yet_is_no_obstacle(tmp_path):

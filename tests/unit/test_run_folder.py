@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from pathlib import Path
@@ -16,7 +15,6 @@ from hvd_bert.config.command_line import parse
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.output import run_folder
 from hvd_bert.storage import written
-from hvd_bert.storage.writing import partial_of
 from hvd_bert.tasks import question_answering
 from hvd_bert.tasks.base import EvaluationResult
 from hvd_bert.tasks.question_answering import Inputs, QuestionAnswering
@@ -79,42 +77,3 @@ def test_describe_names_what_is_there(tmp_path):
     assert "from_pretrained" not in "".join(lines), "it needs a config.json, which a task of one's own may not have"
     (tmp_path / "config.json").write_text("{}")
     assert "from_pretrained" in run_folder.describe(tmp_path)
-
-
-def test_leftovers_of_a_killed_save_are_removed(tmp_path, tokenizer, monkeypatch):
-    class Killed(BaseException):
-        pass
-
-    def save(folder: Path) -> None:
-        (folder / "model.safetensors").write_text("a part")
-        raise Killed
-
-    task = task_of(model_of(tokenizer), tokenizer)
-    monkeypatch.setattr(task, "save", save)
-    monkeypatch.setattr(run_folder.written, "delete", lambda path: None)  # SIGKILL leaves the folder
-    with pytest.raises(Killed):
-        run_folder.save_model(tmp_path, task)
-    monkeypatch.undo()
-    (mine := tmp_path / ".mine.hvd_bert.partial").write_text("mine")  # no recorded file has this name
-    assert (leftover := partial_of(tmp_path / "model.safetensors")).is_dir()
-    written.remove_partials(tmp_path)
-    assert mine.exists() and not leftover.exists()
-
-
-def test_a_users_file_is_not_replaced_by_a_tokenizers(tmp_path, tokenizer):
-    templated = copy.deepcopy(tokenizer)
-    templated.chat_template = "{{ messages }}"
-    names = ["tokenizer_config.json", "chat_template.jinja"]
-    for name in names:
-        (tmp_path / name).write_text("mine")
-    model, kept = model_of(templated), partial_of(tmp_path / "model.safetensors")
-    with pytest.raises(FileExistsError, match=rf"did not write \(tokenizer_config.json\).*model is in {kept}:"):
-        run_folder.save_model(tmp_path, task_of(model, templated))
-    loaded = AutoModelForQuestionAnswering.from_pretrained(kept).state_dict()
-    assert all(value.equal(loaded[name]) for name, value in model.state_dict().items())
-    assert sorted(found_names(tmp_path)) == sorted([*names, kept.name])
-    assert {(tmp_path / name).read_text() for name in names} == {"mine"}
-    (tmp_path / "tokenizer_config.json").unlink()
-    run_folder.save_model(tmp_path, task_of(model_of(templated), templated))
-    assert (tmp_path / "chat_template.jinja").read_text() == "mine" and not kept.exists()
-    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}"

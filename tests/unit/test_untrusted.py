@@ -136,7 +136,6 @@ def test_a_record_of_files_removes_nothing_elsewhere(tmp_path: Path, name: str) 
     (folder / "a" / "b").write_text("mine")
     (folder / written.RECORD).write_text(f"{name}\n")
     written.remove(folder, [name])
-    written.remove_partials(folder)
     assert (tmp_path / "mine").read_text() == "mine" and (folder / "a" / "b").exists()
 
 

@@ -63,11 +63,9 @@ class Background:
     After an error it warns once, closes the reporter and calls it no more.
     """
 
-    MAX_CALLS = 10_000  # that wait, for hours of logged steps
-
     def __init__(self, reporter: Reporter) -> None:
         self._reporter, self._title = reporter, reporter.title
-        self._calls: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(self.MAX_CALLS)
+        self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
         self._failed = self._closing = False
         self._thread = threading.Thread(target=self._run, name=self._title, daemon=True)
         self._thread.start()
@@ -75,12 +73,8 @@ class Background:
     def call(self, method: str, *arguments: Any) -> None:
         """Queue a method call; "close" is the last."""
         self._closing = method == "close"
-        if self._failed:
-            return
-        try:
-            self._calls.put_nowait((method, arguments))
-        except queue.Full:
-            self._fail("it does not respond")
+        if not self._failed:
+            self._calls.put((method, arguments))
 
     def end_close(self, deadline: float) -> None:
         """Wait for the reporter until `deadline`, in time.monotonic()'s seconds."""

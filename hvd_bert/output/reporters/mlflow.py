@@ -14,7 +14,6 @@ from hvd_bert.errors import as_user_error
 from hvd_bert.output.reporters.base import Reporter, Samples, Settings, keep_run_id, read_run_id
 
 MAX_PARAMS = 100  # per call
-MAX_LENGTH = 500  # of a parameter's value, in servers of MLflow 1 and 2
 
 
 def _refused(reason: str) -> str:
@@ -46,7 +45,7 @@ class Mlflow(Reporter):
 
     def settings(self, settings: Settings) -> None:
         # MLflow refuses another value of a parameter, as a resumed run may have.
-        params = [Param(name, str(value)[:MAX_LENGTH]) for name, value in settings.items() if name not in self._known]
+        params = [Param(name, str(value)) for name, value in settings.items() if name not in self._known]
         for start in range(0, len(params), MAX_PARAMS):
             self._client.log_batch(self._id, params=params[start : start + MAX_PARAMS])
 
