@@ -12,7 +12,7 @@ from torch import nn
 
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
-from hvd_bert.config.settings import FLAGS, TrainArguments
+from hvd_bert.config.settings import FLAGS, FORMER_FLAGS, TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World, log
 from hvd_bert.errors import UserError
@@ -146,7 +146,8 @@ def check(resume_point: ResumePoint, now: Mapping[str, Any], args: TrainArgument
     assert task.plan is not None
     # A checkpoint older than a flag was made with the flag's default.
     defaults = {f"--{name}": flag.default for name, flag in FLAGS.items() if not flag.may_change_on_resume}
-    saved = defaults | resume_point.state["identity"]
+    former = {f"--{name}" for name in FORMER_FLAGS}
+    saved = defaults | {name: value for name, value in resume_point.state["identity"].items() if name not in former}
     differing = [
         f"{name} was {saved.get(name)} and is {now.get(name)}"
         for name in dict.fromkeys((*saved, *now))

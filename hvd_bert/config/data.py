@@ -205,12 +205,6 @@ class DataArguments:
     answer_column: str = flag(
         "question-answering", "answers", "Column of the answers, in data of flat rows.", metavar="NAME"
     )
-    bad_examples: str = flag(
-        "data",
-        "error",
-        "Entries with a mistake, such as a misplaced answer or a missing label: refuse the data, or skip these.",
-        choices=("error", "skip"),
-    )
     version_2_with_negative: bool = flag(
         "question-answering",
         False,
@@ -245,13 +239,6 @@ class DataArguments:
         "question-answering",
         0.0,
         "SQuAD 2.0: predict 'no answer' if its score exceeds the best answer's by more than this.",
-        may_change_on_resume=True,
-    )
-    answer_normalization: str = flag(
-        "question-answering",
-        "squad",
-        "How EM and F1 compare texts: by the rules of SQuAD's, CMRC 2018's (Chinese) or KorQuAD's (Korean) script.",
-        choices=("squad", "cmrc", "korquad"),
         may_change_on_resume=True,
     )
     max_train_samples: int | None = flag(

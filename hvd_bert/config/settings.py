@@ -36,8 +36,15 @@ __all__ = [
 ]
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# Those of earlier versions, which the settings of their runs still name; they changed no result.
-FORMER_FLAGS = {"preprocessing_num_workers", "overwrite_cache", "log_format", "timeline_mark_cycles"}
+# Those of earlier versions, which the settings of their runs still name -> the value that changes no result; None: any.
+FORMER_FLAGS: dict[str, str | None] = {
+    "preprocessing_num_workers": None,
+    "overwrite_cache": None,
+    "log_format": None,
+    "timeline_mark_cycles": None,
+    "bad_examples": "error",
+    "answer_normalization": "squad",
+}
 # Implementations: hvd_bert.strategies.base. none: a single process.
 STRATEGIES = ["horovod", "ddp", "fsdp", "deepspeed", "dp", "none"]
 

@@ -37,7 +37,7 @@ def read(name: str, path: Path) -> dict[str, str]:
     lines: dict[str, int] = {}
     for key, value in pairs:
         flag, line = key.value, key.start_mark.line + 1
-        if flag in FORMER_FLAGS:
+        if flag in FORMER_FLAGS and FORMER_FLAGS[flag] in (None, value.value):
             continue
         if flag not in FLAGS:
             raise UserError(f"--config {name}: unknown key '{shortened(flag)}'{hint(flag, '')}")

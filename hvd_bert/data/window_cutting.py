@@ -187,8 +187,6 @@ class CutQuestions:
         if not question.answer_texts:
             return -1, -1
         text, start = question.answer_texts[0], question.answer_starts[0]
-        if start is None:
-            return -1, -1
         stop = start + len(text.rstrip())
         start += len(text) - len(text.lstrip())
         char_starts, char_ends = self.contexts.characters(row)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvd_bert.data.sources.questions import Question
-from hvd_bert.evaluation.answer_rules import ANSWER_RULES
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.evaluation.squad_metric import question_scores
 
@@ -16,17 +15,16 @@ GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 def sample_answers(
-    questions: Sequence[Question], answers: Sequence[Answer], version_2_with_negative: bool, answer_normalization: str
+    questions: Sequence[Question], answers: Sequence[Answer], version_2_with_negative: bool
 ) -> list[dict[str, Any]]:
     """Up to `PER_KIND` right answers and as many wrong ones, each in the order of the questions.
 
     They depend only on the questions and answers, and are spread evenly over the questions.
     """
-    rules = ANSWER_RULES[answer_normalization]
     found: dict[bool, dict[int, dict[str, Any]]] = {True: {}, False: {}}
     # Any first part of this order is spread evenly, so that few questions have to be scored.
     for i in sorted(range(len(answers)), key=lambda number: number * GOLDEN_RATIO % 1):
-        exact, f1 = question_scores(questions[i], answers[i].text, rules, version_2_with_negative)
+        exact, f1 = question_scores(questions[i], answers[i].text, version_2_with_negative)
         if len(found[exact == 1]) < PER_KIND:
             scores = {"exact_match": 100.0 * exact, "f1": 100.0 * f1}
             found[exact == 1][i] = sample(questions[i], answers[i]) | scores
@@ -57,10 +55,9 @@ def _excerpt(question: Question, answer: Answer) -> tuple[str, int | None]:
     "…" marks an omission.
     """
     context = question.context
-    places = [start for start in question.answer_starts if start is not None]
-    middle = places[0] if places else context.find(answer.text)
+    place = question.answer_starts[0] if question.answer_starts else None
+    middle = context.find(answer.text) if place is None else place
     start = max(0, min(middle - EXCERPT // 2, len(context) - EXCERPT))
     cut = context[start : start + EXCERPT]
-    place = question.answer_starts[0] if question.answer_starts else None
     excerpt = "…" * (start > 0) + cut + "…" * (start + EXCERPT < len(context))
     return excerpt, None if place is None else place - start + (start > 0)

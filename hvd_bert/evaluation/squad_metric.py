@@ -1,7 +1,7 @@
 """Answers to metrics: exact match and F1 as the official SQuAD scripts compute them, for v1.1 and v2.0.
 
-Both scripts compare normalized texts (`answer_rules.py`, which also has F1 itself) and take the best value over a
-question's gold answers. They differ for texts that have no words after the normalization:
+Both scripts compare normalized texts and take the best value over a question's gold answers. They differ for texts
+that have no words after the normalization:
 - v1.1: two texts without words have F1 0 but exact match 1, so F1 can be below exact match.
 - v2.0: F1 is 1 if both texts have no words, 0 if one of them has none. Gold answers without words are ignored.
   If none is left, as for a question without an answer, only a prediction without words is right.
@@ -12,11 +12,31 @@ with these scripts.
 
 from __future__ import annotations
 
+import re
+import string
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from hvd_bert.data.sources.squad import Question
 from hvd_bert.errors import UserError
-from hvd_bert.evaluation.answer_rules import ANSWER_RULES, AnswerRules
+
+_PUNCTUATION = dict.fromkeys(map(ord, string.punctuation))
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+
+
+def normalise(text: str) -> str:
+    """Lower case, no ASCII punctuation, no articles, single spaces."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def _f1(gold: str, prediction: str) -> float:
+    """Harmonic mean of precision and recall over the words of two normalized texts; 0 if they share none."""
+    gold_words, predicted_words = gold.split(), prediction.split()
+    num_same = sum((Counter(gold_words) & Counter(predicted_words)).values())
+    if not num_same:
+        return 0.0
+    precision, recall = num_same / len(predicted_words), num_same / len(gold_words)
+    return 2 * precision * recall / (precision + recall)
 
 
 def score(
@@ -25,7 +45,6 @@ def score(
     null_odds: Mapping[str, float] | None = None,
     version_2_with_negative: bool = False,
     null_score_diff_threshold: float = 0.0,
-    answer_normalization: str = "squad",
 ) -> dict[str, float]:
     """The official metrics in percent; `predictions` and `null_odds` map question ids to texts and odds.
 
@@ -42,8 +61,6 @@ def score(
     For exact best thresholds, predict `Answer.best_span`, the best text that is not empty, for every question: no
     threshold can restore the text where "" was predicted. The other metrics do not change.
 
-    `answer_normalization`: a name in `ANSWER_RULES`, by whose rules texts are compared.
-
     Raises UserError if a question has no prediction or no odds, if there are no questions, or if a v1.1
     question has no gold answer. Entries for other ids are ignored. Equal odds are processed in the order of
     `questions`.
@@ -51,22 +68,19 @@ def score(
     if not questions:
         raise UserError("there are no questions to evaluate")
     _demand_all(questions, predictions, "prediction")
-    rules = ANSWER_RULES[answer_normalization]
     if not version_2_with_negative:
-        return _score_v1(questions, predictions, rules)
+        return _score_v1(questions, predictions)
     if null_odds is not None:
         _demand_all(questions, null_odds, "null odds")
-    return _score_v2(questions, predictions, null_odds, null_score_diff_threshold, rules)
+    return _score_v2(questions, predictions, null_odds, null_score_diff_threshold)
 
 
-def question_scores(
-    question: Question, prediction: str, rules: AnswerRules, version_2_with_negative: bool
-) -> tuple[float, float]:
+def question_scores(question: Question, prediction: str, version_2_with_negative: bool) -> tuple[float, float]:
     """Exact match and F1 of one prediction, from 0 to 1."""
-    return (_scores_v2 if version_2_with_negative else _scores_v1)(question, prediction, rules)
+    return (_scores_v2 if version_2_with_negative else _scores_v1)(question, prediction)
 
 
-def _score_v1(questions: Sequence[Question], predictions: Mapping[str, str], rules: AnswerRules) -> dict[str, float]:
+def _score_v1(questions: Sequence[Question], predictions: Mapping[str, str]) -> dict[str, float]:
     exact = f1 = 0.0
     for question in questions:
         if not question.answer_texts:
@@ -74,18 +88,18 @@ def _score_v1(questions: Sequence[Question], predictions: Mapping[str, str], rul
                 f"question {question.id} has no answer, which SQuAD v1.1 does not allow. "
                 "For data with unanswerable questions (v2.0), use --version_2_with_negative."
             )
-        scores = _scores_v1(question, predictions[question.id], rules)
+        scores = _scores_v1(question, predictions[question.id])
         exact += scores[0]
         f1 += scores[1]
     total = len(questions)
     return {"exact_match": 100.0 * exact / total, "f1": 100.0 * f1 / total, "total": total}
 
 
-def _scores_v1(question: Question, prediction: str, rules: AnswerRules) -> tuple[float, float]:
+def _scores_v1(question: Question, prediction: str) -> tuple[float, float]:
     """Exact match and F1 (0 to 1) of one prediction by v1.1's rules."""
-    prediction = rules.normalise(prediction)
-    golds = [rules.normalise(text) for text in question.answer_texts]
-    return float(prediction in golds), max(rules.f1(gold, prediction) for gold in golds)
+    prediction = normalise(prediction)
+    golds = [normalise(text) for text in question.answer_texts]
+    return float(prediction in golds), max(_f1(gold, prediction) for gold in golds)
 
 
 def _score_v2(
@@ -93,10 +107,9 @@ def _score_v2(
     predictions: Mapping[str, str],
     null_odds: Mapping[str, float] | None,
     threshold: float,
-    rules: AnswerRules,
 ) -> dict[str, float]:
     has_answer = [bool(q.answer_texts) for q in questions]
-    exact, f1 = zip(*(_scores_v2(q, predictions[q.id], rules) for q in questions), strict=True)
+    exact, f1 = zip(*(_scores_v2(q, predictions[q.id]) for q in questions), strict=True)
     if null_odds is None:
         return _means_v2(exact, f1, has_answer)
 
@@ -113,11 +126,11 @@ def _score_v2(
     return result
 
 
-def _scores_v2(question: Question, prediction: str, rules: AnswerRules) -> tuple[float, float]:
+def _scores_v2(question: Question, prediction: str) -> tuple[float, float]:
     """Exact match and F1 (0 to 1) of one prediction by v2.0's rules."""
-    prediction = rules.normalise(prediction)
-    golds = [gold for gold in map(rules.normalise, question.answer_texts) if gold] or [""]
-    f1 = float(prediction in golds) if not prediction else max(rules.f1(gold, prediction) for gold in golds)
+    prediction = normalise(prediction)
+    golds = [gold for gold in map(normalise, question.answer_texts) if gold] or [""]
+    f1 = float(prediction in golds) if not prediction else max(_f1(gold, prediction) for gold in golds)
     return float(prediction in golds), f1
 
 

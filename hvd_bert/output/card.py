@@ -210,9 +210,7 @@ def _scores(scores: Record, settings: Record, data: Data) -> str:
 def _data(settings: Record, results: Record, data: Data) -> str:
     made = f"{results['train_windows']:,} {results['unit']}"
     limit = f", made of the first {settings['max_train_samples']:,} examples" if settings["max_train_samples"] else ""
-    skipped = results.get("skipped_examples", {}).get("training", {}).get("skipped")
-    left_out = f" {skipped:,} examples with mistakes were left out." if skipped else ""
-    return f"Trained on {_named(data)}: {made}{limit}.{left_out}"
+    return f"Trained on {_named(data)}: {made}{limit}."
 
 
 def _settings(settings: Record, results: Record) -> list[tuple[str, object]]:

@@ -39,8 +39,6 @@ RUN_FILES = {
     "events.jsonl": "starts of the run with their environment, warnings, reasons of failures",
     "gpu_usage.jsonl": "the same steps: utilization, memory and power of each GPU",
     "trace.json.gz": "trace of all ranks in some steps, for ui.perfetto.dev",
-    "skipped_examples.jsonl": "the questions or texts with mistakes (--bad_examples skip)",
-    "eval_skipped_examples.jsonl": "the same of a run that only evaluated",
     "tb": "metrics for TensorBoard (tensorboard --logdir)",
     "wandb": "metrics of --report_to wandb",
     "tracking.json": "the run's ids at wandb and MLflow, where a resumed run continues",
@@ -73,12 +71,9 @@ def write_samples(folder: Path, evaluation: EvaluationResult) -> None:
         write_json(folder / SAMPLES, evaluation.files[SAMPLES])
 
 
-def write_evaluation(folder: Path, evaluation: EvaluationResult, data: dict[str, Any] | None = None) -> None:
-    """Write the metrics and the task's files. Those of an earlier evaluation that it does not replace are removed.
-
-    `data`: what `Task.describe_data` returned, for the metrics' file.
-    """
-    contents = {"eval_results.json": evaluation.metrics | (data or {}), **evaluation.files}
+def write_evaluation(folder: Path, evaluation: EvaluationResult) -> None:
+    """Write the metrics and the task's files. Those of an earlier evaluation that it does not replace are removed."""
+    contents = {"eval_results.json": evaluation.metrics, **evaluation.files}
     assert contents.keys() <= RUN_FILES.keys(), "the next run would not replace them"
     written.add(folder, *contents)
     for name, content in contents.items():

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from inspect import isabstract
 from pathlib import Path
@@ -21,15 +20,11 @@ from transformers import PreTrainedModel
 
 from hvd_bert.config.settings import TASKS, Config, DataArguments, ModelArguments, TrainArguments
 from hvd_bert.data.batch_plan import BatchPlan, Ids, Lengths
-from hvd_bert.data.sources.checks import kinds, summary
-from hvd_bert.data.sources.questions import BadExample
-from hvd_bert.distributed.world import World, log
+from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.model.families import fit_flags
 from hvd_bert.model.flops import ForwardFlops
 from hvd_bert.model.loading import load_config
-from hvd_bert.storage import written
-from hvd_bert.storage.writing import replacing
 
 
 class Work(Protocol):
@@ -116,31 +111,6 @@ class Task(ABC):
     def flops(self, lengths: Lengths, passes: int) -> float | None:
         """Useful FLOP of training on windows of these lengths in `passes` passes, without padding; None: unknown."""
         return self.forward_flops.training(lengths, passes) if self.forward_flops else None
-
-    def bad_examples(self) -> Mapping[str, Sequence[BadExample]]:
-        """The mistakes in the training and the validation data that --bad_examples skip leaves out. On rank 0."""
-        return {}
-
-    def describe_data(self, folder: Path) -> dict[str, Any]:
-        """Write files about the data into the output folder, on rank 0. Returns entries for the results.
-
-        These are the list of the mistakes that were skipped, and their counts.
-        """
-        name = "skipped_examples.jsonl" if self.plan is not None else "eval_skipped_examples.jsonl"
-        bad = self.bad_examples()
-        rows = [{"data": data} | asdict(example) for data, examples in bad.items() for example in examples]
-        if rows:
-            written.add(folder, name)
-            with replacing(folder / name) as partial:
-                text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-                partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # JSON's escapes of surrogates
-        else:
-            written.remove(folder, [name])  # that of an earlier evaluation
-        counts = {
-            data: {"skipped": sum(example.skipped for example in examples), "mistakes": kinds(examples)}
-            for data, examples in bad.items()
-        }
-        return {"skipped_examples": counts} if counts else {}
 
     def compile(self, model: nn.Module) -> None:
         """Compile `model` in place, for --torch_compile."""
@@ -248,13 +218,6 @@ def make_plan(lengths: Lengths, args: TrainArguments, crossover: int, world: Wor
             " --per_device_train_batch_size."
         )
     return plan
-
-
-def warn_of_mistakes(bad: Mapping[str, list[BadExample]], world: World, unit: str) -> None:
-    """Log the counts of the mistakes that are skipped in the training and the validation data, on rank 0."""
-    for name, examples in bad.items():
-        if examples and world.rank == 0:
-            log.warning("The %s data have %s.", name, summary(examples, unit))
 
 
 def encoder_config(

@@ -16,7 +16,6 @@ from hvd_bert.config.settings import Config, DataArguments
 from hvd_bert.data.batch_plan import Ids, balanced_partition, window_costs
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.sources import squad
-from hvd_bert.data.sources.questions import BadExample
 from hvd_bert.data.sources.squad import Question, Source
 from hvd_bert.data.window_cutting import WindowOptions
 from hvd_bert.data.window_table import WindowTable, prepare
@@ -29,7 +28,7 @@ from hvd_bert.evaluation.squad_metric import score
 from hvd_bert.model.bert import compile_layers, load_model, load_tokenizer, tokenizer_digest, window_losses
 from hvd_bert.model.flops import forward_flops, late_weights
 from hvd_bert.model.precision import evaluating
-from hvd_bert.tasks.base import EvaluationResult, Task, encoder_config, make_plan, warn_of_mistakes
+from hvd_bert.tasks.base import EvaluationResult, Task, encoder_config, make_plan
 
 # Answers by the question's number, and the sum and number of the losses of their windows.
 Answers = tuple[dict[int, Answer], float, int]
@@ -122,17 +121,14 @@ class QuestionAnswering(Task):
         # v2.0's best thresholds need all spans, also where "no answer" wins at the current threshold.
         texts = {answer.id: answer.best_span if v2 else answer.text for answer in answers}
         odds = {answer.id: answer.null_odds for answer in answers if answer.null_odds is not None} if v2 else None
-        threshold, rules = self._data.null_score_diff_threshold, self._data.answer_normalization
-        metrics = score(self.inputs.dev.questions, texts, odds, v2, threshold, rules)
+        metrics = score(self.inputs.dev.questions, texts, odds, v2, self._data.null_score_diff_threshold)
         return metrics | {"eval_loss": sum(losses) / sum(windows)}, answers
 
     def described(self, evaluation: Evaluation) -> EvaluationResult:
         """What `answer` returned, with its summary and files."""
         assert self.inputs.dev is not None
         data, answers = self._data, evaluation.answers
-        samples = sample_answers(
-            self.inputs.dev.questions, answers, data.version_2_with_negative, data.answer_normalization
-        )
+        samples = sample_answers(self.inputs.dev.questions, answers, data.version_2_with_negative)
         contents = files(answers) | {"eval_samples.json": samples}
         return EvaluationResult(evaluation.metrics, summary(evaluation.metrics), contents)
 
@@ -158,9 +154,6 @@ class QuestionAnswering(Task):
             "the tokenizer": tokenizer_digest(self.tokenizer),
             "the training data": self.inputs.train.source.digest[:12],
         }
-
-    def bad_examples(self) -> dict[str, list[BadExample]]:
-        return self.inputs.bad_examples() if self._data.bad_examples == "skip" else {}
 
     def compile(self, model: nn.Module) -> None:
         compile_layers(model)
@@ -200,14 +193,6 @@ class Inputs:
     train: QuestionSet | None
     dev: QuestionSet | None
 
-    def bad_examples(self) -> dict[str, list[BadExample]]:
-        """Examples with mistakes in the training and the validation data, with `--bad_examples skip`.
-
-        Call it on one rank: it reads the training data once more if their windows were cached.
-        """
-        parts = {"training": self.train, "validation": self.dev}
-        return {name: part.source.bad_examples() for name, part in parts.items() if part is not None}
-
     def fingerprint(self) -> dict[str, object]:
         """Properties that must be equal on all ranks: content of the data, windows, vocabulary."""
         same: dict[str, object] = {"the tokenizer": tokenizer_digest(self.tokenizer)}
@@ -231,10 +216,7 @@ def load_inputs(config: Config, world: World) -> Inputs:
         log.info("No --validation_file is given: the model is not evaluated.")
     elif args.do_eval:
         dev = _question_set(data, "validation", cache_dir, tokenizer, world)
-    inputs = Inputs(tokenizer, model, train, dev)
-    if data.bad_examples == "skip" and world.rank == 0:
-        warn_of_mistakes(inputs.bad_examples(), world, "questions")
-    return inputs
+    return Inputs(tokenizer, model, train, dev)
 
 
 def _question_set(data: DataArguments, split: str, cache_dir: str | None, tokenizer: Any, world: World) -> QuestionSet:
@@ -253,13 +235,7 @@ def _question_set(data: DataArguments, split: str, cache_dir: str | None, tokeni
 
 def open_split(data: DataArguments, split: str, cache_dir: str | None) -> Source:
     """The "train" or "validation" questions, from a file or from the hub."""
-    reading = squad.Reading(
-        question_column=data.question_column,
-        context_column=data.context_column,
-        answer_column=data.answer_column,
-        bad_examples=data.bad_examples,
-        purpose="training" if split == "train" else "evaluation",
-    )
+    reading = squad.Reading(data.question_column, data.context_column, data.answer_column)
     if data.dataset_name:
         return squad.open_hub(
             data.dataset_name, split, data.version_2_with_negative, data.dataset_config_name, cache_dir, reading

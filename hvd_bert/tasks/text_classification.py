@@ -19,8 +19,7 @@ from hvd_bert.config.settings import Config, DataArguments
 from hvd_bert.data.batch_plan import Ids
 from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.sources import hub, texts
-from hvd_bert.data.sources.questions import BadExample, Reading
-from hvd_bert.data.sources.texts import Columns, Texts, is_finite
+from hvd_bert.data.sources.texts import Columns, Texts, number_of
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import log
 from hvd_bert.errors import UserError
@@ -28,7 +27,7 @@ from hvd_bert.evaluation.classification import classification_scores, regression
 from hvd_bert.model.bert import compile_layers, load_tokenizer, tokenizer_digest
 from hvd_bert.model.classifier import class_logits, load_classifier
 from hvd_bert.model.flops import forward_flops, late_weights
-from hvd_bert.tasks.base import encoder_config, warn_of_mistakes
+from hvd_bert.tasks.base import encoder_config
 from hvd_bert.tasks.dataset import DatasetTask, Examples
 
 _TEXTS_AT_ONCE = 1000
@@ -54,10 +53,6 @@ class TextClassification(DatasetTask):
     def load(self, config: Config) -> None:
         data, args, world = config.data, config.train, self.world
         train, dev = open_texts(data, config.model.cache_dir, args.do_train, args.do_eval)
-        sources = {"training": [train] if train else [], "validation": [*dev.values()]}
-        bad = {name: [example for part in parts for example in part.bad] for name, parts in sources.items() if parts}
-        self._bad = bad if data.bad_examples == "skip" else {}
-        warn_of_mistakes(self._bad, world, self.unit)
         self.tokenizer = load_tokenizer(config.model)
         shape = encoder_config(config.model, data, args, config.parallel.strategy, world, self.unit)
         self.model = load_classifier(
@@ -97,7 +92,7 @@ class TextClassification(DatasetTask):
         """The number to predict, or the class, of each text. Raises UserError for an unknown label."""
         if self.regression:
             for place, label in zip(source.places, source.labels, strict=True):
-                if not is_finite(label):
+                if number_of(label) is None:
                     raise UserError(f"{source.name}: {place}: the label {label!r} is not a number. Fix the file.")
             return np.array([float(label) for label in source.labels], dtype=np.float32)
         numbers = {name.lower(): number for number, name in enumerate(self.names)}
@@ -165,9 +160,6 @@ class TextClassification(DatasetTask):
     def positions(self, batch: Labelled, tokens: int) -> int:
         return batch[0].num_positions
 
-    def bad_examples(self) -> dict[str, list[BadExample]]:
-        return self._bad
-
     def identity(self) -> dict[str, object]:
         return {"the tokenizer": tokenizer_digest(self.tokenizer), **super().identity()}
 
@@ -192,7 +184,9 @@ def tokenized(source: Texts, tokenizer: Any, max_seq_length: int) -> WindowTable
     """
     special = tokenizer.num_special_tokens_to_add(pair=source.second is not None)
     if max_seq_length <= special:
-        raise UserError(f"--max_seq_length {max_seq_length}: {special} special tokens leave no room for a text.")
+        raise UserError(
+            f"--max_seq_length {max_seq_length}: {special} special tokens leave no room for a text. Raise it."
+        )
     ids: list[list[int]] = []
     second_starts: list[int] = []
     for first in range(0, len(source), _TEXTS_AT_ONCE):
@@ -241,16 +235,15 @@ def open_texts(
 
 def _open(data: DataArguments, split: str, file_flag: str, cache_dir: str | None, columns: Columns) -> Texts | None:
     """A split of the hub's data set, or the file of a flag; None if the flag is not given."""
-    reading = Reading(bad_examples=data.bad_examples)
     dataset, config_name = (
         (GLUE_DATASET, data.task_name) if data.task_name else (data.dataset_name, data.dataset_config_name)
     )
     if dataset:
         flag = f"--task_name {data.task_name}" if data.task_name else ""
         rows = hub.load(dataset, split, config_name, cache_dir, _WAYS_OUT, flag)
-        return texts.open_hub(rows, f"{'/'.join(filter(None, (dataset, config_name)))}[{split}]", columns, reading)
+        return texts.open_hub(rows, f"{'/'.join(filter(None, (dataset, config_name)))}[{split}]", columns)
     path = data.train_file if file_flag == "train_file" else data.validation_file
-    return texts.open_file(path, f"--{file_flag}", columns, reading) if path else None
+    return texts.open_file(path, f"--{file_flag}", columns) if path else None
 
 
 def joined(sources: list[Texts]) -> Texts:
@@ -266,6 +259,5 @@ def joined(sources: list[Texts]) -> Texts:
             second=second,
             labels=first.labels + other.labels,
             places=first.places + other.places,
-            bad=first.bad + other.bad,
         )
     return first

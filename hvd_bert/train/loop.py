@@ -41,7 +41,7 @@ def run(config: Config, world: World) -> None:
     evaluation = evaluations.evaluate(task.model) if evaluations and not training else None
 
     effective = training.effective if training else {}
-    facts, data, metrics_logger = _begin_output(config, task, effective, resume_point, world)
+    facts, metrics_logger = _begin_output(config, task, effective, resume_point, world)
     results: dict[str, Any] = {}
     with closing(metrics_logger):
         metrics_logger.started(config.as_flat() | effective, resume_point.step if resume_point else None)
@@ -55,7 +55,7 @@ def run(config: Config, world: World) -> None:
         elif evaluations and evaluation:
             evaluations.record(evaluation, metrics_logger, 0)
         results |= facts | (evaluations.results() if evaluations else {})
-        _write_output(config, task, evaluation, results, data, world)
+        _write_output(config, task, evaluation, results, world)
         metrics_logger.finished = True
     if results.get("breakdown"):
         log.info("%s", "\n".join(describe_steps(results)))
@@ -65,18 +65,17 @@ def run(config: Config, world: World) -> None:
 
 def _begin_output(
     config: Config, task: Task, effective: dict[str, float], resume_point: ResumePoint | None, world: World
-) -> tuple[dict[str, Any], dict[str, Any], MetricsLogger]:
-    """Take over the output folder. Returns facts about the run and, on rank 0, about the data, and the logger."""
+) -> tuple[dict[str, Any], MetricsLogger]:
+    """Take over the output folder. Returns facts about the run, and the logger."""
     settings = config.as_flat()
     output_dir.begin(config.train, settings, resume_point, world)
     folder, settings = config.train.folder, config.as_flat()  # which has the folder's name now
     facts = run_folder.of_task(task) | run_folder.facts(settings, config.train.precision, world)
     with run_folder.writing(folder, world, EXIT_BAD_INPUT) as writes:
-        data = task.describe_data(folder) if writes else {}
         events.begin(folder, writes, facts | effective)
         started = reporters.start(config.train.reporters, folder) if writes else []
         metrics_logger = MetricsLogger(folder, writes, started, task.unit)
-    return facts, data, metrics_logger
+    return facts, metrics_logger
 
 
 def _write_output(
@@ -84,7 +83,6 @@ def _write_output(
     task: Task,
     evaluation: EvaluationResult | None,
     results: dict[str, Any],
-    data: dict[str, Any],
     world: World,
 ) -> None:
     """Write the scores and, after a training, its results. A collective."""
@@ -92,9 +90,9 @@ def _write_output(
     results |= {"processes": world.gather({"rank": world.rank} | process_usage(world.device))}
     with run_folder.writing(folder, world) as writes:
         if writes and evaluation:
-            run_folder.write_evaluation(folder, evaluation, data)
+            run_folder.write_evaluation(folder, evaluation)
         if writes and task.plan:
-            results |= data | {"work": resume.identity(settings, task)}
+            results |= {"work": resume.identity(settings, task)}
             run_folder.write_results(folder, results, settings, evaluation)
 
 

@@ -163,20 +163,6 @@ def test_wrong_uses(make_task, tmp_path):
         make_task()
 
 
-def test_mistakes_are_left_out_counted_and_listed(make_task, tmp_path, caplog):
-    path, whole = tmp_path / "train.jsonl", make_task().train
-    path.write_text('{"sentence1": "a", "sentence2": "b", "label": ""}\n' + path.read_text())
-    with refused("1 wrong label", "line 1", "--bad_examples skip"):
-        make_task()
-    task = make_task("--bad_examples", "skip")
-    assert (len(task.train), task.names) == (len(whole), ["maybe", "no", "yes"])
-    assert "The training data have mistakes in 1 texts (wrong label: 1): 1 left out." in caplog.text
-    counts = {"training": {"skipped": 1, "mistakes": {"wrong label": 1}}, "validation": {"skipped": 0, "mistakes": {}}}
-    assert task.describe_data(tmp_path) == {"skipped_examples": counts}
-    (row,) = map(json.loads, (tmp_path / "skipped_examples.jsonl").read_text().splitlines())
-    assert (row["data"], row["where"], row["skipped"]) == ("training", "line 1", True)
-
-
 def test_dp_splits_and_joins_texts(make_task):
     task = make_task("--dropout", "0")
     model, (batch, _) = task.model.eval(), task.batch(np.arange(5)).content

@@ -87,12 +87,12 @@ def test_settings_and_data_of_the_training_are_the_defaults(make_model):
 
 
 def test_other_data_do_not_get_the_columns_of_the_trainings_data(make_model):
-    folder = make_model(context_column="passage", bad_examples="skip")
+    folder = make_model(context_column="passage")
     (found,) = settings_of(folder)
-    assert (found["context_column"], found["bad_examples"]) == ("passage", "skip")
+    assert found["context_column"] == "passage"
     for words in (["--validation_file", "f.csv"], ["--dataset_name", "squad"], ["--validation-file=f.csv"]):
         (found,) = settings_of(folder, *words)
-        assert (found["context_column"], found["bad_examples"]) == ("context", "error")
+        assert found["context_column"] == "context"
         assert not (found["validation_file"] and found["dataset_name"])
 
 
@@ -103,14 +103,14 @@ def test_a_checkpoint_has_the_settings_of_its_folder_and_a_preset_overrides_them
 
 
 def test_compared_models_have_the_same_questions_and_rules(make_model):
-    one = make_model("one", answer_normalization="cmrc")
+    one = make_model("one")
     two = make_model(
         "two", version_2_with_negative=False, max_seq_length=50, validation_file=None, dataset_name="squad"
     )
     first, second = settings_of(one, "--compare", two)
     differing = {name for name in first if first[name] != second[name]}
     assert differing == {"model_name_or_path", "max_seq_length"}
-    assert (second["max_seq_length"], second["answer_normalization"]) == (50, "cmrc")
+    assert (second["max_seq_length"], second["version_2_with_negative"]) == (50, True)
 
 
 @each(

@@ -6,6 +6,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from tables import refused
 from test_world import make_world
 from transformers import AutoModelForSequenceClassification, BertConfig
 
@@ -144,7 +145,7 @@ def test_whole_numbers_are_learnt_as_numbers_on_request(make_task, tmp_path):
     assert make_task(*flags).names == ["1", "3", "5"]
     assert make_task(*flags, "--do_regression").dev is None and make_task(*flags, "--do_regression").regression
     (tmp_path / "train.csv").write_text("text,stars\nred,1.5\nred,good\n")
-    with pytest.raises(UserError, match=r"train.csv: 1 wrong label: line 3: the label 'good' is not .* regression"):
+    with refused("train.csv: line 3", "'good'"):
         make_task(*flags, "--do_regression")
 
 

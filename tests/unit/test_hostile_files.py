@@ -45,7 +45,7 @@ class Needed:
 
 
 def one_question(path: Path) -> object:
-    return squad.open_file(path, False, squad.Reading(purpose="prediction")).questions()
+    return squad.open_file(path, False, squad.Reading(needs_answers=False)).questions()
 
 
 NEEDED = {

@@ -162,7 +162,7 @@ def test_every_difference_is_listed():
 
 
 def test_checkpoint_from_before_a_flag_has_its_default():
-    old = identity()
+    old = identity() | {"--bad_examples": "error"}  # and one of a former flag
     del old["--padding"], old["--pad_to_max_length"]
     check(old)
     with refused("--padding was none and is longest"):

@@ -20,7 +20,7 @@ def answer(number: int, text: str, probability: float = 0.75) -> Answer:
 
 
 def samples(questions: list[Question], answers: list[Answer], v2: bool = False) -> list[dict[str, object]]:
-    return sample_answers(questions, answers, v2, "squad")
+    return sample_answers(questions, answers, v2)
 
 
 def test_sample_has_all_that_a_reader_needs():

@@ -23,7 +23,7 @@ FIXED_ON_RESUME = {
     *("max_train_samples", "do_train", "learning_rate", "lr_base_batch_size", "weight_decay", "adam_beta1"),
     *("adam_beta2", "adam_epsilon", "max_grad_norm", "num_train_epochs", "max_steps", "lr_scheduler_type"),
     *("warmup_ratio", "warmup_steps", "lr_scaling", "lr_scaling_limit", "seed", "bf16", "fp16", "deterministic"),
-    *("question_column", "context_column", "answer_column", "bad_examples"),
+    *("question_column", "context_column", "answer_column"),
     *("task_name", "text_column_names", "text_column_delimiter", "label_column_name", "do_regression"),
     *("task", "torch_compile", "tf32", "metric_for_best_model", "fp16_allreduce", "gradient_predivide_factor"),
 }
@@ -128,7 +128,7 @@ def refusal(name: str) -> str:
         ("output_dir: null", "output_dir", None),
         ("lr_scaling: none", "lr_scaling", "none"),
         ("seed: 010", "seed", 10),
-        ("seed: 5\noverwrite_cache: false\npreprocessing_num_workers: null", "seed", 5),  # of an earlier version
+        ("seed: 5\noverwrite_cache: false\nbad_examples: error", "seed", 5),  # of an earlier version
         ("bf16: on", "bf16", True),
         ("do_eval: Off", "do_eval", False),
         ("null_score_diff_threshold: .inf", "null_score_diff_threshold", float("inf")),
@@ -145,6 +145,7 @@ def test_values_are_those_of_the_command_line(tmp_path: Path, text: str, name: s
     [
         ("learning_rat: 1", ["'learning_rat'", "did you mean learning_rate?"]),
         ("config: sample", ["'config'"]),
+        ("answer_normalization: cmrc", ["'answer_normalization'"]),
         ("1: 2", ["'1'"]),
         ("seed: [1, 2]", ["'seed'", "list"]),
         ("seed: {a: 1}", ["'seed'", "mapping"]),

@@ -117,7 +117,6 @@ RED = "red, green and red"
         (ask("red.", "red."), "red."),
         (Question("id", "", RED, "what?", ("green", "red"), (5, 0)), "green"),  # the first answer
         (ask("the red box"), None),
-        (Question("id", "", "the red box", "what?", ("red",), (None,)), None),
     ],
 )
 def test_label_by_hand(make_tokenizer, question, label):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -26,13 +25,11 @@ from hvd_bert.config.command_line import overriding, parse
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World
-from hvd_bert.evaluation.squad_metric import score
 from hvd_bert.model.bert import load_model, load_tokenizer
 from hvd_bert.model.cpu import kernels
 from hvd_bert.output import output_dir, run_folder
 from hvd_bert.storage import written
 from hvd_bert.strategies.base import Strategy
-from hvd_bert.tasks import question_answering
 from hvd_bert.tools.report import run_page
 from hvd_bert.tools.runs import record
 from hvd_bert.train import loop, start
@@ -200,69 +197,6 @@ def test_failed_evaluation_keeps_the_earlier_one(base, tmp_path):
         with pytest.raises(CollectiveError, match="NaN"):
             train(evaluate, "--output_dir", str(folder))
     assert content(out) == before and not (tmp_path / "new").exists()
-
-
-def test_skipped_examples_are_listed_counted_and_left_out(base, tmp_path, make_questions, write_squad, caplog):
-    questions = make_questions(6)
-    questions[1] = dataclasses.replace(questions[1], id="q\udcff")
-    questions[2] = dataclasses.replace(questions[2], answer_starts=(-1,))
-    file, out = str(write_squad(questions, "bad.json")), tmp_path / "out"
-    flags = ["--train_file", file, "--validation_file", file, "--output_dir", str(out)]
-    flags += ["--global_batch", "4"]
-    with pytest.raises(CollectiveError, match=r"1 invalid character: .*; 1 out-of-range offset: .*--bad_examples skip"):
-        train(base, *flags)
-    assert not out.exists()
-    for _ in range(2):  # the second time, the windows are cached
-        train(base, *flags, "--bad_examples", "skip", "--overwrite_output_dir")
-        output_dir.unlock()
-        kinds_of_both = "mistakes in 2 questions (invalid character: 1, out-of-range offset: 1)"
-        assert f"The training data have {kinds_of_both}: 2 left out." in caplog.text
-        assert f"The validation data have {kinds_of_both}: 1 left out, 1 scored by" in caplog.text
-        caplog.clear()
-        results = json.loads((out / "train_results.json").read_text())
-        kinds = {"invalid character": 1, "out-of-range offset": 1}
-        counts = {"training": {"skipped": 2, "mistakes": kinds}, "validation": {"skipped": 1, "mistakes": kinds}}
-        assert results["skipped_examples"] == counts
-        scores = json.loads((out / "eval_results.json").read_text())
-        assert (scores["total"], scores["skipped_examples"]) == (5, counts)
-        listed = [json.loads(line) for line in (out / "skipped_examples.jsonl").read_text().splitlines()]
-        assert [(row["data"], row["id"], row["kind"], row["skipped"]) for row in listed] == [
-            ("training", "q\udcff", "invalid character", True),
-            ("training", "q2", "out-of-range offset", True),
-            ("validation", "q\udcff", "invalid character", True),
-            ("validation", "q2", "out-of-range offset", False),
-        ]
-        assert listed[1]["where"] == "data[0].paragraphs[2].qas[0]" and "answer_start -1" in listed[1]["reason"]
-    assert {"skipped_examples.jsonl"} <= written.names(out)
-
-
-def test_skipped_examples_of_a_run_that_only_evaluates(base, tmp_path, make_questions, write_squad):
-    out = tmp_path / "out"
-    train(base, "--output_dir", str(out))
-    output_dir.unlock()
-    questions = [dataclasses.replace(question, answer_starts=(0,)) for question in make_questions(3)]
-    file = str(write_squad(questions, "bad.json"))
-    evaluates = ["--no_do_train", "--model_name_or_path", str(out), "--output_dir", str(out)]
-    base = [flag for flag in base if flag != "--config_name" and not flag.endswith("/model")]
-    train(base, *evaluates, "--validation_file", file, "--bad_examples", "skip")
-    output_dir.unlock()
-    assert len((out / "eval_skipped_examples.jsonl").read_text().splitlines()) == 3
-    scores = json.loads((out / "eval_results.json").read_text())
-    assert scores["skipped_examples"] == {"validation": {"skipped": 0, "mistakes": {"misplaced answer": 3}}}
-    train(base, *evaluates)
-    assert not (out / "eval_skipped_examples.jsonl").exists()
-
-
-def test_answer_normalization_reaches_the_metric(base, tmp_path, monkeypatch):
-    used = []
-
-    def record(*arguments: object) -> dict[str, float]:
-        used.append(arguments[-1])
-        return score(*arguments)
-
-    monkeypatch.setattr(question_answering, "score", record)
-    train(base, "--output_dir", str(tmp_path / "out"), "--max_steps", "1", "--answer_normalization", "korquad")
-    assert used == ["korquad"]
 
 
 # DeBERTa-v2 from the command line's settings to the saved model, and model folders without a family

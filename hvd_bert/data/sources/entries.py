@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
-from hvd_bert.data.sources.questions import Found, Mistake, Question, Reading
+from hvd_bert.data.sources.questions import Mistake, Question, Reading
 
 SHORT = reprlib.Repr()
 SHORT.maxstring = 80  # of data in messages
@@ -17,39 +17,36 @@ _TYPES = {str: "text", int: "a whole number", list: "a list", dict: "an object"}
 _WHOLE_NUMBER = re.compile(r"\s*-?[0-9]{1,18}\s*")
 
 
-def found(make: Callable[..., Found], where: str, *arguments: Any) -> Found:
-    """`make(where, *arguments)`, or the mistake that it raises."""
+def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function's value, or the Mistake that it raises."""
     try:
-        return make(where, *arguments)
+        return function(*arguments)
     except Mistake as mistake:
-        return Found(where, mistake=mistake)
+        return mistake
 
 
 # --- the two kinds of entries --------------------------------------------------------------------
 
 
-def squad_question(where: str, title: str, context: str, entry: Any, reading: Reading) -> Found:
-    """An entry of "qas" in SQuAD's JSON."""
+def squad_question(where: str, title: str, context: str, entry: Any, reading: Reading) -> Question:
+    """An entry of "qas" in SQuAD's JSON. Raises Mistake."""
     id_ = _id(where, entry)
-    texts, starts, mistake = _answers(f"{where}.answers", reading, lambda: get(where, entry, "answers", list))
-    if texts and entry.get("is_impossible"):
-        mistake = mistake or Mistake(
-            "contradiction", f'{where} has "is_impossible": true, but also answers. Remove one of the two'
-        )
-    question = get(where, entry, "question", str)
-    return Found(where, Question(id_, title, context, question, texts, starts), mistake)
+    texts, starts = _answers(f"{where}.answers", reading, lambda: get(where, entry, "answers", list))
+    if texts and entry.get("is_impossible") and reading.needs_answers:
+        raise Mistake(f'{where} has "is_impossible": true, but also answers. Remove one of the two')
+    return Question(id_, title, context, get(where, entry, "question", str), texts, starts)
 
 
-def row_question(where: str, row: Any, reading: Reading, contexts: dict[str, str]) -> Found:
+def row_question(where: str, row: Any, reading: Reading, contexts: dict[str, str]) -> Question:
     """A flat row. Its answers are an object of two lists, or a list of objects as SQuAD's, or one such object.
 
-    With a column "answer_start", they may be the text of one answer.
+    With a column "answer_start", they may be the text of one answer. Raises Mistake.
 
     `contexts`: those of earlier rows. About five rows share a context, of which one copy is kept.
     """
     context, column = get(where, row, reading.context_column, str), reading.answer_column
-    texts, starts, mistake = _answers(f"{where}.{column}", reading, lambda: _row_answers(where, row, column))
-    question = Question(
+    texts, starts = _answers(f"{where}.{column}", reading, lambda: _row_answers(where, row, column))
+    return Question(
         id=_id(where, row),
         title=get(where, row, "title", str, ""),
         context=contexts.setdefault(context, context),
@@ -57,7 +54,6 @@ def row_question(where: str, row: Any, reading: Reading, contexts: dict[str, str
         answer_texts=texts,
         answer_starts=starts,
     )
-    return Found(where, question, mistake)
 
 
 def _row_answers(where: str, row: dict[str, Any], column: str) -> list[Any]:
@@ -84,51 +80,24 @@ def _parsed(where: str, column: str, text: str) -> Any:
     except (ValueError, RecursionError):
         example = '{"text": ["London"], "answer_start": [16]}'
         raise Mistake(
-            "wrong type",
             f"{where} should be JSON such as {example} ({shown(text)}). If `{column}` is plain text, add a column"
-            " answer_start",
+            " answer_start"
         ) from None
 
 
-def _answers(
-    where: str, reading: Reading, read: Callable[[], list[Any]]
-) -> tuple[tuple[str, ...], tuple[int | None, ...], Mistake | None]:
-    """Texts, starts and the first mistake. An answer without a text is dropped, a start that is wrong is unknown.
-
-    Prediction does not need answers: there are none if `read` raises Mistake.
-    """
-    texts: list[str] = []
-    starts: list[int | None] = []
-    first: Mistake | None = None
+def _answers(where: str, reading: Reading, read: Callable[[], list[Any]]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Texts and starts. If answers are not needed, those that cannot be read are left out."""
     try:
-        answers = read()
+        places = [(f"{where}[{number}]", answer) for number, answer in enumerate(read())]
+        texts = tuple(get(place, answer, "text", str) for place, answer in places)
+        return texts, tuple(_start(place, answer) for place, answer in places)
     except Mistake:
-        if reading.purpose != "prediction":
+        if reading.needs_answers:
             raise
-        answers = []
-    for number, answer in enumerate(answers):
-        place = f"{where}[{number}]"
-        text, start = attempt(get, place, answer, "text", str), attempt(_start, place, answer)
-        if isinstance(text, Mistake):
-            first = first or text
-            continue
-        texts.append(text)
-        if isinstance(start, Mistake):
-            first = first or start
-            start = None
-        starts.append(start)
-    return tuple(texts), tuple(starts), first
+        return (), ()
 
 
 # --- values --------------------------------------------------------------------------------------
-
-
-def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The function's value, or the Mistake that it raises."""
-    try:
-        return function(*arguments)
-    except Mistake as mistake:
-        return mistake
 
 
 def get(where: str, parent: Any, key: str, kind: type, default: Any = None) -> Any:
@@ -138,7 +107,7 @@ def get(where: str, parent: Any, key: str, kind: type, default: Any = None) -> A
         if default is not None:
             return default
         if key not in parent:
-            raise Mistake("missing key", f'{where} has no "{key}" ({shown(parent)})')
+            raise Mistake(f'{where} has no "{key}" ({shown(parent)})')
     return _expect(f"{where}.{key}", parent[key], kind)
 
 
@@ -153,23 +122,17 @@ def _id(where: str, entry: Any) -> str:
 
 
 def _start(where: str, parent: Any) -> int:
-    _expect(where, parent, dict)
-    if "answer_start" not in parent:
-        raise Mistake("missing key", f'{where} has no "answer_start" ({shown(parent)})')
-    return _whole(f"{where}.answer_start", parent["answer_start"])
-
-
-def _whole(where: str, value: Any) -> int:
     """A whole number, which may be in quotes."""
+    value = parent.get("answer_start")
     if isinstance(value, str) and _WHOLE_NUMBER.fullmatch(value):
         return int(value)
-    number: int = _expect(where, value, int)
+    number: int = get(where, parent, "answer_start", int)
     return number
 
 
 def _expect(where: str, value: Any, kind: type) -> Any:
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise Mistake("wrong type", f"{where} should be {_TYPES[kind]} ({shown(value)})")
+        raise Mistake(f"{where} should be {_TYPES[kind]} ({shown(value)})")
     return value
 
 

@@ -19,16 +19,7 @@ from hvd_bert.storage.reading import open_regular
 Row = tuple[str, Any]  # its place, and its columns or the mistake in it
 Choose = Callable[[list[str]], list[str]]  # the columns of a file -> those to read
 _GZIP = b"\x1f\x8b"
-_ARCHIVES = {
-    _GZIP: "gzip",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ\0": "xz",
-    b"PK\x03\x04": "zip",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"7z\xbc\xaf\x27\x1c": "7z",
-}
 _PARQUET = b"PAR1"
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 @contextlib.contextmanager
@@ -46,42 +37,20 @@ def opened(path: str, name: str = "") -> Iterator[BinaryIO]:
 
 def parsed(name: str, content: bytes, choose: Choose = list) -> Iterator[Row] | str:
     """The rows of a Parquet file, or the text of another file; either may be gzipped. Raises UserError."""
-    content = _unpacked(name, content)
-    return _parquet_rows(name, content, choose) if content.startswith(_PARQUET) else _decoded(name, content)
-
-
-# --- bytes ---------------------------------------------------------------------------------------
-
-
-def _unpacked(name: str, content: bytes) -> bytes:
-    """The content, decompressed if it is gzip. Raises UserError for other archives and for a damaged one."""
     if content.startswith(_GZIP):
         try:
             content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error) as error:
             raise UserError(f"{name}: damaged gzip file ({reason_of(error)}). Copy or download it again.") from error
-    for magic, archive in _ARCHIVES.items():
-        if content.startswith(magic):
-            raise UserError(f"{name}: compressed with {archive}. Decompress the file first.")
-    return content
-
-
-def _decoded(name: str, content: bytes) -> str:
-    """The text of a file. Raises UserError if it is no text in UTF-8, or a pointer or a page in place of data."""
-    if content.startswith(_LFS_POINTER):
-        raise UserError(f"{name}: a git-LFS pointer, not the data. Run git lfs pull in its repository.")
+    if content.startswith(_PARQUET):
+        return _parquet_rows(name, content, choose)
     try:
-        text = content.decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{name}: not UTF-8 text (byte {error.start}). Save it as UTF-8.") from error
-    if not text.strip():
-        raise UserError(f"{name}: the file is empty. Give a file with data.")
-    if text[:1000].lstrip().startswith("<"):
         raise UserError(
-            f"{name}: an HTML or XML page, not the data; often a login or an error page. Download the file itself (its"
-            ' "raw" link).'
-        )
-    return text
+            f"{name}: neither UTF-8 text (byte {error.start}) nor Parquet, also in gzip. Decompress it, or save it as"
+            " UTF-8."
+        ) from error
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -93,13 +62,9 @@ def json_lines(name: str, text: str) -> Iterator[Row]:
         if line.strip():
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(
-                    f"{name}: not JSON: {error.msg} at line {number}, column {error.colno} "
-                    "(read as one JSON row per line). Fix the file."
-                ) from error
-            except (ValueError, RecursionError) as error:  # as for a whole file
-                raise UserError(f"{name}: not data: {error} at line {number}. Fix the file.") from error
+            except (ValueError, RecursionError) as error:
+                reason = getattr(error, "msg", error)
+                raise UserError(f"{name}: line {number}: not a JSON row: {reason}. Fix the file.") from error
             yield f"line {number}", row
 
 
@@ -123,8 +88,8 @@ def csv_rows(name: str, text: str, delimiter: str, choose: Choose = list, quotes
             elif len(cells) == len(columns):
                 yield f"line {rows.line_num}", dict(zip(columns, cells, strict=True))
             else:
-                reason = f"it has {len(cells)} columns, the first line has {len(columns)}"
-                yield f"line {rows.line_num}", Mistake("malformed row", reason)
+                where = f"line {rows.line_num}"
+                yield where, Mistake(f"{where} has {len(cells)} columns, the first line has {len(columns)}")
     except csv.Error as error:
         raise UserError(
             f"{name}: damaged CSV: {error} at line {rows.line_num}. Put texts with commas or line breaks in quotes."

@@ -21,13 +21,14 @@ from typing import Any
 
 from hvd_bert.data.sources import files, hub
 from hvd_bert.data.sources.checks import checked
-from hvd_bert.data.sources.entries import attempt, found, get, row_question, shown, squad_question
+from hvd_bert.data.sources.entries import attempt, get, row_question, shown, squad_question
 from hvd_bert.data.sources.files import Row
-from hvd_bert.data.sources.questions import BadExample, Found, Mistake, Question, Reading
+from hvd_bert.data.sources.questions import Mistake, Question, Reading
 from hvd_bert.errors import UserError
 
 __all__ = ["Question", "Reading", "Source", "from_questions", "open_file", "open_hub"]
 
+Found = tuple[str, Question | Mistake]  # a place of the data, and what is there
 _PIECE_BYTES = 2**20
 _DEFAULT = Reading()
 _GIVE = "Give a file in the format of train-v1.1.json."
@@ -37,33 +38,20 @@ _MAX_HEADER = 2**16
 _JSON = re.compile(r"\s*[\[{]")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Source:
     """A source of questions.
 
     `name` appears in messages (a path, or `squad[train]`). `digest` is the SHA-256 of the content and of
     the options that it is read with, so that equal digests mean equal questions.
+    `questions` returns all questions in the order of the file, parsed and checked. Each call parses again and keeps
+    nothing: tokenization needs the questions once, training runs for hours. It raises `UserError` if the content is
+    wrong.
     """
 
     name: str
     digest: str
-    _load: Callable[[], tuple[list[Question], list[BadExample]]] = field(repr=False, compare=False)
-    _bad: list[BadExample] | None = field(default=None, repr=False, compare=False)
-
-    def questions(self) -> list[Question]:
-        """All questions in the order of the file, parsed and checked.
-
-        Each call parses again and keeps nothing: tokenization needs the questions once, training runs for hours.
-        Raises `UserError` if the content is wrong.
-        """
-        questions, self._bad = self._load()
-        return questions
-
-    def bad_examples(self) -> list[BadExample]:
-        """What has a mistake, with `--bad_examples skip`. Parses the source if nothing has done so yet."""
-        if self._bad is None:
-            self.questions()
-        return self._bad or []
+    questions: Callable[[], list[Question]] = field(repr=False, compare=False)
 
 
 def open_file(path: str | os.PathLike[str], version_2_with_negative: bool, reading: Reading = _DEFAULT) -> Source:
@@ -71,7 +59,7 @@ def open_file(path: str | os.PathLike[str], version_2_with_negative: bool, readi
     name = os.fspath(path)
     digest = _digest(name)
 
-    def load() -> tuple[list[Question], list[BadExample]]:
+    def load() -> list[Question]:
         with files.opened(name) as file:
             content = file.read()
         if hashlib.sha256(content).hexdigest() != digest:
@@ -97,7 +85,7 @@ def open_hub(
     rows = hub.load(dataset_name, split, dataset_config_name, cache_dir)
     rows = rows.select_columns(_check_columns(name, rows.column_names, reading))
 
-    def load() -> tuple[list[Question], list[BadExample]]:
+    def load() -> list[Question]:
         located = ((f"row {number}", row) for number, row in enumerate(rows))
         return checked(name, _from_rows(located, reading), version_2_with_negative, reading)
 
@@ -108,7 +96,7 @@ def from_questions(name: str, questions: Iterable[Question]) -> Source:
     """Questions in memory (from a test, or typed by a user), used without checks."""
     kept = list(questions)
     content = json.dumps([astuple(question) for question in kept]).encode()
-    return Source(name, hashlib.sha256(content).hexdigest(), lambda: (kept, []))
+    return Source(name, hashlib.sha256(content).hexdigest(), lambda: kept)
 
 
 def _digest(name: str) -> str:
@@ -150,10 +138,7 @@ def _from_rows(rows: Iterable[Row], reading: Reading) -> Iterator[Found]:
     """Flat rows with their places."""
     contexts: dict[str, str] = {}
     for where, row in rows:
-        if isinstance(row, Mistake):
-            yield Found(where, mistake=row)
-        else:
-            yield found(row_question, where, row, reading, contexts)
+        yield where, row if isinstance(row, Mistake) else attempt(row_question, where, row, reading, contexts)
 
 
 def _check_columns(name: str, present: list[str], reading: Reading) -> list[str]:
@@ -174,19 +159,15 @@ def _check_columns(name: str, present: list[str], reading: Reading) -> list[str]
 def _parsed(name: str, text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and _JSON.match(text):  # a whole JSON value, then more: one row per line
-            return [row for _, row in files.json_lines(name, text)]
+    except (ValueError, RecursionError) as error:
         if not _JSON.match(text):
             raise UserError(
                 f"{name}: neither JSON nor CSV with the columns of the questions ({shown(text.lstrip()[:100])})."
                 f" {_COLUMN_FLAGS}"
             ) from error
-        raise UserError(
-            f"{name}: not JSON: {error.msg} at line {error.lineno}, column {error.colno}. Fix the file."
-        ) from error
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, lists inside thousands of lists
-        raise UserError(f"{name}: not in SQuAD's format: {error}. {_GIVE}") from error
+        if getattr(error, "msg", "") == "Extra data":  # a whole JSON value, then more: one row per line
+            return [row for _, row in files.json_lines(name, text)]
+        raise UserError(f"{name}: not JSON: {error}. Fix the file.") from error
 
 
 def _from_json(name: str, document: Any, reading: Reading) -> Iterator[Found]:
@@ -206,25 +187,21 @@ def _from_json(name: str, document: Any, reading: Reading) -> Iterator[Found]:
 
 
 def _from_articles(articles: list[Any], reading: Reading) -> Iterator[Found]:
-    for article_number, article in enumerate(articles):
-        at_article = f"data[{article_number}]"
-        title = attempt(get, at_article, article, "title", str, "")
-        paragraphs = title if isinstance(title, Mistake) else attempt(get, at_article, article, "paragraphs", list)
-        if isinstance(paragraphs, Mistake):
-            yield Found(at_article, mistake=paragraphs)
-            continue
-        for number, paragraph in enumerate(paragraphs):
-            yield from _from_paragraph(f"{at_article}.paragraphs[{number}]", title, paragraph, reading)
+    for number, article in enumerate(articles):
+        where = f"data[{number}]"
+        try:
+            title = get(where, article, "title", str, "")
+            for n, paragraph in enumerate(get(where, article, "paragraphs", list)):
+                yield from _from_paragraph(f"{where}.paragraphs[{n}]", title, paragraph, reading)
+        except Mistake as mistake:  # in the structure around the questions
+            yield where, mistake
 
 
 def _from_paragraph(where: str, title: str, paragraph: Any, reading: Reading) -> Iterator[Found]:
-    context = attempt(get, where, paragraph, "context", str)
-    entries = context if isinstance(context, Mistake) else attempt(get, where, paragraph, "qas", list)
-    if isinstance(entries, Mistake):
-        yield Found(where, mistake=entries)
-        return
-    for number, entry in enumerate(entries):
-        yield found(squad_question, f"{where}.qas[{number}]", title, context, entry, reading)
+    context = get(where, paragraph, "context", str)
+    for number, entry in enumerate(get(where, paragraph, "qas", list)):
+        at_entry = f"{where}.qas[{number}]"
+        yield at_entry, attempt(squad_question, at_entry, title, context, entry, reading)
 
 
 def _csv_delimiter(text: str, reading: Reading) -> str:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvd_bert.data.sources import files, hub
-from hvd_bert.data.sources.checks import refuse_mistakes
-from hvd_bert.data.sources.entries import attempt, get
+from hvd_bert.data.sources.checks import refuse
+from hvd_bert.data.sources.entries import get, shown
 from hvd_bert.data.sources.files import Row
-from hvd_bert.data.sources.questions import BadExample, Mistake, Reading
+from hvd_bert.data.sources.questions import Mistake
 from hvd_bert.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,11 +24,6 @@ PAIR = ("sentence1", "sentence2")
 NOT_TEXT = ("id", "idx")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}  # by the ending of a file's name; others are JSON Lines or Parquet
 Value = str | int | float
-_DEFAULT = Reading()
-_WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # as Python prints it: "01" and "1" are two labels
-_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
-# What programs write for a missing value, as pandas reads them, and what is not finite. 1e400 is not finite, either.
-_NO_NUMBER = re.compile(r"<?#?(n/?a)>?|null|none|[+-]?(1\.#)?(nan|inf|infinity|ind|qnan)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,6 @@ class Texts:
         columns: Those that the texts and the labels are from.
         places: Where each text is, for messages.
         classes: Names of the classes in the data set's order, if it has a list of them.
-        bad: Rows with mistakes, which are left out.
     """
 
     name: str
@@ -89,7 +83,6 @@ class Texts:
     labels: list[Value]
     places: list[str]
     classes: list[str] | None = None
-    bad: list[BadExample] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.first)
@@ -105,7 +98,7 @@ class Texts:
         return replace(self, first=self.first[:count], second=second, labels=labels, places=places)
 
 
-def open_file(path: str, flag: str, columns: Columns = Columns(), reading: Reading = _DEFAULT) -> Texts:
+def open_file(path: str, flag: str, columns: Columns = Columns()) -> Texts:
     """All rows of a file that `flag` names. Raises UserError."""
     with files.opened(path, f"{flag} {path}") as file:
         content = file.read()
@@ -115,10 +108,10 @@ def open_file(path: str, flag: str, columns: Columns = Columns(), reading: Readi
         columns = columns.found_in(path, list(first))
     elif not located:
         raise UserError(f"{path}: there are no rows. Give a file with examples.")
-    return _texts(path, hashlib.sha256(content).hexdigest(), columns, located, reading)
+    return _texts(path, hashlib.sha256(content).hexdigest(), columns, located)
 
 
-def open_hub(rows: Dataset, name: str, columns: Columns = Columns(), reading: Reading = _DEFAULT) -> Texts:
+def open_hub(rows: Dataset, name: str, columns: Columns = Columns()) -> Texts:
     """All rows of a split of a data set on the hub. Raises UserError."""
     if not len(rows):
         raise UserError(f"{name}: there are no rows. Name another split.")
@@ -126,36 +119,26 @@ def open_hub(rows: Dataset, name: str, columns: Columns = Columns(), reading: Re
     rows = rows.select_columns([*columns.texts, columns.label])
     located = ((f"row {number}", row) for number, row in enumerate(rows.to_list()))
     classes = getattr(rows.features[columns.label], "names", None)
-    return _texts(name, hub.digest(rows), columns, located, reading, classes)
+    return _texts(name, hub.digest(rows), columns, located, classes)
 
 
-def _texts(
-    name: str,
-    digest: str,
-    columns: Columns,
-    located: Iterable[Row],
-    reading: Reading,
-    classes: list[str] | None = None,
-) -> Texts:
-    checked: list[tuple[str, tuple[list[str], Value] | Mistake]] = [
-        (place, row if isinstance(row, Mistake) else attempt(_checked, name, place, row, columns, classes))
-        for place, row in located
-    ]
-    found: list[Value] = [row[1] for _, row in checked if not isinstance(row, Mistake)]
-    labels = iter(found if classes is not None else _as_numbers(found, columns.numbers))
-    kept, bad = [], []
-    for place, row in checked:
-        texts, label = ([], row) if isinstance(row, Mistake) else (row[0], next(labels))
-        if isinstance(label, Mistake):
-            bad.append(BadExample(place, None, label.kind, label.reason, True))
-        else:
-            kept.append((place, label, *texts))
-    refuse_mistakes(name, bad, len(kept), reading, "texts")
-    places, values, *parts = (list(column) for column in zip(*kept, strict=True))
+def _texts(name: str, digest: str, columns: Columns, located: Iterable[Row], classes: list[str] | None = None) -> Texts:
+    found: list[tuple[str, Value, list[str]]] = []
+    mistakes: list[str] = []
+    for place, row in located:
+        try:
+            found.append((place, *_checked(name, place, row, columns, classes)))
+        except Mistake as mistake:
+            mistakes.append(str(mistake))
+    refuse(name, mistakes)
+    places, labels, texts = (list(column) for column in zip(*found, strict=True))
+    if classes is None:
+        labels = _as_numbers(name, places, labels, columns.numbers)
+    parts = [list(column) for column in zip(*texts, strict=True)]
     if columns.delimiter is not None:
-        parts = [[columns.delimiter.join(pieces) for pieces in zip(*parts, strict=True)]]
+        parts = [[columns.delimiter.join(pieces) for pieces in texts]]
     second = parts[1] if len(parts) > 1 else None
-    return Texts(name, digest, columns, parts[0], second, values, places, classes, bad)
+    return Texts(name, digest, columns, parts[0], second, labels, places, classes)
 
 
 def _rows(path: str, content: bytes) -> Iterator[Row]:
@@ -167,25 +150,28 @@ def _rows(path: str, content: bytes) -> Iterator[Row]:
     if delimiter:  # files with tabs, such as GLUE's, do not quote: a single " is a part of the text
         return files.csv_rows(path, found, delimiter, quotes=delimiter != "\t")
     if not found.lstrip().startswith(("{", "[")):
-        raise UserError(f"{path}: not JSON Lines. Give one JSON object per line, or a file that ends in .csv or .tsv.")
-    no_object = Mistake("malformed row", "it is not a JSON object")
-    rows = files.json_lines(path, found)
-    return ((place, row if isinstance(row, dict) else no_object) for place, row in rows)
+        raise UserError(
+            f"{path}: not JSON Lines ({shown(found.lstrip()[:100])}). Give one JSON object per line, or a file whose"
+            " name ends in .csv or .tsv."
+        )
+    return files.json_lines(path, found)
 
 
-def _checked(
-    name: str, place: str, row: dict[str, Any], columns: Columns, classes: list[str] | None
-) -> tuple[list[str], Value]:
-    """The texts and the label of a row. Raises Mistake."""
-    texts = [_encodable(column, get(place, row, column, str)) for column in columns.texts]
-    return texts, _label(name, place, row, columns.label, classes)
+def _checked(name: str, place: str, row: Any, columns: Columns, classes: list[str] | None) -> tuple[Value, list[str]]:
+    """The label and the texts of a row. Raises Mistake."""
+    if isinstance(row, Mistake):
+        raise row
+    if not isinstance(row, dict):
+        raise Mistake(f"{place} is not a JSON object")
+    texts = [_encodable(place, column, get(place, row, column, str)) for column in columns.texts]
+    return _label(name, place, row, columns.label, classes), texts
 
 
-def _encodable(name: str, value: str) -> str:
+def _encodable(place: str, column: str, value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise Mistake("invalid character", f"`{name}` contains an unpaired surrogate") from None
+        raise Mistake(f"{place}: `{column}` contains an unpaired surrogate") from None
     return value
 
 
@@ -195,48 +181,32 @@ def _label(name: str, place: str, row: dict[str, Any], column: str, classes: lis
         if not 0 <= value < len(classes):  # -1 in the test sets of GLUE
             raise UserError(f"{name}: {place} has no label ({value}). Name a split with labels.")
         return classes[value]
-    fraction = isinstance(value, float) and math.isfinite(value)
-    if isinstance(value, bool) or not (isinstance(value, (str, int)) or fraction) or value == "":
-        raise Mistake("wrong label", f"the label must be text or a number, not {value!r:.40}")
-    label: Value = _encodable(column, value) if isinstance(value, str) else value
-    return label
+    if isinstance(value, str) and value:
+        return _encodable(place, column, value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or number_of(value) is None:
+        raise Mistake(f"{place}: the label must be text or a number, not {value!r:.40}")
+    return value
 
 
-def _as_numbers(labels: list[Value], must_be: bool) -> list[Value | Mistake]:
-    """Numbers if the labels are (a CSV file has no types): whole ones, so that 10 is sorted after 9, or fractions.
+def _as_numbers(name: str, places: list[str], labels: list[Value], must_be: bool) -> list[Value]:
+    """Numbers if most labels are (a CSV file has no types): whole ones, so that 10 is sorted after 9, or fractions.
 
-    They are if all others are marks of missing values or not finite, or if most are numbers and some are fractions. A
-    label that is not a finite number is then a mistake, and always one that is not of the type that most have.
+    Then all must be: a missing value among numbers ("nan", "NA") is no class. Raises UserError.
     """
-    as_text = 2 * sum(isinstance(label, str) for label in labels) >= len(labels)
-    alike = [label for label in labels if isinstance(label, str) == as_text]
-    numbers = [label for label in alike if is_finite(label)]
-    fractions = any(isinstance(label, float) or {*".eE"} & {*str(label)} for label in numbers)
-    whole = all(isinstance(label, int) or _WHOLE_NUMBER.fullmatch(str(label)) for label in numbers)
-    are_numbers = must_be or (numbers and all(is_finite(label) or _is_no_number(label) for label in alike))
-    if not are_numbers and not (fractions and 2 * len(numbers) > len(alike)):
-        return [label if isinstance(label, str) == as_text else _wrong(label, "text, as most are") for label in labels]
-    convert: Callable[[Value], Value] = int if whole else float if fractions or must_be else lambda label: label
-    needed = "a finite number, " + ("which a regression needs" if must_be else "as most are")
-    return [
-        convert(label) if is_finite(label) and isinstance(label, str) == as_text else _wrong(label, needed)
-        for label in labels
-    ]
+    numbers = [number_of(label) for label in labels]
+    found = [number for number in numbers if number is not None]
+    if not must_be and 2 * len(found) <= len(labels):
+        return [str(label) for label in labels]
+    needed = "a finite number, " + ("which a regression needs" if must_be else "as most labels are")
+    rows = zip(places, labels, numbers, strict=True)
+    refuse(name, [f"{place}: the label {label!r:.40} is not {needed}" for place, label, n in rows if n is None])
+    return [float(number) for number in found] if any(isinstance(number, float) for number in found) else [*found]
 
 
-def _wrong(label: Value, needed: str) -> Mistake:
-    return Mistake("wrong label", f"the label {label!r:.40} is not {needed}")
-
-
-def is_finite(label: Value) -> bool:
-    """Whether it is a finite number, or text of one."""
-    try:
-        return math.isfinite(float(label)) and (not isinstance(label, str) or bool(_NUMBER.fullmatch(label)))
-    except (ValueError, OverflowError):
-        return False
-
-
-def _is_no_number(label: Value) -> bool:
-    """Whether it stands for a missing value, or for a number that is not finite."""
-    written = str(label).strip()
-    return not written or bool(_NO_NUMBER.fullmatch(written) or _NUMBER.fullmatch(written))
+def number_of(label: Value) -> int | float | None:
+    """The finite number that a label is, or is the text of."""
+    for kind in (int, float) if isinstance(label, str) else (type(label),):
+        with suppress(ValueError, OverflowError):
+            number = kind(label)
+            return number if math.isfinite(number) else None
+    return None

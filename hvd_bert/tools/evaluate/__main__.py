@@ -45,9 +45,8 @@ OF_OWN_TASKS = ("train_file",)  # a task of one's own may read its model's shape
 # Settings that are taken from the model's training by default. Both models of a comparison have equal `SHARED` ones.
 OF_DATA = (
     *("dataset_name", "dataset_config_name", "validation_file", "question_column", "context_column", "answer_column"),
-    "bad_examples",
 )
-RULES = ("task", "version_2_with_negative", "answer_normalization")
+RULES = ("task", "version_2_with_negative")
 SHARED = (*OF_DATA, *RULES)
 OF_MODEL = (
     *(*RULES, "max_seq_length", "doc_stride", "padding", "pad_to_max_length", "n_best_size", "max_answer_length"),

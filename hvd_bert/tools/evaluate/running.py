@@ -17,7 +17,6 @@ from hvd_bert.config.settings import Config
 from hvd_bert.data.sources.questions import Question
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import EXIT_FAILURE, UserError
-from hvd_bert.evaluation.answer_rules import ANSWER_RULES
 from hvd_bert.evaluation.postprocess import Answer
 from hvd_bert.evaluation.samples import sample
 from hvd_bert.evaluation.squad_metric import question_scores
@@ -65,7 +64,7 @@ def run(flags: argparse.Namespace, configs: Sequence[Config], world: World) -> N
                 with writing_to("--json", flags.json):
                     write_named(flags.json, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
             if configs[0].train.output_dir:
-                _write_folder(configs[0].train.folder, evaluations[0], tasks[0], results, page)
+                _write_folder(configs[0].train.folder, evaluations[0], results, page)
 
 
 def _evaluate(task: Task, config: Config, world: World) -> tuple[EvaluationResult, Scored | None]:
@@ -83,11 +82,11 @@ def _evaluate(task: Task, config: Config, world: World) -> tuple[EvaluationResul
     return evaluation, found
 
 
-def _write_folder(folder: Path, evaluation: EvaluationResult, task: Task, results: dict[str, Any], page: Page) -> None:
+def _write_folder(folder: Path, evaluation: EvaluationResult, results: dict[str, Any], page: Page) -> None:
     """Write all files to --output_dir. Raises UserError."""
     with writing_to("--output_dir", folder):
         files = evaluation.files | {"evaluation.json": results}
-        run_folder.write_evaluation(folder, replace(evaluation, files=files), task.describe_data(folder))
+        run_folder.write_evaluation(folder, replace(evaluation, files=files))
         written.add(folder, "evaluation.html")
         with replacing(folder / "evaluation.html") as partial:
             partial.write_text(page.as_html(), encoding="utf-8")
@@ -120,13 +119,13 @@ class Scored:
 
 def scored(questions: Sequence[Question], answers: Sequence[Answer], config: Config) -> Scored:
     """The answers with their scores, whose means are the metrics of the evaluation."""
-    data, rules = config.data, ANSWER_RULES[config.data.answer_normalization]
+    data = config.data
     found = []
     for question, answer in zip(questions, answers, strict=True):
         if answer.null_odds is not None and answer.null_odds > data.null_score_diff_threshold:
             found.append((float(not question.answer_texts),) * 2)  # the official script does not look at the texts
         else:
-            found.append(question_scores(question, answer.text, rules, data.version_2_with_negative))
+            found.append(question_scores(question, answer.text, data.version_2_with_negative))
     columns = 100 * np.array(found).T
     return Scored(questions, answers, dict(zip(SCORES, columns, strict=True)))
 
@@ -146,22 +145,21 @@ def results_of(
         "data": data.validation_file or data.dataset_name or data.task,
         "metrics": metrics[0],
         "compared_metrics": metrics[1] if compared else None,
-        "slices": slices_of(models, data.answer_normalization) if models else {},
+        "slices": slices_of(models) if models else {},
         "mistakes": mistakes(models[0], num_mistakes) if models else [],
         "settings": configs[0].as_flat(),
         "compared_settings": configs[1].as_flat() if compared else None,
     }
 
 
-def slices_of(models: Sequence[Scored], answer_normalization: str) -> dict[str, list[dict[str, Any]]]:
+def slices_of(models: Sequence[Scored]) -> dict[str, list[dict[str, Any]]]:
     """Scores of all questions, and of groups of similar questions."""
-    questions, rules = models[0].questions, ANSWER_RULES[answer_normalization]
-    unit = "words" if answer_normalization == "squad" else "characters"
+    questions = models[0].questions
     groups = {
         "questions": slices.by_answer(questions),
         "question word": slices.by_question_word(questions),
-        f"answer length in {unit}": slices.by_answer_length(questions, rules.units),
-        f"context length in {unit}": slices.by_context_length(questions, rules.units),
+        "answer length in words": slices.by_answer_length(questions),
+        "context length in words": slices.by_context_length(questions),
     }
     return {
         title: [{"slice": name} | _row(models, members) for name, members in of_title.items()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,21 +43,21 @@ def by_question_word(questions: Sequence[Question]) -> Groups:
     return _groups([question_word(question.question) for question in questions], QUESTION_WORDS)
 
 
-def by_answer_length(questions: Sequence[Question], units: Callable[[str], list[str]]) -> Groups:
-    """Groups by the length of the first gold answer in `units`, such as words."""
+def by_answer_length(questions: Sequence[Question]) -> Groups:
+    """Groups by the length of the first gold answer in words."""
     bounds, names = list(_ANSWER_LENGTHS), (*_ANSWER_LENGTHS.values(), "11 or more")
 
     def name(question: Question) -> str:
         if not question.answer_texts:
             return "no answer"
-        return names[bisect_left(bounds, len(units(question.answer_texts[0])))]
+        return names[bisect_left(bounds, len(question.answer_texts[0].split()))]
 
     return _groups([name(question) for question in questions], ("no answer", *names))
 
 
-def by_context_length(questions: Sequence[Question], units: Callable[[str], list[str]]) -> Groups:
-    """Up to four groups of about the same size, by the length of the context in `units`."""
-    lengths = np.array([len(units(question.context)) for question in questions])
+def by_context_length(questions: Sequence[Question]) -> Groups:
+    """Up to four groups of about the same size, by the length of the context in words."""
+    lengths = np.array([len(question.context.split()) for question in questions])
     quartiles = np.unique(np.quantile(lengths, (0.25, 0.5, 0.75), method="lower"))
     numbers = np.searchsorted(quartiles, lengths)
     groups = {}
