@@ -63,7 +63,7 @@ NUMBERS = [
     *(("bench", name, value) for name in ("steps", "repeats", "windows") for value in NO_COUNT),
     *(("report", "gbps", value) for value in (*NO_TIME, "0")),
     *(("report", "latency_us", value) for value in NO_TIME),
-    *(("report", "most_devices", value) for value in NO_COUNT),
+    *(("report", "gpus_per_node", value) for value in NO_COUNT),
     *(("evaluate", "mistakes", value) for value in NO_COUNT if value != "0"),
     *(("train", "max_seq_length", value) for value in NO_COUNT),
     *(("train", "learning_rate", value) for value in (*NO_TIME, "0")),
@@ -144,4 +144,4 @@ def test_names_of_runs_are_only_names(tmp_path: Path, capsys: pytest.CaptureFixt
     shown = capsys.readouterr().out + (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     assert not {"\x1b", "\x07", "\ud800"} & set(shown + page[page.index("<body") :]) and "<script>alert" not in page
     assert "bad: " in shown and "Strong scaling" in shown and "alert(1)" in shown
-    assert len(list((tmp_path / "out").glob("*.png"))) == 2
+    assert len(list((tmp_path / "out").glob("*.png"))) == 1

@@ -466,7 +466,6 @@ def test_one_sweep_at_a_time(pretended, start, capsys, monkeypatch) -> None:
 def test_report_is_written_on_request(start, tmp_path, monkeypatch) -> None:
     from hvd_bert.tools.report import plots
 
-    for name in ("scaling", "losses", "projected"):
-        monkeypatch.setattr(plots, name, lambda *_: b"")
+    monkeypatch.setattr(plots, "scaling", lambda *_: b"")
     assert start("--report", str(tmp_path / "report")) == 0
     assert "horovod" in (tmp_path / "report" / "report.csv").read_text()

@@ -79,8 +79,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="GPUs that share a node's network. (default: %(default)s)")  # fmt: skip
     add("--inner_gbps", type=float, limits=POSITIVE, metavar="N",
         help="Bandwidth between a node's GPUs, in gigabits/s; --gpus_per_node needs it. (default: none)")  # fmt: skip
-    add("--most_devices", type=int, default=projection.MAX_DEVICES, limits=Limits(minimum=1), metavar="N",
-        help="Largest number of devices to project to. (default: %(default)s)")  # fmt: skip
     return parser
 
 
@@ -119,7 +117,7 @@ def _write_comparison(
     groups = comparison.grouped(kept)
     tables = comparison.tables(groups, baseline)
     baselines = projection.baselines(tables, groups, baseline)
-    projections = _projections(baselines, networks, flags.most_devices)
+    projections = _projections(baselines, networks)
     left_out += _without_table(groups, tables, projections, flags.baseline)
     compared = [line for table in tables for line in table.lines if line.speedup and line.group is not table.baseline]
     reasons = content.reasons(tables, left_out)
@@ -150,11 +148,11 @@ def _no_result(reasons: Sequence[str], projections: Sequence[Projection], flags:
     return "\n  ".join(lines)
 
 
-def _projections(baselines: Sequence[Group], networks: Sequence[tuple[str, Network]], maximum: int) -> list[Projection]:
+def _projections(baselines: Sequence[Group], networks: Sequence[tuple[str, Network]]) -> list[Projection]:
     """Strong and weak scaling from each of `baselines`; empty if no projection was requested."""
     if not networks:
         return []
-    return [found for baseline in baselines for found in projection.both_kinds(baseline, networks, maximum)]
+    return [found for baseline in baselines for found in projection.both_kinds(baseline, networks)]
 
 
 def _without_table(

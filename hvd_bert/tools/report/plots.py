@@ -12,16 +12,12 @@ from matplotlib.figure import Figure
 
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.rendering.style import COLOURS, STYLE, png
-from hvd_bert.tools.report.comparability import WEAK
 from hvd_bert.tools.report.comparison import Compared, ScalingTable
 from hvd_bert.tools.report.projection import Projection
-from hvd_bert.tools.runs.run import Run
 
 MARKERS = ("s", "o", "^", "D", "v", "P", "X")
-DASHES = ("-", "--", ":", "-.")
 GREYS = ("0.1", "0.55", "0.75")  # for the networks of a projection; strategies have colours
 LINEAR_UP_TO = 8  # times the fewest devices; beyond that the axis is logarithmic
-MAX_POINTS = 60  # of a loss curve; more are averaged
 
 
 def scaling(table: ScalingTable) -> bytes:
@@ -109,43 +105,6 @@ def _devices_axis(axes: Axes, counts: Sequence[int], linear: bool) -> None:
     axes.set_xlim(*((counts[0] - margin, counts[-1] + margin) if linear else (counts[0] / 1.3, counts[-1] * 1.3)))
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.minorticks_off()
-
-
-def losses(table: ScalingTable) -> bytes:
-    """The loss curves of all groups in one plot: colours for strategies, dashes for the number of devices."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10, 4.4), layout="constrained")
-        axes = figure.subplots()
-        labels, counts = table.labels, table.device_counts
-        for line in table.lines:
-            run = line.group.one
-            steps, values = _curve(line.group.runs)
-            axes.plot(
-                steps,
-                values,
-                color=COLOURS[labels.index(line.group.label) % len(COLOURS)],
-                linestyle=DASHES[counts.index(run.devices) % len(DASHES)],
-                linewidth=1.6,
-                alpha=0.85,
-                label=f"{line.group.label}, {run.devices}{' (left out)' if line.reason else ''}",
-            )
-        axes.set_title(f"Training loss (equal curves hide each other). {table.title}", loc="left")
-        axes.set_xlabel("optimizer step" if table.kind != WEAK else "optimizer step (more windows on more devices)")
-        axes.set_ylim(bottom=0)
-        axes.legend(title="strategy, devices", loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
-        return png(figure)
-
-
-def _curve(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
-    """Median loss of the repeats at each step that all logged, averaged to at most MAX_POINTS points."""
-    by_step = [{row.step: row.loss for row in run.rows} for run in runs]
-    steps = sorted(set.intersection(*(set(rows) for rows in by_step)))
-    points = [(float(step), statistics.median(rows[step] for rows in by_step)) for step in steps]
-    size = -(-len(points) // MAX_POINTS)
-    bins = [points[start : start + size] for start in range(0, len(points), size)] if size else []
-    return [statistics.fmean(step for step, _ in members) for members in bins], [
-        statistics.fmean(loss for _, loss in members) for members in bins
-    ]
 
 
 def projected(projection: Projection, table: ScalingTable | None) -> bytes:

@@ -162,16 +162,16 @@ def device_counts(maximum: int) -> list[int]:
     return [2**power for power in range(maximum.bit_length()) if 2**power <= maximum]
 
 
-def end_of(kind: str, size: float, maximum: int, unit: str = "windows") -> tuple[int, str]:
+def end_of(kind: str, size: float, unit: str = "windows") -> tuple[int, str]:
     """The last number of devices of a projection with `size` of `unit`, and why it ends there."""
-    counts = device_counts(maximum)
+    counts = device_counts(MAX_DEVICES)
     if kind == STRONG:
         counts = [devices for devices in counts if devices <= size]
     last = counts[-1]
     ends = f"ends at {last} device{'s' * (last > 1)}: "
     if kind == STRONG and 2 * last > size:
         return last, f"{ends}a global batch of {counted(size, unit)} has less than one for each of {2 * last} devices"
-    return last, f"{ends}--most_devices {maximum}"
+    return last, f"{ends}the projection's limit"
 
 
 def measured_step(group: Group, kind: str) -> Step:
@@ -210,10 +210,8 @@ def baselines(tables: Sequence[ScalingTable], groups: Sequence[Group], chosen: t
     return [alone] if alone else list(found.values())
 
 
-def both_kinds(
-    baseline: Group, networks: Sequence[tuple[str, Network]], maximum: int = MAX_DEVICES
-) -> list[Projection]:
-    """Project a baseline's step to up to `maximum` devices, with strong and with weak scaling.
+def both_kinds(baseline: Group, networks: Sequence[tuple[str, Network]]) -> list[Projection]:
+    """Project a baseline's step to up to MAX_DEVICES devices, with strong and with weak scaling.
 
     Strong scaling ends where a device would have less than one window.
     """
@@ -224,7 +222,7 @@ def both_kinds(
         except NoStep as error:
             made.append(Projection(kind, size, baseline, f"not possible: {error}"))
             continue
-        last, ends = end_of(kind, size, maximum, baseline.one.unit)
+        last, ends = end_of(kind, size, baseline.one.unit)
         if last == 1:
             made.append(Projection(kind, size, baseline, f"not possible: it {ends}"))
             continue

@@ -86,7 +86,6 @@ def _add_table(page: Page, table: ScalingTable) -> None:
         alt = f"{table.title}: speed-up, efficiency and more"
         page.add(Picture(free_name(page, table.slug), plots.scaling(table), alt))
     page.add(content.costs(table))
-    page.add(Picture(free_name(page, f"{table.slug}_loss"), plots.losses(table), f"{table.title}: loss curves"))
 
 
 def free_name(page: Page, stem: str) -> str:
