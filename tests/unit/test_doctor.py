@@ -8,27 +8,22 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from tables import each
-from transformers import BertConfig
 
 from hvd_bert import machine
 from hvd_bert.distributed.launch import Launcher, LaunchError
 from hvd_bert.distributed.world import CollectiveError, RankInfo
 from hvd_bert.errors import UserError
-from hvd_bert.model.cpu import kernels
-from hvd_bert.model.loading import num_weights
 from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.tools.doctor import __main__ as command
-from hvd_bert.tools.doctor import checks, collective, cpu_kernels, diagnosis, probes
+from hvd_bert.tools.doctor import checks, collective, diagnosis, probes
 from hvd_bert.tools.doctor.collective import Timing
 from hvd_bert.tools.doctor.diagnosis import Rank, rank_lines, ranks_table
 from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, ProbeError, Slurm
-from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, Line, Report, isolated, merged
+from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, Line, Report, merged
 
 NO_DRIVER = NvmlError("NVML Shared Library Not Found")
 TWO_GPUS = Gpus("570.86", "12.8", ("A100", "A100"))
@@ -39,53 +34,39 @@ OPEN_MPI = ("/usr/bin/mpirun", "mpirun (Open MPI) 4.1.4\n\nReport bugs to ...")
 MPICH = ("/opt/bin/mpirun", "HYDRA build details:\n    Version:    4.0.2\n    Release Date: ...")
 SLURM = Slurm("slurm-wlm 22.05.8", ("pmi2", "pmix", "pmix_v4"))
 
-# --- one host --------------------------------------------------------------------------------------
-
 
 @each(
     ("line", "status", "words"),
     [
         (checks.python_line((3, 9, 18), "/bin/python"), FAILURE, "3.9.18, /bin/python"),
-        (checks.python_line((3, 10, 0), "/bin/python"), OK, ""),
         (checks.torch_line("2.5.1+cu124"), FAILURE, "2.5.1+cu124"),
-        (checks.torch_line("2.6.0"), OK, ""),
         (checks.torch_line("2.13.0+cpu"), OK, ""),
         (checks.memory_line(8 * checks.GIB, 2), OK, ""),
+        (checks.bf16_line(False), OK, ""),
+        (checks.bf16_line(True), WARNING, "emulated"),
         (checks.memory_line(8 * checks.GIB, 4), WARNING, "4 rank(s)"),
         (checks.driver_line(TWO_GPUS), OK, "570.86, supports CUDA up to 12.8"),
         (checks.driver_line(NO_DRIVER), OK, "Library Not Found"),
         (checks.cuda_line(None, 0, NO_DRIVER, False), OK, "no GPU on this host"),
-        (checks.cuda_line("12.8", 0, NO_DRIVER, False), OK, "no GPU on this host"),
         (checks.cuda_line("12.8", 2, TWO_GPUS, False), OK, "2 GPU(s): A100, A100"),
-        (checks.cuda_line("12.8", 2, NO_DRIVER, False), OK, "2 GPU(s): names unknown"),
         (checks.cuda_line(None, 0, TWO_GPUS, False), WARNING, "built for CPUs only"),
+        (checks.cuda_line("12.8", 0, TWO_GPUS, True), WARNING, "CUDA_VISIBLE_DEVICES"),
         (checks.cuda_line("13.0", 0, TWO_GPUS, False), FAILURE, "CUDA 13.0, cannot use them; the driver supports"),
         (checks.horovod_lines(BUILD)[0], OK, "MPI, Gloo"),
         (checks.horovod_lines(replace(BUILD, gloo=False))[0], WARNING, "without Gloo"),
         (checks.horovod_lines(replace(BUILD, gloo=False, mpi=False))[0], FAILURE, "neither MPI nor Gloo"),
         (checks.nccl_line(BUILD, 0, "2.28.9"), OK, "not needed"),
         (checks.nccl_line(BUILD, 2, "2.28.9"), FAILURE, "without NCCL"),
-        (checks.nccl_line(replace(BUILD, nccl=True), 2, "2.28.9"), OK, "2.28.9"),
         (checks.mpi_line(BUILD, LIBRARY, OPEN_MPI, False), OK, "Open MPI 4.1.4, the same in"),
         (checks.mpi_line(BUILD, LIBRARY, MPICH, False), FAILURE, "/opt/bin/mpirun is MPICH 4.0.2"),
         (checks.mpi_line(BUILD, LIBRARY, MPICH, True), WARNING, "/opt/bin/mpirun is MPICH 4.0.2"),
-        (checks.mpi_line(BUILD, LIBRARY, ("mpirun", "(Open MPI) 5.0.5"), False), FAILURE, "is Open MPI 5.0.5"),
         (checks.mpi_line(BUILD, LIBRARY, None, False), WARNING, "mpirun is not on PATH"),
-        (checks.mpi_line(BUILD, LIBRARY, None, True), OK, "mpirun is not on PATH"),
-        (checks.mpi_line(BUILD, LIBRARY, ("/bin/mpirun", "unknown"), False), OK, "the same in"),
         (checks.mpi_line(BUILD, BROKEN, OPEN_MPI, False), FAILURE, "mpi4py cannot be used"),
-        (checks.mpi_line(BROKEN, LIBRARY, OPEN_MPI, False), OK, "Open MPI 4.1.4"),
         (checks.mpi_line(replace(BUILD, mpi=False), BROKEN, None, False), OK, "--gloo"),
     ],
 )
 def test_what_is_found_on_a_host(line: Line, status: str, words: str) -> None:
     assert (line.status, words in line.found, bool(line.hint)) == (status, True, status != OK), line
-
-
-def test_gpus_that_are_hidden_and_an_nccl_that_is_unknown_need_no_hint() -> None:
-    hidden = checks.cuda_line("12.8", 0, TWO_GPUS, True)
-    assert (hidden.status, "CUDA_VISIBLE_DEVICES" in hidden.found) == (WARNING, True)
-    assert checks.nccl_line(BROKEN, 2, "2.28.9").status == WARNING  # Horovod's own line is the failure
 
 
 @each("installed, found", [("0.28.1", "signal 11"), (None, "not installed")])
@@ -95,31 +76,24 @@ def test_other_strategies_are_named_without_horovod(monkeypatch, installed, foun
     assert line.status == FAILURE and found in line.found and "--strategy ddp under torchrun" in line.hint
 
 
-@each(
-    ("requirements", "status", "found"),
-    [
-        ("torch==2.13  # any\nnumpy==1; python_version < '3.11'\nno_such-one==1\n# other\n", FAILURE, ": no_such-one"),
-        ("torch==2.13.0\nmpi4py==4\nhorovod[pytorch]==0.28.1\n", OK, ""),
-        (None, WARNING, "not checked"),
-    ],
-)
-def test_packages(tmp_path, monkeypatch, requirements, status, found):
+def test_packages(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "version_of", lambda name: "1" if name in ("torch", "numpy") else None)
-    if requirements is not None:
-        (tmp_path / "requirements.txt").write_text(requirements)
-    line = checks.packages_line(tmp_path / "requirements.txt")
-    assert line.status == status and found in line.found
+    file = tmp_path / "requirements.txt"
+    assert checks.packages_line(file).status == WARNING  # not checked without it
+    for more, status, found in (("", OK, ""), ("no_such-one==1\n# other\n", FAILURE, ": no_such-one")):
+        file.write_text(f"torch==2.13  # any\nmpi4py==4\nhorovod[pytorch]==0.28.1\n{more}")
+        line = checks.packages_line(file)
+        assert line.status == status and found in line.found
 
 
 @pytest.mark.slow
-@each("module", ["torch", "yaml"])
-def test_without_a_package_that_the_doctor_needs(module):
-    program = f"import sys; sys.modules['{module}'] = None; from hvd_bert.tools.doctor.__main__ import main; "
+def test_without_a_package_that_the_doctor_needs():
+    program = "import sys; sys.modules['torch'] = None; from hvd_bert.tools.doctor.__main__ import main; "
     words = [sys.executable, "-c", f"{program}sys.exit(main())", "--json"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (2, "")
     (line,) = json.loads(done.stdout)["checks"]
-    assert (line["name"], line["status"]) == ("Packages", FAILURE) and module in line["found"]
+    assert (line["name"], line["status"]) == ("Packages", FAILURE) and "torch" in line["found"]
 
 
 @each(
@@ -127,11 +101,8 @@ def test_without_a_package_that_the_doctor_needs(module):
     [
         (OPEN_MPI[1], ("Open MPI", "4.1.4")),
         (LIBRARY, ("Open MPI", "4.1.4")),
-        ("mpirun (Open MPI) 5.0.5rc1", ("Open MPI", "5.0.5rc1")),
         (MPICH[1], ("MPICH", "4.0.2")),
-        ("MPICH Version: 4.0.2 MPICH Release date: Thu Apr 7", ("MPICH", "4.0.2")),
         ("Intel(R) MPI Library 2021.9 for Linux* OS", ("Intel MPI", "2021.9")),
-        ("Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 20230307", ("Intel MPI", "2021.9")),
         ("MVAPICH2 Version : 2.3.7 MVAPICH2 Release date", ("MVAPICH", "2.3.7")),
         ("something else 1.2", None),
     ],
@@ -140,21 +111,10 @@ def test_mpi_version(text, version):
     assert probes.mpi_version(text) == version
 
 
-SLURM_25 = (
-    "MPI plugin types are...\n\tcray_shasta\n\tnone\n\tpmi2\n\tpmix\nspecific pmix plugin versions available: pmix_v4\n"
-)
-
-
-@each(
-    ("listed", "kinds"),
-    [
-        (SLURM_25, ("cray_shasta", "pmi2", "pmix", "pmix_v4")),
-        ("srun: MPI types are...\nsrun: none\nsrun: pmi2\nsrun: openmpi\n", ("pmi2", "openmpi")),
-        ("MPI plugin types are...\n\tnone\n", ()),
-    ],
-)
-def test_mpi_kinds(listed, kinds):
-    assert probes.mpi_kinds(listed) == kinds
+def test_mpi_kinds():
+    listed = "MPI plugin types are...\n\tcray_shasta\n\tpmi2\n\tpmix\nspecific pmix plugin versions available: pmix_v4"
+    assert probes.mpi_kinds(listed) == ("cray_shasta", "pmi2", "pmix", "pmix_v4")
+    assert probes.mpi_kinds("srun: MPI types are...\nsrun: none\nsrun: pmi2\nsrun: openmpi\n") == ("pmi2", "openmpi")
 
 
 @each(
@@ -181,18 +141,7 @@ def test_folders(tmp_path, monkeypatch, free, status):
     assert line.status == status and ("name another" in line.hint) == (status != OK) and "GiB free" in line.found
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    bad = checks.folder_line("Windows", tmp_path / "file" / "folder", "name another")
-    assert (bad.status, bad.hint) == (FAILURE, "name another")
-    assert "Not a directory" in bad.found
-
-
-@pytest.mark.slow
-def test_the_windows_cache_is_checked(own_cache: Path):
-    (line,) = (line for line in checks.host_lines("none", 1, None) if line.name == "Windows")
-    assert str(own_cache) in line.found
-
-
-# --- facts -----------------------------------------------------------------------------------------
+    assert checks.folder_line("Windows", tmp_path / "file" / "folder", "name another").status == FAILURE
 
 
 def test_free_memory_is_the_minimum_of_host_and_job(tmp_path):
@@ -210,16 +159,12 @@ def test_free_memory_is_the_minimum_of_host_and_job(tmp_path):
 def test_failing_commands():
     python = [sys.executable, "-c"]
     for words, message in (
-        (["no-such-program"], r"`no-such-program` cannot be started: No such file"),
-        ([*python, "import sys; print('first'); sys.exit('last')"], r"exited with 1: last$"),
-        ([*python, "import os; os.kill(os.getpid(), 9)"], r"was killed by signal 9$"),
-        ([*python, "import signal; signal.pause()"], r"did not finish within 2 s"),
+        (["no-such-program"], "`no-such-program` cannot be started: No such file"),
+        ([*python, "import sys; print('first'); sys.exit('last')"], "exited with 1: last$"),
+        ([*python, "import signal; signal.pause()"], "did not finish within 2 s"),
     ):
         with pytest.raises(ProbeError, match=message):
             probes.output_of(words, 2.0)
-
-
-# --- ranks -----------------------------------------------------------------------------------------
 
 
 def world(*hosts: str, device: str = "cpu", cores: frozenset[int] = frozenset(range(8)), host_cores: int = 8):
@@ -230,32 +175,20 @@ def world(*hosts: str, device: str = "cpu", cores: frozenset[int] = frozenset(ra
 @each(
     ("ranks", "statuses", "words"),
     [
-        (world("a", "a", "b", "b"), {"World": OK, "Versions": OK}, "on CPUs"),
-        (world("a"), {"World": OK}, "on CPUs"),
-        (world("a", "b", device="cuda:0"), {"World": OK, "Versions": OK}, "each with a GPU"),
-        (world("a", "a", cores=frozenset({0, 1}), host_cores=2), {"World": OK, "Versions": OK}, ""),
-        (
-            world("a", "a", cores=frozenset({0}), host_cores=2),
-            {"World": OK, "Versions": OK, "Cores": WARNING},
-            "2 ranks share 1 core(s) on a",
-        ),
-        (
-            world("a", "a", cores=frozenset({3}), host_cores=64),
-            {"World": OK, "Versions": OK, "Cores": WARNING},
-            "may use only one of 64 cores",
-        ),
+        (world("a", "a", "b", "b"), {}, "on CPUs"),
+        (world("a", "b", device="cuda:0"), {}, "each with a GPU"),
+        (world("a", "a", cores=frozenset({0}), host_cores=2), {"Cores": WARNING}, "2 ranks share 1 core(s) on a"),
+        (world("a", "a", cores=frozenset({3}), host_cores=64), {"Cores": WARNING}, "may use only one of 64 cores"),
     ],
 )
 def test_whether_ranks_fit(ranks, statuses, words):
     lines = rank_lines(ranks, "mpi")
-    assert {line.name: line.status for line in lines} == statuses
+    assert {line.name: line.status for line in lines} == {"World": OK, "Versions": OK} | statuses
     assert any(words in line.found for line in lines)
 
 
 def test_differing_versions():
     found = world("a", "a", "b", "b")
-    shown = ranks_table(found)
-    assert (shown.count("2.8.0"), shown.count("as all")) == (1, 4)
     for rank in found[2:]:
         rank.versions["torch"] = "2.6.0"
     del found[3].versions["python"]
@@ -267,70 +200,14 @@ def test_differing_versions():
     assert shown[0].split() == ["host", "rank", "local", "rank", "device", "cores", "versions"]
     assert shown[3].split()[:5] == ["b", "2", "0", "cpu", "0-7"]
     assert shown[3].endswith("python 3.11.7, torch 2.6.0")
-    found = diagnosis.versions("Open MPI 4.1.4")
-    assert (found["torch"], found["MPI"], "MPI" in diagnosis.versions("")) == (
-        torch.__version__,
-        "Open MPI 4.1.4",
-        False,
-    )
-
-
-# --- kernels of the CPU ----------------------------------------------------------------------------
-
-
-@each(
-    ("seconds", "chosen", "status", "words"),
-    [
-        ({"torch": 1.0, "onednn": 0.9, "openblas": 1.1}, "onednn", OK, "onednn 900.0 ms"),
-        ({"torch": 1.0, "onednn": 1.04}, "onednn", OK, ""),
-        ({"torch": 1.0, "onednn": 1.06}, "onednn", WARNING, "--cpu_kernels torch"),
-        ({"torch": 1.0, "onednn": 1.06, "openblas": 0.5}, "onednn", WARNING, "--cpu_kernels torch"),
-        ({"torch": 1.0, "onednn": 0.9}, "torch", OK, ""),
-        ({"torch": 1.0, "onednn": 0.8}, "torch", WARNING, "onednn is faster, but not used"),
-        ({"torch": 1.0, "onednn": 0.6, "openblas": 0.9}, "openblas", WARNING, "onednn is faster"),
-        ({"torch": 1.0}, "torch", OK, "AMD, AVX2"),
-    ],
-)
-def test_kernels_next_to_torchs_own(seconds, chosen, status, words):
-    line = cpu_kernels.kernel_line("Linear", "AMD, AVX2", seconds, chosen)
-    assert line.status == status and words in f"{line.found} {line.hint}"
-
-
-def test_kernels_are_measured_in_turns(monkeypatch):
-    monkeypatch.setattr(cpu_kernels, "BUDGET_S", 0.0)
-    used = []
-    seconds = cpu_kernels.in_turns(lambda: used.append(kernels.of("bf16")), cpu_kernels.ATTENTION)
-    assert used[: len(seconds)] == used[len(seconds) : 2 * len(seconds)] and len(set(used)) == len(seconds)
-    assert {"torch", "own"} <= seconds.keys() and min(seconds.values()) >= 0
-    for line in cpu_kernels.lines():
-        assert line.status in (OK, WARNING)
-
-
-def test_emulated_bf16():
-    assert cpu_kernels.bf16_line(False).status == OK
-    line = cpu_kernels.bf16_line(True)
-    assert line.status == WARNING and "--bf16" in line.hint
-
-
-# --- allreduce -------------------------------------------------------------------------------------
-
-
-def test_the_default_size_is_bert_bases() -> None:
-    assert command.make_parser().parse_args([]).size == round(4e-6 * num_weights(BertConfig()), 1)
 
 
 def test_figures():
     timing = Timing("Horovod, MPI", 400_000_000, 4, (0.5, 0.6, 0.4, 2.0, 0.5))
-    assert timing.median_s == 0.5
-    assert timing.gb_per_s == pytest.approx(1.2)  # 2 * 3/4 * 0.4 GB / 0.5 s
+    assert (timing.median_s, timing.gb_per_s) == (0.5, pytest.approx(1.2))  # 2 * 3/4 * 0.4 GB / 0.5 s
     shown = collective.allreduce_table([timing, Timing("Horovod, MPI", 4, 4, (0.001, 0.002))]).splitlines()
-    for words in ("400.0 MB", "500 ms", "400 ms to 2 s", "1.20"):
-        assert words in shown[1]
+    assert all(words in shown[1] for words in ("400.0 MB", "500 ms", "400 ms to 2 s", "1.20"))
     assert "4 bytes" in shown[2] and "1.5 ms" in shown[2]
-    assert timing.as_dict()["seconds"] == timing.seconds
-
-
-# --- report ----------------------------------------------------------------------------------------
 
 
 def raising(error: BaseException):
@@ -341,9 +218,6 @@ def raising(error: BaseException):
 
 
 def test_every_check_is_isolated(monkeypatch, tmp_path):
-    assert isolated("Disk", raising(UserError("no disk"))) == [Line("Disk", FAILURE, "no disk")]
-    (line,) = isolated("Disk", raising(ZeroDivisionError("by zero")))
-    assert line.status == FAILURE and "ZeroDivisionError: by zero" in line.found
     for name in ("horovod", "mpi4py", "mpirun", "slurm", "gpus", "cuda_hidden"):
         monkeypatch.setattr(probes, name, raising(RuntimeError("broken")))
     for name in ("default_cache_dir", "free_memory"):
@@ -369,35 +243,24 @@ def test_merged():
 @each(
     ("found", "status", "verdict"),
     [
-        ([Line("a", OK, "")], 0, "Ready: a training would start here."),
         ([Line("a", OK, ""), Line("b", WARNING, "")], 0, "Ready: a training would start here (1 warning above)."),
-        ([Line("b", WARNING, ""), Line("c", FAILURE, ""), Line("c", FAILURE, "x" * 40, "y")], 2, "Not ready: c."),
+        ([Line("b", WARNING, ""), Line("c", FAILURE, "word " * 40, "fix it", ("h",))], 2, "Not ready: c."),
     ],
 )
 def test_report(capsys, found, status, verdict):
-    report = Report(as_json=False, shown=True)
-    report.add(found)
-    assert report.close() == status and capsys.readouterr().out.splitlines()[-1] == verdict
-    rows = str(Line("Windows", FAILURE, "word " * 40, "fix it")).splitlines()
-    assert all(len(row) <= 118 for row in rows) and rows[-1].strip() == "-> fix it"
-    for as_json in (True, False):  # of another rank
-        report = Report(as_json, shown=False)
+    for as_json, shown in ((False, True), (True, True), (False, False), (True, False)):  # not shown: another rank's
+        report = Report(as_json, shown)
+        report.data["ranks"] = []
         report.add(found)
-        assert report.close() == status and capsys.readouterr() == ("", "")
-
-
-def test_json(capsys):
-    report = Report(as_json=True, shown=True)
-    report.add([Line("a", FAILURE, "x", "y", ("h",))])
-    report.print_text("text")
-    report.data["ranks"] = []
-    assert report.close() == 2
-    (only,) = capsys.readouterr().out.splitlines()
-    check = {"name": "a", "status": "failure", "found": "x", "hint": "y", "hosts": ["h"]}
-    assert json.loads(only) == {"ready": False, "checks": [check], "ranks": []}
-
-
-# --- command ---------------------------------------------------------------------------------------
+        assert report.close() == status
+        out, err = capsys.readouterr()
+        assert (bool(out), err) == (shown, "")
+        if shown and as_json:
+            record = json.loads(out)
+            assert (record["ready"], record["ranks"]) == (status == 0, [])
+            assert [check["status"] for check in record["checks"]] == [line.status for line in found]
+        elif shown:
+            assert out.splitlines()[-1] == verdict and all(len(row) <= 118 for row in out.splitlines())
 
 
 @pytest.fixture
@@ -420,12 +283,10 @@ def diagnosed(monkeypatch, capsys):
 @each(
     ("launcher", "error", "status", "out", "err"),
     [
-        (Launcher("srun", 4, 0), LaunchError("4 worlds of size 1"), 2, "World      4 worlds of size 1", ""),
         (Launcher("srun", 4, 3), LaunchError("4 worlds of size 1"), 0, "", ""),
         (Launcher("mpirun", 4, 3), UserError("no such interface"), 2, "", "hvd_bert: rank 3 on "),  # on this host
         (Launcher("mpirun", 4, 3), UserError("Horovod cannot be loaded"), 0, "", "hvd_bert: rank 3 on "),
         (Launcher("none", None, None), OSError("no socket"), 2, "OSError: no socket", ""),
-        (Launcher("mpirun", 4, 3), OSError("no socket"), 2, "", "hvd_bert: rank 3 on "),
     ],
 )
 def test_no_world(diagnosed, monkeypatch, capsys, launcher, error, status, out, err):
@@ -437,39 +298,20 @@ def test_no_world(diagnosed, monkeypatch, capsys, launcher, error, status, out, 
     assert "Not ready: World." in output or not out
 
 
-class FakeWorld(SimpleNamespace):
-    """A world of size 1 that records its end. `refusal`: raised when the device is set up."""
-
-    def __init__(self, refusal: Exception) -> None:
-        super().__init__(rank=0, size=1, local_rank=0, local_size=1, host="a", refusal=refusal, ended=[])
-
-    def allgather(self, value):
-        return [value]
-
-    def broadcast(self, value):
-        return value
-
-    def set_up_device(self):
-        raise self.refusal
-
-    def close(self):
-        self.ended.append("closed")
-
-    def abort(self, status):
-        self.ended.append(status)
-        raise SystemExit(status)
-
-
 @each(
-    ("error", "message", "ended"),
+    ("error", "message"),
     [
-        (CollectiveError("too few GPUs"), "World      too few GPUs", "closed"),
-        (OSError("broken"), "World      rank 0 on a: OSError: broken", 2),
+        (CollectiveError("too few GPUs"), "World      too few GPUs"),
+        (OSError("broken"), "World      rank 0 on a: OSError: broken"),  # ends the other ranks, too
     ],
 )
-def test_refused_device(diagnosed, capsys, error, message, ended):
-    fake = FakeWorld(error)
-    assert (diagnosed(lambda: fake, Launcher("mpirun", 1, 0)), fake.ended) == (2, [ended])
+def test_refused_device(diagnosed, capsys, error, message):
+    ended = []
+    world = SimpleNamespace(rank=0, size=1, local_rank=0, local_size=1, host="a", set_up_device=raising(error))
+    world.allgather, world.broadcast = (lambda value: [value]), (lambda value: value)
+    world.close, world.abort = (lambda: ended.append("closed")), raising(SystemExit(2))
+    assert diagnosed(lambda: world, Launcher("mpirun", 1, 0)) == 2
+    assert ended == ["closed"] * isinstance(error, CollectiveError)
     out = capsys.readouterr().out
     assert message in out and "Python     3.11" in out and out.endswith("Not ready: World.\n")
     # A timer that is left running would end this process, and all tests, minutes later.
@@ -488,7 +330,7 @@ def test_ranks_that_never_join(monkeypatch, capsys):
     assert diagnosis.StepTimeout(Report(as_json=False, shown=False), 1.0).timeout > 1.0  # rank 0 reports first
 
 
-@each("flags", [["--size", "0"], ["--size", "x"], ["--repeats", "0"], ["--timeout", "-1"], ["--what"]])
+@each("flags", [["--size", "0"], ["--what"]])
 def test_bad_flags_are_reported_once(monkeypatch, capsys, flags):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     for rank, status, start in (("0", 2, "hvd_bert: "), ("1", 0, "")):

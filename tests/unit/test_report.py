@@ -115,7 +115,6 @@ def test_processes_memory_and_scores(tmp_path):
 LAB_B = {
     "other windows": ({"work": {"--max_seq_length": 128}}, "--max_seq_length is 128, the baseline's 384"),
     "fewer steps": ({"steps": 16}, "neither the same steps (16, the baseline's 40) nor the same windows (256"),
-    "half precision": ({"work": {"--bf16": True}}, "--bf16 is True, the baseline's unknown"),
     "nothing learned": ({"last_loss": 4.9, "loss": 5.0}, "the losses do not agree"),
 }
 
@@ -239,11 +238,8 @@ def test_caveats(tmp_path):
         for number, speed in enumerate(speeds):
             make_run(tmp_path / f"runs/{strategy}-{number}", strategy, ranks, windows_per_s=float(speed), seed=number)
     report(tmp_path)
-    for words in (
-        "the repeats of horovod, 2 ranks are more than 10% apart",
-        "has an efficiency of 1.25, above the ideal",
-    ):
-        assert words in markdown(tmp_path)
+    text = markdown(tmp_path)
+    assert "the repeats of horovod, 2 ranks are more than 10% apart" in text and "efficiency of 1.25, above" in text
 
 
 DAMAGE = (
