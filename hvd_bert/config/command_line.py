@@ -34,7 +34,6 @@ RUN_QA_FLAGS_NOT_HERE = {
     "preprocessing_num_workers": ": tokenization takes all cores of the rank. Leave it out.",
     "overwrite_cache": ": windows are tokenized again if what they depend on changes. Leave it out.",
     "greater_is_better": ": --metric_for_best_model determines it.",
-    "optim": ": the optimizer is always AdamW.",
 }
 
 

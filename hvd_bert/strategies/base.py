@@ -70,6 +70,10 @@ class Strategy:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=options.fp16)
         self._passes = 0
         self._has_stepped = False
+        self._fused = bool(self.optimizer.param_groups[0].get("fused"))
+        # Whether the host waits for the norm. A fused optimizer reads it on the device; with fp16 the scaler waits.
+        self._host_checks = not (self._fused or options.fp16)
+        self._finite = True
         self._average_next(options.accumulation == 1)
 
     def _distribute(self, model: nn.Module, world: World) -> nn.Module:
@@ -125,10 +129,10 @@ class Strategy:
         """
         self.scaler.unscale_(self.optimizer)
         norm = self._clip()
-        fused = self.optimizer.param_groups[0].get("fused")
-        if fused and not self.options.fp16:  # whose scaler sets it
-            # A fused optimizer reads it on the device, so that the host need not wait for the norm.
+        if self._fused and not self.options.fp16:  # whose scaler sets it
             self.optimizer.found_inf = torch.logical_not(torch.isfinite(norm)).float()
+        if self._host_checks:
+            self._finite = bool(torch.isfinite(norm))
         return norm
 
     def _clip(self) -> Tensor:
@@ -144,6 +148,8 @@ class Strategy:
         return applied
 
     def _apply(self) -> bool:
+        if not self._finite:
+            return False
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()

@@ -68,14 +68,14 @@ class HorovodStrategy(Strategy):
         self._word_rows = self._gathered_words(options)
         # Sent as fp16, a gradient above 65504 becomes inf. All ranks have the same mean and skip such a step. The check
         # synchronizes with the device, so only then.
-        self._skip_overflow = options.fp16_allreduce and not options.fp16
-        self._finite = True
+        self._host_checks |= options.fp16_allreduce and not options.fp16
 
     def _gathered_words(self, options: StrategyOptions) -> WordRows | None:
-        """On CPUs, where it was measured. No group, compressed gradient or compiled model can have a sparse one."""
+        """On CPUs, where it was measured. No group, compressed gradient or compiled model can have a sparse one. LARS
+        writes into the gradients, whose zeros are kept."""
         compressed = options.fp16_allreduce or options.gradient_predivide_factor != 1
         dense = options.deterministic or options.num_groups or compressed or options.compiled
-        if dense or self._world.device.type != "cpu" or not 1 < self._world.size <= MAX_GATHERING:
+        if not self._fused or dense or self._world.device.type != "cpu" or not 1 < self._world.size <= MAX_GATHERING:
             return None
         embedding = word_embedding(self.model)
         return WordRows(embedding) if embedding else None
@@ -103,15 +103,7 @@ class HorovodStrategy(Strategy):
         late = late or [key for key, handle in handles.items() if callable(handle)]
         return [names[id(p)] for key in late for p in (key if isinstance(key, tuple) else (key,))]
 
-    def clip(self) -> Tensor:
-        norm = super().clip()
-        if self._skip_overflow:
-            self._finite = bool(torch.isfinite(norm))
-        return norm
-
     def _apply(self) -> bool:
-        if not self._finite:
-            return False
         with self.optimizer.skip_synchronize():
             return super()._apply()
 

@@ -1,8 +1,10 @@
-"""AdamW's parameter groups, the learning rate and its schedule."""
+"""The optimizer and its parameter groups, the learning rate and its schedule."""
 
 from __future__ import annotations
 
 import math
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -60,8 +62,24 @@ def large_batch_note(args: TrainArguments, global_batch: int, peak: float) -> st
     )
 
 
-def make_optimizer(model: nn.Module, args: TrainArguments, devices: int) -> torch.optim.AdamW:
-    """AdamW with weight decay on the same parameters as transformers' Trainer: not on biases and norms."""
+def check_optimizer(optim: str, strategy: str) -> None:
+    """Raise UserError if an optimizer is not installed, or if a strategy cannot apply it."""
+    if optim == "adamw_torch_fused":
+        return
+    if strategy in ("fsdp", "deepspeed"):
+        raise UserError(
+            f"--optim {optim} needs the norms of whole weights; with --strategy {strategy} each rank holds parts."
+            " Choose --strategy horovod or ddp, or leave --optim out."
+        )
+    if find_spec("pytorch_optimizer") is None:
+        raise UserError(f"--optim {optim}: pytorch_optimizer is not installed. Run `pip install pytorch_optimizer`.")
+
+
+def make_optimizer(model: nn.Module, args: TrainArguments, devices: int) -> torch.optim.Optimizer:
+    """The optimizer, with weight decay on the same parameters as transformers' Trainer: not on biases and norms.
+
+    LAMB: You et al. 2019 (arXiv:1904.00962), without bias correction. LARS: You et al. 2017 (arXiv:1708.03888).
+    """
     learning_rate = scaled_learning_rate(args, devices)
     decaying = set(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))
     parameters = [(name in decaying, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -70,7 +88,15 @@ def make_optimizer(model: nn.Module, args: TrainArguments, devices: int) -> torc
         {"params": [p for decays, p in parameters if not decays], "weight_decay": 0.0},
     ]
     betas = (args.adam_beta1, args.adam_beta2)
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=args.adam_epsilon, fused=True)
+    if args.optim == "adamw_torch_fused":
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=args.adam_epsilon, fused=True)
+    layerwise: Any = import_module("pytorch_optimizer")
+    optimizer: torch.optim.Optimizer = (
+        layerwise.Lamb(groups, lr=learning_rate, betas=betas, eps=args.adam_epsilon)
+        if args.optim == "lamb"
+        else layerwise.LARS(groups, lr=learning_rate, momentum=args.adam_beta1)
+    )
+    return optimizer
 
 
 def warmup_steps(args: TrainArguments, total_steps: int) -> int:

@@ -18,6 +18,7 @@ from hvd_bert.output import output_dir
 from hvd_bert.output.reporters import base as reporters
 from hvd_bert.strategies.base import strategy_class
 from hvd_bert.tasks.base import Task, load_task
+from hvd_bert.train.optim import check_optimizer
 
 
 def load(config: Config, world: World) -> tuple[Task, ResumePoint | None]:
@@ -26,6 +27,7 @@ def load(config: Config, world: World) -> tuple[Task, ResumePoint | None]:
     with world.raise_on_all_ranks():
         check_elastic(config, world)
         strategy_class(config.parallel.strategy)  # raises if it is not installed
+        check_optimizer(args.optim, config.parallel.strategy)
         output_dir.unlock()  # locks from an earlier world of Horovod elastic
     set_up(config, world)
     log.info("%s", "\n".join(world.describe()))

@@ -5,15 +5,20 @@ Gradients are read from AdamW's first moments after one step, which every strate
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from ranks import Ranks, check_every_strategy
-from training_checks import Gradients, Training, assert_close
+from torch import nn
+from training_checks import Gradients, Training, assert_close, same
 from transformers import AutoModelForQuestionAnswering
 
+from hvd_bert.errors import UserError
 from hvd_bert.model.bert import window_losses
 from hvd_bert.model.precision import recompute_layers
+from hvd_bert.train.optim import check_optimizer, make_optimizer
 
 
 def applied_gradients(training: Training, step: int) -> Gradients:
@@ -135,18 +140,50 @@ def whole_model_is_what_was_trained(ranks: Ranks) -> None:
 
 
 @check_every_strategy
+def layerwise_optimizers_step_as_in_one_process(ranks: Ranks) -> None:
+    for optim in ("lamb", "lars"):
+        # With a smaller epsilon, LAMB would make full steps of gradients that are rounding errors alone.
+        flags = ("--optim", optim, "--learning_rate", 0.01, "--adam_epsilon", 1e-3)
+        training = Training(ranks.world, *flags)
+        settings = training.config
+        if ranks.strategy.partition(":")[0] in ("fsdp", "deepspeed"):
+            with pytest.raises(UserError, match=f"--optim {optim}.*--strategy"):
+                check_optimizer(optim, settings.parallel.strategy)
+            continue
+        alone = Training(ranks.world, *flags)
+        optimizer = make_optimizer(alone.model, settings.train, devices=1)
+        training.wrap()
+        for step in (0, 1, 0):
+            gradients = alone.plain_gradients(step)
+            for name, parameter in alone.model.named_parameters():
+                parameter.grad = gradients[name]
+            nn.utils.clip_grad_norm_(alone.model.parameters(), settings.train.max_grad_norm)
+            optimizer.step()
+            training.averaged_step(step)
+        assert_close(training.weights(), alone.weights())
+        before = training.weights()
+        training.backward(0, factor=math.nan if ranks.world.rank == ranks.world.size - 1 else 1.0)
+        training.strategy.synchronize()
+        training.strategy.clip()
+        training.strategy.step()
+        assert same(training.weights(), before), "a step with NaN was applied"
+        state_makes_the_same_next_step(ranks, "no weight", "--optim", optim)
+
+
+@check_every_strategy
 def state_of_a_strategy_is_loaded_by_another(ranks: Ranks) -> None:
-    state_makes_the_same_next_step(ranks, frozen="no weight")
+    state_makes_the_same_next_step(ranks, "no weight")
 
 
 @check_every_strategy
 def state_with_frozen_weights_is_loaded_by_another(ranks: Ranks) -> None:
-    state_makes_the_same_next_step(ranks, frozen="embeddings")
+    state_makes_the_same_next_step(ranks, "embeddings")
 
 
-def state_makes_the_same_next_step(ranks: Ranks, frozen: str) -> None:
+def state_makes_the_same_next_step(ranks: Ranks, frozen: str, *flags: str | float) -> None:
     """A second strategy of the kind, given the first one's state, makes the same next step, to the bit."""
-    world, flags = ranks.world, ("--learning_rate", 1e-3, *(["--deterministic"] if ranks.world.size > 2 else []))
+    world, exact = ranks.world, ["--deterministic"] if ranks.world.size > 2 else []
+    flags = ("--learning_rate", 1e-3, *exact, *flags)
     first, second = Training(world, *flags, frozen=frozen), Training(world, *flags, frozen=frozen)
     for weight in second.frozen:
         weight.data.zero_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -11,7 +12,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForQuestionAnswering, BertConfig, BertForQuestionAnswering, Trainer
 
 from hvd_bert.config.settings import SCHEDULES, TrainArguments
-from hvd_bert.train.optim import large_batch_note, make_optimizer, make_schedule, scaled_learning_rate, warmup_steps
+from hvd_bert.train.optim import (
+    check_optimizer,
+    large_batch_note,
+    make_optimizer,
+    make_schedule,
+    scaled_learning_rate,
+    warmup_steps,
+)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +87,20 @@ def test_settings_reach_adamw():
     args = TrainArguments(learning_rate=2e-5, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6, lr_scaling="linear")
     for group in make_optimizer(nn.Linear(2, 2), args, devices=4).param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (pytest.approx(8e-5), (0.8, 0.95), 1e-6)
+
+
+@each("optim", ["lamb", "lars"])
+def test_settings_reach_layerwise_optimizers(optim):
+    args = TrainArguments(optim=optim, learning_rate=0.01, weight_decay=0.5, adam_beta1=0.8, adam_epsilon=1e-6)
+    decaying, spared = make_optimizer(nn.Linear(2, 2), args, devices=1).param_groups
+    assert (decaying["weight_decay"], spared["weight_decay"], decaying["lr"]) == (0.5, 0, 0.01)
+    assert decaying.get("momentum", decaying.get("betas", [0])[0]) == 0.8
+
+
+def test_optimizer_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    with refused("--optim lamb", "pip install pytorch_optimizer"):
+        check_optimizer("lamb", "horovod")
 
 
 UNLIMITED, OF_32 = {"lr_scaling_limit": math.inf}, {"lr_base_batch_size": 32}

@@ -25,7 +25,7 @@ FIXED_ON_RESUME = {
     *("warmup_ratio", "warmup_steps", "lr_scaling", "lr_scaling_limit", "seed", "bf16", "fp16", "deterministic"),
     *("question_column", "context_column", "answer_column"),
     *("task_name", "text_column_names", "text_column_delimiter", "label_column_name", "do_regression"),
-    *("task", "torch_compile", "tf32", "metric_for_best_model", "fp16_allreduce", "gradient_predivide_factor"),
+    *("task", "optim", "torch_compile", "tf32", "metric_for_best_model", "fp16_allreduce", "gradient_predivide_factor"),
 }
 
 
