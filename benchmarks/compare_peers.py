@@ -26,9 +26,10 @@ from pathlib import Path
 
 from compare_report import Row, Timing, check_losses, compared, table, timing
 from compare_windows import LEARNING_RATE, Work, our_flags, prepare
+from random_training import end
 from shared import in_turns, launch_environment, machine
 
-from hvd_bert.errors import EXIT_BAD_INPUT, UserError
+from hvd_bert.errors import UserError
 
 PEERS = Path(__file__).resolve().parent / "peers"
 
@@ -271,8 +272,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the current run ends, too
-    try:
-        main()
-    except UserError as error:
-        print(f"compare_peers.py: error: {error}", file=sys.stderr)
-        sys.exit(EXIT_BAD_INPUT)
+    end(main)

@@ -29,9 +29,10 @@ import acceptance_speed
 import acceptance_training
 import torch
 from acceptance_place import NotHere, Outcome, Place
+from random_training import end
 from shared import machine, markdown_table
 
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError
+from hvd_bert.errors import EXIT_FAILURE, EXIT_OK, UserError
 from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.tools.doctor import probes
 
@@ -169,8 +170,4 @@ def main(argv: Sequence[str] | None = None, checks: Checks | None = None) -> int
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        print(f"gpu_acceptance.py: error: {error}", file=sys.stderr)
-        sys.exit(EXIT_BAD_INPUT)
+    end(main)

@@ -8,47 +8,17 @@ not. On the CPU it lists torch's operators instead.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
+from random_training import end, prepare
 from shared import markdown_table
 from torch.profiler import ProfilerActivity, profile
 
-from hvd_bert.config.settings import Config
-from hvd_bert.distributed.runner import join
-from hvd_bert.distributed.world import World
-from hvd_bert.errors import EXIT_BAD_INPUT, UserError
-from hvd_bert.tools.bench import __main__ as bench_flags
-from hvd_bert.tools.bench.measure import Recorder
-from hvd_bert.tools.bench.speed import random_task
 from hvd_bert.train.loop import Training
-from hvd_bert.train.start import set_up
 
 ROWS = 10
-
-
-def train(config: Config, model: str | None, windows: int, world: World, recorded: Any) -> None:
-    """Train with the profiler running from the middle on."""
-    task = random_task(model, windows, config, world)
-    task.model.to(device=world.device)
-    with tempfile.TemporaryDirectory() as folder:
-        config.train.output_dir = folder
-        training = Training(task, None, None, config, world)
-        after_step = training._after_step
-        half = config.train.max_steps // 2
-
-        def start_in_the_middle(*args: Any) -> None:
-            after_step(*args)
-            if training.state.step == half:
-                recorded.start()
-
-        training._after_step = start_in_the_middle  # type: ignore[assignment, method-assign]
-        training.run(Recorder())
-        recorded.stop()
 
 
 def top(recorded: Any, on_gpu: bool) -> list[dict[str, Any]]:
@@ -70,29 +40,26 @@ def top(recorded: Any, on_gpu: bool) -> list[dict[str, Any]]:
     ]
 
 
-def main(argv: list[str]) -> None:
-    """Parse, train, print."""
-    parser = argparse.ArgumentParser(description="The kernels that dominate a training.", allow_abbrev=False)
-    parser.add_argument("--out", type=Path, help="Also write a JSON file. (default: none)")
-    own, rest = parser.parse_known_args(argv)
-    given, config = bench_flags.parse(["--repeats", "1", *rest])
-    world = join(config.parallel.strategy)
-    world.set_up_device()
-    set_up(config, world)
-    on_gpu = world.device.type == "cuda"
+def main() -> None:
+    """Parse, train with the profiler running from the middle on, print."""
+    made = prepare(sys.argv[1:], 1, "The kernels that dominate a training.")
+    on_gpu = made.world.device.type == "cuda"
     recorded = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])])
-    step = config.train.windows_per_step(world.size * world.devices)
-    train(config, given.model, step * config.train.max_steps, world, recorded)
+
+    class Profiled(Training):
+        def _after_step(self, *args: Any) -> None:
+            super()._after_step(*args)
+            if self.state.step == made.section:
+                recorded.start()
+
+    made.run(Profiled)
+    recorded.stop()
     rows = top(recorded, on_gpu)
-    if own.out:
-        own.out.write_text(json.dumps({"device": str(world.device), "kernels": rows}, indent=1) + "\n")
+    if made.out:
+        made.out.write_text(json.dumps({"device": str(made.world.device), "kernels": rows}, indent=1) + "\n")
     cells = [[row["name"][:100], str(row["calls"]), f"{row['share']:.1%}"] for row in rows]
     print(markdown_table(["kernel", "calls", "share of the device's time"], cells))
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        print(f"top_kernels.py: error: {error}", file=sys.stderr)
-        sys.exit(EXIT_BAD_INPUT)
+    end(main)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import shlex
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from tables import each, refused
 
 from hvd_bert.config import command_line
 from hvd_bert.errors import UserError
-from hvd_bert.model.attention import by_jagged, by_window
+from hvd_bert.model.attention import by_window
 from hvd_bert.tools.bench import __main__ as bench_flags
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,9 +35,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def place(tmp_path: Path, device: str = "cpu", gpus: int = 0, minutes: float = 15, gpu: str = "") -> Place:
     return Place(device, gpus, gpu, tmp_path, time.monotonic() + 60 * minutes)
-
-
-# --- the table -----------------------------------------------------------------------------------
 
 
 def raises(error: Exception) -> Any:
@@ -99,37 +95,11 @@ def test_the_script_needs_a_driver_before_it_installs_anything():
     assert done.stderr.count("\n") == 1 and "no NVIDIA driver" in done.stderr
 
 
-def test_the_scripts_relative_paths_start_in_the_callers_folder(tmp_path):
-    stub = tmp_path / "my-python"
-    stub.write_text('#!/bin/sh\necho "$PWD" "$@"\n')
-    stub.chmod(0o755)
-    words = shlex.split("--no-set-up --device=cpu --minutes 3 --python ./my-python --out new/runs --only bf16")
-    words = ["bash", os.path.relpath(ROOT / "scripts/gpu_acceptance.sh", tmp_path), *words]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
-    program = f"{ROOT} benchmarks/gpu_acceptance.py --device cpu --minutes 3"
-    assert done.stdout == f"{program} --only bf16 --out {tmp_path}/new/runs\n"
-
-
-# --- attention -----------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @each("precision", acceptance_attention.DTYPES)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_the_kernels_are_right_on_this_cpu(precision):
     assert acceptance_attention.check("cpu", precision).passed
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_kernels_are_checked_by_a_command(tmp_path, monkeypatch):
-    def run_here(words, env, log, timeout_s):
-        log.touch()
-        monkeypatch.setattr(sys, "argv", words[1:])
-        runpy.run_path(words[1], run_name="__main__")
-
-    monkeypatch.setattr(compare_peers, "run", run_here)
-    outcome = acceptance_attention.check_apart(place(tmp_path), "fp32")
-    assert outcome.passed and outcome.figures["share_of_tolerance"]
 
 
 WRONG = {
@@ -144,21 +114,11 @@ WRONG = {
 }
 
 
-@each("precision", acceptance_attention.DTYPES)
 @each("kernel", WRONG)
-def test_wrong_kernels_are_found(monkeypatch, kernel, precision):
+def test_wrong_kernels_are_found(monkeypatch, kernel):
     monkeypatch.setattr(acceptance_attention, "kernels", lambda *_: [("it", WRONG[kernel], None)])
-    outcome = acceptance_attention.check("cpu", precision)
+    outcome = acceptance_attention.check("cpu", "fp32")
     assert outcome.passed is False and outcome.found.startswith("wrong: it")
-
-
-def test_local_attention_is_compared_with_its_own_reference(monkeypatch):
-    monkeypatch.setattr(acceptance_attention, "kernels", lambda *_: [("it", lambda q, k, v, w, *rest: by_jagged(
-        q, k, v, replace(w, reach=None), *rest), acceptance_attention.REACH)])  # fmt: skip
-    assert acceptance_attention.check("cpu", "fp32").passed is False
-
-
-# --- steps ---------------------------------------------------------------------------------------
 
 
 def test_torchs_reports_of_waits_are_counted(monkeypatch):
@@ -178,9 +138,6 @@ def test_steps_and_evaluation_are_measured(tmp_path):
     subprocess.run(words, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, check=True, timeout=120)
     record = json.loads(out.read_text())
     assert record["waits"] is None and record["evaluation_per_s"] > record["training_per_s"] > 0
-
-
-# --- commands ------------------------------------------------------------------------------------
 
 
 class Commands:
@@ -270,26 +227,8 @@ class NoCompiler(Commands):
         super().__call__(words, env, log, timeout_s)
 
 
-class FasterPeer(Commands):
-    """The HF Trainer is faster if it compiles, and has every other flag that this trainer has."""
-
-    def __call__(self, words, env, log, timeout_s):
-        super().__call__(words, env, log, timeout_s)
-        if "hf_trainer.py" in words[1] and "--torch_compile" in words:
-            assert {"--bf16", "--tf32", "--dataloader_num_workers"} <= set(words)
-            row = {"step_s": 0.04, "loss": 1.0, "tokens": 100}
-            Path(words[words.index("--times_file") + 1]).write_text(json.dumps([row] * 100))
-
-
 class Waiting(Commands):
     waits = 9
-
-
-class OtherWeights(Commands):
-    def __call__(self, words, env, log, timeout_s):
-        super().__call__(words, env, log, timeout_s)
-        if log.stem == "resume-resumed":
-            (log.parent / "resume-resumed/model.safetensors").write_text("others")
 
 
 A100, H100, PEER = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "over the HF Trainer's best flags"
@@ -305,7 +244,6 @@ DIFFER = ["losses of 20 steps, bf16", "ddp, world of 1"]
 @each(
     ("commands", "gpu", "failed", "not_here"),
     [
-        (lambda: Commands(speed=0.5), "NVIDIA L4", [PEER, EVALUATION], OF_TWO),  # another kind, without goals
         (
             lambda: Commands(0.5, OTHER_LOSSES),
             H100,
@@ -314,12 +252,10 @@ DIFFER = ["losses of 20 steps, bf16", "ddp, world of 1"]
         ),
         (lambda: Commands(has_peer=False), A100, [], [*OF_TWO, PEER]),
         (NoCompiler, A100, COMPILED, OF_TWO),
-        (FasterPeer, A100, [PEER], OF_TWO),
         (lambda: Commands(speed=0.8), H100, MISSED[1::2], OF_TWO),
         (Waiting, A100, [WAITS], OF_TWO),
-        (OtherWeights, A100, ["resume, --deterministic, fp32"], OF_TWO),
     ],
-    ids=["slow", "losses differ", "no accelerate", "no compiler", "faster peer", "H100", "waits", "other weights"],
+    ids=["losses differ", "no accelerate", "no compiler", "H100", "waits"],
 )
 def test_one_gpu(tmp_path, monkeypatch, commands, gpu, failed, not_here):
     lines = lines_of(place(tmp_path, "cuda", 1, gpu=gpu), monkeypatch, made := commands())
@@ -338,10 +274,8 @@ def test_only_whole_gpus_with_a_published_peak_have_goals(tmp_path, gpu):
         ([4.0, 3.0, 2.0], 0, True),
         ([4.0, 3.1, 2.0], 3, True),
         ([4.0, 3.4, 2.0], 3, False),
-        ([None, 3.4, 2.0], 3, False),
         ([None, 3.25, 2.0], 3, True),
         ([None, 3.0, 2.0], 0, False),
-        ([None, None, None], 2, False),
     ],
 )
 def test_skipped_steps_are_not_compared(losses, skips, passed):

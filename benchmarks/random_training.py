@@ -1,0 +1,65 @@
+"""What the benchmarks share that train on random windows in this process, and how a benchmark ends at bad input."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvd_bert.config.settings import Config
+from hvd_bert.distributed.runner import join
+from hvd_bert.distributed.world import World
+from hvd_bert.errors import EXIT_BAD_INPUT, UserError
+from hvd_bert.tasks.question_answering import QuestionAnswering
+from hvd_bert.tools.bench import __main__ as bench_flags
+from hvd_bert.tools.bench.measure import Recorder
+from hvd_bert.tools.bench.speed import random_task
+from hvd_bert.train.loop import Training
+from hvd_bert.train.start import set_up
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A training that can start. `section`: steps between two logged ones; `out`: the JSON file to write."""
+
+    out: Path | None
+    section: int
+    config: Config
+    world: World
+    task: QuestionAnswering
+
+    def run(self, training: type[Training]) -> tuple[Training, Recorder]:
+        """Train by this class; its metrics stay in memory."""
+        recorder = Recorder()
+        with tempfile.TemporaryDirectory() as folder:
+            self.config.train.output_dir = folder
+            made = training(self.task, None, None, self.config, self.world)
+            made.run(recorder)
+        return made, recorder
+
+
+def prepare(argv: Sequence[str], sections: int, description: str | None) -> Prepared:
+    """From the flags of `hvd-bert bench`, and --out. Raises UserError. `sections`: timed ones, after a warm-up."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    parser.add_argument("--out", type=Path, help="Also write a JSON file. (default: none)")
+    own, rest = parser.parse_known_args(argv)
+    given, config = bench_flags.parse(["--repeats", str(sections), *rest])
+    world = join(config.parallel.strategy)
+    world.set_up_device()
+    set_up(config, world)
+    count = config.train.windows_per_step(world.size * world.devices) * config.train.max_steps
+    task = random_task(given.model, count, config, world)
+    task.model.to(device=world.device)
+    return Prepared(own.out, given.steps, config, world, task)
+
+
+def end(main: Callable[[], int | None]) -> None:
+    """Run a program, and exit with its status. Bad input is one line."""
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
