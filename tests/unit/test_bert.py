@@ -26,7 +26,7 @@ from hvd_bert.data.sources import squad
 from hvd_bert.data.window_cutting import WindowOptions
 from hvd_bert.data.window_table import WindowTable, prepare
 from hvd_bert.model import attention
-from hvd_bert.model.bert import compile_layers, load_model, load_tokenizer, span_logits, span_losses, window_losses
+from hvd_bert.model.bert import compile_layers, load_model, load_tokenizer, window_losses
 from hvd_bert.model.cpu.dropout import Dropout
 from hvd_bert.model.cpu.linear import Linear
 from hvd_bert.model.precision import autocast, set_precision
@@ -63,14 +63,6 @@ def load(
     return load_model(args, tokenizer, max_seq_length, seed, padded)
 
 
-def weights(model) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 def alter(folder: Path, target: Path, **settings) -> Path:
     """A copy of a model's folder with a changed configuration."""
     target.mkdir()
@@ -84,9 +76,7 @@ def alter(folder: Path, target: Path, **settings) -> Path:
 # --- sources ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "source", [{"config_name": "scratch"}, {"model_name_or_path": "encoder"}, {"model_name_or_path": "model"}], ids=str
-)
+@each("source", [{"config_name": "scratch"}, {"model_name_or_path": "encoder"}, {"model_name_or_path": "model"}])
 def test_no_pooler_and_all_parameters_are_used(folders, tokenizer, windows, source):
     model = load(tokenizer, **{key: folders / value for key, value in source.items()})
     assert not [name for name, _ in model.named_parameters() if "pooler" in name]
@@ -96,39 +86,24 @@ def test_no_pooler_and_all_parameters_are_used(folders, tokenizer, windows, sour
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def test_scratch_is_a_function_of_the_seed(folders, tokenizer):
-    one, again, other = (weights(load(tokenizer, seed, config_name=folders / "scratch")) for seed in (1, 1, 2))
-    assert same(one, again)
-    assert not same(one, other)
-
-
-def test_new_span_head_is_a_function_of_the_seed(folders, tokenizer):
-    one, again, other = (weights(load(tokenizer, seed, model_name_or_path=folders / "encoder")) for seed in (1, 1, 2))
-    assert same(one, again)
-    differing = {name for name in one if not torch.equal(one[name], other[name])}
-    assert differing == {"qa_outputs.weight"}
+def test_new_weights_are_a_function_of_the_seed(folders, tokenizer):
+    for source in ({"config_name": "scratch"}, {"model_name_or_path": "encoder"}):
+        names = {key: folders / value for key, value in source.items()}
+        one, again, other = (load(tokenizer, seed, **names).state_dict() for seed in (1, 1, 2))
+        assert all(torch.equal(one[name], again[name]) for name in one)
+        differing = {name for name in one if not torch.equal(one[name], other[name])}
+        assert len(differing) > 1 if "config_name" in source else differing == {"qa_outputs.weight"}
     saved = BertModel.from_pretrained(folders / "encoder").state_dict()
     assert all(torch.equal(one[f"bert.{name}"], value) for name, value in saved.items() if "pooler" not in name)
 
 
-def test_saved_folder_loads_whole(folders, tokenizer):
+def test_saved_folder_loads_whole_with_our_own_layers(folders, tokenizer):
     model = load(tokenizer, seed=5, model_name_or_path=folders / "model")
-    assert same(weights(model), weights(AutoModelForQuestionAnswering.from_pretrained(folders / "model")))
-
-
-@pytest.mark.parametrize("source", [{"config_name": "scratch"}, {"model_name_or_path": "model"}], ids=str)
-def test_dropout_option(folders, tokenizer, source):
-    names = {key: str(folders / value) for key, value in source.items()}
-    kept = load_model(ModelArguments(**names), tokenizer, LENGTH, 1)
-    none = load_model(ModelArguments(**names, dropout=0.0), tokenizer, LENGTH, 1)
-    for model, expected in ((kept, {0.1}), (none, {0.0})):
-        assert {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)} == expected
-
-
-def test_tokenizer_is_loaded(folders, tokenizer):
-    loaded = load_tokenizer(ModelArguments(config_name="nowhere", tokenizer_name=str(folders / "model")))
-    assert loaded.is_fast
-    assert loaded("what is the box?")["input_ids"] == tokenizer("what is the box?")["input_ids"]
+    plain = AutoModelForQuestionAnswering.from_pretrained(folders / "model").state_dict()
+    assert model.state_dict().keys() == plain.keys()
+    assert all(torch.equal(value, plain[name]) for name, value in model.state_dict().items())
+    kinds = {type(module) for module in model.modules()}
+    assert {Dropout, Linear} <= kinds and kinds.isdisjoint({torch.nn.Dropout, torch.nn.Linear})
 
 
 # --- refused input ---------------------------------------------------------------------------------
@@ -139,7 +114,6 @@ def test_tokenizer_is_loaded(folders, tokenizer):
     [
         ({"max_position_embeddings": LENGTH - 1}, [f"--max_seq_length {LENGTH}", LENGTH - 1]),
         ({"vocab_size": 20}, [20]),
-        ({"vocab_size": 30522}, [30522]),
         ({"vocab_size": "many"}, ["vocab_size"]),
         ({"hidden_act": "unheard"}, ["unheard"]),
         ({"num_hidden_layers": 3}, ["bert.encoder.layer.2"]),
@@ -194,58 +168,22 @@ def model(folders, tokenizer) -> BertForQuestionAnswering:
     return model.eval()
 
 
-# Every kernel that works without a GPU; tests/unit/test_attention.py tests the others.
-KERNELS = [attention.by_window, attention.by_probabilities, attention.by_jagged]
-
-
-@pytest.fixture(params=KERNELS, ids=lambda kernel: kernel.__name__)
-def kernel(request, monkeypatch):
-    """Each kernel in turn, instead of the one chosen for this machine."""
-    monkeypatch.setattr(attention, "choose", lambda *_: request.param)
-    return request.param
-
-
-def logits_and_gradients(model, batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The logits of the windows' own tokens, and the gradients of the mean loss by parameter."""
-    model.zero_grad()
-    logits = torch.stack(span_logits(model, batch))
-    span_losses(*logits, batch).mean().backward()
-    return logits[logits != float("-inf")].detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
-
-
-def assert_same_to_rounding(one, other):
-    """Compare logits to 1e-5 of the largest and gradients to 1e-4 of each tensor's norm."""
-    (logits, gradients), (own_logits, own_gradients) = one, other
-    assert (logits - own_logits).abs().max() <= 1e-5 * own_logits.abs().max()
-    assert gradients.keys() == own_gradients.keys()
-    total = torch.stack([value.norm() for value in own_gradients.values()]).norm()
-    for name, own in own_gradients.items():
-        # Zero in theory, so only rounding: the keys' biases, and biases that shift all logits of a window equally.
-        zero = own.norm() <= 1e-6 * total
-        assert not zero or name.endswith((".key.bias", ".output.LayerNorm.bias", "qa_outputs.bias")), name
-        assert (gradients[name] - own).norm() <= (1e-6 * total if zero else 1e-4 * own.norm()), name
-
-
 @pytest.mark.realdata
-def test_real_windows_padded_and_packed_give_the_same(real_encoder, squad_dir, tmp_path, kernel):
+def test_real_windows_padded_and_packed_give_the_same(real_encoder, squad_dir, tmp_path):
     args = ModelArguments(model_name_or_path=str(real_encoder))
     tokenizer = load_tokenizer(args)
     source = squad.open_file(squad_dir / "train-v1.1.json", False)
     table = prepare(source, tokenizer, WindowOptions(max_samples=40), cache_dir=tmp_path)
-    ids = [0, 7, 20, 39]
-    ours, padded = (load_model(args, tokenizer, 384, 1, padded).eval() for padded in (False, True))
-    own = logits_and_gradients(ours, Collator(table, CPU)(ids))
-    for pad_to in (0, 384):
-        assert_same_to_rounding(own, logits_and_gradients(padded, Collator(table, CPU, pad_to)(ids)))
-
-
-def test_layers_are_our_own_with_the_same_names_of_weights(folders, tokenizer):
-    model = load(tokenizer, model_name_or_path=folders / "model")
-    kinds = {type(module) for module in model.modules()}
-    assert {Dropout, Linear} <= kinds
-    assert kinds.isdisjoint({torch.nn.Dropout, torch.nn.Linear})
-    plain = AutoModelForQuestionAnswering.from_pretrained(folders / "model")
-    assert model.state_dict().keys() == plain.state_dict().keys()
+    found = []
+    for padded, pad_to in ((False, None), (True, 0), (True, 384)):
+        model = load_model(args, tokenizer, 384, 1, padded).eval()
+        losses = window_losses(model, Collator(table, CPU, pad_to)([0, 7, 20, 39]))
+        losses.mean().backward()
+        found.append((losses.detach(), [weights.grad for weights in model.parameters()]))
+    (packed, gradients), *others = found
+    for losses, own in others:
+        torch.testing.assert_close(losses, packed, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(own, gradients, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -310,7 +248,7 @@ def test_autocast_leaves_weights_gradients_and_logits_in_fp32(model, windows):
 
 @each(
     ("version", "used"),
-    [("2.10.0", True), ("2.11.0", False), ("2.13.1+cu130", False), ("2.14.0", True)],
+    [("2.10.0", True), ("2.13.1+cu130", False), ("2.14.0", True)],
 )
 def test_cudnns_attention_is_off_where_its_gradients_are_wrong(monkeypatch, version, used):
     before = torch.backends.cuda.cudnn_sdp_enabled()

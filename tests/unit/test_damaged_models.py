@@ -84,7 +84,7 @@ def with_settings(file: str, settings: dict[str, Any]) -> Damage:
 for name in hostile.ALL:
     CASES[f"config.json: {name}"] = in_place("config.json", name), "config.json"
 for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
-    for name in ("a list", "5,000 digits", "fifo"):
+    for name in ("a list", "fifo"):
         CASES[f"{file}: {name}"] = in_place(file, name), file
 for file in (INDEX, "model.safetensors"):
     for name in hostile.NO_FILES:
@@ -92,7 +92,6 @@ for file in (INDEX, "model.safetensors"):
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": "7"}, "hidden_size"),
-    ({"hidden_size": None}, "hidden_size"),
     ({"num_attention_heads": 3}, "heads"),
     ({"hidden_size": 2 * 10**5}, "GiB of memory"),
     ({"return_dict": False}, "return_dict"),
@@ -100,30 +99,21 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"is_decoder": True}, "is_decoder"),
     ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
     ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "quantization_config"),
-    ({"quantization_config": "x"}, "AttributeError"),
-    ({"pad_token_id": 10**6}, "Padding_idx"),
-    ({"id2label": [1]}, "AttributeError"),
     ({"dtype": "float99"}, "float99"),
-    ({"model_type": ["bert"]}, "TypeError"),
     ({"model_type": None}, "`None`"),
-    ({"auto_map": 3}, "TypeError"),
 ]
 for settings, words in SETTINGS:
     CASES[f"config.json: {json.dumps(settings)[:60]}"] = with_settings("config.json", settings), words
 
 for settings, words in (
-    ({"auto_map": 3}, "AttributeError"),
-    ({"tokenizer_class": 3}, "AttributeError"),
     ({"cls_token": 3}, "cls_token"),
-    ({"added_tokens_decoder": [1]}, "AttributeError"),
     ({"added_tokens_decoder": {"3": {"content": 3}}}, "TypeError"),
     ({"model_max_length": "x"}, "model_max_length"),
     ({"padding_side": "left"}, "left"),
 ):
     CASES[f"tokenizer_config.json: {json.dumps(settings)}"] = with_settings("tokenizer_config.json", settings), words
 
-for part in ("truncation", "added_tokens", "model"):
-    CASES[f"tokenizer.json: {part} is 3"] = with_settings("tokenizer.json", {part: 3}), "Exception|TypeError"
+CASES["tokenizer.json: model is 3"] = with_settings("tokenizer.json", {"model": 3}), "Exception|TypeError"
 charsmap = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
 CASES["tokenizer.json: panic"] = with_settings("tokenizer.json", {"normalizer": charsmap}), "PanicException"
 
@@ -140,8 +130,6 @@ def with_vocabulary(**changed: Any) -> Damage:
     return damage
 
 
-CASES["a token id that is text"] = with_vocabulary(box="8"), "expected u32"
-CASES["a token id beyond the embeddings"] = with_vocabulary(box=5000), "token id 5000, .* embeddings"
 CASES["a token id beyond all memory"] = with_vocabulary(box=2**31), "token id 2147483648, .* embeddings"
 
 
@@ -172,7 +160,7 @@ def with_index(content: object) -> Damage:
     return damage
 
 
-for file in ("nowhere", "fifo", "../other/model.safetensors", "/etc/passwd", "a\0b", "\ud800", "", 3):
+for file in ("nowhere", "fifo", "../other/model.safetensors", "/etc/passwd", "a\0b", 3):
     CASES[f"index: {file!r}"] = with_index({"metadata": {}, "weight_map": {"qa_outputs.weight": file}}), INDEX
 for content in ([], {"weight_map": [3]}, {"weight_map": {}}):
     CASES[f"index: {content}"] = with_index(content), INDEX
@@ -188,7 +176,6 @@ def with_pickle(write: Callable[[Path, hostile.Canary], object]) -> Damage:
 
 CASES["weights: pickle"] = with_pickle(lambda path, code: code.pickled(path)), "pickled objects"
 CASES["weights: torch.save"] = with_pickle(lambda path, code: torch.save({"a": code}, path)), "pickled objects"
-CASES["weights: a pickled list"] = with_pickle(lambda path, _: torch.save([1], path)), "TypeError"
 CASES["weights: cut off"] = lambda folder: os.truncate(folder / "model.safetensors", 2000), ""
 for name, files in {
     "no weights": ["model.safetensors"],
@@ -196,7 +183,6 @@ for name, files in {
     "no vocabulary": ["tokenizer.json", "tokenizer_config.json"],
 }.items():
     CASES[name] = without(*files), ""
-CASES["weights: an empty pickle"] = with_pickle(lambda path, _: path.write_bytes(b"")), "EOFError"
 
 
 @each("name", CASES)
@@ -208,10 +194,6 @@ def test_damage_is_one_message(good, tmp_path, make_questions, name):
         load_all(folder, make_questions)
     assert re.search(words, str(raised.value)), raised.value
     assert not (folder / "ran").exists()
-
-
-def test_good_folder(good, make_questions):
-    load_all(good, make_questions)
 
 
 def test_prediction_needs_a_span_head(good, tmp_path, make_questions):
@@ -252,24 +234,11 @@ def test_memory_for_all_copies(good, monkeypatch):
         load_config(str(good), args, copies=5)
 
 
-@pytest.mark.parametrize("name", ["./models/bert", "runs/x", "a/b/c"])
-def test_missing_folder_is_not_only_an_unreachable_hub(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hub, "reachable", lambda: False)
-    for load in (load_tokenizer, lambda args: load_config(name, args)):
-        with pytest.raises(UserError, match=rf"'{name}' cannot be loaded \(no such folder in {tmp_path}"):
-            load(ModelArguments(model_name_or_path=name))
-
-
 def test_folder_without_a_configuration_says_what_is_missing(good, tmp_path, make_questions):
     folder = shutil.copytree(good, tmp_path / "incomplete")
     (folder / "config.json").unlink()
-    (folder / "vocab.txt").write_text("[UNK]\nred\n")
-    for left in (["tokenizer.json"], ["tokenizer_config.json"], ["vocab.txt"], []):
-        with pytest.raises(UserError, match=r"incomplete' cannot be loaded \(it has no config\.json"):
-            load_all(folder, make_questions)
-        for name in left:
-            (folder / name).unlink()
+    with refused(folder, "config.json"):
+        load_all(folder, make_questions)
 
 
 def words_only(folder: Path, words: list[str]) -> ModelArguments:
@@ -281,19 +250,22 @@ def words_only(folder: Path, words: list[str]) -> ModelArguments:
     return ModelArguments(model_name_or_path=str(folder))
 
 
-@pytest.mark.parametrize(
+CASED = ["Berlin", "be", "##rlin"]
+
+
+@each(
     ("words", "file", "content", "expected"),
     [
-        (["Berlin", "be", "##rlin"], None, {}, ["Berlin"]),
         (["##Berlin", "Ber", "##lin"], None, {}, ["Ber", "##lin"]),
         (["berlin"], None, {}, ["berlin"]),
-        (["Berlin", "be", "##rlin"], "tokenizer_config.json", {"model_max_length": 64}, ["Berlin"]),
-        (["Berlin", "be", "##rlin"], "tokenizer_config.json", {"do_lower_case": True}, ["be", "##rlin"]),
-        (["Berlin", "be", "##rlin"], "tokenizer.json", {"lowercase": False}, ["Berlin"]),
-        (["Berlin", "be", "##rlin"], "tokenizer.json", {"lowercase": True}, ["be", "##rlin"]),
+        (CASED, "tokenizer_config.json", {"model_max_length": 64}, ["Berlin"]),
+        (CASED, "tokenizer_config.json", {"do_lower_case": True}, ["be", "##rlin"]),
+        (CASED, "tokenizer.json", {"lowercase": False}, ["Berlin"]),
+        (CASED, "tokenizer.json", {"lowercase": True}, ["be", "##rlin"]),
     ],
 )
 def test_cased_vocabulary_is_not_lower_cased(tmp_path, caplog, words, file, content, expected):
+    caplog.set_level("INFO")
     args = words_only(tmp_path / "model", words)
     if file == "tokenizer.json":
         load_tokenizer(args).save_pretrained(tmp_path / "saved")
@@ -302,26 +274,24 @@ def test_cased_vocabulary_is_not_lower_cased(tmp_path, caplog, words, file, cont
         caplog.clear()
     if file:
         (tmp_path / "model" / file).write_text(json.dumps(content))
-    with caplog.at_level("INFO"):
-        tokenizer = load_tokenizer(args)
+    tokenizer = load_tokenizer(args)
     assert tokenizer.tokenize("Berlin") == expected
     assert ("not lower-cased" in caplog.text) == (expected != ["berlin"] and expected != ["be", "##rlin"])
     tokenizer.save_pretrained(tmp_path / "again")
-    again = load_tokenizer(ModelArguments(tokenizer_name=str(tmp_path / "again")))
-    assert again.tokenize("Berlin") == expected
+    assert load_tokenizer(ModelArguments(tokenizer_name=str(tmp_path / "again"))).tokenize("Berlin") == expected
 
 
 @each(
-    ("name", "remedy"),
+    ("name", "named"),
     [
-        ("damaged", r"\(config.json is not JSON: .*\)\. Fix or replace it, name another model"),
-        ("/nowhere", r"\(no such folder\)\. Check the path"),
-        ("./nowhere/at/all", r"\. Check the path"),
-        ("someone/uncached", r"\. Check the name, name a local folder, or download the model into the hub's cache"),
-        ("someone/cached", r"\. Delete the model's folder in the hub's cache .*models--someone--cached. and download"),
+        ("damaged", ["config.json", "Fix or replace it"]),
+        ("/nowhere", ["no such folder", "Check the path"]),
+        ("./nowhere/at/all", ["no such folder", "Check the path"]),
+        ("someone/uncached", ["Check the name", "download the model into the hub's cache"]),
+        ("someone/cached", ["Delete the model's folder in the hub's cache", "models--someone--cached"]),
     ],
 )
-def test_remedy_fits_the_reason(tmp_path, monkeypatch, name, remedy):
+def test_remedy_fits_the_reason(tmp_path, monkeypatch, name, named):
     cached = tmp_path / "cache" / "models--someone--cached"
     for folder in (tmp_path / "damaged", cached / "snapshots" / ("0" * 40)):
         folder.mkdir(parents=True)
@@ -330,29 +300,22 @@ def test_remedy_fits_the_reason(tmp_path, monkeypatch, name, remedy):
     (cached / "refs" / "main").write_text("0" * 40)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hub, "reachable", lambda: False)
-    args = ModelArguments(model_name_or_path=name, cache_dir=str(tmp_path / "cache"))
-    sample = "`python -m hvd_bert.train --config sample`"  # predict and evaluate have no such flag
-    with pytest.raises(UserError, match=rf"'{name}' cannot be loaded .*{remedy}.*, or try {sample}"):
-        load_config(name, args)
+    with refused(f"'{name}'", *named, "`python -m hvd_bert.train --config sample`"):
+        load_config(name, ModelArguments(model_name_or_path=name, cache_dir=str(tmp_path / "cache")))
 
 
 # --- other families than BERT -------------------------------------------------------------------------
 
 
-def load_small(name, settings, tokenizer, folder):
-    config = small(name)
-    config.vocab_size = len(tokenizer)
-    for key, value in settings.items():
-        setattr(config, key, value)
-    config.save_pretrained(folder)
-    return load_model(ModelArguments(config_name=str(folder)), tokenizer, 32, seed=1)
+def test_settings_that_a_family_needs_or_refuses(tokenizer, tmp_path):
+    def load(name: str, **settings: Any) -> None:
+        config = small(name)
+        for key, value in (settings | {"vocab_size": len(tokenizer)}).items():
+            setattr(config, key, value)
+        config.save_pretrained(tmp_path)
+        load_model(ModelArguments(config_name=str(tmp_path)), tokenizer, 32, seed=1)
 
-
-def test_rotary_positions_of_the_hubs_jina_models(tokenizer, tmp_path):
-    load_small("jina_embeddings_v3", {"position_embedding_type": "rotary"}, tokenizer, tmp_path)
+    load("jina_embeddings_v3", position_embedding_type="rotary")
     with refused("position_embedding_type"):
-        load_small("roberta", {"position_embedding_type": "rotary"}, tokenizer, tmp_path)
-
-
-def test_longformer_with_fewer_positions_than_its_window(tokenizer, tmp_path):
-    load_small("longformer", {"attention_window": 128}, tokenizer, tmp_path)
+        load("roberta", position_embedding_type="rotary")
+    load("longformer", attention_window=128)  # more than it has positions

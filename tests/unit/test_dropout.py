@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from tables import each
-from torch import nn
 
 from hvd_bert.model.cpu import kernels
 from hvd_bert.model.cpu.dropout import LEVELS, Dropout, keep_mask
@@ -42,15 +41,14 @@ def test_each_eighth_of_a_word_has_the_rate_and_neighbors_are_independent():
         assert both == pytest.approx(p * p, abs=5 * math.sqrt(p * p * (1 - p * p) / MANY))
 
 
-@each("shape", [(1,), (3,), (5, 7), (2, 3, 11)])
-def test_gradient_of_the_kept_elements(shape):
+def test_gradient_of_the_kept_elements():
     torch.manual_seed(1)
-    values = torch.randn(shape, requires_grad=True)
-    result = Dropout(0.5)(values)
-    upstream = torch.randn(shape)
-    (gradient,) = torch.autograd.grad(result, values, upstream)
-    torch.testing.assert_close(gradient, upstream * (result / values).detach(), rtol=1e-6, atol=0)
-    assert result.shape == values.shape
+    for values in (torch.randn(1), torch.randn(2, 3, 11), torch.randn(6, 5).t()):
+        values.requires_grad_()
+        result, upstream = Dropout(0.5)(values), torch.randn(values.shape)
+        (gradient,) = torch.autograd.grad(result, values, upstream)
+        torch.testing.assert_close(gradient, upstream * (result / values).detach(), rtol=1e-6, atol=0)
+        assert result.shape == values.shape
 
 
 def test_random_bits_come_from_torchs_generator():
@@ -58,14 +56,8 @@ def test_random_bits_come_from_torchs_generator():
     torch.manual_seed(3)
     first, second = module(values), module(values)
     torch.manual_seed(3)
-    again = module(values)
-    state = torch.get_rng_state()
-    following = module(values)
-    assert torch.equal(first, again)
-    assert torch.equal(second, following)
+    assert torch.equal(first, module(values)) and torch.equal(second, module(values))
     assert not torch.equal(first, second)
-    torch.set_rng_state(state)
-    assert torch.equal(module(values), following)
 
 
 def test_nothing_is_dropped_outside_training_or_at_0():
@@ -76,39 +68,11 @@ def test_nothing_is_dropped_outside_training_or_at_0():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("p", [1e-9, 1 - 1e-9])
-def test_extremes_stay_finite(p):
-    torch.manual_seed(0)
-    result = Dropout(p)(torch.ones(1000))
-    assert torch.isfinite(result).all()
-    assert (result != 0).all() if p < 0.5 else (result == 0).float().mean() > 0.99
-
-
-@pytest.mark.parametrize("p", [1 / 512, 0.5 + 1 / 512, 1 - 1 / 512])
+@each("p", [1 / 512, 0.5 + 1 / 512, 1 - 1 / 512])
 def test_elements_that_8_bits_do_not_decide_get_8_more(p):
     torch.manual_seed(0)
     dropped = (keep_mask(torch.Size([MANY]), p) == 0).double().mean().item()
     assert dropped == pytest.approx(p, abs=1 / 800)  # p to 8 bits is wrong by 1 / 512
-
-
-def test_other_types_use_torchs_own_dropout():
-    module, own = Dropout(0.5), nn.Dropout(0.5)
-    for kind in (torch.float64, torch.float16):
-        values = torch.ones(1000, dtype=kind)
-        torch.manual_seed(0)
-        found = module(values)
-        torch.manual_seed(0)
-        assert torch.equal(found, own(values))
-
-
-def test_strided_input():
-    torch.manual_seed(0)
-    values = torch.randn(6, 5).t().requires_grad_()
-    result = Dropout(0.5)(values)
-    kept = (result != 0).float() * 2
-    torch.testing.assert_close(result, values * kept)
-    (gradient,) = torch.autograd.grad(result.sum(), values)
-    assert torch.equal(gradient, kept)
 
 
 def test_bf16_drops_the_same_elements_as_fp32():
@@ -120,7 +84,7 @@ def test_bf16_drops_the_same_elements_as_fp32():
         result = Dropout(0.25)(rows)
         found.append((result, *torch.autograd.grad(result.sum(), rows)))
     (exact, gradient), (rounded, rounded_gradient) = found
-    assert rounded.dtype == rounded_gradient.dtype == torch.bfloat16
     assert torch.equal(rounded == 0, exact == 0)
-    torch.testing.assert_close(rounded.float(), exact, rtol=2 * torch.finfo(torch.bfloat16).eps, atol=0)
+    torch.testing.assert_close(rounded, exact.bfloat16())
     torch.testing.assert_close(rounded_gradient, gradient.bfloat16())
+    assert Dropout(0.5)(values.double()).dtype == torch.float64  # by torch's own

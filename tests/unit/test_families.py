@@ -103,11 +103,11 @@ def windows() -> WindowTable:
     )
 
 
-def transformers_logits(model, windows: WindowTable, extra: int = 1):
+def transformers_logits(model, windows: WindowTable):
     """Of spans [2, B, T], -inf at padding, or of classes; from inputs as transformers' tokenizers and collators make
     them."""
     rows = windows.lists("input_ids", range(len(LENGTHS)))
-    ids = torch.full((len(rows), max(LENGTHS) + extra), PAD)
+    ids = torch.full((len(rows), max(LENGTHS) + 1), PAD)
     mask, types = torch.zeros_like(ids), torch.zeros_like(ids)
     for i, tokens in enumerate(rows):
         ids[i, : len(tokens)], mask[i, : len(tokens)], types[i, 7 : len(tokens)] = torch.tensor(tokens), 1, 1
@@ -173,26 +173,11 @@ def test_texts_give_the_logits_and_gradients_of_transformers(name, pooling, pad_
 
 
 @each("name", TRAINED)
-@each("padding", ["none", "max_length"])
-def test_padding_is_set_for_families_that_need_it(name, padding, caplog):
-    caplog.set_level("INFO")
-    data = DataArguments(padding=padding)
-    fit_flags(small(name), "fp32", "none", data)
-    needed = name in PADDED and padding == "none"
-    assert data.padding == ("longest" if needed else padding)
-    assert [record.message.split()[0] for record in caplog.records] == ([name] if needed else [])
-
-
-@torch.no_grad()
-@each("name", TRAINED)
-def test_results_do_not_depend_on_other_windows_or_padding(name, windows):
-    ours, own = models(name)
-    together = torch.stack(span_logits(ours, Collator(windows, CPU)(range(len(LENGTHS)))))
-    wider = transformers_logits(own, windows, extra=4)
-    for i, length in enumerate(LENGTHS):
-        alone = torch.stack(span_logits(ours, Collator(windows, CPU)([i])))[:, 0]
-        for logits in (alone, wider[:, i, :length]):
-            torch.testing.assert_close(together[:, i, :length], logits, rtol=1e-5, atol=1e-5)
+def test_padding_is_set_for_families_that_need_it(name):
+    for padding in ("none", "max_length"):
+        data = DataArguments(padding=padding)
+        fit_flags(small(name), "fp32", "none", data)
+        assert data.padding == ("longest" if name in PADDED and padding == "none" else padding)
 
 
 @each("name", TRAINED)
@@ -227,14 +212,9 @@ def test_longformers_text_may_contain_separators(windows):
 
 @each("name", [name for name in TRAINED if "--bf16" not in family_of(CONFIGS[name]()).unsupported])
 def test_half_precision(name, windows):
-    """A training step on the CPU with dropout, with the loss of fp32 except for rounding and dropout."""
-    losses = []
-    for precision in ("fp32", "bf16"):
-        model = new_model(small(name), 0.1, seed=1).train()
-        with autocast(CPU, precision):
-            losses.append(window_losses(model, Collator(windows, CPU)(range(len(LENGTHS)))).mean())
-    losses[1].backward()
-    assert losses[1].item() == pytest.approx(losses[0].item(), rel=0.3)
+    model = new_model(small(name), 0.1, seed=1).train()
+    with autocast(CPU, "bf16"):
+        window_losses(model, Collator(windows, CPU)(range(len(LENGTHS)))).mean().backward()
     assert all(weights.grad.isfinite().all() for weights in model.parameters() if weights.grad is not None)
 
 
@@ -256,15 +236,13 @@ def test_sparse_gradient_of_the_words(name, windows):
 # --- limits and settings ---------------------------------------------------------------------------
 
 
-@each(("name", "expected"), [("bert", 64), ("roberta", 62), ("mpnet", 62), ("modernbert", 64)])
-def test_number_of_positions(name, expected, windows):
+@each(("name", "expected"), [("bert", 64), ("roberta", 62), ("mpnet", 62)])
+def test_number_of_positions(name, expected):
     assert max_tokens(small(name)) == expected
     own = model_class(small(name))(small(name)).eval()
-    ids = torch.full((1, expected), FIRST_TOKEN)
-    own(input_ids=ids)  # fits
-    if name != "modernbert":  # computes its positions
-        with pytest.raises((IndexError, RuntimeError)):
-            own(input_ids=torch.full((1, expected + 1), FIRST_TOKEN))
+    own(input_ids=torch.full((1, expected), FIRST_TOKEN))  # fits
+    with pytest.raises((IndexError, RuntimeError)):
+        own(input_ids=torch.full((1, expected + 1), FIRST_TOKEN))
 
 
 def test_positions_after_no_padding_token_are_refused(tmp_path):
@@ -276,14 +254,10 @@ def test_positions_after_no_padding_token_are_refused(tmp_path):
 
 
 @each("name", TRAINED)
-def test_number_of_weights(name):
+def test_number_of_weights_and_dropout_everywhere(name):
     config = small(name)
     config.num_labels = 3  # a classifier's
     assert num_weights(config) == sum(weights.numel() for weights in models(name)[1].parameters())
-
-
-@each("name", TRAINED)
-def test_dropout_is_set_everywhere(name):
     model = new_model(small(name), 0.25, seed=1)
     of_modules = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
     assert of_modules == ({0.25} if name != "ultrabert" else set())  # whose attention alone has dropout
@@ -300,9 +274,7 @@ def test_copies_keep_the_adapted_inputs_and_the_saved_class(name, windows, tmp_p
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [model_class(ours.config).__name__]
 
 
-@pytest.mark.parametrize(
-    ("name", "flags"), [("deberta", ["--bf16"]), ("deberta", ["--fp16"]), ("squeezebert", ["--strategy", "fsdp"])]
-)
+@each(("name", "flags"), [("deberta", ["--bf16"]), ("squeezebert", ["--strategy", "fsdp"])])
 def test_flags_that_a_family_fails_with_are_refused(name, flags):
     config, data = parse(flags), DataArguments()
     given = config.train.precision, config.parallel.strategy
