@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from hvd_bert.data.sources.squad import Question
-from hvd_bert.errors import UserError
 
 _PUNCTUATION = dict.fromkeys(map(ord, string.punctuation))
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -61,17 +60,11 @@ def score(
     For exact best thresholds, predict `Answer.best_span`, the best text that is not empty, for every question: no
     threshold can restore the text where "" was predicted. The other metrics do not change.
 
-    Raises UserError if a question has no prediction or no odds, if there are no questions, or if a v1.1
-    question has no gold answer. Entries for other ids are ignored. Equal odds are processed in the order of
-    `questions`.
+    Every question needs a prediction and odds, and for v1.1 an answer. Entries for other ids are ignored. Equal odds
+    are processed in the order of `questions`.
     """
-    if not questions:
-        raise UserError("there are no questions to evaluate")
-    _demand_all(questions, predictions, "prediction")
     if not version_2_with_negative:
         return _score_v1(questions, predictions)
-    if null_odds is not None:
-        _demand_all(questions, null_odds, "null odds")
     return _score_v2(questions, predictions, null_odds, null_score_diff_threshold)
 
 
@@ -83,11 +76,6 @@ def question_scores(question: Question, prediction: str, version_2_with_negative
 def _score_v1(questions: Sequence[Question], predictions: Mapping[str, str]) -> dict[str, float]:
     exact = f1 = 0.0
     for question in questions:
-        if not question.answer_texts:
-            raise UserError(
-                f"question {question.id} has no answer, which SQuAD v1.1 does not allow. "
-                "For data with unanswerable questions (v2.0), use --version_2_with_negative."
-            )
         scores = _scores_v1(question, predictions[question.id])
         exact += scores[0]
         f1 += scores[1]
@@ -162,10 +150,3 @@ def _best_threshold(
         if current > best:
             best, best_threshold = current, odds[i]
     return 100.0 * best / len(scores), best_threshold
-
-
-def _demand_all(questions: Sequence[Question], given: Mapping[str, object], what: str) -> None:
-    missing = [q.id for q in questions if q.id not in given]
-    if missing:
-        others = f" (and {len(missing) - 1} more questions)" if len(missing) > 1 else ""
-        raise UserError(f"no {what} for question {missing[0]}{others}: every question needs one")

@@ -1,7 +1,7 @@
 """The official SQuAD evaluation scripts, from the PyPI wheel tf-models-official.
 
 Only these two files are extracted from the wheel, into a cache outside the clone. Nothing is installed, and
-TensorFlow is not needed. `python official_squad.py` prints the folder.
+TensorFlow is not needed.
 """
 
 from __future__ import annotations
@@ -55,12 +55,9 @@ def _download(work: Path) -> Path:
                "--only-binary=:all:", "--retries=1", "--timeout=10", f"--dest={work}",
                f"tf-models-official=={VERSION}"]  # fmt: skip
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-    except subprocess.CalledProcessError as error:
-        lines = error.stderr.strip().splitlines() or ["no message"]
-        raise NotReachableError(f"pip download tf-models-official=={VERSION}: {lines[-1]}") from error
-    except subprocess.TimeoutExpired as error:
-        raise NotReachableError(f"pip download tf-models-official=={VERSION}: no end in 120 s") from error
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        raise NotReachableError(f"{error}: {(error.stderr or b'').decode()[-300:]}") from error
     (wheel,) = work.glob("*.whl")
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if digest != WHEEL_SHA256:
@@ -86,7 +83,3 @@ def _load(path: Path) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-if __name__ == "__main__":
-    print(folder())

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import each, refused
@@ -15,7 +13,6 @@ from test_world import make_world
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.data.batch_plan import BatchPlan
-from hvd_bert.errors import UserError
 from hvd_bert.tasks.base import make_plan
 from hvd_bert.train.optim import scaled_learning_rate
 
@@ -59,10 +56,12 @@ def imbalance(totals: np.ndarray) -> float:
 
 @quick
 @given(plans(), st.integers(0, 3))
-def test_each_window_once_per_epoch(plan, epoch):
+def test_each_window_once_per_epoch_in_full_steps(plan, epoch):
     steps = range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
-    taken = [ids for step in steps for passes in by_rank(plan, step) for ids in passes]
-    assert sorted(chain.from_iterable(ids.tolist() for ids in taken)) == list(range(plan.num_windows))
+    taken = [[ids for passes in by_rank(plan, step) for ids in passes] for step in steps]
+    assert sorted(i for parts in taken for ids in parts for i in ids.tolist()) == list(range(plan.num_windows))
+    assert {sum(map(len, parts)) for parts in taken[:-1]} <= {plan.global_batch}
+    assert sum(map(len, taken[-1]))  # no step without windows
 
 
 @quick
@@ -75,18 +74,13 @@ def test_ranks_share_a_step_evenly(plan, step):
     each = [len(ids) for passes in ranks for ids in passes]
     assert max(each) - min(each) <= 1
     assert max(each) <= math.ceil(plan.global_batch / plan.size / plan.accumulation)
-    taken = [int(i) for passes in ranks for ids in passes for i in ids]
-    assert len(taken) == len(set(taken))
-    assert set(taken) == set(plan.step_windows(step).tolist())
-    assert taken  # no step without windows
-
-
-@quick
-@given(plans(), st.integers(0, 50))
-def test_every_step_except_an_epochs_last_is_full(plan, step):
-    last = step % plan.steps_per_epoch == plan.steps_per_epoch - 1
-    rest = plan.num_windows - (plan.steps_per_epoch - 1) * plan.global_batch
-    assert len(plan.step_windows(step)) == (rest if last else plan.global_batch)
+    taken = [np.concatenate(passes) for passes in ranks]
+    assert sorted(np.concatenate(taken)) == sorted(plan.step_windows(step))
+    assert plan.rank_tokens(step).tolist() == [plan.lengths[ids].sum() for ids in taken]
+    costs, tokens = rank_costs(plan, step), plan.lengths[plan.step_windows(step)].astype(np.int64)
+    most_expensive = int((tokens * (plan.crossover + tokens)).max())
+    for size in set(sizes):  # a rank with one window less costs less
+        assert np.ptp(costs[np.array(sizes) == size]) <= most_expensive
 
 
 @each("num_windows", [8, 24, 101])
@@ -103,13 +97,10 @@ def test_step_does_not_depend_on_the_world(num_windows, step):
 @given(plans(), st.integers(0, 50))
 def test_plan_is_pure(plan, step):
     again = replace(plan, lengths=plan.lengths.copy())
-    before = plan.step_windows(step).copy()
-    assigned = [ids.copy() for passes in by_rank(plan, step) for ids in passes]
-    for other in (0, step + plan.steps_per_epoch, step + 3 * plan.steps_per_epoch):
+    assigned = [ids.tolist() for passes in by_rank(plan, step) for ids in passes]
+    for other in (0, step + plan.steps_per_epoch):
         again.rank_windows(other, 0)  # other calls in between do not matter
-    np.testing.assert_array_equal(again.step_windows(step), before)
-    for one, other in zip([ids for passes in by_rank(again, step) for ids in passes], assigned, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert [ids.tolist() for passes in by_rank(again, step) for ids in passes] == assigned
 
 
 @each("crossover", [MINILM, BERT_BASE])
@@ -122,42 +113,12 @@ def test_ranks_take_nearly_the_same_number_of_tokens(size, batch, crossover):
     assert max(costs) <= 1.02
 
 
-@quick
-@given(plans(), st.integers(0, 50))
-def test_tokens_are_those_of_the_windows_taken(plan, step):
-    taken = [plan.lengths[np.concatenate(passes)].astype(np.int64) for passes in by_rank(plan, step)]
-    assert plan.rank_tokens(step).tolist() == [int(n.sum()) for n in taken]
-
-
-@quick
-@given(plans(), st.integers(0, 50))
-def test_costs_of_two_ranks_differ_by_at_most_one_window(plan, step):
-    costs, sizes = rank_costs(plan, step), [sum(map(len, passes)) for passes in by_rank(plan, step)]
-    tokens = plan.lengths[plan.step_windows(step)].astype(np.int64)
-    most_expensive = int((tokens * (plan.crossover + tokens)).max())
-    for size in set(sizes):  # a rank with one window less costs less
-        same_size = costs[np.array(sizes) == size]
-        assert same_size.max() - same_size.min() <= most_expensive
-
-
 def test_passes_of_a_rank_are_balanced():
     plan = BatchPlan.of_rank_batch(lengths(2000), 8, 4, 4, seed=1, crossover=MINILM)
     for step in range(plan.steps_per_epoch - 1):
         assert imbalance(plan.rank_tokens(step)) <= 1.02
         for passes in by_rank(plan, step):
             assert imbalance(np.array([plan.lengths[ids].sum() for ids in passes])) <= 1.03
-
-
-def test_single_rank_keeps_the_order_of_a_step():
-    plan = BatchPlan.of_rank_batch(lengths(30), 8, 1, 1, seed=0, crossover=MINILM)
-    for step in range(5):
-        np.testing.assert_array_equal(plan.rank_windows(step, 0)[0], plan.step_windows(step))
-
-
-def test_no_caller_can_change_the_order():
-    plan = BatchPlan(lengths(10), global_batch=4, accumulation=1, size=1, seed=0, crossover=MINILM)
-    with pytest.raises(ValueError, match="read-only"):
-        plan.step_windows(0)[0] = 1
 
 
 def test_epochs_and_seeds_differ():
@@ -189,9 +150,7 @@ def test_another_global_batch_never_takes_larger_micro_batches(size, accumulatio
 
 def test_imbalance_is_that_of_the_most_loaded_rank():
     tokens = np.array([10, 20, 60], np.int32)
-    assert BatchPlan(tokens[:2], 2, 1, 2, 0, MINILM).imbalance(0) == 20 * 2 / 30
     assert BatchPlan(tokens, 3, 1, 3, 0, MINILM).imbalance(0) == 60 * 3 / 90
-    assert BatchPlan(tokens, 3, 1, 1, 0, MINILM).imbalance(0) == 1.0
 
 
 # The global batch and the learning rate of flags and presets on several numbers of ranks
@@ -212,25 +171,23 @@ def test_global_batch_is_kept_on_any_number_of_ranks(size):
     assert len({len(passes) for passes in taken}) == 1
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
+@each(
+    ("flags", "named"),
     [
-        (["--global_batch", "3"], "--global_batch 3: fewer windows than the 4 devices"),
+        (["--global_batch", "3"], ["--global_batch 3", "4 devices"]),
         (
             ["--global_batch", "32", "--gradient_accumulation_steps", "2"],
-            "--gradient_accumulation_steps 2: --global_batch 32 takes 1 pass(es) of at most 8 windows on each of 4",
+            ["--gradient_accumulation_steps 2", "--global_batch 32", "8 windows"],
         ),
-        (["--global_batch", "0"], "--global_batch 0: must be at least 1"),
+        (["--global_batch", "0"], ["--global_batch 0"]),
     ],
-    ids=" ".join,
 )
-def test_global_batch_that_does_not_fit_is_refused(flags, words):
-    with pytest.raises(UserError) as refused:
+def test_global_batch_that_does_not_fit_is_refused(flags, named):
+    with refused(*named):
         plan_of(4, *flags)
-    assert words in str(refused.value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("preset", "sizes", "batches", "learning_rate", "epochs"),
     [
         # The BERT paper's (Devlin et al. 2019, section 4.2).
@@ -245,8 +202,3 @@ def test_preset_on_several_numbers_of_ranks(preset, sizes, batches, learning_rat
     assert args.num_train_epochs == epochs
     assert [plan_of(size, "--config", preset).global_batch for size in sizes] == list(batches)
     assert {scaled_learning_rate(args, size) for size in sizes} == {learning_rate}
-
-
-def test_paper_preset_takes_more_passes_of_fewer_windows():
-    plan = plan_of(1, "--config", "squad_v1_paper", "--per_device_train_batch_size", "8")
-    assert (plan.global_batch, plan.accumulation) == (32, 4)

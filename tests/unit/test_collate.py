@@ -45,9 +45,8 @@ def windows(rows) -> WindowTable:
     return WindowTable.from_columns({name: [row[name] for row in rows] for name in rows[0]})
 
 
-@each("ids", [[0], [3, 1], [5, 5], list(range(12)), list(range(11, -1, -2))])
-@each("kind", [list, np.array])
-def test_batch(rows, windows, ids, kind):
+@each("ids", [[0], [3, 1], list(range(11, -1, -2)), np.arange(12)])
+def test_batch(rows, windows, ids):
     tokens, types, positions, lengths = [], [], [], []
     for row in (rows[i] for i in ids):
         lengths.append(len(row["input_ids"]))
@@ -55,7 +54,7 @@ def test_batch(rows, windows, ids, kind):
             tokens.append(token)
             types.append(int(position >= row["context_start"]))
             positions.append(position)
-    batch = Collator(windows, CPU)(kind(ids))
+    batch = Collator(windows, CPU)(ids)
     assert batch.input_ids.tolist() == [tokens]
     assert batch.token_type_ids.tolist() == [types]
     assert batch.position_ids.tolist() == [positions]
@@ -71,8 +70,8 @@ def test_batch(rows, windows, ids, kind):
     assert {value.dtype for value in others} == {torch.int64}
 
 
-@each("ids", [[0], [3, 1], [5, 5], list(range(12))])
-@each("pad_to", [0, 10, 25])
+@each("ids", [[0], [3, 1], list(range(12))])
+@each("pad_to", [0, 25])
 def test_padded_batch(rows, windows, ids, pad_to):
     chosen = [rows[i] for i in ids]
     longest = max(len(row["input_ids"]) for row in chosen)
@@ -92,18 +91,11 @@ def test_padded_batch(rows, windows, ids, pad_to):
 
 
 @each("pad_to", [None, 0])
-@each("empty", [[], np.array([], dtype=np.int64)], ids=["list", "array"])
-def test_rank_without_windows_gets_one_that_does_not_count(windows, empty, pad_to):
-    batch = Collator(windows, CPU, pad_to)(empty)
+def test_rank_without_windows_gets_one_that_does_not_count(windows, pad_to):
+    batch = Collator(windows, CPU, pad_to)([])
     assert (batch.num_windows, batch.num_tokens) == (0, 0)
     assert len(batch.lengths) == 1  # without a forward pass, the rank would never call its allreduce
     assert batch.input_ids.shape == (1, batch.lengths[0])
-
-
-@pytest.mark.parametrize("pad_to", [None, 0])
-def test_batch_is_on_the_device(windows, pad_to):
-    batch = Collator(windows, torch.device("meta"), pad_to)([1, 2])
-    assert {value.device.type for value in vars(batch).values() if torch.is_tensor(value)} == {"meta"}
 
 
 # --- prefetching ---------------------------------------------------------------------------------
@@ -115,7 +107,7 @@ def plan() -> BatchPlan:
     return BatchPlan.of_rank_batch(lengths, rank_batch=2, accumulation=2, size=2, seed=3, crossover=100)
 
 
-@pytest.mark.parametrize("first", [0, 2, 7])
+@each("first", [0, 7])
 def test_batches_are_those_of_the_plan(plan, first):
     batches = Prefetcher(plan, lambda ids: ids.tolist(), rank=1, first=first)  # type: ignore[arg-type, return-value]
     for step in range(first, first + 8):
@@ -147,11 +139,4 @@ def test_error_of_a_batch_is_raised_when_it_is_requested(plan):
     batches = Prefetcher(plan, broken, rank=0, first=0)  # type: ignore[arg-type]
     with pytest.raises(OSError, match="the cache is gone"):
         next(batches.of_step(0))
-    batches.close()
-
-
-def test_steps_must_be_requested_in_order(plan):
-    batches = Prefetcher(plan, lambda ids: ids, rank=0, first=4)  # type: ignore[arg-type, return-value]
-    with pytest.raises(AssertionError, match="step 6 instead of 4"):
-        next(batches.of_step(6))
     batches.close()

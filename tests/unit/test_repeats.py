@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import csv
-
 import numpy as np
 import pytest
 from made_runs import make_run
 from tables import each
 
 from hvd_bert.tools.report import comparison
-from hvd_bert.tools.report.__main__ import main
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.comparison import grouped
 from hvd_bert.tools.report.runs_page import interval, repeats
 from hvd_bert.tools.runs import reading
 
 
-@each("count", [2, 5, 11, 31, 32, 100, 1000])
+@each("count", [2, 11, 32, 1000])
 def test_interval_is_scipys(count):
     stats = pytest.importorskip("scipy.stats")
     values = np.random.default_rng(count).normal(70, 2, count)
@@ -38,12 +35,6 @@ def test_repeats_of_runs(tmp_path):
     assert grid.rows[1][2:] == ["3", "71", "1", "68.52 to 73.48", "70", "72"]
 
 
-def test_one_seed_is_no_repeat(tmp_path):
-    for name in ("a", "b"):
-        make_run(tmp_path / name)
-    assert repeats(grouped([reading.read(folder) for folder in reading.find([tmp_path])])) is None
-
-
 def test_range_of_a_speedup_includes_the_baselines_variance(tmp_path):
     def group(name: str, *speeds: float) -> Group:
         folders = [make_run(tmp_path / f"{name}-{i}", windows_per_s=speed) for i, speed in enumerate(speeds)]
@@ -58,17 +49,3 @@ def test_range_of_a_speedup_includes_the_baselines_variance(tmp_path):
     assert both[0] > 18 / 12 and both[1] < 22 / 8
     assert comparison.speedup_range(noisy, faster) == both
     assert comparison.speedup_range(group("one", 10), faster) == (None, None)
-
-
-def test_report_says_how_the_range_was_made(tmp_path):
-    """Without a range the plots still have the point."""
-    make_run(tmp_path / "runs/none")
-    for number, speed in enumerate((17.0, 18.0)):
-        make_run(tmp_path / f"runs/hvd-{number}", "horovod", 2, windows_per_s=speed, seed=number)
-    assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
-    with (tmp_path / "out/report.csv").open(newline="") as file:
-        (hvd,) = [row for row in csv.DictReader(file) if row["strategy"] == "horovod"]
-    assert float(hvd["speedup"]) == pytest.approx(1.75)
-    assert (hvd["speedup_least"], hvd["speedup_most"]) == ("", "")
-    text = (tmp_path / "out/report.md").read_text()
-    assert "| 95% range |" in text and "by a bootstrap" in text and "1.75 | - |" in text

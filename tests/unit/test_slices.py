@@ -25,29 +25,17 @@ def listed(groups: Groups) -> dict[str, list[int]]:
     [
         ("What is it?", "what"),
         ("In what year did Who sing?", "what"),
-        ("what's up", "what"),
         ("To whom does it belong?", "who"),
-        ("Whose is the box?", "who"),
-        ("WHEN did it end?", "when"),
-        ("Where is it?", "where"),
-        ("Why?", "why"),
         ("Of these, which one is red?", "which"),
         ("How  many boxes are there?", "how many, how much"),
         ("About how much is it?", "how many, how much"),
         ("How long is it?", "how"),
-        ("Name the box.", "other"),
         ("Whatever the whole somehow shows", "other"),
         ("箱子是什么颜色？", "other"),  # noqa: RUF001
-        ("", "other"),
     ],
 )
 def test_question_word(text, word):
     assert slices.question_word(text) == word
-
-
-def test_groups_by_question_word_have_their_order():
-    questions = [question(text) for text in ("Name it.", "Who?", "What?", "Whose?")]
-    assert listed(slices.by_question_word(questions)) == {"what": [2], "who": [1, 3], "other": [0]}
 
 
 def test_groups_by_answer_length():
@@ -70,7 +58,6 @@ def test_groups_by_answer():
     assert listed(slices.by_answer(questions)) == {
         "all": [0, 1, 2], "with an answer": [0, 2], "without an answer": [1]
     }  # fmt: skip
-    assert listed(slices.by_answer(questions[:1])) == {"all": [0]}
 
 
 @settings(deadline=None)
