@@ -10,7 +10,8 @@ import multiprocessing
 import os
 import signal
 import socket
-import time
+import threading
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -51,13 +52,6 @@ def test_lock_names_its_holder_and_ends_with_it(tmp_path, holder):
     locks.take(tmp_path / ".lock", wait=True).release()
 
 
-def test_name_in_a_lock_is_flushed_for_other_hosts(tmp_path, monkeypatch):
-    flushed: list[str] = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.pread(descriptor, 99, 0).decode()))
-    locks.take(tmp_path / ".lock", wait=False).release()
-    assert flushed == [f"process {os.getpid()} on {socket.gethostname()}\n"]
-
-
 def test_a_look_at_the_lock_does_not_refuse_it(tmp_path, monkeypatch):
     flock, looks = fcntl.flock, [True]
 
@@ -72,20 +66,11 @@ def test_a_look_at_the_lock_does_not_refuse_it(tmp_path, monkeypatch):
     assert not looks
 
 
-def test_waiting(tmp_path, holder):
-    killer = os.fork()
-    if killer == 0:
-        time.sleep(0.3)
-        os.kill(holder.pid, signal.SIGKILL)
-        os._exit(0)
+def test_waiting_and_a_forked_child_that_does_not_free_the_lock(tmp_path, holder):
+    threading.Timer(0.3, holder.kill).start()
     with locks.take(tmp_path / ".lock", wait=True) as lock:
         assert not lock.missing
-        assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
-    os.waitpid(killer, 0)
-
-
-def test_end_of_a_forked_child_does_not_free_the_lock(tmp_path):
-    with locks.take(tmp_path / ".lock", wait=False):
+        assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
         child = os.fork()
         if child == 0:
             os._exit(0)
@@ -126,39 +111,25 @@ def test_file_system_without_locks(tmp_path, monkeypatch):
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_write_json(tmp_path):
-    path = tmp_path / "x.json"
-    write_json(path, {"b": 1, "a": "Müller"})
-    assert json.loads(path.read_text(encoding="utf-8")) == {"b": 1, "a": "Müller"}
-    assert "Müller" in path.read_text(encoding="utf-8")
-    assert os.listdir(tmp_path) == ["x.json"]
-
-
-@each("durable", [False, True])
-@each("failing", ["encode", "write", "replace"])
-def test_failed_write_keeps_only_the_old_file(tmp_path, monkeypatch, failing, durable):
+@each("failing", ["encode", "write", "replace", ""])
+def test_a_write_replaces_the_whole_file_or_keeps_the_old_one(tmp_path, monkeypatch, failing):
     path = tmp_path / "x.json"
     path.write_text("old")
-
-    def fail(*_):
-        raise OSError("killed")
-
+    (tmp_path / ".x.json.hvd_bert.partial").write_text("the half of a killed writer")
     if failing == "replace":
-        monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises((OSError, TypeError)), replacing(path, durable=durable) as partial:
-        partial.write_text("half of the ne")
+        monkeypatch.setattr(os, "replace", raising)
+    with pytest.raises((OSError, TypeError)) if failing else nullcontext():
         if failing == "write":
-            raise OSError("no space left")
-        json.dumps(object() if failing == "encode" else "new")
-    assert path.read_text() == "old"
+            with replacing(path, durable=True) as partial:
+                partial.write_text("half of the ne")
+                raise OSError("no space left")
+        write_json(path, object() if failing == "encode" else {"a": "Müller"})
+    assert path.read_text(encoding="utf-8") == ("old" if failing else '{\n  "a": "Müller"\n}\n')
     assert os.listdir(tmp_path) == ["x.json"]
 
 
-def test_leftover_of_a_killed_writer_is_replaced(tmp_path):
-    (tmp_path / ".x.hvd_bert.partial").write_text("half")
-    with replacing(tmp_path / "x", durable=True) as partial:
-        partial.write_text("whole")
-    assert os.listdir(tmp_path) == ["x"] and (tmp_path / "x").read_text() == "whole"
+def raising(*_: object) -> None:
+    raise OSError("killed")
 
 
 @dataclass
@@ -184,9 +155,7 @@ def test_record_has_the_declared_types(tmp_path):
     [
         ({"rows": [{"seconds": 1}, {"seconds": "x"}]}, "rows[1].seconds", "'x'"),
         ({"rows": [{"seconds": math.nan}]}, "rows[0].seconds", "nan"),
-        ({"rows": [{"seconds": math.inf}]}, "rows[0].seconds", "inf"),
         ({"rows": [{"seconds": 1, "count": -1}]}, "rows[0].count", "-1"),
-        ({"rows": [{"seconds": 1, "count": True}]}, "rows[0].count", "True"),
         ({"rows": [{"count": 1}]}, "rows[0]", "`seconds`"),
         ({"rows": [], "by_name": {"a": "b"}}, "by_name[...]", "`str`"),
         ([], "it", "`array`"),
@@ -199,10 +168,9 @@ def test_wrong_value_in_a_record_is_named_with_its_place(tmp_path, content, plac
         read_record(path, Rows, "Remove it.")
 
 
-@each("content", ["", "{", '{"rows": [{"seconds": 1' + "0" * 400 + "}]}"])
+@each("content", [None, "{", '{"rows": [{"seconds": 1' + "0" * 400 + "}]}"])
 def test_file_without_a_record_is_refused(tmp_path, content):
-    (tmp_path / "r.json").write_text(content)
+    if content is not None:
+        (tmp_path / "r.json").write_text(content)
     with refused(tmp_path / "r.json"):
         read_record(tmp_path / "r.json", Rows, "Remove it.")
-    with refused(tmp_path / "missing.json"):
-        read_record(tmp_path / "missing.json", Rows, "Remove it.")
