@@ -44,14 +44,6 @@ def test_the_locked_versions_are_the_required_ones(name: str, python: str) -> No
     assert required and required.items() <= locked.items(), "run `bash env/lock.sh`"
 
 
-@each("python", SUPPORTED)
-def test_no_package_has_two_locked_versions(python: str) -> None:
-    seen: dict[str, str] = {}
-    for name in FILES:
-        for package, pin in pins(LOCKED / f"{name}.txt", python).items():
-            assert seen.setdefault(package, pin) == pin, package
-
-
 @each("name", FILES)
 def test_every_locked_package_has_hashes_and_no_address(name: str) -> None:
     text = (LOCKED / f"{name}.txt").read_text()

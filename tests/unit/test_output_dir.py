@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,22 +69,12 @@ def test_folder_with_files_is_refused_and_left_alone(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [output_dir.LOCK, "a", "b", "c", "d"]
 
 
-@each("inside", ["", "below"])
-@each("place", ["file", "link to nowhere"])
-def test_something_else_in_the_way(tmp_path, inside, place):
+@each("place", ["file", "file/below", "link to nowhere", "link to nowhere/below"])
+def test_something_else_in_the_way(tmp_path, place):
     (tmp_path / "file").write_text("x")
     (tmp_path / "link to nowhere").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError, match=f"--output_dir .*{place}"):
-        check(config(tmp_path / place / inside, OVERWRITE))
-
-
-def test_folder_that_cannot_be_searched_is_refused(tmp_path, monkeypatch):
-    def denied(path: Path) -> bool:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "exists", denied)
-    with pytest.raises(UserError, match="Permission denied"):
-        check(config(tmp_path / "out"))
+        check(config(tmp_path / place, OVERWRITE))
 
 
 @each(
@@ -205,19 +194,20 @@ def test_folder_that_was_filled_since_the_check_is_refused(tmp_path, meanwhile):
     output_dir.unlock()
 
 
-@each("began", [False, True])
-def test_next_elastic_world_resumes_only_what_an_earlier_one_began(tmp_path, began):
+@each(("began", "saved"), [(False, False), (True, True), (True, False)])
+def test_next_elastic_world_resumes_only_what_an_earlier_one_began(tmp_path, began, saved):
     wanted = config(tmp_path / "out", OVERWRITE, "--save_steps", "2")
     make_run(tmp_path / "out", "checkpoint-5")
     if began:
         check(wanted)
         begin(wanted)
+    if saved:
         (tmp_path / "out" / "checkpoint-2").mkdir()
     world = make_world()
     world.elastic, world.generation = True, 1
     start.check_elastic(wanted, world)
     assert wanted.train.overwrite_output_dir is not began
-    assert wanted.checkpoint.resume_from_checkpoint == ("latest" if began else None)
+    assert wanted.checkpoint.resume_from_checkpoint == ("latest" if saved else None)
 
 
 def test_killed_run_that_wrote_nothing_yet_is_no_obstacle(tmp_path):

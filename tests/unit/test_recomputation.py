@@ -59,14 +59,11 @@ def test_compiled_layers(tmp_path, monkeypatch):
     assert compiled[2] < 0.4 * kept
 
 
-@pytest.mark.parametrize("flag", ["--torch_compile", "--gradient_checkpointing"])
-def test_dp_copies_layers_and_is_refused(flag):
-    parse_settings([flag, "--strategy", "ddp"])
-    with refused(flag, "--strategy dp"):
-        parse_settings([flag, "--strategy", "dp"])
-
-
-def test_model_without_checkpointing_is_refused():
+def test_dp_and_models_without_checkpointing_are_refused():
+    for flag in ("--torch_compile", "--gradient_checkpointing"):
+        parse_settings([flag, "--strategy", "ddp"])
+        with refused(flag, "--strategy dp"):
+            parse_settings([flag, "--strategy", "dp"])
     with refused("--gradient_checkpointing", "Linear"):
         recompute_layers(nn.Linear(2, 2))
 

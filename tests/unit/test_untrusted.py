@@ -8,7 +8,6 @@ import os
 import shutil
 import stat
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import test_hostile_checkpoints as checkpoints
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from launch import SAMPLE
-from made_runs import make_run
 from tables import each, refused
 from test_tokenization import answer_of, to_windows
 from test_tokenization import texts as passages
@@ -39,8 +37,6 @@ from hvd_bert.model.bert import load_model, load_tokenizer
 from hvd_bert.storage import written
 from hvd_bert.tools.bench import speed
 from hvd_bert.tools.bench.__main__ import parse
-from hvd_bert.tools.runs import reading, record
-from hvd_bert.train import saving
 
 ANY_FOLDER = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 JSON = st.recursive(
@@ -125,7 +121,7 @@ def test_a_damaged_cache_is_built_again(
     assert not canary.ran
 
 
-# --- folders, temporary folders -----------------------------------------------------------------
+# --- folders -----------------------------------------------------------------
 
 
 @each("name", ["../mine", "a/../../mine", "/etc/mine", "..", ".", "", "a/b"])
@@ -137,22 +133,6 @@ def test_a_record_of_files_removes_nothing_elsewhere(tmp_path: Path, name: str) 
     (folder / written.RECORD).write_text(f"{name}\n")
     written.remove(folder, [name])
     assert (tmp_path / "mine").read_text() == "mine" and (folder / "a" / "b").exists()
-
-
-def test_temporary_folders_are_private(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes = []
-
-    def save(folder: Path) -> None:
-        modes.append(stat.S_IMODE(folder.stat().st_mode))
-
-    before = os.umask(0)
-    try:
-        saving.model_files(type("Task", (), {"save_description": staticmethod(save)}))  # type: ignore[arg-type]
-        with tempfile.TemporaryDirectory() as folder:
-            save(Path(folder))
-    finally:
-        os.umask(before)
-    assert modes == [0o700, 0o700]
 
 
 # --- any content ------------------------------------------------------------------------------------------
@@ -184,23 +164,6 @@ def test_any_manifest_is_read_or_refused(tmp_path: Path, data: st.DataObject, va
         assert files.read(folder).state == checkpoints.STATE
     except CorruptCheckpoint as error:
         assert "checkpoint-20" in str(error)
-
-
-@ANY_FOLDER
-@given(content=st.lists(JSON.map(json.dumps) | st.text(max_size=20), max_size=5))
-def test_any_metrics_are_shown_or_left_out(tmp_path: Path, content: list[str]) -> None:
-    folder = tmp_path / "run"
-    if not folder.exists():
-        make_run(folder, steps=3)
-        (tmp_path / "whole").write_bytes((folder / "metrics.jsonl").read_bytes())
-    lines = (tmp_path / "whole").read_text().splitlines()
-    text = "\n".join([*lines, *content])
-    (folder / "metrics.jsonl").write_text(text, encoding="utf-8", errors="surrogatepass")
-    assert record.read(folder).step >= 3
-    try:
-        assert reading.read(folder).rows[0].step == 1
-    except reading.Unusable as error:
-        assert "metrics.jsonl" in str(error)
 
 
 @settings(max_examples=150, deadline=None)
@@ -262,10 +225,10 @@ def bench(model: str) -> None:
     speed.random_task(model, 1, parse([])[1], make_world())
 
 
-@pytest.mark.parametrize("answer", ["", "y\n"], ids=["silent", "yes"])
-@pytest.mark.parametrize("load", [train, train_from_scratch, bench])
+@each("answer", ["", "y\n"])
+@each("load", [train, train_from_scratch, bench])
 def test_code_is_refused_without_a_question(
-    folder: Path, tmp_path: Path, load: Callable[[str], Any], answer: str, monkeypatch, capfd
+    folder: Path, load: Callable[[str], Any], answer: str, monkeypatch, capfd
 ) -> None:
     reading, writing = os.pipe()  # stays open: a question would wait for an answer
     with os.fdopen(reading) as stdin, os.fdopen(writing, "w") as terminal:
@@ -277,4 +240,4 @@ def test_code_is_refused_without_a_question(
         if answer:
             assert stdin.readline() == answer  # nobody has read it
     assert "custom code" not in "".join(capfd.readouterr())
-    assert not (tmp_path / "ran").exists()
+    assert not (folder.parent / "ran").exists()
