@@ -1,9 +1,7 @@
 """Stop requests: signals set a flag, and all ranks vote on stopping in each step.
 
 All ranks watch the process that started them. Otherwise they would outlive a killed launcher, and keep their GPU and
-the lock of the output folder. A horovodrun that env/build_horovod.sh did not build becomes the shell
-`/bin/sh -c "mpirun ..."` over MPI, and a signal ends that shell only, so the ranks of mpirun's host watch it, too.
-Slurm ends its tasks itself.
+the lock of the output folder. Slurm ends its tasks itself.
 """
 
 from __future__ import annotations
@@ -13,13 +11,10 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import pairwise
 from types import FrameType
 from typing import TYPE_CHECKING
-
-import psutil
 
 from hvd_bert.distributed import logs
 from hvd_bert.distributed.logs import log
@@ -35,8 +30,6 @@ HOSTS = "hosts"  # Horovod elastic has hosts to add or remove
 FOLDER = "a move or removal of --output_dir"
 CHECK_S = 1.0
 _NOT_WATCHED = ("none", "srun")
-
-Link = tuple[psutil.Process, psutil.Process]  # a process and its parent
 
 
 class HostNotices:
@@ -141,42 +134,13 @@ def watch_launcher(launcher: str) -> None:
 
     Not SIGTERM, which the launcher may have passed on before: a second one ends a run that is still saving.
     """
-    links = [] if launcher in _NOT_WATCHED else _links()
-    if links:
-        threading.Thread(target=_stop_when_cut, args=(links,), name="launcher watch", daemon=True).start()
+    if launcher not in _NOT_WATCHED:
+        threading.Thread(target=_stop_when_cut, args=(os.getppid(),), name="launcher watch", daemon=True).start()
 
 
-def _links() -> list[Link]:
-    """The links to the launcher: this process's parent, and the shell that horovodrun became.
-
-    No others, because the parent of mpirun itself may end (nohup).
-    """
-    rank = psutil.Process()
-    try:
-        above = rank.parents()
-    except psutil.Error:  # where /proc hides the processes of others
-        return []
-    return list(pairwise([rank, *above[:1]])) + [link for link in pairwise(above) if _became_shell(link[1])]
-
-
-def _became_shell(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        words = process.cmdline()
-        return len(words) == 3 and words[:2] == ["/bin/sh", "-c"] and words[2].startswith("mpirun ")
-    return False
-
-
-def _stop_when_cut(links: Sequence[Link]) -> None:
-    while not any(_is_cut(*link) for link in links):
+def _stop_when_cut(parent: int) -> None:
+    while os.getppid() == parent:  # the kernel hands this process over when its parent ends
         time.sleep(CHECK_S)
     with suppress(OSError):  # nobody may read this process's output any more
         os.write(2, b"hvd_bert: the launcher was killed: stopping this rank\n")
     os.kill(os.getpid(), signal.SIGUSR1)
-
-
-def _is_cut(process: psutil.Process, parent: psutil.Process) -> bool:
-    """Whether a process has another parent now: the kernel hands it over when its parent ends."""
-    try:
-        return bool(process.ppid() != parent.pid)
-    except psutil.NoSuchProcess:
-        return True

@@ -20,10 +20,7 @@ from hvd_bert.monitoring.usage import (
     GpuUsage,
     NvmlError,
     Sampler,
-    find_gpu,
     nvml,
-    summarise,
-    take_sample,
 )
 
 
@@ -95,19 +92,6 @@ def sample(util: float, memory: float, power: float) -> dict[str, float]:
     return {"gpu_util_percent": util, "gpu_memory_gib": memory, "gpu_power_w": power}
 
 
-def test_take_sample(driver):
-    assert take_sample(driver, find_gpu(driver, "0-a")) == sample(40.0, 3.0, 250.5)
-    assert take_sample(driver, find_gpu(driver, "0-b")) == {"gpu_memory_gib": 3.0}
-    with pytest.raises(NvmlError, match=r"GPU 0-c: Not Found"):
-        find_gpu(driver, "0-c")
-
-
-def test_nvml_is_shut_down(driver):
-    with pytest.raises(KeyError), nvml():
-        raise KeyError
-    assert driver.started == 1 and driver.stopped.is_set()
-
-
 def test_no_nvml(monkeypatch, driver):
     monkeypatch.setattr(driver, "nvmlInit", lambda: (_ for _ in ()).throw(driver.NVMLError("no driver")))
     with pytest.raises(NvmlError, match=r"^no driver$"), nvml():
@@ -115,13 +99,6 @@ def test_no_nvml(monkeypatch, driver):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(NvmlError, match="nvidia-ml-py is missing"), nvml():
         pass
-
-
-def test_summarise():
-    assert summarise([]) == {}
-    memory_only = {"gpu_memory_gib": 5.0}
-    assert summarise([sample(40.0, 3.0, 200.0), memory_only, sample(60.0, 4.0, 300.0)]) == sample(50.0, 5.0, 250.0)
-    assert summarise([memory_only]) == memory_only
 
 
 def test_sampler(monkeypatch, driver):

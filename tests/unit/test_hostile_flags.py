@@ -17,7 +17,6 @@ from tables import each, refused
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import FLAGS
 from hvd_bert.distributed.launch import Launcher
-from hvd_bert.distributed.world import choose_threads
 from hvd_bert.errors import EXIT_OK, UserError
 from hvd_bert.predict import __main__ as predict
 from hvd_bert.predict import answering
@@ -114,13 +113,6 @@ def test_no_question_is_printed_twice(
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
     assert [shown.count(f"Q: Q{n}") for n in range(count)].count(1) == shown.count("Q: ") == min(3, count)
-
-
-@each("value", ["1000000", "0", "-1", "nan", "x,4", "\u00b2", "9" * 5000])
-def test_variables_of_threads_that_cannot_be_are_ignored(value: str) -> None:
-    assert choose_threads({"OMP_NUM_THREADS": value}, 2) == 2
-    assert choose_threads({"SLURM_CPUS_PER_TASK": value, "OMP_NUM_THREADS": "3,2"}, 2) == 3
-    assert choose_threads({"SLURM_CPUS_PER_TASK": value}, 2) == 2
 
 
 NAMES = ["$\\frac{1}$", "$^$", "\x1b]0;title\x07", "a\ud800b", "<script>alert(1)</script>", "a\n# b", "|x|y|"]

@@ -13,7 +13,6 @@ from hvd_bert.distributed.launch import (
     extend_gloo_timeout,
     find_job,
     find_launcher,
-    gloo_timeout_s,
     is_nested,
     requested_tasks,
     slurm_nodes,
@@ -81,7 +80,7 @@ def test_horovods_size_is_the_launchers(launcher, size, hint):
 @each(
     ("launcher", "environ", "mpi"),
     [
-        *((Launcher("srun", 4, 0), {given: "1"}, "Open MPI v4.1.4") for given in ("PMIX_RANK", "PMI_FD", "PMI2_FD")),
+        (Launcher("srun", 4, 0), {"PMIX_RANK": "1"}, "Open MPI v4.1.4"),
         (Launcher("srun", 1, 0), SRUN, "Open MPI v4.1.4"),
         (Launcher("mpirun", 4, 0), SRUN, "Open MPI v4.1.4"),
         (Launcher("srun", 4, 0), SRUN, "MPICH Version: 4.1"),
@@ -137,7 +136,6 @@ def test_ranks_may_share_cpus_but_no_gpu():
         ([range(8)] * 4, [2] * 4),  # not bound: shared
         ([range(0, 4), range(4, 8)], [4, 4]),  # bound by the launcher
         ([range(2)] * 4, [1] * 4),  # never 0
-        ([range(7)] * 2, [3, 3]),
         ([range(0, 4), range(0, 4), range(4, 10)], [2, 2, 6]),
     ],
 )
@@ -152,7 +150,7 @@ def test_share_cores(allocated, threads):
         ({}, 8),
         ({"OMP_NUM_THREADS": "2"}, 2),
         ({"OMP_NUM_THREADS": "3,1"}, 3),
-        ({"OMP_NUM_THREADS": "many"}, 8),
+        *(({"OMP_NUM_THREADS": odd, "SLURM_CPUS_PER_TASK": odd}, 8) for odd in ("many", "0", "-1", "²", "1000000")),
         ({"SLURM_CPUS_PER_TASK": "4"}, 4),
         ({"SLURM_CPUS_PER_TASK": "32"}, 8),
         ({"OMP_NUM_THREADS": "16", "SLURM_CPUS_PER_TASK": "4"}, 16),
@@ -176,11 +174,6 @@ def test_each_step_has_a_port():
     step = {"SLURM_JOB_ID": "1234567", "SLURM_STEP_ID": "0"}
     assert 10_000 <= slurm_port(step) < 30_000
     assert slurm_port(step | {"SLURM_STEP_ID": "1"}) != slurm_port(step), "another step of the job, another port"
-    with refused("SLURM_JOB_ID='x'"):
-        slurm_port(step | {"SLURM_JOB_ID": "x"})
-
-
-def test_slurm_tasks_without_nodes_have_nowhere_to_meet():
     assert slurm_nodes({"SLURM_STEP_NODELIST": "b", "SLURM_JOB_NODELIST": "[a-b]"}) == "b"
     with refused("SLURM_STEP_NODELIST"):
         slurm_nodes({})
@@ -204,12 +197,6 @@ def test_variable_that_is_no_number(launcher, name, value):
     with refused(name, value[:40]):
         find_launcher(environ)
         requested_tasks(environ)
-
-
-def test_gloo_timeout():
-    assert gloo_timeout_s({}) == 30 and gloo_timeout_s({"HOROVOD_GLOO_TIMEOUT_SECONDS": "300"}) == 300
-    with refused("HOROVOD_GLOO_TIMEOUT_SECONDS='0'", "from 1"):
-        gloo_timeout_s({"HOROVOD_GLOO_TIMEOUT_SECONDS": "0"})
 
 
 @each(

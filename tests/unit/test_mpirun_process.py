@@ -23,7 +23,7 @@ sys.exit(mpirun_process.run(shlex.join(sys.argv[1:]), dict(os.environ)))
 # Stands in for mpirun: prints the signals that it gets, and ends after a number of them with a status.
 MPIRUN = """
 import os, signal, sys
-signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT}
+signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 print("ready", os.getppid(), flush=True)
 for _ in range(int(sys.argv[1])):
@@ -42,10 +42,10 @@ class Started(subprocess.Popen[str]):
 
 
 @contextmanager
-def started(number: int, *by: str, status: int = 75) -> Iterator[Started]:
+def started(number: int, status: int = 75) -> Iterator[Started]:
     """A horovodrun whose mpirun ends with `status` after `number` signals."""
     mpirun = [sys.executable, "-c", MPIRUN, str(number), str(status)]
-    command = [*by, sys.executable, "-c", HOROVODRUN, *mpirun]
+    command = [sys.executable, "-c", HOROVODRUN, *mpirun]
     with processes.started(command, Started, stdout=subprocess.PIPE, text=True) as process:
         word, process.between = process.line().split()
         assert word == "ready"
@@ -58,7 +58,7 @@ def output(process: subprocess.Popen[str]) -> list[str]:
     return process.stdout.read().split()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_ranks_get_a_signal_that_lets_them_save(number: signal.Signals) -> None:
     with started(1) as process:
         process.send_signal(number)
@@ -73,8 +73,8 @@ def test_signal_is_repeated_after_a_kill() -> None:
         assert output(process) == ["SIGUSR1", "SIGUSR1"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_second_request_ends_the_ranks(number: signal.Signals) -> None:
+def test_second_request_ends_the_ranks() -> None:
+    number = signal.SIGTERM
     with started(3) as process:
         process.send_signal(number)
         assert process.line() == "SIGUSR1"
@@ -85,8 +85,7 @@ def test_second_request_ends_the_ranks(number: signal.Signals) -> None:
     assert process.returncode == 75
 
 
-@pytest.mark.parametrize("status", [0, 128 + signal.SIGUSR1])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 128 + signal.SIGUSR1)])
 def test_signal_before_the_ranks_save_is_the_status(number: signal.Signals, status: int) -> None:
     """mpirun ends with 0 if it has not started the ranks, and with 138 if SIGUSR1 ended them."""
     with started(1, status=status) as process:
@@ -95,35 +94,9 @@ def test_signal_before_the_ranks_save_is_the_status(number: signal.Signals, stat
     assert process.returncode == 128 + number
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGKILL])
 def test_ranks_save_if_the_process_between_is_signalled(number: signal.Signals) -> None:
     with started(1) as process:
         os.kill(int(process.between), number)
         assert output(process) == ["SIGUSR1"]
     assert process.returncode == (75 if number != signal.SIGKILL else 128 + number)
-
-
-def test_what_is_typed_reaches_the_ranks() -> None:
-    master, slave = os.openpty()
-    command = [sys.executable, "-c", HOROVODRUN, "head", "-n", "1"]
-    with processes.started(command, stdin=slave, stdout=subprocess.PIPE, text=True) as process:
-        os.write(master, b"yes\n")
-        assert output(process) == ["yes"]
-    os.close(master)
-    os.close(slave)
-
-
-def test_job_is_suspended_and_resumed() -> None:
-    with started(2) as process:
-        process.send_signal(signal.SIGTSTP)
-        assert process.line() == "SIGTSTP"
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-        process.send_signal(signal.SIGCONT)
-        assert output(process) == ["SIGCONT"]
-
-
-def test_background_job_ignores_interrupts() -> None:
-    with started(1, "sh", "-c", 'trap "" INT; exec "$@"', "sh") as process:
-        process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGTERM)
-        assert output(process) == ["SIGUSR1"]

@@ -6,10 +6,8 @@ import os
 import select
 import signal
 import subprocess
-import sys
 
 import pytest
-from launch import REPOSITORY
 from processes import started
 
 STUBBORN = "trap '' HUP TERM; setsid sleep 600 & echo $!; wait"
@@ -32,19 +30,3 @@ def test_after_its_limit():
     with pytest.raises(subprocess.TimeoutExpired), started(["sleep", "600"], limit_s=0.1) as process:
         pass
     assert process.returncode == -signal.SIGKILL
-
-
-def test_hang_up_ends_a_process():
-    with started(["sleep", "600"]) as process:
-        process.send_signal(signal.SIGHUP)
-    assert process.returncode == -signal.SIGHUP
-
-
-@pytest.mark.slow
-def test_tests_run_under_nohup():
-    words = ["nohup", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::"]
-    words[-1] += test_hang_up_ends_a_process.__name__
-    with started(words, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as tests:
-        assert tests.stdout
-        output = tests.stdout.read()
-    assert tests.returncode == 0, output

@@ -62,14 +62,6 @@ def test_a_run_whose_lock_is_not_visible_here(tmp_path, monkeypatch, other_host)
     assert record.read(folder).state == "ended"
 
 
-def test_reading_does_not_take_the_lock(tmp_path):
-    path = tmp_path / ".lock"
-    path.touch()
-    assert not locks.is_held(path)
-    with take(path, wait=False):
-        assert locks.is_held(path)
-
-
 def test_a_failed_run_has_its_reason(tmp_path):
     end = {"event": "end", "message": "hvd_bert: The loss is nan at step 20."}
     folder = unfinished(tmp_path / "run", {"event": "warning", "ranks": [1, 2], "message": "odd"}, end, end)
@@ -210,10 +202,3 @@ def test_many_differences_are_a_column_per_run(tmp_path):
     assert rows["--seed"] == ["1", "2"] and rows["--bf16"] == ["yes", "-"]
     assert rows["device name"] == ["A100", "AMD EPYC"] and rows["torch"] == ["2.13.0", "2.6.0"]
     assert "the model" in rows and "the training data" not in rows
-
-
-def test_equal_runs_differ_in_nothing(tmp_path):
-    for name in ("a", "b"):
-        make_run(tmp_path / f"runs/{name}")
-    assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "page")]) == 0
-    assert "All recorded settings, inputs and versions are the same." in (tmp_path / "page/report.md").read_text()

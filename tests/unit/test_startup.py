@@ -13,7 +13,6 @@ import pytest
 from tables import each
 
 import hvd_bert
-from hvd_bert import __main__ as console
 
 HEAVY = {"torch", "horovod", "mpi4py", "datasets", "pandas", "scipy", "tensorboard", "deepspeed", "matplotlib"}
 HEAVY |= {"pyarrow", "transformers", "numpy"}
@@ -73,12 +72,6 @@ def test_first_line_of_the_doctor() -> None:
     assert imported == set()
 
 
-def test_these_tests_detect_imports() -> None:
-    question = ("--context", "a", "--question", "b")
-    _, imported = imported_by("hvd_bert.predict", "nowhere", *question, missing=("hvd_bert.model.bert",))
-    assert "torch" in imported
-
-
 # `hvd-bert COMMAND`: each command under one name, by the script that pip makes of pyproject.toml's entry point
 
 PYPROJECT = Path(hvd_bert.__file__).parents[1] / "pyproject.toml"
@@ -135,10 +128,3 @@ def test_only_rank_0_prints(script: Path, words: list[str]) -> None:
 
 def test_version(script: Path) -> None:
     assert run(script, "--version").stdout == f"hvd-bert {hvd_bert.__version__}\n"
-
-
-def test_commands_are_imported_only_to_run_them() -> None:
-    program = "import sys, hvd_bert.__main__ as c; c.description(); print({m.split('.')[0] for m in sys.modules})"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert not set(re.findall(r"'(\w+)'", done.stdout)) & {"argparse", "numpy", "torch", "transformers", "yaml"}
-    assert console.commands()

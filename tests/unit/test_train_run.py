@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -26,7 +25,6 @@ from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.model.bert import load_model, load_tokenizer
-from hvd_bert.model.cpu import kernels
 from hvd_bert.output import output_dir, run_folder
 from hvd_bert.storage import written
 from hvd_bert.strategies.base import Strategy
@@ -120,34 +118,8 @@ def test_signals_after_the_last_step_do_not_lose_the_model(base, tmp_path, monke
     assert {"model.safetensors", "train_results.json", "eval_results.json"} <= {path.name for path in out.iterdir()}
 
 
-def test_torchs_kernels_give_the_same_losses(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(start, "set_up", lambda config, world: kernels.use(config.train.cpu_kernels))
-    losses = {}
-    for chosen in ("auto", "torch"):
-        folder = tmp_path / chosen
-        train(base, "--output_dir", str(folder), "--cpu_kernels", chosen, "--dropout", "0", "--logging_steps", "1")
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        losses[chosen] = [row["loss"] for row in rows if "loss" in row]
-    used = json.loads((tmp_path / "torch" / "train_results.json").read_text())["cpu_kernels"]
-    assert {value for name, value in used.items() if name != "cpu"} == {"torch"}
-    assert losses["torch"] == pytest.approx(losses["auto"], rel=1e-5) and len(losses["torch"]) == 3
-    kernels.use("auto")
-
-
 def no_memory(plan, step, rank):
     raise MemoryError
-
-
-def test_sample_answers_of_a_run_that_is_not_finished(base, tmp_path, monkeypatch):
-    def fails(folder: Path, task: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    out = tmp_path / "out"
-    monkeypatch.setattr(run_folder, "save_model", fails)
-    with pytest.raises(CollectiveError, match="No space left"):
-        train(base, "--output_dir", str(out), "--save_steps", "0")
-    assert json.loads((out / "eval_samples.json").read_text())
-    assert not (out / "eval_results.json").exists()
 
 
 LEARNS = ("--learning_rate", "1e-2", "--warmup_ratio", "0", "--metric_for_best_model", "eval_loss")
