@@ -1,4 +1,4 @@
-"""Windows of other families: the tokens of their fast tokenizers, labels, answers as in run_qa, and token types."""
+"""Windows of other families: the tokens of their fast tokenizers, labels, and token types."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
 from family_tokenizers import MAKERS, unigram
 from hypothesis import given, settings
 from tables import each, refused
 from test_tokenization import answer_of, ask, cases, spans_of, to_windows
 from test_world import make_world
-from tokenizers import processors
 from transformers import (
     AlbertConfig,
     AutoTokenizer,
@@ -29,10 +27,8 @@ from transformers import (
 
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import TASKS, ModelArguments
-from hvd_bert.data.sources import squad
 from hvd_bert.data.window_cutting import WindowOptions
-from hvd_bert.data.window_table import check_lengths, prepare
-from hvd_bert.evaluation.postprocess import SpanOptions, WindowLogits, answers_of
+from hvd_bert.data.window_table import check_lengths
 from hvd_bert.model.bert import load_model
 from hvd_bert.tasks.base import load_task
 
@@ -86,47 +82,6 @@ def test_label_by_hand(family_tokenizer, answer):
     assert answer_of(question, row).strip().startswith(answer)  # 1940 may be a part of a token
 
 
-def run_qa_answer(tokenizer, question, logits, length, stride, max_answer_length) -> tuple[str, float]:
-    """The best answer by run_qa's `postprocess_qa_predictions` with every pair of tokens, and the null score.
-
-    The one exception: a token without characters neither starts nor ends an answer.
-    """
-    windows = own_windows(tokenizer, [question], length, stride)
-    best, null = (float("-inf"), ""), float("inf")
-    for number, (starts, ends) in enumerate(logits):
-        offsets = [
-            span if text == 1 and span[1] > span[0] else None
-            for span, text in zip(windows["offset_mapping"][number], windows.sequence_ids(number), strict=True)
-        ]
-        null = min(null, starts[0] + ends[0])
-        for start in range(len(starts)):
-            for end in range(start, min(len(ends), start + max_answer_length)):
-                if offsets[start] and offsets[end] and starts[start] + ends[end] > best[0]:
-                    best = starts[start] + ends[end], question.context[offsets[start][0] : offsets[end][1]]
-    return best[1], null - best[0]
-
-
-@given(cases())
-@settings(max_examples=25, deadline=None)
-def test_answers_equal_run_qas(family_tokenizer, case):
-    questions, length, stride = case
-    length += 15
-    random = np.random.default_rng(length)
-    rows, _ = to_windows(family_tokenizer, questions, length, stride)
-    windows = []
-    for row in rows:
-        start, end = random.standard_normal((2, len(row["input_ids"]))).astype(np.float32)
-        chars = (np.array(row[name], dtype=np.int32) for name in ("char_starts", "char_ends"))
-        windows.append(WindowLogits(row["question"], row["context_start"], *chars, start, end))
-    answers = answers_of(questions, windows, SpanOptions(max_answer_length=5, version_2_with_negative=True))
-    for index, (question, answer) in enumerate(zip(questions, answers, strict=True)):
-        logits = [(w.start_logits, w.end_logits) for w in windows if w.question == index]
-        text, odds = run_qa_answer(family_tokenizer, question, logits, length, stride, 5)
-        assert answer.best_span == text
-        if text:
-            assert answer.null_odds == pytest.approx(odds, abs=1e-5)
-
-
 def test_room_for_the_special_tokens_of_the_layout():
     tokenizer = MAKERS["roberta"]()
     check_lengths(WindowOptions(max_seq_length=14, doc_stride=8), tokenizer)
@@ -134,17 +89,6 @@ def test_room_for_the_special_tokens_of_the_layout():
         check_lengths(WindowOptions(max_seq_length=13, doc_stride=8), tokenizer)
     (row, *_), _ = to_windows(tokenizer, [ask("the red box " * 9)], length=14, stride=8)
     assert len(row["input_ids"]) == 14
-
-
-def test_another_layout_is_another_cache_entry(tokenizer, make_questions, tmp_path):
-    backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    backend.post_processor = processors.RobertaProcessing(("[SEP]", 3), ("[CLS]", 2))
-    other = PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="[CLS]", sep_token="[SEP]")
-    source = squad.from_questions("small", make_questions(2))
-    entries = [prepare(source, one, WindowOptions(64, 8), cache_dir=tmp_path) for one in (tokenizer, other)]
-    assert entries[0].path != entries[1].path
-    one, other = (entry.lists("input_ids", [0])[0].tolist() for entry in entries)
-    assert other.count(3) == one.count(3) + 1
 
 
 # --- token types -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from tables import each, refused
 from hvd_bert.data import window_cutting, window_table
 from hvd_bert.data.sources import squad
 from hvd_bert.data.window_cutting import WindowCounts, WindowOptions
-from hvd_bert.data.window_table import check_lengths, prepare
+from hvd_bert.data.window_table import prepare
 
 SMALL = WindowOptions(max_seq_length=32, doc_stride=8)
 
@@ -35,20 +35,13 @@ def inode(dataset) -> int:
 # --- the table -------------------------------------------------------------------------------------
 
 
-def test_columns_and_types(source, tokenizer, tmp_path):
-    dataset = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
-    assert dataset.arrow.schema.equals(window_cutting.SCHEMA)
-    assert dataset.arrow.column_names == window_cutting.SCHEMA.names
-    assert sorted(set(dataset.column("question"))) == list(range(10))
-
-
-def test_table_is_memory_mapped_and_has_its_counts(source, tokenizer, own_cache):
+def test_table_has_its_schema_and_counts(source, tokenizer, own_cache):
     dataset = prepare(source, tokenizer, SMALL)
     assert dataset.path.parent.parent == own_cache
+    assert dataset.arrow.schema.equals(window_cutting.SCHEMA)
+    assert sorted(set(dataset.column("question"))) == list(range(10))
     counted = dataset.counts
-    assert counted.questions == 10
-    assert counted.answerable_questions == 8
-    assert counted.windows == len(dataset)
+    assert (counted.questions, counted.answerable_questions, counted.windows) == (10, 8, len(dataset))
     assert prepare(source, tokenizer, SMALL).counts == counted
 
 
@@ -114,16 +107,6 @@ def test_only_the_leader_warns_of_truncated_questions_and_lost_answers(make_ques
     assert truncated.startswith("lossy: 1 of 6 questions") and lost.startswith("lossy: 2 of 6 answers")
 
 
-def test_progress_bar_only_when_asked_and_only_while_building(source, tokenizer, tmp_path, capfd):
-    prepare(source, tokenizer, SMALL, cache_dir=tmp_path / "quiet")
-    assert capfd.readouterr().err == ""
-    prepare(source, tokenizer, SMALL, cache_dir=tmp_path, show_progress=True)
-    progress = capfd.readouterr().err
-    assert "Tokenizing small: 100%" in progress and "q/s]" in progress
-    prepare(source, tokenizer, SMALL, cache_dir=tmp_path, show_progress=True)
-    assert capfd.readouterr().err == ""
-
-
 # --- the cache -------------------------------------------------------------------------------------
 
 
@@ -161,16 +144,12 @@ def test_key_covers_every_option_the_text_and_the_tokenizer(
 
 
 def test_using_the_tokenizer_does_not_change_the_key(source, tokenizer, tmp_path):
-    prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
+    first = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
     tokenizer("what is", "red box in the hall", truncation="only_second", max_length=9, padding="max_length")
-    prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
-    assert len(list(tmp_path.glob("*.lock"))) == 1
+    assert inode(prepare(source, tokenizer, SMALL, cache_dir=tmp_path)) == inode(first)
 
 
-HARMS = ["cut data", "other columns", "no meta", "broken meta", "old meta"]
-
-
-@each("harm", HARMS)
+@each("harm", ["cut data", "other columns", "no meta", "broken meta"])
 def test_damaged_table_is_named_and_rebuilt(source, tokenizer, tmp_path, caplog, harm):
     before = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
     expected, counts = before.arrow.to_pydict(), before.counts
@@ -187,10 +166,8 @@ def test_damaged_table_is_named_and_rebuilt(source, tokenizer, tmp_path, caplog,
         meta.write_text(json.dumps({"num_bytes": data.stat().st_size, "counts": asdict(counts)}))
     elif harm == "no meta":
         meta.unlink()
-    elif harm == "broken meta":
-        meta.write_text(meta.read_text()[:-5])
     else:
-        meta.write_text(json.dumps({"crc32": 1, "counts": asdict(counts)}))
+        meta.write_text(meta.read_text()[:-5])
     again = prepare(source, tokenizer, SMALL, cache_dir=tmp_path)
     assert (again.arrow.to_pydict(), again.counts) == (expected, counts)
     damaged = f"{data.parent} is damaged: tokenizing again."
@@ -211,16 +188,8 @@ def test_damaged_table_is_named_and_rebuilt(source, tokenizer, tmp_path, caplog,
 )
 def test_impossible_options_are_refused_before_any_work(source, tokenizer, tmp_path, options, named):
     with refused(*named):
-        check_lengths(options, tokenizer)
-    with refused(*named):
         prepare(source, tokenizer, options, cache_dir=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
-
-
-def test_options_at_their_limits(source, tokenizer, tmp_path):
-    check_lengths(WindowOptions(tokenizer.model_max_length, 0, 1), tokenizer)
-    dataset = prepare(source, tokenizer, WindowOptions(13, 8), cache_dir=tmp_path)
-    assert {*dataset.lengths} == {13}
 
 
 # --- real SQuAD ------------------------------------------------------------------------------------
