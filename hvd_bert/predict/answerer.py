@@ -230,5 +230,5 @@ def _questions(questions: str | Texts, contexts: str | Texts) -> Iterator[Questi
         mistake = text_mistake(question)
         if mistake:
             which = f"question {number}" if count > 1 else "the question"
-            raise UserError(f"{which} cannot be answered: {mistake}.")
+            raise UserError(f"{which} cannot be answered: {mistake}. Change it.")
         yield question

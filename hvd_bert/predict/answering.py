@@ -6,13 +6,11 @@ For a file, every rank answers one block of questions per round, and rank 0 writ
 from __future__ import annotations
 
 import argparse
-import csv
 import hashlib
-import io
 import json
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from itertools import chain
@@ -45,11 +43,9 @@ def run(flags: argparse.Namespace) -> int:
         qa = load_model(flags)
         if flags.input:
             _print_some(flags, qa)
-        elif flags.question:
+        else:
             answer = qa(question=flags.question, context=flags.context)
             _print(f"{_passage(flags.context)}\n  Q: {flags.question}\n{_line(answer)}")
-        else:
-            prompt(qa, flags.context)
     except UserError as error:
         print(f"hvd_bert: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -90,34 +86,6 @@ def _print(text: str) -> None:
     print(visible(text))
 
 
-def prompt(qa: QuestionAnswerer, context: str | None) -> None:
-    """Ask for a context and for questions about it, until the end of the input (Ctrl-D)."""
-    with suppress(ImportError):  # lines can be edited and repeated
-        import readline  # noqa: F401
-    print("An empty question asks for another context. Ctrl-D ends.")
-    with suppress(EOFError):
-        while True:
-            while not context:
-                context = _asked_context()
-            question = input("Question: ").strip()
-            if not question:
-                context = None
-                continue
-            try:
-                _print(_line(qa(question=question, context=context)))
-            except UserError as error:
-                print(f"  {error}")
-    print()
-
-
-def _asked_context() -> str:
-    """A context of one or more lines, as it is typed or pasted."""
-    lines = [input("Context, then an empty line: ")]
-    while lines[-1]:
-        lines.append(input())
-    return "\n".join(lines).strip()
-
-
 def _passage(context: str) -> str:
     return textwrap.fill(context, WIDTH, initial_indent="  ", subsequent_indent="  ")
 
@@ -149,11 +117,9 @@ def answer_file(flags: argparse.Namespace, world: World) -> None:
             gathered = list(chain.from_iterable(world.gather(rows)))  # on rank 0
             with _writing(flags, world):
                 if file:
-                    file.write(_text_of(gathered, flags.output.suffix, first == 0))
+                    file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in gathered)
             bar.update(len(gathered))
         with _writing(flags, world):
-            if file and flags.output.suffix == ".json":
-                file.write("\n]\n")
             stack.close()
     log.info("%s: %d question(s) answered", flags.output, len(questions))
 
@@ -206,21 +172,3 @@ def _row(question_id: str, answer: FoundAnswer) -> Row:
         "null_odds": answer.null_odds,
         "nbest": nbest,
     }
-
-
-def _text_of(rows: Sequence[Row], suffix: str, first: bool) -> str:
-    """Rows as a part of a file of JSON, JSON Lines or CSV. `first`: it is the first part."""
-    if suffix == ".csv":
-        text = io.StringIO()
-        # Quotes all texts: Python before 3.13 would not quote one for a carriage return, which ends a row.
-        table = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
-        if first:
-            table.writerow(rows[0])
-        for row in rows:
-            nbest = json.dumps(row["nbest"], ensure_ascii=False)
-            table.writerow((row | {"nbest": nbest}).values())
-        return text.getvalue()
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    if suffix == ".jsonl":
-        return "".join(f"{line}\n" for line in lines)
-    return ("[\n" if first else ",\n") + ",\n".join(lines)

@@ -12,10 +12,8 @@ from tables import each, refused
 from test_world import make_world
 from transformers import BertConfig, BertForQuestionAnswering
 
-import hvd_bert
 from hvd_bert import QuestionAnswerer
 from hvd_bert.config.command_line import parse
-from hvd_bert.errors import UserError
 from hvd_bert.model.cpu import kernels
 from hvd_bert.predict import answerer
 from hvd_bert.predict.answerer import FoundAnswer
@@ -143,7 +141,7 @@ def test_settings_are_those_of_the_training(model, tmp_path):
     assert options() == (128, 100, 3, True)
     record(tmp_path, max_seq_length=384, doc_stride=128, n_best_size=3, version_2_with_negative=True)
     assert options(max_seq_length=256) == (256, 128, 3, True), "an evaluation has these windows, too"
-    with pytest.raises(UserError, match="--max_seq_length 60 leaves no room for a question with --doc_stride 128"):
+    with refused("--max_seq_length 60", "--doc_stride 128"):
         options(max_seq_length=60)
     assert options(max_seq_length=120, doc_stride=5, n_best_size=4) == (120, 5, 4, True)
 
@@ -154,14 +152,7 @@ def test_truncated_questions_are_reported_once(model, caplog):
     assert not caplog.messages
     for _ in range(2):
         qa("What is red? " * 30, "The box is red.")
-    (message,) = caplog.messages
-    assert message.startswith("A question was truncated to leave room for the context (raise --max_seq_length")
-
-
-def test_half_precision(model, qa):
-    asked = {"question": "What is red?", "context": "The box is red."}
-    exact, rough = qa(**asked), QuestionAnswerer(model, precision="bf16")(**asked)
-    assert exact.score != rough.score == pytest.approx(exact.score, abs=0.1)
+    assert len(caplog.messages) == 1 and "--max_seq_length" in caplog.text
 
 
 @each(
@@ -174,9 +165,8 @@ def test_half_precision(model, qa):
     ],
 )
 def test_what_cannot_be_answered(qa, question, context, named):
-    with pytest.raises(UserError) as error:
+    with refused(*named):
         qa(question=question, context=context)
-    assert [value for value in map(str, named) if value not in str(error.value)] == []
 
 
 @each(
@@ -184,8 +174,6 @@ def test_what_cannot_be_answered(qa, question, context, named):
     [
         ({"precision": "int8"}, ["precision 'int8'", "fp32, bf16, fp16"]),
         ({"batch_size": 0}, ["batch_size 0"]),
-        ({"device": ""}, ["device ''"]),
-        ({"device": "foo"}, ["device 'foo'"]),
         ({"device": "cuda:99"}, ["device 'cuda:99'"]),
         ({"max_seq_length": 0}, ["max_seq_length 0"]),
         ({"max_seq_length": 9999}, ["max_seq_length 9999", 512]),
@@ -232,8 +220,3 @@ def test_blocks_are_small(make_questions):
 def memory_mib(name: str) -> float:
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
-
-
-def test_unknown_names_of_the_package():
-    with pytest.raises(AttributeError, match="module 'hvd_bert' has no attribute 'Answerer'"):
-        hvd_bert.Answerer  # noqa: B018
