@@ -9,7 +9,7 @@ from commands import report_of
 from harness import RANK_INFOS, Cluster
 
 pytestmark = pytest.mark.cluster
-DOCTOR = "hvd-bert doctor --size 1 --repeats 2"
+DOCTOR = "hvd-bert doctor --size 1"
 
 
 def test_under_srun(cluster: Cluster, tmp_path: Path) -> None:

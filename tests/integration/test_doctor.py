@@ -27,7 +27,7 @@ def test_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("by", ["mpirun", "mpi", "gloo"])
 def test_two_ranks(by: str, tmp_path: Path) -> None:
-    flags = ["--json", "--size", "1", "--repeats", "2"] if by != "mpi" else ["--size", "1", "--repeats", "2"]
+    flags = ["--size", "1", *(["--json"] if by != "mpi" else [])]
     outcome = run([*launcher(2, by), *DOCTOR, *flags], tmp_path).expect(0)
     if by == "mpi":  # the text output
         text = said(outcome)
@@ -47,7 +47,7 @@ def test_two_ranks(by: str, tmp_path: Path) -> None:
         (method, 4),
     ]
     for timing in report["allreduce"]:
-        assert len(timing["seconds"]) == 2
+        assert len(timing["seconds"]) == 5
         assert min(timing["seconds"]) <= timing["median_s"] <= max(timing["seconds"])
         assert timing["gb_per_s"] > 0
 

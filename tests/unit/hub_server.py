@@ -15,12 +15,11 @@ TOKEN = "hf_stand_in"
 
 
 class Hub(ThreadingHTTPServer):
-    """What the hub holds: `created` repositories, `branches`, `commits` as (branch, message, files)."""
+    """What the hub holds: `created` repositories, `commits` as (branch, message, files)."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.created: list[dict[str, Any]] = []
-        self.branches: list[str] = []
         self.commits: list[tuple[str, str, dict[str, bytes]]] = []
         self.large: dict[str, bytes] = {}  # by SHA-256
         self.private = True  # whether the repository is, once it is there
@@ -83,9 +82,6 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/api/validate-yaml":
             errors = [{"message": message} for message in hub.header_mistakes]
             self._answer({"warnings": [], "errors": errors}, 400 if errors else 200)
-        elif path.startswith("/api/models/me/mine/branch/"):
-            hub.branches.append(path.removeprefix("/api/models/me/mine/branch/"))
-            self._answer({})
         elif path.startswith("/api/models/me/mine/preupload/"):
             files = [file["path"] for file in json.loads(body)["files"]]
             modes = {name: "lfs" if name.endswith(".safetensors") else "regular" for name in files}

@@ -48,10 +48,10 @@ def make_model(family: str, tokenizer: Any, folder: Path) -> Path:
 def test_logits_are_those_of_transformers(family, tokenizer, tmp_path, capsys, monkeypatch):
     folder = make_model(family, tokenizer, tmp_path / "model")
     (target := tmp_path / "target").mkdir()
-    command = [str(folder), "--output", str(target / "model.onnx"), "--with_tokenizer"]
+    command = [str(folder), "--output", str(target / "model.onnx")]
     assert main(command) == 0
     assert "maximum difference of the logits from transformers'" in capsys.readouterr().out
-    assert {*os.listdir(target)} == {"model.onnx", "config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert os.listdir(target) == ["model.onnx"]
 
     texts = ["what is in the box?", "red", "the green box in the hall is the box of the red box"]
     session = onnxruntime.InferenceSession(target / "model.onnx", providers=["CPUExecutionProvider"])
@@ -60,7 +60,7 @@ def test_logits_are_those_of_transformers(family, tokenizer, tmp_path, capsys, m
         ["token_type_ids"] if family in ("bert", "electra") else []
     )  # what it was trained with, whatever its tokenizer returns
     assert axes == {name: ["batch", "sequence"] for name in ("input_ids", "attention_mask", *types)}
-    encode = AutoTokenizer.from_pretrained(target)
+    encode = AutoTokenizer.from_pretrained(folder)
     encoded = encode(texts, texts[::-1], padding=True, return_token_type_ids=True, return_tensors="np")
     inputs = {name: encoded[name] for name in axes}
     found = session.run(None, inputs)
@@ -84,7 +84,7 @@ def test_logits_are_those_of_transformers(family, tokenizer, tmp_path, capsys, m
         for bias in (0.5, math.nan):
             plain.load_state_dict(plain.state_dict() | {"qa_outputs.bias": torch.tensor([bias, 0.0])})
             plain.save_pretrained(folder)
-            assert main([str(folder), "--output", str(empty / "model.onnx"), "--with_tokenizer"]) == 2
+            assert main([str(folder), "--output", str(empty / "model.onnx")]) == 2
             said = capsys.readouterr().err
             assert f"differ from transformers' by up to {bias:g}, more than 0.0001. No file is" in said
             assert os.listdir(empty) == []
@@ -103,7 +103,6 @@ def test_a_family_that_cannot_be_converted(tokenizer, tmp_path, capsys):
 def test_refusals(tokenizer, tmp_path, capsys, monkeypatch):
     folder = make_model("bert", tokenizer, tmp_path / "model")
     (tmp_path / "there.onnx").write_text("mine")
-    (tmp_path / "config.json").write_text("mine")
 
     def refusal(*command: str | Path) -> str:
         assert main([str(word) for word in command]) == 2
@@ -112,7 +111,6 @@ def test_refusals(tokenizer, tmp_path, capsys, monkeypatch):
     new = tmp_path / "new.onnx"
     assert "there.onnx exists: name another file" in refusal(folder, "--output", tmp_path / "there.onnx")
     assert "nowhere is not a folder. Create it" in refusal(folder, "--output", tmp_path / "nowhere" / "new.onnx")
-    assert "has config.json already. Name a file in" in refusal(folder, "--output", new, "--with_tokenizer")
     assert "is not a folder. Name the output folder of a training" in refusal(tmp_path / "none", "--output", new)
     config = json.loads((folder / "config.json").read_text())
     for names, words in {

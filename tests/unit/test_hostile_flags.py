@@ -51,7 +51,6 @@ COMMANDS: dict[str, Callable[[list[str]], object]] = {
 NUMBERS = [
     *(("doctor", "timeout", value) for value in (*NO_TIME, "0")),
     *(("doctor", "size", value) for value in (*NO_TIME, "0")),
-    *(("doctor", "repeats", value) for value in NO_COUNT),
     *((command, "timeout", value) for command in ("sweep", "tune") for value in (*NO_TIME, "0")),
     *(("sweep", name, value) for name in ("repeats", "steps", "global_batch") for value in NO_COUNT),
     *(("sweep", "ranks", value) for value in (*NO_COUNT, "1,", "1,99999999999", "1;2")),
@@ -59,7 +58,7 @@ NUMBERS = [
     ("sweep", "seeds", "1,-2"),
     *(("tune", name, value) for name in ("ranks", "steps", "pairs") for value in NO_COUNT),
     *(("tune", "minutes", value) for value in (*NO_TIME,)),
-    *(("bench", name, value) for name in ("steps", "repeats", "windows") for value in NO_COUNT),
+    *(("bench", name, value) for name in ("steps", "repeats") for value in NO_COUNT),
     *(("report", "gbps", value) for value in (*NO_TIME, "0")),
     *(("report", "latency_us", value) for value in NO_TIME),
     *(("report", "gpus_per_node", value) for value in NO_COUNT),

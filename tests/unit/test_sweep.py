@@ -15,7 +15,6 @@ from made_runs import PretendedRuns, make_run
 from tables import each, refused
 
 from hvd_bert.config.command_line import parse
-from hvd_bert.errors import UserError
 from hvd_bert.storage import writing
 from hvd_bert.tools.bench import launching, one_run, sweep
 from hvd_bert.tools.bench.launching import Allocation, Launching, Machine, find_allocation
@@ -57,13 +56,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 # The plan
 
 
-def test_repeats_run_all_points_in_alternating_order() -> None:
-    names = [each.name for each in points_of(plan_of(ranks=(1, 2)))]
-    first = ["none-1-strong-1", "horovod-1-strong-1", "horovod-2-strong-1", "ddp-1-strong-1", "ddp-2-strong-1"]
-    assert names == [*first, *(name[:-1] + "2" for name in reversed(first)), *(name[:-1] + "3" for name in first)]
-
-
-def test_strong_and_weak_batches(tmp_path: Path) -> None:
+def test_strong_and_weak_batches() -> None:
     plan = plan_of("--per_device_train_batch_size=6", "--gradient_accumulation_steps=2", scaling="both", repeats=1)
     batches = {each.name: (each.global_batch, plan.trainer_flags(each, 2, Path("out"))) for each in points_of(plan)}
     assert {name: batch for name, (batch, _) in batches.items() if name.startswith("ddp")} == {
@@ -74,16 +67,11 @@ def test_strong_and_weak_batches(tmp_path: Path) -> None:
     assert given["ddp-4-strong-1"] == "--per_device_train_batch_size=2"  # the last of two counts
     assert given["ddp-4-weak-1"] == "--per_device_train_batch_size=6"
     assert all("--lr_scaling=none" in flags for _, flags in batches.values())  # one learning rate, comparable losses
-    (tmp_path / "mine.yaml").write_text("global_batch: 24\n")  # the sweep's batch replaces the file's
-    plan = plan_of(f"--config={tmp_path / 'mine.yaml'}", scaling="both")
-    for point in points_of(plan):
-        train = parse(plan.trainer_flags(point, 1, Path("out"))).train
-        assert train.windows_per_step(point.ranks) == point.global_batch
 
 
 def test_a_run_per_seed_of_so_many_epochs(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text("max_steps: 7\nseed: 5\n")
+    file.write_text("max_steps: 7\nseed: 5\nglobal_batch: 24\n")  # the sweep's values replace the file's
     plan = plan_of(f"--config={file}", strategies="horovod", ranks=(1, 2), epochs=2.5, seeds=(7, 3))
     points = points_of(plan)
     first = ["horovod-1-strong-7", "horovod-2-strong-7"]
@@ -91,15 +79,14 @@ def test_a_run_per_seed_of_so_many_epochs(tmp_path: Path) -> None:
     assert str(points[-1]) == "horovod, 1 rank, strong, seed 3"
     train = parse(plan.trainer_flags(points[-1], 1, Path("out"))).train
     assert (train.seed, train.num_train_epochs, train.max_steps) == (3, 2.5, -1)
+    assert train.windows_per_step(1) == points[-1].global_batch
 
 
 def test_dp_and_the_baseline_are_one_process() -> None:
     points = points_of(plan_of(strategies="none,dp", repeats=1))
-    assert [(each.name, each.processes) for each in points] == [
-        ("none-1-strong-1", 1), ("dp-2-strong-1", 1), ("dp-4-strong-1", 1)
-    ]  # fmt: skip
-    flags = plan_of().trainer_flags(points[-1], 1, Path("out"))
-    assert "--per_device_train_batch_size=4" in flags  # the trainer counts it per GPU
+    names = [("none-1-strong-1", 1), ("dp-2-strong-1", 1), ("dp-4-strong-1", 1)]
+    assert [(each.name, each.processes) for each in points] == names
+    assert "--per_device_train_batch_size=4" in plan_of().trainer_flags(points[-1], 1, Path("out"))  # per GPU
     seen = by("auto", FOUR_GPUS).environment(points[1], {"CUDA_VISIBLE_DEVICES": "3,1,0,2"})
     assert seen["CUDA_VISIBLE_DEVICES"] == "3,1"
 
@@ -110,12 +97,10 @@ def test_dp_and_the_baseline_are_one_process() -> None:
         (plan_of(global_batch=18), ["--global_batch 18", "4 ranks", "a multiple of 4"]),
         (plan_of("--gradient_accumulation_steps=3"), ["1 or 2 or 4 ranks", "3 passes per step"]),
         (plan_of("--strategy=ddp"), ["--strategy"]),
-        (plan_of("--num_train_epochs=2"), ["--num_train_epochs"]),
         (plan_of("--seed=2", seeds=(1, 2)), ["--seed", "--seeds"]),
-        (plan_of("--learning_rate=much"), ["--learning_rate", "much"]),
         (plan_of("--per_device_train_batch_size=4"), ["--per_device_train_batch_size"]),
         (plan_of("--train_file=nowhere.json"), ["--train_file nowhere.json"]),
-        (plan_of(strategies="dp", ranks=(1,)), ["dp", "--ranks"]),
+        (plan_of("--max_step=3"), ["--max_step"]),
         (plan_of("--zero_stage", "3"), ["--zero_stage", "deepspeed", "none"]),
         (plan_of("--num_groups=-1"), ["--num_groups -1"]),  # although strategy none ignores it
     ],
@@ -125,21 +110,13 @@ def test_invalid_plan(plan: Plan, named: list[str]) -> None:
         points_of(plan)
 
 
-@each("flag", ["--max_step=3", "--zero_stage"])  # unknown, and without its value
-def test_flags_that_the_trainers_parser_refuses(flag: str) -> None:
-    with pytest.raises(UserError, match=flag.partition("=")[0]):
-        points_of(plan_of(flag))
-
-
 def test_the_users_flags_override_defaults_and_name_the_data(tmp_path: Path) -> None:
     config, left_out = check_flags(plan_of("--dropout=0.2", "--logging_steps", "2"))
     assert (config.model.dropout, config.train.logging_steps, config.checkpoint.save_steps) == (0.2, 2, 0)
     assert config.data.train_file and config.data.train_file.endswith("sample/train-v1.1.json.gz")
     assert not left_out and not config.train.do_eval
-    (tmp_path / "mine.json").write_text("{}")
-    for data in (str(tmp_path), str(tmp_path / "mine.json")):  # a task may read a folder
-        mine = check_flags(plan_of(f"--train_file={data}"))[0]
-        assert (mine.data.train_file, mine.model.config_name) == (data, None)
+    mine = check_flags(plan_of(f"--train_file={tmp_path}"))[0]  # a task may read a folder
+    assert (mine.data.train_file, mine.model.config_name) == (str(tmp_path), None)
 
 
 def given_to(plan: Plan, strategy: str) -> dict[str, object]:
@@ -157,11 +134,6 @@ def test_a_flag_of_one_strategy_is_passed_to_that_strategy_only(tmp_path: Path) 
     )
     assert plan.common_flags()[-3:] == ["--bf16", "--learning_rate", "-1e-5"]
     assert plan.divided.owned == {"deepspeed": ["--zero_stage=3"], "horovod": ["--fp16_allreduce"]}
-    flags = ("--zero_stage=3", "--num_groups", "2", "--fp16_allreduce", "true")
-    plan = plan_of(*flags, strategies="none,horovod,deepspeed")
-    own = {"none": {}, "horovod": {"num_groups": 2, "fp16_allreduce": True}, "deepspeed": {"zero_stage": 3}}
-    assert check_flags(plan)[1] == {} and {name: given_to(plan, name) for name in plan.strategies} == own
-    assert not any("zero_stage" in word for word in plan.flags_of("none"))
     file = tmp_path / "mine.yaml"
     file.write_text("zero_stage: 3\nnum_groups: 0\nfp16_allreduce: true\n")
     plan = plan_of("--config", str(file), "--fp16_allreduce=false", strategies="none,horovod,deepspeed")
@@ -189,7 +161,6 @@ def test_commands() -> None:
         (by("mpirun"), "ddp", 4, f"mpirun -np 4 -H localhost:4 --bind-to none {PYTHON}"),
         (gloo, "none", 1, f"horovodrun -np 1 -H {hosts} --gloo {PYTHON}"),  # the baseline runs on those hosts, too
         (gloo, "ddp", 4, f"horovodrun -np 4 -H {hosts} --gloo {PYTHON}"),
-        (by("auto", TWO_CORES, hosts), "fsdp", 2, f"horovodrun -np 2 -H {hosts} {PYTHON}"),
         (slurm, "none", 1, f"{srun} --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=32 {PYTHON}"),
         (slurm, "ddp", 2, f"{srun} --nodes=1 --ntasks=2 --ntasks-per-node=2 --cpus-per-task=32 {PYTHON}"),
         (slurm, "horovod", 4, f"{srun} --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=32 {PYTHON}"),
@@ -211,7 +182,7 @@ def test_invalid_launcher(installed: set[str]) -> None:
     installed.remove("mpirun")
     for launch, *named in (
         (by("torchrun", TWO_CORES, "a:2"), "-H", "--launcher torchrun"),
-        *((by("horovodrun", TWO_CORES, f"a:{n}"), "-H", f"a:{n[:9]}") for n in ("two", "\u00b2", "9" * 5000, "00")),
+        (by("horovodrun", TWO_CORES, "a:two"), "-H", "a:two"),
         (by("auto", TWO_CORES, "", "--gloo"), "--launcher_flag"),
         (by("srun"), "--launcher srun", "Slurm"),
         (by("mpirun"), "mpirun", "PATH"),
@@ -224,7 +195,7 @@ def test_obstacles(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(launching.importlib.util, "find_spec", lambda name: object())
     job = Machine(8, 1, Allocation(2, 2, 1))
     for launch, where, words in (
-        (by("auto"), point("horovod", 4), ""),  # slow, but only warned of
+        (by("auto"), point("horovod", 4), ""),  # slow, but only warned of: see below
         (by("auto", FOUR_GPUS), point("horovod", 8), "8 ranks, but 4 GPUs"),
         (by("auto", FOUR_GPUS), point("dp", 4), ""),
         (by("auto"), point("dp", 2), "dp needs 2 GPUs in its one process, but 0 are visible"),
@@ -235,24 +206,20 @@ def test_obstacles(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None
     ):
         found = launch.obstacle(where)
         assert words in found and bool(words) == bool(found)
+    assert "4 ranks share 2 cores" in by("auto").warning([point("ddp", 4)], 1)
+    assert "2 ranks of 2 threads share 2 cores" in by("auto").warning([point("ddp", 2)], 2)
+    assert by("auto").warning([point("ddp", 2)], 1) == "" == by("auto", FOUR_GPUS).warning([point("ddp", 4)], 99)
     installed.clear()  # only the points of a missing launcher cannot run
     hosts, in_job = by("auto", TWO_CORES, "a:2"), by("auto", Machine(8, 0, Allocation(1, 2, 1)))
     for launch, where, words in (
         (by("auto"), point("horovod", 2), "horovodrun is not on PATH: run `bash env/setup.sh`"),
         (by("auto"), point("ddp", 2), ""),
         (by("auto"), point("none", 1), ""),
-        (hosts, point("ddp", 2), "horovodrun"),
         (hosts, point("none", 1), "horovodrun"),
         (in_job, point("ddp", 2), "srun is not on PATH"),
     ):
         found = launch.obstacle(where)
         assert words in found and bool(words) == bool(found)
-
-
-def test_warning_for_more_ranks_than_cores() -> None:
-    assert "4 ranks share 2 cores" in by("auto").warning([point("ddp", 4)], 1)
-    assert "2 ranks of 2 threads share 2 cores" in by("auto").warning([point("ddp", 2)], 2)
-    assert by("auto").warning([point("ddp", 2)], 1) == "" == by("auto", FOUR_GPUS).warning([point("ddp", 4)], 99)
 
 
 # The sweep
@@ -322,8 +289,6 @@ def test_every_seed_is_a_run_of_each_point(pretended, start, tmp_path, capsys) -
     names = ["none-1-strong-40", "horovod-2-strong-40", "horovod-2-strong-50", "none-1-strong-50"]
     assert pretended.started == names and with_weights(tmp_path) == names[:2]
     assert "4 runs of 2 epochs" in capsys.readouterr().out
-    for name, row in rows(tmp_path).items():
-        assert {"--num_train_epochs=2.0", f"--seed={name[-2:]}"} <= {*row["command"]}
     assert start(*flags, "40,50,60") == 0
     assert [name[-2:] for name in pretended.started] == ["60", "60"]
 
@@ -359,11 +324,6 @@ def test_a_failing_point_is_a_row_and_the_sweep_continues(pretended, start, tmp_
     assert sorted(pretended.started) == ["horovod-2-strong-1", "horovod-2-strong-2", "horovod-2-strong-3", ORDER[-1]]
 
 
-def test_a_wrong_flag_is_reported_once(start, tmp_path, capsys) -> None:
-    assert start("--learning_rates", "1e-5") == 2
-    assert capsys.readouterr().err.count("--learning_rates") == 1 and not (tmp_path / "out").exists()
-
-
 def test_bad_input_of_the_baseline_ends_the_sweep(pretended, start, capsys) -> None:
     pretended.ends = {"": 2}
     assert start() == 2
@@ -379,35 +339,22 @@ def test_a_strategy_or_launcher_that_is_not_here_is_a_row(start, pretended, inst
     assert skipped["deepspeed"] == "no_such_package is not installed: run `bash env/setup.sh --deepspeed`"
     output = capsys.readouterr().out
     assert output.count("no_such_package is not installed") == 1 and "deepspeed-1-strong-1 and 3 more" in output
-    installed.clear()
-    out = tmp_path / "other" / "out"
-    assert start("--strategies", "none,ddp", "-H", "nohost:2", "--repeats", "1", "--out", str(out)) == 0
-    assert pretended.started == [] and set(states(out.parent)) == {"skipped"}
-    output, errors = capsys.readouterr()
-    assert "none-1-strong-1 and 2 more: horovodrun is not on PATH" in output
-    assert "0 done, 3 skipped, 0 failed" in output and errors == ""
 
 
-@each("threads", [None, "3"])
-def test_ranks_on_other_hosts_have_the_same_threads(monkeypatch, tmp_path, threads, pretended) -> None:
-    if threads:
-        monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    pretended.environs = []
+def test_ranks_on_other_hosts_have_the_same_threads(monkeypatch, tmp_path, pretended) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     flags = ("--launcher", "mpirun", "-H", "a:1,b:1", "--repeats", "1", "--out", str(tmp_path / "out"))
     assert sweep.main(flags) == 0
     for row in rows(tmp_path).values():
         command = row["command"]
         assert command[command.index("-x") + 1] == "OMP_NUM_THREADS" and command.index("-x") < command.index("-m")
-    assert [environ["OMP_NUM_THREADS"] for environ in pretended.environs] == [threads or "1"] * 3
+    assert [environ["OMP_NUM_THREADS"] for environ in pretended.environs] == ["3"] * 3
 
 
-def test_only_write_errors_name_the_folder(pretended, start, tmp_path, capsys, monkeypatch) -> None:
+def test_folders_that_cannot_be_used(pretended, start, tmp_path, capsys, monkeypatch) -> None:
     def full(partial: Path, path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    pretended.ends = {"": FileNotFoundError(errno.ENOENT, "of another kind")}
-    with pytest.raises(FileNotFoundError, match="of another kind"):
-        start()
     monkeypatch.setattr(writing.os, "replace", full)
     (tmp_path / "file").write_text("")
     (tmp_path / "mine").mkdir()
@@ -441,9 +388,7 @@ def test_a_sweep_can_grow_but_not_change(pretended, start, tmp_path, capsys) -> 
     assert start("--strategies", "ddp", "--repeats", "1") == 0
     assert states(tmp_path).count("done") == 14  # points that are not named now are kept
     for flags, words in (
-        (["--steps", "31"], "--steps was 30 and is 31"),
         (["--epochs", "1"], "--steps was 30 and is not set; --epochs was not set and is 1.0"),
-        (["--learning_rate", "1e-3"], "--lr_scaling=none --num_threads=1 and is"),
         (["--launcher", "mpirun"], "--launcher was auto, one host and is mpirun"),
     ):
         assert start(*flags) == 2
@@ -461,11 +406,3 @@ def test_one_sweep_at_a_time(pretended, start, capsys, monkeypatch) -> None:
     monkeypatch.setattr(one_run, "start_and_wait", begin_another)
     assert start() == 75 and seen == [2]
     assert f"process {os.getpid()} on " in capsys.readouterr().err
-
-
-def test_report_is_written_on_request(start, tmp_path, monkeypatch) -> None:
-    from hvd_bert.tools.report import plots
-
-    monkeypatch.setattr(plots, "scaling", lambda *_: b"")
-    assert start("--report", str(tmp_path / "report")) == 0
-    assert "horovod" in (tmp_path / "report" / "report.csv").read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import math
 import re
@@ -24,7 +23,6 @@ from hvd_bert.monitoring.timeline_events import BEGIN, TICK, Reader
 from hvd_bert.tools.rendering.text import byte_size, percent, seconds
 from hvd_bert.tools.timeline import __main__ as command
 from hvd_bert.tools.timeline.analysis import Findings
-from hvd_bert.tools.timeline.sums import Spread
 
 
 def found(made: Timeline, folder: Path, ranks: int | None = None) -> Findings:
@@ -92,18 +90,14 @@ def test_reads_the_same_as_json(tmp_path_factory, events, block):
 def test_files_cut_anywhere(tmp_path):
     """All complete events of a killed run's file are read, wherever it is cut."""
     made = training(steps=2)
-    whole = made.text
-    path = tmp_path / "t.json"
+    path, whole, expected = tmp_path / "t.json", made.text, expected_events(made.events)
     complete = [match.end() for match in re.finditer(r'\{"ph"[^{}]*(\{[^{}]*\}[^{}]*)?\}', whole)]
-    expected = expected_events(made.events)
     for length in range(whole.index('{"ph"') + 40, len(whole), 61):
         path.write_text(whole[:length])
         rows, source = read_events(path)
-        count = sum(end <= length for end in complete)
-        assert rows[:count] == expected[:count]
-        assert len(rows) - count in (0, 1)  # an event without its args is complete enough
-        assert rows == expected[: len(rows)]
-        assert source.cut_short
+        # An event without its args is complete enough.
+        assert len(rows) - sum(end <= length for end in complete) in (0, 1)
+        assert rows == expected[: len(rows)] and source.cut_short
 
 
 def test_sizes_follow_from_dtype_and_shape(tmp_path):
@@ -124,11 +118,8 @@ def test_sizes_follow_from_dtype_and_shape(tmp_path):
 @each(
     ("content", "message"),
     [
-        ("", "has no events"),
         ("\xef\xbb\xbf[\n]", "has no events"),
         ('{"version": "1.1", "data": []}', "is not a Horovod timeline"),
-        ("loss 0.3\nloss 0.2\n", "is not a Horovod timeline"),
-        ('[{"ph":"B","name":"x","ts":1,"pid":2}]', "is not a Horovod timeline"),
         ('{"schemaVersion": 1, "traceEvents": [{"ph": "X"}]}', "is not a Horovod timeline"),
         ('[{"ph": "B", "name": "forward", "ts": 1, "pid": 2}, {"ph": "E", "ts": 3, "pid": 2}]', "events are forward"),
         (START + '{"ph": "i", "name": "CYCLE_START", "ts": 177, "s": "g"}]', "no tensor was sent"),
@@ -148,22 +139,19 @@ def test_wrong_arguments_are_refused(tmp_path, capsys):
     for words, message in (
         ([tmp_path / "none.json"], "none.json: cannot be read: No such file"),
         ([tmp_path], f"{tmp_path} is a folder"),
-        ([path, "--ranks", "0"], "--ranks 0"),
         ([path, "--html", tmp_path / "no" / "such.html"], "--html"),
     ):
         assert command.main([str(word) for word in words]) == EXIT_BAD_INPUT
         assert message in capsys.readouterr().err
 
 
-def test_byte_order_mark_and_operation_without_end_are_left_out(tmp_path):
+def test_an_operation_without_end_is_left_out(tmp_path):
     made = training(steps=12)
     expected = found(made, tmp_path)
     assert (expected.cut_short, expected.unfinished) == (False, 0)
     made.event("B", 9_000_000, "allreduce.a", "NEGOTIATE_ALLREDUCE")
     made.event("X", 9_000_000, "allreduce.a", "0", dur=0)
-    path = made.write(tmp_path / "t.json", end="")
-    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
-    seen = command.read(path)
+    seen = command.read(made.write(tmp_path / "t.json", end=""))
     assert (seen.cut_short, seen.unfinished) == (True, 1)
     assert (seen.step, seen.sizes) == (expected.step, expected.sizes)
 
@@ -176,7 +164,7 @@ TICK_OF = '{"ph": "X", "name": "%s", "ts": 9000000, "pid": 1, "dur": 0}'
 @each(
     "more",
     [
-        *(TICK_OF % name for name in ("\u00b2", "", "a" * 10_000, "9" * 11)),
+        *(TICK_OF % name for name in ("\u00b2", "9" * 11)),
         '{"name": "process_name", "ph": "M", "pid": 3, "args": {"name": "' * 20_000,  # in linear time
         SPAN % ("ALLREDUCE", 9000000, "9" * 5000, 9000001, "9" * 5000),
         SPAN % ("ALLREDUCE", 9000000, "-1", 9000001, "-1"),
@@ -213,17 +201,6 @@ def test_any_damage_is_read_or_refused(tmp_path, cuts):
 # --- figures ------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 10**12), min_size=1, max_size=300), st.sampled_from([0.01, 0.5, 0.99, 1.0]))
-def test_quantiles_are_accurate_to_1_percent(values, part):
-    spread = Spread()
-    for part_of in np.array_split(np.array(values), 3):
-        spread.add(part_of)
-    exact = sorted(values)[max(0, math.ceil(part * len(values)) - 1)]
-    assert spread.quantile(part) == pytest.approx(exact, rel=0.011)
-    assert (spread.count, spread.total, spread.maximum) == (len(values), sum(values), max(values))
-
-
 @each(("block", "library"), [(300, "MPI_ALLREDUCE"), (5000, "NCCL_ALLREDUCE"), (2 << 20, "MPI_ALLREDUCE")])
 def test_phases_messages_and_steps(tmp_path, monkeypatch, block, library):
     monkeypatch.setattr(reader, "BLOCK", block)
@@ -242,7 +219,9 @@ def test_phases_messages_and_steps(tmp_path, monkeypatch, block, library):
     # a and b together, then c: 2 MiB in 19.98 ms, 1 MiB in 10 ms
     assert [(row.up_to, row.messages, row.tensors) for row in seen.sizes] == [(1 << 20, 12, 12), (16 << 20, 12, 24)]
     assert seen.bytes_per_s == pytest.approx(2 * 2**20 / 0.01998)
-    assert seen.wire_bytes_per_s == seen.bytes_per_s  # for 2 ranks
+    assert seen.wire_bytes_per_s == seen.bytes_per_s  # for 2 ranks; for 4 a ring sends 1.5 times the bytes
+    other = found(training(steps=6, ranks=4), tmp_path)
+    assert other.wire_bytes_per_s == pytest.approx(1.5 * other.bytes_per_s)
     step = seen.step
     assert step is not None
     assert (step.steps, step.messages, step.size) == (11, 2, 3 * 2**20)
@@ -286,8 +265,8 @@ def test_a_step_with_few_tensors_lengthens_no_other(tmp_path):
     assert (shown.number.tolist(), set(took)) == ([1, 2, 3, 4, 7, 8, 9, 10], {1000})
 
 
-@each("straggler", [0, 2])
-def test_the_straggler_is_named(tmp_path, straggler):
+def test_the_straggler_is_named(tmp_path):
+    straggler = 2
     seen = found(training(steps=20, ranks=4, straggler=straggler, by=200_000), tmp_path)
     rows = {row.rank: row for row in seen.rank_rows}
     late = rows.pop(straggler)
@@ -330,27 +309,15 @@ def test_advice_follows_from_figures(tmp_path):
             start = 100_000 * step + 3000 * number
             small.negotiate(f"t{number}", (100_000 * step, 100_000 * step))
             small.send([f"t{number}"], start, start + 3000, shape=(10,))
-    copying = Timeline()
-    for start in range(0, 1_200_000, 100_000):
-        for tensor in ("a", "b"):
-            copying.negotiate(tensor, (start, start))
-        copying.send(["a", "b"], start, start + 9000, copy=3000)
     for made, words in (
         (training(steps=12, step_us=400_000), ["does not slow this run down: 2.5 %"]),
         (training(steps=12), ["Exposed communication takes 10 ms (10.0 %"]),
         (small, ["12 messages of 40 bytes each: latency"]),
-        (copying, ["Copies to and from the fusion buffer take 200.0 %"]),
         (training(steps=2), ["No training steps found"]),
         (training(steps=12, ranks=1), ["One rank sends nothing"]),
     ):
         advice = found(made, tmp_path).advice
         assert [word in line for word, line in zip(words, advice, strict=True)] == [True]
-
-
-def test_bytes_of_a_ring_and_of_the_fastest_messages(tmp_path):
-    seen = found(training(steps=6, ranks=4), tmp_path)
-    assert seen.wire_bytes_per_s == pytest.approx(1.5 * seen.bytes_per_s)
-    assert seen.fast_bytes_per_s == pytest.approx(2 * 2**20 / 0.02, rel=0.011)  # a and b together; c alone is as fast
 
 
 def test_units():
@@ -381,27 +348,19 @@ def test_json_and_text(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_page_needs_neither_torch_nor_horovod_nor_other_files(tmp_path):
-    path = training(steps=20, ranks=4, straggler=2, by=200_000).write(tmp_path / "t.json")
+    path = training(steps=20, ranks=4, straggler=2, by=200_000).write(tmp_path / "\x1b]0;title\x07\x9b31m<script>.json")
     program = (
         "import sys\nfrom hvd_bert.tools.timeline.__main__ import main\n"
         f"assert main([{str(path)!r}, '--html', {str(tmp_path / 't.html')!r}]) == 0\n"
         "assert not {'torch', 'horovod', 'mpi4py', 'transformers'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, stdout=subprocess.DEVNULL)
-    page = (tmp_path / "t.html").read_text()
+    done = subprocess.run([sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True)
+    page = (tmp_path / "t.html").read_text(encoding="utf-8")
     assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", page) and "url(" not in page
     for words in ("MPI_ALLREDUCE", "rank 0", "rank 3", "Advice", "Rank 2 is a straggler"):
         assert words in page
-    assert page.count('<img src="data:image/png;base64,') == 2
-
-
-def test_names_are_neither_commands_to_the_terminal_nor_markup(tmp_path, capsys):
-    path = training(steps=4).write(tmp_path / "\x1b]0;title\x07\x9b31m<script>.json")
-    assert command.main([str(path), "--html", str(tmp_path / "page.html")]) == EXIT_OK
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    for shown in (capsys.readouterr().out, page):
+    assert page.count('<img src="data:image/png;base64,') == 1
+    # Names are neither commands to the terminal nor markup.
+    for shown in (done.stdout, page):
         assert "title" in shown and not {"\x1b", "\x07", "\x9b"} & set(shown)
     assert "&lt;script&gt;" in page and "<script" not in page
-    path.write_text("[" + SPAN % ("\x1b[31m", 5, 1, 6, 1) + "]", encoding="utf-8")
-    assert command.main([str(path)]) == EXIT_BAD_INPUT
-    assert "\x1b" not in capsys.readouterr().err

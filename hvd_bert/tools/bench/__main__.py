@@ -39,7 +39,6 @@ def main(world: World) -> None:
 
 # Flags that name weights or a tokenizer. Random windows need neither.
 MODEL_FLAGS = {"model_name_or_path", "config_name", "tokenizer_name"}
-MAX_WINDOWS = 10**6  # random ones, in memory
 
 
 def make_parser() -> Parser:
@@ -62,10 +61,6 @@ def make_parser() -> Parser:
         help="Number of timed sections. (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--windows", metavar="N", type=int, limits=Limits(minimum=1, maximum=MAX_WINDOWS),
-        help="Number of random windows. (default: as many as the run trains on)",
-    )  # fmt: skip
-    parser.add_argument(
         "--json", type=Path, metavar="FILE", help="Also write the figures to this JSON file. (default: none)"
     )
     return parser
@@ -80,8 +75,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     flags, rest = parser.parse_known_args(argv)
     given = command_line.names_of(rest)
     flags.random = not names_data(rest)
-    if not flags.random and (flags.model or flags.windows):
-        raise UserError("--model and --windows apply to random windows only. Omit them if you name the data.")
+    if not flags.random and flags.model:
+        raise UserError("--model applies to random windows only. Omit it if you name the data.")
     if flags.random and given & MODEL_FLAGS:
         raise UserError(
             f"--{min(given & MODEL_FLAGS)} needs --train_file or --dataset_name. For random windows use --model."

@@ -70,7 +70,7 @@ def run(flags: argparse.Namespace, config: Config, world: World) -> None:
         task: Task
         if flags.random:
             count = config.train.windows_per_step(world.size * world.devices) * config.train.max_steps
-            task = random_task(flags.model, flags.windows or count, config, world)
+            task = random_task(flags.model, count, config, world)
         else:
             task = load_task(config, world)
     assert task.plan is not None

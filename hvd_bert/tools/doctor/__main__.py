@@ -22,7 +22,6 @@ from hvd_bert.startup import collector_paused, print_on_one_rank
 from hvd_bert.streams import end_when_lost, keep_running
 from hvd_bert.tools.doctor.report import FAILURE, Line, Report
 
-MAX_REPEATS = 1000
 BERT_BASE_MB = 435.6
 
 
@@ -36,10 +35,6 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--size", type=float, default=BERT_BASE_MB, metavar="MB", limits=Limits(above=0, maximum=100_000),
         help="Megabytes of the measured allreduce. (default: BERT-base's gradients in fp32, %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--repeats", metavar="N", type=int, default=5, limits=Limits(minimum=1, maximum=MAX_REPEATS),
-        help="Number of measurements of the allreduce. (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--output_dir", metavar="FOLDER", type=Path, default=Path("runs"),

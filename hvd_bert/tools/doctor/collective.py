@@ -17,6 +17,7 @@ from hvd_bert.tools.doctor.probes import mpi_version
 from hvd_bert.tools.rendering.page import Grid
 from hvd_bert.tools.rendering.text import seconds
 
+REPEATS = 5
 SMALL_CALLS = 20  # per repeat of the small message, which takes less time than ranks differ at the start
 
 
@@ -54,7 +55,7 @@ def mpi_library(world: World) -> str:
     return " ".join(known) if known else text
 
 
-def measure(world: World, num_bytes: int, repeats: int) -> list[Timing]:
+def measure(world: World, num_bytes: int) -> list[Timing]:
     """Time allreduces of `num_bytes` and of 4 bytes. A collective. Raises UserError on all ranks if memory is short."""
     import horovod.torch as hvd
 
@@ -74,7 +75,7 @@ def measure(world: World, num_bytes: int, repeats: int) -> list[Timing]:
             torch.cuda.synchronize(buffer.device)
 
     over = "NCCL, GPU memory" if device.type == "cuda" else {"mpi": "MPI", "gloo": "Gloo"}[world.controller]
-    own = _rounds(world, reduce, buffers, repeats)
+    own = _rounds(world, reduce, buffers)
     slowest = np.array(world.allgather(own)).max(axis=0)  # [buffers, repeats]
     return [
         Timing(f"Horovod, {over}", 4 * buffer.numel(), world.size, tuple(times.tolist()))
@@ -82,13 +83,11 @@ def measure(world: World, num_bytes: int, repeats: int) -> list[Timing]:
     ]
 
 
-def _rounds(
-    world: World, reduce: Callable[[torch.Tensor], None], buffers: Sequence[torch.Tensor], repeats: int
-) -> list[list[float]]:
+def _rounds(world: World, reduce: Callable[[torch.Tensor], None], buffers: Sequence[torch.Tensor]) -> list[list[float]]:
     """Seconds per call of this rank, [buffers][repeats], after a warm-up round, which checks the sum."""
     own: list[list[float]] = [[] for _ in buffers]
     wrong = False
-    for repeat in range(repeats + 1):
+    for repeat in range(REPEATS + 1):
         for seconds_of, buffer in zip(own, buffers, strict=True):
             calls = SMALL_CALLS if buffer.numel() == 1 and repeat else 1
             buffer.fill_(0.0 if calls > 1 else world.rank + 1.0)  # repeated sums would grow

@@ -95,7 +95,7 @@ def diagnose(flags: argparse.Namespace, launcher: Launcher, report: Report) -> i
                 "Name the network interface or the subnet with HVD_BERT_INTERFACE (docs/guides/cluster.md)."
                 " If the network is only slow, use --size 10 or a longer --timeout.",
             )
-            _measure(int(flags.size * 1e6), flags.repeats, world, report)
+            _measure(int(flags.size * 1e6), world, report)
     except Exception as error:  # on this rank only: the others must not wait for it
         step_timeout.done()
         failure = f"rank {world.rank} on {world.host}: {type(error).__name__}: {error}"
@@ -151,10 +151,10 @@ def _examine_ranks(world: World, report: Report) -> bool:
     return True
 
 
-def _measure(num_bytes: int, repeats: int, world: World, report: Report) -> None:
+def _measure(num_bytes: int, world: World, report: Report) -> None:
     """Add the figures of the allreduce to the report."""
     try:
-        timings = collective.measure(world, num_bytes, repeats)
+        timings = collective.measure(world, num_bytes)
     except CollectiveError as error:
         report.add([Line("Allreduce", FAILURE, str(error))])
         return

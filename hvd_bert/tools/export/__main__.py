@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
         flags = make_parser().parse_args(argv)
         with collector_paused():
             from hvd_bert.tools.export import conversion
-        for line in conversion.convert(flags.model, flags.output, flags.with_tokenizer):
+        for line in conversion.convert(flags.model, flags.output):
             print(line)
     except UserError as error:
         print(f"hvd_bert: {error}", file=sys.stderr)
@@ -39,9 +39,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="MODEL_FOLDER", type=Path, help="Output folder of a training.")
     parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="The ONNX file to write. (required)")
-    parser.add_argument(
-        "--with_tokenizer", action="store_true", help="Copy config.json and the tokenizer's files next to it."
-    )
     return parser
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ from hvd_bert.errors import UserError, reason_of
 from hvd_bert.model.bert import load_tokenizer, takes_token_types
 from hvd_bert.model.families import max_tokens
 from hvd_bert.model.loading import load
-from hvd_bert.storage.places import TOKENIZER_FILES
 from hvd_bert.storage.writing import replacing, writing_to
 from hvd_bert.storage.written import check_file
 
@@ -34,7 +32,7 @@ QUESTION, CONTEXT = "What is in the box?", "The box in the hall is red. A small 
 Inputs = dict[str, Tensor]
 
 
-def convert(folder: Path, output: Path, with_tokenizer: bool) -> Iterator[str]:
+def convert(folder: Path, output: Path) -> Iterator[str]:
     """Write the model in `folder` as the ONNX file `output`. Yields lines that tell what was done. Raises UserError.
 
     There is a file only if its logits are transformers'.
@@ -47,7 +45,6 @@ def convert(folder: Path, output: Path, with_tokenizer: bool) -> Iterator[str]:
         )
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder. Name the output folder of a training.")
-    copied = _files_to_copy(folder, output.parent) if with_tokenizer else []
     if os.path.lexists(output):
         raise UserError(f"--output {output} exists: name another file, or remove it.")
     if not output.parent.is_dir():
@@ -70,26 +67,10 @@ def convert(folder: Path, output: Path, with_tokenizer: bool) -> Iterator[str]:
                 f" than {TOLERANCE:g}. No file is written: torch's exporter does not support this model."
             )
         size = partial.stat().st_size
-    for file in copied:
-        with writing_to("--output", output):
-            shutil.copyfile(file, output.parent / file.name)
     yield f"{output}: {size / 1e6:.1f} MB, from {folder} ({model.config.model_type})"
     yield f"  inputs   {', '.join(batches[0])}: int64 [batch, sequence]"
     yield f"  outputs  {', '.join(names)}: float32"
     yield f"  maximum difference of the logits from transformers' {difference:.1e} (limit {TOLERANCE:g})"
-    if copied:
-        yield f"  next to it {', '.join(file.name for file in copied)}"
-
-
-def _files_to_copy(folder: Path, target: Path) -> list[Path]:
-    """config.json and the tokenizer's files. Raises UserError if others of these names are in `target`."""
-    found = [folder / name for name in ("config.json", *TOKENIZER_FILES) if (folder / name).is_file()]
-    if target.exists() and target.samefile(folder):
-        return []
-    others = [file.name for file in found if os.path.lexists(target / file.name)]
-    if others:
-        raise UserError(f"--with_tokenizer: {target} has {', '.join(others)} already. Name a file in another folder.")
-    return found
 
 
 def _load_model(folder: Path, args: ModelArguments) -> Any:

@@ -19,7 +19,6 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import safe_open
 
 from hvd_bert.config.parser import Parser
-from hvd_bert.config.values import passage
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError, as_user_error, reason_of
 from hvd_bert.output import card
 from hvd_bert.output.public import public_settings
@@ -52,20 +51,13 @@ def make_parser() -> argparse.ArgumentParser:
         "--private", action="store_true", help="Create it as a private repository. An existing public one is refused."
     )
     parser.add_argument(
-        "--revision", metavar="BRANCH", type=str, default="main",
-        help="Branch to commit to. It is created if missing. (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--commit_message", metavar="TEXT", type=passage, default="Upload a model trained with hvd_bert",
-        help="Message of the commit. (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
         "--dry_run", action="store_true", help="Show what would be uploaded, without contacting the hub."
     )
     return parser
 
 
 WEIGHTS, SETTINGS, RESULTS = "model.safetensors", "train_config.yaml", "train_results.json"
+COMMIT_MESSAGE = "Upload a model trained with hvd_bert"
 FILES = (card.NAME, "config.json", WEIGHTS, *TOKENIZER_FILES)
 # The hub's statuses for what the user can fix -> what to do.
 REMEDIES = {
@@ -80,7 +72,7 @@ def run(flags: argparse.Namespace) -> int:
     """Show what is uploaded, and upload it unless --dry_run is given. Returns the exit status. Raises UserError."""
     _check_names(flags)
     contents = files_to_upload(flags.model, flags.repo_id)
-    print(f"{flags.model} -> {constants.ENDPOINT}/{flags.repo_id}, branch {flags.revision}")
+    print(f"{flags.model} -> {constants.ENDPOINT}/{flags.repo_id}")
     for name, content in contents.items():
         size = content.stat().st_size if isinstance(content, Path) else len(content)
         print(f"  {name:<24} {size / 1e3:12,.1f} kB{'  without paths' if name == SETTINGS else ''}")
@@ -111,9 +103,6 @@ def _check_names(flags: argparse.Namespace) -> None:
         raise UserError(f"--repo_id {flags.repo_id}: {reason_of(error)}.") from None
     if "/" not in flags.repo_id:
         raise UserError(f"--repo_id {flags.repo_id}: name the user or organization too, as in USER/{flags.repo_id}.")
-    for name in ("revision", "commit_message"):
-        if not getattr(flags, name).strip():
-            raise UserError(f"--{name} is empty: give a value, or leave the flag out.")
 
 
 def files_to_upload(folder: Path, repo_id: str) -> dict[str, Path | bytes]:
@@ -163,11 +152,8 @@ def _upload(flags: argparse.Namespace, contents: dict[str, Path | bytes]) -> str
             f"--private: the repository {flags.repo_id} exists and is public. Make it private in its settings on the"
             " hub, or name another one."
         )
-    if flags.revision != constants.DEFAULT_REVISION:
-        api.create_branch(flags.repo_id, branch=flags.revision, exist_ok=True)
     operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
-    commit = api.create_commit(flags.repo_id, operations, commit_message=flags.commit_message, revision=flags.revision)
-    return commit.commit_url
+    return api.create_commit(flags.repo_id, operations, commit_message=COMMIT_MESSAGE).commit_url
 
 
 def _explained(error: Exception, repo_id: str) -> tuple[int, str]:

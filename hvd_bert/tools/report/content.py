@@ -180,8 +180,6 @@ def projection_assumptions(
     ]
     if devices > 1 and projection.kind == STRONG:
         lines.append(f"The computation takes {devices} times as long as on the baseline's {devices} devices.")
-    if projection.baseline.one.strategy == "dp":
-        lines.append("The computation includes the copies between the GPUs of dp, which its phases do not separate.")
     if devices > 1 and table is not None:
         lines.append(f"Measured points are not drawn: their speed-ups are over {devices} devices, not over one.")
     return [*lines, *notes]

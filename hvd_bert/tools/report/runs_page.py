@@ -106,12 +106,9 @@ T_QUANTILES = (
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """The 95 % confidence interval of the mean of at least two values, by the t-distribution.
 
-    Beyond the table its quantile is an expansion around the normal distribution (error below 1e-4).
+    Beyond the table it is up to 4 % too wide.
     """
-    freedom, z = len(values) - 1, statistics.NormalDist().inv_cdf(0.975)
-    quantile = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-    if freedom <= len(T_QUANTILES):
-        quantile = T_QUANTILES[freedom - 1]
+    quantile = T_QUANTILES[min(len(values) - 1, len(T_QUANTILES)) - 1]
     mean, half = statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
     return mean - half, mean + half
 

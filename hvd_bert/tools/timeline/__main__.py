@@ -83,12 +83,11 @@ def read(path: Path, ranks: int | None = None) -> Findings:
 def _write_page(findings: Findings, path: Path) -> None:
     from hvd_bert.tools.timeline import plots  # matplotlib takes a second
 
-    phases = Picture("phases.png", plots.phases(findings), "Share of each phase in the time")
-    steps = []
+    plotted = []
     if findings.curves is not None and findings.step is not None:
         description = "Time, exposed communication and wait of each step"
-        steps.append(Picture("steps.png", plots.steps(findings.curves), description))
-    page = content.page(findings, [phases], steps)
+        plotted.append(Picture("steps.png", plots.steps(findings.curves), description))
+    page = content.page(findings, plotted)
     with writing_to("--html", path):
         write_named(path, page.as_html())
 

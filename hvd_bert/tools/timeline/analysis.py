@@ -56,7 +56,6 @@ class Findings:
     naming_ranks: int
     phases: list[Phase]
     sizes: list[SizeClass]
-    message_median: float
     bytes_per_s: float
     wire_bytes_per_s: float
     fast_bytes_per_s: float
@@ -87,7 +86,7 @@ def analyse(path: Path, ranks: int | None, progress: Callable[[int], object] = l
         unfinished=spans.unfinished, covered_s=covered_us * 1e-6, ranks=ranks,
         negotiations=by_rank.negotiations, naming_ranks=by_rank.named,
         phases=phases.rows(reader.names.spans, covered_us), sizes=sizes.rows(),
-        message_median=sizes.spread.quantile(0.5), bytes_per_s=speed,
+        bytes_per_s=speed,
         wire_bytes_per_s=speed * 2 * (ranks - 1) / ranks if ranks else math.nan,
         fast_bytes_per_s=sizes.fast_bytes_per_s(),
         step=_step_figures(full), rank_rows=by_rank.rows(reader.names.ranks, full), curves=full,

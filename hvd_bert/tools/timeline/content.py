@@ -135,9 +135,9 @@ def ranks_line(findings: Findings) -> str:
     return f"The last rank is known in {known} of {findings.step.steps if findings.step else known} steps."
 
 
-def page(findings: Findings, phases_plot: Sequence[Picture] = (), steps_plot: Sequence[Picture] = ()) -> Page:
-    """The page, with its plots."""
-    found = _page(findings, phases_plot, steps_plot)
+def page(findings: Findings, plots: Sequence[Picture] = ()) -> Page:
+    """The page, with the plots of the steps."""
+    found = _page(findings, plots)
     found.add(Text("Definitions", 2), Listing(DEFINITIONS))
     return found
 
@@ -147,12 +147,12 @@ def terminal(findings: Findings) -> str:
     return _page(findings).as_text()
 
 
-def _page(findings: Findings, phases_plot: Sequence[Picture] = (), steps_plot: Sequence[Picture] = ()) -> Page:
+def _page(findings: Findings, plots: Sequence[Picture] = ()) -> Page:
     """All but the definitions."""
     found = Page(TITLE)
     found.add(Listing(facts(findings)), Text("Advice", 2), Listing(findings.advice))
-    found.add(Text("Steps", 2), Listing(step_lines(findings)), *steps_plot)
-    found.add(Text("Phases", 2), *phases_plot, phases(findings))
+    found.add(Text("Steps", 2), Listing(step_lines(findings)), *plots)
+    found.add(Text("Phases", 2), phases(findings))
     found.add(Text("Ranks", 2), Text(ranks_line(findings)))
     if findings.rank_rows and findings.ranks != 1:
         found.add(ranks(findings))
@@ -186,13 +186,11 @@ ENOUGH_STEPS = 10  # that name ranks; with fewer no straggler is named
 EXPOSED_SHARE = 0.10  # of the step
 SMALL_MESSAGE = 1 << 20  # bytes: below that, latency matters more than bandwidth
 MANY_MESSAGES = 8  # per step
-COPY_SHARE = 0.25  # copies to and from the fusion buffer, over the time of collectives
-COPY_OF_STEP = 0.02
 NO_CACHE = "HOROVOD_CACHE_CAPACITY=0"
 
 
 def advise(findings: Findings) -> list[str]:
-    """Up to three lines of advice, each on a figure above its threshold (listed in docs/guides/profiling.md).
+    """Up to two lines of advice, each on a figure above its threshold (listed in docs/guides/profiling.md).
 
     The most expensive problem comes first. If there is none, a line says so.
     """
@@ -201,7 +199,7 @@ def advise(findings: Findings) -> list[str]:
         return ["No training steps found in this file (no tensor was allreduced in 3 steps). Record more steps."]
     if findings.ranks == 1:
         return ["One rank sends nothing. Record a run of several ranks for advice on communication."]
-    found = [advice for advice in (_waiting(findings, step), _exposed(step), _copies(findings)) if advice]
+    found = [advice for advice in (_waiting(findings, step), _exposed(step)) if advice]
     if found:
         return [line for _, line in sorted(found, reverse=True)]
     return [
@@ -261,19 +259,6 @@ def _exposed(step: StepFigures) -> tuple[float, str] | None:
             "--gradient_accumulation_steps) or one core more per rank."
         )
     return step.exposed_most_share, f"Exposed communication takes {exposed(step)} per step. {hint}"
-
-
-def _copies(findings: Findings) -> tuple[float, str] | None:
-    copies = sum(phase.total_s for phase in findings.phases if "FUSION_BUFFER" in phase.name and phase.kind == "copy")
-    sending = sum(phase.total_s for phase in findings.phases if phase.kind == "collective")
-    share = copies / findings.covered_s if findings.covered_s else 0.0
-    if not sending or copies < COPY_SHARE * sending or share < COPY_OF_STEP:
-        return None
-    return share, (
-        f"Copies to and from the fusion buffer take {percent(copies / sending)} of the time of the collectives, "
-        f"{percent(share)} of all time, in messages of {byte_size(findings.message_median)} (median). Try a "
-        "smaller HOROVOD_FUSION_THRESHOLD (33554432), so that large tensors are sent without a copy."
-    )
 
 
 def exposed(step: StepFigures) -> str:

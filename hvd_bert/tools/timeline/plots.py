@@ -1,4 +1,4 @@
-"""The page's plots: time per phase, and time per step."""
+"""The page's plot: time per step."""
 
 from __future__ import annotations
 
@@ -9,32 +9,9 @@ from matplotlib.figure import Figure
 
 from hvd_bert.monitoring.timeline_rows import NONE, Array
 from hvd_bert.tools.rendering.style import COLOURS, STYLE, png
-from hvd_bert.tools.timeline.analysis import Findings
 from hvd_bert.tools.timeline.steps import StepTable
 
 MAX_POINTS = 400  # along the axis; more steps are averaged
-MAX_PHASES = 10
-COLOUR_OF = {
-    **{"negotiation": COLOURS[5], "wait": COLOURS[4], "queue": COLOURS[6]},
-    **{"copy": COLOURS[3], "collective": COLOURS[1], "set-up": "0.6"},
-}
-
-
-def phases(findings: Findings) -> bytes:
-    """A bar per phase."""
-    shown = sorted(findings.phases, key=lambda phase: phase.total_s)[-MAX_PHASES:]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9, 0.8 + 0.36 * len(shown)), layout="constrained")
-        axes = figure.subplots()
-        axes.grid(False, axis="y")
-        bars = axes.barh(
-            [phase.name for phase in shown], [100 * phase.share for phase in shown],
-            color=[COLOUR_OF[phase.kind] for phase in shown],
-        )  # fmt: skip
-        axes.bar_label(bars, [f" {100 * phase.share:.1f} %" for phase in shown], padding=2)
-        axes.margins(x=0.12)
-        axes.set_xlabel("% of the time that the file covers (phases overlap)")
-        return png(figure)
 
 
 def steps(table: StepTable) -> bytes:

@@ -147,7 +147,6 @@ class Sizes:
         self.times = [Spread() for _ in range(len(SIZES) + 1)]
         self.tensors = np.zeros(len(SIZES) + 1, np.int64)
         self.bytes = np.zeros(len(SIZES) + 1, np.int64)
-        self.spread = Spread()
         self.big_speeds = Spread()  # bytes per ms of each message above BIG
 
     def add(self, messages: Messages, allreduce: int) -> None:
@@ -155,7 +154,6 @@ class Sizes:
         rows = np.flatnonzero(rows & (messages.received >= messages.sent))
         size, took = messages.size[rows], (messages.received - messages.sent)[rows]
         which = np.searchsorted(SIZES, size, side="left")
-        self.spread.add(size)
         big = size > BIG
         self.big_speeds.add(size[big] * 1000 // np.maximum(took[big], 1))
         for number, times in enumerate(self.times):
