@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from inspect import isabstract
 from pathlib import Path
-from traceback import extract_tb
 from typing import Any, ClassVar, Literal, Protocol
 
 import safetensors.torch
@@ -153,24 +152,17 @@ def task_class(name: str) -> type[Task]:
     except Exception as error:
         if name in TASKS or isinstance(error, UserError):  # this package or one that it needs is damaged
             raise
-        raise UserError(f"--task {name}: {_reason(module, error)}") from None
+        raise UserError(
+            f"--task {name}: {module} cannot be imported ({type(error).__name__}: {error}). Run `python -c 'import"
+            f" {module}'` to see where. If it is not found, run in its folder, or add that folder to PYTHONPATH."
+        ) from None
     if not (isinstance(found, type) and issubclass(found, Task)):
-        raise UserError(f"--task {name}: {module} has no class {class_name} that is a subclass of Task.")
+        raise UserError(f"--task {name}: {module} has no class {class_name} that is a subclass of Task. Add it.")
     if isabstract(found):
-        raise UserError(f"--task {name}: it lacks the methods {', '.join(sorted(found.__abstractmethods__))}.")
+        raise UserError(
+            f"--task {name}: it lacks the methods {', '.join(sorted(found.__abstractmethods__))}. Add them."
+        )
     return found
-
-
-def _reason(module: str, error: Exception) -> str:
-    """Why a module cannot be imported, with the place of the mistake, and what to do."""
-    if isinstance(error, ModuleNotFoundError):
-        if f"{module}.".startswith(f"{error.name}."):
-            return f"{error}. Run the command in the folder of the module, or add that folder to PYTHONPATH."
-        return f"{module} cannot be imported: {error}. Install it."  # the module itself is there
-    frame = extract_tb(error.__traceback__)[-1]
-    file, line = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (frame.filename, frame.lineno)
-    text = error.msg if isinstance(error, SyntaxError) else str(error)  # its str() repeats the place
-    return f"{module} cannot be imported: {file}, line {line}: {type(error).__name__}: {text}. Fix the file."
 
 
 def load_task(config: Config, world: World) -> Task:
