@@ -54,16 +54,10 @@ class File:
 
 
 @dataclass(frozen=True)
-class Version:
-    """The part of manifest.json that all formats have."""
-
-    format: Count
-
-
-@dataclass(frozen=True)
 class Manifest:
     """manifest.json."""
 
+    format: Count
     files: dict[FileName, File]
 
 
@@ -146,9 +140,6 @@ def verify(folder: Path) -> Collection[str]:
     for name, expected in manifest.items():
         path = folder / name
         try:
-            size = path.stat().st_size
-            if size != expected.bytes:
-                raise CorruptCheckpoint(f"{path} has {size:,} bytes instead of {expected.bytes:,}")
             if _fingerprint(path) != expected:
                 raise CorruptCheckpoint(f"{path} has changed since it was written (its SHA-256 differs)")
         except OSError as error:
@@ -160,17 +151,12 @@ def _manifest(folder: Path) -> dict[str, File]:
     """The files that the checkpoint must have."""
     path = folder / "manifest.json"
     try:
-        found = read_json(path)
-        version = convert(found, Version).format
-        if version > FORMAT:
-            raise CorruptCheckpoint(f"{path}: format {version} needs a newer hvd_bert; this one reads up to {FORMAT}")
-        return convert(found, Manifest).files
-    except CorruptCheckpoint:
-        raise
-    except OSError as error:
-        raise CorruptCheckpoint(f"{path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise CorruptCheckpoint(f"{path} is not a list of files with sizes ({error})") from None
+        manifest = convert(read_json(path), Manifest)
+    except (OSError, ValueError) as error:
+        raise CorruptCheckpoint(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    if manifest.format > FORMAT:
+        raise CorruptCheckpoint(f"{path}: its format needs a newer hvd_bert; this one reads up to {FORMAT}")
+    return manifest.files
 
 
 def read(folder: Path) -> Contents:

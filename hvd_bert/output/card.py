@@ -50,10 +50,7 @@ def write(folder: Path, settings: Record, results: Record, scores: Record) -> No
     """
     path = folder / NAME
     if os.path.lexists(path) and not is_ours(path):
-        if NAME in written.names(folder) and not path.is_symlink():
-            log.warning("%s was edited and is kept: it describes the earlier model. Update or delete it.", path)
-        else:
-            log.info("%s is not this program's: it stays as it is.", path)
+        log.warning("%s was edited, or is not this program's, and is kept: update or delete it.", path)
         return
     written.add(folder, NAME)
     with replacing(path) as partial:

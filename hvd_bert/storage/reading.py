@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import stat
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
@@ -59,23 +58,15 @@ def read_json(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
     return parse_json(read_text(path, max_bytes))
 
 
-def convert(value: Any, kind: type[Kind], where: str = "") -> Kind:
+def convert(value: Any, kind: type[Kind]) -> Kind:
     """Check a value that was read, and turn it into `kind`: a dataclass, `list[Count]` or another type of msgspec.
 
-    Further keys of an object are left out. Raises ValueError with the place below `where`, such as rows[3].seconds,
-    and the value there.
+    Further keys of an object are left out. Raises ValueError with the place, such as $.rows[3].seconds.
     """
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        reason, _, path = str(error).partition(" - at `$")
-        path = path.removesuffix("`")
-        for name, index in re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", path):
-            known = value is not None and index != "..."  # msgspec does not tell the key
-            value = value[int(index) if index else name] if known else None
-        place = (where + path).lstrip(".") or "it"
-        shown = "" if value is None or isinstance(value, dict | list) else f" is {value!a:.60}"
-        raise ValueError(f"{place}{shown}: {reason[:1].lower()}{reason[1:]}") from None
+        raise ValueError(str(error)) from None
 
 
 def read_record(path: str | Path, kind: type[Kind], advice: str) -> Kind:
