@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from machine import Machine, capability, on_gpu
+from machine import Machine, on_gpu
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig
@@ -17,7 +17,7 @@ from hvd_bert.data.collate import Batch, Collator
 from hvd_bert.data.window_table import WindowTable
 from hvd_bert.distributed.world import World
 from hvd_bert.model import attention
-from hvd_bert.model.attention import by_efficient, by_flash, by_jagged, by_window, choose, fused, windows_of
+from hvd_bert.model.attention import by_efficient, by_flash, by_jagged, by_window, windows_of
 from hvd_bert.model.bert import new_model, span_logits, window_losses
 from hvd_bert.model.precision import AUTOCAST, autocast
 from hvd_bert.strategies.base import Strategy, StrategyOptions
@@ -28,19 +28,6 @@ from hvd_bert.train.meter import LastStep
 GPU, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 LENGTHS = [5, 9, 3]
 KINDS = [("fp32", False), ("bf16", False), ("fp16", False), ("bf16", True)]  # precision, padded
-
-
-class TensorDtypes(TorchDispatchMode):
-    """Notes the dtypes of copies between devices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.copies: list[tuple[torch.dtype, torch.dtype]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten.copy_.default and args[0].device != args[1].device:
-            self.copies.append((args[0].dtype, args[1].dtype))
-        return function(*args, **(kwargs or {}))
 
 
 class Waits(TorchDispatchMode):
@@ -150,21 +137,6 @@ def every_kernel_in_every_dtype() -> None:
         if dtype != torch.float32:
             attend(by_flash, dtype, 0.1, 64, None)
             attend(by_flash, dtype, 0.1, 64, 2)
-
-
-@check
-def the_chosen_kernel_depends_on_the_gpu() -> None:
-    for version, kernel in (((7, 0), by_efficient), ((8, 0), by_flash), ((9, 0), by_flash)):
-        with capability(*version):
-            assert choose("cuda", torch.float16, 0.1, 64, fused(GPU)) is kernel
-            attend(kernel, torch.float16, 0.1, 64, None)
-
-
-@check
-def a_steps_numbers_are_converted_before_they_are_copied() -> None:
-    with TensorDtypes() as seen:
-        LastStep(2, GPU).put(torch.ones((), device=GPU), torch.ones((), device=GPU, dtype=torch.float64))
-    assert seen.copies == [(torch.float64, torch.float64)]
 
 
 # --- models and steps ----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -66,7 +66,6 @@ class Event:
 class Machine:
     """Stands for torch.cuda, as far as the package uses it. `pinned`: how many tensors were copied to pinned memory."""
 
-    capability: ClassVar[tuple[int, int]] = (8, 0)
     pinned: ClassVar[int] = 0
     mode: ClassVar[Any] = None
     functions: ClassVar[dict[str, Any]] = {
@@ -78,7 +77,7 @@ class Machine:
         "current_stream": lambda device=None: Stream(),
         "synchronize": lambda device=None: None,
         "get_device_name": lambda device=None: NAME,
-        "get_device_capability": lambda device=None: Machine.capability,
+        "get_device_capability": lambda device=None: (8, 0),
         "get_device_properties": lambda device=None: Properties,
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda state, device=None: None,
@@ -115,7 +114,7 @@ def _pin(tensor: Tensor, *_: Any) -> Tensor:
 def _backend(query: Tensor, *_: Any) -> SDPBackend:
     """torch's choice for jagged tensors, which asks the device."""
     half = query.dtype in (torch.float16, torch.bfloat16)
-    flash = half and Machine.capability >= (8, 0) and query.size(-1) % 8 == 0 and query.size(-1) <= 256
+    flash = half and query.size(-1) % 8 == 0 and query.size(-1) <= 256
     return SDPBackend.FLASH_ATTENTION if flash else SDPBackend.EFFICIENT_ATTENTION
 
 
@@ -146,18 +145,6 @@ class _Copies:
     @staticmethod
     def broadcast_coalesced(tensors: list[Tensor], devices: list[int]) -> list[list[Tensor]]:
         return [[tensor.to(f"cuda:{device}") for tensor in tensors] for device in devices]
-
-
-@contextmanager
-def capability(major: int, minor: int) -> Any:
-    """Another GPU: (7, 0) is a V100."""
-    from hvd_bert.model.attention import fused
-
-    before, Machine.capability = Machine.capability, (major, minor)
-    fused.cache_clear()
-    yield
-    Machine.capability = before
-    fused.cache_clear()
 
 
 def fake() -> AbstractContextManager[Any]:

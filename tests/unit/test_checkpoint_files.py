@@ -106,14 +106,12 @@ def test_a_kill_at_any_point_leaves_a_checkpoint(tmp_path):
 
 
 @each("name", FILES)
-@each("harm", ["truncated", "empty", "missing", "other content"])
-def test_damage_is_named(tmp_path, name, harm):
+def test_damage_is_named(tmp_path, name):
     path = files.write(tmp_path, 7, contents(7)) / name
-    content = path.read_bytes()
-    if harm == "missing":
-        path.unlink()
-    else:
-        path.write_bytes({"truncated": content[:-1], "empty": b""}.get(harm, b"x" * len(content)))
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(CorruptCheckpoint, match=str(path)):
+        files.read(path.parent)
+    path.unlink()
     with pytest.raises(CorruptCheckpoint, match=str(path)):
         files.read(path.parent)
 
@@ -158,13 +156,6 @@ def test_failed_write_leaves_what_was_there(tmp_path, monkeypatch, fails):
     assert steps(tmp_path) == [8, 7]
 
 
-def test_prune_keeps_the_newest_and_the_best(tmp_path):
-    for step in (1, 2, 3, 4, 5):
-        files.write(tmp_path, step, contents(step))
-    files.prune(tmp_path, 2, keep={"checkpoint-2"})
-    assert steps(tmp_path) == [5, 4, 2]
-
-
 def test_what_a_killed_writer_left_is_swept(tmp_path):
     files.write(tmp_path, 7, contents(7))
     written.add(tmp_path, "checkpoint-8", "checkpoint-9.aside", "notes")  # before its files
@@ -182,10 +173,10 @@ def test_later_steps_are_set_aside_and_another_trainers_checkpoints_stay(tmp_pat
     (tmp_path / "checkpoint-500").mkdir()
     for step in (0, 1, 2, 3):
         files.write(tmp_path, step, contents(step))
-    files.prune(tmp_path, 3)
-    assert steps(tmp_path) == [500, 3, 2, 1]
+    files.prune(tmp_path, 2, keep={"checkpoint-0"})
+    assert steps(tmp_path) == [500, 3, 2, 0]
     assert files.set_aside_after(tmp_path, 2) == ["checkpoint-3.aside"]
-    assert steps(tmp_path) == [500, 2, 1] and (tmp_path / "latest").read_text() == "checkpoint-2\n"
+    assert steps(tmp_path) == [500, 2, 0] and (tmp_path / "latest").read_text() == "checkpoint-2\n"
     with pytest.raises(FileExistsError, match="checkpoint-500"):
         files.write(tmp_path, 500, contents(500))
     written.add(tmp_path, "metrics.jsonl")

@@ -77,7 +77,7 @@ MANIFESTS: dict[str, Any] = {
     "bytes -1": {"format": 1, "files": {"state.json": GOOD | {"bytes": -1}}},
     **{
         f"name {name!r}": {"format": 1, "files": {"state.json": GOOD, name: GOOD}}
-        for name in ("", "..", "../x", "/etc/passwd", "a\0b", "\ud800", "\x1b[31m")
+        for name in ("", "..", "../x", "a\0b", "\ud800", "\x1b[31m")
     },
 }
 
