@@ -25,8 +25,7 @@ As root on Debian it prints which system packages are missing, and why it needs 
   --torch-index URL package index for torch only, such as the CPU index on pytorch.org
   --with-mpi | --without-mpi      require MPI, or build without (default: MPI if mpicxx is found or apt can install it)
   --with-nccl | --without-nccl    require NCCL, or build without (default: NCCL if torch has CUDA and nvcc is found)
-  --horovod SOURCE  another Horovod: a tree or tar archive for env/build_horovod.sh --source; 'release' (default), or
-                    'none', for strategies other than horovod
+  --horovod SOURCE  another Horovod: a tree or tar archive for env/build_horovod.sh --source; 'release' (default)
   --locked | --not-locked         install exactly the files whose hashes env/locked/ has (exceptions:
                     docs/start/install.md). Default: requirements.txt, with the newest of what that needs in turn
   --auto            forget the --with-... and --without-... options
@@ -89,9 +88,9 @@ parse_arguments() {
     *) die "--torch $given_torch: must be a version (2.8.0), a requirement ('torch>=2.8,<2.9') or a wheel file" ;;
   esac
   case $given_horovod in
-    '' | release | none) ;;
+    '' | release) ;;
     *)
-      [ -e "$given_horovod" ] || die "--horovod $given_horovod: no such file or folder. It can also be 'release' or 'none'"
+      [ -e "$given_horovod" ] || die "--horovod $given_horovod: no such file or folder. It can also be 'release'"
       given_horovod=$(realpath "$given_horovod")
       ;;
   esac
@@ -216,7 +215,6 @@ provide_system_packages() {
   if kinds | grep -qx dev && ! command -v chromedriver >/dev/null; then
     try_apt chromium chromium-driver # without them the tests of HTML pages are skipped
   fi
-  if [ "$horovod" = none ]; then return 0; fi
   command -v "${CXX:-g++}" >/dev/null || packages+=(g++)
   command -v make >/dev/null || packages+=(make)
   [ -f "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ||
@@ -308,11 +306,6 @@ torch_works() { "$venv/bin/python" -c 'import torch; torch.ones(2).sum().item()'
 build_horovod() {
   local options=()
   horovod_version=''
-  if [ "$horovod" = none ]; then
-    warn "without Horovod: train with --strategy ddp, fsdp or deepspeed under torchrun or srun (docs/start/install.md)."
-    pip uninstall -q -y horovod >>"$log" 2>&1
-    return 0
-  fi
   [ "$horovod" = release ] || options+=(--source "$horovod")
   [ "$mpi" = auto ] || options+=("$(choice "$mpi" mpi)")
   [ "$nccl" = auto ] || options+=("$(choice "$nccl" nccl)")

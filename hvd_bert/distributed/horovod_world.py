@@ -74,6 +74,8 @@ class HorovodWorld(World):
             by_mpi = hvd.mpi_built() and os.environ.get("HOROVOD_CONTROLLER", "mpi").lower() == "mpi"
             comm = _mpi_world(launcher) if by_mpi else None
         except (ImportError, OSError, RuntimeError) as error:
+            if isinstance(error, ModuleNotFoundError) and error.name == "horovod":
+                raise UserError(f"Horovod is not installed. `bash env/setup.sh` builds it. {WITHOUT_HOROVOD}") from None
             raise UserError(
                 f"Horovod or MPI cannot be loaded ({error}). Load the modules that were loaded at set-up, or rerun"
                 f" `bash env/setup.sh` with the current ones. {WITHOUT_HOROVOD}"

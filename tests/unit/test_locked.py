@@ -44,6 +44,17 @@ def test_the_locked_versions_are_the_required_ones(name: str, python: str) -> No
     assert required and required.items() <= locked.items(), "run `bash env/lock.sh`"
 
 
+@each("python", SUPPORTED)
+def test_pip_installs_what_is_required_except_horovod_and_mpi(python: str) -> None:
+    declared = re.search(r"^dependencies = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    assert declared
+    allowed = {r.name.lower(): r.specifier for r in map(Requirement, re.findall(r'"(.+?)"', declared[1]))}
+    required = {name.replace("-", "_"): pin for name, pin in pins(ROOT / "requirements.txt", python).items()}
+    allowed = {name.replace("-", "_"): specifier for name, specifier in allowed.items()}
+    assert required.keys() - allowed.keys() == {"horovod", "mpi4py"} and allowed.keys() <= required.keys()
+    assert all(specifier.contains(required[name].removeprefix("==")) for name, specifier in allowed.items())
+
+
 @each("name", FILES)
 def test_every_locked_package_has_hashes_and_no_address(name: str) -> None:
     text = (LOCKED / f"{name}.txt").read_text()
