@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from harness import FOLDER, HOSTS, SMALL, Cluster
 from launch import REPOSITORY, Outcome
-from processes import started
 
 STEPS, SAVE_STEPS, GATE = 12, 4, 7  # disturbed before step 7, three steps after a checkpoint
 STALL_S = 20  # in place of 600
@@ -45,17 +44,15 @@ class Disturbed:
     """A training in `folder`.
 
     Attributes:
-        out: Its output folder, as the ranks see it. With `on_shared_folder` faults.shared_folder must serve it.
-        seen: The same as this process sees it.
+        out: Its output folder, as the ranks see it.
         host, launch: Where the launcher starts, and its command up to the program.
         env: Additional environment of the ranks.
     """
 
-    def __init__(self, cluster: Cluster, folder: Path, launcher: str, on_shared_folder: bool = False) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, launcher: str) -> None:
         self.cluster, self.folder, self.launcher = cluster, folder, launcher
         self.host, self.launch = LAUNCHERS[launcher]
-        self.out = folder / "shared" / "out" if on_shared_folder else folder / "out"
-        self.seen = folder / "below" / "out" if on_shared_folder else self.out
+        self.out = folder / "out"
         self.gates = folder / "gates"
         self.gates.mkdir()
         for name in ("reached", "go"):  # pipes
@@ -108,19 +105,6 @@ class Disturbed:
     def on(self, host: str, *words: str | Path) -> str:
         """Run a command on a host. Returns its output."""
         return self.cluster.on(host, [str(word) for word in words], self.folder, timeout=60).expect(0).output
-
-    @contextmanager
-    def background(self, host: str, *words: str | Path) -> Iterator[None]:
-        """A program on a host that runs inside and has printed a line."""
-        command = ["bash", str(FOLDER / "on.sh"), host, *map(str, words)]
-        with started(
-            command, env=self.hosts_environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as program:
-            assert program.stdin is not None and program.stdout is not None
-            assert program.stdout.readline()
-            yield program
-            program.stdin.close()
-            program.terminate()
 
 
 def first_failure(output: str) -> str:

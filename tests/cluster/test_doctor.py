@@ -27,16 +27,6 @@ def test_under_srun(cluster: Cluster, tmp_path: Path) -> None:
         assert outcome.output.count(words) == times, (words, outcome)
 
 
-def test_under_horovodrun(cluster: Cluster, tmp_path: Path) -> None:
-    outcome = cluster.on("login", f"horovodrun -np 4 -H a100-01:2,a100-02:2 {DOCTOR} --json", tmp_path).expect(0)
-    report = report_of(outcome)
-    assert report["ready"], outcome
-    assert [(r["rank"], r["host"], r["local_rank"], r["device"]) for r in report["ranks"]] == RANK_INFOS, outcome
-    timings = report["allreduce"]
-    assert [(t["method"], t["num_bytes"]) for t in timings] == [("Horovod, MPI", size) for size in (1_000_000, 4)]
-    assert all(t["gb_per_s"] > 0 and t["median_s"] > 0 for t in timings), outcome
-
-
 def test_worlds_of_size_1_are_a_failure(cluster: Cluster, tmp_path: Path) -> None:
     command = f"srun --nodes=2 --ntasks-per-node=1 --mpi=none {DOCTOR} --json"
     outcome = cluster.on("login", command, tmp_path).expect(2)

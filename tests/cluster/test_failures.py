@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from pathlib import Path
 
 import pytest
 from commands import said
 from harness import HOROVODRUN_SCRIPT, JOB_SCRIPT, SMALL, Cluster
-from launch import REPOSITORY, TRAIN, Outcome
+from launch import Outcome
 
 pytestmark = pytest.mark.cluster
 
@@ -34,11 +33,9 @@ def faults(fault: str) -> dict[str, str]:
     ("fault", "once", "first"),
     [
         ("kill", "srun: error: a100-02: task 1: Killed", "rank 1 on a100-02: Killed"),
-        ("raise", RAISED, "rank 1 on a100-02: RuntimeError: broken on purpose"),
-        ("import", IMPORT, f"rank 1 on a100-02: {IMPORT}"),
         ("stall", WAITED, WAITED),
     ],
-    ids=["kill", "raise", "import", "stall"],
+    ids=["kill", "stall"],
 )
 def test_failing_rank_ends_the_job(
     cluster: Cluster, tmp_path: Path, watched: dict[str, str], fault: str, once: str, first: str
@@ -48,7 +45,7 @@ def test_failing_rank_ends_the_job(
     assert seconds_since_failure(watched) < 30, ended
     assert (ended.state, ended.status != 0) == ("FAILED", True), ended
     assert ended.err.count(once) == 1, ended
-    assert len(re.findall(FAILED, ended.err)) == (fault in ("raise", "import")), ended
+    assert not re.findall(FAILED, ended.err), ended
     last = ended.out.splitlines()[-1]
     if fault == "stall":  # and the names of parameters
         last = last[: last.rindex(" to reach ") + len(" to reach ")]
@@ -60,12 +57,8 @@ def test_failing_rank_ends_the_job(
     [
         ("--mpi", "kill", "on node a100-02 exited on signal 9", "rank 1 on a100-02: signal 9 (Killed)"),
         ("--mpi", "raise", RAISED, "rank 1 on a100-02: RuntimeError: broken on purpose"),
-        ("--mpi", "import", IMPORT, f"rank 1 on a100-02: {IMPORT}"),
         ("--gloo", "kill", "Process 1 exit with status code", "rank 1 on a100-02: exit code"),
-        ("--gloo", "raise", RAISED, "rank 1 on a100-02: RuntimeError: broken on purpose"),
         ("--gloo", "import", IMPORT, f"rank 1 on a100-02: {IMPORT}"),
-        ("--mpi", "stall", WAITED, WAITED),
-        ("--gloo", "stall", WAITED, WAITED),
     ],
 )
 def test_failing_rank_ends_horovodrun(
@@ -99,40 +92,6 @@ def test_launcher_in_each_task_of_srun_is_refused(cluster: Cluster, tmp_path: Pa
     script = f"srun --nodes=1 --ntasks=2 --mpi=none bash {HOROVODRUN_SCRIPT} -H a100-01:1"
     outcome = cluster.on("login", script, tmp_path).expect(2)
     assert outcome.output.count("horovodrun.sh: started by each of srun's 2 tasks") == 1, outcome
-
-
-# Like MPICH's launcher: over ssh, with the variables of its PMI, which Open MPI does not use.
-STAND_IN = """
-for rank in 0 1; do
-  ssh -n a100-0$((rank + 1)) "cd $PWD && PMI_RANK=$rank PMI_SIZE=2 PMI_FD=5 PMI_ID=$rank exec $*" &
-  pids+=($!)
-done
-for pid in ${pids[@]}; do wait $pid || status=$?; done
-exit $status
-"""
-
-
-@pytest.mark.parametrize("launcher", ["stand-in", "mpiexec.hydra"])
-def test_launcher_of_another_mpi_is_refused(cluster: Cluster, tmp_path: Path, launcher: str) -> None:
-    words = [launcher, "-launcher", "ssh", "-hosts", "a100-01,a100-02", "-ppn", "1", "-n", "2"]
-    if launcher == "stand-in":
-        words = ["bash", "-c", STAND_IN, "bash"]
-    elif shutil.which(launcher) is None:
-        pytest.skip("MPICH's mpiexec.hydra is not on PATH")
-    words += ["env", f"PYTHONPATH={REPOSITORY}", *TRAIN, *f"{SMALL} 4 --output_dir out".split()]
-    outcome = cluster.on("login", words, tmp_path).expect(2)
-    refused = "hvd_bert: mpirun started 2 processes, but Horovod sees a world of 1"
-    assert outcome.output.count(refused) == 1, outcome
-    assert "Use the launcher of the MPI that Horovod was built with" in outcome.output, outcome
-    assert not (tmp_path / "out").exists()
-
-
-def test_output_dir_not_writable_by_rank_0(cluster: Cluster, tmp_path: Path) -> None:
-    job = cluster.submit(f"--ntasks-per-node=1 {JOB_SCRIPT} {SMALL} 4 --output_dir /proc/hvd_bert", tmp_path)
-    ended = cluster.ended(job).expect(2)
-    refused = "hvd_bert: rank 0 on a100-01: --output_dir /proc/hvd_bert cannot be written"
-    assert ended.err.count(refused) == 1, ended
-    assert "Training:" not in ended.out, ended
 
 
 # --- scripts/horovodrun.sh checks the hosts first --------------------------------------------------
@@ -189,23 +148,6 @@ def test_host_with_another_key_is_refused(cluster: Cluster, tmp_path: Path) -> N
 def test_failing_host_is_named(cluster: Cluster, tmp_path: Path, arguments: str, words: list[str]) -> None:
     outcome = check(cluster, arguments, tmp_path).expect(2)
     assert [word for word in words if word not in outcome.output] == [], outcome
-
-
-@pytest.mark.parametrize(
-    ("arguments", "host", "reason"),
-    [
-        ("-H a100-01:1,a100-09:1", "a100-09", "Could not resolve hostname"),
-        ("-H a100-01:1,a100-02:1 --ssh-identity-file /etc/hostname", "a100-02", "Permission denied"),
-    ],
-    ids=["name", "password"],
-)
-def test_horovodrun_alone_names_the_host(
-    cluster: Cluster, tmp_path: Path, arguments: str, host: str, reason: str
-) -> None:
-    command = f"horovodrun -np 2 {arguments} python -m hvd_bert.train {SMALL} 4"
-    outcome = cluster.on("a100-01", command, tmp_path, timeout=60)
-    assert not outcome.hung and outcome.status != 0, outcome
-    assert f"ssh not successful for host {host}" in outcome.output and reason in outcome.output, outcome
 
 
 def test_arguments_after_the_dashes_go_to_the_trainer(cluster: Cluster, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def stop(cluster: Cluster, folder: Path, number: str, launcher: tuple[str, str])
 def test_ranks_save_when_their_launcher_is_stopped(cluster: Cluster, tmp_path: Path) -> None:
     before = {"one": 0, "two": 0}  # hosts and the last step; each run resumes what the one before saved
     with ThreadPoolExecutor() as pool:
-        for number, two_hosts in (("SIGKILL", TWO_HOSTS), ("SIGINT", TWO_HOSTS), ("SIGTERM", SCRIPT)):
+        for number, two_hosts in (("SIGKILL", TWO_HOSTS), ("SIGTERM", SCRIPT)):
             launchers = {"one": ONE_HOST, "two": two_hosts}
             stops = {hosts: pool.submit(stop, cluster, tmp_path / hosts, number, launchers[hosts]) for hosts in before}
             for hosts, stopped in stops.items():

@@ -22,7 +22,6 @@ SOME = (
     """bash -c '[ $(hostname) = a100-02 ] || export GLOO_SOCKET_IFNAME=eth0 HOROVOD_GLOO_IFACE=eth0; exec "$@"' bash"""
 )
 STARTED = {
-    "srun without PMI, ddp": f"{FOUR} --mpi=none python -m {{train}} --strategy ddp",
     "srun without PMI, fsdp": f"{FOUR} --mpi=none {SOME} python -m {{train}} --strategy fsdp",
     "srun --mpi=pmix, deepspeed": f"{SUBNET} {FOUR} --mpi=pmix python -m {{train}} --strategy deepspeed",
     "torchrun, horovod": f"{ONE_EACH} {SOME} {TORCHRUN} -m {{train}}",
@@ -33,7 +32,6 @@ STARTED = {
 RANK, LAUNCHER = {("rank", "eth0")}, {("launcher", "all")}
 SLURM, MPI = ({(name, where) for where in ("all", "loopback")} for name in ("slurmstepd", "orted"))
 LISTENING = {
-    "srun without PMI, ddp": (RANK, RANK),
     "srun without PMI, fsdp": (RANK, RANK),
     "srun --mpi=pmix, deepspeed": (RANK | SLURM, RANK | SLURM),
     "torchrun, horovod": (RANK | LAUNCHER, set()),

@@ -30,28 +30,26 @@ def narrow(tmp_path: Path) -> str:
     return f" --config_name {model} --deterministic"
 
 
-@pytest.mark.parametrize("controller", ["mpi", "gloo"])
-def test_a_slow_link_is_found(cluster: Cluster, tmp_path: Path, narrow: str, controller: str) -> None:
+def test_a_slow_link_is_found(cluster: Cluster, tmp_path: Path, narrow: str) -> None:
     flags = six_layers(ONE_HOST, 6, windows=4, more=narrow)
-    loopback = recorded(cluster, tmp_path / "loopback", ONE_HOST, controller, flags)
+    loopback = recorded(cluster, tmp_path / "loopback", ONE_HOST, "mpi", flags)
     with shaped(cluster.state, SLOW_GBPS, LATENCY_MS):
         flags = six_layers(FOUR_RANKS, 7, windows=4, more=narrow)
-        slow = recorded(cluster, tmp_path / "slow", FOUR_RANKS, controller, flags)
+        slow = recorded(cluster, tmp_path / "slow", FOUR_RANKS, "mpi", flags)
     assert (loopback["ranks"], slow["ranks"]) == (2, 4)
-    # Other tests on these cores make messages slower, never faster than the link.
-    sent = 1.0 if controller == "mpi" else 1.5  # of each byte by a host: MPI sums inside the hosts first
-    assert 0.4 < sent * slow["fast_bytes_per_s"] * 8e-9 / SLOW_GBPS < 1.15
+    # MPI sums inside the hosts first. Other tests on these cores make messages slower, never faster than the link.
+    assert 0.4 < slow["fast_bytes_per_s"] * 8e-9 / SLOW_GBPS < 1.15
     for bound in ("exposed_least_share", "exposed_most_share"):
         assert slow["step"][bound] > loopback["step"][bound]
     assert any("messages: bandwidth." in line for line in slow["advice"]), slow["advice"]
 
 
-@pytest.mark.parametrize(("controller", "rank"), [("mpi", 3), ("gloo", 0)])
-def test_a_straggler_is_named(cluster: Cluster, tmp_path: Path, controller: str, rank: int) -> None:
+def test_a_straggler_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    rank = 0
     env = {"SLOWED_RANK": str(rank), "SLOWED_S": str(SLOWED_S)}
     flags = f"{SMALL} 14 --per_device_train_batch_size 4 --no_do_eval --output_dir out"
     with shaped(cluster.state, GBPS, LATENCY_MS):
-        seen = recorded(cluster, tmp_path, FOUR_RANKS, controller, flags, env)
+        seen = recorded(cluster, tmp_path, FOUR_RANKS, "gloo", flags, env)
     row = seen["rank_rows"][rank]
     assert row["of_steps"] >= 10 and row["steps"] >= 0.9 * row["of_steps"]
     assert row["median_s"] == pytest.approx(SLOWED_S, rel=0.15)

@@ -100,7 +100,7 @@ def lose(rank: int, where: str) -> None:
             raise RuntimeError("connectFullMesh failed")
         begins(*args, **options)
 
-    rendezvous.gloo_timeout_s = lambda environ: 5
+    rendezvous.gloo_timeout_s = lambda environ: 2
     if where == "store":
         rendezvous.TCPStore = connect
     else:

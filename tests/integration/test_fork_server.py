@@ -34,10 +34,7 @@ def script(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("code", "status", "last"),
     [
-        ("sys.exit(7)", 7, "at exit"),
         ("sys.exit('a reason')", 1, "at exit"),
-        ("raise ValueError('broken')", 1, "at exit"),
-        ("os._exit(5)", 5, ""),
         ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
         ("raise KeyboardInterrupt", -signal.SIGINT, "at exit"),
     ],
@@ -50,13 +47,7 @@ def test_ends_as_python_does(script: Path, tmp_path: Path, code: str, status: in
         outcome.expect(status)
         assert outcome.output.startswith(f"{kind} {[code]} {tmp_path} set\n")
         assert (last in outcome.output) and ("thread\n" in outcome.output) == bool(last), outcome
-        assert ("ValueError: broken" in outcome.output) == ("ValueError" in code), outcome
         assert ("\na reason" in outcome.output) == ("a reason" in code), outcome
-
-
-def test_what_imports_depend_on_gives_an_interpreter_of_its_own(script: Path, tmp_path: Path) -> None:
-    for env in ({"HF_HOME": "elsewhere"}, {"OMP_NUM_THREADS": "2"}, {"HVD_BERT_TEST_COLD": "1"}):
-        assert run([sys.executable, script, "pass"], tmp_path, env=env).expect(0).output.startswith("cold")
 
 
 def test_signal_is_passed_on_and_a_killed_client_ends_its_command(script: Path, tmp_path: Path) -> None:

@@ -40,12 +40,3 @@ def test_without_hub_and_cache_the_ways_out_are_named(tmp_path: Path) -> None:
     assert "--config sample" in output and "local f" in output, outcome
     assert output.count("hvd_bert: ") == 1, outcome
     assert "Traceback" not in output, outcome
-
-
-def test_without_data_the_ways_out_are_named(hub_home: Path, tmp_path: Path) -> None:
-    home = tmp_path / "hf"
-    home.mkdir()
-    (home / "hub").symlink_to(hub_home / "hub")  # the model is there
-    output = said(run(TRAIN, tmp_path, env=NO_HUB | {"HF_HOME": str(home)}).expect(2))
-    for words in ("--train_file", "--validation_file", "--config sample"):
-        assert words in output, output

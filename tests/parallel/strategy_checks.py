@@ -67,20 +67,13 @@ def first_gradients_are_those_of_one_process(ranks: Ranks) -> None:
 
 
 @check_every_strategy
-def padded_gradients_are_those_of_one_process(ranks: Ranks) -> None:
-    padded = ("--padding", "max_length", "--max_seq_length", 64)
-    first_step(ranks, *padded)
-    first_step(ranks, *padded, accumulation=4, clip=0.01)
+def padded_and_clipped_gradients_of_several_passes_are_those_of_one_process(ranks: Ranks) -> None:
+    first_step(ranks, "--padding", "max_length", "--max_seq_length", 64, accumulation=4, clip=0.01)
 
 
 @check_every_strategy
-def clipped_gradients_of_several_passes_are_those_of_one_process(ranks: Ranks) -> None:
-    first_step(ranks, accumulation=4, clip=0.01)
-
-
-@check_every_strategy
-def gradients_of_recomputed_layers_are_those_of_one_process(ranks: Ranks) -> None:
-    first_step(ranks, accumulation=4, recompute=True)
+def clipped_gradients_of_recomputed_layers_in_several_passes_are_those_of_one_process(ranks: Ranks) -> None:
+    first_step(ranks, accumulation=4, clip=0.01, recompute=True)
 
 
 @check_every_strategy
@@ -111,7 +104,7 @@ def deterministic_steps_are_recorded(ranks: Ranks) -> None:
 
 @check_every_strategy
 def a_step_in_which_most_ranks_have_no_window_is_that_of_one_process(ranks: Ranks) -> None:
-    first_step(ranks, step=1)
+    first_step(ranks, step=1, accumulation=4)
 
 
 @check_every_strategy
@@ -168,11 +161,6 @@ def layerwise_optimizers_step_as_in_one_process(ranks: Ranks) -> None:
         training.strategy.step()
         assert same(training.weights(), before), "a step with NaN was applied"
         state_makes_the_same_next_step(ranks, "no weight", "--optim", optim)
-
-
-@check_every_strategy
-def state_of_a_strategy_is_loaded_by_another(ranks: Ranks) -> None:
-    state_makes_the_same_next_step(ranks, "no weight")
 
 
 @check_every_strategy

@@ -152,18 +152,6 @@ def only_the_parameters_are_broadcast(ranks: Ranks) -> None:
 
 
 @check
-def no_parameter_gets_a_made_up_zero_gradient(ranks: Ranks) -> None:
-    # Horovod gives unused parameters (BERT's pooler) zero gradients, and AdamW then decays them.
-    training = Training(ranks.world)
-    training.wrap()
-    gradients = training.averaged_gradients(0)
-    assert gradients.keys() == training.weights().keys()
-    assert not [name for name in gradients if "pooler" in name]
-    needed = {name: gradient for name, gradient in gradients.items() if not name.endswith(ZERO_IN_THEORY)}
-    assert not [name for name, gradient in needed.items() if not gradient.abs().max() > 0]
-
-
-@check
 def averaged_gradient_is_that_of_one_process(ranks: Ranks) -> None:
     training = Training(ranks.world, "--max_grad_norm", 0)
     training.wrap()
@@ -172,16 +160,6 @@ def averaged_gradient_is_that_of_one_process(ranks: Ranks) -> None:
     assert_same_on_all_ranks(ranks.world, found)
     if ranks.world.rank == 0:  # test_worlds.py compares the launches with each other
         np.savez(ranks.folder / "gradients.npz", **{name: tensor.numpy() for name, tensor in found.items()})
-
-
-@check
-def accumulated_passes_give_the_gradient_of_one_pass(ranks: Ranks) -> None:
-    # Horovod sums the passes, and does not average them; on 4 ranks, 4 passes have one window each.
-    training = Training(ranks.world, "--max_grad_norm", 0, accumulation=4)
-    training.wrap()
-    for step in (0, 1):  # the second has one window for 4 passes: left-over passes are an error in Horovod
-        assert_close(training.averaged_gradients(step), training.plain_gradients(step))
-        training.strategy.step()
 
 
 @check
@@ -208,22 +186,6 @@ def weight_decay_of_the_groups_survives_the_wrapping(ranks: Ranks) -> None:
     for name, weight in training.weights().items():
         expected = before[name] * (1 - 0.1 * 0.5) if weight.ndim > 1 else before[name]
         torch.testing.assert_close(weight, expected, rtol=1e-6, atol=0, msg=name)
-
-
-@check
-def schedule_drives_the_wrapped_optimizer(ranks: Ranks) -> None:
-    from hvd_bert.train.optim import make_schedule
-
-    training = Training(ranks.world, "--learning_rate", 1e-3, "--warmup_ratio", 0, "--warmup_steps", 2)
-    strategy = training.wrap()
-    schedule = make_schedule(strategy.optimizer, training.config.train, total_steps=4)
-    rates = []
-    for step in range(4):
-        rates.append({group["lr"] for group in strategy.optimizer.param_groups})
-        training.averaged_gradients(step)
-        strategy.step()
-        schedule.step()
-    assert rates == [{0.0}, {5e-4}, {1e-3}, {5e-4}]
 
 
 @check

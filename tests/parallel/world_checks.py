@@ -94,10 +94,3 @@ def error_of_one_rank_is_raised_on_all_ranks(ranks: Ranks) -> None:
             raise UserError("no such file")
     assert caught.value.rank == last
     assert str(caught.value) == ("no such file" if world.size == 1 else f"rank {last} on {world.host}: no such file")
-
-
-@check_every_strategy
-def error_of_all_ranks_is_said_by_the_first(ranks: Ranks) -> None:
-    with pytest.raises(CollectiveError) as caught, ranks.world.raise_on_all_ranks():
-        raise UserError("no such flag")
-    assert (caught.value.rank, str(caught.value)) == (0, "no such flag")
