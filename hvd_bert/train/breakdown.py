@@ -21,13 +21,6 @@ NAMES = {
     "checkpoint": "checkpoint pause",
     "other": "other",
 }
-# A phase that takes a larger share of the step than LARGE_SHARE gets this advice.
-LARGE_SHARE = 0.1
-ADVICE = {
-    "data": "batches are prepared too slowly. Check the cores per rank (the job's CPUs per task) and the file system.",
-    "exposed_comm": "record some steps with {record} to find the cause (docs/guides/profiling.md).",
-    "checkpoint": "raise --save_steps to save less often.",
-}
 
 
 class Breakdown:
@@ -130,7 +123,7 @@ def describe_steps(results: Mapping[str, Any]) -> list[str]:
     if results.get("evaluations"):
         per_step = 1000 * results["evaluation_s"] / found["taken_steps"]
         row("evaluation (additional)", per_step, per_step / found["step"]["ms"])
-    return [*lines, *_totals(results, found), *_largest(results, found)]
+    return [*lines, *_totals(results, found)]
 
 
 def _totals(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
@@ -157,14 +150,3 @@ def _totals(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
             f"No MFU: the peak of {results['device_name']} in {results['precision']} is unknown. Give --peak_tflops."
         )
     return lines
-
-
-def _largest(results: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Advice on the largest phase that can be shortened, if its share is large."""
-    shares = {phase: found["phases"][phase]["share"] for phase in ADVICE if phase in found["phases"]}
-    phase = max(shares, key=lambda name: shares[name])
-    if shares[phase] < LARGE_SHARE:
-        return []
-    has_timeline = results["strategy"] == "horovod" and results["world_size"] > 1
-    advice = ADVICE[phase].format(record="--timeline_file or --profile" if has_timeline else "--profile")
-    return [f"{NAMES[phase].capitalize()} takes {shares[phase]:.0%} of the step: {advice}"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import gpu_kernels
@@ -63,16 +62,6 @@ def load(
     return load_model(args, tokenizer, max_seq_length, seed, padded)
 
 
-def alter(folder: Path, target: Path, **settings) -> Path:
-    """A copy of a model's folder with a changed configuration."""
-    target.mkdir()
-    for path in folder.iterdir():
-        (target / path.name).write_bytes(path.read_bytes())
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | settings))
-    return target
-
-
 # --- sources ---------------------------------------------------------------------------------------
 
 
@@ -109,28 +98,6 @@ def test_saved_folder_loads_whole_with_our_own_layers(folders, tokenizer):
 # --- refused input ---------------------------------------------------------------------------------
 
 
-@each(
-    ("settings", "named"),
-    [
-        ({"max_position_embeddings": LENGTH - 1}, [f"--max_seq_length {LENGTH}", LENGTH - 1]),
-        ({"vocab_size": 20}, [20]),
-        ({"vocab_size": "many"}, ["vocab_size"]),
-        ({"hidden_act": "unheard"}, ["unheard"]),
-        ({"num_hidden_layers": 3}, ["bert.encoder.layer.2"]),
-        ({"intermediate_size": 40}, ["intermediate.dense.weight"]),
-    ],
-)
-def test_configuration_that_does_not_fit(folders, tokenizer, tmp_path, settings, named):
-    folder = alter(folders / "model", tmp_path / "altered", **settings)
-    with refused(*named):
-        load(tokenizer, model_name_or_path=folder)
-
-
-def test_padded_vocabulary_is_accepted(folders, tokenizer, tmp_path, bert):
-    folder = alter(folders / "scratch", tmp_path / "padded", vocab_size=bert.vocab_size + 63)
-    assert load(tokenizer, config_name=folder).config.vocab_size == bert.vocab_size + 63
-
-
 @each("kind", [GPT2Config, FNetConfig])
 def test_families_that_cannot_be_right_are_refused(tokenizer, tmp_path, kind):
     kind(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
@@ -146,26 +113,22 @@ def test_families_that_cannot_be_right_are_refused(tokenizer, tmp_path, kind):
 def windows(tokenizer) -> WindowTable:
     """Eight windows: four of 12 tokens, then 18 to 24; their sum exceeds the number of positions."""
     random = np.random.default_rng(0)
-    rows = []
-    for number in range(8):
-        length = 12 if number < 4 else 10 + 2 * number
-        start = int(random.integers(6, length - 2)) if number % 4 else 0
-        rows.append(
-            {
-                "input_ids": random.integers(5, len(tokenizer), length).tolist(),
-                "context_start": 6,
-                "start_position": start,
-                "end_position": min(start + 2, length - 2) if start else 0,
-            }
-        )
-    return WindowTable.from_columns({name: [row[name] for row in rows] for name in rows[0]})
+    lengths = [12, 12, 12, 12, 18, 20, 22, 24]
+    starts = [0, 6, 8, 9, 0, 16, 7, 21]
+    ids = [random.integers(5, len(tokenizer), length).tolist() for length in lengths]
+    ends = [start + 1 if start else 0 for start in starts]
+    columns = {"input_ids": ids, "context_start": [6] * 8, "start_position": starts, "end_position": ends}
+    return WindowTable.from_columns(columns)
 
 
 @pytest.fixture(scope="module")
 def model(folders, tokenizer) -> BertForQuestionAnswering:
     """In eval mode, with weights large enough that mistakes change the results."""
-    model = load(tokenizer, config_name=alter(folders / "scratch", folders / "large", initializer_range=0.5))
-    return model.eval()
+    (folders / "large").mkdir()
+    config = BertConfig.from_pretrained(folders / "scratch", initializer_range=0.5)
+    config.vocab_size += 63  # padded
+    config.save_pretrained(folders / "large")
+    return load(tokenizer, config_name=folders / "large").eval()
 
 
 @pytest.mark.realdata
@@ -193,7 +156,7 @@ def test_compiled_layers_compute_the_same_in_one_graph(folders, tokenizer, model
     monkeypatch.setattr(gpu_kernels, "LIMITS", False)  # fp32
     monkeypatch.setattr(attention, "choose", lambda *_: attention.by_flash)
     torch._dynamo.reset()
-    compiled = load(tokenizer, model_name_or_path=folders / "model")
+    compiled = load(tokenizer, config_name=folders / "large")
     compile_layers(compiled)
     compiled.load_state_dict(model.state_dict())  # the names are the same
     torch._dynamo.utils.counters.clear()
@@ -210,10 +173,8 @@ def test_compiled_layers_compute_the_same_in_one_graph(folders, tokenizer, model
         for tree in (model, compiled):
             tree.zero_grad()
             window_losses(tree, batch).mean().backward()
-        for (name, one), other in zip(model.named_parameters(), compiled.parameters(), strict=True):
-            torch.testing.assert_close(
-                one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-            )
+        gradients = ([weights.grad for weights in tree.parameters()] for tree in (model, compiled))
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)  # keys' biases: zero in theory
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 3  # in training, in evaluation, and with gradients in evaluation
     assert not counters["graph_break"] and not counters["unimplemented"]

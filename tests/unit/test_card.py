@@ -115,20 +115,13 @@ def test_card_of_an_own_task_and_a_model_that_is_not_transformers(tmp_path):
     assert "```python" not in content and "load_state_dict" in content and "secret" not in content
     assert str(tmp_path) not in content and found.datasets is None
     assert found.base_model is None and "bert-base-uncased" not in content
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["BertForSequenceClassification"], "problem_type": "regression"})
+    )
+    regression = card.text(tmp_path, settings, results, {})
+    assert "for regression: it gives a number" in regression and "print(float(logits[0, 0]))" in regression
+    assert "The classes" not in regression and "softmax" not in regression
     assert "A launcher started it on 2 ranks." in content and "| Training time | 1:02:05, " in content
-
-
-def test_card_of_a_regression(make_task, tmp_path, monkeypatch):  # noqa: F811
-    for name in ("train", "dev"):
-        (tmp_path / f"{name}.jsonl").write_text('{"text": "red", "label": 1.5}\n{"text": "green", "label": 2.5}\n')
-    task, out = make_task(), tmp_path / "out"
-    out.mkdir()
-    run_folder.save_model(out, task)
-    card.write(out, task.config.as_flat(), results_of(unit="texts"), {})
-    content = (out / "README.md").read_text()
-    assert "for regression: it gives a number for a text or for a pair of texts." in content
-    assert "The classes" not in content and "softmax" not in content
-    assert float(printed_by(code_of(content, "python"), out, monkeypatch)) < 10
 
 
 def test_data_sets_and_splits_of_the_hub(tmp_path):

@@ -93,6 +93,11 @@ for file in (INDEX, "model.safetensors"):
 SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": "7"}, "hidden_size"),
     ({"num_attention_heads": 3}, "heads"),
+    ({"max_position_embeddings": LENGTH - 1}, f"--max_seq_length {LENGTH}.* {LENGTH - 1}"),
+    ({"vocab_size": 20}, "20"),
+    ({"hidden_act": "unheard"}, "unheard"),
+    ({"num_hidden_layers": 3}, "bert.encoder.layer.2"),
+    ({"intermediate_size": 40}, "intermediate.dense.weight"),
     ({"hidden_size": 2 * 10**5}, "GiB of memory"),
     ({"return_dict": False}, "return_dict"),
     ({"chunk_size_feed_forward": 7}, "chunk_size_feed_forward .* 7"),

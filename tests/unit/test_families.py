@@ -195,21 +195,6 @@ def test_encoder_without_a_head_is_loaded(name, tokenizer, tmp_path):
         load_model(ModelArguments(model_name_or_path=str(tmp_path)), tokenizer, 32, seed=1, needs_head=True)
 
 
-def test_longformers_text_may_contain_separators(windows):
-    """It gets the mask of the windows without them, whose result transformers' own equals."""
-    ours, _ = models("longformer")
-    batch = Collator(windows, CPU)(range(len(LENGTHS)))
-    seen = []
-    ours.longformer.register_forward_pre_hook(
-        lambda _, __, inputs: seen.append(inputs["global_attention_mask"]), with_kwargs=True
-    )
-    expected = span_logits(ours, batch)[0]
-    batch.input_ids[0, 8] = SEP  # in the first window's context
-    found = span_logits(ours, batch)[0]
-    assert torch.equal(*seen) and seen[0].sum(1).tolist() == [5] * len(LENGTHS)
-    assert not torch.equal(found[0], expected[0]) and torch.equal(found[1:], expected[1:])
-
-
 @each("name", [name for name in TRAINED if "--bf16" not in family_of(CONFIGS[name]()).unsupported])
 def test_half_precision(name, windows):
     model = new_model(small(name), 0.1, seed=1).train()

@@ -9,11 +9,8 @@ import os
 import queue
 import re
 import shutil
-import struct
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -90,23 +87,6 @@ def test_sample_answers_are_shown_as_they_are(tmp_path: Path) -> None:
     ]
 
 
-def wandb_records(file: Path) -> Iterator[Any]:
-    """The records of a run's file: LevelDB's log format after a header of 7 bytes."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    content, at, whole, block = file.read_bytes(), 7, b"", 2**15
-    while at + 7 <= len(content):
-        if block - at % block < 7:
-            at += block - at % block
-            continue
-        _, length, kind = struct.unpack_from("<IHB", content, at)
-        whole += content[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # all of a record, or its last part
-            yield Record.FromString(whole)
-            whole = b""
-
-
 @pytest.mark.slow
 def test_wandb(base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     wandb = pytest.importorskip("wandb")
@@ -117,24 +97,12 @@ def test_wandb(base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     wandb.teardown()
     assert not (out / "tb").exists()
     run_id = json.loads((out / "tracking.json").read_text())["wandb"]
-    first, second = sorted((out / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
-    seen, losses = [], []
-    for file in (first, second):
-        records = list(wandb_records(file))
-        seen += [(record.run.run_id, record.run.display_name) for record in records if record.HasField("run")]
-        rows = [
-            {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
-            for record in records
-            if record.HasField("history")
-        ]
-        losses += [(row["train/global_step"], row["train/loss"]) for row in rows if "train/loss" in row]
-        settings = {item.key: item.value_json for record in records for item in record.config.update}
-        assert settings["max_steps"] == "3" and settings["strategy"] == '"none"' and settings["global_batch"] == "6"
-        assert [row["eval/f1"] for row in rows if "eval/f1" in row] == [logged(out)[3, "eval_f1"]]
-        assert any("eval/samples" in key for row in rows for key in row)
-        assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
-    assert seen == [(run_id, "out")] * 2, "the resumed run is the same run"
-    assert losses == [(step, pytest.approx(logged(out)[step, "loss"])) for step in (1, 2, 3, 3)]
+    files = list((out / "wandb").glob("offline-run-*/*.wandb"))
+    assert [file.name for file in files] == [f"run-{run_id}.wandb"] * 2, "the resumed run is the same run"
+    for file in files:  # protocol buffers
+        content = file.read_bytes()
+        for text in ("train/global_step", "train/loss", "eval/f1", str(logged(out)[3, "eval_f1"]), "eval/samples"):
+            assert text.encode() in content, text
 
 
 @pytest.mark.slow

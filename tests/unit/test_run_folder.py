@@ -64,16 +64,3 @@ def test_saved_model_is_loaded_by_transformers(tmp_path, tokenizer):
     assert all(value.equal(loaded[name]) for name, value in model.state_dict().items())
     text = "what colour is the box?"
     assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == tokenizer(text)["input_ids"]
-
-
-def test_describe_names_what_is_there(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("")
-    (tmp_path / "tb").mkdir()
-    (tmp_path / "notes.txt").write_text("")
-    (tmp_path / "model.safetensors").write_text("")
-    head, *lines = run_folder.describe(tmp_path).splitlines()
-    assert head == f"In {tmp_path}:"
-    assert [line.split()[0] for line in lines] == ["metrics.jsonl", "tb", "model.safetensors"]
-    assert "from_pretrained" not in "".join(lines), "it needs a config.json, which a task of one's own may not have"
-    (tmp_path / "config.json").write_text("{}")
-    assert "from_pretrained" in run_folder.describe(tmp_path)

@@ -52,20 +52,6 @@ def test_lock_names_its_holder_and_ends_with_it(tmp_path, holder):
     locks.take(tmp_path / ".lock", wait=True).release()
 
 
-def test_a_look_at_the_lock_does_not_refuse_it(tmp_path, monkeypatch):
-    flock, looks = fcntl.flock, [True]
-
-    def looked_at(descriptor: int, operation: int) -> None:
-        if looks and operation & fcntl.LOCK_EX:
-            looks.pop()
-            raise BlockingIOError(errno.EAGAIN, "is_held of another process")
-        flock(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", looked_at)
-    locks.take(tmp_path / ".lock", wait=False).release()
-    assert not looks
-
-
 def test_waiting_and_a_forked_child_that_does_not_free_the_lock(tmp_path, holder):
     threading.Timer(0.3, holder.kill).start()
     with locks.take(tmp_path / ".lock", wait=True) as lock:

@@ -15,7 +15,6 @@ from typing import Any
 import hostile
 import numpy as np
 import pytest
-import test_hostile_checkpoints as checkpoints
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from launch import SAMPLE
@@ -25,8 +24,6 @@ from test_tokenization import texts as passages
 from test_world import make_world
 
 import hvd_bert
-from hvd_bert.checkpoint import files
-from hvd_bert.checkpoint.files import CorruptCheckpoint
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data import window_table
 from hvd_bert.data.sources import squad
@@ -147,23 +144,6 @@ def test_any_data_are_read_or_refused(tmp_path: Path, content: Any) -> None:
         squad.open_file(path, False).questions()
     except UserError as error:
         assert "data.json" in str(error) and len(str(error)) < 1000
-
-
-@ANY_FOLDER
-@given(data=st.data(), value=JSON)
-def test_any_manifest_is_read_or_refused(tmp_path: Path, data: st.DataObject, value: Any) -> None:
-    folder = tmp_path / "checkpoint-20"
-    if not folder.exists():
-        checkpoints.write(tmp_path, 20)
-        (tmp_path / "manifest").write_bytes((folder / "manifest.json").read_bytes())
-    manifest = json.loads((tmp_path / "manifest").read_text())
-    place = data.draw(st.sampled_from([manifest, manifest["files"], manifest["files"]["state.json"]]))
-    place[data.draw(st.sampled_from(sorted(place)) | st.text(max_size=5))] = value
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    try:
-        assert files.read(folder).state == checkpoints.STATE
-    except CorruptCheckpoint as error:
-        assert "checkpoint-20" in str(error)
 
 
 @settings(max_examples=150, deadline=None)
