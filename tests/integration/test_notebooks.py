@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,7 @@ from made_runs import make_run
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell
 
-from hvd_bert.tools.report.__main__ import main as report
-
 pytestmark = pytest.mark.integration
-
-NOTEBOOKS = sorted((REPOSITORY / "notebooks").iterdir())
 
 
 def execute(name: str, folder: Path, parameters: str) -> list[Any]:
@@ -60,22 +54,3 @@ def test_read_a_sweep(tmp_path: Path) -> None:
     outputs = execute("read_a_sweep.py", tmp_path, "")
     assert plots(outputs) == 1
     assert "ddp on 4: " in printed(outputs)
-
-
-def test_read_a_sweep_without_a_speedup(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_run(tmp_path / "runs" / "sweep" / "one")
-    (tmp_path / "notebooks").mkdir()
-    monkeypatch.chdir(tmp_path / "notebooks")
-    monkeypatch.setattr(subprocess, "run", lambda command, check: report([str(word) for word in command[3:]]))
-    runpy.run_path(str(REPOSITORY / "notebooks" / "read_a_sweep.py"))
-    assert "There is no speed-up. " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_notebooks_are_kept_as_text(path: Path) -> None:
-    assert path.suffix in (".py", ".ipynb")
-    if path.suffix == ".py":
-        notebook = jupytext.read(path)
-        assert notebook.metadata["jupytext"]["formats"] == "ipynb,py:percent", "Jupyter saves both"

@@ -144,13 +144,10 @@ def test_all_are_given_the_same_work(name: str, work: Work):
         assert "--in_order" not in timed and timed.get("--train_sampling_strategy") != "sequential"
 
 
-def test_a_run_that_fails_is_told_with_its_last_words(tmp_path: Path):
+def test_a_run_that_fails_or_takes_too_long_is_ended_with_all_its_processes(tmp_path: Path):
     words = [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]
     with pytest.raises(UserError, match=r"no such model\nended with status 3"):
         compare_peers.run(words, dict(os.environ), tmp_path / "log", 60)
-
-
-def test_a_run_that_takes_too_long_is_ended_with_all_its_processes(tmp_path: Path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     reading = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)

@@ -25,20 +25,8 @@ COMMANDS = ("python -m hvd_bert.", "hvd-bert ", "horovodrun ", "bash ")
 SCRIPTS = [
     str(path.relative_to(REPOSITORY)) for folder in ("scripts", "env") for path in REPOSITORY.glob(f"{folder}/*.sh")
 ]
-PROGRAMS = {
-    "bash",
-    "horovodrun",
-    "hvd-bert",
-    "mkdocs",
-    "module",
-    "mpirun",
-    "python",
-    "salloc",
-    "sbatch",
-    "sinfo",
-    "srun",
-}
-PROGRAMS |= {"apptainer", "coverage", "docker", "git", "mutmut", "pip", "tensorboard", "torchrun"}
+PROGRAMS = {"apptainer", "bash", "coverage", "docker", "git", "horovodrun", "hvd-bert", "mkdocs", "module", "mpirun"}
+PROGRAMS |= {"mutmut", "pip", "python", "salloc", "sbatch", "sinfo", "srun", "tensorboard", "torchrun"}
 # Writes a line per call: the program and its arguments, between marks that no documented command has.
 RECORDER = """#!/bin/sh
 { printf '%s\\037' "$0" "$@"; printf '\\036'; } >> "$RECORD"
@@ -169,26 +157,17 @@ def test_commands_of_a_fence(fence: Fence, clone: Path) -> None:
         check(words)
 
 
-def test_commands_that_the_demo_names(clone: Path) -> None:
+def test_commands_of_the_demo_and_the_readmes_table(clone: Path) -> None:
     script = (REPOSITORY / "scripts" / "demo.sh").read_text(encoding="utf-8")
     named = re.findall(r"^  \w[\w ]+?  +(\S.*)$", script.split("\nNext, ")[1], re.MULTILINE)
-    assert len(named) == 6
-    for words in (
-        call
-        for text in named
-        if not text.startswith(("$PWD", "docs/", "hvd-bert --help"))
-        for call in calls(text, clone)
-    ):
-        check(words)
-    assert all((REPOSITORY / text).exists() for text in named if text.startswith("docs/"))
-
-
-def test_commands_of_the_readmes_table(clone: Path) -> None:
     spans = [span for span in documented.code_spans(documented.text_of("README.md")) if span.startswith(COMMANDS)]
-    assert len(spans) > 5
-    for span in spans:
-        for words in calls(span, clone):
-            check(words)
+    assert len(named) == 6 and len(spans) > 5
+    for text in (*named, *spans):
+        if text.startswith("docs/"):
+            assert (REPOSITORY / text).exists()
+        elif not text.startswith(("$PWD", "hvd-bert --help")):
+            for words in calls(text, clone):
+                check(words)
 
 
 def test_a_wrong_command_is_found(clone: Path) -> None:

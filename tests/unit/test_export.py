@@ -80,14 +80,11 @@ def test_logits_are_those_of_transformers(family, tokenizer, tmp_path, capsys, m
             return ["start_logits", "end_logits"]
 
         monkeypatch.setattr(conversion, "export", wrong)
-        (empty := tmp_path / "empty").mkdir()
-        for bias in (0.5, math.nan):
-            plain.load_state_dict(plain.state_dict() | {"qa_outputs.bias": torch.tensor([bias, 0.0])})
-            plain.save_pretrained(folder)
-            assert main([str(folder), "--output", str(empty / "model.onnx")]) == 2
-            said = capsys.readouterr().err
-            assert f"differ from transformers' by up to {bias:g}, more than 0.0001. No file is" in said
-            assert os.listdir(empty) == []
+        plain.load_state_dict(plain.state_dict() | {"qa_outputs.bias": torch.tensor([math.nan, 0.0])})
+        plain.save_pretrained(folder)
+        assert main([str(folder), "--output", str(tmp_path / "model.onnx")]) == 2
+        assert "differ from transformers' by up to nan" in capsys.readouterr().err
+        assert not (tmp_path / "model.onnx").exists()
 
 
 def test_a_family_that_cannot_be_converted(tokenizer, tmp_path, capsys):

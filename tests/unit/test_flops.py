@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from made_runs import make_run
 from tables import each
 from test_families import FIRST_TOKEN, SEP, TRAINED, small
 from torch import nn
@@ -15,7 +14,6 @@ from hvd_bert.data.batch_plan import window_costs
 from hvd_bert.model.bert import new_model
 from hvd_bert.model.families import model_class
 from hvd_bert.model.flops import forward_flops, late_weights
-from hvd_bert.tools.runs import reading
 
 TINY = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 NAMES = {"intermediate_size": "hidden_dim"}  # DistilBERT's, which has aliases for the others
@@ -66,15 +64,6 @@ def test_bert_has_its_formula(hidden, inner, layers):
     assert layers * 4 * hidden * cost == 2 * weights * 179 + forward.per_pair * 179**2
 
 
-def test_model_is_counted_once_without_gradients(monkeypatch):
-    model, seen = tiny("bert"), []
-    model.base_model.register_forward_hook(lambda _, __, output: seen.append(output[0].requires_grad))
-    first = forward_flops(model)
-    assert seen and not any(seen)
-    monkeypatch.setattr(type(model.base_model), "forward", None)
-    assert forward_flops(model) is first
-
-
 # Weights whose gradients are ready only at the end of the backward pass, so that nothing hides their communication
 
 
@@ -96,8 +85,3 @@ def test_weights_that_come_last_in_a_backward_pass(name):
     first_late = places[0] if name == "albert" else places[-1] + 1
     sizes = [weight.numel() for weight in ready]
     assert late_weights(model) == sum(sizes[first_late:])
-
-
-def test_recorded_number_is_read(tmp_path):
-    make_run(tmp_path / "run", late_parameters=7)
-    assert reading.read(tmp_path / "run").late_parameters == 7

@@ -70,20 +70,15 @@ def test_every_check_is_a_line_and_a_failure_keeps_none_from_running(tmp_path, c
         gpu_acceptance.main([*words, str(tmp_path)], CHECKS)
 
 
-@each(
-    ("program", "words"),
-    [
+def test_without_a_gpu_one_line_and_status_3(tmp_path, capsys, monkeypatch):
+    for program, words in (
         ("print('[]')", "no GPU: torch"),
-        ("raise RuntimeError('CUDA error: device is busy')", "cannot use it: RuntimeError: CUDA error: device is busy"),
-    ],
-)
-def test_without_a_gpu_one_line_and_status_3(tmp_path, capsys, monkeypatch, program, words):
-    monkeypatch.setattr(gpu_acceptance, "GPU_NAMES", "print('a warning'); print('[\"NVIDIA L4\"]')")
-    assert gpu_acceptance.gpu_names() == ["NVIDIA L4"]
-    monkeypatch.setattr(gpu_acceptance, "GPU_NAMES", program)
-    assert gpu_acceptance.main(["--out", str(tmp_path / "out")], CHECKS) == 3
-    said = capsys.readouterr()
-    assert said.err.startswith("gpu_acceptance: ") and words in said.err and said.err.count("\n") == 1 and not said.out
+        ("raise RuntimeError('device is busy')", "cannot use it: RuntimeError: device is busy"),
+    ):
+        monkeypatch.setattr(gpu_acceptance, "GPU_NAMES", program)
+        assert gpu_acceptance.main(["--out", str(tmp_path / "out")], CHECKS) == 3
+        said = capsys.readouterr()
+        assert words in said.err and said.err.count("\n") == 1 and not said.out
     assert not (tmp_path / "out").exists()
 
 
@@ -212,14 +207,6 @@ def results(lines: dict[str, gpu_acceptance.Line], result: str) -> list[str]:
     return [name for name, line in lines.items() if line.result == result]
 
 
-def test_a_cpu_runs_all_but_what_needs_two_gpus(tmp_path, monkeypatch):
-    commands = Commands()
-    commands.waits = None
-    lines = lines_of(place(tmp_path), monkeypatch, commands)
-    assert (results(lines, "FAIL"), results(lines, "not here")) == ([], ["dp, all GPUs", "host waits per step"])
-    assert all(line.result == "-" for name, line in lines.items() if name.startswith(("MFU", "windows/s", "over")))
-
-
 class NoCompiler(Commands):
     def __call__(self, words, env, log, timeout_s):
         if "--torch_compile" in words:
@@ -263,7 +250,7 @@ def test_one_gpu(tmp_path, monkeypatch, commands, gpu, failed, not_here):
     assert made.has_peer or not any("hf_trainer.py" in " ".join(words) for words in made.words)
 
 
-@each("gpu", ["NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA GH200 480GB", "NVIDIA L4", ""])
+@each("gpu", ["NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA L4"])
 def test_only_whole_gpus_with_a_published_peak_have_goals(tmp_path, gpu):
     assert not acceptance_speed.goals(place(tmp_path, "cuda", 1, gpu=gpu))
 
@@ -281,14 +268,6 @@ def test_only_whole_gpus_with_a_published_peak_have_goals(tmp_path, gpu):
 def test_skipped_steps_are_not_compared(losses, skips, passed):
     outcome = acceptance_training._compared([4.0, 3.0, 2.0], losses, 0.05, skips)
     assert outcome.passed is passed and "tolerance" not in outcome.found
-
-
-def test_no_command_starts_after_the_time(tmp_path, monkeypatch):
-    commands = Commands()
-    lines = lines_of(place(tmp_path, "cuda", 1, minutes=0), monkeypatch, commands)
-    assert not commands.words
-    assert "no time was left" in lines["preflight check"].found
-    assert "no time was left" in lines["memory"].found
 
 
 def test_the_users_choice_of_gpus_holds(tmp_path, monkeypatch):

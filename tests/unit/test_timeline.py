@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from tables import each
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from hvd_bert.monitoring import timeline_events as reader
 from hvd_bert.monitoring.timeline_events import BEGIN, TICK, Reader
-from hvd_bert.tools.rendering.text import byte_size, percent, seconds
 from hvd_bert.tools.timeline import __main__ as command
 from hvd_bert.tools.timeline.analysis import Findings
 
@@ -47,9 +45,6 @@ def read_events(path: Path) -> tuple[list[tuple[Any, ...]], Reader]:
 
 def expected_events(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return [(e["ph"], e.get("name", ""), e["ts"], e["pid"]) for e in events if e["ph"] != "i"]
-
-
-# --- reading ------------------------------------------------------------------------------------
 
 
 NAMES = st.sampled_from(
@@ -198,9 +193,6 @@ def test_any_damage_is_read_or_refused(tmp_path, cuts):
     assert command.content.terminal(findings)
 
 
-# --- figures ------------------------------------------------------------------------------------
-
-
 @each(("block", "library"), [(300, "MPI_ALLREDUCE"), (5000, "NCCL_ALLREDUCE"), (2 << 20, "MPI_ALLREDUCE")])
 def test_phases_messages_and_steps(tmp_path, monkeypatch, block, library):
     monkeypatch.setattr(reader, "BLOCK", block)
@@ -310,25 +302,14 @@ def test_advice_follows_from_figures(tmp_path):
             small.negotiate(f"t{number}", (100_000 * step, 100_000 * step))
             small.send([f"t{number}"], start, start + 3000, shape=(10,))
     for made, words in (
-        (training(steps=12, step_us=400_000), ["does not slow this run down: 2.5 %"]),
-        (training(steps=12), ["Exposed communication takes 10 ms (10.0 %"]),
-        (small, ["12 messages of 40 bytes each: latency"]),
-        (training(steps=2), ["No training steps found"]),
-        (training(steps=12, ranks=1), ["One rank sends nothing"]),
+        (training(steps=12, step_us=400_000), "does not slow this run down: 2.5 %"),
+        (training(steps=12), "Exposed communication takes 10 ms (10.0 %"),
+        (small, "12 messages of 40 bytes each: latency"),
+        (training(steps=2), "No training steps found"),
+        (training(steps=12, ranks=1), "One rank sends nothing"),
     ):
-        advice = found(made, tmp_path).advice
-        assert [word in line for word, line in zip(words, advice, strict=True)] == [True]
-
-
-def test_units():
-    shown = [seconds(value) for value in (15, 3600, 0.01234, 0.9999, 0, math.nan)]
-    assert shown == ["15 s", "3,600 s", "12.3 ms", "1,000 ms", "0 us", "-"]
-    assert [percent(0.1234), percent(-0.004, "+")] == ["12.3 %", "-0.4 %"]
-    shown = [byte_size(size) for size in (40, 1023, 42.3 * 2**20, 5 * 2**40)]
-    assert shown == ["40 bytes", "1,023 bytes", "42.3 MiB", "5,120 GiB"]
-
-
-# --- the command --------------------------------------------------------------------------------
+        (advice,) = found(made, tmp_path).advice
+        assert words in advice
 
 
 def test_json_and_text(tmp_path, capsys):

@@ -84,11 +84,10 @@ def test_the_fastest_settings_are_found_and_combined() -> None:
     assert {point.baseline for point in machine.decided[3:]} == {(f"{CYCLE}3",), best}
 
 
-@each("jitter", [0.002, 0.02, 0.08])
-def test_without_any_effect_the_defaults_are_kept(jitter: float) -> None:
+def test_without_any_effect_the_defaults_are_kept() -> None:
     wrong = 0
     for seed in range(100):
-        search = SimulatedMachine({}, jitter, seed).search()
+        search = SimulatedMachine({}, 0.02, seed).search()
         search.measure_noise()
         best = search.run(CANDIDATES)
         wrong += bool(best) and search.compare(best).verdict == FASTER
@@ -152,13 +151,6 @@ def test_candidates_follow_from_the_hosts_and_the_users_values(run: Run) -> None
     assert candidates_of(run, users, "--num_groups", "8") == [*own, "--fp16_allreduce=True"]
     with refused("HOROVOD_CYCLE_TIME=fast"):
         candidates_of(run, {"HOROVOD_CYCLE_TIME": "fast"})
-
-
-def test_settings_that_apply_to_every_run_are_refused() -> None:
-    for name, value in (("HOROVOD_AUTOTUNE", "1"), ("HOROVOD_TIMELINE", "/tmp/t.json")):
-        with refused(f"{name}={value}"):
-            knobs.check_environment({name: value})
-    knobs.check_environment({"HOROVOD_AUTOTUNE": "0", "HOROVOD_LOG_LEVEL": "info"})
 
 
 def test_variables_reach_the_ranks_on_other_hosts() -> None:
@@ -230,22 +222,11 @@ def test_the_settings_to_use_are_printed(pretended, start, tmp_path, capsys) -> 
 
 
 def test_keep_the_defaults(pretended, start, tmp_path, capsys) -> None:
-    assert start() == 0
-    assert "Keep the defaults: no candidate" in capsys.readouterr().out
-    assert record(tmp_path)["result"] == {"noise": 0.01, "set": [], "compared": None}
     SPEEDS.update({f"{CYCLE}3": 1.004})  # less than a percent
-    assert start("--out", str(tmp_path / "other")) == 0
-    output = capsys.readouterr().out
-    assert f"Keep the defaults: {CYCLE}3 (the best found) gains +0.4 %" in output and "export" not in output
-
-
-def test_gains_are_relative_to_the_users_settings(pretended, start, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "3")
-    SPEEDS.update({f"{CYCLE}3": 0.5})
     assert start("--knobs", "cycle") == 0
     output = capsys.readouterr().out
-    for words in ("Set by you: HOROVOD_CYCLE_TIME=3", "export HOROVOD_CYCLE_TIME=1", "+100.0 %"):
-        assert words in output
+    assert f"Keep the defaults: {CYCLE}3 (the best found) gains +0.4 %" in output and "export" not in output
+    assert record(tmp_path)["result"]["set"] == []
 
 
 def test_an_interrupted_tuning_resumes(pretended, start, tmp_path, capsys) -> None:
@@ -291,10 +272,13 @@ def test_failing_defaults_end_the_tuning(pretended, start, capsys) -> None:
         (["--knobs", "speed"], "--knobs speed"),
         (["--strategy", "ddp"], "--strategy"),
         (["--num_group", "2"], "--num_groups?"),
+        (["--HOROVOD_AUTOTUNE"], "HOROVOD_AUTOTUNE=1"),
         (["--launcher", "none"], "--launcher none"),
         (["--train_file", "nowhere.json"], "--train_file nowhere.json"),
     ],
 )
-def test_bad_input(pretended, start, capsys, flags: list[str], named: str) -> None:
+def test_bad_input(pretended, start, capsys, monkeypatch, flags: list[str], named: str) -> None:
+    if flags[0] == "--HOROVOD_AUTOTUNE":
+        monkeypatch.setenv("HOROVOD_AUTOTUNE", "1")
     assert start(*flags) == 2
     assert named in capsys.readouterr().err and not pretended.started
