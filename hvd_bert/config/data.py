@@ -182,13 +182,6 @@ class DataArguments:
         default_text="sentence1,sentence2 if there are such columns, else the first one or two",
         metavar="NAME,...",
     )
-    text_column_delimiter: str | None = flag(
-        "text-classification",
-        None,
-        "Join the texts of all --text_column_names into one with this between them, as run_classification does.",
-        default_text="none: two columns are pairs",
-        metavar="TEXT",
-    )
     label_column_name: str = flag("text-classification", "label", "Column of the labels.", metavar="NAME")
     do_regression: bool = flag(
         "text-classification",

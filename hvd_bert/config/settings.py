@@ -42,6 +42,7 @@ FORMER_FLAGS: dict[str, str | None] = {
     "overwrite_cache": None,
     "log_format": None,
     "timeline_mark_cycles": None,
+    "text_column_delimiter": "null",
     "bad_examples": "error",
     "answer_normalization": "squad",
 }

@@ -17,7 +17,7 @@ _PRIVATE = ("cache_dir", "resume_from_checkpoint", "num_threads")
 # Never paths, also with a slash, as in refs/pr/1. Of every other flag, what looks like a path loses its folders.
 NO_PATHS = (
     "model_revision", "dataset_config_name", "train_split_name", "validation_split_name", "text_column_names",
-    "text_column_delimiter", "label_column_name", "question_column", "context_column", "answer_column",
+    "label_column_name", "question_column", "context_column", "answer_column",
 )  # fmt: skip
 
 

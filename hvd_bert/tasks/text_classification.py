@@ -213,9 +213,7 @@ def open_texts(
     """The training texts, and validation sets by the ending of their metrics' names. Raises UserError."""
     glue = GLUE.get(data.task_name or "")
     named = tuple(data.text_column_names.split(",")) if data.text_column_names else ()
-    columns = Columns(
-        glue.texts if glue else named, data.label_column_name, data.text_column_delimiter, data.do_regression
-    )
+    columns = Columns(glue.texts if glue else named, data.label_column_name, data.do_regression)
     train = _open(data, data.train_split_name, "train_file", cache_dir, columns) if do_train else None
     if train:
         columns = replace(columns, texts=train.columns.texts, numbers=train.is_regression)

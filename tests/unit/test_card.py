@@ -139,14 +139,14 @@ def test_data_sets_and_splits_of_the_hub(tmp_path):
     assert f"Evaluated on {glue} `validation_matched` and `validation_mismatched`: 7 examples." in content
     assert f"Trained on {glue} `train`: " in content and "| `total" not in content
 
-    # A delimiter is no path.
+    # Names of columns are no paths.
     flags = ["--dataset_name", "me/more", "--validation_split_name", "test", "--text_column_names", "a,b/c"]
-    later = parse(["--task", "text-classification", *flags, "--text_column_delimiter", " / "]).as_flat()
+    later = parse(["--task", "text-classification", *flags]).as_flat()
     content = card.text(tmp_path, later, results | {"from_hub": public.from_hub(later)}, {"accuracy": 0.5})
     assert "Evaluated on `me/more`, split `test`." in content
     assert {r.dataset_type for r in ModelCard(content).data.eval_results} == {"me/more"}
     shown = public.command(public.public_settings(later, public.from_hub(later)))
-    assert "--text_column_delimiter ' / '" in shown and "--text_column_names a,b/c" in shown
+    assert "--text_column_names a,b/c" in shown
 
 
 def test_names_on_the_hub_and_paths(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ FIXED_ON_RESUME = {
     *("adam_beta2", "adam_epsilon", "max_grad_norm", "num_train_epochs", "max_steps", "lr_scheduler_type"),
     *("warmup_ratio", "warmup_steps", "lr_scaling", "lr_scaling_limit", "seed", "bf16", "fp16", "deterministic"),
     *("question_column", "context_column", "answer_column"),
-    *("task_name", "text_column_names", "text_column_delimiter", "label_column_name", "do_regression"),
+    *("task_name", "text_column_names", "label_column_name", "do_regression"),
     *("task", "optim", "torch_compile", "tf32", "metric_for_best_model", "fp16_allreduce", "gradient_predivide_factor"),
 }
 

@@ -100,8 +100,6 @@ REVIEW = {"label": "x", "title": "good", "body": "a box", "by": "me", "stars": "
     [
         (REVIEW, Columns(("title",), "stars"), "good", None),
         (REVIEW, Columns(("title", "body"), "stars"), "good", "a box"),
-        (REVIEW, Columns(("title", "body"), "stars", " / "), "good / a box", None),
-        (REVIEW, Columns(("body", "title", "by"), "stars", ""), "a boxgoodme", None),
         (REVIEW, Columns(label="stars"), "x", "good"),  # the first two
         ({"text": "a", "label": "x"}, Columns(), "a", None),
         ({"id": "7", "premise": "a", "hypothesis": "b", "label": "x"}, Columns(), "a", "b"),

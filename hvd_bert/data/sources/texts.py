@@ -28,7 +28,7 @@ Value = str | int | float
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns to read. `texts`: one, or two for pairs, or any number that `delimiter` joins into one text.
+    """Columns to read. `texts`: one, or two for pairs.
 
     Without `texts` they are sentence1 and sentence2, else the first two columns besides `label`, id and idx. With one
     such column, the texts are single sentences. `numbers`: all labels must be numbers, for a regression.
@@ -36,17 +36,14 @@ class Columns:
 
     texts: tuple[str, ...] = ()
     label: str = "label"
-    delimiter: str | None = None
     numbers: bool = False
 
     def __post_init__(self) -> None:
         names = ",".join(self.texts)
         if "" in self.texts or len({*self.texts, self.label}) <= len(self.texts):
             raise UserError(f"--text_column_names {names}: give different names, other than {self.label}.")
-        if len(self.texts) > 2 and self.delimiter is None:
-            raise UserError(
-                f"--text_column_names {names}: give one column or two. To join more, add --text_column_delimiter."
-            )
+        if len(self.texts) > 2:
+            raise UserError(f"--text_column_names {names}: give one column or two.")
 
     def found_in(self, name: str, present: Sequence[str]) -> Columns:
         """With the names of the text columns. Raises UserError if a column is missing."""
@@ -135,8 +132,6 @@ def _texts(name: str, digest: str, columns: Columns, located: Iterable[Row], cla
     if classes is None:
         labels = _as_numbers(name, places, labels, columns.numbers)
     parts = [list(column) for column in zip(*texts, strict=True)]
-    if columns.delimiter is not None:
-        parts = [[columns.delimiter.join(pieces) for pieces in texts]]
     second = parts[1] if len(parts) > 1 else None
     return Texts(name, digest, columns, parts[0], second, labels, places, classes)
 
