@@ -11,7 +11,6 @@ from tables import each
 from torch import nn
 
 from hvd_bert import machine
-from hvd_bert.model.attention import by_probabilities, by_window, choose
 from hvd_bert.model.cpu import kernels, linear
 from hvd_bert.model.cpu.dropout import Dropout
 from hvd_bert.model.cpu.kernels import OPENBLAS, OWN, TORCHS, Kernels
@@ -74,23 +73,17 @@ def test_choice_of_this_process(monkeypatch):
         kernels.use("auto")
 
 
-def test_openblas_is_for_one_thread(monkeypatch):
-    with kernels.using(Kernels(OPENBLAS, OPENBLAS, OWN, OWN)):
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-        assert kernels.of("fp32") == Kernels(attention=OWN, dropout=OWN)
-
-
-def test_torchs_kernels_turn_off_all_others():
+def test_torchs_kernels_turn_off_all_others_and_openblas_is_for_one_thread(monkeypatch):
     layer, drop, values = linear.Linear(8, 8), Dropout(0.5), torch.randn(6, 8)
     with kernels.using(TORCHS):
         assert torch.equal(layer(values), nn.functional.linear(values, layer.weight, layer.bias))
-        assert choose("cpu", torch.float32, 0.1, 64, frozenset()) is by_window
         torch.manual_seed(0)
         found = drop(values)
         torch.manual_seed(0)
         assert torch.equal(found, nn.functional.dropout(values, 0.5))
-    with kernels.using(Kernels(attention=OWN)):
-        assert choose("cpu", torch.bfloat16, 0.1, 64, frozenset()) is by_probabilities
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    with kernels.using(Kernels(OPENBLAS, OPENBLAS, OWN, OWN)):
+        assert kernels.of("fp32") == Kernels(attention=OWN, dropout=OWN)
 
 
 def test_emulated_bf16_is_a_warning_that_names_the_flag(monkeypatch, tmp_path, caplog):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tables import each
 from test_world import make_world
 from torch import nn
 
@@ -79,23 +80,17 @@ def test_skipped_step_names_the_rank_and_its_windows(recorded, caplog):
     windows = [f"w{n}" for n in run.plan.rank_windows(1, 1)[0]]
     assert (event["event"], event["step"], event["grad_norm"]) == ("skipped_step", 2, "nan")
     assert event["batch"] == [{"rank": 1, "loss": "nan", "windows": windows}]
-    said = "The loss of rank 1 is nan at step 2. The step is skipped: the weights stay as they were. Its windows: "
-    assert said + windows[0] in caplog.text
+    assert "rank 1 is nan at step 2" in caplog.text and windows[0] in caplog.text
     assert row["loss"] == 3.0  # of the other steps
     results = run.meter.results()
     assert (results["skipped_steps"], results["train_loss"]) == (1, 3.0)
-
-
-def test_gradient_alone_that_is_not_finite(recorded, caplog):
-    run = Watched()
-    run.train(2.0, math.inf)
+    run.train(2.0, math.inf)  # on all ranks
     run.meter.settle()
-    assert [part["rank"] for part in recorded[0]["batch"]] == [0, 1]
-    assert "The gradient is NaN or infinite at step 1" in caplog.text
-    assert "and 0 more" not in caplog.text and caplog.text.count("w") > WINDOWS
+    assert [part["rank"] for part in recorded[1]["batch"]] == [0, 1]
+    assert "The gradient is NaN or infinite at step 4" in caplog.text
 
 
-@pytest.mark.parametrize(
+@each(
     ("fp16", "loss", "first", "later"),
     [
         (False, math.nan, LIMIT, LIMIT),
@@ -103,7 +98,6 @@ def test_gradient_alone_that_is_not_finite(recorded, caplog):
         (True, math.nan, LIMIT, LIMIT),  # no scale makes up for it
         (True, 1.0, LIMIT_SCALED, LIMIT_LATER),
     ],
-    ids=str,
 )
 def test_training_ends_after_so_many_skipped_steps_in_a_row(fp16, loss, first, later, recorded):
     run, never = Watched(fp16), Watched(fp16)

@@ -64,7 +64,7 @@ def test_what_ran_before_a_run_is_not_terminated(tmp_path: Path) -> None:
         other.kill()
 
 
-@each("name", ["INT", "TERM", "USR1", "USR2"])
+@each("name", ["INT", "USR1"])
 def test_a_signal_terminates_the_run_and_is_raised(tmp_path: Path, name: str) -> None:
     before = signal.getsignal(signal.SIGINT)
     with (tmp_path / "log").open("w") as log, pytest.raises(Stopped, match=f"SIG{name}"), signals():
@@ -72,20 +72,6 @@ def test_a_signal_terminates_the_run_and_is_raised(tmp_path: Path, name: str) ->
         start_and_wait(command, os.environ, log, 60)
     assert ends((tmp_path / "log").read_text())
     assert signal.getsignal(signal.SIGINT) is before
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_signal_during_a_destructor_stops_before_the_next_run(tmp_path: Path) -> None:
-    class Interrupted:
-        def __del__(self) -> None:
-            signal.raise_signal(signal.SIGINT)
-
-    with (tmp_path / "log").open("w") as log, signals():
-        item = Interrupted()
-        del item  # Python ignores the exception
-        with pytest.raises(Stopped, match="SIGINT"):
-            start_and_wait(["touch", str(tmp_path / "started")], os.environ, log, 60)
-    assert not (tmp_path / "started").exists()
 
 
 def test_a_signal_during_the_start_terminates_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,19 +15,16 @@ from typing import Any
 import hostile
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launch import SAMPLE
 from tables import each, refused
-from test_tokenization import answer_of, to_windows
-from test_tokenization import texts as passages
 from test_world import make_world
 
 import hvd_bert
 from hvd_bert.config.settings import ModelArguments
 from hvd_bert.data import window_table
 from hvd_bert.data.sources import squad
-from hvd_bert.data.sources.questions import Question
 from hvd_bert.data.window_cutting import WindowOptions
 from hvd_bert.errors import UserError
 from hvd_bert.model.bert import load_model, load_tokenizer
@@ -144,26 +141,6 @@ def test_any_data_are_read_or_refused(tmp_path: Path, content: Any) -> None:
         squad.open_file(path, False).questions()
     except UserError as error:
         assert "data.json" in str(error) and len(str(error)) < 1000
-
-
-@settings(max_examples=150, deadline=None)
-@given(data=st.data(), context=passages, question=passages)
-def test_an_answer_maps_back_to_exactly_its_text(
-    tokenizer: Any, data: st.DataObject, context: str, question: str
-) -> None:
-    """For any answer that starts and ends with a token: in each window that has it, the labels give its very text."""
-    offsets = tokenizer(context, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    assume(offsets)
-    first = data.draw(st.integers(0, len(offsets) - 1))
-    last = data.draw(st.integers(first, min(first + 6, len(offsets) - 1)))
-    start, end = offsets[first][0], offsets[last][1]
-    text = context[start:end]
-    assume(text.strip())
-    asked = Question("q", "", context, question, (text,), (start,))
-    rows, counts = to_windows(tokenizer, [asked], 32, 4)
-    labelled = [row for row in rows if row["end_position"]]
-    assert labelled or counts.cut_answers + counts.tokenless_answers
-    assert {answer_of(asked, row).strip() for row in labelled} <= {text.strip()}
 
 
 # No code of a model's folder or of a data set runs, and nobody is asked whether it may

@@ -47,25 +47,17 @@ class Stopped(Exception):
     """A signal asked this process, or a run, to stop."""
 
 
-_received: list[str] = []  # the signals of the innermost `signals` block
-
-
 @contextmanager
 def signals() -> Iterator[None]:
-    """Make SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 raise Stopped inside the block, or at the latest at its next run."""
+    """Make SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 raise Stopped inside the block."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        _received.append(signal.Signals(number).name)  # Python ignores an exception if it interrupts a destructor
         with suppress(OSError):  # not print: the signal may have interrupted one
             os.write(2, b"Stopping: terminating the current run.\n")
-        raise Stopped(_received[-1])
+        raise Stopped(signal.Signals(number).name)
 
-    _received.clear()
-    try:
-        with _handler(stop):
-            yield
-    finally:
-        _received.clear()
+    with _handler(stop):
+        yield
 
 
 @contextmanager
@@ -140,8 +132,6 @@ def start_and_wait(command: Sequence[str], environ: Mapping[str, str], log: Text
     Returns None after a timeout, and EXIT_NOT_STARTED if it cannot be started, with the reason in the log.
     """
     with _guard() as guard_fd, _adopting() as adopted:
-        if _received:
-            raise Stopped(_received[-1])
         process = None  # after a signal during the start, too
         try:
             process = subprocess.Popen(
