@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections import Counter
@@ -10,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import JOB_SCRIPT, REPOSITORY, Cluster, script
+from harness import JOB_SCRIPT, REPOSITORY, Cluster
 
 pytestmark = pytest.mark.cluster
 Pretended = Callable[[str], dict[str, str]]
@@ -41,26 +40,6 @@ def test_nodes_without_gpus_and_three_tasks_each(cluster: Cluster, tmp_path: Pat
     hosts = Counter(re.findall(r"^rank \d+ on (\S+),.* <--output-dir=out>$", ended.expect(0).out, re.M))
     assert hosts == {"a100-01": 3, "a100-02": 3}, ended
     assert (tmp_path / f"mine-{ended.id}.out").exists()
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_tasks_are_bound_to_cores(folder: Path, tmp_path: Path, pretended: Pretended) -> None:
-    # The nodes of the other cluster claim more cores than this machine has, and do not bind tasks.
-    script("up.sh", HVD_BERT_CLUSTER=str(folder), HVD_BERT_CLUSTER_TASK_PLUGIN="task/affinity").check_returncode()
-    binding = Cluster(folder)
-    env = pretended('echo "$(hostname) $(sed -n "s/^Cpus_allowed_list:[[:space:]]*//p" /proc/self/status)"')
-    job = binding.submit(f"--cpus-per-task=1 {JOB_SCRIPT}", tmp_path, env)
-    ended = binding.ended(job).expect(0)
-    assert "--cpus-per-task=1 --cpu-bind=cores python" in ended.out, ended
-    cores = re.findall(r"^(a100-0\d) (\d+)$", ended.out, re.M)  # one core per task, different ones on a node
-    assert Counter(host for host, _ in set(cores)) == {"a100-01": 2, "a100-02": 2}, ended
-
-
-def test_output_dir_in_a_yaml_file_is_used(cluster: Cluster, tmp_path: Path, pretended: Pretended) -> None:
-    (tmp_path / "mine.yaml").write_text("seed: 1\noutput_dir: 'runs/of yaml'  # there\n")
-    ended = cluster.ended(cluster.submit(f"{JOB_SCRIPT} --config mine.yaml", tmp_path, pretended(SAY))).expect(0)
-    assert "results in runs/of yaml\n" in ended.out, ended
-    assert "--output_dir" not in ended.out, ended
 
 
 def test_job_has_the_trainers_status(cluster: Cluster, tmp_path: Path, pretended: Pretended) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import said
-from harness import FINAL, FOLDER, HOROVODRUN_SCRIPT, JOB_SCRIPT, SMALL, Cluster, losses, results, script
+from harness import FINAL, FOLDER, JOB_SCRIPT, SMALL, Cluster, losses, script
 
 # Campaigns: 16 interpreters start one by one, since the fork server serves only the other cluster.
 pytestmark = [pytest.mark.cluster, pytest.mark.campaign, pytest.mark.timeout(3600)]
@@ -65,13 +64,3 @@ def test_eight_hosts_stop_and_resume_on_four(eight: Cluster, tmp_path: Path) -> 
     found = json.loads((tmp_path / "out" / "train_results.json").read_text())
     assert (found["world_size"], len(found["hosts"]), found["controller"]) == (8, 4, "mpi")
     np.testing.assert_allclose(losses(tmp_path / "out"), losses(tmp_path / "whole"), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("controller", ["mpi", "gloo"])
-def test_interfaces_with_other_names(eight: Cluster, tmp_path: Path, controller: str) -> None:
-    hosts = "a100-03:1,a100-08:1"
-    options = f"-H {hosts} --interface 10.77.0.0/24 --{controller}"
-    command = f"{HOROVODRUN_SCRIPT} {options} -- {SMALL} 2 --output_dir out"
-    outcome = eight.on("a100-03", command, tmp_path, COLD, timeout=TIMEOUT_S).expect(0)
-    assert "2 rank(s) on a100-03, a100-08" in said(outcome), outcome
-    assert results(tmp_path / "out")["controller"] == controller

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from commands import small_run
 from launch import run
-from tables import each
-
-from hvd_bert.errors import EXIT_BROKEN_PIPE
 
 pytestmark = pytest.mark.integration
-
-COMMANDS = ("train", "predict", "evaluate", "doctor", "bench", "bench sweep", "report", "timeline", "tune")
 
 
 def test_training_completes_on_a_full_log_disk(tmp_path: Path) -> None:
@@ -25,11 +19,3 @@ def test_training_completes_on_a_full_log_disk(tmp_path: Path) -> None:
     steps = [json.loads(line)["step"] for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4, 5, 6, 6]
     assert (tmp_path / "out/train_results.json").exists() and (tmp_path / "out/eval_results.json").exists()
-
-
-@each("command", COMMANDS)
-def test_help_ends_quietly_without_a_reader(command: str, tmp_path: Path) -> None:
-    to_ended_reader = 'exec 3> >(:); wait $!; exec "$@" >&3 3>&-'
-    help_of = [sys.executable, "-m", "hvd_bert", *command.split(), "--help"]
-    outcome = run(["bash", "-c", to_ended_reader, "bash", *help_of], tmp_path)
-    assert (outcome.status, outcome.output) == (EXIT_BROKEN_PIPE, ""), outcome

@@ -49,8 +49,8 @@ def test_checkpoint_of_one_strategy_is_resumed_under_another(tmp_path, baseline)
 
 
 @pytest.mark.parametrize("flags", [("fsdp",), ("deepspeed", "--zero_stage", 3)], ids=lambda flags: flags[0])
-def test_checkpoint_of_one_strategy_opens_under_others(tmp_path, baseline, flags):
-    """It answers questions, evaluates as before, and another strategy fine-tunes its weights."""
+def test_checkpoint_of_one_strategy_opens_under_others(tmp_path, flags):
+    """It answers questions, and evaluates as before under Horovod."""
     skip_without(flags[0])
     out = tmp_path / "out"
     run([*launcher(2, "torchrun"), *small_run(2, out, "--strategy", *flags, "--save_steps", 6)], tmp_path).expect(0)
@@ -65,14 +65,6 @@ def test_checkpoint_of_one_strategy_opens_under_others(tmp_path, baseline, flags
     answers = run(asked, tmp_path).expect(0)
     question, answer = next(iter(json.loads((out / "eval_predictions.json").read_text()).items()))
     assert question == questions_of(SAMPLE_DEV.name, 1)[0] and f"A: {answer}  (probability" in answers.output
-
-    first = []
-    for name, by, size, strategy in (("ddp", "torchrun", 2, "ddp"), ("none", "none", 1, "none")):
-        words = ["--model_name_or_path", checkpoint, "--strategy", strategy, "--max_steps", 1, "--no_do_eval"]
-        run([*launcher(size, by), *small_run(size, tmp_path / name, *words)], tmp_path).expect(0)
-        first += losses(tmp_path / name)
-    assert first[0] == pytest.approx(first[1], abs=1e-6)
-    assert abs(first[0] - losses(baseline)[0]) > 1e-3, "it started from the beginning"
 
 
 @pytest.mark.parametrize("flags", [("fsdp",), ("deepspeed", "--zero_stage", 1)])

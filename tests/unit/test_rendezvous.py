@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,22 +52,6 @@ def test_store_that_cannot_be_served_or_reached(environ):
     port = free_port()
     with refused(f"127.0.0.1:{port}"):
         rendezvous.reach_store("127.0.0.1", port, 0)
-
-
-def test_ranks_learn_all_hosts(environ, monkeypatch):
-    store = rendezvous.serve_store("127.0.0.1")
-    found: dict[int, list[str]] = {}
-
-    def rank(number: int) -> None:
-        own = rendezvous.reach_store("127.0.0.1", store.port, 0)
-        found[number] = rendezvous.hosts_of(own, number, 3)
-
-    threads = [threading.Thread(target=rank, args=[number]) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert found == dict.fromkeys(range(3), [socket.gethostname()] * 3)
 
 
 def test_ranks_that_do_not_start_are_named(environ, monkeypatch, caplog):

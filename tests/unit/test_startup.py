@@ -119,9 +119,8 @@ def test_unknown_command(script: Path, word: str, hint: str) -> None:
     assert done.stderr == f"hvd_bert: unknown command '{word}'.{hint} `hvd-bert --help` lists the commands.\n"
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["trian"]], ids=str)
-def test_only_rank_0_prints(script: Path, words: list[str]) -> None:
-    printed = [run(script, *words, HOROVOD_RANK=rank, HOROVOD_SIZE="2") for rank in "01"]
+def test_only_rank_0_prints(script: Path) -> None:
+    printed = [run(script, "trian", HOROVOD_RANK=rank, HOROVOD_SIZE="2") for rank in "01"]
     assert printed[0].stdout + printed[0].stderr
     assert (printed[1].returncode, printed[1].stdout, printed[1].stderr) == (0, "", "")
 
