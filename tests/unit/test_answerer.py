@@ -56,7 +56,6 @@ def questions(make_questions):
 def test_one_answer(qa):
     context = "The box is red. The hall is green."
     answer = qa(question="What is red?", context=context)
-    assert isinstance(answer, FoundAnswer)
     assert answer.text == context[answer.start : answer.end] != ""
     assert 0 < answer.score < 1 and answer.null_odds is None
     assert len(answer.nbest) == SETTINGS["n_best_size"]
@@ -196,18 +195,6 @@ def test_loading_leaves_random_numbers_alone(model, monkeypatch):
     assert torch.rand(1) == expected
 
 
-@pytest.mark.slow
-def test_a_long_document_takes_little_memory(model):
-    sentence = "the colour of the green box is red in the box of the red box. "
-    document = sentence * (10**6 // len(sentence)) + "the 7 is green."
-    qa = QuestionAnswerer(model, max_seq_length=384, doc_stride=64)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now
-    before = memory_mib("VmRSS")
-    answer = qa("what is green?", document)
-    assert document[answer.start : answer.end] == answer.text
-    assert memory_mib("VmHWM") - before < 300  # imports, and the weights of an encoder, take 600
-
-
 def test_blocks_are_small(make_questions):
     questions = [replace(q, context=q.context[:10]) for q in make_questions(200)]
     questions[100:102] = [replace(q, context="a" * answerer.BLOCK_CHARACTERS) for q in questions[100:102]]
@@ -215,8 +202,3 @@ def test_blocks_are_small(make_questions):
     assert [question for part in parts for question in part] == questions
     assert [len(part) for part in parts] == [64, 36, 1, 1, 64, 34]
     assert list(answerer.blocks([])) == []
-
-
-def memory_mib(name: str) -> float:
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024

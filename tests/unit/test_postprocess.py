@@ -152,13 +152,6 @@ def only(windows: list[WindowLogits], q: Question, **options: Any) -> Answer:
     return answer
 
 
-def test_ties_go_to_the_earliest_then_the_shortest() -> None:
-    q = question(3)
-    answer = only([window(q, 0, [0.0] * 3, [0.0] * 3)], q, n_best_size=4)
-    assert [entry["text"] for entry in answer.nbest] == ["w0", "w0 w1", "w0 w1 w2", "w1"]
-    assert [entry["probability"] for entry in answer.nbest] == pytest.approx([0.25] * 4)
-
-
 def test_finds_a_span_whose_ends_are_not_among_the_n_best() -> None:
     """The three best starts come after the three best ends, so run_qa with n_best_size 3 finds no pair."""
     q = question(8)

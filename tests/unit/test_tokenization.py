@@ -6,7 +6,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import each, refused
-from tokenizers import models, pre_tokenizers, processors
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from hvd_bert.data.sources.squad import Question
@@ -145,23 +145,6 @@ def test_texts_without_a_token_still_give_a_window(tokenizer):
     assert row["input_ids"] == [2, 3, 3]
     assert row["context_start"] == row["context_end"] == 2
     assert counts.tokenless_answers == 1
-
-
-def test_bytes_of_one_character_and_two_special_tokens_in_a_row():
-    """As RoBERTa's tokenizer: the four tokens of an emoji have the same place in the text."""
-    pieces = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    backend = tokenizers.Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> </s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="<s>", sep_token="</s>")
-    question = ask("a 🙂 red 🚀 box", "red 🚀")
-    (row,), _ = to_windows(tokenizer, [question])
-    expected = tokenizer(question.question, question.context, return_offsets_mapping=True)
-    assert row["input_ids"] == expected["input_ids"]
-    assert spans_of(row) == expected["offset_mapping"][row["context_start"] : row["context_end"]]
-    assert answer_of(question, row) == "red 🚀"
 
 
 # --- unsupported tokenizers ------------------------------------------------------------------------
