@@ -2,7 +2,7 @@
 
     hvd-bert predict MODEL --context "Ada was born in London." --question "Where was Ada born?"
     hvd-bert predict MODEL --input dev-v1.1.json                   prints a few answers
-    horovodrun -np 4 hvd-bert predict MODEL --input questions.csv --output answers.jsonl
+    horovodrun -np 4 hvd-bert predict MODEL --input questions.csv --output answers.csv
 
 With --output, all ranks of any launcher share the questions. The file appears once it is complete.
 
@@ -36,6 +36,7 @@ SETTINGS = {
     "null_score_diff_threshold": float,
 }
 SWITCH = "version_2_with_negative"
+OUTPUTS = (".jsonl", ".csv", ".parquet")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,8 +73,10 @@ def parse_flags(argv: list[str] | None, launcher: Launcher) -> argparse.Namespac
         raise UserError("--input and --question or --context are both given: choose one source of questions.")
     if flags.output and not flags.input:
         raise UserError(f"--output {flags.output}: give the questions with --input.")
-    if flags.output and flags.output.suffix != ".jsonl":
-        raise UserError(f"--output {flags.output}: its name must end with .jsonl.")
+    if flags.output and flags.output.suffix not in OUTPUTS:
+        raise UserError(f"--output {flags.output}: its name must end with {', '.join(OUTPUTS)}.")
+    if flags.n_best is not None and flags.n_best < 0:
+        raise UserError(f"--n_best {flags.n_best}: must be at least 0.")
     if (launcher.size or 1) > 1 and not flags.output:
         raise UserError(
             f"{launcher.name} started {launcher.size} processes, but only --input with --output uses them. Start the"
@@ -107,7 +110,13 @@ def make_parser() -> argparse.ArgumentParser:
         "--output",
         metavar="FILE",
         type=Path,
-        help="Write the answers to all questions of --input as JSON Lines (.jsonl). (default: print a few)",
+        help="Write the answers to all questions of --input: .jsonl, .csv or .parquet. (default: print a few)",
+    )
+    parser.add_argument(
+        "--n_best",
+        metavar="N",
+        type=int,
+        help="Candidates per answer in the file; 0: leave them out. (default: all of --n_best_size)",
     )
     for name, default in (("question", "question"), ("context", "context"), ("answer", "answers")):
         parser.add_argument(

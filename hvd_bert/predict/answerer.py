@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,22 +41,35 @@ BLOCK_QUESTIONS, BLOCK_CHARACTERS = 64, 2**18
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A possible answer: the characters [start, end) of the context, or "no answer": "" without a place."""
+class _Span:
+    """The characters [start, end) of the context, or "no answer": "" without a place.
+
+    `score`: its probability among the n best. Also read by the keys of transformers' former pipeline: answer, start,
+    end, score.
+    """
 
     text: str
     start: int | None
     end: int | None
-    score: float  # probability among the n best
+    score: float
+
+    def __getitem__(self, key: str) -> Any:
+        return {"answer": self.text, "start": self.start, "end": self.end, "score": self.score}[key]
+
+
+@dataclass(frozen=True)
+class Candidate(_Span):
+    """A possible answer."""
+
     start_logit: float
     end_logit: float
 
 
 @dataclass(frozen=True)
-class FoundAnswer:
+class FoundAnswer(_Span):
     """The answer to a question. `text` is "" if the context does not answer it; then `start` and `end` are None.
 
-    `score`: its probability among the n best. `null_odds`: for SQuAD 2.0, the score of "no answer" minus that of the
+    `null_odds`: for SQuAD 2.0, the score of "no answer" minus that of the
     best span. `nbest`: the best candidates, best first.
     """
 
@@ -150,21 +163,24 @@ class QuestionAnswerer:
         self._window_tokenizer = WindowTokenizer(tokenizer, self.window_options)
         self._warned = False  # that a question was truncated
 
-    @overload
-    def __call__(self, question: str, context: str) -> FoundAnswer: ...
-    @overload
-    def __call__(self, question: Texts, context: str | Texts) -> list[FoundAnswer]: ...
-    @overload
-    def __call__(self, question: str, context: Texts) -> list[FoundAnswer]: ...
-    def __call__(self, question: str | Texts, context: str | Texts) -> FoundAnswer | list[FoundAnswer]:
-        """The answer to one question, or a list of answers in the order of the questions.
+    def __call__(
+        self,
+        question: str | Texts | Mapping[str, str] | Sequence[Mapping[str, str]],
+        context: str | Texts | None = None,
+        *,
+        top_k: int | None = None,
+    ) -> Any:
+        """The FoundAnswer to one question, or a list of them in the order of the questions.
 
-        Lists have a question and a context each, or one of the two is a single text for all.
+        Lists have a question and a context each, or one of the two is a single text for all. Or the first argument has
+        both, as `{"question": ..., "context": ...}` or a list of such. `top_k`: in place of each answer, a list of its
+        best Candidates, at most this many and at most the n best.
         """
-        single = isinstance(question, str) and isinstance(context, str)
-        asked = list(_questions(question, context))
-        answers = [FoundAnswer.of(answer) for answer in self.answers(asked)]
-        return answers[0] if single else answers
+        require(top_k is None or top_k >= 1, f"top_k {top_k}: must be at least 1.")
+        single = isinstance(question, Mapping) or (isinstance(question, str) and isinstance(context, str))
+        answers = [FoundAnswer.of(answer) for answer in self.answers(list(_questions(*_as_texts(question, context))))]
+        found = answers if top_k is None else [list(answer.nbest[:top_k]) for answer in answers]
+        return found[0] if single else found
 
     def answers(self, questions: Iterable[Question]) -> Iterator[Answer]:
         """The answers in the order of the questions, which are used without checks."""
@@ -213,6 +229,19 @@ def _settings(model: str, given: dict[str, Any]) -> dict[str, Any]:
         require(length >= 1, f"--max_seq_length {length}: must be at least 1.")
     chosen = {name: trained.get(name) if value is None else value for name, value in given.items()}
     return {name: value for name, value in chosen.items() if value is not None}
+
+
+def _as_texts(question: Any, context: Any) -> tuple[str | Texts, str | Texts]:
+    """Questions and contexts. Raises UserError if a question has no context."""
+    asked = [question] if isinstance(question, Mapping) else question
+    if context is None and not isinstance(asked, str):
+        require(
+            all(isinstance(one, Mapping) and {"question", "context"} <= one.keys() for one in asked),
+            'A question without a context: give context=..., too, or dicts as {"question": ..., "context": ...}.',
+        )
+        return [one["question"] for one in asked], [one["context"] for one in asked]
+    require(context is not None, "A question without a context: give context=..., too.")
+    return question, context
 
 
 def _questions(questions: str | Texts, contexts: str | Texts) -> Iterator[Question]:

@@ -10,19 +10,23 @@ import hashlib
 import json
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
+from pyarrow.csv import CSVWriter
+from pyarrow.parquet import ParquetWriter
 from tqdm import tqdm
 
 from hvd_bert.data.sources import squad
-from hvd_bert.data.sources.squad import Source
+from hvd_bert.data.sources.squad import Question, Source
 from hvd_bert.distributed.world import World, log
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, UserError, visible
 from hvd_bert.model.bert import tokenizer_digest
@@ -35,6 +39,11 @@ PRINTED = 3  # answers of a file
 WIDTH = 100
 COMMAND = "predict"  # in the record of a folder
 Row = dict[str, Any]
+Write = Callable[[list[Row]], object]
+COLUMNS = dict.fromkeys(("id", "question", "context", "answer"), pa.string())
+COLUMNS |= {"start": pa.int64(), "end": pa.int64(), "probability": pa.float64(), "null_odds": pa.float64()}
+NUMBERS = dict.fromkeys(("probability", "start_logit", "end_logit"), pa.float64())
+CANDIDATES = pa.list_(pa.struct({"text": pa.string(), "start": pa.int64(), "end": pa.int64()} | NUMBERS))
 
 
 def run(flags: argparse.Namespace) -> int:
@@ -104,20 +113,20 @@ def answer_file(flags: argparse.Namespace, world: World) -> None:
     parts = list(blocks(questions))
     quiet = world.rank > 0 or not sys.stderr.isatty()
     with ExitStack() as stack, tqdm(total=len(questions), desc="Answering", unit="question", disable=quiet) as bar:
-        file: TextIO | None = None
+        write: Write | None = None
         with _writing(flags, world, EXIT_BAD_INPUT):
             if world.rank == 0:
-                file = stack.enter_context(_appearing(flags.output))
+                write = stack.enter_context(_appearing(flags.output, flags.n_best != 0))
         for first in range(0, len(parts), world.size):
             mine = parts[first : first + world.size][world.rank :][:1]  # in the last round, some ranks may have none
             rows: list[Row] = []
             with world.raise_on_all_ranks(EXIT_FAILURE):
-                answers = (answer for part in mine for answer in qa.answers_of_block(part))
-                rows = [_row(answer.id, FoundAnswer.of(answer)) for answer in answers]
+                for part in mine:
+                    rows += map(partial(_row, flags), part, map(FoundAnswer.of, qa.answers_of_block(part)))
             gathered = list(chain.from_iterable(world.gather(rows)))  # on rank 0
             with _writing(flags, world):
-                if file:
-                    file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in gathered)
+                if write:
+                    write(gathered)
             bar.update(len(gathered))
         with _writing(flags, world):
             stack.close()
@@ -131,19 +140,35 @@ def _writing(flags: argparse.Namespace, world: World, status: int = EXIT_FAILURE
 
 
 @contextmanager
-def _appearing(path: Path) -> Iterator[TextIO]:
-    """A file that replaces `path` unless the block raises. Raises OSError, also if `path` is of another program."""
+def _appearing(path: Path, candidates: bool) -> Iterator[Write]:
+    """Writes rows to a file that replaces `path` unless the block raises. Raises OSError, also if `path` is of another
+    program. `candidates`: whether the rows have them."""
     make_folder(path.parent)
     written.claim(path.parent, path.name, command=COMMAND)
-    with replacing(path, durable=True) as partial:
-        file = partial.open("w", encoding="utf-8", newline="")  # closed below
+    columns = COLUMNS | ({"nbest": pa.string() if path.suffix == ".csv" else CANDIDATES} if candidates else {})
+    schema = pa.schema(list(columns.items()))
+    with replacing(path, durable=True) as new:
+        if path.suffix == ".jsonl":
+            file: Any = new.open("w", encoding="utf-8", newline="")  # closed below
+            write = partial(_write_lines, file)
+        else:
+            file = (ParquetWriter if path.suffix == ".parquet" else CSVWriter)(new, schema)
+            write = partial(_write_table, file, schema)
         try:
-            yield file
+            yield write
         except BaseException:
             with suppress(OSError):  # that of what is still in its buffer
                 file.close()
             raise
         file.close()
+
+
+def _write_lines(file: Any, rows: list[Row]) -> None:
+    file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+
+
+def _write_table(writer: Any, schema: pa.Schema, rows: list[Row]) -> None:
+    writer.write_table(pa.Table.from_pylist(rows, schema))
 
 
 def _inputs_of(qa: QuestionAnswerer, source: Source) -> dict[str, object]:
@@ -159,16 +184,20 @@ def _inputs_of(qa: QuestionAnswerer, source: Source) -> dict[str, object]:
     }
 
 
-def _row(question_id: str, answer: FoundAnswer) -> Row:
-    nbest = [asdict(candidate) for candidate in answer.nbest]
-    for entry in nbest:
-        entry["probability"] = entry.pop("score")
-    return {
-        "id": question_id,
+def _row(flags: argparse.Namespace, question: Question, answer: FoundAnswer) -> Row:
+    row = {
+        "id": question.id,
+        "question": question.question,
+        "context": question.context,
         "answer": answer.text,
         "start": answer.start,
         "end": answer.end,
         "probability": answer.score,
         "null_odds": answer.null_odds,
-        "nbest": nbest,
     }
+    if flags.n_best == 0:
+        return row
+    nbest = [asdict(candidate) for candidate in answer.nbest[: flags.n_best]]
+    for entry in nbest:
+        entry["probability"] = entry.pop("score")
+    return row | {"nbest": json.dumps(nbest, ensure_ascii=False) if flags.output.suffix == ".csv" else nbest}

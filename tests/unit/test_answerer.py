@@ -75,6 +75,21 @@ def test_lists_keep_their_order(qa, questions):
     assert qa([], []) == qa([], "The box.") == []
 
 
+def test_questions_and_answers_in_the_shape_of_a_pipeline(qa, questions):
+    asked = [{"question": q.question, "context": q.context} for q in questions[:3]]
+    answers = qa(asked)
+    same(answers, [qa(**one) for one in asked])
+    one = qa(asked[0])
+    assert [one[key] for key in ("answer", "start", "end", "score")] == [one.text, one.start, one.end, one.score]
+    assert qa(asked[0], top_k=2) == list(one.nbest[:2])
+    assert [[best["answer"] for best in top] for top in qa(asked, top_k=1)] == [[a.nbest[0].text] for a in answers]
+    for wrong in ({"question": "Who?"}, [{"context": "Ada."}], "Who?", ["Who?"]):
+        with refused("context"):
+            qa(wrong)
+    with refused("top_k 0"):
+        qa(asked[0], top_k=0)
+
+
 def same(found: list[FoundAnswer], expected: list[FoundAnswer]) -> None:
     """The same texts and places; numbers to the last bit where products do not depend on the other rows."""
     assert [places(answer) for answer in found] == [places(answer) for answer in expected]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import resource
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import pandas
 import pytest
 from tables import each, refused
 from test_answerer import model, questions, record  # noqa: F401  # fixtures
@@ -20,7 +23,7 @@ from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK
 from hvd_bert.predict import answerer
 from hvd_bert.predict.__main__ import main, parse_flags
 from hvd_bert.predict.answerer import FoundAnswer
-from hvd_bert.predict.answering import answer_file
+from hvd_bert.predict.answering import COLUMNS, answer_file
 from hvd_bert.storage import written
 from hvd_bert.tasks.question_answering import load_inputs
 
@@ -73,7 +76,8 @@ def test_model_without_a_span_head_is_refused_unless_it_is_trained(tokenizer, tm
         (["--question", " ", "--context", "a"], ["--question", "--context"]),
         (["--input", "a", "--question", "a"], ["--input", "--question"]),
         (["--output", "a.jsonl"], ["--output a.jsonl", "--input"]),
-        (["--input", "a", "--output", "a.txt"], ["--output a.txt", ".jsonl"]),
+        (["--input", "a", "--output", "a.txt"], ["--output a.txt", ".jsonl", ".csv", ".parquet"]),
+        (["--input", "a", "--output", "a.csv", "--n_best", "-1"], ["--n_best -1"]),
     ],
 )
 def test_wrong_command_lines(words, named):
@@ -150,20 +154,32 @@ def test_files_of_others_stay_and_a_full_disk_leaves_none(model, tmp_path):  # n
     assert [path.name for path in (tmp_path / "new").iterdir()] == [written.RECORD]
 
 
-def test_a_file_of_answers(model, questions, tmp_path, monkeypatch):  # noqa: F811
+@each("suffix", [".jsonl", ".csv", ".parquet"])
+def test_a_file_of_answers(model, questions, tmp_path, monkeypatch, suffix):  # noqa: F811
     monkeypatch.setattr(answerer, "BLOCK_QUESTIONS", 13)
     questions = [*questions[:2], replace(questions[2], context='Zo\u00eb, "a"\rb,\nc is red.'), *questions[3:]]
-    rows = [{"id": q.id, "passage": q.context, "query": q.question} for q in questions]
-    file, output = tmp_path / "asked.jsonl", tmp_path / "answers.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for _ in range(2):  # again, over the first
-        answered(
-            *(model, "--input", file, "--output", output, "--question_column", "query", "--context_column", "passage")
-        )
-    rows = [json.loads(line) for line in output.read_bytes().decode().splitlines()]
-    assert [row["id"] for row in rows] == [question.id for question in questions]
-    for row, answer in zip(rows, map(FoundAnswer.of, QuestionAnswerer(model).answers(questions)), strict=True):
-        values = (answer.text, answer.start, answer.end, answer.score, answer.null_odds)
-        assert tuple(row[name] for name in ("answer", "start", "end", "probability", "null_odds")) == values
-        assert [entry["text"] for entry in row["nbest"]] == [candidate.text for candidate in answer.nbest]
+    asked = [{"id": q.id, "passage": q.context, "query": q.question} for q in questions]
+    file, output = tmp_path / "asked.jsonl", tmp_path / f"answers{suffix}"
+    file.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    words = (model, "--input", file, "--output", output, "--question_column", "query", "--context_column", "passage")
+    answered(*words, "--n_best", "0")
+    assert [*rows_of(output)[0]] == [*COLUMNS]
+    answered(*words)  # again, over the first
+    rows = rows_of(output)
+    for row, question, answer in zip(rows, questions, QuestionAnswerer(model).answers(questions), strict=True):
+        found = FoundAnswer.of(answer)
+        values = (question.id, question.question, question.context, found.text)
+        assert tuple(row[name] for name in COLUMNS) == (*values, found.start, found.end, found.score, found.null_odds)
+        assert [entry["text"] for entry in row["nbest"]] == [candidate.text for candidate in found.nbest]
         assert row["nbest"][0].keys() == {"text", "start", "end", "probability", "start_logit", "end_logit"}
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of answers, as others read them."""
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in path.read_bytes().decode().splitlines()]
+    rows = {".csv": pandas.read_csv, ".parquet": pandas.read_parquet}[path.suffix](path, dtype_backend="pyarrow")
+    return [
+        row | ({"nbest": json.loads(row["nbest"])} if path.suffix == ".csv" and "nbest" in row else {})
+        for row in rows.to_dict("records")
+    ]
