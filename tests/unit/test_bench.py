@@ -6,14 +6,10 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from tables import each
 from test_world import make_world
-from transformers import BertConfig, BertForQuestionAnswering
 
-from hvd_bert.data.collate import Collator
 from hvd_bert.errors import UserError
-from hvd_bert.model.bert import window_losses
 from hvd_bert.tools.bench import measure
 from hvd_bert.tools.bench.__main__ import parse
 from hvd_bert.tools.bench.speed import SQUAD_DECILES, lengths_like_squad, random_task
@@ -45,17 +41,6 @@ def test_lengths_are_like_squads():
     assert lengths_like_squad(100, 128, seed=0).max() == 128
 
 
-def test_random_windows_train(tiny):
-    task = task_of(tiny)
-    plan, inputs = task.plan, task.inputs
-    batch = Collator(inputs.train.windows, torch.device("cpu"))(plan.rank_windows(0, 0)[0])
-    assert batch.lengths == plan.lengths[plan.rank_windows(0, 0)[0]].tolist()
-    assert all(
-        0 < start <= end < length for start, end, length in zip(batch.starts, batch.ends, batch.lengths, strict=True)
-    )
-    assert torch.isfinite(window_losses(inputs.model, batch)).all()
-
-
 def test_figures_of_a_section():
     row = {"windows_per_s": 8.0, "tokens_per_s": 1000.0, "step_s": 0.5}
     row |= {
@@ -82,11 +67,6 @@ def test_memory_needed_includes_the_activations(tiny):
     assert 6 * TINY["hidden_size"] < kept < 60 * TINY["hidden_size"] + 4 * 384  # attention saves a row of probabilities
 
 
-def test_peak_is_a_rate(tiny):
-    model = BertForQuestionAnswering(BertConfig(**TINY))
-    assert 1e8 < measure.matmul_peak(model, 64, torch.device("cpu"), "fp32") < 1e14
-
-
 @each(
     ("words", "named"),
     [
@@ -106,17 +86,3 @@ def test_flags_of_the_trainer_are_used():
     flags, config = parse(["--steps", "4", "--repeats", "2", "--bf16", "--learning_rate", "1e-3"])
     assert (config.train.max_steps, config.train.logging_steps, config.train.bf16) == (12, 4, True)
     assert flags.random and not parse(["--config", "sample"])[0].random
-
-
-@each(
-    ("content", "message"),
-    [(None, "no such folder"), ('{"model_type": "gpt2"}', "is a gpt2 model"), ("", "cannot be loaded")],
-)
-def test_wrong_models(tmp_path, content, message):
-    folder = tmp_path / "model"
-    if content is not None:
-        folder.mkdir()
-    if content:
-        (folder / "config.json").write_text(content)
-    with pytest.raises(UserError, match=message):
-        task_of(str(folder))

@@ -199,16 +199,6 @@ def test_quoted_messages_are_ours() -> None:
     assert unknown == [], "no message of the code or the scripts reads so"
 
 
-def test_symptoms_have_a_cause_and_a_fix() -> None:
-    symptoms = re.split(r"^### ", text_of(TROUBLESHOOTING), flags=re.MULTILINE)[1:]
-    assert len(symptoms) >= 30
-    for symptom in symptoms:
-        title, _, body = symptom.partition("\n")
-        assert "**Cause:**" in body and "**Fix:**" in body, title
-        ours = re.fullmatch(r"`[^`]+`", title)
-        assert ours or re.fullmatch(r"[\w+ ]+: `[^`]+`", title), f"{title}: name the program before its message"
-
-
 def test_the_page_is_current():
     written = flags_page.PAGE.read_text(encoding="utf-8")
     assert written == flags_page.page(), "run `python scripts/flags_page.py`"

@@ -168,16 +168,3 @@ def test_commands_of_the_demo_and_the_readmes_table(clone: Path) -> None:
         elif not text.startswith(("$PWD", "hvd-bert --help")):
             for words in calls(text, clone):
                 check(words)
-
-
-def test_a_wrong_command_is_found(clone: Path) -> None:
-    for text, wrong in (
-        ("python -m hvd_bert.train --no_such_flag", "no_such_flag"),
-        ("horovodrun -np 2 python -m hvd_bert.train --config no_such_preset", "no_such_preset"),
-        ("sbatch --nodes=1 scripts/hvd.slurm --seed one", "seed"),
-        ("hvd-bert tune --knobs cycle --stepps 3", "stepps"),
-        ("bash env/setup.sh --with-mpy", "with-mpy"),
-    ):
-        with pytest.raises((ValueError, AssertionError), match=wrong):
-            for words in calls(text, clone):
-                check(words)

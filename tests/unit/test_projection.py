@@ -13,7 +13,7 @@ from PIL import Image
 from tables import each
 
 from hvd_bert.storage import written
-from hvd_bert.tools.report import comparison, plots, projection
+from hvd_bert.tools.report import comparison, projection
 from hvd_bert.tools.report.__main__ import main
 from hvd_bert.tools.report.comparability import STRONG, WEAK
 from hvd_bert.tools.report.projection import (
@@ -142,19 +142,6 @@ def test_a_fixed_global_batch_ends_at_one_window_each_and_weak_scaling_does_not(
     assert devices_of(weak)[-1] == 1024
 
 
-def test_measured_points_are_shown_with_the_projection_of_their_kind(tmp_path):
-    for ranks in (1, 2):
-        make_run(tmp_path / f"strong-{ranks}", "horovod", ranks, 16, 10 * ranks)
-    make_run(tmp_path / "weak-2", "horovod", 2, 32, 19)
-    groups = comparison.grouped(reading.read_all(reading.find([tmp_path]))[0])
-    tables = comparison.tables(groups, None)
-    assert [(table.kind, table.size) for table in tables] == [(STRONG, 16), (WEAK, 16)]
-    assert projection.baselines(tables, groups, None) == [tables[0].baseline]  # one baseline for both
-    strong, weak = both(tables[0].baseline)
-    assert (strong.measured(tables), weak.measured(tables)) == (tables[0], tables[1])
-    assert (strong.measured(tables[1:]), weak.measured(tables[:1])) == (None, None)
-
-
 def projected_rows(out, kind, wire="fp32"):
     with (out / "projection.csv").open(newline="") as file:
         return [row for row in csv.DictReader(file) if (row["scaling"], row["wire"]) == (kind, wire)]
@@ -183,32 +170,6 @@ def test_one_run_is_enough(tmp_path, capsys):
             assert image.size[0] >= 1000 and len(set(image.convert("L").tobytes())) > 20
         assert undocumented([found], "Report CSV files") == [] and found["network"] == "25 Gb/s"
     assert not (out / "report.csv").exists()
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The kinds of projection that are drawn, each with the kind of the measured points drawn with it."""
-    seen = {}
-
-    def record(projected, table):
-        seen[projected.kind, projected.baseline.name] = table and table.kind
-        return b""
-
-    monkeypatch.setattr(plots, "projected", record)
-    monkeypatch.setattr(plots, "scaling", lambda *_: b"")
-    return seen
-
-
-def test_two_runs_that_cannot_be_compared_are_projected_from_one(tmp_path, drawn):
-    make_run(tmp_path / "runs/none")
-    make_run(tmp_path / "runs/hvd", "horovod", 2, 10)
-    command = [str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--gbps", "25"]
-    assert main(command) == 0
-    assert set(drawn) == {(STRONG, "none, 1 rank"), (WEAK, "none, 1 rank")}
-    assert "/runs/hvd: no other run has the same global batch" in (tmp_path / "out/report.md").read_text()
-    drawn.clear()
-    assert main([*command, "--baseline", "horovod:2"]) == 0
-    assert set(drawn) == {(STRONG, "horovod, 2 ranks"), (WEAK, "horovod, 2 ranks")}
 
 
 @each(

@@ -161,21 +161,16 @@ esac
 
 @dataclass
 class Source:
-    """A source in the folder `tree` whose lines are the release's (0) or patched (1), and its build.
-
-    `standards`: the C++ standard of the whole and of the torch part.
-    """
+    """A source in the folder `tree` whose lines are the release's, in C++14, and its build."""
 
     here: Path
-    lines: int = 0
-    standards: tuple[int, int] = (14, 14)
 
     def __post_init__(self) -> None:
         self.tree, self.machine = self.here / "tree", Machine(self.here)
-        whole, of_torch = (f"set(CMAKE_CXX_STANDARD {number})\n" for number in self.standards)
-        files = {f"tree/{name}": self.text(lines[self.lines]) for name, lines in PATCHES.items()}
-        files["tree/CMakeLists.txt"] = whole + files["tree/CMakeLists.txt"]
-        files["tree/horovod/torch/CMakeLists.txt"] = f"if(TORCH)\n    {of_torch}"
+        standard = "set(CMAKE_CXX_STANDARD 14)\n"
+        files = {f"tree/{name}": self.text(old) for name, (old, _) in PATCHES.items()}
+        files["tree/CMakeLists.txt"] = standard + files["tree/CMakeLists.txt"]
+        files["tree/horovod/torch/CMakeLists.txt"] = f"if(TORCH)\n    {standard}"
         files |= {"tree/horovod/__init__.py": "__version__ = '0.29.0'\n", "tree/third_party/gloo/CMakeLists.txt": ""}
         # What is installed after the build
         files |= {"horovod/__init__.py": "", "horovod/torch.py": "mpi_built = nccl_built = bool\ngloo_built = object\n"}
@@ -209,29 +204,12 @@ def test_another_source_is_patched_in_a_copy(tmp_path: Path) -> None:
     assert (tmp_path / "built/horovod/runner/mpirun_process.py").exists()
 
 
-def test_patches_that_a_source_does_not_need_are_named(tmp_path: Path) -> None:
-    """It is patched already, but C++14, with which Gloo would not link."""
-    source = Source(tmp_path, 1, (14, 20))
-    said = source.build(source.tree)
-    assert said.count("no patch: ") == said.count("already there") == 3
-    assert all(source.has(f"built/{name}", texts[1]) for name, texts in PATCHES.items())
-    assert "-std=c++20" in (tmp_path / "built/compiler").read_text()
-    assert not (tmp_path / "built/horovod/runner/mpirun_process.py").exists()
-
-
-@each(
-    ("missing", "words"),
-    [
-        ("tree/horovod/__init__.py", "no Horovod source"),
-        ("tree/third_party/gloo", "git clone --recursive"),
-    ],
-)
-def test_what_is_no_source_is_refused(tmp_path: Path, missing: str, words: str) -> None:
+def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
     source = Source(tmp_path)
-    path = tmp_path / missing
-    path.unlink() if path.is_file() else shutil.rmtree(path)
-    refusal = source.machine.refusal("--source", str(source.tree))
-    assert f"--source {source.tree}: " in refusal and words in refusal
+    for missing, words in (("third_party/gloo", "git clone --recursive"), ("horovod", "no Horovod source")):
+        shutil.rmtree(source.tree / missing)
+        refusal = source.machine.refusal("--source", str(source.tree))
+        assert f"--source {source.tree}: " in refusal and words in refusal
 
 
 def test_setup_does_not_touch_a_folder_that_is_no_environment(machine: Machine) -> None:
@@ -293,36 +271,6 @@ def test_no_apt_installs_nothing(debian: Machine) -> None:
         result = debian.run(script, *words, "--no-apt")
         assert result.returncode == status and "apt-get install" in result.stderr, result  # what the user can do
         assert installed(debian) == "" and "installing" not in result.stdout
-
-
-@each(
-    ("script", "words", "without_apt", "others"),
-    [
-        ("demo.sh", ["--no-apt", "--seed", "2"], ["setup.sh --no-apt"], "--overwrite_output_dir --seed 2\n"),
-        (
-            "test.sh",
-            ["tests/cluster", "-x", "--no-apt"],
-            ["setup.sh --dev --deepspeed --no-apt", "cluster_packages.sh --no-apt"],
-            "python -m pytest tests/cluster -x\n",
-        ),
-    ],
-)
-def test_scripts_pass_no_apt_on(
-    tmp_path: Path, script: str, words: list[str], without_apt: list[str], others: str
-) -> None:
-    """In a copy whose programs only write down their arguments."""
-    programs = [f".venv/bin/{name}" for name in ("python", "horovodrun", "hvd-bert")]
-    for name in ("env/setup.sh", "env/cluster_packages.sh", *programs):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'#!/bin/bash\necho "{path.name} $*" >>"{tmp_path}/started"\n')
-        path.chmod(0o755)
-    (tmp_path / "scripts").mkdir()
-    shutil.copy(ROOT / "scripts" / script, tmp_path / "scripts")
-    subprocess.run(["bash", f"scripts/{script}", *words], cwd=tmp_path, check=True, capture_output=True)
-    started = (tmp_path / "started").read_text()
-    assert [line for line in started.splitlines() if "--no-apt" in line] == without_apt
-    assert others in started
 
 
 def discover(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
