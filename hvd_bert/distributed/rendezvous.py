@@ -6,7 +6,6 @@ What is served here listens only on the address through which the other ranks co
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import threading
@@ -134,18 +133,14 @@ def expand_hosts(listed: str) -> list[str]:
     """The hosts of a list of Slurm's, such as rack[0-3]_blade[0-1],login."""
     if "[" not in listed:
         return listed.split(",")
-    if shutil.which("scontrol"):
-        told = subprocess.run(["scontrol", "show", "hostnames", listed], capture_output=True, text=True)
-        if told.returncode == 0:
-            return told.stdout.split()
     try:
-        from hostlist import expand_hostlist  # type: ignore[import-not-found]
-    except ImportError:
+        told = subprocess.run(["scontrol", "show", "hostnames", listed], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
         raise UserError(
             f"The hosts {listed} are unknown: `scontrol show hostnames` does not work on {socket.gethostname()}. Make"
-            " Slurm's commands available there, or install what replaces this one: `pip install python-hostlist`."
+            " Slurm's commands available there, or start with torchrun."
         ) from None
-    return list(expand_hostlist(listed))
+    return told.stdout.split()
 
 
 def torchrun_store() -> Any:

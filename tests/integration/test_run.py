@@ -146,16 +146,6 @@ def test_folder_is_a_model(finished: Run) -> None:
     assert logits.isfinite().all()
 
 
-def test_tensorboard(finished: Run) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(finished.out / "tb")).Reload()
-    tags = events.Tags()["scalars"]
-    assert {"train/loss", "train/learning_rate", "train/grad_norm", "eval/f1", "eval/exact_match"} <= set(tags)
-    assert {"train/tflops_per_s", "train/imbalance", "time_ms/compute", "share/data", "share/padding"} <= set(tags)
-    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
-
-
 def test_stored_settings_give_the_same_run(finished: Run) -> None:
     stored = finished.out / "train_config.yaml"
     assert command_line.parse(["--config", str(stored)]).as_flat() == yaml.safe_load(stored.read_text())
@@ -182,16 +172,3 @@ def test_v2_with_every_option_of_horovod(tmp_path: Path) -> None:
     results = json.loads((out / "train_results.json").read_text())
     assert (results["global_batch"], results["precision"]) == (GLOBAL_BATCH, "bf16")
     assert said(outcome).count("peak learning rate is 0.00283 (--lr_scaling sqrt, at most 4 times)") == 1, outcome
-
-
-def test_overwriting_leaves_foreign_files(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    written.add(out, "eval_null_odds.json")  # of an earlier run, on v2.0
-    (out / "eval_null_odds.json").write_text("{}")
-    (out / "notes.txt").write_text("mine")
-    command = small_run(1, out, "--max_steps", 1, "--overwrite_output_dir", "--no_do_eval")
-    run(command, tmp_path).expect(0)
-    assert (out / "notes.txt").read_text() == "mine"
-    assert not (out / "eval_null_odds.json").exists()
-    assert (out / "model.safetensors").exists()

@@ -233,13 +233,10 @@ def fp16_allreduce_overflow_skips_the_step_on_all(ranks: Ranks) -> None:
 
 @check
 def gradient_predivide_factor_keeps_the_mean_and_its_sums_in_range(ranks: Ranks) -> None:
-    for flags in ((), ("--deterministic",), ("--num_groups", 2)):  # Horovod's own factor does not apply to groups
-        predivided = ("--gradient_predivide_factor", 4096, "--max_grad_norm", 0, *flags)
-        training = Training(ranks.world, *predivided)
+    for flags in ((), ("--num_groups", 2)):  # Horovod's own factor does not apply to groups
+        predivided = ("--gradient_predivide_factor", 4096, "--max_grad_norm", 0, "--fp16_allreduce")
+        training = Training(ranks.world, *predivided, *flags)
         expected = training.plain_gradients(0)
-        training.wrap()
-        assert_close(training.averaged_gradients(0), expected)
-        training = Training(ranks.world, *predivided, "--fp16_allreduce")
         training.wrap()
         factor = 1e6 / max(float(gradient.abs().max()) for gradient in expected.values())  # fp16 ends at 65504
         training.backward(0, factor)

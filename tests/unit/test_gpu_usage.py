@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 
@@ -15,17 +14,11 @@ from tables import each
 
 from hvd_bert.distributed.world import RankInfo
 from hvd_bert.monitoring import usage as module
-from hvd_bert.monitoring.usage import (
-    GIB,
-    GpuUsage,
-    NvmlError,
-    Sampler,
-    nvml,
-)
+from hvd_bert.monitoring.usage import GIB, GpuUsage, NvmlError, nvml
 
 
 class FakeNvml(ModuleType):
-    """pynvml with GPUs 0-a (40 % busy) and 0-b, which reports only its memory. Counts the samples."""
+    """pynvml with GPUs 0-a (40 % busy) and 0-b, which reports only its memory."""
 
     class NVMLError(Exception):
         pass
@@ -33,15 +26,12 @@ class FakeNvml(ModuleType):
     def __init__(self) -> None:
         super().__init__("pynvml")
         self.started = 0
-        self.stopped = threading.Event()
-        self.samples = 0
-        self.sampled_often = threading.Event()
 
     def nvmlInit(self):
         self.started += 1
 
     def nvmlShutdown(self):
-        self.stopped.set()
+        pass
 
     def nvmlDeviceGetHandleByUUID(self, name):
         if name not in ("GPU-0-a", "MIG-0-b"):
@@ -49,9 +39,6 @@ class FakeNvml(ModuleType):
         return name
 
     def nvmlDeviceGetUtilizationRates(self, gpu):
-        self.samples += 1
-        if self.samples >= 3:
-            self.sampled_often.set()
         if gpu.startswith("MIG"):
             raise self.NVMLError("Not Supported")
         return SimpleNamespace(gpu=40, memory=10)
@@ -99,17 +86,6 @@ def test_no_nvml(monkeypatch, driver):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(NvmlError, match="nvidia-ml-py is missing"), nvml():
         pass
-
-
-def test_sampler(monkeypatch, driver):
-    monkeypatch.setattr(module, "PERIOD_S", 0.001)
-    sampler = Sampler("0-a")
-    assert driver.sampled_often.wait(10)
-    sampler.close()
-    assert driver.stopped.is_set()
-    taken = sampler.take()
-    assert len(taken) == driver.samples
-    assert sampler.take() == taken[-1:]  # logged again before the next sample
 
 
 def close_samplers(usage: GpuUsage) -> None:

@@ -11,12 +11,9 @@ from hvd_bert.distributed.launch import (
     check_pmi,
     check_size,
     extend_gloo_timeout,
-    find_job,
     find_launcher,
     is_nested,
     requested_tasks,
-    slurm_nodes,
-    slurm_port,
     speaks_first,
 )
 from hvd_bert.distributed.world import RankInfo, check_devices, choose_device, choose_threads, share_cores
@@ -158,25 +155,6 @@ def test_share_cores(allocated, threads):
 )
 def test_threads_of_a_rank(environ, threads):
     assert choose_threads(environ, share=8) == threads
-
-
-def test_job():
-    variables = {"SLURM_JOB_ID": "18", "SLURM_JOB_NAME": "hvd_bert", "SLURM_JOB_PARTITION": "gpu"}
-    variables |= {"SLURM_JOB_NODELIST": "a100-[01-02]", "SLURM_NTASKS": "4"}
-    job = {"id": "18", "name": "hvd_bert", "partition": "gpu", "nodes": "a100-[01-02]"}
-    assert find_job(variables) == job
-    of_array = {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "0"}
-    assert find_job(variables | of_array) == job | {"array": "17_0"}
-    assert find_job({"PATH": "/bin"}) is None
-
-
-def test_each_step_has_a_port():
-    step = {"SLURM_JOB_ID": "1234567", "SLURM_STEP_ID": "0"}
-    assert 10_000 <= slurm_port(step) < 30_000
-    assert slurm_port(step | {"SLURM_STEP_ID": "1"}) != slurm_port(step), "another step of the job, another port"
-    assert slurm_nodes({"SLURM_STEP_NODELIST": "b", "SLURM_JOB_NODELIST": "[a-b]"}) == "b"
-    with refused("SLURM_STEP_NODELIST"):
-        slurm_nodes({})
 
 
 # Launchers' variables that are no numbers, or that show a job started wrongly

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,13 +44,10 @@ def test_store_listens_at_its_address_only(environ):
     assert rendezvous.reach_store("127.0.0.1", store.port, 0).get("key") == b"value"
 
 
-def test_store_that_cannot_be_served_or_reached(environ):
-    for address in ("unknown.invalid", "192.0.2.77"):  # another host's
+def test_address_that_is_not_this_hosts(environ):
+    for address in ("unknown.invalid", "192.0.2.77"):
         with refused(socket.gethostname(), address):
             rendezvous.serve_store(address)
-    port = free_port()
-    with refused(f"127.0.0.1:{port}"):
-        rendezvous.reach_store("127.0.0.1", port, 0)
 
 
 def test_ranks_that_do_not_start_are_named(environ, monkeypatch, caplog):
@@ -116,13 +112,9 @@ def test_hosts_of_slurms_list(monkeypatch, tmp_path, listed):
 
 def test_hosts_where_slurms_commands_are_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", scontrol(tmp_path, "echo no configuration >&2; exit 1"))
-    monkeypatch.setitem(sys.modules, "hostlist", None)
     assert rendezvous.expand_hosts("n1,n2") == ["n1", "n2"]
-    with refused("`pip install python-hostlist`"):
+    with refused("gpu[1-2]", "torchrun"):
         rendezvous.expand_hosts("gpu[1-2]")
-    package = SimpleNamespace(expand_hostlist=lambda listed: {"gpu[1-2]": ["gpu1", "gpu2"]}[listed])
-    monkeypatch.setitem(sys.modules, "hostlist", package)
-    assert rendezvous.expand_hosts("gpu[1-2]") == ["gpu1", "gpu2"]
 
 
 @pytest.mark.parametrize(

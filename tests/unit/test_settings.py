@@ -6,11 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tables import each
 
-from hvd_bert.config import settings_file
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import FLAGS, PACKAGE, STRATEGIES
 from hvd_bert.errors import UserError
@@ -151,18 +148,3 @@ def test_things_that_are_no_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in (str(tmp_path / "pipe"), "/dev/zero", str(tmp_path)):
         assert refusal(name).startswith(f"--config {name}: cannot be read")
-
-
-@each("name", ["", "a\ud800", "a" * 300])
-def test_names_that_no_file_has(name: str) -> None:
-    message = refusal(name)
-    assert message.startswith("--config ") and message.isascii() and len(message) < 500
-
-
-@given(content=st.binary(max_size=60) | st.text(alphabet="seed: 1-[]{}&*!|>'\"#\n~.\0é", max_size=40).map(str.encode))
-def test_any_content_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    folder = tmp_path_factory.getbasetemp()
-    try:
-        settings_file.read("any", Path(write(folder, content)))
-    except UserError as refused:
-        assert str(refused).startswith("--config any: ")
