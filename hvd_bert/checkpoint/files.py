@@ -106,10 +106,11 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
             shutil.copymode(partial / "manifest.json", file)  # safetensors gives nobody else access
             flush(file)
         flush(partial)
-        if folder.exists():
-            discard(folder)
+        aside = _set_aside(folder) if folder.exists() else None
         partial.rename(folder)
         flush(output_dir)
+        if aside:
+            written.delete(aside)
     except SafetensorError as error:  # a full disk, for example
         raise OSError(str(error)) from None
     finally:
@@ -171,10 +172,14 @@ def read(folder: Path) -> Contents:
 
 def discard(folder: Path) -> None:
     """Remove a checkpoint so that a crash meanwhile leaves no partial one under its name."""
+    written.delete(_set_aside(folder))
+
+
+def _set_aside(folder: Path) -> Path:
     aside = folder.with_name(f"{_PARTIAL}old-{folder.name}")
     written.delete(aside)
     folder.rename(aside)
-    written.delete(aside)
+    return aside
 
 
 def _own(output_dir: Path) -> list[Path]:

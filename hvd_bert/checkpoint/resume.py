@@ -165,6 +165,18 @@ def check(resume_point: ResumePoint, now: Mapping[str, Any], args: TrainArgument
     log.info("Resuming from step %d: %s", resume_point.step, resume_point.folder)
 
 
+def check_cpu(resume_point: ResumePoint, now: Mapping[str, str] | None) -> None:
+    """Warn if the checkpoint is from another kind of CPU or from other kernels. `now`: as `kernels.record` returns."""
+    saved = resume_point.state.get("cpu_kernels")
+    if saved and now and saved != now:
+        changes = [f"{name} was {saved.get(name)} and is {now[name]}" for name in now if saved.get(name) != now[name]]
+        log.warning(
+            "The checkpoint is from another kind of CPU or from other kernels (%s): the bits of losses and weights may"
+            " differ from those of an uninterrupted run. To keep them, use such a CPU with the same --cpu_kernels.",
+            "; ".join(changes),
+        )
+
+
 def keep_global_batch(plan: BatchPlan, resume_point: ResumePoint | None, world: World) -> BatchPlan:
     """The plan with the checkpoint's global batch, so that each step has the same windows as before.
 

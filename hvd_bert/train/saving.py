@@ -20,6 +20,7 @@ from hvd_bert.checkpoint.resume import ResumePoint, identity, rank_batch
 from hvd_bert.config.settings import CheckpointArguments, TrainArguments
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, log
 from hvd_bert.errors import EXIT_FAILURE, EXIT_STOPPED, UserError, reason_of
+from hvd_bert.model.cpu import kernels
 from hvd_bert.output import output_dir
 from hvd_bert.tasks.base import Task
 from hvd_bert.train.state import TrainState
@@ -95,6 +96,7 @@ class Checkpoints:
     def _of_the_run(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Content that all checkpoints of the run share: a part of state.json, and the model's small files."""
         shared = {"identity": identity(self._settings, self._task), "rank_batch": rank_batch(self._train)}
+        shared["cpu_kernels"] = kernels.record(self._train.precision, self.state.world.device)
         return shared, model_files(self._task)
 
     def _contents(self, tensors: dict[str, Any], rest: dict[str, Any], model_only: bool) -> Contents:

@@ -45,6 +45,7 @@ def load(config: Config, world: World) -> tuple[Task, ResumePoint | None]:
             resume_point = resume.find(config.checkpoint.resume_from_checkpoint, args)
         if resume_point:
             resume.check(resume_point, resume.identity(config.as_flat(), task), args, task)
+            resume.check_cpu(resume_point, kernels.record(args.precision, world.device))
     task.model.to(device=world.device)
     return task, resume_point
 

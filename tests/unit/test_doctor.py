@@ -19,7 +19,7 @@ from hvd_bert.distributed.world import CollectiveError, RankInfo
 from hvd_bert.errors import UserError
 from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.tools.doctor import __main__ as command
-from hvd_bert.tools.doctor import checks, collective, diagnosis, probes
+from hvd_bert.tools.doctor import checks, collective, cpu_kernels, diagnosis, probes
 from hvd_bert.tools.doctor.collective import Timing
 from hvd_bert.tools.doctor.diagnosis import Rank, rank_lines, ranks_table
 from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, ProbeError, Slurm
@@ -42,8 +42,8 @@ SLURM = Slurm("slurm-wlm 22.05.8", ("pmi2", "pmix", "pmix_v4"))
         (checks.torch_line("2.5.1+cu124"), FAILURE, "2.5.1+cu124"),
         (checks.torch_line("2.13.0+cpu"), OK, ""),
         (checks.memory_line(8 * checks.GIB, 2), OK, ""),
-        (checks.bf16_line(False), OK, ""),
-        (checks.bf16_line(True), WARNING, "emulated"),
+        (cpu_kernels.bf16_line(False), OK, ""),
+        (cpu_kernels.bf16_line(True), WARNING, "emulated"),
         (checks.memory_line(8 * checks.GIB, 4), WARNING, "4 rank(s)"),
         (checks.driver_line(TWO_GPUS), OK, "570.86, supports CUDA up to 12.8"),
         (checks.driver_line(NO_DRIVER), OK, "Library Not Found"),
@@ -335,3 +335,17 @@ def test_bad_flags_are_reported_once(monkeypatch, capsys, flags):
         assert command.main(flags) == status
         errors = capsys.readouterr().err
         assert errors.startswith(start) and bool(errors) == bool(start)
+
+
+@each(
+    ("seconds", "chosen", "status", "words"),
+    [
+        ({"torch": 1.0, "onednn": 0.9, "openblas": 1.1}, "onednn", OK, "onednn 900.0 ms"),
+        ({"torch": 1.0, "onednn": 1.06, "openblas": 0.5}, "onednn", WARNING, "--cpu_kernels torch"),
+        ({"torch": 1.0, "onednn": 0.8}, "torch", WARNING, "onednn is faster, but not used"),
+        ({"torch": 1.0}, "torch", OK, "AMD, AVX2"),
+    ],
+)
+def test_kernels_next_to_torchs_own(seconds, chosen, status, words):
+    line = cpu_kernels.kernel_line("Linear", "AMD, AVX2", seconds, chosen)
+    assert line.status == status and words in f"{line.found} {line.hint}"

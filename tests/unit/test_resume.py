@@ -256,3 +256,14 @@ def test_elastic_needs_its_launcher_and_checkpoints(elastic, flags, named):
     world.elastic = elastic
     with refused(named) if named else nullcontext():
         start.check_elastic(parse(flags), world)
+
+
+@each(
+    ("now", "warns"),
+    [({"cpu": "AMD", "linear": "torch"}, False), ({"cpu": "Intel", "linear": "torch"}, True), (None, False)],
+)
+def test_another_kind_of_cpu_is_warned_of(caplog, now, warns):
+    caplog.clear()
+    state = {"cpu_kernels": {"cpu": "AMD", "linear": "torch"}}
+    resume.check_cpu(ResumePoint(Path("checkpoint-10"), SimpleNamespace(state=state)), now)
+    assert ["cpu was AMD and is Intel" in line for line in caplog.messages] == [True] * warns

@@ -1,7 +1,7 @@
 """Which kernels compute on the CPU: a function of the kind of CPU, so that a resumed run uses the same ones.
 
 `TABLE` has the choice for each kind, with the measurement behind it. Without a measurement, it is torch's own kernels.
-`benchmarks/cpu_kernels.py` measures whether the table is right for its machine.
+`hvd-bert doctor` measures whether the table is right for its machine.
 """
 
 from __future__ import annotations

@@ -16,10 +16,9 @@ from hvd_bert.config.settings import PACKAGE
 from hvd_bert.data.cache import default_cache_dir
 from hvd_bert.distributed.launch import WITHOUT_HOROVOD
 from hvd_bert.machine import free_memory, version_of
-from hvd_bert.model.cpu import kernels
 from hvd_bert.monitoring.usage import NvmlError
 from hvd_bert.storage.reading import GIB
-from hvd_bert.tools.doctor import probes
+from hvd_bert.tools.doctor import cpu_kernels, probes
 from hvd_bert.tools.doctor.probes import Gpus, HorovodBuild, ProbeError, Slurm, mpi_version
 from hvd_bert.tools.doctor.report import FAILURE, OK, WARNING, Line, isolated
 
@@ -48,7 +47,7 @@ def host_lines(launcher: str, ranks_here: int, output_dir: Path | None) -> list[
         ("MPI", lambda: [mpi_line(probes.horovod(), probes.mpi4py(), probes.mpirun(), launcher == "srun")]),
         ("Slurm", lambda: slurm_lines(probes.slurm())),
         ("Windows", lambda: [folder_line("Windows", default_cache_dir(), "Set HVD_BERT_CACHE to another folder.")]),
-        ("bf16", lambda: [] if gpus() else [bf16_line(kernels.emulates_bf16())]),
+        ("Kernels", lambda: [] if gpus() else cpu_kernels.lines()),
         ("Memory", lambda: [memory_line(free_memory(), ranks_here)]),
     ]
     if output_dir is not None:
@@ -207,13 +206,6 @@ def folder_line(name: str, folder: Path, hint: str) -> Line:
     if free < DISK_RECOMMENDED:
         return Line(name, WARNING, found, f"{DISK_RECOMMENDED // GIB} GiB or more are recommended. {hint}")
     return Line(name, OK, found)
-
-
-def bf16_line(emulated: bool) -> Line:
-    if emulated:
-        hint = "Leave out --bf16 on this CPU."
-        return Line("bf16", WARNING, "emulated by this CPU, many times slower than fp32", hint)
-    return Line("bf16", OK, "computed by this CPU's own instructions")
 
 
 def memory_line(free: int, ranks_here: int) -> Line:
