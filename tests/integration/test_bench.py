@@ -41,9 +41,3 @@ def test_table_and_json(tmp_path: Path, size: int, by: str) -> None:
     assert record["global_batch"] == 8 * size and record["imbalance"] >= 1
     assert undocumented(record, "Benchmark JSON", "train_results.json", without=("settings",)) == []
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "bench.json"}
-
-
-def test_bad_input_is_reported_once(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "hvd_bert.tools.bench", "--model", "nowhere"]
-    outcome = run([*launcher(2, "gloo"), *words], tmp_path)
-    assert outcome.status != 0 and said(outcome).count("--model nowhere: no such folder or file") == 1, outcome

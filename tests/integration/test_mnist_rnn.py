@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import read_lines, said
-from launch import REPOSITORY, TRAIN, launcher, run
+from launch import REPOSITORY, TRAIN, run
 
 pytestmark = pytest.mark.integration
 
@@ -28,11 +28,3 @@ def test_one_process_learns_the_digits(tmp_path: Path) -> None:
     assert accuracies[-1] >= ACCURACY
     assert f"accuracy {accuracies[-1]:.4f}" in output
     assert "images/s" in output and "windows/s" not in output
-
-
-def test_mistakes_are_said_once(tmp_path: Path) -> None:
-    wrong = [*TRAIN, *CONFIG, "--strategy", "ddp", "--dataset_name", "no such set", "--output_dir", tmp_path / "out"]
-    ended = run([*launcher(2, "torchrun"), *wrong], EXAMPLES)
-    assert not ended.hung and ended.status != 0
-    assert ended.output.count("--dataset_name no such set: ") == 1
-    assert "step 1/" not in ended.output

@@ -202,9 +202,8 @@ def test_differing_versions():
 def test_figures():
     timing = Timing("Horovod, MPI", 400_000_000, 4, (0.5, 0.6, 0.4, 2.0, 0.5))
     assert (timing.median_s, timing.gb_per_s) == (0.5, pytest.approx(1.2))  # 2 * 3/4 * 0.4 GB / 0.5 s
-    shown = collective.allreduce_table([timing, Timing("Horovod, MPI", 4, 4, (0.001, 0.002))]).splitlines()
-    assert all(words in shown[1] for words in ("400.0 MB", "500 ms", "400 ms to 2 s", "1.20"))
-    assert "4 bytes" in shown[2] and "1.5 ms" in shown[2]
+    shown = collective.allreduce_table([timing])
+    assert all(words in shown for words in ("400.0 MB", "500 ms", "400 ms to 2 s", "1.20"))
 
 
 def raising(error: BaseException):
@@ -228,13 +227,9 @@ def test_every_check_is_isolated(monkeypatch, tmp_path):
 
 def test_merged():
     python, full, roomy = Line("Python", OK, "3.11"), Line("Disk", FAILURE, "full"), Line("Disk", OK, "empty")
-    assert merged([("a", [python, roomy]), ("b", [python, roomy])]) == [python, roomy]
-    assert merged([("a", [python, roomy]), ("b", [full]), ("c", [roomy])]) == [
-        replace(python, hosts=("a",)),
-        replace(roomy, hosts=("a", "c")),
-        replace(full, hosts=("b",)),
-    ]
-    assert "on b: full" in str(merged([("a", [roomy]), ("b", [full])])[1])
+    lines = merged([("a", [python, roomy]), ("b", [full]), ("c", [roomy])])
+    assert lines == [replace(python, hosts=("a",)), replace(roomy, hosts=("a", "c")), replace(full, hosts=("b",))]
+    assert merged([("a", [python]), ("b", [python])]) == [python] and "on b: full" in str(lines[2])
 
 
 @each(

@@ -103,14 +103,11 @@ def test_the_hub_refuses(hub, folder, capsys, refused, status, words):
     assert not hub.commits
 
 
-def test_a_public_repository_is_not_taken_for_a_private_one(hub, folder, capsys):
+def test_what_only_the_user_can_fix_is_no_failure_of_the_network(hub, folder, capsys):
     hub.private = False
     assert main([str(folder), "--repo_id", "me/mine", "--private"]) == 2
     assert "--private: the repository me/mine exists and is public. Make it private" in capsys.readouterr().err
-    assert not hub.commits
-
-
-def test_what_only_the_user_can_fix_is_no_failure_of_the_network(hub, folder, capsys):
+    hub.private = True
     hub.header_mistakes = ['"license" must be one of the known ones']
     assert main([str(folder), "--repo_id", "me/mine"]) == 2
     said = capsys.readouterr().err

@@ -151,25 +151,6 @@ def test_an_operation_without_end_is_left_out(tmp_path):
 
 
 USUAL = training(steps=4).text.removesuffix(",")
-SPAN = '{"ph": "B", "name": "%s", "ts": %d, "pid": %s},{"ph": "E", "ts": %d, "pid": %s}'
-TICK_OF = '{"ph": "X", "name": "%s", "ts": 9000000, "pid": 1, "dur": 0}'
-
-
-@each(
-    "more",
-    [
-        *(TICK_OF % name for name in ("\u00b2", "9" * 11)),
-        '{"name": "process_name", "ph": "M", "pid": 3, "args": {"name": "' * 20_000,  # in linear time
-        SPAN % ("ALLREDUCE", 9000000, "9" * 5000, 9000001, "9" * 5000),
-        SPAN % ("ALLREDUCE", 9000000, "-1", 9000001, "-1"),
-        SPAN % ("ALLREDUCE", 999999999999999, 1, 5, 1),  # an end before its begin
-        ",".join(SPAN % (f"KIND_{number}", 9000000 + number, 1, 9000000 + number, 1) for number in range(300)),
-    ],
-)
-def test_events_that_horovod_does_not_write_are_left_out(tmp_path, more):
-    path = tmp_path / "t.json"
-    path.write_text(f"{USUAL},{more}]", encoding="utf-8")
-    assert command.read(path).ranks == 2
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

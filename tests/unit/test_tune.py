@@ -251,11 +251,9 @@ def test_a_failing_setting_is_a_row(pretended, start, tmp_path, capsys) -> None:
 
 
 def test_failing_defaults_end_the_tuning(pretended, start, capsys) -> None:
-    pretended.ends = {"": 1}
-    assert start() == 1
-    assert "a run with the defaults failed: bad input (" in capsys.readouterr().err
-    pretended.ends = {"": 2}
-    assert start() == 2 and capsys.readouterr().err.endswith("hvd_bert: bad input\n")
+    for status, words in ((1, "a run with the defaults failed: bad input ("), (2, "hvd_bert: bad input\n")):
+        pretended.ends = {"": status}
+        assert start() == status and words in capsys.readouterr().err
 
 
 @each(
