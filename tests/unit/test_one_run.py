@@ -7,10 +7,7 @@ import select
 import signal
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -72,35 +69,6 @@ def test_a_signal_terminates_the_run_and_is_raised(tmp_path: Path, name: str) ->
         start_and_wait(command, os.environ, log, 60)
     assert ends((tmp_path / "log").read_text())
     assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_a_signal_during_the_start_terminates_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if another thread could receive the signal."""
-    begun = []
-
-    def start(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
-        process = begin(*words, **options)
-        if "preexec_fn" in options:
-            begun.append(process)
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.read(received, 1)  # one of the threads has it
-        return process
-
-    begin = subprocess.Popen
-    received, wakeup = os.pipe2(os.O_NONBLOCK)
-    os.set_blocking(received, True)
-    before = signal.set_wakeup_fd(wakeup)
-    monkeypatch.setattr(one_run.subprocess, "Popen", start)
-    with ThreadPoolExecutor(1) as pool, (tmp_path / "log").open("w") as log:
-        pool.submit((done := threading.Event()).wait, 60)
-        with pytest.raises(Stopped, match="SIGTERM"), signals():
-            start_and_wait(["sleep", "600"], os.environ, log, 60)
-        done.set()
-    signal.set_wakeup_fd(before)
-    os.close(received)
-    os.close(wakeup)
-    assert not psutil.pid_exists(begun[0].pid)
-    begun[0].wait()
 
 
 def test_a_run_ends_if_its_sweep_is_killed() -> None:

@@ -66,13 +66,3 @@ def test_dp_and_models_without_checkpointing_are_refused():
             parse_settings([flag, "--strategy", "dp"])
     with refused("--gradient_checkpointing", "Linear"):
         recompute_layers(nn.Linear(2, 2))
-
-
-def test_kept_activations_may_be_jagged_tensors():
-    model = nn.Linear(4, 4)  # the storage of a jagged tensor cannot be read, only that of its values
-
-    def forward():
-        jagged = torch.nested.nested_tensor_from_jagged(model(torch.ones(9, 4)), torch.tensor([0, 4, 9]))
-        return (jagged * jagged).values().sum()
-
-    assert measure.kept_bytes(model, forward) >= 9 * 4 * 4

@@ -39,35 +39,6 @@ def one_process() -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-class HeadFirst(nn.Module):
-    """Registers its head before the layers that it uses first, of which one is frozen and one is not used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen, self.unused = nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 3)
-        self.head, self.body, self.first = (nn.Linear(3, 3) for _ in range(3))
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(self.first(self.frozen(rows))))  # type: ignore[no-any-return]
-
-
-@pytest.mark.usefixtures("one_process")
-def test_communication_is_exposed_only_once_all_gradients_are_computed() -> None:
-    options, world = StrategyOptions(deterministic=True), Waits()  # which lets a model use only some weights
-    model, events = HeadFirst(), []
-    strategy = strategy_class("ddp")(model, lambda m: torch.optim.SGD(m.parameters(), 0.1), options, world)
-    strategy.mark_gradients(lambda: events.append("exposed"))
-    for name in ("head", "body", "first"):
-        for kind, weight in getattr(model, name).named_parameters():
-            weight.register_hook(lambda _, place=f"{name}.{kind}": events.append(place))
-    for _ in range(2):
-        events.clear()
-        strategy.backward(strategy.module(torch.ones(2, 3)).sum())
-        strategy.step()
-        assert events.count("exposed") == 1 and len(events) == 7
-        assert {event.partition(".")[0] for event in events[events.index("exposed") + 1 :]} <= {"first"}
-
-
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(("name", "forward"), [("ddp", []), ("fsdp", ["the step's weights"])])
 def test_watchdog_counts_while_a_step_waits_for_other_ranks(name: str, forward: list[str]) -> None:

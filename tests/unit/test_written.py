@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import hostile
@@ -17,7 +16,7 @@ from hvd_bert.config.command_line import parse
 from hvd_bert.distributed.world import CollectiveError
 from hvd_bert.monitoring.recording import Recording
 from hvd_bert.output.metrics_log import MetricsLogger
-from hvd_bert.storage import locks, written
+from hvd_bert.storage import written
 from hvd_bert.storage.writing import replacing, write_named
 from hvd_bert.tools.bench import __main__ as bench_flags
 from hvd_bert.tools.bench import one_run, speed, sweep
@@ -123,13 +122,6 @@ def test_links_under_fixed_names_are_not_written_through(tmp_path):
     with pytest.raises(OSError, match="symbolic link"):
         written.add(other, "x")
     assert precious.read_text() == "mine"
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="filelock 4.1.0, the last for Python 3.10, empties the file")
-def test_users_own_lock_file_keeps_its_content(tmp_path):
-    (tmp_path / ".lock").write_text("mine")
-    locks.take(tmp_path / ".lock", wait=False).release()
-    assert (tmp_path / ".lock").read_text() == "mine"
 
 
 def test_report_replaces_only_a_report(tmp_path, monkeypatch, capsys):
