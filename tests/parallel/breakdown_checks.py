@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
-from ranks import Ranks, call, check_every_strategy
+from ranks import Ranks, call, check
 from training_checks import GLOBAL_BATCH, sample
 
 from hvd_bert.train.__main__ import main as train
@@ -60,7 +60,7 @@ class Clock:
             yield
 
 
-@check_every_strategy
+@check
 def phases_add_up_to_the_time_of_the_step(ranks: Ranks) -> None:
     """With several passes a step, scorings and checkpoints in between."""
     world, clock = ranks.world, Clock()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Ranks, check_every_strategy
+from ranks import Ranks, check
 from transformers import AutoTokenizer, BertConfig, BertForQuestionAnswering
 
 from hvd_bert.config.settings import PACKAGE
@@ -35,7 +35,7 @@ def _prepare(folder: Path) -> None:
     (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-@check_every_strategy
+@check
 def file_is_answered_as_by_one_rank(ranks: Ranks) -> None:
     world, folder = ranks.world, ranks.folder
     if world.rank == 0:

@@ -56,7 +56,7 @@ def classification_ends_well(ranks: Ranks) -> None:
     assert run(ranks.world, flags(ranks, "classified")) == 0
 
 
-@check_every_strategy
+@check
 def stopped_classification_ends_as_one_never_stopped(ranks: Ranks) -> None:
     words = flags(ranks, "stopped_texts")
     with signal_at(4, ranks.world.size - 1, signal.SIGTERM):

@@ -230,6 +230,7 @@ def test_losses_of_a_task_of_ones_own_are_those_of_one_rank(launch: Launch, alon
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
+@of_horovod
 def test_answers_to_a_file_are_those_of_one_rank(launch: Launch, alone: Launch) -> None:
     for one in (launch, alone):
         one.expect("file_is_answered_as_by_one_rank")

@@ -9,7 +9,6 @@ import pytest
 import yaml
 from tables import each, refused
 
-from hvd_bert.config import command_line
 from hvd_bert.config.command_line import PRESETS as PRESET_FOLDER
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import FLAGS, PACKAGE, save
@@ -71,31 +70,6 @@ def test_help_lists_every_flag(capsys):
         assert len(re.findall(rf"^  (--\w+, )?--{name}\b", shown, re.MULTILINE)) == 1, name
     for preset in PRESETS:
         assert preset in shown
-
-
-def help_of(flag: str) -> str:
-    """A flag's text in --help, on one line."""
-    text = command_line.make_parser().format_help()
-    entry = re.search(rf"^  {flag}\b[^\n]*\n(?: {{8,}}[^\n]*\n)*", text, re.MULTILINE)
-    return " ".join(entry[0].split())
-
-
-@each(
-    ("flag", "words"),
-    [
-        ("--model_name_or_path", "(default: bert-base-uncased; "),
-        ("--dropout", "(default: the model's own)"),
-        ("--output_dir", "(default: a new folder runs/DATE-TIME)"),
-        ("--max_steps", "--max_steps N Total number of optimizer steps"),
-        ("--learning_rate", "(default: 5e-05)"),
-        ("--no_do_train", "--no_do_train Do not train; only evaluate."),
-        ("--lr_scaling", "{none,sqrt,linear} "),
-        ("--timeline, --timeline_file", "--timeline, --timeline_file FILE Record"),
-    ],
-)
-def test_help_of_a_flag(flag, words, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    assert words in help_of(flag)
 
 
 # --- refused input ---------------------------------------------------------------------------------

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 from tables import each
@@ -62,17 +60,3 @@ def test_first_failure(log: str, first: str) -> None:
     done = subprocess.run(command, input=log, capture_output=True, text=True, check=True, timeout=60)
     assert done.stderr == ""
     assert done.stdout.startswith(first) and len(done.stdout.splitlines()) == bool(first), done.stdout
-
-
-def test_it_is_a_line_of_its_own_after_a_progress_bar(tmp_path: Path) -> None:
-    program = tmp_path / "bin" / "horovodrun"
-    program.parent.mkdir()
-    program.write_text(f"#!/bin/sh\nprintf '%s' '{LOST}{RAISED}Tokenizing: 0 of 64' >&2\nexit 1\n")
-    program.chmod(0o755)
-    (program.parent / "python").symlink_to(sys.executable)
-    command = ["bash", str(PROGRAM.parent / "horovodrun.sh"), "-H", "localhost:1", "--", "--config", "sample"]
-    environ = os.environ | {"HVD_BERT_VENV": str(tmp_path)}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
-    *_, bar, last = done.stderr.splitlines()
-    assert (done.returncode, bar) == (1, "Tokenizing: 0 of 64")
-    assert last.startswith("horovodrun.sh: first failure: rank 1 on a100-02: RuntimeError: broken: twice")

@@ -85,22 +85,6 @@ def test_no_number_of_the_trainer_may_be_nan_or_astronomic() -> None:
                 parse([f"--{name}={value}"])
 
 
-@each(
-    "words",
-    [
-        ["model", "--context", " \t"],
-        ["model", "--question", "a?", "--context", ""],
-        ["model", "--question", "  ", "--context", "b"],
-        ["model", "--num_questions", "1000000000"],
-        ["model", "--input", "a.json", "--context", "b"],
-    ],
-)
-def test_questions_without_a_text(words: list[str]) -> None:
-    with pytest.raises(UserError) as raised:
-        predict.parse_flags(words, NONE)
-    hostile.check_message(str(raised.value), "--")
-
-
 def test_printed_questions_are_no_commands_to_the_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

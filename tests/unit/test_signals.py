@@ -13,7 +13,7 @@ import pytest
 from tables import each
 from test_world import heard, make_world
 
-from hvd_bert.distributed.signals import FOLDER, HOSTS, NOTICES, SIGNALS, StopRequests
+from hvd_bert.distributed.signals import HOSTS, NOTICES, SIGNALS, StopRequests
 
 
 def stops(requests: StopRequests) -> bool:
@@ -41,13 +41,6 @@ def test_nohup_keeps_a_run_alive():
         os.kill(os.getpid(), signal.SIGHUP)
         assert not stops(requests)
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-
-
-def test_a_lost_folder_is_a_reason_to_stop():
-    requests = StopRequests(make_world())
-    requests.folder_is_lost()
-    assert stops(requests)
-    assert requests.reason() == FOLDER
 
 
 def test_repeated_signal_does_not_end_a_process_that_stops():
