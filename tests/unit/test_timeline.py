@@ -231,10 +231,8 @@ def test_a_step_with_few_tensors_lengthens_no_other(tmp_path):
             made.negotiate(tensor, (1000 * step, 1000 * step))
             made.send([tensor], 1000 * step, 1000 * step + 100)
     seen = found(made, tmp_path)
-    assert seen.step is not None and seen.curves is not None
+    assert seen.step is not None
     assert (seen.step.steps, seen.step.step_s, seen.step.p99_s) == (10, pytest.approx(1e-3), pytest.approx(1e-3))
-    shown, took = seen.curves.timed()
-    assert (shown.number.tolist(), set(took)) == ([1, 2, 3, 4, 7, 8, 9, 10], {1000})
 
 
 def test_the_straggler_is_named(tmp_path):
@@ -305,7 +303,6 @@ def test_the_page_needs_neither_torch_nor_horovod_nor_other_files(tmp_path):
     assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", page) and "url(" not in page
     for words in ("MPI_ALLREDUCE", "rank 0", "rank 3", "Advice", "Rank 2 is a straggler"):
         assert words in page
-    assert page.count('<img src="data:image/png;base64,') == 1
     # Names are neither commands to the terminal nor markup.
     for shown in (done.stdout, page):
         assert "title" in shown and not {"\x1b", "\x07", "\x9b"} & set(shown)

@@ -16,7 +16,6 @@ from hvd_bert.distributed.world import World
 from hvd_bert.model.cpu import kernels, linear
 from hvd_bert.model.precision import AUTOCAST, autocast
 from hvd_bert.monitoring import PHASES
-from hvd_bert.monitoring.usage import seconds_since_start
 from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.tasks.base import Task
 
@@ -31,12 +30,9 @@ class Recorder(MetricsLogger):
     def __init__(self) -> None:
         super().__init__(Path(), enabled=False)
         self.rows: list[dict[str, float]] = []
-        self.first_step_s = 0.0
 
     def logged(self, step: int, metrics: dict[str, float]) -> None:
         """Keep a row of metrics.jsonl."""
-        if not self.rows:
-            self.first_step_s = seconds_since_start()
         self.rows.append({"step": step, **metrics})
 
 

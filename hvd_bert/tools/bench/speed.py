@@ -29,7 +29,7 @@ from hvd_bert.errors import EXIT_FAILURE, UserError
 from hvd_bert.model.bert import new_model
 from hvd_bert.model.families import fit_flags, max_tokens
 from hvd_bert.model.loading import load_config, reported
-from hvd_bert.monitoring.usage import memory_now, memory_peak, seconds_since_start
+from hvd_bert.monitoring.usage import memory_now, memory_peak
 from hvd_bert.output import run_folder
 from hvd_bert.storage.reading import GIB
 from hvd_bert.storage.writing import write_named, writing_to
@@ -98,9 +98,7 @@ def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World
     flops = partial(task.flops, passes=plan.passes)
     tokens = int(plan.rank_tokens(0)[world.rank] / plan.accumulation)
     world.allgather(None)  # all ranks measure at the same time, as they train
-    start = seconds_since_start()
     peak = _matmul_peak(task, tokens, device, args.precision)
-    measuring_s = seconds_since_start() - start
     with tempfile.TemporaryDirectory() as folder:
         args.output_dir = folder  # GPU usage is recorded there
         Training(task, None, None, config, world).run(recorder)
@@ -110,8 +108,7 @@ def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World
     needed = measure.memory_needed(task, world, timed, args.precision)
     world.allgather(None)
     peak = max(peak, _matmul_peak(task, tokens, device, args.precision))
-    first_step_s = recorder.first_step_s - measuring_s
-    ranks = world.allgather({"peak": peak, "memory": used, "needed": needed, "first_step_s": first_step_s})
+    ranks = world.allgather({"peak": peak, "memory": used, "needed": needed})
     rows = [row for row in recorder.rows if row["step"] > flags.steps]
     whole_peak = sum(rank["peak"] for rank in ranks)
     sections = []
@@ -128,7 +125,6 @@ def _measure(task: Task, flags: argparse.Namespace, config: Config, world: World
         "imbalance": fmean(plan.imbalance(step) for step in timed),
         "memory_bytes": [rank["memory"] for rank in ranks],
         "memory_over_needed": max(rank["memory"] / rank["needed"] for rank in ranks),
-        "first_step_s": max(rank["first_step_s"] for rank in ranks),
         "windows": plan.num_windows,
         "global_batch": plan.global_batch,
     }
@@ -157,7 +153,6 @@ def _print_table(record: dict[str, Any], path: Path | None) -> None:
         ("tokens per rank, maximum over mean", f"{record['imbalance']:.4f}", has_tokens),
         ("memory per rank (maximum), GiB", f"{max(record['memory_bytes']) / GIB:.2f}", True),
         ("measured over computed memory", f"{record['memory_over_needed']:.2f}", True),
-        ("seconds from start to step 1", f"{record['first_step_s']:.1f}", True),
     ]
     rows += [[label, value, "", ""] for label, value, known in whole if known]
     print(Grid(["figure", "median", "min", "max"], rows).for_terminal(), flush=True)

@@ -132,17 +132,13 @@ def definitions() -> list[str]:
     return [
         "A row contains the runs of one strategy on one number of nodes, ranks and devices that did the same work."
         " Figures are medians over its n runs.",
-        "windows/s, or what else a step takes: all ranks together, over the logged lines after the first, which is"
-        " warm-up.",
-        "Speed-up: windows/s over the median of the table's baseline. Efficiency: speed-up over (devices over the"
-        " baseline's devices).",
+        "Speed-up: windows/s of all ranks after the first logged line, over the median of the table's baseline."
+        " Efficiency: speed-up over (devices over the baseline's devices).",
         f"{RANGE:.0%} range: of the speed-up, with the variance of both sides, by a bootstrap. The repeats of the row"
         f" and those of the baseline are drawn again, with replacement, {RESAMPLES:,} times. The baseline's own row"
         " shows how far two sets of its repeats may be apart. A dash: a side has only one run.",
         "time: the whole training with warm-up and checkpoints, without start-up and evaluation. real, user, system:"
         " the whole process of a rank with start-up, median over ranks. memory: the maximum over ranks.",
-        "exposed comm.: share of the step that a rank waits for gradients after its backward pass; a dash if it cannot"
-        " be separated from computation.",
         "Strong scaling: the same global batch, steps and windows on more devices. Weak scaling: the same batch per"
         " device, so the global batch grows; the same number of steps or of windows.",
         "Losses must agree. Without dropout and with the same seed, the logged losses of the first"

@@ -21,7 +21,7 @@ from hvd_bert.model.cpu import malloc
 from hvd_bert.storage.writing import write_named, writing_to
 from hvd_bert.storage.written import check_file
 from hvd_bert.streams import end_when_lost
-from hvd_bert.tools.rendering.page import GENERATOR, Picture
+from hvd_bert.tools.rendering.page import GENERATOR
 from hvd_bert.tools.timeline import analysis, content
 from hvd_bert.tools.timeline.analysis import Findings
 
@@ -35,7 +35,8 @@ def main(argv: list[str] | None = None) -> int:
                 flags.html = check_file(flags.html, GENERATOR, f"<title>{content.TITLE}</title>")
         findings = read(flags.file, flags.ranks)
         if flags.html:
-            _write_page(findings, flags.html)
+            with writing_to("--html", flags.html):
+                write_named(flags.html, content.page(findings).as_html())
     except UserError as error:
         print(f"hvd_bert: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -78,18 +79,6 @@ def read(path: Path, ranks: int | None = None) -> Findings:
         findings = analysis.analyse(path, ranks, bar.update)
     findings.advice = content.advise(findings)
     return findings
-
-
-def _write_page(findings: Findings, path: Path) -> None:
-    from hvd_bert.tools.timeline import plots  # matplotlib takes a second
-
-    plotted = []
-    if findings.curves is not None and findings.step is not None:
-        description = "Time, exposed communication and wait of each step"
-        plotted.append(Picture("steps.png", plots.steps(findings.curves), description))
-    page = content.page(findings, plotted)
-    with writing_to("--html", path):
-        write_named(path, page.as_html())
 
 
 if __name__ == "__main__":

@@ -62,7 +62,6 @@ class Findings:
     step: StepFigures | None
     rank_rows: list[RankRow]
     advice: list[str] = field(default_factory=list)
-    curves: StepTable | None = None
 
 
 def analyse(path: Path, ranks: int | None, progress: Callable[[int], object] = lambda count: None) -> Findings:
@@ -89,7 +88,7 @@ def analyse(path: Path, ranks: int | None, progress: Callable[[int], object] = l
         bytes_per_s=speed,
         wire_bytes_per_s=speed * 2 * (ranks - 1) / ranks if ranks else math.nan,
         fast_bytes_per_s=sizes.fast_bytes_per_s(),
-        step=_step_figures(full), rank_rows=by_rank.rows(reader.names.ranks, full), curves=full,
+        step=_step_figures(full), rank_rows=by_rank.rows(reader.names.ranks, full),
     )  # fmt: skip
 
 
@@ -113,7 +112,7 @@ def _full(steps: StepTable | None) -> StepTable | None:
 def _step_figures(steps: StepTable | None) -> StepFigures | None:
     if steps is None:
         return None
-    _, took = steps.timed()
+    took = steps.times()
     step_us = float(np.median(took)) if len(took) else 0.0
     if step_us <= 0:
         return None

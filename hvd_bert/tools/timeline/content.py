@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict
 
-from hvd_bert.tools.rendering.page import Grid, Listing, Page, Picture, Text
+from hvd_bert.tools.rendering.page import Grid, Listing, Page, Text
 from hvd_bert.tools.rendering.text import DASH, byte_size, percent, seconds
 from hvd_bert.tools.timeline.analysis import Findings, StepFigures
 from hvd_bert.tools.timeline.sums import BIG
@@ -135,9 +134,9 @@ def ranks_line(findings: Findings) -> str:
     return f"The last rank is known in {known} of {findings.step.steps if findings.step else known} steps."
 
 
-def page(findings: Findings, plots: Sequence[Picture] = ()) -> Page:
-    """The page, with the plots of the steps."""
-    found = _page(findings, plots)
+def page(findings: Findings) -> Page:
+    """The page."""
+    found = _page(findings)
     found.add(Text("Definitions", 2), Listing(DEFINITIONS))
     return found
 
@@ -147,11 +146,11 @@ def terminal(findings: Findings) -> str:
     return _page(findings).as_text()
 
 
-def _page(findings: Findings, plots: Sequence[Picture] = ()) -> Page:
+def _page(findings: Findings) -> Page:
     """All but the definitions."""
     found = Page(TITLE)
     found.add(Listing(facts(findings)), Text("Advice", 2), Listing(findings.advice))
-    found.add(Text("Steps", 2), Listing(step_lines(findings)), *plots)
+    found.add(Text("Steps", 2), Listing(step_lines(findings)))
     found.add(Text("Phases", 2), phases(findings))
     found.add(Text("Ranks", 2), Text(ranks_line(findings)))
     if findings.rank_rows and findings.ranks != 1:
@@ -176,8 +175,7 @@ DEFINITIONS = (
 
 def as_json(findings: Findings) -> str:
     """One JSON object; unknown values are null."""
-    record = {name: value for name, value in asdict(findings).items() if name != "curves"}
-    return json.dumps(json.loads(json.dumps(record), parse_constant=lambda nan: None))
+    return json.dumps(json.loads(json.dumps(asdict(findings)), parse_constant=lambda nan: None))
 
 
 WAIT_SHARE = 0.05  # of the step, spent waiting for the last rank

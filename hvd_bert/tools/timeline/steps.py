@@ -41,10 +41,10 @@ class StepTable(Table):
     lag: Array
     last_rank: Array
 
-    def timed(self) -> tuple[StepTable, Array]:
-        """The steps that are followed by the next one of the file, and their times: from start to start."""
+    def times(self) -> Array:
+        """From start to start, of the steps that are followed by the next one of the file."""
         rows = np.flatnonzero(np.diff(self.number) == 1)
-        return self.only(rows), self.start[rows + 1] - self.start[rows]
+        return self.start[rows + 1] - self.start[rows]
 
 
 @dataclass
