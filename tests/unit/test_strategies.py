@@ -16,7 +16,7 @@ from hvd_bert.distributed import runner
 from hvd_bert.distributed.launch import LaunchError
 from hvd_bert.model.attention import windows_of
 from hvd_bert.strategies.base import STRATEGY_CLASSES, Strategy, StrategyOptions, strategy_class
-from hvd_bert.strategies.dp import WindowParallel, join_windows, split_windows
+from hvd_bert.strategies.dp import join_windows, split_windows
 
 
 def test_every_strategy_of_the_flag_has_a_class():
@@ -114,11 +114,3 @@ def test_strategy_of_one_process_steps_with_the_clipped_gradient():
     assert strategy.step()
     assert strategy.whole_model().weight.item() == pytest.approx(1 - 0.1 * 3.0)
     assert strategy.module.weight.grad is None or not strategy.module.weight.grad.any()
-
-
-def test_dp_leaves_what_other_models_give_to_torch(monkeypatch):
-    given: list[object] = []
-    monkeypatch.setattr(nn.DataParallel, "gather", lambda self, outputs, device: given.append((outputs, device)))
-    logits = [torch.zeros(1, 10), torch.zeros(1, 10)]
-    WindowParallel.gather(WindowParallel.__new__(WindowParallel), logits, 0)
-    assert given == [(logits, 0)]
