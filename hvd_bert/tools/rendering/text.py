@@ -15,6 +15,17 @@ def seconds(value: float) -> str:
     return f"{_digits(value * scale)} {unit}"
 
 
+def duration(value: float) -> str:
+    """A time as 15 s, 5 min 1 s or 3 h 20 min."""
+    whole = round(value)
+    if whole < 60:
+        return f"{whole} s"
+    large, small = ("min", "s") if whole < 3600 else ("h", "min")
+    size = 60 if whole < 3600 else 3600
+    rest = whole % size * 60 // size
+    return f"{whole // size:,} {large}" + (f" {rest} {small}" if rest else "")
+
+
 def percent(share: float, sign: str = "") -> str:
     """A share as 12.3 %. `sign`: "+" for a difference."""
     return f"{100 * share:{sign}.1f} %"

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from hvd_bert.distributed.logs import describe_ranks
 from hvd_bert.monitoring import PHASES
 from hvd_bert.storage.reading import GIB
 from hvd_bert.tools.rendering.page import DASH, Block, Code, Details, Figures, Grid, Listing, Page, Quote, Status, Text
+from hvd_bert.tools.rendering.text import duration, percent
+from hvd_bert.tools.rendering.text import seconds as time
 from hvd_bert.tools.report import content, parts
 from hvd_bert.tools.runs.record import Record, kept, number_of, objects_in
 
@@ -58,32 +59,38 @@ def status(record: Record) -> Status:
         return Status(f"Not finished, last logged {reached}.", record.ended or NO_REASON, "bad")
     if not record.trained:
         return Status("Finished.", "Evaluated only.", "good")
-    return Status("Finished.", f"{reached[0].upper()}{reached[1:]}." if record.step else "", "good")
+    return Status("Finished:", _result(record), "good")
 
 
-def duration(seconds: float) -> str:
-    """Seconds as [hours:]minutes:seconds."""
-    return str(tqdm.format_interval(seconds))
+def _result(record: Record) -> str:
+    """What came of a finished training, in a sentence."""
+    scores = [f"{parts.score_name(name)} {_score(record.score(name))}" for name in record.score_names]
+    work = [f"{record.step:,} steps"] if record.step else []
+    seconds, size = record.number("train_runtime"), record.number("world_size")
+    work += [f"in {duration(seconds)}"] if seconds is not None else []
+    work += [f"on {size:.0f} rank{'s' if size > 1 else ''}"] if size else []
+    work += [f"with {record.facts['strategy']}"] if "strategy" in record.facts else []
+    return " after ".join(filter(None, (" and ".join(scores), " ".join(work)))) + "."
 
 
 def figures(record: Record) -> list[tuple[str, str]]:
-    """The run's main figures."""
+    """The run's main figures, one row of them."""
     found = [(parts.score_name(name), _score(record.score(name))) for name in record.score_names]
     losses, speeds = record.steps["loss"], record.steps["windows_per_s"][1:]
-    if len(losses):
-        found.append(("training loss, last", _score(losses[-1])))
     if "eval_loss" in record.scores:
         found.append(("validation loss", _score(record.scores["eval_loss"])))
+    elif len(losses):
+        found.append(("training loss", _score(losses[-1])))
     if np.isfinite(speeds).any():
-        found.append((f"{record.unit}/s, median", f"{np.nanmedian(speeds):.4g}"))
-    for key, name in (("mfu", "MFU, median"), ("padding_share", "padding, median")):
+        found.append((f"{record.unit}/s", f"{np.nanmedian(speeds):.3g}"))
+    for key, name in (("mfu", "model FLOPs (MFU)"), ("padding_share", "padding")):
         if key in record.steps and np.nanmedian(record.steps[key]) > 0:
-            found.append((name, f"{np.nanmedian(record.steps[key]):.1%}"))
+            found.append((name, percent(np.nanmedian(record.steps[key]))))
     seconds = record.number("train_runtime")
     if seconds is not None:
         found.append(("training time", duration(seconds)))
-    names = {"world_size": "ranks", "strategy": "strategy", "global_batch": "global batch"}
-    found += [(name, parts.shown(record.facts[key])) for key, name in names.items() if key in record.facts]
+    if "world_size" in record.facts:
+        found.append(("ranks", parts.shown(record.facts["world_size"])))
     return found
 
 
@@ -103,10 +110,10 @@ def _step_time(record: Record) -> list[Block]:
         seconds = steps[f"{phase}_s"][1:]
         if not np.isfinite(seconds).any():
             continue
-        cells = [f"{1000 * _mean(steps[f'{phase}{suffix}_s'][1:], weights):.4g}" for suffix in suffixes]
-        share = f"{_mean(seconds, weights) / whole:.1%}" if whole > 0 else DASH
-        rows.append([parts.phase_name(phase), *(DASH if cell == "nan" else cell for cell in cells), share])
-    head = ["phase", *["ms per step", "minimum over ranks", "maximum over ranks"][: len(suffixes)], "share"]
+        cells = [time(_mean(steps[f"{phase}{suffix}_s"][1:], weights)) for suffix in suffixes]
+        share = percent(_mean(seconds, weights) / whole) if whole > 0 else DASH
+        rows.append([parts.phase_name(phase), *cells, share])
+    head = ["phase", *["per step", "minimum over ranks", "maximum over ranks"][: len(suffixes)], "share"]
     chart = parts.step_time(record)
     note = "Means over the logged steps after the first log line, which is warm-up."
     return [Grid(head, rows), Text(note), *([chart] if chart else [])]

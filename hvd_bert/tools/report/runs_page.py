@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Sequence
 
 from hvd_bert.tools.rendering.page import DASH, Figures, Grid, Listing, Page, Picture, Text
-from hvd_bert.tools.report import content, parts, plots, run_page
+from hvd_bert.tools.rendering.text import duration
+from hvd_bert.tools.report import content, parts, plots
 from hvd_bert.tools.report.comparability import Group
 from hvd_bert.tools.report.comparison import ScalingTable
 from hvd_bert.tools.runs.record import Record, number_of
@@ -73,7 +74,7 @@ def overview(records: Sequence[Record]) -> Grid:
         losses, seconds = record.steps["loss"], record.number("train_runtime")
         cells = [record.name, record.state if record.state != "ended" else "not finished"]
         cells += [parts.shown(record.facts.get(key)) for key in ("strategy", "world_size")]
-        cells += [str(record.step), DASH if seconds is None else run_page.duration(seconds)]
+        cells += [str(record.step), DASH if seconds is None else duration(seconds)]
         cells.append(content.number(number_of(losses[-1]) if len(losses) else None, ".4g"))
         cells += [content.number(record.score(name), ".4g") for name in scores]
         rows.append(cells)
