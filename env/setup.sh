@@ -112,6 +112,7 @@ load_settings() {
   nccl=${given_nccl:-$nccl}
   locked=${given_locked:-$locked}
   horovod=${given_horovod:-$horovod}
+  [ "$horovod" != none ] || horovod=release # of an environment set up by an earlier version
 }
 
 save_settings() {

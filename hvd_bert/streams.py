@@ -1,4 +1,4 @@
-"""Standard output and error that may get lost: a reader that ended (`| head`), a full disk.
+"""Standard output and error that may get lost: a reader that ended (`| head`), a full disk, a closed stream (`>&-`).
 
 Python would raise an error in whatever prints next, and for characters that the locale cannot encode, which are printed
 as \\u20ac. And Ctrl-C in a command: one line and status 130, without a traceback.
@@ -83,9 +83,14 @@ def _write_error(line: str) -> None:
 
 def _replace(stdout: type[io.FileIO]) -> None:
     """Replace sys.stdout by a stream on `stdout`, and sys.stderr, unless another program has replaced them already."""
+    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a file could be opened as number 1, and printed into
+        pass
+    os.close(spare)
     for number, name, kind in ((1, "stdout", stdout), (2, "stderr", _Dropping)):
         stream = getattr(sys, name)
-        if _is_standard(stream, number):
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # to the end of the process
+        elif _is_standard(stream, number):
             with contextlib.suppress(OSError):
                 stream.flush()
             through = stream.write_through  # of python -u: without a buffer

@@ -6,8 +6,8 @@
                                  manifest.json: format version; size and SHA-256 of each file above
     OUTPUT_DIR/latest            the name of the newest one, for people and scripts
 
-A checkpoint is written into a temporary folder, flushed to disk, renamed, and only then named in `latest`. No file is
-unpickled.
+A checkpoint is written into a temporary folder, flushed to disk, renamed, and only then named in `latest`. One of the
+same step is renamed meanwhile; `restore_replaced` undoes that after a kill. No file is unpickled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from hvd_bert.storage import written
-from hvd_bert.storage.reading import Count, convert, open_regular, read_json
+from hvd_bert.storage.reading import Count, convert, open_regular, read_json, read_text
 from hvd_bert.storage.writing import flush, replacing
 
 FORMAT = 1
@@ -36,6 +36,7 @@ POINTER = "latest"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _ASIDE = ".aside"
 _PARTIAL = ".partial-"
+_REPLACED = ".replaced-"  # whole, unlike `discard`'s
 _BLOCK = 1 << 20
 # A name inside the folder, without control characters and halves of characters.
 FileName = Annotated[str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z")]
@@ -87,10 +88,10 @@ def is_checkpoint(name: str) -> bool:
 
 
 def write(output_dir: Path, step: int, contents: Contents) -> Path:
-    """Write a checkpoint, replacing one of the same step, and update `latest`. Raises OSError."""
+    """Write a checkpoint, replacing one of the same step, and update `latest`. After an OSError nothing has changed."""
     written.claim(output_dir, name_of(step), POINTER)
     folder = output_dir / name_of(step)
-    partial = folder.with_name(f"{_PARTIAL}{folder.name}")
+    partial, replaced = (folder.with_name(f"{prefix}{folder.name}") for prefix in (_PARTIAL, _REPLACED))
     written.delete(partial)
     try:
         partial.mkdir()
@@ -106,11 +107,16 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
             shutil.copymode(partial / "manifest.json", file)  # safetensors gives nobody else access
             flush(file)
         flush(partial)
-        aside = _set_aside(folder) if folder.exists() else None
-        partial.rename(folder)
+        if folder.exists():
+            written.delete(replaced)
+            folder.rename(replaced)
+        try:
+            partial.rename(folder)
+        except OSError:
+            restore_replaced(output_dir)
+            raise
         flush(output_dir)
-        if aside:
-            written.delete(aside)
+        written.delete(replaced)
     except SafetensorError as error:  # a full disk, for example
         raise OSError(str(error)) from None
     finally:
@@ -118,6 +124,24 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
             written.delete(partial)
     point_to(folder)
     return folder
+
+
+def restore_replaced(output_dir: Path) -> None:
+    """Give a checkpoint its name back if its writer was killed before the new one had it. The caller must hold the
+    run's lock, or be its writer."""
+    for name in filter(is_checkpoint, written.names(output_dir)):
+        replaced = output_dir / f"{_REPLACED}{name}"
+        if replaced.exists() and not (output_dir / name).exists():
+            replaced.rename(output_dir / name)
+
+
+def lost(output_dir: Path) -> str:
+    """The name of the checkpoint in `latest` if there is no such folder, else ""."""
+    try:
+        name = read_text(output_dir / POINTER, errors="replace").strip()
+    except (OSError, ValueError):
+        return ""
+    return name if _NAME.fullmatch(name) and not (output_dir / name).exists() else ""
 
 
 def point_to(folder: Path) -> None:
@@ -172,14 +196,10 @@ def read(folder: Path) -> Contents:
 
 def discard(folder: Path) -> None:
     """Remove a checkpoint so that a crash meanwhile leaves no partial one under its name."""
-    written.delete(_set_aside(folder))
-
-
-def _set_aside(folder: Path) -> Path:
     aside = folder.with_name(f"{_PARTIAL}old-{folder.name}")
     written.delete(aside)
     folder.rename(aside)
-    return aside
+    written.delete(aside)
 
 
 def _own(output_dir: Path) -> list[Path]:
@@ -204,6 +224,7 @@ def remove_leftovers(output_dir: Path) -> None:
         if is_checkpoint(name):
             written.delete(output_dir / f"{_PARTIAL}{name}")
             written.delete(output_dir / f"{_PARTIAL}old-{name}")
+            written.delete(output_dir / f"{_REPLACED}{name}")
 
 
 def clear(output_dir: Path) -> None:

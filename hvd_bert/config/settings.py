@@ -36,13 +36,15 @@ __all__ = [
 ]
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# Those of earlier versions, which the settings of their runs still name -> the value that changes no result; None: any.
+# Those of earlier versions, which the settings of their runs still name -> the value that changes no result.
+ANY = "any"
 FORMER_FLAGS: dict[str, str | None] = {
-    "preprocessing_num_workers": None,
-    "overwrite_cache": None,
-    "log_format": None,
-    "timeline_mark_cycles": None,
-    "text_column_delimiter": "null",
+    "preprocessing_num_workers": ANY,
+    "overwrite_cache": ANY,
+    "log_format": ANY,
+    "timeline_mark_cycles": ANY,
+    "check_weights_steps": ANY,
+    "text_column_delimiter": None,
     "bad_examples": "error",
     "answer_normalization": "squad",
 }

@@ -37,7 +37,7 @@ _HELD: dict[Path, locks.Lock] = {}  # by this process, until it ends
 def check(settings: Settings) -> None:
     """Raise UserError if the output folder cannot be written, is in use, or has files that the run must not replace.
 
-    Changes nothing, except that it locks a folder with files.
+    Changes nothing, except that it locks a folder with files and restores a checkpoint that a kill left aside.
     A run that only evaluates adds to a folder. A training resumes an unfinished run; in any other folder that is not
     empty it needs --overwrite_output_dir.
     """
@@ -53,6 +53,7 @@ def check(settings: Settings) -> None:
             if above == folder and _entries(folder):
                 lock(folder)  # before reading files that another run may be writing
                 _check_content(settings, folder)  # again: another run may have ended since
+                files.restore_replaced(folder)
 
 
 def _check_inputs(settings: Settings, folder: Path) -> None:

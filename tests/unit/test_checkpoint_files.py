@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -78,31 +79,44 @@ def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     assert done[5:] == [partial, (partial, "checkpoint-7"), tmp_path.name, latest, tmp_path.name]
 
 
-@pytest.mark.slow
-def test_a_kill_at_any_point_leaves_a_checkpoint(tmp_path):
-    """In processes that are killed before their first change of a file, their second, ..."""
-    found = []
+def killed_at_each_change(output_dir: Path, action: Callable[[], object]) -> Iterator[None]:
+    """Write a checkpoint and do `action` in processes killed before their first change of a file, their second, ..."""
     for change in itertools.count(1):
-        files.clear(tmp_path)
-        files.write(tmp_path, 7, contents(7))
+        files.clear(output_dir)
+        files.write(output_dir, 7, contents(7))
         child = os.fork()
         if child == 0:
             with killed_before_change(change):
-                files.write(tmp_path, 8, contents(8))
-                files.prune(tmp_path, 1)
+                action()
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        found.append([state_of(folder)["step"] for folder in files.candidates(tmp_path)])
-        files.remove_leftovers(tmp_path)
-        assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} <= {
+        files.restore_replaced(output_dir)
+        yield
+        files.remove_leftovers(output_dir)
+        assert {path.name for path in output_dir.iterdir() if path.name.startswith(".")} <= {
             written.RECORD,
-            writing.partial_of(tmp_path / "latest").name,
-            writing.partial_of(tmp_path / written.RECORD).name,
+            writing.partial_of(output_dir / "latest").name,
+            writing.partial_of(output_dir / written.RECORD).name,
         }
         if status == 0:
-            break
+            return
         assert status == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_point_leaves_a_checkpoint(tmp_path):
+    def replace_by_the_next() -> None:
+        files.write(tmp_path, 8, contents(8))
+        files.prune(tmp_path, 1)
+
+    found = []
+    for _ in killed_at_each_change(tmp_path, replace_by_the_next):
+        found.append([state_of(folder)["step"] for folder in files.candidates(tmp_path)])
     assert [found[0], found[-1]] == [[7], [8]] and [8, 7] in found and len(found) > 20
+    rewritten = []
+    for _ in killed_at_each_change(tmp_path, lambda: files.write(tmp_path, 7, contents(9))):
+        rewritten += [state_of(folder)["step"] for folder in files.candidates(tmp_path)]
+    assert set(rewritten) == {7, 9} and len(rewritten) > 20
 
 
 @each("name", FILES)

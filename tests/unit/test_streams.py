@@ -95,3 +95,9 @@ def test_command_that_only_prints_names_a_full_disk(opened):
     done = run("end_when_lost", stdout=opened("full disk"), flush=True)
     assert done.returncode == EXIT_FAILURE
     assert done.stderr == "hvd_bert: standard output cannot be written: No space left on device.\n"
+
+
+def test_closed_streams_are_replaced():
+    program = PROGRAM.format(policy="keep_running", sent=1, width=99, flush="") + "sys.exit(open('/dev/null').fileno())"
+    done = subprocess.run(["sh", "-c", '"$0" -c "$1" <&- >&- 2>&-', sys.executable, program])
+    assert done.returncode > 2  # no file is opened as number 1

@@ -178,7 +178,7 @@ def _from_json(name: str, document: Any, reading: Reading) -> Iterator[Found]:
     if not isinstance(document, dict) or not isinstance(document.get("data"), list):
         raise UserError(
             f'{name}: not in SQuAD\'s format: the file must be an object with a list under "data" '
-            f"({shown(document)}). {_GIVE} If it is a row, name its columns: {_COLUMN_FLAGS}"
+            f"({shown(document)}). {_GIVE} If it is a row: {_COLUMN_FLAGS}"
         )
     entries = document["data"]
     if any(isinstance(entry, dict) and "paragraphs" in entry for entry in entries):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,12 @@ PAIR = ("sentence1", "sentence2")
 NOT_TEXT = ("id", "idx")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}  # by the ending of a file's name; others are JSON Lines or Parquet
 Value = str | int | float
+_WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # as Python prints it
+_FRACTION = re.compile(r"[+-]?(?=[0-9]*[.eE])([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+# What programs write for a missing value, as pandas reads them, and what is not finite. 1e400 is not finite, either.
+_NO_NUMBER = re.compile(
+    rf"\s*|<?#?(n/?a)>?|null|none|[+-]?(1\.#)?(nan|inf|infinity|ind|qnan)|{_FRACTION.pattern}", re.I
+)
 
 
 @dataclass(frozen=True)
@@ -184,24 +190,26 @@ def _label(name: str, place: str, row: dict[str, Any], column: str, classes: lis
 
 
 def _as_numbers(name: str, places: list[str], labels: list[Value], must_be: bool) -> list[Value]:
-    """Numbers if most labels are (a CSV file has no types): whole ones, so that 10 is sorted after 9, or fractions.
+    """Numbers if all labels are (a CSV file has no types): whole ones, so that 10 is sorted after 9, or fractions.
 
-    Then all must be: a missing value among numbers ("nan", "NA") is no class. Raises UserError.
+    A missing value among numbers ("nan", "NA") is no class, and no number for a regression. Raises UserError.
     """
     numbers = [number_of(label) for label in labels]
     found = [number for number in numbers if number is not None]
-    if not must_be and 2 * len(found) <= len(labels):
+    others = [str(label) for label, number in zip(labels, numbers, strict=True) if number is None]
+    if not must_be and (not found or not all(map(_NO_NUMBER.fullmatch, others))):
         return [str(label) for label in labels]
-    needed = "a finite number, " + ("which a regression needs" if must_be else "as most labels are")
+    needed = "a finite number, " + ("which a regression needs" if must_be else "as the others are")
     rows = zip(places, labels, numbers, strict=True)
     refuse(name, [f"{place}: the label {label!r:.40} is not {needed}" for place, label, n in rows if n is None])
     return [float(number) for number in found] if any(isinstance(number, float) for number in found) else [*found]
 
 
 def number_of(label: Value) -> int | float | None:
-    """The finite number that a label is, or is the text of."""
-    for kind in (int, float) if isinstance(label, str) else (type(label),):
-        with suppress(ValueError, OverflowError):
-            number = kind(label)
-            return number if math.isfinite(number) else None
-    return None
+    """The finite number that a label is, or is the text of; "01" and "1" are two labels."""
+    if isinstance(label, str):
+        kind = int if _WHOLE_NUMBER.fullmatch(label) else float if _FRACTION.fullmatch(label) else None
+    else:
+        kind = type(label)
+    number = kind(label) if kind else math.nan
+    return number if math.isfinite(number) else None

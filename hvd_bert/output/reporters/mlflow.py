@@ -45,7 +45,7 @@ class Mlflow(Reporter):
 
     def settings(self, settings: Settings) -> None:
         # MLflow refuses another value of a parameter, as a resumed run may have.
-        params = [Param(name, str(value)) for name, value in settings.items() if name not in self._known]
+        params = [Param(name, str(value)[:500]) for name, value in settings.items() if name not in self._known]
         for start in range(0, len(params), MAX_PARAMS):
             self._client.log_batch(self._id, params=params[start : start + MAX_PARAMS])
 
