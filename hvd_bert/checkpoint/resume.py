@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hvd_bert.checkpoint import files
 from hvd_bert.checkpoint.files import Contents, CorruptCheckpoint
-from hvd_bert.config.settings import ANY, FLAGS, FORMER_FLAGS, TrainArguments
+from hvd_bert.config.settings import FLAGS, TrainArguments, of_this_version
 from hvd_bert.data.batch_plan import BatchPlan
 from hvd_bert.distributed.world import CollectiveError, World, log
 from hvd_bert.errors import UserError, as_user_error
@@ -178,14 +178,7 @@ def check(resume_point: ResumePoint, now: Mapping[str, Any], args: TrainArgument
     Either the global batch must be the same, or the flags for the batch per rank.
     """
     assert task.plan is not None
-    # A checkpoint older than a flag was made with the flag's default.
-    defaults = {f"--{name}": flag.default for name, flag in FLAGS.items() if not flag.may_change_on_resume}
-    former = {f"--{name}": value for name, value in FORMER_FLAGS.items()}
-    saved = defaults | {
-        name: value
-        for name, value in resume_point.state["identity"].items()
-        if former.get(name, "in use") not in (ANY, value)
-    }
+    saved = of_this_version(resume_point.state["identity"])
     differing = [
         f"{name} was {saved.get(name)} and is {now.get(name)}"
         for name in dict.fromkeys((*saved, *now))

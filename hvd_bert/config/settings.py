@@ -267,3 +267,10 @@ SECTIONS: list[Any] = [
     ProfilingArguments,
 ]
 FLAGS = all_flags(SECTIONS)
+
+
+def of_this_version(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """An earlier version's identity: with the defaults of newer flags, and without former ones that changed nothing."""
+    defaults = {f"--{name}": flag.default for name, flag in FLAGS.items() if not flag.may_change_on_resume}
+    former = {f"--{name}": value for name, value in FORMER_FLAGS.items()}
+    return defaults | {name: v for name, v in identity.items() if former.get(name, "in use") not in (ANY, v)}

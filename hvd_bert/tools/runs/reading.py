@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
+from hvd_bert.config.settings import of_this_version
 from hvd_bert.errors import UserError, visible
 from hvd_bert.storage.reading import Kind, convert, parse_json, read_json, read_text, read_yaml
 from hvd_bert.tools.runs.run import LeftOut, Number, Results, Row, Run, SweepFile
@@ -105,7 +106,7 @@ def read(folder: Path) -> Run:
     if isinstance(values, dict) and not values.get("work"):
         raise Unusable(f"its {RESULTS} has no `work`: it was written by an older version")
     results = _converted(RESULTS, values, Results)
-    work, settings = _texts(results.work), settings_of(folder / SETTINGS)
+    work, settings = _texts(of_this_version(results.work)), settings_of(folder / SETTINGS)
     results.strategy, results.device_name = visible(results.strategy), visible(results.device_name)
     variant = {name: work[name] for name in OF_THE_STRATEGY if name in work}
     variant |= {"--num_groups": str(settings.get("num_groups") or 0)} if results.strategy == "horovod" else {}
