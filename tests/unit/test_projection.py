@@ -160,7 +160,7 @@ def test_one_run_is_enough(tmp_path, capsys):
     assert ends in page and ends in text and ends in capsys.readouterr().out
     assert "## Projection. Strong scaling: global batch 16" in text
     assert "## Projection. Weak scaling: 16 windows per device and step" in text
-    assert text.startswith("# Run ") and "Finished." in text and "## Without a speed-up" not in text
+    assert text.startswith("# Run ") and "Finished:" in text and "## Without a speed-up" not in text
     for kind, last in ((STRONG, 16), (WEAK, 1024)):
         found = projected_rows(out, kind)[-1]
         expected = project(Step(1.44, 0.16, 4e6, overhead_s=1e-4), last, kind, Network(link_of(25, 20)))

@@ -41,7 +41,7 @@ def test_a_run_that_is_still_going(tmp_path, capsys):
         assert record.read(folder).state == "running"
         text = page(folder)
     assert "**Still running.**" in text and "step 20 of 40 (50%)" in text
-    assert "about 00:32 left" in text  # 20 steps of 1.6 s
+    assert "about 32 s left" in text  # 20 steps of 1.6 s
     assert "| a | 0 | - |" in text and "Loss:" in text and "damaged" not in text
     assert "Still running. At" in capsys.readouterr().out
     assert record.read(folder).state == "ended"
@@ -90,10 +90,10 @@ def test_a_finished_run(tmp_path):
     text = page(folder)
     shown = (folder.parent / "page" / "report.html").read_text()
     assert "Not the red box of the shed: in the hall is <mark>the red box</mark>." in shown
-    assert "**Finished.** Step 40 of 40" in text
-    for words in ("| EM | 60 |", "| F1 | 70 |", "| ranks | 2 |", "| strategy | horovod |"):
+    assert "**Finished:** EM 60 and F1 70 after 40 steps in 1 min 10 s on 2 ranks with horovod" in text
+    for words in ("| EM | 60 |", "| F1 | 70 |", "| ranks | 2 |"):
         assert words in text
-    assert "| forward and backward | 1440 | 90.0% |" in text and "| step | 1600 | 100.0% |" in text
+    assert "| forward and backward | 1.44 s | 90.0 % |" in text and "| step | 1.6 s | 100.0 % |" in text
     assert "## GPU usage" in text and "| rank 1 | 2 | 1 | 2 | 91 | 91 | 91 | 91 |" in text
     assert "### Right (1)" in text and "### Wrong (1)" in text and "| gold | the red box |" in text
     assert "| a100-00 | 0 | cuda:0 |" in text and "| 1 | a100-01 | 0 | cuda:0 | 101 | 90 | 5 | 2.00 |" in text

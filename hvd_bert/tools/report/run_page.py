@@ -70,6 +70,8 @@ def _result(record: Record) -> str:
     work += [f"in {duration(seconds)}"] if seconds is not None else []
     work += [f"on {size:.0f} rank{'s' if size > 1 else ''}"] if size else []
     work += [f"with {record.facts['strategy']}"] if "strategy" in record.facts else []
+    batch = record.number("global_batch")
+    work += [f"and a global batch of {batch:,.0f}"] if batch else []
     return " after ".join(filter(None, (" and ".join(scores), " ".join(work)))) + "."
 
 
