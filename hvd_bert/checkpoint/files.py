@@ -116,12 +116,13 @@ def write(output_dir: Path, step: int, contents: Contents) -> Path:
             restore_replaced(output_dir)
             raise
         flush(output_dir)
-        written.delete(replaced)
     except SafetensorError as error:  # a full disk, for example
         raise OSError(str(error)) from None
     finally:
         with contextlib.suppress(OSError):
             written.delete(partial)
+    with contextlib.suppress(OSError):  # the next write or resume removes it
+        written.delete(replaced)
     point_to(folder)
     return folder
 

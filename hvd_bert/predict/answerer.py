@@ -233,15 +233,15 @@ def _settings(model: str, given: dict[str, Any]) -> dict[str, Any]:
 
 def _as_texts(question: Any, context: Any) -> tuple[str | Texts, str | Texts]:
     """Questions and contexts. Raises UserError if a question has no context."""
+    if context is not None:
+        return question, context
     asked = [question] if isinstance(question, Mapping) else question
-    if context is None and not isinstance(asked, str):
-        require(
-            all(isinstance(one, Mapping) and {"question", "context"} <= one.keys() for one in asked),
-            'A question without a context: give context=..., too, or dicts as {"question": ..., "context": ...}.',
-        )
-        return [one["question"] for one in asked], [one["context"] for one in asked]
-    require(context is not None, "A question without a context: give context=..., too.")
-    return question, context
+    require(
+        not isinstance(asked, str)
+        and all(isinstance(one, Mapping) and {"question", "context"} <= one.keys() for one in asked),
+        'A question without a context: give context=..., too, or dicts as {"question": ..., "context": ...}.',
+    )
+    return [one["question"] for one in asked], [one["context"] for one in asked]
 
 
 def _questions(questions: str | Texts, contexts: str | Texts) -> Iterator[Question]:
