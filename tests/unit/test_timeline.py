@@ -17,10 +17,10 @@ from made_timelines import START, Timeline, training
 from tables import each
 
 from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from hvd_bert.monitoring import timeline_events as reader
-from hvd_bert.monitoring.timeline_events import BEGIN, TICK, Reader
 from hvd_bert.tools.timeline import __main__ as command
+from hvd_bert.tools.timeline import events as reader
 from hvd_bert.tools.timeline.analysis import Findings
+from hvd_bert.tools.timeline.events import BEGIN, TICK, Reader
 
 
 def found(made: Timeline, folder: Path, ranks: int | None = None) -> Findings:

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from hvd_bert.errors import UserError
-from hvd_bert.monitoring.timeline_events import CYCLE, Reader
-from hvd_bert.monitoring.timeline_spans import NEGOTIATION, Spans, kind_of
+from hvd_bert.tools.timeline.events import CYCLE, Reader
+from hvd_bert.tools.timeline.spans import NEGOTIATION, Spans, kind_of
 from hvd_bert.tools.timeline.steps import FULL, Steps, StepTable
 from hvd_bert.tools.timeline.sums import Phase, Phases, RankRow, Ranks, SizeClass, Sizes
 

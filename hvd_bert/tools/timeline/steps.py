@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hvd_bert.monitoring.timeline_rows import NONE, Array, Batch, Messages, Table, grown
+from hvd_bert.tools.timeline.rows import NONE, Array, Batch, Messages, Table, grown
 
 REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
 ASYNCHRONOUS = "NCCL_"  # collectives that another thread waits for

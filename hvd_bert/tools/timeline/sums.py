@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_bert.monitoring.timeline_rows import NONE, Array, Batch, Messages
-from hvd_bert.monitoring.timeline_spans import COLLECTIVE, NEGOTIATION, kind_of
+from hvd_bert.tools.timeline.rows import NONE, Array, Batch, Messages
+from hvd_bert.tools.timeline.spans import COLLECTIVE, NEGOTIATION, kind_of
 from hvd_bert.tools.timeline.steps import StepTable
 
 LATE_US = 2000  # twice Horovod's cycle: below that, ranks may have been seen in the same cycle

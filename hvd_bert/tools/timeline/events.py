@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from hvd_bert.errors import UserError
-from hvd_bert.monitoring.timeline_rows import NONE, Array, Table
 from hvd_bert.storage.reading import open_regular
+from hvd_bert.tools.timeline.rows import NONE, Array, Table
 
 BEGIN, END, TICK = ord("B"), ord("E"), ord("X")
 BLOCK = 2 << 20  # bytes

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_bert.monitoring.timeline_events import BEGIN, END, TICK, Events
-from hvd_bert.monitoring.timeline_rows import (
+from hvd_bert.tools.timeline.events import BEGIN, END, TICK, Events
+from hvd_bert.tools.timeline.rows import (
     NONE,
     Activities,
     Array,
