@@ -93,6 +93,14 @@ class ModelArguments:
         minimum=0,
         below=1,
     )
+    attention_dropout: float | None = flag(
+        "model",
+        None,
+        "Dropout probability of attention alone.",
+        default_text="the value of --dropout, else the model's own",
+        minimum=0,
+        below=1,
+    )
 
     def __post_init__(self) -> None:
         if self.model_name_or_path is None and self.config_name is None:

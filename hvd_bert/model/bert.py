@@ -72,9 +72,9 @@ def load_model(
     token_types = takes_token_types(config, source, tokenizer)
     if args.model_name_or_path is None:
         with reported(source):
-            return _tried(new_model(config, args.dropout, seed, padded, token_types))
+            return _tried(new_model(config, args.dropout, seed, padded, token_types, args.attention_dropout))
     config.num_labels = 2  # start and end, whatever head the checkpoint has
-    configure(config, args.dropout, padded)
+    configure(config, args.dropout, padded, args.attention_dropout)
     torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
     model, new = load_encoder(families.model_class(config), args, config)
     if needs_head and new:
@@ -93,23 +93,29 @@ def _tried(model: Any) -> Any:
 
 
 def new_model(
-    config: Any, dropout: float | None, seed: int, padded: bool = False, token_types: bool | None = None
+    config: Any,
+    dropout: float | None,
+    seed: int,
+    padded: bool = False,
+    token_types: bool | None = None,
+    attention_dropout: float | None = None,
 ) -> Any:
     """A model with new weights, a function of `seed`, from an encoder's configuration, which is modified.
 
     `token_types`: whether it gets token types; None: if it has them for question and context.
     """
     config.num_labels = 2  # start and end
-    configure(config, dropout, padded)
+    configure(config, dropout, padded, attention_dropout)
     torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
     model = families.model_class(config)(config)
     return _prepared(model, getattr(config, "type_vocab_size", 0) >= 2 if token_types is None else token_types)
 
 
-def configure(config: Any, dropout: float | None, padded: bool) -> None:
-    if dropout is not None:
-        for name in _dropout_settings(config):
-            setattr(config, name, dropout)
+def configure(config: Any, dropout: float | None, padded: bool, attention_dropout: float | None = None) -> None:
+    """Give a configuration its dropout probabilities, where None keeps its own, and its attention."""
+    for name in _dropout_settings(config):
+        given = (attention_dropout if name.startswith("attention") else None, dropout, getattr(config, name))
+        setattr(config, name, next(value for value in given if value is not None))
     attention.register()
     linear.keep_few_kernels()
     packed = families.family_of(config).packed

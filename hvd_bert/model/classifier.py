@@ -51,8 +51,8 @@ def load_classifier(
         if labels is None:
             raise UserError("--no_do_train: name a trained model with --model_name_or_path, not only --config_name.")
         with reported(source):
-            return new_classifier(config, args.dropout, seed, padded, token_types)
-    configure(config, args.dropout, padded)
+            return new_classifier(config, args.dropout, seed, padded, token_types, args.attention_dropout)
+    configure(config, args.dropout, padded, args.attention_dropout)
     torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
     model, new = load_encoder(CLASSES[type(config)], args, config, other_head=True)
     if labels is None and new:
@@ -64,10 +64,17 @@ def load_classifier(
         return _prepared(model, token_types)
 
 
-def new_classifier(config: Any, dropout: float | None, seed: int, padded: bool, token_types: bool) -> Any:
+def new_classifier(
+    config: Any,
+    dropout: float | None,
+    seed: int,
+    padded: bool,
+    token_types: bool,
+    attention_dropout: float | None = None,
+) -> Any:
     """A model with new weights, a function of `seed`, for the classes in `config`, which is modified."""
     kind: Any = CLASSES[type(config)]
-    configure(config, dropout, padded)
+    configure(config, dropout, padded, attention_dropout)
     torch.default_generator.manual_seed(seed)  # the GPUs' are the caller's
     return _prepared(kind(config), token_types)
 

@@ -248,6 +248,9 @@ def test_number_of_weights_and_dropout_everywhere(name):
     assert of_modules == ({0.25} if name != "ultrabert" else set())  # whose attention alone has dropout
     of_config = {value for key, value in model.config.to_dict().items() if "dropout" in key and value is not None}
     assert of_config == {0.25}
+    config = new_model(small(name), 0.25, seed=1, attention_dropout=0.5).config.to_dict()
+    given = {("attention" in key, value) for key, value in config.items() if "dropout" in key and value is not None}
+    assert (True, 0.5) in given and given <= {(True, 0.5), (False, 0.25)}
 
 
 @each("name", TRAINED)

@@ -204,5 +204,6 @@ def random_task(model: str | None, num_windows: int, config: Config, world: Worl
     table = random_windows(lengths, shape.vocab_size, args.seed)
     source = squad.from_questions("random windows", [])
     with reported(model or "BERT-base"):
-        network = new_model(shape, config.model.dropout, args.seed, padded=data.pad_to is not None)
+        padded, flags = data.pad_to is not None, config.model
+        network = new_model(shape, flags.dropout, args.seed, padded, attention_dropout=flags.attention_dropout)
     return QuestionAnswering(config, world, Inputs(None, network, QuestionSet(source, table), None))

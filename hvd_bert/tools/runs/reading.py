@@ -117,7 +117,8 @@ def read(folder: Path) -> Run:
         **asdict(results),
         name=str(folder),
         variant=variant | {"controller": visible(str(results.controller))},
-        without_dropout=work.get("--dropout") in ("0", "0.0"),
+        without_dropout=work.get("--dropout") in ("0", "0.0")
+        and work.get("--attention_dropout") in ("0", "0.0", "None"),
         rows=_rows(folder / METRICS),
         scores=_scores(folder / SCORES, results.score_names),
         passes=_passes(settings, results.global_batch / (results.ranks * results.devices_per_rank)),
