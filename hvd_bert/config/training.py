@@ -92,6 +92,13 @@ class TrainArguments:
     learning_rate: float = flag(
         "training", 5e-5, "Peak learning rate, on any number of devices.", above=0, maximum=LARGEST_FACTOR
     )
+    layerwise_lr_decay: float = flag(
+        "training",
+        1.0,
+        "Factor of the learning rate from each layer to the one below; the head has the full rate.",
+        above=0,
+        maximum=1,
+    )
     weight_decay: float = flag(
         "training", 0.0, "Weight decay; biases and layer norms have none.", minimum=0, maximum=LARGEST_FACTOR
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from importlib import import_module
 from importlib.util import find_spec
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.optimization import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
@@ -78,14 +80,22 @@ def check_optimizer(optim: str, strategy: str) -> None:
 def make_optimizer(model: nn.Module, args: TrainArguments, devices: int) -> torch.optim.Optimizer:
     """The optimizer, with weight decay on the same parameters as transformers' Trainer: not on biases and norms.
 
+    The groups of the head, whose learning rate is logged, come first.
     LAMB: You et al. 2019 (arXiv:1904.00962), without bias correction. LARS: You et al. 2017 (arXiv:1708.03888).
     """
     learning_rate = scaled_learning_rate(args, devices)
     decaying = set(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))
-    parameters = [(name in decaying, p) for name, p in model.named_parameters() if p.requires_grad]
+    factor = args.layerwise_lr_decay
+    depths = layer_depths(model) if factor < 1 else {}
+    kinds = itertools.product(sorted({0, *depths.values()}), (True, False))
+    members: dict[tuple[int, bool], list[nn.Parameter]] = {kind: [] for kind in kinds}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            members[depths.get(id(parameter), 0), name in decaying].append(parameter)
     groups = [
-        {"params": [p for decays, p in parameters if decays], "weight_decay": args.weight_decay},
-        {"params": [p for decays, p in parameters if not decays], "weight_decay": 0.0},
+        {"params": params, "weight_decay": args.weight_decay if decays else 0.0, "lr": learning_rate * factor**depth}
+        for (depth, decays), params in members.items()
+        if params or not depths
     ]
     betas = (args.adam_beta1, args.adam_beta2)
     if args.optim == "adamw_torch_fused":
@@ -97,6 +107,26 @@ def make_optimizer(model: nn.Module, args: TrainArguments, devices: int) -> torc
         else layerwise.LARS(groups, lr=learning_rate, momentum=args.adam_beta1)
     )
     return optimizer
+
+
+def layer_depths(model: nn.Module) -> dict[int, int]:
+    """The depths of an encoder's parameters by their id: 1 in the last of n layers, n in the first, n + 1 in the
+    embeddings, also in those of relative positions. Those above the layers, such as the head's, have none.
+
+    Raises UserError if the model has no list of layers, or if they share their weights.
+    """
+    network: Any = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    count = network.config.num_hidden_layers if network else 0
+    lists = (part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == count)
+    layers = next(lists, None)
+    if not layers:
+        raise UserError(
+            f"--layerwise_lr_decay: {type(network or model).__name__} has no list of layers, each with weights of its"
+            " own. Omit the flag."
+        )
+    encoder = network.base_model.named_parameters()
+    depths = {id(p): count + 1 for name, p in encoder if "embed" in name or "relative" in name}
+    return depths | {id(p): count - i for i, layer in enumerate(layers) for p in layer.parameters()}
 
 
 def warmup_steps(args: TrainArguments, total_steps: int) -> int:

@@ -18,7 +18,7 @@ from hvd_bert.output import output_dir
 from hvd_bert.output.reporters import base as reporters
 from hvd_bert.strategies.base import strategy_class
 from hvd_bert.tasks.base import Task, load_task
-from hvd_bert.train.optim import check_optimizer
+from hvd_bert.train.optim import check_optimizer, layer_depths
 
 
 def load(config: Config, world: World) -> tuple[Task, ResumePoint | None]:
@@ -37,6 +37,8 @@ def load(config: Config, world: World) -> tuple[Task, ResumePoint | None]:
             output_dir.check(config.as_flat())
         task = load_task(config, world)
         check_evaluation(config, task)
+        if task.plan and args.layerwise_lr_decay < 1:
+            layer_depths(task.model)  # raises if it has none
     settings = {f"--{name}": value for name, value in config.as_flat().items() if not FLAGS[name].chooses_start}
     world.check_same(settings | task.fingerprint())  # a path that differs is a better hint than what it leads to
     resume_point = None

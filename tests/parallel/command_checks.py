@@ -80,4 +80,4 @@ def whole_run_ends_well(ranks: Ranks) -> None:
 def padded_and_clipped_run_in_passes_ends_well(ranks: Ranks) -> None:
     padded = ("--padding", "max_length", "--max_seq_length", 64, "--no_do_eval")
     steps = ("--max_steps", STEPS["padded_run"], *LOGGED)
-    run_command(ranks, "padded_run", *steps, *padded, "--max_grad_norm", CLIP, passes=4)
+    run_command(ranks, "padded_run", *steps, *padded, "--max_grad_norm", CLIP, "--layerwise_lr_decay", 0.8, passes=4)

@@ -24,7 +24,7 @@ def flags(world: World, out: Path) -> list[str]:
     batch += ["--gradient_accumulation_steps", accumulation, "--max_steps", STEPS]
     evaluation = ["--max_eval_samples", 5, "--eval_strategy", "steps", "--eval_steps", 4, "--logging_steps", 3]
     learning = ["--learning_rate", 1e-3, "--warmup_ratio", 0.25, "--dropout", 0.1, "--save_steps", 3]
-    learning += ["--attention_dropout", 0.2]
+    learning += ["--attention_dropout", 0.2, "--layerwise_lr_decay", 0.8]
     exact = ["--deterministic"] if world.size > 2 else []
     return sample(*batch, *evaluation, *learning, *exact, "--output_dir", out)
 

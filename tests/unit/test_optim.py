@@ -15,6 +15,7 @@ from hvd_bert.config.settings import SCHEDULES, TrainArguments
 from hvd_bert.train.optim import (
     check_optimizer,
     large_batch_note,
+    layer_depths,
     make_optimizer,
     make_schedule,
     scaled_learning_rate,
@@ -34,15 +35,47 @@ def rates(args: TrainArguments, total_steps: int) -> list[float]:
     return [*seen, schedule.get_last_lr()[0]]
 
 
-@each("family", ["bert", "albert", "mobilebert", "modernbert", "deberta-v2", "convbert"])
-def test_groups_are_the_trainers(family):
+def model_of(family):
     sizes = {"vocab_size": 30, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     with torch.device("meta"):
-        model = AutoModelForQuestionAnswering.from_config(AutoConfig.for_model(family, **sizes, pad_token_id=0))
+        return AutoModelForQuestionAnswering.from_config(AutoConfig.for_model(family, **sizes, pad_token_id=0))
+
+
+@each("family", ["bert", "albert", "mobilebert", "modernbert", "deberta-v2", "convbert"])
+def test_groups_are_the_trainers(family):
+    model = model_of(family)
     decaying, spared = make_optimizer(model, TrainArguments(), 1).param_groups
     expected = set(Trainer.get_decay_parameter_names(None, model))
     assert {id(p) for p in decaying["params"]} == {id(p) for name, p in model.named_parameters() if name in expected}
     assert len(decaying["params"]) + len(spared["params"]) == len(list(model.parameters()))
+
+
+@each(
+    ("family", "places"),
+    [
+        ("bert", ["qa_outputs", "bert.encoder.layer.1", "bert.encoder.layer.0", "bert.embeddings"]),
+        ("distilbert", ["qa_", "distilbert.transformer.layer.1", "distilbert.transformer.layer.0", "distilbert.emb"]),
+        ("modernbert", ["head", "model.layers.1", "model.layers.0", "model.embeddings"]),
+        ("deberta-v2", ["qa_outputs", "deberta.encoder.layer.1", "deberta.encoder.layer.0", "deberta.emb"]),
+    ],
+)
+def test_rates_of_the_layers(family, places):
+    model = model_of(family)
+    args = TrainArguments(learning_rate=1.0, layerwise_lr_decay=0.5, weight_decay=0.1)
+    groups = make_optimizer(model, args, 1).param_groups
+    names = {id(p): name for name, p in model.named_parameters()}
+    rates = {names[id(p)]: group["lr"] for group in groups for p in group["params"]}
+    assert rates.keys() == set(names.values()) and groups[0]["lr"] == 1.0
+    for depth, place in enumerate(places):
+        assert {rate for name, rate in rates.items() if name.startswith(place)} == {0.5**depth}
+    decaying = {names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]}
+    assert decaying == set(Trainer.get_decay_parameter_names(None, model))
+
+
+def test_layers_that_share_their_weights_have_no_rates_of_their_own():
+    for model in (model_of("albert"), nn.Linear(2, 2)):
+        with refused("--layerwise_lr_decay", type(model).__name__):
+            layer_depths(model)
 
 
 def test_frozen_parameters_are_left_out():
