@@ -1,7 +1,8 @@
 """Checkpoints on disk: folders that are complete or absent, with a checksum of each file.
 
     OUTPUT_DIR/checkpoint-120/   model.safetensors, config.json, tokenizer: loads as a model
-                                 optimizer.safetensors, rng.safetensors, state.json: needed to resume
+                                 optimizer.safetensors, rng.safetensors, state.json: needed to resume; with --ema_decay
+                                 also unaveraged.safetensors
                                  (their content: `TrainState.snapshot`, train/state.py)
                                  manifest.json: format version; size and SHA-256 of each file above
     OUTPUT_DIR/latest            the name of the newest one, for people and scripts

@@ -242,6 +242,8 @@ class Config:
         require(not without_horovod, only_horovod)
         fp16_on_zero = self.parallel.strategy == "deepspeed" and self.train.fp16
         require(not fp16_on_zero, "--fp16 is not supported with --strategy deepspeed. Use --bf16.")
+        parts_averaged = strategy in ("fsdp", "deepspeed") and self.train.ema_decay > 0
+        require(not parts_averaged, f"--ema_decay needs whole weights: not with --strategy {strategy}. Use ddp.")
         for name in ("torch_compile", "gradient_checkpointing"):
             given = strategy == "dp" and getattr(self.train, name)
             require(not given, f"--{name} is not supported with --strategy dp, which copies the layers. Use ddp.")

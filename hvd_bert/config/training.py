@@ -99,6 +99,13 @@ class TrainArguments:
         above=0,
         maximum=1,
     )
+    ema_decay: float = flag(
+        "training",
+        0.0,
+        "Evaluate and save an exponential moving average of the weights, with this decay per step; 0: none.",
+        minimum=0,
+        below=1,
+    )
     weight_decay: float = flag(
         "training", 0.0, "Weight decay; biases and layer norms have none.", minimum=0, maximum=LARGEST_FACTOR
     )

@@ -192,6 +192,8 @@ class Training:
                 checkpoints.save_and_stop(self.stop_requests.reason())
             self.health.check_end()
             state.strategy.whole_model()  # from here on task.model has the trained weights
+            if state.average:
+                state.average.swap()
             self.model_step = checkpoints.load_best()
             if self.model_step != state.step:
                 self.evaluation = None  # it is the last model's, and an earlier one is the best
@@ -201,7 +203,7 @@ class Training:
     def evaluate_final(self) -> EvaluationResult | None:
         """Evaluate the model that `run` left, if it was not. Frees the optimizer."""
         state, evaluations = self.state, self.evaluations
-        del state.strategy, state.schedule, state.copies
+        del state.strategy, state.schedule, state.copies, state.average
         if evaluations is None:
             return None
         if self.evaluation is None:
@@ -232,6 +234,8 @@ class Training:
             learning_rate = state.schedule.get_last_lr()[0]
             if strategy.step():
                 state.schedule.step()
+                if state.average:
+                    state.average.update(grad_norm)
             meter.end_step(grad_norm)
         state.step += 1
         return learning_rate, grad_norm
@@ -276,7 +280,7 @@ class Training:
 
     def _evaluate(self) -> None:
         assert self.evaluations is not None
-        with self.state.meter.paused():
+        with self.state.meter.paused(), self.state.averaged():
             evaluation = self.evaluations.evaluate(self.state.strategy.whole_model())
         step = self.state.step
         self.evaluations.record(evaluation, self.metrics_logger, step)

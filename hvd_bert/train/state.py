@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from hvd_bert.distributed.world import World
 from hvd_bert.errors import UserError
 from hvd_bert.model.precision import recompute_layers
 from hvd_bert.strategies.base import Strategy, StrategyOptions, strategy_class
+from hvd_bert.train.average import Average
 from hvd_bert.train.meter import Meter
 from hvd_bert.train.optim import make_optimizer, make_schedule
 
@@ -98,6 +99,7 @@ class TrainState:
     plan: BatchPlan
     world: World
     best: Best
+    average: Average | None = None  # of the weights
     copies: Copies = field(default_factory=Copies)
     step: int = 0
     eval_pending: bool = False  # the evaluation due after this step has not run
@@ -120,7 +122,12 @@ class TrainState:
         seed_ranks(args.seed, 0, world)
         meter = Meter(world, strategy.tells_exposed_comm)
         strategy.mark_gradients(meter.gradients_computed)
-        return TrainState(strategy, schedule, meter, plan, world, best)
+        average = Average(model, args.ema_decay) if args.ema_decay else None
+        return TrainState(strategy, schedule, meter, plan, world, best, average)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, the model has the averages of its weights, if there are any."""
+        return self.average.applied() if self.average else nullcontext()
 
     def snapshot(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """Tensors by file and name, copied to the CPU, and the rest for JSON; empty on ranks other than 0.
@@ -136,6 +143,10 @@ class TrainState:
             "optimizer": self.copies.copy("optimizer", optimizer),
             "rng": {f"rank{rank}.{name}": value for rank, (rng, _) in enumerate(parts) for name, value in rng.items()},
         }
+        if self.average:  # "model" is what was evaluated
+            tensors["unaveraged"] = tensors["model"]
+            with self.averaged():
+                tensors["model"] = self.copies.copy("average", self.strategy.model.state_dict())
         schedule = {name: value for name, value in self.schedule.state_dict().items() if name != "lr_lambdas"}
         return tensors, {
             "step": self.step,
@@ -167,7 +178,10 @@ class TrainState:
             }
         for group in tensors.values():
             world.broadcast_tensors(group)
-        self.strategy.load_state(tensors["model"], tensors["optimizer"], rest["strategy"])
+        self.strategy.load_state(tensors.get("unaveraged", tensors["model"]), tensors["optimizer"], rest["strategy"])
+        if self.average:
+            with self.averaged():
+                self.strategy.model.load_state_dict(tensors["model"])
         self.schedule.load_state_dict({**self.schedule.state_dict(), **rest["schedule"]})
         self.step = rest["step"]
         self.best = Best(mode=self.best.mode, **rest["best"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,9 +11,12 @@ from typing import Any
 
 import pytest
 from ranks import Ranks, call, check, check_every_strategy
-from training_checks import GLOBAL_BATCH, sample
+from safetensors.torch import load_file
+from training_checks import GLOBAL_BATCH, same, sample
 
 from hvd_bert.checkpoint import files
+from hvd_bert.config.command_line import parse
+from hvd_bert.errors import UserError
 from hvd_bert.strategies.base import Strategy, strategy_class
 from hvd_bert.train import saving
 from hvd_bert.train.__main__ import main as train
@@ -65,6 +70,7 @@ def steps_overlap_with_a_write_and_the_next_save_waits_for_it(ranks: Ranks) -> N
 
 
 CLIP = 0.5
+KINDS = ("model", "unaveraged")
 LEARNING_RATE = 1e-4
 STEPS = {"run": 20, "padded_run": 10}
 LOGGED = ("--logging_steps", 1, "--learning_rate", LEARNING_RATE)
@@ -74,6 +80,33 @@ LOGGED = ("--logging_steps", 1, "--learning_rate", LEARNING_RATE)
 def whole_run_ends_well(ranks: Ranks) -> None:
     steps = ("--max_steps", STEPS["run"], *LOGGED)
     run_command(ranks, "run", *steps, "--max_eval_samples", 7, "--eval_strategy", "steps", "--eval_steps", 10)
+
+
+@check_every_strategy
+def average_of_the_weights_is_evaluated_and_saved(ranks: Ranks) -> None:
+    """At each step, and at the end that of the best step, whichever was averaged from the weights that were trained."""
+    flags = ("--ema_decay", 0.5, "--learning_rate", 1e-3, "--max_eval_samples", 5)
+    strategy = ranks.strategy.partition(":")[0]
+    if strategy in ("fsdp", "deepspeed"):
+        with pytest.raises(UserError, match=f"--ema_decay.*--strategy {strategy}"):
+            parse([str(word) for word in sample(*flags)])
+        return
+    saves = ("--max_steps", 4, "--save_steps", 1, "--save_total_limit", 4, "--load_best_model_at_end")
+    run_command(ranks, "averaged", *flags, *saves, "--eval_steps", 1, "--logging_steps", 1)
+    folder = ranks.folder / "averaged"
+    run_command(ranks, "scored", "--no_do_train", "--max_eval_samples", 5, "--model_name_or_path", folder)
+    if ranks.world.rank != 0:
+        return
+    steps = [{n: load_file(folder / f"checkpoint-{i}" / f"{n}.safetensors") for n in KINDS} for i in range(1, 5)]
+    for before, after in itertools.pairwise(steps):
+        weights = after["unaveraged"]
+        assert not same(before["unaveraged"], weights)
+        expected = {name: average.lerp(weights[name], 0.5) for name, average in before["model"].items()}
+        assert same(after["model"], expected)
+    best = json.loads((folder / "train_results.json").read_text())["best"]
+    assert same(load_file(folder / "model.safetensors"), steps[best["step"] - 1]["model"])
+    scores = [json.loads((ranks.folder / n / "eval_results.json").read_text()) for n in ("averaged", "scored")]
+    assert scores[0] == scores[1] and scores[0]["f1"] == best["value"]
 
 
 @check_every_strategy

@@ -18,13 +18,14 @@ from hvd_bert.train.__main__ import main as train
 STEPS = 6  # of 2 passes each, if the rank's batch allows; an epoch has 2 steps, the last of one window
 
 
-def flags(world: World, out: Path) -> list[str]:
+def flags(world: World, strategy: str, out: Path) -> list[str]:
     accumulation = 2
     batch = ["--per_device_train_batch_size", GLOBAL_BATCH // world.size // accumulation]
     batch += ["--gradient_accumulation_steps", accumulation, "--max_steps", STEPS]
     evaluation = ["--max_eval_samples", 5, "--eval_strategy", "steps", "--eval_steps", 4, "--logging_steps", 3]
     learning = ["--learning_rate", 1e-3, "--warmup_ratio", 0.25, "--dropout", 0.1, "--save_steps", 3]
     learning += ["--attention_dropout", 0.2, "--layerwise_lr_decay", 0.8]
+    learning += ["--ema_decay", 0.9] if strategy in ("horovod", "ddp", "none") else []
     exact = ["--deterministic"] if world.size > 2 else []
     return sample(*batch, *evaluation, *learning, *exact, "--output_dir", out)
 
@@ -45,16 +46,16 @@ def stopped_run_ends_as_one_never_stopped(ranks: Ranks) -> None:
     world = ranks.world
     whole, stopped, records = (ranks.folder / name for name in ("whole", "stopped", "records"))
     records.mkdir(exist_ok=True)
-    assert run(world, flags(world, whole)) == 0
+    assert run(world, flags(world, ranks.strategy, whole)) == 0
     # (step, place): mid-epoch inside an accumulation; at an epoch's end, right after an evaluation
     for step, place in ((1, "inside"), (4, "start")):
         with signal_at(step, world.size - 1, signal.SIGTERM, place, records=records):
-            assert run(world, flags(world, stopped)) == EXIT_STOPPED
+            assert run(world, flags(world, ranks.strategy, stopped)) == EXIT_STOPPED
         if world.rank == 0:
             assert resuming.newest(stopped).name == f"checkpoint-{step}"
             assert not (stopped / "train_results.json").exists()
     with signal_at(0, 0, signal.SIGTERM, records=records):
-        assert run(world, flags(world, stopped)) == 0
+        assert run(world, flags(world, ranks.strategy, stopped)) == 0
     taken = (records / f"windows-{world.rank}.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [json.loads(line)["step"] for line in taken]
     assert steps == sorted([*range(1, STEPS + 1)] * 2), "a run began anew, or did a step again"

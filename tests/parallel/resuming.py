@@ -28,8 +28,8 @@ def rows(out: Path) -> list[dict[str, Any]]:
 def differences(one: Path, other: Path) -> list[str]:
     """Where the last checkpoints and the records of two runs differ, at zero tolerance; empty: nowhere."""
     found = []
-    for name in ("model", "optimizer", "rng"):
-        mine, theirs = (load_file(newest(out) / f"{name}.safetensors") for out in (one, other))
+    for name in {file.name for out in (one, other) for file in newest(out).glob("*.safetensors")}:
+        mine, theirs = (load_file(newest(out) / name) for out in (one, other))
         if mine.keys() != theirs.keys():
             found.append(f"{name}: other tensors")
             continue

@@ -15,8 +15,9 @@ from hvd_bert.errors import UserError
 # A resumed run must have the same values as its checkpoint.
 FIXED_ON_RESUME = {
     *("dropout", "attention_dropout", "version_2_with_negative", "max_seq_length", "padding", "pad_to_max_length"),
-    *("doc_stride", "max_train_samples", "do_train", "learning_rate", "layerwise_lr_decay", "lr_base_batch_size", "weight_decay", "adam_beta1"),
-    *("adam_beta2", "adam_epsilon", "max_grad_norm", "num_train_epochs", "max_steps", "lr_scheduler_type"),
+    *("doc_stride", "max_train_samples", "do_train", "learning_rate", "lr_base_batch_size", "weight_decay"),
+    *("layerwise_lr_decay", "ema_decay", "adam_beta1", "adam_beta2"),
+    *("adam_epsilon", "max_grad_norm", "num_train_epochs", "max_steps", "lr_scheduler_type"),
     *("warmup_ratio", "warmup_steps", "lr_scaling", "lr_scaling_limit", "seed", "bf16", "fp16", "deterministic"),
     *("question_column", "context_column", "answer_column"),
     *("task_name", "text_column_names", "label_column_name", "do_regression"),

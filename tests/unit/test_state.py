@@ -14,6 +14,7 @@ from tables import each
 from test_world import make_world
 
 from hvd_bert.train import state
+from hvd_bert.train.average import Average
 from hvd_bert.train.state import Best, Copies, seed_ranks
 
 
@@ -109,3 +110,18 @@ def test_copies_are_equal_and_stay_where_they_are():
     other = copies.copy("optimizer", {"matrix": torch.zeros(3, 5)})
     assert made["matrix"].equal(tensors_of(2.0)["matrix"]) and not other["matrix"].any()
     assert copies.copy("model", {"matrix": torch.ones(2, 40)})["matrix"].equal(torch.ones(2, 40))
+
+
+def test_average_follows_the_steps_that_were_taken():
+    model = torch.nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    average, start = Average(model, 0.75), model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight += 1
+        average.update(torch.tensor(math.nan))  # a step that was skipped
+        with average.applied():
+            assert torch.equal(model.weight, start)
+        average.update(torch.tensor(2.0))
+        with average.applied():
+            torch.testing.assert_close(model.weight, start + 0.25)
+    assert torch.equal(model.weight, start + 1)
