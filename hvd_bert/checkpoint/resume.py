@@ -33,10 +33,11 @@ _WITHOUT_EFFECT = {
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint to resume from."""
+    """The checkpoint to resume from, which rank 0 has read, or a state that rank `kept_by` has in memory."""
 
     folder: Path
     contents: Contents
+    kept_by: int | None = None
 
     @property
     def step(self) -> int:

@@ -107,7 +107,7 @@ class CheckpointArguments:
     elastic: bool = flag(
         "distributed",
         False,
-        "Horovod elastic: continue when hosts are lost or added (needs its elastic launcher).",
+        "Horovod elastic: continue after the last finished step if hosts are lost or added (needs its launcher).",
         may_change_on_resume=True,
     )
 

@@ -146,10 +146,10 @@ class HorovodWorld(World):
         with self.waiting(lambda: ["a sum of measurements"]):
             return torch.as_tensor(self._hvd.allreduce(values, op=self._hvd.Sum, name=name))
 
-    def broadcast_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def broadcast_tensors(self, tensors: Mapping[str, torch.Tensor], root: int = 0) -> None:
         if self.size > 1:
             with self.waiting(lambda: sorted(tensors)):
-                self._hvd.broadcast_parameters(sorted(tensors.items()), root_rank=0)
+                self._hvd.broadcast_parameters(sorted(tensors.items()), root_rank=root)
 
     def any_rank_async(self, mine: bool) -> Callable[[], bool]:
         if self.size == 1:

@@ -4,7 +4,7 @@ Exit status: 0 done, 1 failure, 2 bad input, 130 interrupted, or the status of a
 once.
 
 Under Horovod elastic (`horovodrun --min-np ... --host-discovery-script ...`) a rank that loses other ranks, or is
-notified of new hosts, joins the new world and calls `entry` again, which resumes from the last checkpoint.
+notified of new hosts, joins the new world and calls `entry` again, which resumes after the last finished step.
 """
 
 from __future__ import annotations

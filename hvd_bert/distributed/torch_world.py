@@ -91,9 +91,9 @@ class DistributedWorld(World):
         distributed.all_reduce(total)
         return total
 
-    def broadcast_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def broadcast_tensors(self, tensors: Mapping[str, torch.Tensor], root: int = 0) -> None:
         for _, tensor in sorted(tensors.items()):
-            distributed.broadcast(tensor, src=0)
+            distributed.broadcast(tensor, src=root)
 
     def any_rank_async(self, mine: bool) -> Callable[[], bool]:
         flag = torch.tensor([int(mine)], dtype=torch.int32)

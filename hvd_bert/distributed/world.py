@@ -45,7 +45,7 @@ class CollectiveError(UserError):
 
 
 class HostsChanged(Exception):
-    """Horovod elastic has hosts to add or remove. Raised on all ranks, once the state is saved."""
+    """Horovod elastic has hosts to add or remove. Raised on all ranks after the same step."""
 
 
 def choose_device(num_devices: int, local_rank: int, local_size: int) -> str:
@@ -209,9 +209,9 @@ class World:
         """The value of every rank, in rank order."""
         return [value]
 
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
-        return self.allgather(value if self.rank == 0 else None)[0]
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        """The value of rank `root`, on every rank."""
+        return self.allgather(value if self.rank == root else None)[root]
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every rank, in rank order, on rank 0; an empty list on the others."""
@@ -222,8 +222,8 @@ class World:
         """Elementwise sum over the ranks; of one shape and type on all of them."""
         return values
 
-    def broadcast_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Rank 0's tensors, in place, into those of every rank; all have the same names, shapes and types."""
+    def broadcast_tensors(self, tensors: Mapping[str, torch.Tensor], root: int = 0) -> None:
+        """The tensors of rank `root`, in place, into those of every rank; all have the same names, shapes and types."""
 
     def any_rank_async(self, mine: bool) -> Callable[[], bool]:
         """Start a vote: calling the result returns whether `mine` is true on any rank. One vote at a time.

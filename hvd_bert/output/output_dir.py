@@ -108,7 +108,8 @@ def begin(args: TrainArguments, settings: Settings, resume_point: ResumePoint | 
             with writing_to("--output_dir", Path(args.output_dir or "runs")):
                 _begin(args, settings, resume_point)
     args.output_dir = world.broadcast(args.output_dir)
-    TAKEN_OVER.add(args.output_dir)
+    if not _entries(args.folder) or resume.unfinished(args.folder):  # a host without rank 0 may have another run there
+        TAKEN_OVER.add(args.output_dir)
 
 
 def _begin(args: TrainArguments, settings: Settings, resume_point: ResumePoint | None) -> None:
@@ -120,7 +121,8 @@ def _begin(args: TrainArguments, settings: Settings, resume_point: ResumePoint |
         if args.do_train and _entries(folder):
             raise UserError(f"--output_dir {folder}: another run has written there meanwhile. Rerun the same command.")
         _check_content(settings, folder)
-    if resume_point and resume_point.folder.resolve().parent == folder.resolve():
+    replaces = resume_point and resume_point.kept_by is not None and args.overwrite_output_dir  # another run's files
+    if resume_point and not replaces and resume_point.folder.resolve().parent == folder.resolve():
         forget_after(folder, resume_point.step)
     elif args.do_train:
         clear(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from hvd_bert.output import output_dir, run_folder
 from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.output.reporters import base as reporters
 from hvd_bert.tasks.base import EvaluationResult, Task
+from hvd_bert.train import elastic
 from hvd_bert.train.breakdown import Breakdown, describe_steps
 from hvd_bert.train.health import Health
 from hvd_bert.train.optim import effective_settings, large_batch_note
@@ -33,7 +34,7 @@ from hvd_bert.train.state import Best, TrainState
 
 
 def run(config: Config, world: World) -> None:
-    """A whole run: load, train, evaluate, write. Called by all ranks."""
+    """A whole run: load, train, evaluate, write. Called by all ranks, under Horovod elastic in each world."""
     task, resume_point = load(config, world)
     evaluations = Evaluations(task) if task.evaluates else None
     training = Training(task, resume_point, evaluations, config, world) if task.plan else None
@@ -45,17 +46,18 @@ def run(config: Config, world: World) -> None:
     results: dict[str, Any] = {}
     with closing(metrics_logger):
         metrics_logger.started(config.as_flat() | effective, resume_point.step if resume_point else None)
-        if training:
-            with training.stop_requests.watched():  # until the model is saved, or a signal would lose it
-                results = training.run(metrics_logger)
-                with run_folder.writing(config.train.folder, world) as writes:
-                    if writes:
-                        run_folder.save_model(config.train.folder, task)
-            evaluation = training.evaluate_final()
-        elif evaluations and evaluation:
-            evaluations.record(evaluation, metrics_logger, 0)
-        results |= facts | (evaluations.results() if evaluations else {})
-        _write_output(config, task, evaluation, results, world)
+        with elastic.kept(training.state, config.train.folder) if training else nullcontext():
+            if training:
+                with training.stop_requests.watched():  # until the model is saved, or a signal would lose it
+                    results = training.run(metrics_logger)
+                    with run_folder.writing(config.train.folder, world) as writes:
+                        if writes:
+                            run_folder.save_model(config.train.folder, task)
+                evaluation = training.evaluate_final()
+            elif evaluations and evaluation:
+                evaluations.record(evaluation, metrics_logger, 0)
+            results |= facts | (evaluations.results() if evaluations else {})
+            _write_output(config, task, evaluation, results, world)
         metrics_logger.finished = True
     if results.get("breakdown"):
         log.info("%s", "\n".join(describe_steps(results)))
@@ -191,6 +193,8 @@ class Training:
             if self.stop_requests.any_rank_stops():
                 checkpoints.save_and_stop(self.stop_requests.reason())
             self.health.check_end()
+            if self.world.elastic:
+                state.last = state.kept(copies=True)  # before the model gets other weights
             state.strategy.whole_model()  # from here on task.model has the trained weights
             if state.average:
                 state.average.swap()
@@ -236,8 +240,8 @@ class Training:
                 state.schedule.step()
                 if state.average:
                     state.average.update(grad_norm)
+            state.step += 1  # at once: a lost rank may be noticed in `end_step`, and finished steps are not repeated
             meter.end_step(grad_norm)
-        state.step += 1
         return learning_rate, grad_norm
 
     def _overlap_with_allreduce(self) -> None:

@@ -211,12 +211,12 @@ class Meter:
             laps["compute"] += laps.pop("exposed_comm")
         mine = [float(self._loss), self._windows, self._tokens, self._positions, *laps.values()]
         now = self._stopwatch.now_s()
+        table = torch.zeros(self.world.size, len(mine), dtype=torch.float64)
+        table[self.world.rank] = torch.tensor(mine, dtype=torch.float64)
+        table = self.world.sum(table)  # under Horovod elastic a lost rank ends it: the sums must stay until then
         seconds, self._since = now - self._since, now  # what follows counts for the next step
         self._loss.zero_()
         self._windows = self._tokens = self._positions = 0
-        table = torch.zeros(self.world.size, len(mine), dtype=torch.float64)
-        table[self.world.rank] = torch.tensor(mine, dtype=torch.float64)
-        table = self.world.sum(table)
         loss, *counts = table[:, :4].sum(0).tolist()
         windows, tokens, positions = map(round, counts)
         loss /= self.world.size

@@ -168,18 +168,18 @@ class Checkpoints:
                 raise UserError(f"The checkpoint of step {self._last_saved} could not be written: {error}.")
 
     def save_and_stop(self, reason: str | None) -> None:
-        """Save and stop: raises CollectiveError with EXIT_STOPPED, or HostsChanged if `reason` is None.
+        """Save and stop: raises CollectiveError with EXIT_STOPPED. If `reason` is None, raises HostsChanged.
 
         A folder that was moved or removed is created again.
         """
+        if reason is None:
+            raise HostsChanged
         if self.state.world.broadcast(self.look_for_folder()):
             self._last_saved = -1
             if self.state.world.rank == 0:
                 output_dir.make_again(self.folder, self._settings)
         self.save(whole=True)
         self.wait_for_write()
-        if reason is None:
-            raise HostsChanged
         without = " and without --overwrite_output_dir" if self._train.overwrite_output_dir else ""
         where = self.folder / checkpoint_files.name_of(self.state.step)
         raise CollectiveError(
@@ -233,12 +233,13 @@ def model_files(task: Task) -> dict[str, bytes]:
 
 
 def restore(state: TrainState, resume_point: ResumePoint | None, seed: int) -> None:
-    """Restore `state` from the checkpoint, if there is one. Called by all ranks; rank 0 has read the files."""
-    if not state.world.broadcast(resume_point is not None):
+    """Restore `state` from the resume point, if there is one. Called by all ranks; one of them has the tensors."""
+    root = state.world.broadcast((resume_point.kept_by or 0) if resume_point else None)
+    if root is None:
         return
     tensors, rest = (resume_point.contents.tensors, resume_point.state) if resume_point else ({}, {})
     try:
-        state.restore(tensors, rest, seed)
+        state.restore(tensors, rest, seed, root)
     except CollectiveError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:  # the same on all ranks

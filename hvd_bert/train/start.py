@@ -18,14 +18,17 @@ from hvd_bert.output import output_dir
 from hvd_bert.output.reporters import base as reporters
 from hvd_bert.strategies.base import strategy_class
 from hvd_bert.tasks.base import Task, load_task
+from hvd_bert.train import elastic
 from hvd_bert.train.optim import check_optimizer, layer_depths
 
 
 def load(config: Config, world: World) -> tuple[Task, ResumePoint | None]:
-    """Load and check all that needs no training: the task, on this rank's device, and on rank 0 what to resume from."""
+    """Load and check all that needs no training: the task, on this rank's device, and what to resume from, on rank 0
+    or, if a rank has it in memory, on all of them."""
     args = config.train
+    resume_point = elastic.newest(world)
     with world.raise_on_all_ranks():
-        check_elastic(config, world)
+        check_elastic(config, world, resume_point)
         strategy_class(config.parallel.strategy)  # raises if it is not installed
         check_optimizer(args.optim, config.parallel.strategy)
         output_dir.unlock()  # locks from an earlier world of Horovod elastic
@@ -41,11 +44,10 @@ def load(config: Config, world: World) -> tuple[Task, ResumePoint | None]:
             layer_depths(task.model)  # raises if it has none
     settings = {f"--{name}": value for name, value in config.as_flat().items() if not FLAGS[name].chooses_start}
     world.check_same(settings | task.fingerprint())  # a path that differs is a better hint than what it leads to
-    resume_point = None
     with world.raise_on_all_ranks():
-        if world.rank == 0:
+        if world.rank == 0 and not resume_point:
             resume_point = resume.find(config.checkpoint.resume_from_checkpoint, args)
-        if resume_point:
+        if resume_point and resume_point.kept_by is None:
             resume.check(resume_point, resume.identity(config.as_flat(), task), args, task)
             resume.check_cpu(resume_point, kernels.record(args.precision, world.device))
     task.model.to(device=world.device)
@@ -67,7 +69,7 @@ def check_evaluation(config: Config, task: Task) -> None:
         )
 
 
-def check_elastic(config: Config, world: World) -> None:
+def check_elastic(config: Config, world: World, kept: ResumePoint | None) -> None:
     """Raise UserError if the settings do not fit Horovod elastic. Make a new world resume the run."""
     args, checkpoint = config.train, config.checkpoint
     if world.elastic and config.parallel.strategy != "horovod":
@@ -77,14 +79,11 @@ def check_elastic(config: Config, world: World) -> None:
             "--elastic needs Horovod's elastic launcher. Start horovodrun -np N --min-np M --host-discovery-script"
             " scripts/discover_hosts.sh python -m hvd_bert.train --elastic ..."
         )
-    if world.elastic and args.do_train and not (args.output_dir and checkpoint.save_steps):
-        raise UserError(
-            "Under Horovod elastic a new world resumes from the last checkpoint: give --output_dir, on a file system"
-            " that all hosts share, and a --save_steps above 0."
-        )
+    if kept:
+        args.output_dir = str(kept.folder.parent)
     if world.generation and args.output_dir in output_dir.TAKEN_OVER:  # by the previous world: resume where it was
         args.overwrite_output_dir = False
-        if args.output_dir and files.candidates(Path(args.output_dir)):
+        if kept or (args.output_dir and files.candidates(Path(args.output_dir))):
             checkpoint.resume_from_checkpoint = resume.LATEST
 
 

@@ -26,6 +26,8 @@ from hvd_bert.train.average import Average
 from hvd_bert.train.meter import Meter
 from hvd_bert.train.optim import make_optimizer, make_schedule
 
+Kept = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]  # tensors by file and name, and the rest for JSON
+
 
 class Copies:
     """Copies tensors into memory that is kept for the next copies: to use new memory takes longer than to copy."""
@@ -103,6 +105,7 @@ class TrainState:
     copies: Copies = field(default_factory=Copies)
     step: int = 0
     eval_pending: bool = False  # the evaluation due after this step has not run
+    last: Kept | None = None  # under Horovod elastic: `kept` after the last step
 
     @staticmethod
     def fresh(
@@ -129,7 +132,7 @@ class TrainState:
         """Inside, the model has the averages of its weights, if there are any."""
         return self.average.applied() if self.average else nullcontext()
 
-    def snapshot(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    def snapshot(self) -> Kept:
         """Tensors by file and name, copied to the CPU, and the rest for JSON; empty on ranks other than 0.
 
         A collective. The next snapshot overwrites the copies.
@@ -147,37 +150,68 @@ class TrainState:
             tensors["unaveraged"] = tensors["model"]
             with self.averaged():
                 tensors["model"] = self.copies.copy("average", self.strategy.model.state_dict())
+        return tensors, self._rest(rest, [sums for _, sums in parts])
+
+    def kept(self, copies: bool = False) -> Kept:
+        """This rank's state after its last finished step, for `restore`. No collective.
+
+        Without `copies`, tensors on a CPU are the training's own. The loss since the last log line is this rank's; the
+        counts are of all ranks.
+        """
+        if self.last:
+            return self.last
+        weights, optimizer, rest = self.strategy.state()
+        loss, _, tokens, positions = self.meter.since_last_log()
+        windows = [self.plan.step_windows(step) for step in range(self.meter.last_step, self.step)]
+        counts = [sum(map(len, windows)), sum(int(self.plan.lengths[ids].sum(dtype=np.int64)) for ids in windows)]
+        counts.append(round(counts[1] * positions / max(1, tokens)))
+        tensors = {"model": weights, "optimizer": optimizer, "rng": {}}
+        if self.average:
+            tensors["unaveraged"] = weights
+            with self.averaged():
+                tensors["model"] = dict(self.strategy.model.state_dict())
+        on_host = {
+            file: {name: tensor.detach().to("cpu", copy=copies) for name, tensor in group.items()}
+            for file, group in tensors.items()
+        }
+        return on_host, self._rest(rest, [[loss, *counts]])
+
+    def _rest(self, strategy: dict[str, Any], since_last_look: list[list[float]]) -> dict[str, Any]:
+        """All but the tensors. `since_last_look`: `Meter.since_last_log` of each rank."""
         schedule = {name: value for name, value in self.schedule.state_dict().items() if name != "lr_lambdas"}
-        return tensors, {
+        return {
             "step": self.step,
             "epoch": self.step / self.plan.steps_per_epoch,
-            "world_size": self.world.size,
+            "world_size": len(since_last_look),
             "global_batch": self.plan.global_batch,
             "accumulation": self.plan.accumulation,
-            "strategy": rest,
+            "strategy": strategy,
             "schedule": schedule,
             "meter": self.meter.state(),
-            "since_last_look": [sums for _, sums in parts],
+            "since_last_look": since_last_look,
             "best": self.best.state(),
             "eval_pending": self.eval_pending,
         }
 
-    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], rest: dict[str, Any], seed: int) -> None:
-        """Restore what `snapshot` returned. A collective. Rank 0 broadcasts its arguments; the other ranks' are
-        ignored, so they need not read the files.
+    def restore(
+        self, tensors: Mapping[str, Mapping[str, Tensor]], rest: dict[str, Any], seed: int, root: int = 0
+    ) -> None:
+        """Restore what `snapshot` or `kept` returned. A collective. Rank `root` broadcasts its arguments; the other
+        ranks' are ignored, so they need not read the files.
 
-        With another world size, dropout's random numbers are seeded again by `seed` and step.
+        With another world size, and after `kept`, dropout's random numbers are seeded again by `seed` and step.
         """
         world = self.world
-        rest = world.broadcast(rest)
-        shapes = world.broadcast({f: {n: (t.shape, t.dtype) for n, t in group.items()} for f, group in tensors.items()})
-        if world.rank != 0:
+        rest = world.broadcast(rest, root)
+        shapes = {f: {n: (t.shape, t.dtype) for n, t in group.items()} for f, group in tensors.items()}
+        shapes = world.broadcast(shapes, root)
+        if world.rank != root:
             tensors = {
                 f: {n: torch.empty(shape, dtype=kind) for n, (shape, kind) in group.items()}
                 for f, group in shapes.items()
             }
         for group in tensors.values():
-            world.broadcast_tensors(group)
+            world.broadcast_tensors(group, root)
         self.strategy.load_state(tensors.get("unaveraged", tensors["model"]), tensors["optimizer"], rest["strategy"])
         if self.average:
             with self.averaged():
@@ -187,7 +221,7 @@ class TrainState:
         self.best = Best(mode=self.best.mode, **rest["best"])
         self.eval_pending = rest["eval_pending"]
         seed_ranks(seed, self.step, world)  # for generators that are not in the checkpoint
-        if rest["world_size"] == world.size:
+        if rest["world_size"] == world.size and tensors["rng"]:
             mine = f"rank{world.rank}."
             own = {name.removeprefix(mine): v for name, v in tensors["rng"].items() if name.startswith(mine)}
             with world.raise_on_all_ranks():

@@ -6,13 +6,16 @@ import json
 import signal
 from pathlib import Path
 
+import pytest
 import resuming
-from ranks import Ranks, call, check_every_strategy
+from ranks import Ranks, call, check, check_every_strategy
 from stopping_at import signal_at
 from training_checks import GLOBAL_BATCH, sample
 
-from hvd_bert.distributed.world import CollectiveError, World
+from hvd_bert.distributed.signals import NOTICES
+from hvd_bert.distributed.world import CollectiveError, HostsChanged, World
 from hvd_bert.errors import EXIT_STOPPED
+from hvd_bert.train import elastic
 from hvd_bert.train.__main__ import main as train
 
 STEPS = 6  # of 2 passes each, if the rank's batch allows; an epoch has 2 steps, the last of one window
@@ -61,3 +64,27 @@ def stopped_run_ends_as_one_never_stopped(ranks: Ranks) -> None:
     assert steps == sorted([*range(1, STEPS + 1)] * 2), "a run began anew, or did a step again"
     if world.rank == 0:
         assert resuming.differences(whole, stopped) == []
+
+
+@check
+def newest_state_in_memory_is_resumed_by_all_ranks(ranks: Ranks) -> None:
+    """The last rank has finished a step more than the others, and rank 0 is new."""
+    world, last = ranks.world, ranks.world.size - 1
+    whole, out = ranks.folder / "whole_without_dropout", ranks.folder / "elastic"
+    assert run(world, [*flags(world, whole), "--dropout", 0]) == 0
+    world.elastic, kept = True, []
+    try:
+        for NOTICES.changed in (True, True):  # each run takes one step
+            with pytest.raises(HostsChanged):
+                call(train, world, [*flags(world, out), "--dropout", 0])
+            kept.append(elastic.KEPT[0])
+        assert [point.step for point in kept] == [1, 2]
+        elastic.KEPT[:] = [kept[1]] if world.rank == last else [kept[0]] if world.rank else []
+        NOTICES.changed = False
+        assert run(world, [*flags(world, out), "--dropout", 0]) == 0
+    finally:
+        world.elastic = NOTICES.changed = False
+    if world.rank == 0:
+        assert not [found for found in resuming.differences(whole, out) if found.startswith(("model", "optimizer"))]
+        results = [json.loads((folder / "train_results.json").read_text(encoding="utf-8")) for folder in (whole, out)]
+        assert results[0]["train_samples"] == results[1]["train_samples"]

@@ -28,15 +28,19 @@ def signal_at(
     """Inside, the training of this process signals itself as it begins `step`, if it is `rank`."""
     original = Prefetcher.of_step
     signalled = rank if isinstance(rank, set) else {rank}
-    last = 0
+    worlds: list[Prefetcher] = []  # one per world of Horovod elastic
 
     def of_step(self: Prefetcher, number_of_step: int) -> Iterator[Batch]:
-        nonlocal last
-        own_rank = self.rank
+        own_rank, begins = self.rank, self not in worlds
+        if begins:
+            worlds.append(self)
+            if records and len(worlds) > 1:
+                (records / "resumed").write_text(str(time.time()), encoding="utf-8")
         windows = self.plan.rank_windows(number_of_step, own_rank)
         record = records / f"windows-{own_rank}.jsonl" if records else None
         for index, (ids, batch) in enumerate(zip(windows, original(self, number_of_step), strict=True)):
-            if own_rank in signalled and (number_of_step + 1, index) == (step, 1 if place == "inside" else 0):
+            here = (number_of_step + 1, index) == (step, 1 if place == "inside" else 0)
+            if here and own_rank in signalled and len(worlds) == 1:
                 if records:
                     (records / "signalled").write_text(str(time.time()), encoding="utf-8")
                 if number == "hosts":
@@ -45,9 +49,6 @@ def signal_at(
                     os.rename("out", "moved")
                 else:
                     os.kill(os.getpid(), signal.Signals[number] if isinstance(number, str) else number)
-            if records and number_of_step + 1 < last:
-                (records / "resumed").write_text(str(time.time()), encoding="utf-8")
-            last = number_of_step + 1
             if record:
                 with record.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"step": number_of_step + 1, "windows": ids.tolist()}) + "\n")

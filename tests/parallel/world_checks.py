@@ -54,10 +54,13 @@ def allgather_takes_values_of_different_types(ranks: Ranks) -> None:
 
 
 @check_every_strategy
-def broadcast_gives_rank_zeros_value(ranks: Ranks) -> None:
+def broadcast_gives_one_ranks_value(ranks: Ranks) -> None:
     world = ranks.world
-    for value in ({"from": 0}, None, "text"):
-        assert world.broadcast(value if world.rank == 0 else object) == value
+    for value, root in (({"from": 0}, 0), (None, 0), ("text", world.size - 1)):
+        assert world.broadcast(value if world.rank == root else object, root) == value
+        tensor = torch.tensor([float(world.rank)])
+        world.broadcast_tensors({"tensor": tensor}, root)
+        assert tensor.item() == root
 
 
 @check_every_strategy

@@ -205,7 +205,7 @@ def test_next_elastic_world_resumes_only_what_an_earlier_one_began(tmp_path, beg
         (tmp_path / "out" / "checkpoint-2").mkdir()
     world = make_world()
     world.elastic, world.generation = True, 1
-    start.check_elastic(wanted, world)
+    start.check_elastic(wanted, world, None)
     assert wanted.train.overwrite_output_dir is not began
     assert wanted.checkpoint.resume_from_checkpoint == ("latest" if saved else None)
 

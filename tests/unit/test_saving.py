@@ -157,8 +157,10 @@ def test_stop_reports_how_to_resume(run, tmp_path):
         checkpoints.save_and_stop("SIGINT to rank 0")
     assert stopped.value.status == EXIT_STOPPED
     assert "model_only" not in state_of(tmp_path / "checkpoint-7")
-    with pytest.raises(HostsChanged):
+    checkpoints.state.step = 8
+    with pytest.raises(HostsChanged):  # the ranks that stay have the state
         checkpoints.save_and_stop(None)
+    assert found(tmp_path) == ["checkpoint-7"]
 
 
 def test_stop_saves_in_a_new_folder_if_it_was_removed(run, tmp_path):

@@ -1,0 +1,48 @@
+"""The training's state in the memory of each rank, from which the next world of Horovod elastic resumes.
+
+The weights change only in the optimizer's update, in which no rank waits for another one. So a rank that notices in a
+collective that another one is lost has the whole state of its last finished step. Some ranks may have finished one step
+more than others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hvd_bert.checkpoint.files import Contents, name_of
+from hvd_bert.checkpoint.resume import ResumePoint
+from hvd_bert.distributed.world import World, log
+from hvd_bert.train.state import TrainState
+
+KEPT: list[ResumePoint] = []  # at most one, by this process
+
+
+@contextmanager
+def kept(state: TrainState, folder: Path) -> Iterator[None]:
+    """Under Horovod elastic, keep `state` for the next world if the training inside fails. `folder`: the run's.
+
+    What an earlier world left is dropped only here, since a rank may be lost while it is sent.
+    """
+    KEPT.clear()
+    try:
+        yield
+    except Exception:
+        if state.world.elastic:
+            KEPT.append(ResumePoint(folder / name_of(state.step), Contents(*state.kept())))
+        raise
+
+
+def newest(world: World) -> ResumePoint | None:
+    """The newest state that a rank has kept, or None. Only that rank has its tensors. A collective."""
+    if not world.elastic:
+        return None
+    steps = world.allgather(KEPT[0].step if KEPT else -1)
+    root = steps.index(max(steps))
+    if steps[root] < 0:
+        return None
+    log.info("Resuming after step %d, kept by rank %d", steps[root], root)
+    folder, state = world.broadcast((KEPT[0].folder, KEPT[0].state) if world.rank == root else None, root)
+    tensors = dict(KEPT[0].contents.tensors) if world.rank == root else {}
+    return ResumePoint(folder, Contents(tensors, state), root)
