@@ -5,9 +5,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hvd_bert.output.callback import Callback
     from hvd_bert.predict.answerer import QuestionAnswerer
+    from hvd_bert.train.api import train
 
-__all__ = ["QuestionAnswerer", "__version__"]
+__all__ = ["Callback", "QuestionAnswerer", "__version__", "train"]
 __version__ = "0.1.0"
 
 # `python -m hvd_bert.NAME` imports this file first, before it sets sys.argv[0].
@@ -17,8 +19,11 @@ if sys.argv[:1] == ["-m"] and any(word.startswith(f"{__name__}.") for word in sy
     end_when_interrupted()
 
 
+_PLACES = {"Callback": "hvd_bert.output.callback", "QuestionAnswerer": "hvd_bert.predict.answerer"}
+
+
 def __getattr__(name: str) -> Any:
-    """Import `QuestionAnswerer` on first use: every command imports this file, and torch takes seconds."""
-    if name != "QuestionAnswerer":
+    """Import on first use: every command imports this file, and torch takes seconds."""
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("hvd_bert.predict.answerer").QuestionAnswerer
+    return getattr(import_module(_PLACES[name]), name)

@@ -23,11 +23,12 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from hvd_bert import QuestionAnswerer
+from hvd_bert import Callback, QuestionAnswerer, train
 
 # %% tags=["parameters"]
 run = Path("../runs/notebook")
 flags = ["--config", "sample"]
+more_steps = 20
 
 # %% [markdown]
 # ## Train
@@ -36,9 +37,9 @@ flags = ["--config", "sample"]
 
 # %%
 horovodrun = Path(sys.executable).with_name("horovodrun")
-train = [sys.executable, "-m", "hvd_bert.train", *flags, "--output_dir", run, "--overwrite_output_dir"]
+command = [sys.executable, "-m", "hvd_bert.train", *flags, "--output_dir", run, "--overwrite_output_dir"]
 environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-subprocess.run([horovodrun, "--gloo", "-np", "2", "-H", "localhost:2", *train], env=environ, check=True)
+subprocess.run([horovodrun, "--gloo", "-np", "2", "-H", "localhost:2", *command], env=environ, check=True)
 
 # %% [markdown]
 # ## Look at the run
@@ -65,3 +66,19 @@ qa = QuestionAnswerer(run)
 for sample in samples[:3]:
     answer = qa(question=sample["question"], context=sample["context"])
     print(f"{sample['question']}\n  {answer.text!r} ({answer.score:.2f}), expected {sample['answers']}")
+
+# %% [markdown]
+# ## Train in the notebook
+#
+# One rank needs no process of its own. A callback gets the values during the run.
+
+
+# %%
+class Losses(Callback):
+    def on_log(self, step, metrics):
+        print(f"step {step}: loss {metrics['loss']:.2f}")
+
+
+settings = {"config": "sample", "max_steps": more_steps, "max_eval_samples": 50, "overwrite_output_dir": True}
+result = train(**settings, output_dir=run.with_name("in-notebook"), callbacks=[Losses()])
+print(result.scores)

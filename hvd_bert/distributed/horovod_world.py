@@ -69,6 +69,7 @@ class HorovodWorld(World):
                 rendezvous.serve_horovod()
             elif launcher.name == "horovodrun":
                 rendezvous.check_horovodrun()
+                rendezvous.serve_again()
             import horovod.torch as hvd
 
             by_mpi = hvd.mpi_built() and os.environ.get("HOROVOD_CONTROLLER", "mpi").lower() == "mpi"
@@ -175,9 +176,10 @@ class HorovodWorld(World):
 
     def close(self) -> None:
         self.allgather(None)
-        self._hvd.shutdown()
+        self.leave()
 
     def leave(self) -> None:
+        super().leave()
         self._hvd.shutdown()
 
 

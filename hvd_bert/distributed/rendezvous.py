@@ -5,6 +5,7 @@ What is served here listens only on the address through which the other ranks co
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any
 from torch.distributed import DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its stubs
 
 from hvd_bert.distributed.interfaces import address_of, address_towards, choose_interface
-from hvd_bert.distributed.launch import gloo_timeout_s, horovodrun_address, slurm_nodes, slurm_port
+from hvd_bert.distributed.launch import gloo_timeout_s, horovodrun_address, is_elastic, slurm_nodes, slurm_port
 from hvd_bert.distributed.logs import describe_ranks, log
 from hvd_bert.distributed.world import CollectiveError, World
 from hvd_bert.errors import UserError
@@ -27,6 +28,13 @@ SAME_ADDRESS = (
     "All hosts must resolve that host's name to the same address and accept connections from each other, and that rank"
     " must run."
 )
+
+_joins = itertools.count()  # a process may join several worlds, one after another
+
+
+def of_this_world(store: Any) -> Any:
+    """The store with other keys than in earlier worlds of this process."""
+    return PrefixStore(str(next(_joins)), store)
 
 
 def serve_store(address: str, port: int = 0) -> Any:
@@ -148,7 +156,7 @@ def torchrun_store() -> Any:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hint = "Start with torchrun. If its variables are left over from another job, unset TORCHELASTIC_RUN_ID."
     store = reach_store(host, port, 0, hint)  # the agent serves before it starts ranks
-    return PrefixStore(f"hvd_bert/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return of_this_world(PrefixStore(f"hvd_bert/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store))
 
 
 def check_horovodrun() -> None:
@@ -166,6 +174,39 @@ def check_horovodrun() -> None:
         ) from None
 
 
+def serve_again() -> None:
+    """Replace horovodrun's store, in which a process finds the addresses of its last world, by another one's."""
+    number, address = next(_joins), horovodrun_address(os.environ)
+    if not number or address is None or is_elastic(os.environ):
+        return
+    from horovod.runner.http.http_client import put_data_into_kvstore, read_data_from_kvstore
+
+    place = (*address, f"hvd_bert.{number}", "address")
+    if os.environ["HOROVOD_RANK"] == "0":
+        put_data_into_kvstore(*place, _serve_addresses(address[0]))
+    while True:
+        try:
+            return _set_address(*read_data_from_kvstore(*place))
+        except RuntimeError:  # rank 0 may be busy with work of the program's own
+            time.sleep(0.05)
+
+
+def _serve_addresses(otherwise: str, store: Any = None) -> tuple[str, int]:
+    """Serve Horovod's ranks to the end of this process, at the chosen interface or `otherwise`. Keeps `store`."""
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+    own = address_of(os.environ.get("HOROVOD_GLOO_IFACE")) or otherwise
+    server = RendezvousHTTPServer((own, 0), RendezvousHandler, verbose=0)  # RendezvousServer listens everywhere
+    server.init([])  # it needs no list of ranks
+    server.store = store  # ends with its last reference
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return own, server.server_port
+
+
+def _set_address(address: str, port: int | str) -> None:
+    os.environ.update(HOROVOD_GLOO_RENDEZVOUS_ADDR=address, HOROVOD_GLOO_RENDEZVOUS_PORT=str(port))
+
+
 def serve_horovod() -> None:
     """Set what horovodrun --gloo would set, for a process of torchrun: its ranks, and the address of a key-value store.
 
@@ -175,18 +216,12 @@ def serve_horovod() -> None:
     store = torchrun_store()
     choose_interface(os.environ, "HOROVOD_GLOO_IFACE", hosts_of(store, rank, size))
     if rank == 0:
-        from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
-
-        own = address_of(os.environ.get("HOROVOD_GLOO_IFACE")) or os.environ["MASTER_ADDR"]
-        server = RendezvousHTTPServer((own, 0), RendezvousHandler, verbose=0)  # RendezvousServer listens everywhere
-        server.init([])  # it needs no list of ranks
-        server.store = store  # ends with its last reference; the server lives as long as this process
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        store.set("hvd_bert.horovod", f"{own} {server.server_port}")
+        own, its_port = _serve_addresses(os.environ["MASTER_ADDR"], store)
+        store.set("hvd_bert.horovod", f"{own} {its_port}")
     address, port = store.get("hvd_bert.horovod").decode().split()
     of_torchrun = {"HOROVOD_RANK": "RANK", "HOROVOD_SIZE": "WORLD_SIZE"}
     of_torchrun |= {"HOROVOD_LOCAL_RANK": "LOCAL_RANK", "HOROVOD_LOCAL_SIZE": "LOCAL_WORLD_SIZE"}
     of_torchrun |= {"HOROVOD_CROSS_RANK": "GROUP_RANK", "HOROVOD_CROSS_SIZE": "GROUP_WORLD_SIZE"}
     os.environ.update({name: os.environ[theirs] for name, theirs in of_torchrun.items()})
     os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo", HOROVOD_HOSTNAME=socket.gethostname())
-    os.environ.update(HOROVOD_GLOO_RENDEZVOUS_ADDR=address, HOROVOD_GLOO_RENDEZVOUS_PORT=port)
+    _set_address(address, port)

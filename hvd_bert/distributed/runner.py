@@ -1,4 +1,4 @@
-"""Start and end of a rank's process. Commands call `run_as_rank(entry)`.
+"""Start and end of a rank's process. Commands call `run_as_rank(entry)`, programs `run_in_program(entry)`.
 
 Exit status: 0 done, 1 failure, 2 bad input, 130 interrupted, or the status of a CollectiveError. An error is reported
 once.
@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import torch
 
-from hvd_bert.distributed import logs
+from hvd_bert.distributed import events, logs
 from hvd_bert.distributed.horovod_world import HorovodWorld, ready_for_timeline
 from hvd_bert.distributed.launch import (
     LaunchError,
@@ -28,7 +28,7 @@ from hvd_bert.distributed.launch import (
     speaks_first,
 )
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, World, abort_mpi, log
-from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError
+from hvd_bert.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError, reason_of
 from hvd_bert.streams import INTERRUPTED, interruptible, keep_running
 
 # From Horovod's and Gloo's messages after another rank has died. Other errors are reported with a traceback.
@@ -46,6 +46,32 @@ def run_as_rank(
 
     `records_timeline`: whether Horovod records a timeline of some steps. It prepares for that when it starts.
     """
+    _run(entry, strategy, records_timeline).end(EXIT_OK)
+
+
+def run_in_program(entry: Callable[[World], None], strategy: str = "horovod", records_timeline: bool = False) -> None:
+    """As `run_as_rank`, but return afterwards. A single process raises its errors instead of reporting them."""
+    if (find_launcher(os.environ).size or 1) > 1 or is_elastic(os.environ):
+        _run(entry, strategy, records_timeline).close()
+        return
+    keep_running()
+    if records_timeline:
+        ready_for_timeline(os.environ)
+    logs.start(0)
+    world = join(strategy)
+    try:
+        with interruptible():
+            world.set_up_device()
+            entry(world)
+    except BaseException as error:
+        events.failed(reason_of(error))
+        raise
+    finally:
+        world.leave()
+
+
+def _run(entry: Callable[[World], None], strategy: str, records_timeline: bool) -> World:
+    """Run `entry` to its end. Returns its world, which is still open."""
     keep_running()
     if records_timeline:
         ready_for_timeline(os.environ)
@@ -80,7 +106,7 @@ def run_as_rank(
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             logs.report(f"{where}: {reason}. Joining the world of the remaining ranks.")
         else:
-            world.end(EXIT_OK)
+            return world
         world.leave()
         generation += 1
 

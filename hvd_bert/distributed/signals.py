@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -129,6 +130,7 @@ class StopRequests:
         return ", ".join(named) or None
 
 
+@cache  # a program may train several times
 def watch_launcher(launcher: str) -> None:
     """From now on, send this process SIGUSR1 when its launcher, of that name, has ended. All ranks stop then.
 

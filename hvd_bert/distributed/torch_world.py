@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +24,7 @@ from hvd_bert.distributed.world import World
 # Ranks wait for one that writes a checkpoint or finishes its share of an evaluation. Gloo notices a dead rank at once,
 # and the watchdog a step that takes too long.
 TIMEOUT = timedelta(hours=2)
+_slurm_store = cache(rendezvous.slurm_store)  # served until the process ends: a slower task may still use it
 
 
 class DistributedWorld(World):
@@ -53,7 +55,7 @@ class DistributedWorld(World):
             store = distributed.HashStore()  # type: ignore[attr-defined]  # missing in its type stubs
             choose_interface(os.environ, interface, [])
         elif launcher.name == "srun":
-            store = rendezvous.slurm_store(rank)
+            store = rendezvous.of_this_world(_slurm_store(rank))
             choose_interface(os.environ, interface, rendezvous.hosts_of(store, rank, size))
         else:
             # horovodrun and mpirun pass the other ranks' addresses in different ways. Horovod supports both.
@@ -111,6 +113,7 @@ class DistributedWorld(World):
         self.leave()
 
     def leave(self) -> None:
+        super().leave()
         distributed.destroy_process_group()
 
     def end(self, status: int) -> NoReturn:

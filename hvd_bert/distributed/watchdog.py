@@ -115,6 +115,7 @@ class Watchdog:
         self._number = 0
         self._noted: tuple[int, Sequence[str]] = 0, []  # a wait, and what had not arrived after a tenth of its limit
         self._wait: tuple[int, float, float, Callable[[], Sequence[str]]] | None = None  # number, begin, limit, names
+        self.stopped = threading.Event()  # its world has ended, but not the process
         threading.Thread(target=self._run, name="stall watch", daemon=True).start()
 
     @contextmanager
@@ -141,8 +142,7 @@ class Watchdog:
         tick_s, last = min(5.0, self.step_s / 10), time.monotonic()
         announced = current = 0
         waited = 0.0
-        while True:
-            time.sleep(tick_s)
+        while not self.stopped.wait(tick_s):
             # A suspended job (scontrol suspend) did not wait meanwhile: count at most two ticks per iteration.
             now = time.monotonic()
             passed, last = min(now - last, 2 * tick_s), now

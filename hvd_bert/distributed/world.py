@@ -297,6 +297,8 @@ class World:
 
     def leave(self) -> None:
         """Leave a world whose other ranks may be gone."""
+        if self._watchdog:
+            self._watchdog.stopped.set()
 
     def end(self, status: int) -> NoReturn:
         """Leave the world, once all ranks have called this, and end this process.

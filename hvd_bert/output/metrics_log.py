@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from hvd_bert.distributed.logs import log
+from hvd_bert.output.callback import Callback
 from hvd_bert.output.reporters.base import Background, Samples, close
 from hvd_bert.storage import written
 from hvd_bert.storage.writing import JsonLines
@@ -21,7 +22,9 @@ LINE_EVERY_S = 10.0
 
 
 class MetricsLogger:
-    """Records metrics and shows progress. On ranks other than 0 (`enabled` false) every method does nothing."""
+    """Records metrics and shows progress. On ranks other than 0 (`enabled` false) it only calls the callbacks."""
+
+    callbacks: Sequence[Callback] = ()
 
     def __init__(
         self, folder: Path, enabled: bool, reporters: Sequence[Background] = (), unit: str = "windows"
@@ -62,17 +65,26 @@ class MetricsLogger:
         if self.enabled:
             self._record(step, metrics)
             self._show_progress(metrics)
+        self.notify("on_log", step, metrics)
 
     def evaluated(self, metrics: dict[str, float], summary: str, step: int, samples: Samples = ()) -> None:
         """Record an evaluation of the model of step `step` with sample answers, and show its `summary`."""
-        if not self.enabled:
-            return
+        if self.enabled:
+            self._record_evaluation(metrics, summary, step, samples)
+        self.notify("on_evaluate", step, metrics)
+
+    def _record_evaluation(self, metrics: dict[str, float], summary: str, step: int, samples: Samples) -> None:
         named = {name if name.startswith("eval_") else f"eval_{name}": value for name, value in metrics.items()}
         self._record(step, {"epoch": step / self.steps_per_epoch, **named})
         if samples:
             self._report("samples", step, samples)
         after = f"step {step}/{self.total_steps}: " if step else ""
         log.info(f"{after}{summary}")
+
+    def notify(self, method: str, *arguments: Any) -> None:
+        """Call a method of all callbacks. What one raises ends the run."""
+        for callback in self.callbacks:
+            getattr(callback, method)(*arguments)
 
     def _record(self, step: int, values: dict[str, float]) -> None:
         # An overflow (fp16) may leave an infinite norm, which JSON cannot hold.

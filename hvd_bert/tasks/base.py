@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -142,8 +143,21 @@ class Task(ABC):
         self.tokenizer.save_pretrained(folder, save_jinja_files=False)  # a chat template's file could replace a user's
 
 
+_OF_PROGRAM: dict[str, type[Task]] = {}  # their own names need not be importable
+
+
+def name_of(task: type[Task]) -> str:
+    """The --task of a program's own class. For a script's, the name by which other commands can import it."""
+    script = task.__module__ == "__main__" and getattr(sys.modules["__main__"], "__file__", None)
+    name = f"{Path(script).stem if script else task.__module__}:{task.__qualname__}"
+    _OF_PROGRAM[name] = task
+    return name
+
+
 def task_class(name: str) -> type[Task]:
     """The class of a task by its name in TASKS, or by MODULE:CLASS. Raises UserError if there is none."""
+    if name in _OF_PROGRAM:
+        return _OF_PROGRAM[name]
     module, _, class_name = TASKS.get(name, name).partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), class_name)):
         raise UserError(f"--task {name}: not a module and a class. Give MODULE:CLASS, such as digits:Digits.")

@@ -1,1 +1,18 @@
-"""The training command: `__main__.py` reads the command line, `loop.py` trains."""
+"""The trainer: `__main__.py` is the command, `api.py` is for Python programs, `loop.py` trains.
+
+This module can be called, so that `from hvd_bert import train` gives a function: `train` of `api.py`.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _Train(ModuleType):
+    def __call__(self, **settings: Any) -> Any:
+        from hvd_bert.train.api import train
+
+        return train(**settings)
+
+
+sys.modules[__name__].__class__ = _Train

@@ -7,17 +7,16 @@
 Exit status: 0 done, 1 failure, 2 bad input (reported once, before any training), 75 stopped by a signal with everything
 saved (rerun with the same --output_dir, without --overwrite_output_dir, to resume), 130 interrupted without saving.
 
-This file only reads the command line, so that --help and a mistyped flag do not wait for the imports of `loop.py`.
+A thin caller of `api.py`, which imports late, so that --help and a mistyped flag do not wait for torch.
 """
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from hvd_bert.config import command_line
-from hvd_bert.startup import collector_paused, start_rank
+from hvd_bert.startup import start_rank
+from hvd_bert.train import api
 
 if TYPE_CHECKING:
     from hvd_bert.distributed.world import World
@@ -25,17 +24,7 @@ if TYPE_CHECKING:
 
 def main(world: World) -> None:
     """A whole run on one rank, from the command line to the output files. Called by all ranks."""
-    with world.raise_on_all_ranks():
-        config = command_line.parse()
-        loop = _loop()  # inside, so that warnings of the imports are shown once
-    loop.run(config, world)
-
-
-@functools.cache  # in a later world of Horovod elastic, freezing again would keep the previous world's memory
-def _loop() -> ModuleType:
-    with collector_paused():
-        from hvd_bert.train import loop
-    return loop
+    api.run(None, world)
 
 
 if __name__ == "__main__":

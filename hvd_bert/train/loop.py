@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from hvd_bert.model.precision import autocast
 from hvd_bert.monitoring.recording import Recording
 from hvd_bert.monitoring.usage import GpuUsage, process_usage
 from hvd_bert.output import output_dir, run_folder
+from hvd_bert.output.callback import Callback, RunResult
 from hvd_bert.output.metrics_log import MetricsLogger
 from hvd_bert.output.reporters import base as reporters
 from hvd_bert.tasks.base import EvaluationResult, Task
@@ -33,7 +36,7 @@ from hvd_bert.train.start import load
 from hvd_bert.train.state import Best, TrainState
 
 
-def run(config: Config, world: World) -> None:
+def run(config: Config, world: World, callbacks: Sequence[Callback] = ()) -> RunResult:
     """A whole run: load, train, evaluate, write. Called by all ranks, under Horovod elastic in each world."""
     task, resume_point = load(config, world)
     evaluations = Evaluations(task) if task.evaluates else None
@@ -43,9 +46,11 @@ def run(config: Config, world: World) -> None:
 
     effective = training.effective if training else {}
     facts, metrics_logger = _begin_output(config, task, effective, resume_point, world)
+    metrics_logger.callbacks = callbacks
     results: dict[str, Any] = {}
     with closing(metrics_logger):
         metrics_logger.started(config.as_flat() | effective, resume_point.step if resume_point else None)
+        metrics_logger.notify("on_start", task, world)
         with elastic.kept(training.state, config.train.folder) if training else nullcontext():
             if training:
                 with training.stop_requests.watched():  # until the model is saved, or a signal would lose it
@@ -59,10 +64,13 @@ def run(config: Config, world: World) -> None:
             results |= facts | (evaluations.results() if evaluations else {})
             _write_output(config, task, evaluation, results, world)
         metrics_logger.finished = True
+        result = RunResult(config.train.folder, evaluation.metrics if evaluation else {}, results)
+        metrics_logger.notify("on_end", result)
     if results.get("breakdown"):
         log.info("%s", "\n".join(describe_steps(results)))
     log.info("%s", run_folder.describe(config.train.folder))
     events.end()
+    return result
 
 
 def _begin_output(
@@ -174,6 +182,7 @@ class Training:
         with run_folder.writing(self.config.train.folder, self.world, EXIT_BAD_INPUT):
             gpus = self.gpus = GpuUsage(self.world, self.config.train.folder)
         state, checkpoints, effective = self.state, self.checkpoints, self.effective
+        checkpoints.on_save = partial(metrics_logger.notify, "on_save")
         log.info("Training: %s", ", ".join(f"{name} {value:g}" for name, value in effective.items()))
         note = large_batch_note(self.config.train, self.plan.global_batch, effective["learning_rate"])
         if note:
@@ -261,6 +270,7 @@ class Training:
         per_epoch = self.plan.steps_per_epoch
         evaluates = state.step == total_steps or self.config.train.evaluates_after(state.step, per_epoch, total_steps)
         state.eval_pending = self.evaluations is not None and evaluates
+        self.metrics_logger.notify("on_step", state.step)
         if state.eval_pending or self.config.train.logs_after_step(state.step, total_steps):
             means = self.breakdown.read(state.step)
             self.health.check(state.step)

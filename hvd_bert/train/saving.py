@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
@@ -42,6 +42,7 @@ class Checkpoints:
         self._last_saved = -1  # not the resumed step, which may be in another run's folder
         self._diverged = False
         self.folder_is_lost = False  # as rank 0 has seen
+        self.on_save: Callable[[int, Path], None] = lambda step, folder: None  # on rank 0, once a write has ended
         self._new: dict[str, float] = {}
         self.totals = {"checkpoints": 0} | dict.fromkeys(SECONDS, 0.0)
 
@@ -135,6 +136,8 @@ class Checkpoints:
         error, seconds = self._running.result()
         self._running = None
         self._count("checkpoint_write_s", seconds)
+        if error is None:
+            self.on_save(self._last_saved, self.folder / checkpoint_files.name_of(self._last_saved))
         if error is not None and warns and not self.look_for_folder():
             log.warning("A checkpoint could not be written in %s: %s. Training continues.", self.folder, error)
         return error

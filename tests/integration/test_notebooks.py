@@ -39,12 +39,15 @@ def printed(outputs: list[Any]) -> str:
 
 def test_train_and_ask(tmp_path: Path) -> None:
     flags = [str(word) for word in small_run(2, "unused")[len(TRAIN) : -2]]
+    parameters = f"sys.executable = {str(programs() / 'python')!r}\nflags, more_steps = {flags}, 2"
     # The ranks come from the fork server, whose horovodrun is next to its python.
-    outputs = execute("train_and_ask.py", tmp_path, f"sys.executable = {str(programs() / 'python')!r}\nflags = {flags}")
+    outputs = execute("train_and_ask.py", tmp_path, parameters)
     assert plots(outputs) == 1
     text = printed(outputs)
     assert "step 6/6" in text and text.count("expected [") == 3, text
-    assert (tmp_path / "runs" / "notebook" / "train_results.json").exists()
+    assert "step 2: loss" in text
+    for folder in ("notebook", "in-notebook"):
+        assert (tmp_path / "runs" / folder / "train_results.json").exists()
 
 
 def test_read_a_sweep(tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""`from hvd_bert import train`: a program trains as often as it likes, and its process stays its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import documented
+import numpy as np
+import pytest
+import torch
+from tables import refused
+
+from hvd_bert import Callback, train
+from hvd_bert.errors import EXIT_STOPPED, UserError
+from hvd_bert.storage import locks
+
+PROGRAM: dict[str, Any] = {"__name__": "digits"}
+exec(documented.own_task(), PROGRAM)
+
+
+def start(out: Path, at_step_2: Callable[[], object] = lambda: None, **settings: Any) -> tuple[Any, list[Any]]:
+    """Train the guide's task. Returns the run and the calls of a callback: names with steps, and the loss."""
+    calls: list[Any] = []
+
+    def called(name: str, first: Any, *others: Any) -> None:
+        calls.append((name, first, others[0]["loss"]) if name == "on_log" else (name, first))
+        if (name, first) == ("on_step", 2):
+            at_step_2()
+
+    methods = {name: lambda _, *given, name=name: called(name, *given) for name in vars(Callback) if name[:3] == "on_"}
+    recorder = type("Recorder", (Callback,), methods)()
+    settings = {"max_steps": 4, "strategy": "none", "deterministic": True, "num_threads": 1} | settings
+    run = train(task=PROGRAM["Digits"], output_dir=out, eval_strategy="no", callbacks=[recorder], **settings)
+    return run, calls
+
+
+def of_the_process() -> list[Any]:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    logs = [[*logging.getLogger(name).handlers] for name in (None, "hvd_bert")]
+    numbers = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    torchs = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    return [handlers, logs, numbers, torchs, dict(os.environ), sys.stdout, sys.stderr]
+
+
+def test_trainings_in_a_row_are_equal_and_the_process_is_given_back(tmp_path: Path) -> None:
+    before = of_the_process()
+    run, calls = start(tmp_path / "first")
+    assert of_the_process() == before
+    names = [*("start", "step", "log", "step", "step", "step", "log", "save", "evaluate", "end")]
+    assert [name for name, *_ in calls] == [f"on_{name}" for name in names] and calls[-1][1] is run
+    assert run.scores["accuracy"] and (run.output_dir / "train_results.json").exists()
+    locks.take(run.output_dir / locks.LOCK, wait=False).release()
+    assert start(tmp_path / "second")[1][1:-1] == calls[1:-1]
+
+
+def test_errors_are_raised_and_the_run_resumes(tmp_path: Path) -> None:
+    before = of_the_process()
+    with pytest.raises(ZeroDivisionError):
+        start(tmp_path / "run", lambda: 1 / 0)
+    with pytest.raises(UserError) as stopped:  # it was asked at step 2, and the vote is in step 3
+        start(tmp_path / "run", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert getattr(stopped.value, "status", None) == EXIT_STOPPED
+    assert start(tmp_path / "run")[1][1:-1] == start(tmp_path / "whole")[1][5:-1]
+    for settings, named in (({"max_step": 3}, "max_step"), ({"max_steps": "three"}, "three")):
+        with refused(named):
+            start(tmp_path / "none", **settings)
+    assert of_the_process() == before
