@@ -71,17 +71,18 @@ def newest_state_in_memory_is_resumed_by_all_ranks(ranks: Ranks) -> None:
     """The last rank has finished a step more than the others, and rank 0 is new."""
     world, last = ranks.world, ranks.world.size - 1
     whole, out = ranks.folder / "whole_without_dropout", ranks.folder / "elastic"
-    assert run(world, [*flags(world, whole), "--dropout", 0]) == 0
+    same = ["--dropout", 0, "--attention_dropout", 0]
+    assert run(world, [*flags(world, ranks.strategy, whole), *same]) == 0
     world.elastic, kept = True, []
     try:
         for NOTICES.changed in (True, True):  # each run takes one step
             with pytest.raises(HostsChanged):
-                call(train, world, [*flags(world, out), "--dropout", 0])
+                call(train, world, [*flags(world, ranks.strategy, out), *same])
             kept.append(elastic.KEPT[0])
         assert [point.step for point in kept] == [1, 2]
         elastic.KEPT[:] = [kept[1]] if world.rank == last else [kept[0]] if world.rank else []
         NOTICES.changed = False
-        assert run(world, [*flags(world, out), "--dropout", 0]) == 0
+        assert run(world, [*flags(world, ranks.strategy, out), *same]) == 0
     finally:
         world.elastic = NOTICES.changed = False
     if world.rank == 0:
