@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
+import stat
 import time
 from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,7 @@ class HorovodWorld(World):
         self.local_size = hvd.local_size()
         self.cross_rank = hvd.cross_rank()
         self.node: Any = None
+        self._connections: set[tuple[int, int]] = set()  # Gloo's
         self._stalled_after_s = stalled_after_s
         super().__init__()
 
@@ -85,6 +88,7 @@ class HorovodWorld(World):
         if elastic:
             NOTICES.watch()
         stalled_after_s = watchdog.inspect(os.environ, elastic)
+        before = _sockets()
         hvd.init()
         if not by_mpi:
             _pause_between_polls()
@@ -93,6 +97,7 @@ class HorovodWorld(World):
         controller = "none" if hvd.size() == 1 else "mpi" if by_mpi else "gloo"
         world = HorovodWorld(hvd, controller, comm, stalled_after_s)
         world.elastic, world.generation = elastic, generation
+        world._connections = _sockets() - before
         return world
 
     def set_up_device(self) -> None:
@@ -175,12 +180,36 @@ class HorovodWorld(World):
         self._hvd.stop_timeline()
 
     def close(self) -> None:
-        self.allgather(None)
+        try:
+            self.allgather(None)
+        except RuntimeError:  # a rank is lost: under Horovod elastic the others have all done their work
+            if not self.elastic:
+                raise
         self.leave()
 
     def leave(self) -> None:
         super().leave()
         self._hvd.shutdown()
+
+    def disconnect(self) -> None:
+        """Horovod 0.28 keeps Gloo's connections until it joins the next world (`ProcessSet::Finalize` does nothing).
+
+        Ranks that wait for this one, and not for the lost one, would notice only after HOROVOD_GLOO_TIMEOUT_SECONDS.
+        """
+        for descriptor, _ in self._connections & _sockets():
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> set[tuple[int, int]]:
+    """Descriptor and inode of each of this process's sockets."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # it was the listing's
+            status = os.stat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((int(name), status.st_ino))
+    return found
 
 
 def _mpi_world(launcher: Launcher) -> Any:

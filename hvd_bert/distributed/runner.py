@@ -105,6 +105,7 @@ def _run(entry: Callable[[World], None], strategy: str, records_timeline: bool) 
                 world.abort(EXIT_FAILURE)
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             logs.report(f"{where}: {reason}. Joining the world of the remaining ranks.")
+            world.disconnect()
         else:
             return world
         world.leave()

@@ -300,6 +300,9 @@ class World:
         if self._watchdog:
             self._watchdog.stopped.set()
 
+    def disconnect(self) -> None:
+        """Let the other ranks notice that a rank is lost."""
+
     def end(self, status: int) -> NoReturn:
         """Leave the world, once all ranks have called this, and end this process.
 

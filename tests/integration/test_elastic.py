@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import re
+import shutil
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import stopping_at
+import torch
 from commands import said, small_run
 from launch import Outcome, built, run
 from tables import each
@@ -18,18 +25,19 @@ pytestmark = pytest.mark.integration
 WINDOWS, STEPS_PER_EPOCH, HOSTS = 33, 3, ("localhost", "127.0.0.1")  # the first two of small_run
 
 
-def elastic(folder: Path, stop: str) -> Outcome:
-    """small_run on one rank per host, each of which has a folder of its own."""
+def elastic(folder: Path, stop: str, *flags: object, slots: int = 1) -> Outcome:
+    """small_run on `slots` ranks per host, each of which has a folder of its own."""
     if "gloo" not in built():
         pytest.skip("this Horovod was built without gloo")
-    (folder / "discover").write_text("#!/bin/sh\n" + "".join(f"echo {host}:1\n" for host in HOSTS))
-    (folder / "discover").chmod(0o755)
     for host in HOSTS:
-        (folder / host).mkdir()
-    words = [Path(sys.executable).with_name("horovodrun"), "-np", 2, "--min-np", 1, "--max-np", 2]
+        (folder / host).mkdir(parents=True)
+    (folder / "discover").write_text("#!/bin/sh\n" + "".join(f"echo {host}:{slots}\n" for host in HOSTS))
+    (folder / "discover").chmod(0o755)
+    words = [Path(sys.executable).with_name("horovodrun"), "-np", 2 * slots, "--min-np", 1, "--max-np", 2 * slots]
     words += ["--host-discovery-script", folder / "discover", "--network-interfaces", "lo"]
     words += ["env", "sh", "-c", 'cd $HOROVOD_HOSTNAME && exec "$@"', "sh"]
-    words += [sys.executable, stopping_at.__file__, *stop.split(), *small_run(2, "out", "--elastic")[3:]]
+    train = small_run(2 * slots, "out", "--elastic", *flags)
+    words += [sys.executable, stopping_at.__file__, *stop.split(), *train[3:]]
     return run([str(word) for word in words], folder, env={"HVD_BERT_CACHE": str(folder / "cache")})
 
 
@@ -56,3 +64,45 @@ def test_training_continues_without_a_killed_worker(tmp_path: Path, rank: int) -
 def test_elastic_needs_its_launcher(tmp_path: Path) -> None:
     refused = run(small_run(1, tmp_path / "out", "--elastic"), tmp_path).expect(2)
     assert "--elastic needs Horovod's elastic launcher. Start horovodrun" in refused.output
+
+
+@pytest.mark.campaign
+def test_random_kills_change_no_weight(tmp_path: Path) -> None:
+    """Each of $HVD_BERT_KILLS kills falls at a random moment of a run on four ranks that evaluates and saves.
+
+    Where Gloo aborts another rank as well, no host is left: $HVD_BERT_ABORTED such runs at most are not counted.
+    """
+    flags = ["--max_steps", 40, "--eval_strategy", "steps", "--eval_steps", 10, "--save_steps", 15, "--deterministic"]
+    elastic(tmp_path / "whole", "0 0 SIGKILL start", *flags, slots=2).expect(0)
+    whole = finished(tmp_path / "whole")
+    results = json.loads((whole / "train_results.json").read_text())
+    dice, steps, aborted = random.Random(int(os.environ.get("HVD_BERT_SEED", "0"))), list[int](), 0
+    while len(steps) < int(os.environ.get("HVD_BERT_KILLS", "4")):
+        rank, seconds = dice.randrange(4), dice.uniform(0, results["train_runtime"])
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        outcome = elastic(folder, f"1 {rank} SIGKILL {seconds:.3f}", *flags, slots=2)
+        if "gloo::EnforceNotMet" in outcome.output and not outcome.hung:
+            aborted += 1
+            assert aborted <= int(os.environ.get("HVD_BERT_ABORTED", "2")), outcome
+            continue
+        resumed = [int(step) for step in re.findall(r"Resuming after step (\d+)", said(outcome.expect(0)))]
+        steps += resumed  # none if the run ended before the kill
+        out = finished(folder)
+        for name, weight in weights(out).items():
+            assert float((weight - weights(whole)[name]).norm()) <= 1e-5 * float(weight.norm()), (name, outcome)
+        taken = json.loads((out / "train_results.json").read_text())["train_samples"]
+        assert (taken, len(resumed) < 2) == (results["train_samples"], True), outcome
+        shutil.rmtree(folder)
+
+
+def finished(folder: Path) -> Path:
+    """The output folder of a run: the newest, if the first rank 0 was killed after its last write."""
+    files = folder.glob("*/out/train_results.json")
+    return max(files, key=lambda file: file.stat().st_mtime).parent
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    """Without those that change no answer: they shift all logits, and follow only from rounding."""
+    found = safetensors.torch.load_file(out / "model.safetensors")
+    shifts = ("key.bias", "qa_outputs.bias", "layer.1.output.LayerNorm.bias")
+    return {name: weight for name, weight in found.items() if not name.endswith(shifts)}

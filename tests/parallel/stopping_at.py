@@ -2,9 +2,10 @@
 
 SIGNAL: a name such as SIGTERM, "hosts" to wait, on rank 0, until Horovod elastic has other hosts, or "move" to rename
 the folder `out` to `moved`.
-PLACE: "start" of the step, or "inside" it, after the first of its passes. Steps count from 1; with 0 none comes. RANK
-may be several, as 2,3. In the folder it was started in each rank notes the windows that it takes in windows-RANK.jsonl,
-when it was signalled in `signalled`, and when it began its first step in another world in `resumed`.
+PLACE: "start" of the step, or "inside" it, after the first of its passes, or so many seconds after its start. Steps
+count from 1; with 0 none comes. RANK may be several, as 2,3. In the folder it was started in each rank notes the
+windows that it takes in windows-RANK.jsonl, when it was signalled in `signalled`, and when it began its first step in
+another world in `resumed`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -47,6 +49,9 @@ def signal_at(
                     wait_for_other_hosts()
                 elif number == "move":
                     os.rename("out", "moved")
+                elif place not in ("start", "inside"):
+                    later = f"sleep {place} && kill -{str(number).removeprefix('SIG')} {os.getpid()}"
+                    subprocess.Popen(["sh", "-c", later], start_new_session=True, stdout=-3, stderr=-3)  # DEVNULL
                 else:
                     os.kill(os.getpid(), signal.Signals[number] if isinstance(number, str) else number)
             if record:
