@@ -17,8 +17,9 @@ requires-python = ">=3.10"
 [tool.uv]
 environments = ["sys_platform == 'linux' and python_version < '3.14'"]
 END
-# torch comes first and by itself (env/setup.sh --torch), so no other file may bring one.
-echo "torch; sys_platform == 'never'" >"$work/without_torch.txt"
+# torch comes first and by itself (env/setup.sh --torch), so no other file may bring one. hf-xet is in base; its markers
+# would also resolve for processors for which onnxruntime has no wheels.
+printf "%s; sys_platform == 'never'\n" torch hf-xet >"$work/without.txt"
 
 # $1: name of the file in locked/; then requirements files and options
 lock() {
@@ -37,7 +38,7 @@ lock base "$work/base.txt" --constraints "$PWD/locked/torch.txt"
 known=(--constraints "$PWD/locked/base.txt")
 mapfile -t in_base < <(names locked/base.txt)
 for extra in dev deepspeed bench; do
-  lock "$extra" "$PWD/requirements-$extra.txt" "${known[@]}" --overrides "$work/without_torch.txt" \
+  lock "$extra" "$PWD/requirements-$extra.txt" "${known[@]}" --overrides "$work/without.txt" \
     "${in_base[@]/#/--no-emit-package=}"
   known+=(--constraints "$PWD/locked/$extra.txt")
 done

@@ -101,6 +101,19 @@ class ModelArguments:
         minimum=0,
         below=1,
     )
+    lora_rank: int = flag(
+        "model",
+        0,
+        "Train low-rank adapters (LoRA, by the package peft) of this rank in place of the encoder; 0: none.",
+        minimum=0,
+    )
+    lora_alpha: float | None = flag(
+        "model",
+        None,
+        "The adapters' products are multiplied by this value / --lora_rank.",
+        default_text="twice --lora_rank",
+        above=0,
+    )
 
     def __post_init__(self) -> None:
         if self.model_name_or_path is None and self.config_name is None:

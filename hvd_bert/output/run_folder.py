@@ -47,6 +47,7 @@ RUN_FILES = {
     "train_config.yaml": "all settings of this run; --config reads it",
     "eval_config.yaml": "all settings of a run that only evaluated",
     "model.safetensors": "the weights",
+    "adapter": "the adapters of --lora_rank, as peft loads them",
     "config.json": "the model's configuration, with which from_pretrained loads this folder",
     "tokenizer.json": "the tokenizer",
     "tokenizer_config.json": "the tokenizer's settings",
@@ -98,8 +99,9 @@ def save_model(folder: Path, task: Task) -> None:
     try:
         partial.mkdir()
         task.save(partial)
-        for file in partial.glob("*.safetensors"):
+        for file in partial.rglob("*.safetensors"):
             shutil.copymode(folder / written.RECORD, file)  # safetensors gives nobody else access
+        written.remove(folder, ["adapter"])  # a folder cannot replace another one
         written.claim(folder, *os.listdir(partial))
         # config.json makes the folder a model and comes last: a crash leaves no partial model.
         for file in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):

@@ -25,6 +25,7 @@ from hvd_bert.errors import UserError
 from hvd_bert.model.families import fit_flags
 from hvd_bert.model.flops import ForwardFlops
 from hvd_bert.model.loading import load_config
+from hvd_bert.model.lora import add_adapters, merge
 
 
 class Work(Protocol):
@@ -66,6 +67,8 @@ class Task(ABC):
         late_weights: How many weights have gradients that are ready only at the end of the backward pass, for the
             report's projection; None: unknown.
         forward_flops: The FLOP of the model; None: unknown.
+        lora: peft's wrapper of `model`, whose adapters are trained and not merged yet; None without --lora_rank.
+        adapter_files: The trained adapters, after they were merged.
     """
 
     unit: ClassVar[str] = "windows"
@@ -76,6 +79,8 @@ class Task(ABC):
     evaluates: bool = False
     late_weights: int | None = None
     forward_flops: ForwardFlops | None = None
+    lora: Any = None
+    adapter_files: Mapping[str, bytes] = {}
 
     @abstractmethod
     def __init__(self, config: Config, world: World) -> None: ...
@@ -124,6 +129,9 @@ class Task(ABC):
 
     def save(self, folder: Path) -> None:
         """Write the trained model into an empty folder, so that `from_pretrained` or `load_state_dict` can load it."""
+        for name, content in self.adapter_files.items():
+            (folder / "adapter").mkdir(exist_ok=True)
+            (folder / "adapter" / name).write_bytes(content)
         if isinstance(self.model, PreTrainedModel):
             self.model.save_pretrained(folder)
         else:
@@ -131,6 +139,11 @@ class Task(ABC):
             weights = {name: value.clone().contiguous() for name, value in self.model.state_dict().items()}
             safetensors.torch.save_file(weights, folder / "model.safetensors")
         self._save_tokenizer(folder)
+
+    def merge_adapters(self) -> None:
+        """Add what --lora_rank has trained to the model's weights."""
+        if self.lora:
+            self.adapter_files, self.lora = merge(self.lora), None
 
     def _save_tokenizer(self, folder: Path) -> None:
         """Save the tokenizer, so that `from_pretrained` loads one that gives the inputs the model was trained with."""
@@ -186,6 +199,8 @@ def load_task(config: Config, world: World) -> Task:
     """
     name, args = config.data.task, config.checkpoint
     task = task_class(name)(config, world)
+    if task.plan and config.model.lora_rank:
+        task.lora = add_adapters(task.model, config.model, config.train.seed)
     if task.plan and not any(parameter.requires_grad for parameter in task.model.parameters()):
         raise UserError(f"--task {name}: all parameters of its model are frozen. Set requires_grad on those to train.")
     args.metric_for_best_model = args.metric_for_best_model or next(iter(task.metrics))
@@ -233,7 +248,9 @@ def encoder_config(
 
     Sets --padding if its windows cannot be packed. `unit`: what it is trained on, for the message.
     """
-    config = load_config(model.configuration, model, weight_copies(train.do_train, strategy, world))
+    config = load_config(
+        model.configuration, model, weight_copies(train.do_train and not model.lora_rank, strategy, world)
+    )
     fit_flags(config, train.precision, strategy, data, unit)
     return config
 

@@ -208,6 +208,7 @@ class Training:
             if state.average:
                 state.average.swap()
             self.model_step = checkpoints.load_best()
+            self.task.merge_adapters()
             if self.model_step != state.step:
                 self.evaluation = None  # it is the last model's, and an earlier one is the best
         sums = {"breakdown": self.breakdown.results()}

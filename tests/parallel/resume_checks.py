@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import resuming
+import torch
 from ranks import Ranks, call, check, check_every_strategy
+from safetensors.torch import load_file
 from stopping_at import signal_at
 from training_checks import GLOBAL_BATCH, sample
+from transformers import AutoConfig, AutoModelForQuestionAnswering
 
 from hvd_bert.distributed.signals import NOTICES
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, World
@@ -89,3 +92,27 @@ def newest_state_in_memory_is_resumed_by_all_ranks(ranks: Ranks) -> None:
         assert not [found for found in resuming.differences(whole, out) if found.startswith(("model", "optimizer"))]
         results = [json.loads((folder / "train_results.json").read_text(encoding="utf-8")) for folder in (whole, out)]
         assert results[0]["train_samples"] == results[1]["train_samples"]
+
+
+@check_every_strategy
+def adapters_are_resumed_saved_and_merged(ranks: Ranks) -> None:
+    world, base, out, stopped = ranks.world, *(ranks.folder / name for name in ("base", "adapted", "adapted_twice"))
+    if world.rank == 0:
+        config = AutoConfig.from_pretrained(ranks.folder / "tiny")
+        AutoModelForQuestionAnswering.from_config(config).save_pretrained(base)
+    world.allgather(None)
+    words = ["--model_name_or_path", str(base), "--lora_rank", "4"]
+    assert run(world, [*flags(world, ranks.strategy, out), *words]) == 0
+    with signal_at(4, world.size - 1, signal.SIGTERM):
+        assert run(world, [*flags(world, ranks.strategy, stopped), *words]) == EXIT_STOPPED
+    assert run(world, [*flags(world, ranks.strategy, stopped), *words]) == 0
+    if world.rank != 0:
+        return
+    import peft  # here: it takes seconds
+
+    assert resuming.differences(out, stopped) == []
+    model, found = AutoModelForQuestionAnswering.from_pretrained(base), load_file(out / "model.safetensors")
+    changed = {name for name, weight in model.state_dict().items() if not torch.equal(weight, found[name])}
+    assert {name.split(".")[-2] for name in changed} == {"query", "value", "qa_outputs"}
+    merged = peft.PeftModel.from_pretrained(model, out / "adapter").merge_and_unload().state_dict()
+    torch.testing.assert_close(merged, found)

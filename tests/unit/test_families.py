@@ -27,6 +27,7 @@ from hvd_bert.model.bert import compile_layers, load_model, new_model, span_logi
 from hvd_bert.model.classifier import class_logits, new_classifier
 from hvd_bert.model.families import family_of, fit_flags, max_tokens, model_class
 from hvd_bert.model.loading import load_config, num_weights
+from hvd_bert.model.lora import FILES, add_adapters, merge
 from hvd_bert.model.precision import autocast
 from hvd_bert.strategies.fsdp import sharded_copy
 from hvd_bert.strategies.horovod import WordRows, word_embedding
@@ -251,6 +252,23 @@ def test_number_of_weights_and_dropout_everywhere(name):
     config = new_model(small(name), 0.25, seed=1, attention_dropout=0.5).config.to_dict()
     given = {("attention" in key, value) for key, value in config.items() if "dropout" in key and value is not None}
     assert (True, 0.5) in given and given <= {(True, 0.5), (False, 0.25)}
+
+
+@each("name", TRAINED)
+def test_adapters_begin_with_the_models_results_and_are_merged(name, windows):
+    model, batch = new_model(small(name), 0.0, seed=1).eval(), Collator(windows, CPU)([1, 0])
+    if name in ("ibert", "squeezebert"):  # whose layers are not torch's linear ones
+        with refused("--lora_rank", type(model).__name__):
+            add_adapters(model, ModelArguments(lora_rank=2), seed=1)
+        return
+    before, logits = dict(model.named_parameters()), span_logits(model, batch)[0]
+    wrapper = add_adapters(model, ModelArguments(lora_rank=2), seed=1)
+    torch.testing.assert_close(span_logits(model, batch)[0], logits)
+    span_losses(*span_logits(model, batch), batch).sum().backward()
+    trained = [name for name, weights in model.named_parameters() if weights.requires_grad]
+    assert all(model.get_parameter(name).grad is not None for name in trained)
+    assert all("lora_" in name or not name.startswith(f"{model.base_model_prefix}.") for name in trained)
+    assert merge(wrapper).keys() == set(FILES) and dict(model.named_parameters()).keys() == before.keys()
 
 
 @each("name", TRAINED)

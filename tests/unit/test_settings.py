@@ -16,7 +16,7 @@ from hvd_bert.errors import UserError
 FIXED_ON_RESUME = {
     *("dropout", "attention_dropout", "version_2_with_negative", "max_seq_length", "padding", "pad_to_max_length"),
     *("doc_stride", "max_train_samples", "do_train", "learning_rate", "lr_base_batch_size", "weight_decay"),
-    *("layerwise_lr_decay", "ema_decay", "adam_beta1", "adam_beta2"),
+    *("layerwise_lr_decay", "ema_decay", "lora_rank", "lora_alpha", "adam_beta1", "adam_beta2"),
     *("adam_epsilon", "max_grad_norm", "num_train_epochs", "max_steps", "lr_scheduler_type"),
     *("warmup_ratio", "warmup_steps", "lr_scaling", "lr_scaling_limit", "seed", "bf16", "fp16", "deterministic"),
     *("question_column", "context_column", "answer_column"),

@@ -1,0 +1,65 @@
+"""LoRA (Hu et al. 2021, arXiv:2106.09685) by peft: low-rank adapters are trained in place of an encoder's weights."""
+
+from __future__ import annotations
+
+import tempfile
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hvd_bert.config.settings import ModelArguments
+from hvd_bert.errors import UserError
+from hvd_bert.model.bert import with_own_layers
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+# The families' names of the query and value layers, or of one layer with both.
+_QUERY_VALUE = {"query", "value", "query_proj", "value_proj", "q_lin", "v_lin", "q_proj", "v_proj", "q", "v"}
+_FUSED = {"Wqkv", "in_proj"}
+
+
+def add_adapters(model: nn.Module, args: ModelArguments, seed: int) -> Any:
+    """Freeze the encoder but for its pooler, and give its query and value layers adapters, a function of `seed`.
+
+    The model changes in place; the head is trained in full. Returns peft's wrapper of it, for `merge`. Raises UserError
+    if peft is not installed, or if the model has no such layers.
+    """
+    if find_spec("peft") is None:
+        raise UserError("--lora_rank: peft is not installed. Run `pip install peft`.")
+    layers = [
+        name
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear) and name.rpartition(".")[2] in _QUERY_VALUE | _FUSED
+    ]
+    if not layers or not isinstance(model, PreTrainedModel) or model.base_model is model:
+        raise UserError(
+            f"--lora_rank: {type(model).__name__} is not an encoder with a head and with linear layers for query and"
+            " value. Omit the flag, or name another model."
+        )
+    peft = import_module("peft")  # here: it takes seconds
+    above = {name for name, _ in model.named_children()} - {model.base_model_prefix}
+    trained = [
+        name
+        for name, part in model.named_modules()
+        if name in above | {f"{model.base_model_prefix}.pooler"} and any(p.requires_grad for p in part.parameters())
+    ]
+    alpha = args.lora_alpha or 2 * args.lora_rank
+    settings = peft.LoraConfig(r=args.lora_rank, lora_alpha=alpha, target_modules=layers, modules_to_save=trained)
+    torch.default_generator.manual_seed(seed)
+    wrapper = peft.get_peft_model(model, settings)
+    with_own_layers(model)
+    return wrapper
+
+
+def merge(wrapper: Any) -> dict[str, bytes]:
+    """Add the adapters to the model's weights, in place. Returns peft's files of the adapters and what else was
+    trained, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        wrapper.save_pretrained(folder, save_embedding_layers=False)
+        files = {name: (Path(folder) / name).read_bytes() for name in FILES}
+    wrapper.merge_and_unload()
+    return files
