@@ -113,8 +113,9 @@ def save_model(folder: Path, task: Task) -> None:
 
 
 def of_task(task: Task) -> dict[str, Any]:
-    """What the report shows of a task: what a step takes, the names of its scores, and its late gradients."""
+    """What tools need of a task: what a step takes, its scores, the metrics of which less is better, late gradients."""
     facts = {"unit": task.unit, "scores": sorted(name for name in task.metrics if not name.startswith("eval_loss"))}
+    facts["lower_is_better"] = [name for name, best in task.metrics.items() if best == "min"]
     return facts if task.late_weights is None else facts | {"late_parameters": task.late_weights}
 
 

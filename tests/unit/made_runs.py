@@ -127,13 +127,19 @@ class PretendedRuns:
         self.started: list[str] = []
         self.environs: list[Mapping[str, str]] = []
         self.ends: dict[str, int | Exception | None] = {}
+        self.during: Callable[[Path, dict[str, str]], None] | None = None  # writes what a run has written half-way
 
-    def __call__(self, command: Sequence[str], environ: Mapping[str, str], log: object, timeout: float) -> int | None:
+    def __call__(
+        self, command: Sequence[str], environ: Mapping[str, str], log: object, timeout: float, watch: Any = None
+    ) -> int | None:
         given = dict(word.lstrip("-").split("=", 1) for word in command if word.startswith("--") and "=" in word)
         folder = Path(given["output_dir"])
         label = self.label_of(folder, command, environ)
         self.started.append(label)
         self.environs.append(environ)
+        if watch and self.during:
+            self.during(folder, given)
+            watch()
         end = next((end for part, end in self.ends.items() if part in label), 0)
         if isinstance(end, Exception):
             written.add(folder, "train_config.yaml")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import hostile
 import pytest
@@ -26,7 +25,6 @@ from hvd_bert.tools.bench.record import SweepRecord, read_previous
 from hvd_bert.tools.report import run_page
 from hvd_bert.tools.runs import reading, record
 from hvd_bert.tools.timeline import __main__ as timeline
-from hvd_bert.tools.tune.runs import Runs
 
 pytestmark = pytest.mark.timeout(300)  # a reader that blocks must fail its test soon
 
@@ -87,14 +85,9 @@ def test_refused(tmp_path: Path, name: str, what: str) -> None:
     hostile.check_message(str(raised.value), needed.name if isinstance(raised.value, UserError) else "")
 
 
-CHECKED = {"number": 1, "ratio": 1.0, "seconds": {"baseline": 2.0}, "reason": "", "too_long": False}
-PAIR = {"kind": "noise", "candidate": [], "baseline": [], "repeat": 1} | CHECKED | {"windows_per_s": {}}
 WRONG_RECORDS: list[tuple[str, object]] = [
     *(("sweep.json", {"points": value}) for value in (3, {}, [3], [{}], [{"name": []}])),
     *(("sweep.json", {"points": [{"name": "a", key: value}]}) for key, value in (("seconds", "1"), ("command", [3]))),
-    *(("tune.json", {"warm_up_s": 1.0, "pairs": value}) for value in (3, {}, [3], [{}])),
-    ("tune.json", {"warm_up_s": "1", "pairs": []}),
-    *(("tune.json", {"warm_up_s": 1.0, "pairs": [PAIR | {name: []}]}) for name in CHECKED),
 ]
 
 
@@ -103,10 +96,7 @@ def test_records_with_a_wrong_schema_are_refused(tmp_path: Path, name: str, cont
     (tmp_path / name).write_text(json.dumps({"same": {}} | content))
     before = (tmp_path / name).read_bytes()
     with refused(name):
-        if name == "sweep.json":
-            SweepRecord(tmp_path, {}, {}).begin([Point("a", 1, "strong", 1, 8)])
-        else:
-            Runs(SimpleNamespace(), SimpleNamespace(), (), {}, tmp_path, 1.0, 1.0, {}, {}).begin()  # type: ignore[arg-type]
+        SweepRecord(tmp_path, {}, {}).begin([Point("a", 1, "strong", 1, 8)])
     assert (tmp_path / name).read_bytes() == before
 
 
@@ -117,12 +107,6 @@ def test_good_records_are_resumed(tmp_path: Path) -> None:
     record = SweepRecord(tmp_path, {}, {})
     record.begin([point])
     assert (record.results[point].seconds, list(record.kept)) == (2.0, ["other"])
-    failed = PAIR | {"ratio": None, "reason": "it failed"}
-    content = {"same": {}, "warm_up_s": 3.0, "pairs": [PAIR, failed, failed | {"too_long": True}]}
-    (tmp_path / "tune.json").write_text(json.dumps(content))
-    runs = Runs(SimpleNamespace(), SimpleNamespace(), (), {}, tmp_path, 1.0, 1.0, {}, {})  # type: ignore[arg-type]
-    runs.begin()
-    assert runs.spent_s == 7.0 and [asdict(row) for row in runs.pairs] == [PAIR, failed | {"too_long": True}]
 
 
 # --- a run's files: the rest of the run is shown, and the run is left out of comparisons --------------

@@ -56,7 +56,7 @@ NUMBERS = [
     *(("sweep", "ranks", value) for value in (*NO_COUNT, "1,", "1,99999999999", "1;2")),
     *(("sweep", "epochs", value) for value in ("nan", "inf", "-1", "0", "")),
     ("sweep", "seeds", "1,-2"),
-    *(("tune", name, value) for name in ("ranks", "steps", "pairs") for value in NO_COUNT),
+    *(("tune", name, value) for name in ("ranks", "steps", "pairs", "trials") for value in NO_COUNT),
     *(("tune", "minutes", value) for value in (*NO_TIME,)),
     *(("bench", name, value) for name in ("steps", "repeats") for value in NO_COUNT),
     *(("report", "gbps", value) for value in (*NO_TIME, "0")),

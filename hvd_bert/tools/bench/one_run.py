@@ -95,8 +95,15 @@ class Trained:
     seconds: float
 
 
-def train(command: Sequence[str], environ: Mapping[str, str], folder: Path, timeout: float) -> Trained:
+Watch = Callable[[], None] | None
+
+
+def train(
+    command: Sequence[str], environ: Mapping[str, str], folder: Path, timeout: float, watch: Watch = None
+) -> Trained:
     """Run a training with `folder`, without an earlier run's files, as its --output_dir; all output goes to its log.
+
+    `watch`: see `start_and_wait`.
 
     A failed training leaves no results there. Raises Stopped, and UserError if the folder cannot be written.
     """
@@ -109,7 +116,7 @@ def train(command: Sequence[str], environ: Mapping[str, str], folder: Path, time
             log = stack.enter_context((folder / LOG).open("x", encoding="utf-8"))
             print(f"$ {shlex.join(command)}", file=log, flush=True)
         start = time.monotonic()
-        status = start_and_wait(command, {**environ, IN_SWEEP: "1"}, log, timeout)
+        status = start_and_wait(command, {**environ, IN_SWEEP: "1"}, log, timeout, watch)
     seconds = round(time.monotonic() - start, 1)
     if status == EXIT_STOPPED:
         raise Stopped(f"a signal to {folder}")
@@ -124,10 +131,13 @@ def train(command: Sequence[str], environ: Mapping[str, str], folder: Path, time
     return Trained(None, reason, status, seconds)
 
 
-def start_and_wait(command: Sequence[str], environ: Mapping[str, str], log: TextIO, timeout: float) -> int | None:
+def start_and_wait(
+    command: Sequence[str], environ: Mapping[str, str], log: TextIO, timeout: float, watch: Watch = None
+) -> int | None:
     """Run a command; terminate it and its child processes after `timeout` s or at a signal. Returns its status.
 
     Also terminates what outlives it: the ranks of a launcher that was killed would slow down the next run.
+    `watch`: called every second. What it raises terminates the command, too.
 
     Returns None after a timeout, and EXIT_NOT_STARTED if it cannot be started, with the reason in the log.
     """
@@ -139,13 +149,19 @@ def start_and_wait(command: Sequence[str], environ: Mapping[str, str], log: Text
                 start_new_session=True,  # only this process gets a Ctrl-C; it terminates the ranks
                 preexec_fn=lambda: os.write(guard_fd, b"%d\n" % os.getpid()),  # before the command starts
             )  # fmt: skip
-            return process.wait(timeout)
+            end = time.monotonic() + timeout
+            while (left := end - time.monotonic()) > 0:
+                with suppress(subprocess.TimeoutExpired):
+                    return process.wait(min(left, 1))
+                if watch:
+                    watch()
+            return None
         except OSError as error:
+            if process:
+                raise  # of `watch`
             reason = error.strerror or error
             print(f"hvd_bert: {command[0]} cannot be started: {reason}", file=log, flush=True)
             return EXIT_NOT_STARTED
-        except subprocess.TimeoutExpired:
-            return None
         finally:
             if adopted():
                 _end(process, adopted)

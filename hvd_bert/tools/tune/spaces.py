@@ -1,0 +1,151 @@
+"""The settings that a tuning searches, and their values: Horovod's own, or flags of the trainer."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_bert.config import command_line
+from hvd_bert.config.settings import FLAGS, Config
+from hvd_bert.errors import UserError
+from hvd_bert.storage.reading import MIB
+from hvd_bert.tools.bench.points import SET_BY_SWEEP, check_own, spelled
+from hvd_bert.tools.runs.run import Run
+
+HOROVOD, TRAINING = "horovod", "training"
+Value = int | float | str
+Setting = tuple[str, ...]  # NAME=VALUE for the environment, --FLAG=VALUE for the trainer. (): the user's own settings
+
+# Name -> variable or flag, its default in Horovod 0.28.1 (horovod/common/operations.cc, global_state.h), and other
+# values. The response cache is not tuned: a BERT has fewer than its 1024 tensors.
+KNOBS = {
+    "hierarchical": ("HOROVOD_HIERARCHICAL_ALLREDUCE=", "0", "1"),
+    "cycle": ("HOROVOD_CYCLE_TIME=", "1", "0.3,3,10"),
+    "fusion": ("HOROVOD_FUSION_THRESHOLD=", str(128 * MIB), f"{8 * MIB},{32 * MIB},{256 * MIB}"),
+    "groups": ("--num_groups=", "0", "2,8"),
+    "fp16": ("--fp16_allreduce=", "False", "True"),
+}
+# Space -> name -> values. In Horovod's the user's value and the default are candidates, too.
+RANGES = {
+    HOROVOD: {name: values for name, (_, _, values) in KNOBS.items()},
+    TRAINING: {
+        "learning_rate": "1e-5:1e-4:log",
+        "global_batch": "16,32,64",
+        "num_train_epochs": "2,3,4",
+        "warmup_ratio": "0:0.2",
+    },
+}
+# The trainer's flags of every run: the user's override the first, but not the second.
+DEFAULTS = {
+    HOROVOD: ("--save_steps=0", "--no_do_eval", "--eval_strategy=no", "--logging_steps=5"),  # only steps are timed
+    TRAINING: ("--save_steps=0",),
+}
+FORCED = {HOROVOD: {"strategy": "horovod"}, TRAINING: {"eval_strategy": "epoch"}}
+# A searched flag -> the flag that would override it, and the value with which it does not.
+OVERRIDING = {
+    "num_train_epochs": ("max_steps", "-1"),
+    "warmup_ratio": ("warmup_steps", "0"),
+    "per_device_train_batch_size": ("global_batch", "-1"),
+}
+# Flags of the trainer that are refused, in all their spellings -> what to do instead.
+_FREE = spelled(dict.fromkeys(("num_train_epochs", "max_steps", "strategy"), ""))
+_BOTH = {name: hint for name, hint in SET_BY_SWEEP.items() if name not in _FREE} | spelled(
+    {"resume_from_checkpoint": "each run starts from scratch", "elastic": "the ranks must not change"}
+)
+_STEPS = dict.fromkeys(("num_train_epochs", "max_steps"), "give --steps")
+_SCORES = dict.fromkeys(("do_eval", "eval_strategy", "eval_steps"), "the scores after each epoch are compared")
+SET_BY_TUNE = {
+    HOROVOD: _BOTH | spelled(_STEPS | {"strategy": "only Horovod is tuned"}),
+    TRAINING: _BOTH | spelled(_SCORES),
+}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A setting to search. `word`: its variable or flag, with "=". `now`: the user's value, or the default. `values`:
+    the choices; of a range the least and the largest value, and whether its scale is logarithmic (`log`)."""
+
+    name: str
+    word: str
+    now: Value
+    values: tuple[Value, ...]
+    is_range: bool = False
+    log: bool = False
+
+    def with_value(self, value: Value) -> str:
+        """The variable or flag with a value."""
+        return self.word + _shown(value)
+
+
+def chosen(
+    space: str, texts: Sequence[str], flags: Sequence[str], environ: Mapping[str, str], ranks: int
+) -> list[Parameter]:
+    """The parameters of `texts` (--range), or else the space's. `flags`: the trainer's. Raises UserError."""
+    config, found = command_line.parse([*flags]), []
+    for text in texts or (name for name in RANGES[space] if name != "fp16"):  # which rounds the gradients
+        name, _, values = text.partition("=")
+        values = values or RANGES[space].get(name, "")
+        word, default = KNOBS.get(name, ("", ""))[:2] if space == HOROVOD else (f"--{name}=" * (name in FLAGS), "")
+        if not word or not values:
+            others = "" if space == HOROVOD else ", or with values: other flags of the trainer"
+            problem = "it needs values" if word else "unknown setting"
+            raise UserError(f"--range {text}: {problem}. Choose from {', '.join(RANGES[space])}{others}.")
+        check_own([word], SET_BY_TUNE[space], "tuning")
+        now = _value_now(name, word, default, config, environ, ranks)
+        parts = re.fullmatch(r"([^:,]+):([^:,]+?)(:log)?", values)
+        choices: tuple[Any, ...] = tuple(map(number, (parts[1], parts[2]) if parts else values.split(",")))
+        if parts and (str in map(type, choices) or choices[0] >= choices[1] or (parts[3] and choices[0] <= 0)):
+            raise UserError(f"--range {text}: LOW:HIGH must be numbers, the first one smaller (and above 0 for :log).")
+        for value in choices:
+            if word.startswith("--"):
+                command_line.parse(command_line.overriding(flags, [word + _shown(value)]))
+            elif isinstance(value, str):
+                raise UserError(f"--range {text}: {value} must be a number.")
+        if space == HOROVOD and not parts:
+            choices = tuple(dict.fromkeys((now, number(default), *choices)))
+        found.append(Parameter(name, word, now, choices, bool(parts), bool(parts and parts[3])))
+    return found
+
+
+def _value_now(name: str, word: str, default: str, config: Config, environ: Mapping[str, str], ranks: int) -> Value:
+    """The value without tuning: the user's or the default. Raises UserError if a variable is not a number."""
+    if name == "global_batch":
+        return config.train.windows_per_step(ranks)
+    if word.startswith("--"):
+        return number(_shown(config.as_flat()[word[2:-1]]))
+    value = number(environ.get(word[:-1], default))
+    if isinstance(value, str):
+        raise UserError(f"{word}{value} in the environment: must be a number.")
+    return value
+
+
+def _shown(value: Value | None) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def number(text: str) -> Value:
+    """A text as a finite number, if it is one."""
+    try:
+        value = float(text)
+    except ValueError:
+        return text
+    return text if not math.isfinite(value) else int(text) if re.fullmatch("-?[0-9]+", text) else value
+
+
+def setting_of(parameters: Sequence[Parameter], values: Mapping[str, Value]) -> Setting:
+    """The variables and flags whose values differ from the user's."""
+    return tuple(each.with_value(values[each.name]) for each in parameters if values[each.name] != each.now)
+
+
+def divided(setting: Setting) -> tuple[list[str], list[str]]:
+    """A setting's variables, and its flags of the trainer."""
+    flags = [word for word in setting if word.startswith("--")]
+    return [word for word in setting if word not in flags], flags
+
+
+def has_effect(parameter: Parameter, run: Run) -> bool:
+    """Whether it can change a run like this: Horovod ignores `hierarchical` on one host and without NCCL."""
+    return parameter.name != "hierarchical" or (not run.on_cpu and 1 < run.nodes < run.ranks)

@@ -1,0 +1,139 @@
+"""The search by optuna: its study, kept in the folder of a tuning, and the page with optuna's plots."""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+from matplotlib import pyplot
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.pruners import MedianPruner, NopPruner, SuccessiveHalvingPruner
+from optuna.samplers import TPESampler
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState, create_trial
+from optuna.visualization import matplotlib as draw
+
+from hvd_bert.errors import as_user_error
+from hvd_bert.storage.writing import write_named
+from hvd_bert.tools.bench.record import OTHER_OUT
+from hvd_bert.tools.rendering import style
+from hvd_bert.tools.rendering.page import DASH, Code, Grid, Page, Picture, Text
+from hvd_bert.tools.tune.spaces import Parameter, has_effect, setting_of
+from hvd_bert.tools.tune.trials import Score, Speed, TrialFailed
+
+FILE, PAGE = "study.log", "tune.html"
+PRUNERS = {"median": MedianPruner, "halving": SuccessiveHalvingPruner, "none": NopPruner}
+REASON = "reason"  # of a failure, recorded with the trial
+PLOTS = draw.plot_optimization_history, draw.plot_param_importances, draw.plot_slice, draw.plot_parallel_coordinate
+
+
+def load(folder: Path, direction: str, pruner: str) -> optuna.Study:
+    """The study in a folder, which this process has locked, or a new one. An interrupted trial is enqueued again.
+    Raises UserError if the file is damaged."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    path = folder / FILE
+    with as_user_error(lambda reason: f"{path} cannot be read ({reason}): {OTHER_OUT}"):
+        (folder / f"{FILE}.lock").unlink(missing_ok=True)  # of a killed process: optuna would wait for it
+        if path.exists():
+            with path.open("r+b") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)  # a kill may have cut the last line
+        storage = JournalStorage(JournalFileBackend(str(path)))
+        study = optuna.create_study(
+            storage=storage, study_name="tune", direction=direction, pruner=PRUNERS[pruner](), load_if_exists=True
+        )
+        for trial in study.get_trials(states=(TrialState.RUNNING,)):
+            study.tell(trial.number, state=TrialState.FAIL)
+            study.enqueue_trial(trial.params)
+    return study
+
+
+def finished(study: optuna.Study) -> list[FrozenTrial]:
+    """The trials with a result, which interrupted ones lack."""
+    return [trial for trial in study.trials if trial.values or REASON in trial.user_attrs]
+
+
+def search(
+    objective: Speed | Score, parameters: Sequence[Parameter], count: int, minutes: float, pruner: str, seed: int
+) -> dict[str, Any]:
+    """Run the trials that are left of `count`, print the answer and write the page. Returns the answer's record."""
+    parameters = [each for each in parameters if has_effect(each, objective.first)]
+    space = {each.name: _distribution(each) for each in parameters}
+    out, a_run = objective.runs.out, objective.first.process_s("real_s") or 0.0
+    study = load(out, objective.direction, pruner)
+    if not study.trials:
+        _enqueue(study, parameters, space, objective)
+    print(f"{len(finished(study))} of {count} trials are done")
+    print(f"trial  {'setting':52}  {objective.name}  outcome", flush=True)
+    while len(done := finished(study)) < count:
+        took = [trial.duration.total_seconds() for trial in done if trial.duration] or [a_run]
+        if sum(took) + statistics.fmean(took) + (1 + objective.runs_at_end) * a_run > 60 * minutes:
+            print(f"{len(done)} of {count} trials fit into --minutes {minutes:g}.")
+            break
+        mixed = np.random.SeedSequence((seed, len(done))).generate_state(1)  # a resumed search tries the same settings
+        study.sampler = TPESampler(seed=int(mixed[0]))
+        trial = study.ask(space)
+        setting = setting_of(parameters, trial.params)
+        known = {setting_of(parameters, t.params): t.value for t in done if t.state == TrialState.COMPLETE}
+        known[()] = objective.baseline[0]
+        try:
+            study.tell(trial, known[setting] if setting in known else objective(trial, setting))
+        except optuna.TrialPruned:
+            study.tell(trial, state=TrialState.PRUNED)
+        except TrialFailed as error:
+            trial.set_user_attr(REASON, str(error))
+            study.tell(trial, state=TrialState.FAIL)
+        number, words, outcome, value = _row(study.trials[trial.number], parameters, objective)
+        print(f"{number:>5}  {words:52}  {value:>{len(objective.name)}}  {outcome}", flush=True)
+    complete = study.get_trials(states=(TrialState.COMPLETE,))
+    result, answer = objective.answer(study, setting_of(parameters, study.best_params) if complete else ())
+    rows = [_row(trial, parameters, objective) for trial in finished(study)]
+    table = Grid(["trial", "setting", "outcome", objective.name], rows, 3)
+    page = Page("Tuning", [Code(answer), Text("Trials", 2), table, Text("Plots", 2)])
+    page.add(*(_picture(study, objective.name, plot) for plot in PLOTS if space and len(complete) > 1))
+    write_named(out / PAGE, page.as_html())
+    print(f"\n{answer}\nAll trials and optuna's plots: {out / PAGE}")
+    return result
+
+
+def _enqueue(
+    study: optuna.Study, parameters: Sequence[Parameter], space: Mapping[str, Any], objective: Speed | Score
+) -> None:
+    """Add the first run as a trial. Of Horovod's settings, of which few have an effect, first change one at a time."""
+    now, (value, by_step) = {each.name: each.now for each in parameters}, objective.baseline
+    with suppress(ValueError):  # the user's values are outside of the space
+        study.add_trial(create_trial(params=now, distributions=space, value=value, intermediate_values=by_step))
+    if isinstance(objective, Speed):
+        for each in parameters:
+            for choice in () if each.is_range else each.values:
+                study.enqueue_trial(now | {each.name: choice}, skip_if_exists=True)
+
+
+def _distribution(parameter: Parameter) -> Any:
+    if not parameter.is_range:
+        return CategoricalDistribution(parameter.values)
+    low, high = parameter.values
+    kind = IntDistribution if isinstance(low, int) and isinstance(high, int) else FloatDistribution
+    return kind(low, high, log=parameter.log)
+
+
+def _row(trial: FrozenTrial, parameters: Sequence[Parameter], objective: Speed | Score) -> list[str]:
+    setting = " ".join(setting_of(parameters, trial.params)) or "without tuning"
+    ended = f"ended early, after {len(trial.intermediate_values)}" if trial.state == TrialState.PRUNED else "done"
+    value = objective.shown(trial.values[0]) if trial.values else DASH
+    return [str(trial.number), setting, trial.user_attrs.get(REASON, ended), value]
+
+
+def _picture(study: optuna.Study, name: str, plot: Callable[..., Any]) -> Picture:
+    with warnings.catch_warnings(), pyplot.rc_context({"savefig.bbox": "tight"}):
+        warnings.simplefilter("ignore")  # these functions are experimental
+        figure = np.ravel(plot(study, target_name=name))[0].figure
+        png = style.png(figure)
+    pyplot.close(figure)
+    return Picture(f"{plot.__name__}.png", png, plot.__name__.removeprefix("plot_").replace("_", " "))

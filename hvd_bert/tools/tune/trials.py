@@ -1,0 +1,254 @@
+"""A trial's runs and what they measure: the speed with some of Horovod's settings, or the score of a training."""
+
+from __future__ import annotations
+
+import fnmatch
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optuna import Study, Trial, TrialPruned
+
+from hvd_bert.config.command_line import overriding
+from hvd_bert.distributed.interfaces import SETTING
+from hvd_bert.errors import EXIT_BAD_INPUT, UserError
+from hvd_bert.storage import written
+from hvd_bert.storage.reading import parse_json, read_text
+from hvd_bert.tools.bench.launching import Launching
+from hvd_bert.tools.bench.one_run import LOG, Trained, Watch, train
+from hvd_bert.tools.bench.points import Point
+from hvd_bert.tools.rendering.text import percent
+from hvd_bert.tools.runs import reading, record
+from hvd_bert.tools.runs.reading import MAX_METRICS, METRICS
+from hvd_bert.tools.runs.run import Run
+from hvd_bert.tools.tune.spaces import KNOBS, Setting, divided
+
+NOISE, SEARCH, FINAL = "noise", "search", "final"  # the purpose of a pair
+NOISE_PAIRS, SEARCH_PAIRS = 2, 3
+MIN_NOISE = 0.01
+FIRST = "warm-up"
+MODEL = "model.safetensors"
+TOO_LONG = 3  # a run of a candidate is terminated if it takes this many times as long as the first run
+
+
+class TrialFailed(Exception):
+    """A run with a setting failed."""
+
+
+class RunFailed(Exception):
+    """A run with the defaults failed."""
+
+
+@dataclass
+class Runs:
+    """All runs of a tuning. `flags`: the trainer's, for every run. `timeout`: seconds per run."""
+
+    launching: Launching
+    point: Point
+    flags: Sequence[str]
+    environ: Mapping[str, str]
+    out: Path
+    timeout: float
+
+    def first(self) -> Run:
+        """The first run, without tuning, or that of an earlier start. It fills the caches, and shows whether the user's
+        settings work. Raises UserError or RunFailed if they do not."""
+        folder = self.out / FIRST
+        with suppress(reading.Unusable):
+            return reading.read(folder)
+        trained = self.train((), folder, self.timeout)
+        if trained.run is None:
+            bad = trained.status == EXIT_BAD_INPUT
+            raise UserError(trained.reason) if bad else RunFailed(reason(trained, folder))
+        written.remove(folder, [MODEL])
+        return trained.run
+
+    def pair(self, candidate: Setting, number: int) -> float:
+        """Run the number-th pair: with the candidate and, directly before or after it in alternating order, without.
+
+        Returns the ratio of their windows/s. Raises TrialFailed or RunFailed.
+        """
+        speeds, longest = {}, TOO_LONG * (self.first().process_s("real_s") or self.timeout)
+        for role in ("baseline", "candidate") if number % 2 else ("candidate", "baseline"):
+            setting, folder = candidate if role == "candidate" else (), self.out / f"pair-{number:03}" / role
+            trained = self.train(setting, folder, min(self.timeout, longest) if setting else self.timeout)
+            written.remove(folder, [MODEL])  # weights are large and not needed here
+            if trained.run is None:
+                raise TrialFailed(reason(trained, folder)) if setting else RunFailed(reason(trained, folder))
+            speeds[role] = trained.run.windows_per_s
+        return speeds["candidate"] / speeds["baseline"]
+
+    def train(self, setting: Setting, folder: Path, timeout: float, watch: Watch = None) -> Trained:
+        """Train with a setting. `watch`: as for `start_and_wait`."""
+        variables, flags = divided(setting)
+        environ = {**self.environ, **dict(word.split("=", 1) for word in variables)}
+        flags = overriding(self.flags, [*flags, f"--output_dir={folder}", "--overwrite_output_dir"])
+        exported = [name for name in (*(word.strip("=") for word, *_ in KNOBS.values()), SETTING) if name in environ]
+        command = self.launching.command(self.point, flags, exported)
+        try:
+            return train(command, environ, folder, timeout, watch)
+        finally:
+            kept = fnmatch.filter(written.names(folder), "checkpoint-*")  # by a run that was stopped
+            written.remove(folder, [*kept, "latest"])
+
+
+def reason(trained: Trained, folder: Path) -> str:
+    """Why a run failed, and where its log is."""
+    late = f"it took longer than {trained.seconds:.0f} s"
+    return f"{late if trained.status is None else trained.reason or 'it has no score'} ({folder / LOG})"
+
+
+class Speed:
+    """windows/s with a setting over windows/s without it: the median of pairs. A drift of the machine's speed affects
+    both runs of a pair. `baseline`: the value and, for the pruner, the intermediate values without tuning."""
+
+    name = "relative speed"
+    direction = "maximize"
+    baseline = 1.0, dict.fromkeys(range(1, SEARCH_PAIRS + 1), 1.0)
+
+    def __init__(self, runs: Runs, max_pairs: int) -> None:
+        """`max_pairs`: of the final comparison."""
+        self.runs, self.first, self.max_pairs = runs, runs.first(), max_pairs
+        self.runs_at_end = 2 * (NOISE_PAIRS + max_pairs)
+
+    def __call__(self, trial: Trial, setting: Setting) -> float:
+        """Run a trial. Raises TrialFailed and TrialPruned."""
+        ratios: list[float] = []
+        for repeat in range(min(SEARCH_PAIRS, self.max_pairs)):
+            ratios.append(self._pair(trial.study, SEARCH, setting, repeat))
+            trial.report(statistics.median(ratios), repeat + 1)
+            if trial.should_prune():
+                raise TrialPruned
+        return statistics.median(ratios)
+
+    def answer(self, study: Study, best: Setting) -> tuple[dict[str, Any], str]:
+        """Compare the best setting with the defaults in new pairs: the search's own pairs overstate the winner's gain.
+
+        It is faster if it was faster in every pair and the median gain is above the noise: the deviation from 1 of
+        pairs of the defaults with themselves. Returns the record and the text.
+        """
+        result: dict[str, Any] = {"set": [], "best": list(best)}
+        if not best or study.best_value <= 1:
+            return result, "Keep the defaults: no setting was faster."
+        words = " ".join(best)
+        try:
+            same = [self._pair(study, NOISE, (), repeat) for repeat in range(min(NOISE_PAIRS, self.max_pairs))]
+            ratios = [self._pair(study, FINAL, best, repeat) for repeat in range(self.max_pairs)]
+        except TrialFailed as error:
+            return result, f"Keep the defaults: a run with {words} failed: {error}"
+        noise = max(MIN_NOISE, *(max(ratio, 1 / ratio) - 1 for ratio in same))
+        middle, low, high = (self.shown(of(ratios)) for of in (statistics.median, min, max))
+        gain = f"{middle} ({low} to {high}, {len(ratios)} pairs)"
+        result |= {"ratios": ratios, "noise": noise}
+        if min(ratios) <= 1 or statistics.median(ratios) - 1 <= noise:
+            return result, (
+                f"Keep the defaults: {words} (the best found) gains {gain}: within the noise. A gain counts if every"
+                f" pair is faster and the median is above {percent(noise)}."
+            )
+        return result | {"set": list(best)}, (
+            f"Set this: it gains {gain} over the defaults. By chance, all pairs are faster\nonce in"
+            f" {2 ** len(ratios)} times. The noise is {percent(noise)}.\n"
+            + to_set(best, self.runs.launching.launcher(self.runs.point))
+        )
+
+    def _pair(self, study: Study, kind: str, setting: Setting, repeat: int) -> float:
+        """The ratio of a pair, which is kept in the study."""
+        name, done = " ".join([kind, str(repeat + 1), *setting]), study.user_attrs
+        if name not in done:
+            study.set_user_attr(name, self.runs.pair(setting, len(done) + 1))
+        return float(study.user_attrs[name])
+
+    def shown(self, value: float) -> str:
+        """The value as a gain."""
+        return percent(value - 1, "+")
+
+
+class Score:
+    """The score of a training, by the metric of --metric_for_best_model. Pruners compare it after each epoch.
+
+    `baseline`: as of `Speed`.
+    """
+
+    runs_at_end = 0
+    folder = "trial-{:03}"  # with the trial's number
+
+    def __init__(self, runs: Runs, epochs: float) -> None:
+        """`epochs`: of a training for which they are not searched. Raises UserError if runs are not evaluated."""
+        self.runs, self.first, self.epochs = runs, runs.first(), epochs
+        first = record.read(runs.out / FIRST)
+        self.name = str(first.best.get("metric"))
+        self.direction = "minimize" if self.name in first.facts.get("lower_is_better", ()) else "maximize"
+        value = first.score(self.name) if first.best else None
+        if value is None:
+            raise UserError("The first run has no score to compare: give validation data, such as --validation_file.")
+        self.baseline = value, self._after_epochs(runs.out / FIRST, epochs)
+
+    def __call__(self, trial: Trial, setting: Setting) -> float:
+        """Run a trial. Raises TrialFailed and TrialPruned."""
+        folder = self.runs.out / self.folder.format(trial.number)
+        epochs = float(trial.params.get("num_train_epochs", self.epochs))
+        reported: set[int] = set()
+
+        def report() -> None:
+            scores = self._after_epochs(folder, epochs)
+            for epoch in sorted(scores.keys() - reported):
+                trial.report(scores[epoch], epoch)
+            reported.update(scores)
+
+        def prune() -> None:
+            report()
+            if trial.should_prune():
+                raise TrialPruned
+
+        trained = self.runs.train(setting, folder, self.runs.timeout, prune)
+        report()  # those since the last look
+        value = record.read(folder).score(self.name) if trained.run else None
+        if value is None:
+            raise TrialFailed(reason(trained, folder))
+        with suppress(ValueError):  # no trial is complete
+            best = self.runs.out / self.folder.format(trial.study.best_trial.number)
+            is_best = self._is_better(value, trial.study.best_value)
+            written.remove(best if is_best else folder, [MODEL])  # weights are large
+        return value
+
+    def answer(self, study: Study, best: Setting) -> tuple[dict[str, Any], str]:
+        """The record, and the text: the best setting, if it is better than the user's own."""
+        before = self.baseline[0]
+        result: dict[str, Any] = {"set": [], "metric": self.name, "without_tuning": before}
+        if not best or not self._is_better(study.best_value, before):
+            return result, f"Keep your settings: no other has a better {self.name} than {self.shown(before)}."
+        folder = self.runs.out / self.folder.format(study.best_trial.number)
+        return result | {"set": list(best), "value": study.best_value}, (
+            f"Set this: {self.name} is {self.shown(study.best_value)}, without tuning {self.shown(before)}. Compare the"
+            f" two with other seeds, too.\n{to_set(best)}The model is in {folder}."
+        )
+
+    def _is_better(self, value: float, other: float) -> bool:
+        return value < other if self.direction == "minimize" else value > other
+
+    def _after_epochs(self, folder: Path, epochs: float) -> dict[int, float]:
+        """Epoch -> score of the evaluations in a run of so many epochs, before its final one."""
+        key, lines = "eval_" + self.name.removeprefix("eval_"), []
+        with suppress(FileNotFoundError):
+            lines = read_text(folder / METRICS, MAX_METRICS, "replace").split("\n")[:-1]  # the last may be incomplete
+        rows = [parse_json(line) for line in lines if f'"{key}"' in line]
+        found = {row.get("epoch", epochs): row[key] for row in rows if row[key] is not None}
+        return {int(epoch): value for epoch, value in found.items() if epoch < epochs and epoch == int(epoch)}
+
+    def shown(self, value: float) -> str:
+        """The value for a table."""
+        return f"{value:.4g}"
+
+
+def to_set(setting: Setting, launcher: str = "") -> str:
+    """The lines that set variables and flags."""
+    variables, flags = divided(setting)
+    lines = ["", *(f"    export {word}" for word in variables)]
+    if flags:
+        lines.append(f"    python -m hvd_bert.train ... {' '.join(flags)}")
+    if variables and launcher == "mpirun":
+        lines.append(f"    mpirun -x {' -x '.join(word.partition('=')[0] for word in variables)} ...")
+    return "\n".join([*lines, "", ""])
