@@ -18,7 +18,7 @@ from hvd_bert.config import settings_file
 from hvd_bert.config.flag import GROUPS
 from hvd_bert.config.parser import HELP, HelpFormatter, Parser
 from hvd_bert.config.settings import FLAGS, PACKAGE, SECTIONS, STRATEGIES, Config
-from hvd_bert.config.values import shortened, switch
+from hvd_bert.config.values import number_or_auto, shortened, switch
 from hvd_bert.errors import EXIT_OK, UserError
 from hvd_bert.storage.places import path_problem
 
@@ -33,6 +33,7 @@ RUN_QA_FLAGS_NOT_HERE = {
     "save_strategy": ": use --save_steps N, or --save_steps 0 for none.",
     "preprocessing_num_workers": ": tokenization takes all cores of the rank. Leave it out.",
     "overwrite_cache": ": windows are tokenized again if what they depend on changes. Leave it out.",
+    "auto_find_batch_size": ": use --per_device_train_batch_size auto.",
     "greater_is_better": ": --metric_for_best_model determines it.",
 }
 
@@ -58,7 +59,7 @@ def make_parser() -> Parser:
     }  # fmt: skip
     for a_field in (a_field for section in SECTIONS for a_field in fields(section)):
         name, flag = a_field.name, FLAGS[a_field.name]
-        kind, metavar = kinds[a_field.type.removesuffix(" | None")]
+        kind, metavar = kinds[a_field.type.removesuffix(" | None")] if not flag.auto else (number_or_auto, "N|auto")
         add = groups[flag.group].add_argument
         add(
             *dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}", *flag.aliases]),

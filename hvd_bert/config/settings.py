@@ -247,6 +247,8 @@ class Config:
         for name in ("torch_compile", "gradient_checkpointing"):
             given = strategy == "dp" and getattr(self.train, name)
             require(not given, f"--{name} is not supported with --strategy dp, which copies the layers. Use ddp.")
+        if strategy == "dp":
+            self.train.refuse_auto("--strategy dp")
         ordered = self.train.deterministic and self.parallel.num_groups > 1
         require(not ordered, "--num_groups: --deterministic sends all gradients as one group. Leave one of them out.")
 

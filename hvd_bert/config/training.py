@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_bert.config.flag import LARGEST_FACTOR, check_ranges, flag, require
-from hvd_bert.config.values import LARGEST
+from hvd_bert.config.values import AUTO, LARGEST
 
 # The schedules of transformers that need neither further arguments nor the loss at each step.
 SCHEDULES = [
@@ -61,9 +61,10 @@ class TrainArguments:
     per_device_train_batch_size: int = flag(
         "training",
         8,
-        "Windows per rank in one forward pass (per GPU with --strategy dp).",
+        "Windows per rank in one forward pass (per GPU with --strategy dp); auto: as many as fit into memory.",
         may_change_on_resume=True,
         minimum=1,
+        auto=True,
     )
     per_device_eval_batch_size: int = flag(
         "evaluation", 8, "Windows per rank in one forward pass of an evaluation.", may_change_on_resume=True, minimum=1
@@ -227,6 +228,11 @@ class TrainArguments:
         known = f"must be none, or names of {', '.join(REPORTERS)} with commas between them"
         require(not unknown, f"--report_to {self.report_to}: {known}.")
         require(not (self.bf16 and self.fp16), "--bf16 and --fp16 are both given: choose one.")
+
+    def refuse_auto(self, command: str) -> None:
+        """Raise UserError if the batch is to be chosen, for a command that needs to know it."""
+        known = self.per_device_train_batch_size != AUTO
+        require(known, f"--per_device_train_batch_size auto does not work with {command}. Give a number.")
 
     def windows_per_step(self, devices: int) -> int:
         """The global batch of `devices` GPUs (or processes on CPUs)."""

@@ -14,17 +14,19 @@ from hvd_bert.storage.places import path_problem
 
 LARGEST = 2**32 - 1  # the libraries that take these numbers accept no larger ones
 MAX_SECONDS = 1e9  # the system's clocks overflow beyond 9e9
+AUTO = 0  # what the word auto stands for in place of a number
 MAX_RUNS = 1000  # repeats of a measurement, which are planned one by one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The range of a number. None: no such limit."""
+    """The range of a number. None: no such limit. `auto`: whether the word auto is accepted, too."""
 
     minimum: float | None = None
     above: float | None = None
     maximum: float | None = None
     below: float | None = None
+    auto: bool = False
 
     @property
     def _limits(self) -> list[tuple[str, Callable[[Any, Any], bool], float]]:
@@ -51,6 +53,8 @@ class Limits:
 
     def check(self, name: str, value: Any) -> None:
         """Raise UserError unless a flag is missing or its value is in the range. NaN is in no range."""
+        if self.auto and value == AUTO:
+            return
         if value is not None and not all([value == value, *(holds(value, limit) for _, holds, limit in self._limits)]):
             raise UserError(f"--{name} {value}: must be {self.range or 'a number'}.")
 
@@ -92,6 +96,14 @@ def whole_number(text: str) -> int:
         raise argparse.ArgumentTypeError(f"invalid int value: {shortened(repr(text))}") from None
     if abs(number) > LARGEST:
         raise argparse.ArgumentTypeError(f"{shortened(text)} is out of range: the largest number is {LARGEST}")
+    return number
+
+
+def number_or_auto(text: str) -> int:
+    """Parse a number from 1 or the word auto."""
+    number = AUTO if text == "auto" else whole_number(text)
+    if number == AUTO and text != "auto":
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1, or auto")
     return number
 
 

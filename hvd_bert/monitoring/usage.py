@@ -186,6 +186,15 @@ def memory_peak(device: torch.device) -> int:
     return int(found[1]) * 1024
 
 
+def reset_memory_peak(device: torch.device) -> None:
+    """Have `memory_peak` count from now on, where the system allows it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
 def memory_now(device: torch.device) -> int:
     """Current memory in bytes, counted as by `memory_peak`."""
     if device.type == "cuda":

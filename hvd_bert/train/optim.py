@@ -141,6 +141,7 @@ def effective_settings(args: TrainArguments, plan: BatchPlan, learning_rate: flo
     return {
         "world_size": world.size,
         "global_batch": plan.global_batch,
+        "per_device_train_batch_size": args.per_device_train_batch_size,
         "learning_rate": learning_rate,
         "warmup_steps": warmup_steps(args, total_steps),
         "train_steps": total_steps,

@@ -18,7 +18,7 @@ from hvd_bert.output import output_dir
 from hvd_bert.output.reporters import base as reporters
 from hvd_bert.strategies.base import strategy_class
 from hvd_bert.tasks.base import Task, load_task
-from hvd_bert.train import elastic
+from hvd_bert.train import batch_size, elastic
 from hvd_bert.train.optim import check_optimizer, layer_depths
 
 
@@ -47,10 +47,12 @@ def load(config: Config, world: World) -> tuple[Task, ResumePoint | None]:
     with world.raise_on_all_ranks():
         if world.rank == 0 and not resume_point:
             resume_point = resume.find(config.checkpoint.resume_from_checkpoint, args)
+    task.model.to(device=world.device)
+    batch_size.choose(task, config, resume_point, world)
+    with world.raise_on_all_ranks():
         if resume_point and resume_point.kept_by is None:
             resume.check(resume_point, resume.identity(config.as_flat(), task), args, task)
             resume.check_cpu(resume_point, kernels.record(args.precision, world.device))
-    task.model.to(device=world.device)
     return task, resume_point
 
 

@@ -12,9 +12,10 @@ import torch
 from ranks import Ranks, call, check, check_every_strategy
 from safetensors.torch import load_file
 from stopping_at import signal_at
-from training_checks import GLOBAL_BATCH, sample
+from training_checks import GLOBAL_BATCH, WINDOWS, sample
 from transformers import AutoConfig, AutoModelForQuestionAnswering
 
+from hvd_bert import machine
 from hvd_bert.distributed.signals import NOTICES
 from hvd_bert.distributed.world import CollectiveError, HostsChanged, World
 from hvd_bert.errors import EXIT_STOPPED
@@ -116,3 +117,18 @@ def adapters_are_resumed_saved_and_merged(ranks: Ranks) -> None:
     assert {name.split(".")[-2] for name in changed} == {"query", "value", "qa_outputs"}
     merged = peft.PeftModel.from_pretrained(model, out / "adapter").merge_and_unload().state_dict()
     torch.testing.assert_close(merged, found)
+
+
+@check
+def chosen_batch_is_kept_on_resume(ranks: Ranks) -> None:
+    world, out = ranks.world, ranks.folder / "auto"
+    words = [*flags(world, ranks.strategy, out), "--per_device_train_batch_size", "auto"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "free_memory", lambda: 2**34)
+        with signal_at(2, 0, signal.SIGTERM):
+            assert run(world, words) == EXIT_STOPPED
+        patch.setattr(machine, "free_memory", lambda: 0)  # nothing would fit now
+        assert run(world, words) == 0
+    if world.rank == 0:
+        results = json.loads((out / "train_results.json").read_text(encoding="utf-8"))
+        assert results["per_device_train_batch_size"] == WINDOWS // world.size // 2, "of which all fit"

@@ -32,7 +32,15 @@ FOREIGN_FLAGS = {
     "horovodrun": {"--autotune", "--no-stall-check", "--stall-check-shutdown-time-seconds", "--timeline-filename"},
     "mpirun": {"--oversubscribe"},
     "run_qa and TrainingArguments": {
-        *("--data_seed", "--dataloader_", "--ddp_", "--do_predict", "--evaluation_strategy", "--fsdp"),
+        *(
+            "--auto_find_batch_size",
+            "--data_seed",
+            "--dataloader_",
+            "--ddp_",
+            "--do_predict",
+            "--evaluation_strategy",
+            "--fsdp",
+        ),
         *("--overwrite_cache", "--preprocessing_num_workers"),
         *("--full_determinism", "--greater_is_better", "--group_by_length", "--max_predict_samples", "--push_to_hub"),
         *("--test_file", "--token", "--trust_remote_code"),

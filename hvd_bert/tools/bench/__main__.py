@@ -85,7 +85,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         raise UserError("--do_train: the benchmark always trains and does nothing else. Remove the flag.")
     total = flags.steps * (flags.repeats + 1)
     ours = ["--no_do_eval", "--eval_strategy=no", "--save_steps=0", f"--max_steps={total}"]
-    return flags, command_line.parse(command_line.overriding(rest, [*ours, f"--logging_steps={flags.steps}"]))
+    config = command_line.parse(command_line.overriding(rest, [*ours, f"--logging_steps={flags.steps}"]))
+    config.train.refuse_auto("hvd-bert bench")
+    return flags, config
 
 
 if __name__ == "__main__":

@@ -271,7 +271,8 @@ def check_own(flags: Sequence[str], own: Mapping[str, str], who: str) -> None:
 
 
 def check_files(config: Config) -> None:
-    """Raise UserError if a data file is missing. A task of one's own may read a folder."""
+    """Raise UserError if a data file or the batch is missing. A task of one's own may read a folder."""
+    config.train.refuse_auto("runs that are compared")
     for name in ("train_file", "validation_file"):
         path = getattr(config.data, name)
         if path and not Path(path).exists():

@@ -1,0 +1,103 @@
+"""`--per_device_train_batch_size auto`: as many of the longest windows as fit into the memory of every rank."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import numpy as np
+import torch
+
+from hvd_bert import machine
+from hvd_bert.checkpoint.resume import ResumePoint
+from hvd_bert.config.settings import FLAGS, Config
+from hvd_bert.config.values import AUTO
+from hvd_bert.distributed.world import World, log
+from hvd_bert.errors import UserError
+from hvd_bert.model.precision import autocast, recompute_layers
+from hvd_bert.monitoring.usage import memory_now, memory_peak, reset_memory_peak
+from hvd_bert.storage.reading import GIB
+from hvd_bert.tasks.base import Task, make_plan
+
+USABLE = {"cuda": 0.9, "cpu": 0.8}  # share of the free memory; other processes need host memory, too
+ENOUGH = 256 << 20  # growth in bytes after which a CPU measures no more: larger batches would take long
+
+
+def choose(task: Task, config: Config, resume_point: ResumePoint | None, world: World) -> None:
+    """If the flag is auto, set it and the task's plan: to the checkpoint's number, or else to the largest that fits.
+
+    A collective. `resume_point`: on rank 0. Raises CollectiveError if a rank has no memory for one window.
+    """
+    args = config.train
+    if args.per_device_train_batch_size != AUTO:
+        return
+    if task.plan is None:
+        args.per_device_train_batch_size = FLAGS["per_device_train_batch_size"].default
+        return
+    number = None
+    if resume_point:  # a state that Horovod elastic keeps in memory has only the global batch
+        state = resume_point.state
+        of_step = int(state.get("rank_batch", state["global_batch"] // state["world_size"]))
+        number = max(1, of_step // args.gradient_accumulation_steps)
+    number = world.broadcast(number)
+    if number is None:
+        with world.raise_on_all_ranks():
+            fits = _largest(task, config, world)
+        number = min(world.allgather(fits))
+        log.info("--per_device_train_batch_size auto: %d windows fit into the memory of every rank", number)
+    args.per_device_train_batch_size = number
+    task.plan = make_plan(task.plan.lengths, args, task.plan.crossover, world)
+
+
+def _largest(task: Task, config: Config, world: World) -> int:
+    """The largest number of windows for this rank alone. Raises UserError if there is none."""
+    plan, args, device = task.plan, config.train, world.device
+    assert plan is not None
+    if args.gradient_checkpointing:
+        recompute_layers(task.model)
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = machine.free_memory() // len(world.host_ranks)
+        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # or memory that is free already would hide the growth
+    # Besides weights and gradients, which a pass has: the optimizer's state, averaged weights, buffers for
+    # communication and, on CPUs, rank 0's copy for checkpoints (docs/guides/memory.md).
+    gradients = 4 * sum(weight.numel() for weight in task.model.parameters() if weight.requires_grad)
+    usable = USABLE[device.type] * free - gradients * (3 + bool(args.ema_decay) + 3 * (device.type == "cpu"))
+    longest, at_start = np.argsort(-plan.lengths, kind="stable"), memory_now(device)
+
+    def needed(count: int) -> float:
+        """Bytes of a forward and a backward pass of the longest windows; infinite if they do not fit into a GPU."""
+        reset_memory_peak(device)
+        try:
+            batch = task.batch(longest[:count])
+            with autocast(device, args.precision):
+                loss = task.losses(task.model, batch)[: batch.num_windows].sum()
+            loss.backward()
+            return memory_peak(device) - at_start
+        except torch.OutOfMemoryError:
+            return math.inf
+        finally:
+            task.model.zero_grad()
+
+    task.model.train()
+    most = plan.num_windows // (world.size * args.gradient_accumulation_steps)
+    if args.global_batch > 0:
+        most = min(most, math.ceil(args.global_batch / world.size))
+    count, need, growth = 1, needed(1), 0.0
+    if need > usable:
+        raise UserError(
+            f"--per_device_train_batch_size auto: {free / GIB:.2f} GiB of free memory are too few for one window of"
+            f" {plan.lengths.max()} tokens. Free some, lower --max_seq_length, or add --gradient_checkpointing."
+        )
+    per_window = max(need - gradients, 1.0)
+    while 2 * count <= most and need + count * per_window <= usable and (device.type == "cuda" or growth < ENOUGH):
+        twice = needed(2 * count)
+        if twice > usable:
+            return count
+        growth, count, need = twice - need, 2 * count, twice
+        per_window = max(2 * growth / count, 1.0)
+    fits = max(count, min(most, count + int((usable - need) / per_window)))
+    while device.type == "cuda" and fits > count and needed(fits) > usable:
+        fits = max(count, fits * 7 // 8)
+    return fits

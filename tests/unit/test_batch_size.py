@@ -1,0 +1,72 @@
+"""`--per_device_train_batch_size auto`: as many windows as fit, on the rank with the least memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tables import each, refused
+from test_world import make_world
+from torch import Tensor, nn
+
+from hvd_bert import machine
+from hvd_bert.config.command_line import parse
+from hvd_bert.tasks.base import load_task, name_of
+from hvd_bert.tasks.dataset import DatasetTask, Examples
+from hvd_bert.tools.bench.__main__ import parse as parse_bench
+from hvd_bert.train import batch_size
+
+MIB = 2**20
+
+
+class Wide(DatasetTask):
+    """A window needs 48 MiB: its output, the gradient of that, and what `exp` makes of it."""
+
+    def load(self, config: Any) -> None:
+        self.model = nn.Linear(1, 1)
+        self.train = Examples.of_tensors(torch.zeros(300, 1))
+
+    def forward(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        wide = model(batch[0]).expand(-1, 4 * MIB).exp()
+        return wide.mean(1), wide
+
+    def score(self, outputs: Tensor) -> dict[str, float]:
+        return {}
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, free_mib: int, *flags: str, other_rank: int | None = None) -> int:
+    """`other_rank`: how many windows fit there."""
+    monkeypatch.setattr(machine, "free_memory", lambda: free_mib * MIB)
+    config, world = parse([f"--task={name_of(Wide)}", "--per_device_train_batch_size=auto", *flags]), make_world()
+    world.set_up_device()
+    task = load_task(config, world)
+    if other_rank:
+        monkeypatch.setattr(world, "allgather", lambda mine: [mine, other_rank] if isinstance(mine, int) else [mine])
+    batch_size.choose(task, config, None, world)
+    number = config.train.per_device_train_batch_size
+    assert task.plan and task.plan.global_batch in (number, config.train.global_batch)
+    return number
+
+
+def test_as_many_windows_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = chosen(monkeypatch, 2000)  # of which 80 % are used
+    assert 0.8 * 0.8 * 2000 < 48 * found < 1.1 * 0.8 * 2000
+    assert chosen(monkeypatch, 2000, other_rank=3) == 3
+    assert chosen(monkeypatch, 2000, "--global_batch=7") == 7
+    assert chosen(monkeypatch, 10**6) == 300, "all of the data"
+    with refused("auto", "GiB"):
+        chosen(monkeypatch, 10)
+
+
+@each(
+    ("command", "words"),
+    [
+        (parse, ["--per_device_train_batch_size=auto", "--strategy=dp"]),
+        (parse, ["--per_device_train_batch_size=0"]),
+        (parse_bench, ["--per_device_train_batch_size=auto"]),
+    ],
+)
+def test_refused(command: Any, words: list[str]) -> None:
+    with refused("per_device_train_batch_size"):
+        command(words)
