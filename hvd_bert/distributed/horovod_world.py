@@ -50,7 +50,6 @@ class HorovodWorld(World):
         self.local_size = hvd.local_size()
         self.cross_rank = hvd.cross_rank()
         self.node: Any = None
-        self._connections: set[tuple[int, int]] = set()  # Gloo's
         self._stalled_after_s = stalled_after_s
         super().__init__()
 
@@ -97,7 +96,8 @@ class HorovodWorld(World):
         controller = "none" if hvd.size() == 1 else "mpi" if by_mpi else "gloo"
         world = HorovodWorld(hvd, controller, comm, stalled_after_s)
         world.elastic, world.generation = elastic, generation
-        world._connections = _sockets() - before
+        if elastic:
+            _CONNECTIONS[:] = _sockets() - before
         return world
 
     def set_up_device(self) -> None:
@@ -196,9 +196,16 @@ class HorovodWorld(World):
 
         Ranks that wait for this one, and not for the lost one, would notice only after HOROVOD_GLOO_TIMEOUT_SECONDS.
         """
-        for descriptor, _ in self._connections & _sockets():
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
+        _disconnect()
+
+
+_CONNECTIONS: list[tuple[int, int]] = []  # Gloo's, under Horovod elastic
+
+
+def _disconnect() -> None:
+    for descriptor, _ in _sockets().intersection(_CONNECTIONS):
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> set[tuple[int, int]]:
@@ -256,7 +263,12 @@ def _pause_between_polls() -> None:
     def synchronize(handle: int) -> Any:
         while not mpi_ops.poll(handle):
             time.sleep(5e-5)
-        return wait(handle)
+        try:
+            return wait(handle)
+        except RuntimeError:
+            # Before this rank's files are closed, which waits for a checkpoint's write: others may wait for this rank.
+            _disconnect()
+            raise
 
     for module in (hvd, functions, mpi_ops, optimizer):  # each has imported it by name
         module.synchronize = synchronize
