@@ -70,7 +70,7 @@ def search(
     if not study.trials:
         _enqueue(study, parameters, space, objective)
     print(f"{len(finished(study))} of {count} trials are done")
-    print(f"trial  {'setting':52}  {objective.name}  outcome", flush=True)
+    print(f"trial  {objective.name:>8}  setting", flush=True)
     while len(done := finished(study)) < count:
         took = [trial.duration.total_seconds() for trial in done if trial.duration] or [a_run]
         if sum(took) + statistics.fmean(took) + (1 + objective.runs_at_end) * a_run > 60 * minutes:
@@ -90,7 +90,7 @@ def search(
             trial.set_user_attr(REASON, str(error))
             study.tell(trial, state=TrialState.FAIL)
         number, words, outcome, value = _row(study.trials[trial.number], parameters, objective)
-        print(f"{number:>5}  {words:52}  {value:>{len(objective.name)}}  {outcome}", flush=True)
+        print(f"{number:>5}  {value:>{max(8, len(objective.name))}}  {words}: {outcome}", flush=True)
     complete = study.get_trials(states=(TrialState.COMPLETE,))
     result, answer = objective.answer(study, setting_of(parameters, study.best_params) if complete else ())
     rows = [_row(trial, parameters, objective) for trial in finished(study)]
