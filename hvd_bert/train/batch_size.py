@@ -35,10 +35,8 @@ def choose(task: Task, config: Config, resume_point: ResumePoint | None, world: 
         args.per_device_train_batch_size = FLAGS["per_device_train_batch_size"].default
         return
     number = None
-    if resume_point:  # a state that Horovod elastic keeps in memory has only the global batch
-        state = resume_point.state
-        of_step = int(state.get("rank_batch", state["global_batch"] // state["world_size"]))
-        number = max(1, of_step // args.gradient_accumulation_steps)
+    if resume_point:
+        number = max(1, int(resume_point.state["rank_batch"]) // args.gradient_accumulation_steps)
     number = world.broadcast(number)
     if number is None:
         with world.raise_on_all_ranks():

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from hvd_bert.checkpoint.files import Contents, name_of
-from hvd_bert.checkpoint.resume import ResumePoint
+from hvd_bert.checkpoint.resume import ResumePoint, rank_batch
+from hvd_bert.config.settings import TrainArguments
 from hvd_bert.distributed.world import World, log
 from hvd_bert.train.state import TrainState
 
@@ -20,8 +20,8 @@ KEPT: list[ResumePoint] = []  # at most one, by this process
 
 
 @contextmanager
-def kept(state: TrainState, folder: Path) -> Iterator[None]:
-    """Under Horovod elastic, keep `state` for the next world if the training inside fails. `folder`: the run's.
+def kept(state: TrainState, args: TrainArguments) -> Iterator[None]:
+    """Under Horovod elastic, keep `state` for the next world if the training inside fails.
 
     What an earlier world left is dropped only here, since a rank may be lost while it is sent.
     """
@@ -30,7 +30,9 @@ def kept(state: TrainState, folder: Path) -> Iterator[None]:
         yield
     except Exception:
         if state.world.elastic:
-            KEPT.append(ResumePoint(folder / name_of(state.step), Contents(*state.kept())))
+            tensors, rest = state.kept()
+            rest |= {"rank_batch": rank_batch(args)}
+            KEPT.append(ResumePoint(args.folder / name_of(state.step), Contents(tensors, rest)))
         raise
 
 

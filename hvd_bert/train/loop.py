@@ -51,7 +51,7 @@ def run(config: Config, world: World, callbacks: Sequence[Callback] = ()) -> Run
     with closing(metrics_logger):
         metrics_logger.started(config.as_flat() | effective, resume_point.step if resume_point else None)
         metrics_logger.notify("on_start", task, world)
-        with elastic.kept(training.state, config.train.folder) if training else nullcontext():
+        with elastic.kept(training.state, config.train) if training else nullcontext():
             if training:
                 with training.stop_requests.watched():  # until the model is saved, or a signal would lose it
                     results = training.run(metrics_logger)
