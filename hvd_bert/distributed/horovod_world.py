@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from hvd_bert.distributed import rendezvous, watchdog
@@ -87,7 +87,7 @@ class HorovodWorld(World):
         if elastic:
             NOTICES.watch()
         stalled_after_s = watchdog.inspect(os.environ, elastic)
-        before = _sockets()
+        before = _connections_now() if elastic else set()
         hvd.init()
         if not by_mpi:
             _pause_between_polls()
@@ -97,7 +97,8 @@ class HorovodWorld(World):
         world = HorovodWorld(hvd, controller, comm, stalled_after_s)
         world.elastic, world.generation = elastic, generation
         if elastic:
-            _CONNECTIONS[:] = _sockets() - before
+            _CONNECTIONS.clear()
+            _CONNECTIONS.update(_connections_now() - before)
         return world
 
     def set_up_device(self) -> None:
@@ -199,24 +200,18 @@ class HorovodWorld(World):
         _disconnect()
 
 
-_CONNECTIONS: list[tuple[int, int]] = []  # Gloo's, under Horovod elastic
+_CONNECTIONS: set[tuple[Any, ...]] = set()  # Gloo's, under Horovod elastic
 
 
 def _disconnect() -> None:
-    for descriptor, _ in _sockets().intersection(_CONNECTIONS):
+    for descriptor, *_ in _CONNECTIONS & _connections_now():
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def _sockets() -> set[tuple[int, int]]:
-    """Descriptor and inode of each of this process's sockets."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # it was the listing's
-            status = os.stat(int(name))
-            if stat.S_ISSOCK(status.st_mode):
-                found.add((int(name), status.st_ino))
-    return found
+def _connections_now() -> set[tuple[Any, ...]]:
+    """Descriptor and addresses of this process's TCP connections."""
+    return {(tcp.fd, tcp.laddr, tcp.raddr) for tcp in psutil.Process().net_connections("tcp")}
 
 
 def _mpi_world(launcher: Launcher) -> Any:

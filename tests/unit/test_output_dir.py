@@ -10,7 +10,7 @@ import pytest
 from tables import each, refused
 from test_world import make_world
 
-from hvd_bert.checkpoint import resume
+from hvd_bert.checkpoint import files, resume
 from hvd_bert.config.command_line import parse
 from hvd_bert.config.settings import Config
 from hvd_bert.distributed.world import CollectiveError
@@ -208,6 +208,21 @@ def test_next_elastic_world_resumes_only_what_an_earlier_one_began(tmp_path, beg
     start.check_elastic(wanted, world, None)
     assert wanted.train.overwrite_output_dir is not began
     assert wanted.checkpoint.resume_from_checkpoint == ("latest" if saved else None)
+
+
+def test_rank_0_of_a_next_elastic_world_replaces_another_runs_folder(tmp_path):
+    """It was on a host without rank 0, whose folder of that name is another run's."""
+    wanted, world = config(tmp_path, OVERWRITE), make_world(1, 2)
+    make_run(tmp_path, "train_results.json", "checkpoint-2")
+    world.allgather = lambda mine: [(None, []) if isinstance(mine, tuple) else str(tmp_path), mine]  # type: ignore
+    output_dir.begin(wanted.train, wanted.as_flat(), None, world)
+    world = make_world()
+    world.elastic, world.generation = True, 1
+    kept = resume.ResumePoint(tmp_path / "checkpoint-3", files.Contents({}, {"step": 3}), 0)
+    start.check_elastic(wanted, world, kept)
+    check(wanted)
+    begin(wanted, kept)
+    assert names(tmp_path) == {"train_config.yaml"}
 
 
 def test_killed_run_that_wrote_nothing_yet_is_no_obstacle(tmp_path):
