@@ -29,7 +29,10 @@ TROUBLESHOOTING = "docs/guides/troubleshooting.md"
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 # Flags of other programs that the pages name.
 FOREIGN_FLAGS = {
-    "horovodrun": {"--autotune", "--no-stall-check", "--stall-check-shutdown-time-seconds", "--timeline-filename"},
+    "horovodrun": {
+        *("--autotune", "--no-stall-check", "--stall-check-shutdown-time-seconds", "--timeline-filename"),
+        "--blacklist-cooldown-range",
+    },
     "mpirun": {"--oversubscribe"},
     "run_qa and TrainingArguments": {
         *(
