@@ -155,7 +155,7 @@ class TrainState:
     def kept(self, copies: bool = False) -> Kept:
         """This rank's state after its last finished step, for `restore`. No collective.
 
-        Without `copies`, tensors on a CPU are the training's own. The loss since the last log line is this rank's; the
+        Without `copies`, weights on a CPU are the training's own. The loss since the last log line is this rank's; the
         counts are of all ranks.
         """
         if self.last:
@@ -164,14 +164,14 @@ class TrainState:
         loss, _, tokens, positions = self.meter.since_last_log()
         windows = [self.plan.step_windows(step) for step in range(self.meter.last_step, self.step)]
         counts = [sum(map(len, windows)), sum(int(self.plan.lengths[ids].sum(dtype=np.int64)) for ids in windows)]
-        counts.append(round(counts[1] * positions / max(1, tokens)))
+        counts.append(round(counts[1] * (positions / tokens if tokens else 1)))
         tensors = {"model": weights, "optimizer": optimizer, "rng": {}}
         if self.average:
             tensors["unaveraged"] = weights
             with self.averaged():
                 tensors["model"] = dict(self.strategy.model.state_dict())
         on_host = {
-            file: {name: tensor.detach().to("cpu", copy=copies) for name, tensor in group.items()}
+            file: {name: t.detach().to("cpu", copy=copies and file != "optimizer") for name, t in group.items()}
             for file, group in tensors.items()
         }
         return on_host, self._rest(rest, [[loss, *counts]])
