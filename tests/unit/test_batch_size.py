@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tables import each, refused
+from tables import refused
 from test_world import make_world
 from torch import Tensor, nn
 
@@ -14,7 +14,6 @@ from hvd_bert import machine
 from hvd_bert.config.command_line import parse
 from hvd_bert.tasks.base import load_task, name_of
 from hvd_bert.tasks.dataset import DatasetTask, Examples
-from hvd_bert.tools.bench.__main__ import parse as parse_bench
 from hvd_bert.train import batch_size
 
 MIB = 2**20
@@ -57,16 +56,3 @@ def test_as_many_windows_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(monkeypatch, 10**6) == 300, "all of the data"
     with refused("auto", "GiB"):
         chosen(monkeypatch, 10)
-
-
-@each(
-    ("command", "words"),
-    [
-        (parse, ["--per_device_train_batch_size=auto", "--strategy=dp"]),
-        (parse, ["--per_device_train_batch_size=0"]),
-        (parse_bench, ["--per_device_train_batch_size=auto"]),
-    ],
-)
-def test_refused(command: Any, words: list[str]) -> None:
-    with refused("per_device_train_batch_size"):
-        command(words)

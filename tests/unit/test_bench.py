@@ -75,6 +75,7 @@ def test_memory_needed_includes_the_activations(tiny):
         (["--model", "m", "--train-file", "t"], "--model applies"),
         (["--model_name_or_path", "m"], "--model_name_or_path"),
         (["--no_do_train"], "--do_train"),
+        (["--per_device_train_batch_size", "auto"], "--per_device_train_batch_size"),
     ],
 )
 def test_wrong_flags(words, named):

@@ -37,6 +37,7 @@ def test_strategy_that_is_not_installed_names_the_line_that_installs_it(monkeypa
         (["--strategy", "fsdp", "--zero_stage", "3"], ["--zero_stage", "--strategy deepspeed"]),
         (["--num_groups", "2", "--deterministic"], ["--deterministic", "--num_groups"]),
         (["--strategy", "deepspeed", "--fp16"], ["--bf16"]),
+        (["--strategy", "dp", "--per_device_train_batch_size", "auto"], ["--per_device_train_batch_size", "dp"]),
     ],
 )
 def test_settings_that_do_not_go_together(flags, named):
